@@ -1,0 +1,2 @@
+//! The one binary `kvlane`.
+fn main() {}
