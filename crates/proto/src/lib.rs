@@ -1,1 +1,23 @@
-//! kvlane proto
+//! The wire between an engine and the daemon: messages, framing, versions and addresses.
+//!
+//! A connection carries frames both ways: a little-endian `u32` length, then one protobuf message.
+//! `proto/kvlane.proto` is the reference of the messages.
+#![forbid(unsafe_code)]
+
+mod address;
+mod frame;
+mod version;
+
+pub use address::{Address, AddressError, default_address};
+pub use frame::{FrameError, FrameReader, MAX_FRAME_BYTES, encode_frame};
+pub use version::{Incompatible, WIRE_MAX, WIRE_MIN, negotiate};
+
+/// The text of `kvlane.proto`, for the generated reference pages.
+pub const PROTO_SOURCE: &str = include_str!("../proto/kvlane.proto");
+
+/// Generated message types.
+#[allow(missing_docs, reason = "generated; the comments stand in kvlane.proto")]
+#[allow(clippy::all, reason = "generated")]
+pub mod v1 {
+    include!(concat!(env!("OUT_DIR"), "/kvlane.v1.rs"));
+}

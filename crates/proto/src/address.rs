@@ -1,0 +1,101 @@
+//! Where a daemon listens: a Unix socket or a TCP address.
+
+use std::{
+    env, fmt, fs, net::SocketAddr, net::ToSocketAddrs, os::unix::fs::MetadataExt, path::PathBuf, str::FromStr,
+};
+
+use thiserror::Error;
+
+/// Where a daemon listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Address {
+    /// A Unix socket: engines connect here, since only it carries descriptors and credentials.
+    Unix(PathBuf),
+    /// TCP: tools only.
+    Tcp(SocketAddr),
+}
+
+/// An address that cannot be used.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum AddressError {
+    /// Neither `unix:PATH` nor `HOST:PORT`.
+    #[error("'{0}' is no address: write unix:PATH or HOST:PORT")]
+    Unknown(String),
+    /// Longer than the kernel takes.
+    #[error(
+        "the socket path '{path}' has {length} bytes, and the kernel allows {UNIX_PATH_MAX}: choose a shorter one"
+    )]
+    PathTooLong {
+        /// The path.
+        path: String,
+        /// Its length in bytes.
+        length: usize,
+    },
+}
+
+const UNIX_PATH_MAX: usize = 107;
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let path = text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text));
+        if let Some(path) = path {
+            if path.is_empty() {
+                return Err(AddressError::Unknown(text.into()));
+            }
+            if path.len() > UNIX_PATH_MAX {
+                return Err(AddressError::PathTooLong { path: path.into(), length: path.len() });
+            }
+            return Ok(Self::Unix(path.into()));
+        }
+        text.to_socket_addrs()
+            .ok()
+            .and_then(|mut found| found.next())
+            .map(Self::Tcp)
+            .ok_or_else(|| AddressError::Unknown(text.into()))
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(address) => write!(f, "{address}"),
+        }
+    }
+}
+
+/// The Unix socket used when none is named: `kvlane/kvlane.sock` in `$XDG_RUNTIME_DIR`, or in
+/// `/tmp/kvlane-UID` where the session has no runtime directory.
+pub fn default_address() -> Address {
+    let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
+    let folder = match runtime {
+        Some(dir) => dir.join("kvlane"),
+        // /proc/self belongs to the effective user of this process.
+        None => PathBuf::from(format!("/tmp/kvlane-{}", fs::metadata("/proc/self").map_or(0, |m| m.uid()))),
+    };
+    Address::Unix(folder.join("kvlane.sock"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_kinds_parse_and_print_alike() {
+        for text in ["unix:/run/kvlane.sock", "127.0.0.1:50055", "[::1]:80"] {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+        assert_eq!("/run/x".parse::<Address>().unwrap(), Address::Unix("/run/x".into()));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for text in ["", "unix:", "localhost", "127.0.0.1:notaport"] {
+            assert!(text.parse::<Address>().unwrap_err().to_string().contains(&format!("'{text}'")));
+        }
+        let long = format!("unix:/{}", "x".repeat(200));
+        assert!(matches!(long.parse::<Address>(), Err(AddressError::PathTooLong { length: 201, .. })));
+    }
+}

@@ -1,0 +1,146 @@
+//! Length-prefixed frames over a byte stream.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use prost::Message;
+use thiserror::Error;
+
+/// Longest message that either side accepts: a lookup of four million hashes fits.
+pub const MAX_FRAME_BYTES: usize = 64 << 20;
+
+const PREFIX_BYTES: usize = 4;
+
+/// What came over the wire is not a frame. The connection cannot be used any further.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum FrameError {
+    /// The announced length is out of bounds: most likely the peer speaks another protocol.
+    #[error(
+        "a frame announces {0} bytes, more than the {MAX_FRAME_BYTES} that are allowed: is this a kvlane peer?"
+    )]
+    TooLong(u64),
+    /// The message does not parse.
+    #[error("a frame of {bytes} bytes is no kvlane message: {reason}")]
+    Malformed {
+        /// Length of the frame.
+        bytes: usize,
+        /// The decoder's reason.
+        reason: String,
+    },
+}
+
+/// One message as a frame.
+///
+/// # Panics
+/// Never for messages up to [`MAX_FRAME_BYTES`]; longer ones are a programmer's error.
+pub fn encode_frame(message: &impl Message) -> Vec<u8> {
+    let length = message.encoded_len();
+    assert!(length <= MAX_FRAME_BYTES, "a message of {length} bytes was to be sent");
+    let mut frame = Vec::with_capacity(PREFIX_BYTES + length);
+    frame.put_u32_le(length as u32);
+    message.encode_raw(&mut frame);
+    frame
+}
+
+/// Cuts a byte stream into messages.
+#[derive(Debug, Default)]
+pub struct FrameReader {
+    buffer: BytesMut,
+}
+
+impl FrameReader {
+    /// Where received bytes are appended, with room for at least `room` more.
+    pub fn buffer(&mut self, room: usize) -> &mut BytesMut {
+        self.buffer.reserve(room);
+        &mut self.buffer
+    }
+
+    /// Appends received bytes.
+    pub fn push(&mut self, received: &[u8]) {
+        self.buffer.extend_from_slice(received);
+    }
+
+    /// Bytes that are still missing to complete the frame that has begun, 0 when a whole frame is there, or
+    /// 1 when not even the length is known.
+    pub fn missing(&self) -> usize {
+        match self.announced() {
+            None => 1,
+            Some(length) => (PREFIX_BYTES + length).saturating_sub(self.buffer.len()),
+        }
+    }
+
+    /// The next whole message, if one has arrived.
+    ///
+    /// # Errors
+    /// [`FrameError`], after which the connection must be closed.
+    pub fn next<M: Message + Default>(&mut self) -> Result<Option<M>, FrameError> {
+        let Some(length) = self.announced() else { return Ok(None) };
+        if length > MAX_FRAME_BYTES {
+            return Err(FrameError::TooLong(length as u64));
+        }
+        if self.buffer.len() < PREFIX_BYTES + length {
+            return Ok(None);
+        }
+        self.buffer.advance(PREFIX_BYTES);
+        let body: Bytes = self.buffer.split_to(length).freeze();
+        M::decode(body)
+            .map(Some)
+            .map_err(|error| FrameError::Malformed { bytes: length, reason: error.to_string() })
+    }
+
+    fn announced(&self) -> Option<usize> {
+        let prefix: [u8; PREFIX_BYTES] = self.buffer.get(..PREFIX_BYTES)?.try_into().ok()?;
+        Some(u32::from_le_bytes(prefix) as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::v1::{Lookup, LookupGroup, Request, request};
+
+    fn lookup(id: u64, hashes: Vec<u8>) -> Request {
+        let groups = vec![LookupGroup { group: 0, hashes: hashes.into() }];
+        Request { id, body: Some(request::Body::Lookup(Lookup { groups, max_tokens: 7 })) }
+    }
+
+    #[test]
+    fn a_length_from_another_protocol_is_refused() {
+        let mut reader = FrameReader::default();
+        reader.push(b"GET / HTTP/1.1\r\n");
+        assert!(matches!(reader.next::<Request>(), Err(FrameError::TooLong(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn messages_survive_any_fragmentation(
+            payloads in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..200), 1..8),
+            cut in 1usize..64,
+        ) {
+            let sent: Vec<Request> =
+                payloads.into_iter().enumerate().map(|(i, p)| lookup(i as u64, p)).collect();
+            let stream: Vec<u8> = sent.iter().flat_map(encode_frame).collect();
+            let mut reader = FrameReader::default();
+            let mut received = Vec::new();
+            for piece in stream.chunks(cut) {
+                reader.push(piece);
+                while let Some(message) = reader.next::<Request>().unwrap() {
+                    received.push(message);
+                }
+            }
+            prop_assert_eq!(received, sent);
+            prop_assert_eq!(reader.missing(), 1);
+        }
+
+        #[test]
+        fn garbage_is_refused_or_parsed_but_never_panics(noise in proptest::collection::vec(any::<u8>(), 0..600)) {
+            let mut reader = FrameReader::default();
+            reader.push(&(noise.len() as u32).to_le_bytes());
+            reader.push(&noise);
+            let _ = reader.next::<Request>();
+            let mut raw = FrameReader::default();
+            raw.push(&noise);
+            while let Ok(Some(_)) = raw.next::<Request>() {}
+        }
+    }
+}
