@@ -1,0 +1,95 @@
+//! Copy plans: which contiguous bytes move between an engine and the pool.
+
+use crate::layout::{LayoutError, Region, shard_bytes};
+
+/// Bytes that are contiguous on both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Address in the engine's process.
+    pub engine_addr: u64,
+    /// Offset from the start of the pool, in bytes.
+    pub pool_offset: u64,
+    /// Bytes; never 0.
+    pub len: u64,
+}
+
+/// The copies that move `blocks`, pairs of block id and pool offset of its extent, in order.
+///
+/// Neighbours that are adjacent on both sides are one run: a whole block where the engine holds it contiguously, and
+/// several blocks where neighbouring ids also lie in neighbouring extents. The regions must be valid
+/// ([`Region::validate`]); an unknown block id is an error and nothing is planned.
+pub fn plan(regions: &[Region], blocks: &[(u32, u64)]) -> Result<Vec<Run>, LayoutError> {
+    let shard_bytes = shard_bytes(regions);
+    let known_blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);
+    let mut runs: Vec<Run> = Vec::with_capacity(blocks.len() * regions.len());
+    for &(block_id, pool_offset) in blocks {
+        if u64::from(block_id) >= known_blocks {
+            return Err(LayoutError::NoSuchBlock { block_id, blocks: known_blocks });
+        }
+        if pool_offset.checked_add(shard_bytes).is_none() {
+            return Err(LayoutError::PoolOffset { pool_offset, shard_bytes });
+        }
+        let mut next_offset = pool_offset;
+        for region in regions {
+            let block = region.base + u64::from(block_id) * region.block_stride;
+            for offset in &region.piece_offsets {
+                push(
+                    &mut runs,
+                    Run { engine_addr: block + offset, pool_offset: next_offset, len: region.piece_bytes },
+                );
+                next_offset += region.piece_bytes;
+            }
+        }
+    }
+    Ok(runs)
+}
+
+fn push(runs: &mut Vec<Run>, next: Run) {
+    if let Some(last) = runs.last_mut()
+        && last.engine_addr + last.len == next.engine_addr
+        && last.pool_offset + last.len == next.pool_offset
+    {
+        last.len += next.len;
+    } else {
+        runs.push(next);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_contiguous_block_is_one_run_and_so_are_neighbours_in_both_spaces() {
+        // Cross-layer layout: 32 pieces fill the stride.
+        let region = Region {
+            base: 0x10000,
+            block_stride: 32 * 4096,
+            blocks: 100,
+            piece_bytes: 4096,
+            piece_offsets: (0..32).map(|piece| piece * 4096).collect(),
+        };
+        let block = region.block_stride;
+        let runs = plan(std::slice::from_ref(&region), &[(7, 0), (8, block), (9, 5 * block)]).unwrap();
+        let at = |id: u64| region.base + id * block;
+        assert_eq!(
+            runs,
+            [
+                Run { engine_addr: at(7), pool_offset: 0, len: 2 * block },
+                Run { engine_addr: at(9), pool_offset: 5 * block, len: block },
+            ]
+        );
+    }
+
+    #[test]
+    fn the_smallest_region_bounds_the_block_ids() {
+        let region =
+            |blocks| Region { base: 0, block_stride: 16, blocks, piece_bytes: 16, piece_offsets: vec![0] };
+        let error = plan(&[region(8), region(4)], &[(3, 0), (4, 32)]).unwrap_err();
+        assert_eq!(error, LayoutError::NoSuchBlock { block_id: 4, blocks: 4 });
+        assert!(error.to_string().contains("block id 4"));
+        assert!(matches!(plan(&[region(8)], &[(0, u64::MAX)]), Err(LayoutError::PoolOffset { .. })));
+        assert!(matches!(plan(&[], &[(0, 0)]), Err(LayoutError::NoSuchBlock { .. })));
+        assert_eq!(plan(&[region(8)], &[]).unwrap(), []);
+    }
+}

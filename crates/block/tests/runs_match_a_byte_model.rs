@@ -1,0 +1,101 @@
+//! Plans against a model that says for each pool byte which engine byte belongs there.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+
+use kvlane_block::{Region, plan, shard_bytes};
+use proptest::prelude::*;
+
+/// A valid region: pieces in slots of a block, in any order, with gaps, or in rows behind each other.
+fn region() -> impl Strategy<Value = Region> {
+    let pieces = prop::sample::subsequence((0u64..6).collect::<Vec<_>>(), 1..=6).prop_shuffle();
+    (1u64..40, 1u64..9, pieces, 0u64..3, any::<bool>()).prop_map(|(piece_bytes, blocks, slots, gap, rows)| {
+        let block_stride = if rows { piece_bytes } else { piece_bytes * 6 } + gap;
+        let slot_bytes = if rows { block_stride * blocks } else { piece_bytes };
+        let piece_offsets = slots.iter().map(|slot| slot * slot_bytes).collect();
+        Region { base: 0, block_stride, blocks, piece_bytes, piece_offsets }
+    })
+}
+
+fn regions() -> impl Strategy<Value = Vec<Region>> {
+    prop::collection::vec(region(), 1..4).prop_map(|mut regions| {
+        let mut base = 1000;
+        for region in &mut regions {
+            region.base = base;
+            base += 10_000; // regions do not overlap
+        }
+        regions
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn every_byte_goes_where_the_model_says_and_no_two_runs_could_be_one(
+        regions in regions(),
+        ids in prop::collection::vec(0u32..9, 0..8),
+        order in any::<u64>(),
+    ) {
+        for region in &regions {
+            region.validate().unwrap();
+        }
+        let known = regions.iter().map(|region| region.blocks).min().unwrap();
+        let shard = shard_bytes(&regions);
+        let count = ids.len() as u64;
+        let blocks: Vec<(u32, u64)> = ids
+            .iter()
+            .enumerate()
+            // Extents in order, or all in reverse.
+            .map(|(i, id)| (id % known as u32, if order % 2 == 0 { i as u64 } else { count - 1 - i as u64 } * shard))
+            .collect();
+
+        let mut model = BTreeMap::new();
+        for &(id, extent) in &blocks {
+            let mut pool = extent;
+            for region in &regions {
+                for offset in &region.piece_offsets {
+                    for byte in 0..region.piece_bytes {
+                        model.insert(pool, region.base + u64::from(id) * region.block_stride + offset + byte);
+                        pool += 1;
+                    }
+                }
+            }
+        }
+
+        let runs = plan(&regions, &blocks).unwrap();
+        let mut copied = BTreeMap::new();
+        for run in &runs {
+            prop_assert!(run.len > 0);
+            for byte in 0..run.len {
+                let twice = copied.insert(run.pool_offset + byte, run.engine_addr + byte);
+                prop_assert!(twice.is_none(), "pool byte {} is written twice", run.pool_offset + byte);
+            }
+        }
+        prop_assert_eq!(copied, model);
+        for pair in runs.windows(2) {
+            let adjacent = pair[0].engine_addr + pair[0].len == pair[1].engine_addr
+                && pair[0].pool_offset + pair[0].len == pair[1].pool_offset;
+            prop_assert!(!adjacent, "{:?} should be one run", pair);
+        }
+    }
+
+    /// Whatever the numbers, a region that is found valid has no two pieces on the same byte.
+    #[test]
+    fn a_valid_region_holds_each_byte_once(
+        block_stride in 1u64..24, blocks in 1u64..5, piece_bytes in 1u64..24,
+        piece_offsets in prop::collection::vec(0u64..80, 1..4),
+    ) {
+        let region = Region { base: 0, block_stride, blocks, piece_bytes, piece_offsets };
+        if region.validate().is_ok() {
+            let mut seen = std::collections::BTreeSet::new();
+            for block in 0..blocks {
+                for offset in &region.piece_offsets {
+                    for byte in 0..piece_bytes {
+                        prop_assert!(seen.insert(block * block_stride + offset + byte), "{:?}", region);
+                    }
+                }
+            }
+        }
+    }
+}
