@@ -1,0 +1,165 @@
+//! Eviction order: a doubly linked list over slot numbers, 8 bytes a slot.
+
+/// Slots a chunk of links holds. Chunks are never moved, so growth costs one small allocation.
+const CHUNK: usize = 4096;
+/// End of the list.
+const NONE: u32 = u32::MAX;
+/// In `Link::older`: the slot is not in the list.
+const OUT: u32 = u32::MAX - 1;
+
+#[derive(Clone, Copy)]
+struct Link {
+    older: u32,
+    newer: u32,
+}
+
+/// Least-recently-used order of slots in which a prefix ages from its tail.
+///
+/// The rule that callers keep and this type helps with: a parent is newer than its children, so that the old end
+/// holds blocks whose children are gone. [`touch_prefix`](Self::touch_prefix) and
+/// [`insert_older`](Self::insert_older) place slots that way. Slots that must not be evicted (leased, being
+/// written) are simply not in the list.
+///
+/// Slot numbers are below `u32::MAX - 1` and should be dense: memory is 8 bytes times the largest one.
+#[derive(Default)]
+pub struct PrefixLru {
+    chunks: Vec<Box<[Link]>>,
+    ends: Option<Ends>,
+    len: usize,
+}
+
+#[derive(Clone, Copy)]
+struct Ends {
+    oldest: u32,
+    newest: u32,
+}
+
+impl PrefixLru {
+    /// An empty order.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Slots in the list.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True when nothing could be evicted.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// True when `slot` is in the list.
+    pub fn contains(&self, slot: u32) -> bool {
+        let chunk = self.chunks.get(slot as usize / CHUNK);
+        chunk.is_some_and(|links| links[slot as usize % CHUNK].older != OUT)
+    }
+
+    /// Adds `slot` as the last to be evicted. It must not be in the list.
+    pub fn push_newest(&mut self, slot: u32) {
+        self.reserve(slot);
+        match self.ends {
+            None => self.insert_first(slot),
+            Some(ends) => {
+                *self.link(slot) = Link { older: ends.newest, newer: NONE };
+                self.link(ends.newest).newer = slot;
+                self.ends = Some(Ends { newest: slot, ..ends });
+            }
+        }
+        self.len += 1;
+    }
+
+    /// Adds `slot` right below `newer` in age, which must be in the list: `slot` is evicted just before it.
+    pub fn insert_older(&mut self, slot: u32, newer: u32) {
+        assert!(self.contains(newer), "slot {newer} is not in the list");
+        self.reserve(slot);
+        let older = self.link(newer).older;
+        *self.link(slot) = Link { older, newer };
+        self.link(newer).older = slot;
+        match older {
+            NONE => self.ends = self.ends.map(|ends| Ends { oldest: slot, ..ends }),
+            _ => self.link(older).newer = slot,
+        }
+        self.len += 1;
+    }
+
+    /// Takes `slot` out; false if it was not in.
+    pub fn remove(&mut self, slot: u32) -> bool {
+        if !self.contains(slot) {
+            return false;
+        }
+        let Link { older, newer } = *self.link(slot);
+        self.link(slot).older = OUT;
+        if older != NONE {
+            self.link(older).newer = newer;
+        }
+        if newer != NONE {
+            self.link(newer).older = older;
+        }
+        self.ends = self.ends.and_then(|ends| match (older, newer) {
+            (NONE, NONE) => None,
+            (NONE, _) => Some(Ends { oldest: newer, ..ends }),
+            (_, NONE) => Some(Ends { newest: older, ..ends }),
+            _ => Some(ends),
+        });
+        self.len -= 1;
+        true
+    }
+
+    /// Makes `slot` the newest if it is in the list; otherwise nothing happens.
+    pub fn touch(&mut self, slot: u32) {
+        if self.ends.is_some_and(|ends| ends.newest != slot) && self.remove(slot) {
+            self.push_newest(slot);
+        }
+    }
+
+    /// Touches the blocks of a prefix, given from its head: the tail first and the head last, so that the head
+    /// ends up newest.
+    pub fn touch_prefix(&mut self, slots: &[u32]) {
+        for &slot in slots.iter().rev() {
+            self.touch(slot);
+        }
+    }
+
+    /// Takes out the victim: from the old end, the first slot that `accept` agrees to. A refused slot moves to the
+    /// new end, since what makes it refusable (a resident child) was used later than it. After `max_refusals`
+    /// refusals, or with every slot refused, there is no victim.
+    pub fn take_oldest(&mut self, max_refusals: usize, mut accept: impl FnMut(u32) -> bool) -> Option<u32> {
+        for _ in 0..self.len.min(max_refusals.saturating_add(1)) {
+            let oldest = self.ends?.oldest;
+            if accept(oldest) {
+                self.remove(oldest);
+                return Some(oldest);
+            }
+            self.touch(oldest);
+        }
+        None
+    }
+
+    /// All slots, oldest first.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        let first = self.ends.map(|ends| ends.oldest);
+        std::iter::successors(first, |&slot| {
+            let newer = self.chunks[slot as usize / CHUNK][slot as usize % CHUNK].newer;
+            (newer != NONE).then_some(newer)
+        })
+    }
+
+    fn insert_first(&mut self, slot: u32) {
+        *self.link(slot) = Link { older: NONE, newer: NONE };
+        self.ends = Some(Ends { oldest: slot, newest: slot });
+    }
+
+    fn reserve(&mut self, slot: u32) {
+        assert!(slot < OUT, "slot {slot} is out of range");
+        assert!(!self.contains(slot), "slot {slot} is in the list already");
+        while self.chunks.len() <= slot as usize / CHUNK {
+            self.chunks.push(vec![Link { older: OUT, newer: NONE }; CHUNK].into_boxed_slice());
+        }
+    }
+
+    fn link(&mut self, slot: u32) -> &mut Link {
+        &mut self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+    }
+}
