@@ -1,1 +1,28 @@
-//! kvlane memory
+//! Memory that other processes may touch: the pool's arena and its extents, views of it in engines, the memory of
+//! engines themselves, and the sockets that carry descriptors and tell who a peer is.
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("kvlane runs on 64-bit Linux");
+
+pub mod arena;
+mod available;
+pub mod descriptor;
+pub mod engine;
+pub mod extents;
+mod hugepages;
+mod mapping;
+mod numa;
+pub mod own;
+pub mod peer;
+pub mod process_vm;
+pub mod view;
+
+pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
+pub use available::available_memory;
+pub use descriptor::{recv_with_fd, send_with_fd};
+pub use engine::{CopyError, EngineMemory};
+pub use extents::{ExtentAllocator, PAGE_BYTES};
+pub use own::OwnMemory;
+pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited};
+pub use process_vm::{ProbeError, ProcessVm};
+pub use view::PoolView;

@@ -1,0 +1,352 @@
+//! The pool's memory: one sealed memfd, mapped, faulted in before the first use, shared by descriptor.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
+use rustix::io::Errno;
+use rustix::mm::Advice;
+use thiserror::Error;
+
+use crate::available::available_memory;
+use crate::hugepages::{self, HUGE_BYTES};
+use crate::mapping::Mapping;
+use crate::numa;
+
+/// Bytes that one thread faults in before it reports progress.
+const CHUNK_BYTES: u64 = 64 << 20;
+
+/// Whether the pool is in huge pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HugePages {
+    /// Reserved 2 MB pages where enough are free, else transparent ones where allowed, else ordinary pages.
+    #[default]
+    Auto,
+    /// Reserved 2 MB pages, or an error that says how to reserve them.
+    On,
+    /// Ordinary pages.
+    Off,
+}
+
+/// Whether the pool is spread over NUMA nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Numa {
+    /// An equal contiguous part on each node that has memory.
+    #[default]
+    Auto,
+    /// Wherever the kernel puts it.
+    Off,
+}
+
+/// What arena to make.
+#[derive(Debug, Clone)]
+pub struct ArenaOptions {
+    /// Size in bytes; rounded up to the page size in use.
+    pub bytes: u64,
+    /// Page size.
+    pub hugepages: HugePages,
+    /// Placement.
+    pub numa: Numa,
+    /// Threads that fault the arena in; 0 counts as 1.
+    pub threads: usize,
+}
+
+/// Why there is no arena.
+#[derive(Debug, Error)]
+pub enum ArenaError {
+    /// Zero bytes were asked for.
+    #[error("a pool of 0 bytes holds nothing; choose a larger size")]
+    Empty,
+    /// More than the machine or its control group can give now.
+    #[error(
+        "a pool of {asked} bytes is larger than the {available} bytes of memory that are available; choose a smaller size"
+    )]
+    LargerThanMemory {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that can be had.
+        available: u64,
+    },
+    /// Huge pages were demanded and are not there.
+    #[error(
+        "huge pages are demanded, but of {needed} 2 MB pages only {free} are free; reserve them with `sysctl vm.nr_hugepages={nr_hugepages}` or leave huge pages on auto"
+    )]
+    NoHugePages {
+        /// Pages that the pool needs.
+        needed: u64,
+        /// Pages that are free.
+        free: u64,
+        /// The setting that would make enough free.
+        nr_hugepages: u64,
+    },
+    /// The kernel could not give a page.
+    #[error("the pool cannot be faulted in at offset {offset}: {errno}")]
+    Fault {
+        /// Where, in bytes from the start.
+        offset: u64,
+        /// What the kernel said.
+        errno: Errno,
+    },
+    /// The kernel refused to make or map the memory.
+    #[error("the pool of {bytes} bytes cannot be made: {call}: {source}")]
+    Refused {
+        /// The system call.
+        call: &'static str,
+        /// Bytes of the pool.
+        bytes: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pages {
+    Ordinary,
+    Transparent,
+    Reserved,
+}
+
+impl Pages {
+    fn bytes(self) -> u64 {
+        match self {
+            Pages::Ordinary => rustix::param::page_size() as u64,
+            Pages::Transparent | Pages::Reserved => HUGE_BYTES,
+        }
+    }
+}
+
+/// One memfd, mapped shared and writable in this process. Its size is sealed: no holder of a descriptor can shrink
+/// it and make an access here fault.
+#[derive(Debug)]
+pub struct Arena {
+    mapping: Mapping,
+    memfd: OwnedFd,
+    pages: Pages,
+    nodes: Vec<Range<u64>>,
+}
+
+impl Arena {
+    /// Makes an arena and faults all of it in, calling `progress` with the bytes done so far, from any thread.
+    pub fn create(options: &ArenaOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<Arena, ArenaError> {
+        if options.bytes == 0 {
+            return Err(ArenaError::Empty);
+        }
+        if options.hugepages != HugePages::Off {
+            let needed = options.bytes.div_ceil(HUGE_BYTES);
+            let hugepages::Reserved { total, free } = hugepages::reserved();
+            if needed <= free {
+                match Arena::with_pages(Pages::Reserved, options, progress) {
+                    Err(error) if options.hugepages == HugePages::Auto => {
+                        tracing::warn!(%error, "free huge pages cannot be used for the pool");
+                    }
+                    arena => return arena,
+                }
+            } else if options.hugepages == HugePages::On {
+                let nr_hugepages = total.saturating_add(needed - free);
+                return Err(ArenaError::NoHugePages { needed, free, nr_hugepages });
+            }
+        }
+        // Reserved pages are not part of the available memory, the others are. Without this check the kernel would
+        // not refuse: it would kill.
+        if let Some(available) = available_memory()
+            && options.bytes > available
+        {
+            return Err(ArenaError::LargerThanMemory { asked: options.bytes, available });
+        }
+        let transparent = options.hugepages == HugePages::Auto && hugepages::transparent_for_shared_memory();
+        let pages = if transparent { Pages::Transparent } else { Pages::Ordinary };
+        let mut arena = Arena::with_pages(pages, options, progress)?;
+        if transparent && !hugepages::mostly_huge(arena.base() as u64, arena.bytes()) {
+            arena.pages = Pages::Ordinary;
+        }
+        Ok(arena)
+    }
+
+    fn with_pages(
+        pages: Pages,
+        options: &ArenaOptions,
+        progress: &(dyn Fn(u64) + Sync),
+    ) -> Result<Arena, ArenaError> {
+        let bytes = options
+            .bytes
+            .checked_next_multiple_of(pages.bytes())
+            .filter(|bytes| *bytes <= i64::MAX as u64)
+            .ok_or(ArenaError::LargerThanMemory { asked: options.bytes, available: i64::MAX as u64 })?;
+        let refused = |call| move |errno: Errno| ArenaError::Refused { call, bytes, source: errno.into() };
+
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        if pages == Pages::Reserved {
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        }
+        let memfd = rustix::fs::memfd_create("kvlane-pool", flags).map_err(refused("memfd_create"))?;
+        rustix::fs::ftruncate(&memfd, bytes).map_err(refused("ftruncate"))?;
+        // Read-only descriptors stay read-only: a holder of the same user cannot reopen them for writing.
+        rustix::fs::fchmod(&memfd, Mode::RUSR).map_err(refused("fchmod"))?;
+        // The last seal forbids others to add seals, such as one against our own writing.
+        rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(refused("fcntl(F_ADD_SEALS)"))?;
+        let mapping = Mapping::new(memfd.as_fd(), bytes, true).map_err(|source| ArenaError::Refused {
+            call: "mmap",
+            bytes,
+            source,
+        })?;
+
+        let mut arena = Arena { mapping, memfd, pages, nodes: Vec::from([0..bytes]) };
+        arena.advise();
+        if options.numa == Numa::Auto {
+            arena.spread_over_nodes();
+        }
+        arena.fault_in(options.threads, progress)?;
+        Ok(arena)
+    }
+
+    fn advise(&self) {
+        let advise = |advice| {
+            // SAFETY: the range is the whole mapping of this arena; both kinds of advice leave its bytes alone.
+            unsafe { rustix::mm::madvise(self.base().cast(), self.bytes() as usize, advice) }
+        };
+        if self.pages == Pages::Transparent
+            && let Err(errno) = advise(Advice::LinuxHugepage)
+        {
+            tracing::debug!(%errno, "no transparent huge pages for the pool");
+        }
+        if let Err(errno) = advise(Advice::LinuxDontDump) {
+            tracing::debug!(%errno, "a core dump would hold the pool");
+        }
+    }
+
+    fn spread_over_nodes(&mut self) {
+        let nodes = numa::nodes_with_memory();
+        if nodes.len() < 2 {
+            return;
+        }
+        let ranges = numa::split(self.bytes(), nodes.len(), HUGE_BYTES);
+        for (range, node) in ranges.iter().zip(nodes) {
+            // SAFETY: the range lies inside the mapping and begins at a multiple of 2 MB from its page-aligned base.
+            let preferred = unsafe {
+                numa::prefer_node(self.base().add(range.start as usize), range.end - range.start, node)
+            };
+            if let Err(error) = preferred {
+                tracing::warn!(%error, node, "the pool is not spread over NUMA nodes");
+                return;
+            }
+        }
+        self.nodes = ranges;
+    }
+
+    fn fault_in(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<(), ArenaError> {
+        let bytes = self.bytes();
+        let (next, done) = (AtomicU64::new(0), AtomicU64::new(0));
+        let failed = AtomicBool::new(false);
+        let failure = Mutex::new(None);
+        let work = || {
+            while !failed.load(Ordering::Relaxed) {
+                let offset = next.fetch_add(CHUNK_BYTES, Ordering::Relaxed);
+                if offset >= bytes {
+                    break;
+                }
+                let length = CHUNK_BYTES.min(bytes - offset);
+                match self.fault_in_chunk(offset, length) {
+                    Ok(()) => progress(done.fetch_add(length, Ordering::Relaxed) + length),
+                    Err(errno) => {
+                        failed.store(true, Ordering::Relaxed);
+                        let mut failure = failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                        *failure = Some(ArenaError::Fault { offset, errno });
+                    }
+                }
+            }
+        };
+        let helpers = threads.saturating_sub(1).min((bytes / CHUNK_BYTES) as usize);
+        thread::scope(|scope| {
+            for _ in 0..helpers {
+                if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
+                    tracing::warn!(%error, "the pool is faulted in by fewer threads");
+                    break;
+                }
+            }
+            work();
+        });
+        failure.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).map_or(Ok(()), Err)
+    }
+
+    /// Gives every page of a range memory, or returns the error that touching it would turn into SIGBUS.
+    fn fault_in_chunk(&self, offset: u64, length: u64) -> Result<(), Errno> {
+        loop {
+            // SAFETY: the range lies inside the mapping; populating keeps the bytes of pages that exist.
+            let populated = unsafe {
+                let start = self.base().add(offset as usize);
+                rustix::mm::madvise(start.cast(), length as usize, Advice::LinuxPopulateWrite)
+            };
+            match populated {
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                // Before Linux 5.14: have the file allocate them.
+                Err(Errno::INVAL) => {
+                    match rustix::fs::fallocate(&self.memfd, FallocateFlags::empty(), offset, length) {
+                        Err(Errno::INTR) => {}
+                        allocated => return allocated,
+                    }
+                }
+                populated => return populated,
+            }
+        }
+    }
+
+    /// Size in bytes, after rounding.
+    pub fn bytes(&self) -> u64 {
+        self.mapping.bytes()
+    }
+
+    /// For people: "4 kB", "2 MB (hugetlb)", "2 MB (transparent)".
+    pub fn page_size(&self) -> &'static str {
+        match (self.pages, self.pages.bytes()) {
+            (Pages::Reserved, _) => "2 MB (hugetlb)",
+            (Pages::Transparent, _) => "2 MB (transparent)",
+            (Pages::Ordinary, 16384) => "16 kB",
+            (Pages::Ordinary, 65536) => "64 kB",
+            (Pages::Ordinary, _) => "4 kB",
+        }
+    }
+
+    /// The byte ranges that lie on one NUMA node each, in order; together they are the arena.
+    pub fn nodes(&self) -> &[Range<u64>] {
+        &self.nodes
+    }
+
+    /// Address of the first byte in this process.
+    pub fn base(&self) -> *mut u8 {
+        self.mapping.base()
+    }
+
+    /// A new descriptor of the arena, to be sent to another process.
+    pub fn descriptor(&self, writable: bool) -> io::Result<OwnedFd> {
+        if writable {
+            return self.memfd.try_clone();
+        }
+        let path = format!("/proc/self/fd/{}", self.memfd.as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
+    /// The bytes of an extent.
+    ///
+    /// # Safety
+    /// Nobody, in this process or another, writes `offset..offset + len` while the slice lives: the extent is sealed,
+    /// or its claim has been committed, and it is not freed before the slice is dropped.
+    ///
+    /// # Panics
+    /// If the range is not inside the arena.
+    pub unsafe fn bytes_at(&self, offset: u64, len: u64) -> &[u8] {
+        let end = offset.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.bytes()),
+            "{len} bytes at {offset} are not inside {} bytes",
+            self.bytes()
+        );
+        // SAFETY: the range is inside the mapping, which lives as long as self, and by the caller's promise nobody
+        // writes it meanwhile. Every page is faulted in and the size is sealed, so reading cannot fault.
+        unsafe { std::slice::from_raw_parts(self.base().add(offset as usize), len as usize) }
+    }
+}

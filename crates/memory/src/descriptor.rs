@@ -1,0 +1,109 @@
+//! Sending bytes together with a descriptor over a Unix socket.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::retry_on_intr;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+/// Most descriptors that one message may carry.
+const MAX_DESCRIPTORS: usize = 4;
+
+/// Sends some of `bytes`, the descriptor with the first of them, and returns how many were sent. The rest, if any, is
+/// to be sent without the descriptor. A closed peer is an error and no signal.
+///
+/// # Panics
+/// If there are no bytes: a descriptor cannot travel alone on a stream.
+pub fn send_with_fd(stream: impl AsFd, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+    assert!(!bytes.is_empty(), "a descriptor travels with at least one byte");
+    let descriptors = fd.as_slice();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+        assert!(fits, "the buffer is made for one descriptor");
+    }
+    let sent = retry_on_intr(|| {
+        rustix::net::sendmsg(&stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)
+    })?;
+    Ok(sent)
+}
+
+/// Receives bytes into `buf` and appends the descriptors that came with them, closed on exec. Returns the number of
+/// bytes; 0 means that the peer closed. More descriptors than a message of kvlane carries are an error.
+pub fn recv_with_fd(stream: impl AsFd, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = retry_on_intr(|| {
+        rustix::net::recvmsg(&stream, &mut [IoSliceMut::new(buf)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    })?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            fds.extend(descriptors);
+        }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("the peer sent more than {MAX_DESCRIPTORS} descriptors in one message"),
+        ));
+    }
+    Ok(received.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Seek, Write};
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_rides_on_its_bytes_and_is_closed_on_exec() {
+        let (left, right) = UnixStream::pair().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"through the socket").unwrap();
+        assert_eq!(send_with_fd(&left, b"plain", None).unwrap(), 5);
+        assert_eq!(send_with_fd(&left, b"frame", Some(file.as_fd())).unwrap(), 5);
+        let mut buffer = [0; 64];
+        let mut fds = Vec::new();
+        let mut bytes = 0;
+        while bytes < 10 {
+            bytes += recv_with_fd(&right, &mut buffer[bytes..], &mut fds).unwrap();
+        }
+        assert_eq!(&buffer[..bytes], b"plainframe");
+        assert_eq!(fds.len(), 1);
+        let flags = rustix::io::fcntl_getfd(&fds[0]).unwrap();
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        let mut same = File::from(fds.remove(0));
+        same.rewind().unwrap();
+        let mut text = String::new();
+        same.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "through the socket");
+    }
+
+    #[test]
+    fn a_closed_peer_is_an_error_for_the_sender_and_the_end_for_the_receiver() {
+        let (left, right) = UnixStream::pair().unwrap();
+        drop(right);
+        assert_eq!(send_with_fd(&left, b"x", None).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(recv_with_fd(&left, &mut [0; 8], &mut Vec::new()).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_flood_of_descriptors_is_refused() {
+        let (left, right) = UnixStream::pair().unwrap();
+        let many = [left.as_fd(); MAX_DESCRIPTORS * 3];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS * 3))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
+        rustix::net::sendmsg(&left, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::empty()).unwrap();
+        let error = recv_with_fd(&right, &mut [0; 8], &mut Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("more than 4"), "{error}");
+    }
+}

@@ -1,0 +1,432 @@
+//! Which pages of the pool are taken.
+//!
+//! The pool is cut into slabs. A run of neighbouring slabs is given to one extent size and holds as many extents of
+//! exactly that size as fit; when its last extent is freed, it goes back. So each extent frees alone, extents of one
+//! size never fragment, and a change of sizes needs only some runs to empty.
+//!
+//! ```text
+//!  slab      0         1         2         3         4         5
+//!       |aaaaaaaa.|bbbb bbbb bbbb ....|cc cc cc|  free   |  free   |     a, b, c: sizes
+//!        run of 1    run of 2           run of 1
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
+
+/// Bytes of a page, the unit of extents.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Pages of a slab in a large pool: 2 MiB.
+const SLAB_PAGES: u32 = 512;
+
+/// Slabs that a small pool is cut into, so that it can hold several sizes.
+const SMALL_POOL_SLABS: u32 = 256;
+
+/// Extents that one run can hold, by its bitmap.
+const RUN_EXTENTS: u32 = 512;
+
+/// `head` of a slab that is in no run.
+const FREE: u32 = u32::MAX;
+
+/// `listed` of a run without room.
+const UNLISTED: u32 = u32::MAX;
+
+/// Gives out extents: contiguous pages of the pool, on one NUMA node each.
+#[derive(Debug)]
+pub struct ExtentAllocator {
+    slab_pages: u32,
+    nodes: Vec<Node>,
+    slabs: Vec<Slab>,
+    /// By extent size in pages; only sizes that have a run.
+    sizes: HashMap<u32, Size>,
+    used_pages: u64,
+}
+
+#[derive(Debug)]
+struct Node {
+    first_page: u32,
+    first_slab: u32,
+    slabs: u32,
+    free: FreeRuns,
+    free_pages: u64,
+}
+
+/// A slab; in a run of several, all but `head` are meaningful in the first one only.
+#[derive(Debug, Clone)]
+struct Slab {
+    /// First slab of the run, or FREE.
+    head: u32,
+    /// Slabs of the run.
+    run: u32,
+    /// Pages of each extent.
+    pages: u32,
+    /// Extents that fit.
+    capacity: u32,
+    /// Extents that are taken.
+    used: u32,
+    /// Position in its size's list of runs with room, or UNLISTED.
+    listed: u32,
+    taken: [u64; RUN_EXTENTS as usize / 64],
+}
+
+#[derive(Debug)]
+struct Size {
+    /// Runs of this size.
+    runs: u32,
+    /// For each node, the first slabs of runs with room.
+    with_room: Vec<Vec<u32>>,
+}
+
+impl ExtentAllocator {
+    /// An allocator over pages 0 to `pages`. `nodes` are the page ranges of the NUMA nodes; extents never cross them.
+    ///
+    /// # Panics
+    /// If the ranges are not ascending, apart and inside the pool.
+    pub fn new(pages: u32, nodes: &[Range<u32>]) -> ExtentAllocator {
+        let slab_pages = (pages / SMALL_POOL_SLABS).clamp(1, SLAB_PAGES);
+        let slab_pages = 1 << slab_pages.ilog2();
+        let mut slabs = 0;
+        let mut end = 0;
+        let nodes: Vec<Node> = nodes
+            .iter()
+            .map(|range| {
+                assert!(
+                    end <= range.start && range.start <= range.end && range.end <= pages,
+                    "node of pages {range:?} after page {end} of {pages}"
+                );
+                end = range.end;
+                let count = (range.end - range.start) / slab_pages;
+                let mut free = FreeRuns::default();
+                if count > 0 {
+                    free.insert(slabs, count);
+                }
+                let node = Node {
+                    first_page: range.start,
+                    first_slab: slabs,
+                    slabs: count,
+                    free,
+                    free_pages: u64::from(count) * u64::from(slab_pages),
+                };
+                slabs += count;
+                node
+            })
+            .collect();
+        let free = Slab {
+            head: FREE,
+            run: 0,
+            pages: 0,
+            capacity: 0,
+            used: 0,
+            listed: UNLISTED,
+            taken: Default::default(),
+        };
+        ExtentAllocator {
+            slab_pages,
+            nodes,
+            slabs: vec![free; slabs as usize],
+            sizes: HashMap::new(),
+            used_pages: 0,
+        }
+    }
+
+    /// Takes an extent and returns its first page; None if no run of slabs has room. A node that is named is tried
+    /// first, otherwise the emptiest one is; the others follow.
+    ///
+    /// # Panics
+    /// If `bytes` is 0 or there is no such node.
+    pub fn alloc(&mut self, bytes: u64, node: Option<usize>) -> Option<u32> {
+        let pages = pages_of(bytes)?;
+        let order = self.node_order(node);
+        let (snug, least) = (self.snug_run(pages), pages.div_ceil(self.slab_pages));
+        let (head, node) = order
+            .iter()
+            .find_map(|&node| {
+                let head = self.run_with_room(pages, node).or_else(|| self.open_run(pages, snug, node))?;
+                Some((head, node))
+            })
+            // Rather waste the end of a run than memory that lies free.
+            .or_else(|| order.iter().find_map(|&node| Some((self.open_run(pages, least, node)?, node))))?;
+        Some(self.take(head, node))
+    }
+
+    /// Gives an extent back.
+    ///
+    /// # Panics
+    /// If `page` does not begin an extent of `bytes` bytes that is taken: a double free, or another's extent.
+    pub fn free(&mut self, page: u32, bytes: u64) {
+        let node = self.nodes.partition_point(|node| node.first_page <= page).wrapping_sub(1);
+        let slab_of = |node: &Node| {
+            let slab = (page - node.first_page) / self.slab_pages;
+            (slab < node.slabs).then(|| self.slabs[(node.first_slab + slab) as usize].head)
+        };
+        let head = self.nodes.get(node).and_then(slab_of).unwrap_or(FREE);
+        assert!(head != FREE, "page {page} is freed and not taken");
+        let first_page = self.first_page(node, head);
+        let slab = &mut self.slabs[head as usize];
+        assert!(
+            pages_of(bytes) == Some(slab.pages),
+            "page {page} is freed as {bytes} bytes, and is an extent of {} pages",
+            slab.pages
+        );
+        let (index, within) = ((page - first_page) / slab.pages, (page - first_page) % slab.pages);
+        assert!(within == 0 && index < slab.capacity, "page {page} is freed and begins no extent");
+        let (word, bit) = (&mut slab.taken[index as usize / 64], 1 << (index % 64));
+        assert!(*word & bit != 0, "page {page} is freed and not taken");
+        *word &= !bit;
+        slab.used -= 1;
+        let (pages, used) = (slab.pages, slab.used);
+        self.used_pages -= u64::from(pages);
+        self.nodes[node].free_pages += u64::from(pages);
+        if used == 0 {
+            self.close_run(head, node);
+        } else if self.slabs[head as usize].listed == UNLISTED {
+            self.list(head, node);
+        }
+    }
+
+    /// Bytes of the extents that are taken, in whole pages.
+    pub fn used_bytes(&self) -> u64 {
+        self.used_pages * PAGE_BYTES
+    }
+
+    /// Bytes that are not taken. Not all can be had: some are the rests of runs, or in runs of other sizes.
+    pub fn free_bytes(&self) -> u64 {
+        self.capacity_bytes() - self.used_bytes()
+    }
+
+    /// Bytes that extents can be in: the whole slabs.
+    pub fn capacity_bytes(&self) -> u64 {
+        self.slabs.len() as u64 * u64::from(self.slab_pages) * PAGE_BYTES
+    }
+
+    /// The pages to empty so that an extent of `bytes` can be had with the fewest extents lost. None if the extent
+    /// would not fit into an empty pool.
+    pub fn cheapest_slab(&self, bytes: u64) -> Option<Range<u32>> {
+        self.emptyable(bytes).into_iter().min_by_key(|(extents, _)| *extents).map(|(_, pages)| pages)
+    }
+
+    /// All page ranges of which each, if emptied, makes room for an extent of `bytes`; those with the fewest extents
+    /// first. For a caller that cannot empty the cheapest, because something in it is leased. They may overlap.
+    pub fn cheapest_slabs(&self, bytes: u64) -> Vec<Range<u32>> {
+        let mut all = self.emptyable(bytes);
+        all.sort_by_key(|(extents, _)| *extents);
+        all.into_iter().map(|(_, pages)| pages).collect()
+    }
+
+    /// Windows of whole runs and free slabs that are just long enough for one extent, with the extents in them.
+    fn emptyable(&self, bytes: u64) -> Vec<(u32, Range<u32>)> {
+        let Some(pages) = pages_of(bytes) else { return Vec::new() };
+        let needed = pages.div_ceil(self.slab_pages);
+        let mut windows = Vec::new();
+        for (index, node) in self.nodes.iter().enumerate() {
+            // A unit is a run or a single free slab: (slabs, extents).
+            let unit = |slab: u32| match &self.slabs[slab as usize] {
+                Slab { head: FREE, .. } => (1, 0),
+                run => (run.run, run.used),
+            };
+            let node_end = node.first_slab + node.slabs;
+            let (mut start, mut end, mut extents) = (node.first_slab, node.first_slab, 0);
+            while end < node_end {
+                let (slabs, used) = unit(end);
+                end += slabs;
+                extents += used;
+                while end - start >= needed {
+                    windows.push((extents, self.first_page(index, start)..self.first_page(index, end)));
+                    let (slabs, used) = unit(start);
+                    start += slabs;
+                    extents -= used;
+                }
+            }
+        }
+        windows
+    }
+
+    fn node_order(&self, preferred: Option<usize>) -> Vec<usize> {
+        let count = self.nodes.len();
+        let first = match preferred {
+            Some(node) => {
+                assert!(node < count, "node {node} of {count}");
+                node
+            }
+            None => (0..count).max_by_key(|node| self.nodes[*node].free_pages).unwrap_or(0),
+        };
+        (first..count).chain(0..first.min(count)).collect()
+    }
+
+    /// Slabs of the shortest run that wastes at most a sixteenth of itself.
+    fn snug_run(&self, pages: u32) -> u32 {
+        let least = pages.div_ceil(self.slab_pages);
+        let (slab, pages) = (u64::from(self.slab_pages), u64::from(pages));
+        (least..least.saturating_add(16))
+            .find(|run| {
+                let room = u64::from(*run) * slab;
+                room % pages * 16 <= room && room / pages <= u64::from(RUN_EXTENTS)
+            })
+            .unwrap_or(least)
+    }
+
+    fn first_page(&self, node: usize, slab: u32) -> u32 {
+        let node = &self.nodes[node];
+        node.first_page + (slab - node.first_slab) * self.slab_pages
+    }
+
+    fn run_with_room(&self, pages: u32, node: usize) -> Option<u32> {
+        self.sizes.get(&pages)?.with_room[node].last().copied()
+    }
+
+    fn open_run(&mut self, pages: u32, run: u32, node: usize) -> Option<u32> {
+        let head = self.nodes[node].free.take(run)?;
+        for slab in &mut self.slabs[head as usize..(head + run) as usize] {
+            slab.head = head;
+        }
+        let room = u64::from(run) * u64::from(self.slab_pages);
+        let slab = &mut self.slabs[head as usize];
+        slab.run = run;
+        slab.pages = pages;
+        slab.capacity = (room / u64::from(pages)).min(u64::from(RUN_EXTENTS)) as u32;
+        slab.used = 0;
+        slab.taken = Default::default();
+        let nodes = self.nodes.len();
+        let size =
+            self.sizes.entry(pages).or_insert_with(|| Size { runs: 0, with_room: vec![Vec::new(); nodes] });
+        size.runs += 1;
+        self.list(head, node);
+        Some(head)
+    }
+
+    /// Takes the first free extent of a run with room.
+    fn take(&mut self, head: u32, node: usize) -> u32 {
+        let first_page = self.first_page(node, head);
+        let slab = &mut self.slabs[head as usize];
+        let word = slab.taken.iter().position(|word| *word != u64::MAX).unwrap_or(0);
+        let index = word as u32 * 64 + slab.taken[word].trailing_ones();
+        assert!(index < slab.capacity, "run {head} is listed and full");
+        slab.taken[word] |= 1 << (index % 64);
+        slab.used += 1;
+        let (pages, full) = (slab.pages, slab.used == slab.capacity);
+        self.used_pages += u64::from(pages);
+        self.nodes[node].free_pages -= u64::from(pages);
+        if full {
+            self.unlist(head, node);
+        }
+        first_page + index * pages
+    }
+
+    fn close_run(&mut self, head: u32, node: usize) {
+        if self.slabs[head as usize].listed != UNLISTED {
+            self.unlist(head, node);
+        }
+        let (run, pages) = (self.slabs[head as usize].run, self.slabs[head as usize].pages);
+        for slab in &mut self.slabs[head as usize..(head + run) as usize] {
+            slab.head = FREE;
+        }
+        self.nodes[node].free.insert(head, run);
+        if let Some(size) = self.sizes.get_mut(&pages) {
+            size.runs -= 1;
+            if size.runs == 0 {
+                self.sizes.remove(&pages);
+            }
+        }
+    }
+
+    fn list(&mut self, head: u32, node: usize) {
+        let slab = &mut self.slabs[head as usize];
+        if let Some(size) = self.sizes.get_mut(&slab.pages) {
+            let list = &mut size.with_room[node];
+            slab.listed = list.len() as u32;
+            list.push(head);
+        }
+    }
+
+    fn unlist(&mut self, head: u32, node: usize) {
+        let slab = &mut self.slabs[head as usize];
+        let position = std::mem::replace(&mut slab.listed, UNLISTED) as usize;
+        if let Some(size) = self.sizes.get_mut(&slab.pages) {
+            let list = &mut size.with_room[node];
+            list.swap_remove(position);
+            if let Some(moved) = list.get(position) {
+                self.slabs[*moved as usize].listed = position as u32;
+            }
+        }
+    }
+}
+
+/// Whole pages that hold `bytes`; None if there are more than pages have numbers.
+fn pages_of(bytes: u64) -> Option<u32> {
+    assert!(bytes > 0, "an extent of 0 bytes");
+    u32::try_from(bytes.div_ceil(PAGE_BYTES)).ok()
+}
+
+/// Free slabs of a node, as maximal runs.
+#[derive(Debug, Default)]
+struct FreeRuns {
+    by_start: BTreeMap<u32, u32>,
+    /// (length, start)
+    by_length: BTreeSet<(u32, u32)>,
+}
+
+impl FreeRuns {
+    /// Takes `length` slabs from the start of the shortest run that has them.
+    fn take(&mut self, length: u32) -> Option<u32> {
+        let (found, start) = self.by_length.range((length, 0)..).next().copied()?;
+        self.remove(start, found);
+        if found > length {
+            self.put(start + length, found - length);
+        }
+        Some(start)
+    }
+
+    /// Adds a run, joined with its neighbours.
+    fn insert(&mut self, start: u32, length: u32) {
+        let (mut first, mut end) = (start, start + length);
+        if let Some((&before, &length)) = self.by_start.range(..start).next_back()
+            && before + length == start
+        {
+            self.remove(before, length);
+            first = before;
+        }
+        if let Some(&length) = self.by_start.get(&end) {
+            self.remove(end, length);
+            end += length;
+        }
+        self.put(first, end - first);
+    }
+
+    fn put(&mut self, start: u32, length: u32) {
+        self.by_start.insert(start, length);
+        self.by_length.insert((length, start));
+    }
+
+    fn remove(&mut self, start: u32, length: u32) {
+        self.by_start.remove(&start);
+        self.by_length.remove(&(length, start));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_is_at_most_a_thousandth_of_a_pool() {
+        for pages in [4096, 1 << 17, 1 << 22] {
+            let allocator = ExtentAllocator::new(pages, &[0..pages]);
+            let bytes = allocator.slabs.len() * std::mem::size_of::<Slab>();
+            assert!(
+                bytes as u64 * 1000 < u64::from(pages) * PAGE_BYTES * 2,
+                "{bytes} bytes for {pages} pages"
+            );
+        }
+    }
+
+    #[test]
+    fn a_snug_run_wastes_at_most_a_sixteenth_of_a_large_pool() {
+        let allocator = ExtentAllocator::new(1 << 20, &[0..1 << 20]);
+        assert_eq!(allocator.slab_pages, SLAB_PAGES);
+        for pages in 1..5000 {
+            let room = allocator.snug_run(pages) * SLAB_PAGES;
+            assert!((room % pages) * 16 <= room, "{pages} pages in a run of {room}");
+            assert!(room / pages <= RUN_EXTENTS);
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Who is at the other end of a Unix socket, whether it still lives, and who may read this process.
+
+use std::io;
+use std::mem;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+
+/// Not in libc's constants yet: include/uapi/asm-generic/socket.h, since Linux 6.5.
+const SO_PEERPIDFD: libc::c_int = 77;
+
+/// Credentials of a peer at the time it connected, as the kernel saw them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerCredentials {
+    /// Process id in this process's pid namespace; 0 if it is not visible from here.
+    pub pid: u32,
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+}
+
+impl PeerCredentials {
+    /// Of the process at the other end.
+    pub fn of(stream: impl AsFd) -> io::Result<PeerCredentials> {
+        // SAFETY: ucred is three integers; all zero is a value.
+        let none: libc::ucred = unsafe { mem::zeroed() };
+        // SAFETY: SO_PEERCRED fills a ucred, which any bytes are.
+        let found = unsafe { socket_option(stream, libc::SO_PEERCRED, none)? };
+        Ok(PeerCredentials { pid: found.pid.max(0) as u32, uid: found.uid, gid: found.gid })
+    }
+}
+
+/// Reads a socket-level option.
+///
+/// # Safety
+/// The kernel fills the option with a `T`, and every bit pattern is a `T`.
+unsafe fn socket_option<T>(stream: impl AsFd, option: libc::c_int, mut value: T) -> io::Result<T> {
+    let mut length = mem::size_of::<T>() as libc::socklen_t;
+    // SAFETY: value and length are live and the kernel writes at most `length` bytes.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    if result == 0 { Ok(value) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A pidfd of the process at the other end. Kernels before 6.5 have it only by pid, which may by then name another
+/// process: whoever reads that process must check more than its pid.
+pub fn peer_pidfd(stream: impl AsFd) -> io::Result<OwnedFd> {
+    // SAFETY: SO_PEERPIDFD fills an int.
+    match unsafe { socket_option(stream.as_fd(), SO_PEERPIDFD, -1 as libc::c_int) } {
+        // SAFETY: the kernel made this descriptor for us, and nobody else owns it.
+        Ok(fd) => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        Err(error) if error.raw_os_error() == Some(libc::ENOPROTOOPT) => {
+            let pid = PeerCredentials::of(stream)?.pid;
+            let pid = Pid::from_raw(pid as i32).ok_or_else(|| {
+                io::Error::new(
+                    io::ErrorKind::NotFound,
+                    "the peer is in a pid namespace not visible from here",
+                )
+            })?;
+            Ok(rustix::process::pidfd_open(pid, PidfdFlags::empty())?)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether the process of a pidfd has exited; a zombie has.
+pub fn pidfd_exited(pidfd: &OwnedFd) -> bool {
+    let mut polled = [PollFd::new(pidfd, PollFlags::IN)];
+    let now = Timespec::default();
+    let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&now)));
+    matches!(ready, Ok(1..))
+}
+
+/// Lets a process of the same user read this process's memory where the Yama module would forbid it; None takes the
+/// permission back. False: there is no Yama, so there is nothing to ask.
+pub fn allow_ptrace_by(pid: Option<u32>) -> io::Result<bool> {
+    // SAFETY: PR_SET_PTRACER takes a number and changes who may trace this process, no memory of it.
+    let result = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::c_ulong::from(pid.unwrap_or(0)), 0, 0, 0) };
+    if result == 0 {
+        return Ok(true);
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::EINVAL) => Ok(false),
+        error => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn the_peer_of_a_pair_is_this_process_and_it_lives() {
+        let (one, _other) = UnixStream::pair().unwrap();
+        let peer = PeerCredentials::of(&one).unwrap();
+        assert_eq!(peer.pid, std::process::id());
+        assert_eq!(peer.uid, rustix::process::getuid().as_raw());
+        assert_eq!(peer.gid, rustix::process::getgid().as_raw());
+        assert!(!pidfd_exited(&peer_pidfd(&one).unwrap()));
+    }
+
+    #[test]
+    fn an_exited_process_is_seen_even_before_it_is_reaped() {
+        let mut child =
+            std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap();
+        assert!(!pidfd_exited(&pidfd));
+        drop(child.stdin.take());
+        // Waits for the exit and leaves the zombie.
+        rustix::event::poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], None).unwrap();
+        assert!(pidfd_exited(&pidfd));
+        child.wait().unwrap();
+        assert!(pidfd_exited(&pidfd));
+    }
+
+    #[test]
+    fn yama_is_asked_or_absent() {
+        let yama = std::path::Path::new("/proc/sys/kernel/yama/ptrace_scope").exists();
+        assert_eq!(allow_ptrace_by(Some(std::process::id())).unwrap(), yama);
+        assert_eq!(allow_ptrace_by(None).unwrap(), yama);
+    }
+}

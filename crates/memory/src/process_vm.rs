@@ -1,0 +1,349 @@
+//! Another process's memory, through process_vm_readv and process_vm_writev.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{Ordering, fence};
+
+use kvlane_block::Run;
+use rustix::io::Errno;
+use thiserror::Error;
+
+use crate::engine::{CopyError, EngineMemory};
+use crate::peer::pidfd_exited;
+
+/// Most ranges that one call takes: the kernel's IOV_MAX.
+const BATCH_RANGES: usize = 1024;
+
+/// Most bytes that one call moves; between two calls a given-up copy is noticed.
+const BATCH_BYTES: u64 = 64 << 20;
+
+/// Bytes of a fence: nonce, then a little-endian epoch.
+const FENCE_BYTES: usize = 24;
+
+/// A process whose memory was found readable.
+///
+/// What it names is checked, not assumed: the fence holds the process's nonce, so a process that got the same pid
+/// later is not mistaken for it, and an epoch, by which the engine gives up copies that it no longer waits for.
+#[derive(Debug)]
+pub struct ProcessVm {
+    pid: u32,
+    pidfd: OwnedFd,
+    fence_address: u64,
+    nonce: [u8; 16],
+}
+
+/// Why a process cannot be read this way. Its saves then travel through a mapping of the pool.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ProbeError {
+    /// The kernel, a security module or a seccomp filter forbids it.
+    #[error("process_vm refused: {errno} ({hint})")]
+    NotPermitted {
+        /// What the kernel said.
+        errno: Errno,
+        /// The likely reason.
+        hint: String,
+    },
+    /// There is no fence with this nonce at this address: another process, or a peer that says wrong things.
+    #[error("the fence in the engine's memory does not hold the nonce that the engine announced")]
+    WrongNonce,
+    /// The process has exited.
+    #[error("the engine's process has exited")]
+    Gone,
+    /// The system has no such call, or cannot see the process.
+    #[error("process_vm cannot be used here: {0}")]
+    Unsupported(Errno),
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    FromEngine,
+    ToEngine,
+}
+
+impl ProcessVm {
+    /// Reads the fence of a process by the very call that copies will use. `pid` is 0 for a process that is not
+    /// visible from here, which is then unsupported.
+    pub fn probe(
+        pid: u32,
+        pidfd: OwnedFd,
+        fence_address: u64,
+        nonce: [u8; 16],
+    ) -> Result<ProcessVm, ProbeError> {
+        if pid == 0 {
+            return Err(ProbeError::Unsupported(Errno::SRCH));
+        }
+        let process = ProcessVm { pid, pidfd, fence_address, nonce };
+        let read = process.read_fence();
+        if pidfd_exited(&process.pidfd) {
+            return Err(ProbeError::Gone);
+        }
+        match read {
+            Ok((found, _)) if found == nonce => Ok(process),
+            Ok(_) | Err(Errno::FAULT) => Err(ProbeError::WrongNonce),
+            Err(Errno::SRCH) => Err(ProbeError::Gone),
+            Err(errno @ (Errno::PERM | Errno::ACCESS)) => {
+                let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok();
+                Err(ProbeError::NotPermitted { errno, hint: hint(scope.as_deref().map(str::trim)) })
+            }
+            Err(errno) => Err(ProbeError::Unsupported(errno)),
+        }
+    }
+
+    /// The process's id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The process's pidfd, which turns readable when it exits.
+    pub fn pidfd(&self) -> &OwnedFd {
+        &self.pidfd
+    }
+
+    /// The epoch that the fence holds now, after a check that the process is still the one that was probed.
+    pub fn fence(&self) -> Result<u64, CopyError> {
+        match self.read_fence() {
+            Ok((nonce, epoch)) if nonce == self.nonce && !pidfd_exited(&self.pidfd) => Ok(epoch),
+            Ok(_) => Err(CopyError::Gone { pid: self.pid }),
+            Err(errno) => Err(self.failed(self.fence_address, errno)),
+        }
+    }
+
+    /// Gathers as [`EngineMemory::read`] does, for a request made at `epoch`. On success the engine was at that epoch
+    /// after the last byte was read: it has not given the blocks up, so the bytes are theirs.
+    ///
+    /// # Safety
+    /// As for [`EngineMemory::read`].
+    pub unsafe fn copy_out(&self, runs: &[Run], pool_base: *mut u8, epoch: u64) -> Result<(), CopyError> {
+        let check = || match self.fence()? {
+            found if found == epoch => Ok(()),
+            found => Err(CopyError::Cancelled { asked: epoch, found }),
+        };
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.transfer(runs, pool_base, Direction::FromEngine, check) }
+    }
+
+    fn read_fence(&self) -> Result<([u8; 16], u64), Errno> {
+        let mut bytes = [0u8; FENCE_BYTES];
+        let local = [range(bytes.as_mut_ptr(), FENCE_BYTES)];
+        let remote = [range(std::ptr::without_provenance_mut(self.fence_address as usize), FENCE_BYTES)];
+        // SAFETY: the local range is `bytes`, which nobody else touches.
+        let copied = unsafe { self.call(Direction::FromEngine, &local, &remote)? };
+        if copied != FENCE_BYTES as u64 {
+            return Err(Errno::FAULT);
+        }
+        let (nonce, epoch) = bytes.split_at(16);
+        let mut halves = ([0; 16], [0; 8]);
+        halves.0.copy_from_slice(nonce);
+        halves.1.copy_from_slice(epoch);
+        Ok((halves.0, u64::from_le_bytes(halves.1)))
+    }
+
+    /// Moves all runs in batches, with `check` before the first and after each.
+    ///
+    /// # Safety
+    /// As for [`EngineMemory::read`] or [`EngineMemory::write`], by direction.
+    unsafe fn transfer(
+        &self,
+        runs: &[Run],
+        pool_base: *mut u8,
+        direction: Direction,
+        check: impl Fn() -> Result<(), CopyError>,
+    ) -> Result<(), CopyError> {
+        let mut cursor = Cursor::default();
+        let mut local = Vec::with_capacity(BATCH_RANGES.min(runs.len()));
+        let mut remote = Vec::with_capacity(BATCH_RANGES.min(runs.len()));
+        check()?;
+        while let Some(address) = cursor.address(runs) {
+            cursor.fill(runs, pool_base, &mut local, &mut remote);
+            // SAFETY: the local ranges are parts of the runs' pool bytes, which the caller vouches for.
+            let copied = unsafe { self.call(direction, &local, &remote) };
+            match copied {
+                Ok(0) => return Err(self.failed(address, Errno::FAULT)),
+                Ok(copied) => cursor.advance(runs, copied),
+                Err(errno) => return Err(self.failed(address, errno)),
+            }
+            // The fence must not be read ahead of the bytes that it vouches for.
+            fence(Ordering::SeqCst);
+            check()?;
+        }
+        Ok(())
+    }
+
+    /// One system call; it may move fewer bytes than asked for, and moves them in order.
+    ///
+    /// # Safety
+    /// The local ranges are valid to write ([`Direction::FromEngine`]) or to read, and belong to this call.
+    unsafe fn call(
+        &self,
+        direction: Direction,
+        local: &[libc::iovec],
+        remote: &[libc::iovec],
+    ) -> Result<u64, Errno> {
+        let call = match direction {
+            Direction::FromEngine => libc::process_vm_readv,
+            Direction::ToEngine => libc::process_vm_writev,
+        };
+        let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+        loop {
+            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
+            // local ones.
+            let copied =
+                unsafe { call(self.pid as libc::pid_t, local.as_ptr(), locals, remote.as_ptr(), remotes, 0) };
+            if let Ok(copied) = u64::try_from(copied) {
+                return Ok(copied);
+            }
+            match Errno::from_io_error(&std::io::Error::last_os_error()) {
+                Some(Errno::INTR) => {}
+                errno => return Err(errno.unwrap_or(Errno::IO)),
+            }
+        }
+    }
+
+    fn failed(&self, address: u64, errno: Errno) -> CopyError {
+        if errno == Errno::SRCH || pidfd_exited(&self.pidfd) {
+            CopyError::Gone { pid: self.pid }
+        } else {
+            CopyError::Refused { pid: self.pid, address, errno }
+        }
+    }
+}
+
+impl EngineMemory for ProcessVm {
+    unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) -> Result<(), CopyError> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.transfer(runs, pool_base, Direction::FromEngine, || Ok(())) }
+    }
+
+    unsafe fn write(&self, runs: &[Run], pool_base: *const u8) -> Result<(), CopyError> {
+        // SAFETY: the caller's promise is passed on; this direction only reads the pool.
+        unsafe { self.transfer(runs, pool_base.cast_mut(), Direction::ToEngine, || Ok(())) }
+    }
+}
+
+fn range(start: *mut u8, bytes: usize) -> libc::iovec {
+    libc::iovec { iov_base: start.cast(), iov_len: bytes }
+}
+
+fn hint(ptrace_scope: Option<&str>) -> String {
+    match ptrace_scope {
+        Some(scope @ "1") => {
+            format!("Yama ptrace_scope {scope}: the engine has to allow the daemon, and run as the same user")
+        }
+        Some(scope @ "2") => format!("Yama ptrace_scope {scope}: only a daemon with CAP_SYS_PTRACE may"),
+        Some(scope @ "3") => format!("Yama ptrace_scope {scope}: nobody may until the next boot"),
+        _ => "another user, a process that is not dumpable, a container's rules or a seccomp filter".into(),
+    }
+}
+
+/// How far a list of runs has been copied.
+#[derive(Default)]
+struct Cursor {
+    run: usize,
+    /// Bytes of that run that are copied; less than its length.
+    done: u64,
+}
+
+impl Cursor {
+    /// Engine address of the next byte; None at the end.
+    fn address(&self, runs: &[Run]) -> Option<u64> {
+        runs.get(self.run).map(|run| run.engine_addr + self.done)
+    }
+
+    /// The next batch, within both limits.
+    fn fill(
+        &self,
+        runs: &[Run],
+        pool_base: *mut u8,
+        local: &mut Vec<libc::iovec>,
+        remote: &mut Vec<libc::iovec>,
+    ) {
+        local.clear();
+        remote.clear();
+        let mut room = BATCH_BYTES;
+        let mut done = self.done;
+        let mut local_end = None;
+        for run in runs[self.run..].iter().take(BATCH_RANGES) {
+            if room == 0 {
+                break;
+            }
+            let bytes = (run.len - done).min(room);
+            let pool_offset = run.pool_offset + done;
+            remote.push(range(
+                std::ptr::without_provenance_mut((run.engine_addr + done) as usize),
+                bytes as usize,
+            ));
+            // Scattered pieces of one block are one range on the pool's side.
+            match local.last_mut() {
+                Some(last) if local_end == Some(pool_offset) => last.iov_len += bytes as usize,
+                _ => local.push(range(pool_base.wrapping_add(pool_offset as usize), bytes as usize)),
+            }
+            local_end = Some(pool_offset + bytes);
+            room -= bytes;
+            done = 0;
+        }
+    }
+
+    fn advance(&mut self, runs: &[Run], copied: u64) {
+        self.done += copied;
+        while let Some(run) = runs.get(self.run)
+            && self.done >= run.len
+        {
+            self.done -= run.len;
+            self.run += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(engine_addr: u64, pool_offset: u64, len: u64) -> Run {
+        Run { engine_addr, pool_offset, len }
+    }
+
+    /// Every batch of a list of runs, as (engine address, length) and the number of local ranges, when each call
+    /// moves at most `most` bytes.
+    fn batches(runs: &[Run], most: u64) -> Vec<(Vec<(u64, u64)>, usize)> {
+        let (mut cursor, mut local, mut remote) = (Cursor::default(), Vec::new(), Vec::new());
+        let mut all = Vec::new();
+        while cursor.address(runs).is_some() {
+            cursor.fill(runs, std::ptr::null_mut(), &mut local, &mut remote);
+            let sum = |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len as u64).sum::<u64>();
+            assert_eq!(sum(&local), sum(&remote));
+            assert!(sum(&local) <= BATCH_BYTES && remote.len() <= BATCH_RANGES);
+            let ranges = remote.iter().map(|range| (range.iov_base.addr() as u64, range.iov_len as u64));
+            all.push((ranges.collect(), local.len()));
+            cursor.advance(runs, sum(&local).min(most));
+        }
+        all
+    }
+
+    #[test]
+    fn long_runs_are_cut_and_many_are_bundled() {
+        let long = [run(0, 0, BATCH_BYTES + 10), run(1 << 40, 1 << 30, 5)];
+        let expected = [(vec![(0, BATCH_BYTES)], 1), (vec![(BATCH_BYTES, 10), (1 << 40, 5)], 2)];
+        assert_eq!(batches(&long, u64::MAX), expected);
+
+        let many: Vec<Run> = (0..2000).map(|i| run(i * 100, i * 10, 10)).collect();
+        let sizes: Vec<_> =
+            batches(&many, u64::MAX).iter().map(|(ranges, locals)| (ranges.len(), *locals)).collect();
+        assert_eq!(sizes, [(1024, 1), (976, 1)]);
+    }
+
+    #[test]
+    fn after_a_partial_transfer_the_rest_is_asked_for() {
+        let runs = [run(0, 0, 10), run(100, 50, 10)];
+        let asked: Vec<_> = batches(&runs, 13).into_iter().map(|(ranges, _)| ranges).collect();
+        assert_eq!(asked, [vec![(0, 10), (100, 10)], vec![(103, 7)]]);
+    }
+
+    #[test]
+    fn the_hint_names_the_scope() {
+        for scope in ["1", "2", "3"] {
+            assert!(hint(Some(scope)).contains(&format!("ptrace_scope {scope}")));
+        }
+        assert!(hint(Some("0")).contains("seccomp"));
+        assert_eq!(hint(None), hint(Some("0")));
+    }
+}

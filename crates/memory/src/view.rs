@@ -1,0 +1,72 @@
+//! The pool as an engine's process sees it.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::mm::Advice;
+
+use crate::mapping::Mapping;
+
+/// A mapping of the pool's memfd. Share it in an `Arc`, one clone for each copy in flight: it is unmapped when the
+/// last one ends. It outlives the daemon, which makes promised loads possible without it.
+#[derive(Debug)]
+pub struct PoolView {
+    mapping: Mapping,
+    writable: bool,
+}
+
+impl PoolView {
+    /// Maps the first `bytes` bytes. Refuses a file that is shorter, since touching what is missing would be SIGBUS.
+    pub fn map(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<PoolView> {
+        if bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a pool of 0 bytes cannot be mapped"));
+        }
+        let file_bytes = rustix::fs::fstat(&fd)?.st_size as u64;
+        if file_bytes < bytes {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("the pool's descriptor holds {file_bytes} bytes and not {bytes}"),
+            ));
+        }
+        Ok(PoolView { mapping: Mapping::new(fd.as_fd(), bytes, writable)?, writable })
+    }
+
+    /// Address of the first byte. Writing through it faults unless [`PoolView::writable`].
+    pub fn base(&self) -> *mut u8 {
+        self.mapping.base()
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.mapping.bytes()
+    }
+
+    /// Whether the pool may be written through this view.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Enters a range into this process's page tables, so that the first copies out of it do not fault page by page.
+    /// Only speed depends on it; kernels before 5.14 refuse.
+    ///
+    /// # Panics
+    /// If the range is not inside the view.
+    pub fn prefault(&self, offset: u64, len: u64) -> io::Result<()> {
+        let end = offset.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.bytes()),
+            "{len} bytes at {offset} are not inside {} bytes",
+            self.bytes()
+        );
+        let start = offset / HUGE_ALIGN * HUGE_ALIGN;
+        // SAFETY: the range lies inside the mapping and starts on a page; reading pages in changes no byte.
+        unsafe {
+            let address = self.base().add(start as usize);
+            rustix::mm::madvise(address.cast(), (offset - start + len) as usize, Advice::LinuxPopulateRead)?;
+        }
+        Ok(())
+    }
+}
+
+/// A multiple of every page size in use.
+const HUGE_ALIGN: u64 = crate::hugepages::HUGE_BYTES;

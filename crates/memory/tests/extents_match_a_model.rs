@@ -1,0 +1,198 @@
+//! The extent allocator against a map of intervals.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
+use proptest::prelude::*;
+
+#[derive(Debug, Clone)]
+enum Step {
+    Alloc {
+        bytes: u64,
+        node: Option<usize>,
+    },
+    /// The n-th live extent, modulo their number.
+    Free(usize),
+    /// Evict what lies in the cheapest slabs, then allocate.
+    MakeRoom {
+        bytes: u64,
+    },
+}
+
+fn bytes() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        3 => prop::sample::select(vec![PAGE_BYTES, 3 * PAGE_BYTES, 37 * PAGE_BYTES, 300 * PAGE_BYTES]),
+        1 => 1u64..900 * PAGE_BYTES,
+    ]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        5 => (bytes(), prop::option::of(0usize..2)).prop_map(|(bytes, node)| Step::Alloc { bytes, node }),
+        3 => any::<usize>().prop_map(Step::Free),
+        1 => bytes().prop_map(|bytes| Step::MakeRoom { bytes }),
+    ]
+}
+
+struct Model {
+    allocator: ExtentAllocator,
+    nodes: Vec<Range<u32>>,
+    /// First page to bytes.
+    live: BTreeMap<u32, u64>,
+}
+
+fn pages(bytes: u64) -> u32 {
+    bytes.div_ceil(PAGE_BYTES) as u32
+}
+
+impl Model {
+    fn new(total: u32, nodes: Vec<Range<u32>>) -> Model {
+        Model { allocator: ExtentAllocator::new(total, &nodes), nodes, live: BTreeMap::new() }
+    }
+
+    fn alloc(&mut self, bytes: u64, node: Option<usize>) -> bool {
+        let Some(page) = self.allocator.alloc(bytes, node) else { return false };
+        let end = page + pages(bytes);
+        assert!(
+            self.nodes.iter().any(|node| node.start <= page && end <= node.end),
+            "{page}..{end} leaves its node"
+        );
+        if let Some((before, bytes)) = self.live.range(..end).next_back() {
+            assert!(before + pages(*bytes) <= page, "{page}..{end} overlaps the extent at {before}");
+        }
+        self.live.insert(page, bytes);
+        self.check();
+        true
+    }
+
+    fn free(&mut self, page: u32) {
+        let bytes = self.live.remove(&page).unwrap();
+        self.allocator.free(page, bytes);
+        self.check();
+    }
+
+    fn free_inside(&mut self, range: &Range<u32>) -> usize {
+        let inside: Vec<u32> = self.live.range(range.clone()).map(|(page, _)| *page).collect();
+        inside.iter().for_each(|page| self.free(*page));
+        inside.len()
+    }
+
+    fn check(&self) {
+        let used: u64 = self.live.values().map(|bytes| u64::from(pages(*bytes)) * PAGE_BYTES).sum();
+        assert_eq!(self.allocator.used_bytes(), used);
+        assert_eq!(self.allocator.free_bytes(), self.allocator.capacity_bytes() - used);
+    }
+}
+
+fn fill(model: &mut Model, bytes: u64) -> usize {
+    std::iter::from_fn(|| model.alloc(bytes, None).then_some(())).count()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn extents_never_overlap_and_all_memory_comes_back(
+        total in 600u32..6000,
+        cut in 0.0f64..1.0,
+        gap in 0u32..3,
+        last in bytes(),
+        steps in prop::collection::vec(step(), 1..200),
+    ) {
+        let cut = (f64::from(total - gap) * cut) as u32;
+        let nodes = vec![0..cut, cut + gap..total];
+        let mut model = Model::new(total, nodes.clone());
+        for step in steps {
+            match step {
+                Step::Alloc { bytes, node } => {
+                    model.alloc(bytes, node);
+                }
+                Step::Free(n) => {
+                    if let Some(page) = model.live.keys().nth(n % model.live.len().max(1)).copied() {
+                        model.free(page);
+                    }
+                }
+                Step::MakeRoom { bytes } => {
+                    let ranges = model.allocator.cheapest_slabs(bytes);
+                    let inside = |range: &Range<u32>| model.live.range(range.clone()).count();
+                    prop_assert!(ranges.windows(2).all(|pair| inside(&pair[0]) <= inside(&pair[1])));
+                    let cheapest = model.allocator.cheapest_slab(bytes);
+                    prop_assert_eq!(cheapest.as_ref().map(inside), ranges.first().map(inside));
+                    match cheapest {
+                        Some(range) => {
+                            model.free_inside(&range);
+                            prop_assert!(model.alloc(bytes, None), "{:?} was emptied for {} bytes", range, bytes);
+                        }
+                        // Only what fits no empty pool has no slabs to empty.
+                        None => prop_assert!(ExtentAllocator::new(total, &nodes).alloc(bytes, None).is_none()),
+                    }
+                }
+            }
+        }
+        model.free_inside(&(0..total));
+        prop_assert_eq!(model.allocator.used_bytes(), 0);
+        let mut fresh = Model::new(total, nodes);
+        prop_assert_eq!(fill(&mut model, last), fill(&mut fresh, last), "full capacity for {} bytes", last);
+    }
+}
+
+#[test]
+fn a_pool_of_16_mib_is_nearly_all_usable_at_any_size() {
+    for bytes in [PAGE_BYTES, 5 * PAGE_BYTES, 100 * PAGE_BYTES, 300 * PAGE_BYTES, 1 << 20, 2 << 20] {
+        let mut model = Model::new(4096, vec![0..4096]);
+        let extents = fill(&mut model, bytes) as u64;
+        let ideal = (16 << 20) / bytes;
+        assert!(extents * 10 >= ideal * 9, "{extents} of {ideal} extents of {bytes} bytes");
+    }
+}
+
+#[test]
+fn extents_that_follow_each_other_are_neighbours() {
+    let mut allocator = ExtentAllocator::new(1 << 20, &[0..1 << 20]);
+    let pages: Vec<u32> = (0..1000).map(|_| allocator.alloc(2 << 20, None).unwrap()).collect();
+    assert!(pages.windows(2).all(|pair| pair[1] == pair[0] + 512));
+}
+
+#[test]
+fn a_node_is_preferred_and_not_insisted_on() {
+    let mut allocator = ExtentAllocator::new(8192, &[0..4096, 4096..8192]);
+    let half = 4096 / 512;
+    let on_second = |page: u32| page >= 4096;
+    let first: Vec<u32> = (0..half).map(|_| allocator.alloc(2 << 20, Some(1)).unwrap()).collect();
+    assert!(first.iter().all(|page| on_second(*page)));
+    assert!(!on_second(allocator.alloc(2 << 20, Some(1)).unwrap()), "the other node has room");
+    allocator.free(first[0], 2 << 20);
+    // Without a wish the emptiest node is taken: the first one still has seven extents free.
+    assert!(!on_second(allocator.alloc(2 << 20, None).unwrap()));
+}
+
+#[test]
+fn too_large_is_none() {
+    let mut allocator = ExtentAllocator::new(4096, &[0..4096]);
+    assert_eq!(allocator.alloc((16 << 20) + 1, None), None);
+    assert_eq!(allocator.cheapest_slab((16 << 20) + 1), None);
+    assert_eq!(allocator.alloc(u64::MAX, None), None);
+    assert_eq!(allocator.alloc(16 << 20, None), Some(0));
+    assert_eq!(ExtentAllocator::new(0, &[]).alloc(1, None), None);
+}
+
+#[test]
+fn wrong_frees_are_caught() {
+    let caught = |misuse: &dyn Fn(&mut ExtentAllocator, u32)| {
+        let mut allocator = ExtentAllocator::new(4096, &[0..4096]);
+        let page = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
+        let _neighbour = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| misuse(&mut allocator, page))).is_err()
+    };
+    assert!(!caught(&|allocator, page| allocator.free(page, 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, page| {
+        allocator.free(page, 3 * PAGE_BYTES);
+        allocator.free(page, 3 * PAGE_BYTES);
+    }));
+    assert!(caught(&|allocator, page| allocator.free(page, 4 * PAGE_BYTES)));
+    assert!(caught(&|allocator, page| allocator.free(page + 1, 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, _| allocator.free(4000, 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, _| allocator.free(5000, 3 * PAGE_BYTES)));
+}
