@@ -1,1 +1,31 @@
-//! kvlane client
+//! An engine's side of the wire: the scheduler's connection, which never blocks, and a worker's connection with
+//! the mapped pool and the thread that moves blocks.
+//!
+//! Nothing here fails because of the daemon: while it is down, slow or restarted, lookups are misses, saves end
+//! without effect, and promised loads are finished from the mapping. Reconnecting is automatic.
+
+mod backoff;
+mod connection;
+mod fence;
+mod hit;
+mod mover;
+mod nonce;
+mod pools;
+mod scheduler;
+mod tool;
+mod worker;
+
+pub use connection::ConnectError;
+pub use hit::Hit;
+pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
+pub use tool::{Tool, ToolError};
+pub use worker::{
+    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, StartError, Worker, WorkerGroupSpec,
+    WorkerOptions, WorkerStats,
+};
+
+/// Name and version that clients give in their greeting when the caller has nothing better.
+pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));
+
+/// 16 random bytes that name one run of the daemon.
+pub type BootId = [u8; 16];

@@ -71,7 +71,7 @@ impl FrameReader {
     ///
     /// # Errors
     /// [`FrameError`], after which the connection must be closed.
-    pub fn next<M: Message + Default>(&mut self) -> Result<Option<M>, FrameError> {
+    pub fn next_message<M: Message + Default>(&mut self) -> Result<Option<M>, FrameError> {
         let Some(length) = self.announced() else { return Ok(None) };
         if length > MAX_FRAME_BYTES {
             return Err(FrameError::TooLong(length as u64));
@@ -108,7 +108,7 @@ mod tests {
     fn a_length_from_another_protocol_is_refused() {
         let mut reader = FrameReader::default();
         reader.push(b"GET / HTTP/1.1\r\n");
-        assert!(matches!(reader.next::<Request>(), Err(FrameError::TooLong(_))));
+        assert!(matches!(reader.next_message::<Request>(), Err(FrameError::TooLong(_))));
     }
 
     proptest! {
@@ -124,7 +124,7 @@ mod tests {
             let mut received = Vec::new();
             for piece in stream.chunks(cut) {
                 reader.push(piece);
-                while let Some(message) = reader.next::<Request>().unwrap() {
+                while let Some(message) = reader.next_message::<Request>().unwrap() {
                     received.push(message);
                 }
             }
@@ -137,10 +137,10 @@ mod tests {
             let mut reader = FrameReader::default();
             reader.push(&(noise.len() as u32).to_le_bytes());
             reader.push(&noise);
-            let _ = reader.next::<Request>();
+            let _ = reader.next_message::<Request>();
             let mut raw = FrameReader::default();
             raw.push(&noise);
-            while let Ok(Some(_)) = raw.next::<Request>() {}
+            while let Ok(Some(_)) = raw.next_message::<Request>() {}
         }
     }
 }

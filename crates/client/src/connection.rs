@@ -1,0 +1,220 @@
+//! One non-blocking connection to the daemon.
+
+use std::{
+    io::{self, ErrorKind, Read, Write},
+    net::TcpStream,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::{Duration, Instant},
+};
+
+use kvlane_memory::recv_with_fd;
+use kvlane_proto::{Address, FrameError, FrameReader, encode_frame, v1};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
+};
+use thiserror::Error;
+
+/// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
+const OUT_BYTES_MAX: usize = 96 << 20;
+const RECEIVE_BYTES: usize = 64 << 10;
+
+/// No connection.
+#[derive(Debug, Error)]
+pub enum ConnectError {
+    /// Nobody answers there.
+    #[error(
+        "no kvlane daemon answers at {address} ({error}): start one with `kvlane serve`, or name another address in KVLANE_ADDR"
+    )]
+    Refused {
+        /// Where.
+        address: Address,
+        /// The kernel's reason.
+        error: io::Error,
+    },
+    /// The daemon refused the greeting, in its own words.
+    #[error("the daemon at {address} refused: {sentence}")]
+    Turned {
+        /// Where.
+        address: Address,
+        /// The daemon's sentence.
+        sentence: String,
+    },
+}
+
+/// A connection that ended.
+#[derive(Debug, Error)]
+pub(crate) enum Lost {
+    #[error("the daemon closed the connection")]
+    Closed,
+    #[error("{0} bytes wait to be sent and the daemon does not read")]
+    Stuck(usize),
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+#[derive(Debug)]
+enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// A connection with its buffers. No call waits, but [`wait`](Self::wait).
+#[derive(Debug)]
+pub(crate) struct Connection {
+    stream: Stream,
+    reader: FrameReader,
+    scratch: Box<[u8]>,
+    out: Vec<u8>,
+    sent: usize,
+    next_id: u64,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Connection {
+    pub(crate) fn connect(address: &Address) -> Result<Self, ConnectError> {
+        let stream = match address {
+            Address::Unix(path) => connect_unix(path).map(Stream::Unix),
+            Address::Tcp(at) => TcpStream::connect_timeout(at, Duration::from_secs(1)).and_then(|stream| {
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }),
+        }
+        .map_err(|error| ConnectError::Refused { address: address.clone(), error })?;
+        Ok(Self {
+            stream,
+            reader: FrameReader::default(),
+            scratch: vec![0; RECEIVE_BYTES].into(),
+            out: Vec::new(),
+            sent: 0,
+            next_id: 0,
+            descriptors: Vec::new(),
+        })
+    }
+
+    /// The Unix socket, for the peer's credentials.
+    pub(crate) fn unix(&self) -> Option<&UnixStream> {
+        match &self.stream {
+            Stream::Unix(stream) => Some(stream),
+            Stream::Tcp(_) => None,
+        }
+    }
+
+    /// Sends a request as far as the socket takes it and returns its id.
+    pub(crate) fn send(&mut self, body: v1::request::Body) -> Result<u64, Lost> {
+        self.next_id += 1;
+        let waiting = self.out.len() - self.sent;
+        if waiting > OUT_BYTES_MAX {
+            return Err(Lost::Stuck(waiting));
+        }
+        let frame = encode_frame(&v1::Request { id: self.next_id, body: Some(body) });
+        if self.out.is_empty() {
+            self.out = frame;
+        } else {
+            self.out.extend_from_slice(&frame);
+        }
+        self.flush()?;
+        Ok(self.next_id)
+    }
+
+    /// Sends what waits, as far as the socket takes it.
+    pub(crate) fn flush(&mut self) -> Result<(), Lost> {
+        while self.sent < self.out.len() {
+            let written = match &mut self.stream {
+                Stream::Unix(stream) => stream.write(&self.out[self.sent..]),
+                Stream::Tcp(stream) => stream.write(&self.out[self.sent..]),
+            };
+            match written {
+                Ok(0) => return Err(Lost::Closed),
+                Ok(n) => self.sent += n,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.out.clear();
+        self.sent = 0;
+        Ok(())
+    }
+
+    /// The next answer that has arrived, without waiting.
+    pub(crate) fn receive(&mut self) -> Result<Option<v1::Reply>, Lost> {
+        loop {
+            if let Some(reply) = self.reader.next_message()? {
+                return Ok(Some(reply));
+            }
+            let received = match &mut self.stream {
+                Stream::Unix(stream) => recv_with_fd(stream, &mut self.scratch, &mut self.descriptors),
+                Stream::Tcp(stream) => stream.read(&mut self.scratch),
+            };
+            match received {
+                Ok(0) => return Err(Lost::Closed),
+                Ok(n) => self.reader.push(&self.scratch[..n]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// The descriptor that came with an answer.
+    pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptors.pop()
+    }
+
+    /// Waits until the daemon sent something (or can take what waits), `other` is readable, or the time is up.
+    pub(crate) fn wait(&self, timeout: Option<Duration>, other: Option<BorrowedFd<'_>>) {
+        let wanted = if self.out.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
+        let mine = match &self.stream {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        };
+        let mut watched = vec![PollFd::from_borrowed_fd(mine, wanted)];
+        watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        poll_for(&mut watched, timeout);
+    }
+
+    /// Sends a request and waits for its answer; other answers are dropped.
+    pub(crate) fn call(
+        &mut self,
+        body: v1::request::Body,
+        timeout: Duration,
+    ) -> Result<Option<v1::Reply>, Lost> {
+        let deadline = Instant::now() + timeout;
+        let id = self.send(body)?;
+        loop {
+            while let Some(reply) = self.receive()? {
+                if reply.id == id {
+                    return Ok(Some(reply));
+                }
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            self.wait(Some(left), None);
+            self.flush()?;
+        }
+    }
+}
+
+/// Waits for the descriptors; `None` waits without bound. An interrupted wait counts as an event: callers look again.
+pub(crate) fn poll_for(watched: &mut [PollFd<'_>], timeout: Option<Duration>) {
+    let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
+    let _ = poll(watched, timeout.as_ref());
+}
+
+fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    // Non-blocking before connecting: a stopped daemon with a full backlog would block us otherwise.
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(UnixStream::from(socket))
+}

@@ -1,0 +1,549 @@
+//! The worker's thread: connects and registers, asks for saves, copies loads, gives up on a silent daemon.
+//!
+//! ```text
+//!   Down --connect--> Greeting --Welcome--> Registering --WorkerRegistered--> Mapping --descriptor--> Confirming
+//!    ^                                                                                                    |
+//!    +------------------------------ lost, refused (backoff) <--------------- Open <------- Done ---------+
+//! ```
+
+use std::{
+    collections::BTreeMap,
+    os::fd::AsFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use bytes::{Bytes, BytesMut};
+use kvlane_block::{Region, plan};
+use kvlane_memory::{EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by};
+use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use rustix::event::{PollFd, PollFlags};
+
+use crate::{
+    BootId,
+    backoff::Backoff,
+    connection::{Connection, Lost, poll_for},
+    fence::Fence,
+    nonce::random_nonce,
+    pools::{Mapped, Pools, ROUND},
+    worker::{Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
+};
+
+/// Runs until the handle says stop.
+pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
+    let now = Instant::now();
+    let mover = Mover {
+        fence: Fence::new(random_nonce()),
+        backoff: Backoff::new(now),
+        link: None,
+        pools: Pools::default(),
+        round_at: now + ROUND,
+        options,
+        shared,
+    };
+    mover.run();
+}
+
+struct Mover<'a> {
+    options: WorkerOptions,
+    shared: &'a Shared,
+    fence: Fence,
+    backoff: Backoff,
+    link: Option<Link>,
+    pools: Pools,
+    round_at: Instant,
+}
+
+/// A connection and what was asked over it.
+struct Link {
+    connection: Connection,
+    boot: BootId,
+    stage: Stage,
+    method: SaveMethod,
+    asked: BTreeMap<u64, Asked>,
+    /// A save timed out and nothing was heard since: do not ask for more.
+    silent: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Greeting,
+    Registering,
+    Mapping,
+    Confirming,
+    Open,
+}
+
+/// A save on its way.
+enum Asked {
+    /// Save by process_vm: the answer ends the job.
+    Save { job: Job, deadline: Instant },
+    /// Save through the mapping: the answer says where to write.
+    Claim { job: Job, deadline: Instant },
+    /// Written through the mapping: the answer ends the job, as told.
+    Commit { end: Finished, deadline: Instant },
+    /// Given up; a claim that is granted now must be handed back.
+    GivenUp,
+}
+
+impl Mover<'_> {
+    fn run(mut self) {
+        loop {
+            let now = Instant::now();
+            let (jobs, stop, polls) = {
+                let mut state = self.shared.state.lock();
+                (std::mem::take(&mut state.queue), state.stop, state.polls)
+            };
+            if stop {
+                return self.stop(jobs);
+            }
+            jobs.into_iter().for_each(|job| self.start(job));
+            self.connect_if_due(now);
+            self.take_replies();
+            self.give_up_overdue(Instant::now());
+            if self.pools.has_former() && now >= self.round_at {
+                self.round_at = now + ROUND;
+                self.pools.round(polls);
+            }
+            self.wait();
+        }
+    }
+
+    fn start(&mut self, job: Job) {
+        match &job.work {
+            Work::Load { boot, groups } => {
+                let end = match self.load(boot, groups) {
+                    Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
+                    Err(detail) => job.failed(detail),
+                };
+                self.shared.finish(end);
+            }
+            Work::Save(groups) => {
+                let deadline = Instant::now() + self.options.save_timeout;
+                let groups = groups.iter().map(wire_group).collect();
+                let open = self.link.as_mut().filter(|link| link.stage == Stage::Open && !link.silent);
+                let Some(link) = open else { return self.shared.finish(job.failed("no kvlane daemon")) };
+                let (ask, asked) = if link.method == SaveMethod::ProcessVm {
+                    (Ask::Save(v1::Save { groups, epoch: self.fence.epoch() }), Asked::Save { job, deadline })
+                } else {
+                    (Ask::Claim(v1::Claim { groups }), Asked::Claim { job, deadline })
+                };
+                match link.connection.send(ask) {
+                    Ok(id) => {
+                        link.asked.insert(id, asked);
+                    }
+                    Err(lost) => {
+                        self.end(asked, "the daemon went away");
+                        self.lose(&lost);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies blocks from the mapped pool into the engine. The daemon has no part in it.
+    fn load(&self, boot: &BootId, groups: &[LoadGroup]) -> Result<(u64, u64), String> {
+        let pool = self.pools.of(boot).ok_or("the pool of that boot is not mapped")?;
+        let mut blocks = 0;
+        let mut bytes = 0;
+        for group in groups {
+            if group.block_ids.len() != group.pages.len() {
+                return Err(format!(
+                    "{} block ids came with {} pages",
+                    group.block_ids.len(),
+                    group.pages.len()
+                ));
+            }
+            let regions = &self.options.groups.get(group.group as usize).ok_or("no such group")?.regions;
+            let places =
+                group.block_ids.iter().zip(&group.pages).map(|(&id, &page)| (id, page)).collect::<Vec<_>>();
+            let runs = plan_in_pool(regions, &places, &pool.reading)?;
+            // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the pages are leased
+            // until the scheduler hears of the end of this job, and `plan_in_pool` checked that they lie in the view.
+            unsafe { OwnMemory.write(&runs, pool.reading.base()) }.map_err(|error| error.to_string())?;
+            blocks += places.len() as u64;
+            bytes += runs.iter().map(|run| run.len).sum::<u64>();
+        }
+        Ok((blocks, bytes))
+    }
+
+    fn connect_if_due(&mut self, now: Instant) {
+        if self.link.is_some() || !self.backoff.is_due(now) {
+            return;
+        }
+        let mut connection = match Connection::connect(&self.options.address) {
+            Ok(connection) => connection,
+            Err(error) => {
+                self.note_refusal(&error.to_string());
+                return self.backoff.failed(now);
+            }
+        };
+        let hello = v1::Hello {
+            wire_min: WIRE_MIN,
+            wire_max: WIRE_MAX,
+            client: self.options.client.clone(),
+            role: v1::hello::Role::Worker.into(),
+            engine_id: self.options.engine_id.clone(),
+            process_nonce: Bytes::copy_from_slice(&self.fence.nonce()),
+            live_leases: Vec::new(),
+        };
+        if let Err(lost) = connection.send(Ask::Hello(hello)) {
+            self.note_refusal(&lost.to_string());
+            return self.backoff.failed(now);
+        }
+        self.link = Some(Link {
+            connection,
+            boot: [0; 16],
+            stage: Stage::Greeting,
+            method: self.options.save_method,
+            asked: BTreeMap::new(),
+            silent: false,
+        });
+    }
+
+    fn take_replies(&mut self) {
+        loop {
+            let Some(link) = &mut self.link else { return };
+            match link.connection.flush().and_then(|()| link.connection.receive()) {
+                Ok(Some(reply)) => {
+                    link.silent = false;
+                    if let Err(lost) = self.take_reply(reply) {
+                        self.lose(&lost);
+                    }
+                }
+                Ok(None) => return,
+                Err(lost) => return self.lose(&lost),
+            }
+        }
+    }
+
+    fn take_reply(&mut self, reply: v1::Reply) -> Result<(), Lost> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        let asked = link.asked.remove(&reply.id);
+        match reply.body {
+            Some(Answer::Welcome(_)) => {
+                link.boot = reply.boot_id.as_ref().try_into().unwrap_or_default();
+                if let Some(credentials) = link.connection.unix().and_then(|s| PeerCredentials::of(s).ok()) {
+                    // Without Yama there is nothing to allow; refused elsewhere, the daemon's probe will tell.
+                    let _ = allow_ptrace_by(Some(credentials.pid).filter(|pid| *pid != 0));
+                }
+                link.stage = Stage::Registering;
+                let groups = self.options.groups.iter().map(wire_worker_group).collect();
+                let method = match self.options.save_method {
+                    SaveMethod::Auto => v1::register_worker::Method::Auto,
+                    SaveMethod::ProcessVm => v1::register_worker::Method::ProcessVm,
+                    SaveMethod::Mapped => v1::register_worker::Method::Mapped,
+                };
+                link.connection.send(Ask::RegisterWorker(v1::RegisterWorker {
+                    rank: self.options.rank,
+                    workers: self.options.workers,
+                    groups,
+                    fence_address: self.fence.address(),
+                    method: method.into(),
+                }))?;
+            }
+            Some(Answer::WorkerRegistered(registered)) => {
+                let by_daemon = registered.method() == v1::register_worker::Method::ProcessVm;
+                link.method = if by_daemon { SaveMethod::ProcessVm } else { SaveMethod::Mapped };
+                let method = if by_daemon { "process_vm" } else { "mapped" };
+                let mut state = self.shared.state.lock();
+                if state.method != method {
+                    tracing::info!(method, reason = registered.reason, "saves to kvlane");
+                }
+                state.method = method.into();
+                state.reason = registered.reason;
+                drop(state);
+                link.stage = Stage::Mapping;
+                link.connection.send(Ask::MapPool(v1::MapPool { writable: !by_daemon }))?;
+            }
+            Some(Answer::PoolDescriptor(described)) => match self.map_pool(&described) {
+                Ok(()) => {
+                    let Some(link) = &mut self.link else { return Ok(()) };
+                    link.stage = Stage::Confirming;
+                    link.connection.send(Ask::PoolMapped(v1::PoolMapped {}))?;
+                }
+                Err(detail) => {
+                    self.note_refusal(&detail);
+                    return Err(Lost::Closed);
+                }
+            },
+            Some(Answer::Done(_)) if link.stage == Stage::Confirming => {
+                link.stage = Stage::Open;
+                self.backoff.succeeded();
+                let mut state = self.shared.state.lock();
+                state.registered = true;
+                state.refusal.clear();
+                state.stats.connects += 1;
+                self.shared.changed.notify_all();
+            }
+            Some(Answer::Done(_)) => {
+                if let Some(Asked::Commit { end, .. }) = asked {
+                    self.shared.finish(end);
+                }
+            }
+            Some(Answer::SaveResult(result)) => {
+                if let Some(Asked::Save { job, .. }) = asked {
+                    let detail = if result.failed > 0 { "the copy failed or was cancelled" } else { "" };
+                    self.shared.finish(Finished {
+                        ok: result.failed == 0,
+                        blocks: result.saved,
+                        present: result.present + result.in_flight,
+                        bytes: result.bytes,
+                        ..job.failed(detail)
+                    });
+                }
+            }
+            Some(Answer::ClaimResult(result)) => match asked {
+                Some(Asked::Claim { job, .. }) => self.write_claimed(job, &result)?,
+                Some(Asked::GivenUp) => {
+                    link.connection.send(Ask::Commit(v1::Commit { claim: result.claim, written: false }))?;
+                }
+                _ => {}
+            },
+            Some(Answer::Refused(refused)) => {
+                let stage = link.stage;
+                self.note_refusal(&refused.sentence);
+                if let Some(asked) = asked {
+                    self.end(asked, &refused.sentence);
+                } else if stage != Stage::Open {
+                    return Err(Lost::Closed);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn map_pool(&mut self, described: &v1::PoolDescriptor) -> Result<(), String> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        let descriptor =
+            link.connection.take_descriptor().ok_or("the daemon sent no descriptor of its pool")?;
+        let map = |fd, writable| {
+            PoolView::map(fd, described.bytes, writable)
+                .map(Arc::new)
+                .map_err(|error| format!("the pool of {} bytes cannot be mapped: {error}", described.bytes))
+        };
+        let writing = match link.method {
+            SaveMethod::ProcessVm => None,
+            _ => {
+                let second =
+                    descriptor.try_clone().map_err(|error| format!("no descriptor left: {error}"))?;
+                Some(map(second, true)?)
+            }
+        };
+        let mapped = Mapped { boot: link.boot, reading: map(descriptor, false)?, writing };
+        let polls = self.shared.state.lock().polls;
+        self.pools.set(mapped, polls);
+        Ok(())
+    }
+
+    /// Writes the blocks that were claimed for us, and commits.
+    fn write_claimed(&mut self, job: Job, result: &v1::ClaimResult) -> Result<(), Lost> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        let Work::Save(groups) = &job.work else { return Ok(()) };
+        let written = write_groups(groups, result, &self.options, self.pools.present());
+        let (end, ok) = match written {
+            Ok(written) => (
+                Finished {
+                    ok: true,
+                    blocks: written.blocks,
+                    present: written.present,
+                    bytes: written.bytes,
+                    ..job.failed("")
+                },
+                true,
+            ),
+            Err(detail) => (job.failed(detail), false),
+        };
+        let deadline = Instant::now() + self.options.save_timeout;
+        match link.connection.send(Ask::Commit(v1::Commit { claim: result.claim, written: ok })) {
+            Ok(id) => {
+                link.asked.insert(id, Asked::Commit { end, deadline });
+                Ok(())
+            }
+            Err(lost) => {
+                self.shared.finish(Finished { ok: false, detail: "the daemon went away".into(), ..end });
+                Err(lost)
+            }
+        }
+    }
+
+    /// Ends saves whose answer does not come. The fence is raised first: whatever the daemon still copies on
+    /// their behalf is discarded, so the engine may reuse the blocks.
+    fn give_up_overdue(&mut self, now: Instant) {
+        let Some(link) = &mut self.link else { return };
+        let overdue =
+            link.asked.values().any(|asked| asked.deadline().is_some_and(|deadline| now >= deadline));
+        if !overdue {
+            return;
+        }
+        self.fence.raise();
+        link.silent = true;
+        let given_up: Vec<Asked> =
+            link.asked.values_mut().map(|asked| std::mem::replace(asked, Asked::GivenUp)).collect();
+        let mut ended = 0;
+        for asked in given_up {
+            ended += u64::from(!matches!(asked, Asked::GivenUp));
+            self.end(asked, "the daemon did not answer in time");
+        }
+        self.shared.state.lock().stats.save_timeouts += ended;
+        tracing::warn!(saves = ended, "kvlane does not answer; its saves are given up");
+    }
+
+    fn end(&self, asked: Asked, why: &str) {
+        match asked {
+            Asked::Save { job, .. } | Asked::Claim { job, .. } => self.shared.finish(job.failed(why)),
+            Asked::Commit { end, .. } => {
+                self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
+            }
+            Asked::GivenUp => {}
+        }
+    }
+
+    fn lose(&mut self, lost: &Lost) {
+        let Some(link) = self.link.take() else { return };
+        // The connection may have ended without the daemon: what it still copies must not count.
+        self.fence.raise();
+        let open = link.stage == Stage::Open;
+        link.asked.into_values().for_each(|asked| self.end(asked, "the daemon went away"));
+        self.backoff.failed(Instant::now());
+        let mut state = self.shared.state.lock();
+        if open {
+            tracing::warn!(address = %self.options.address, reason = %lost, "lost the kvlane daemon; the engine goes on without it");
+            state.registered = false;
+            state.stats.losses += 1;
+        }
+        self.pools.lost(state.polls);
+        self.round_at = Instant::now() + ROUND;
+    }
+
+    fn note_refusal(&self, sentence: &str) {
+        let mut state = self.shared.state.lock();
+        if state.refusal != sentence {
+            tracing::warn!(address = %self.options.address, "{sentence}");
+            state.refusal = sentence.into();
+            self.shared.changed.notify_all();
+        }
+    }
+
+    fn wait(&self) {
+        let now = Instant::now();
+        let deadlines = self.link.iter().flat_map(|link| link.asked.values().filter_map(Asked::deadline));
+        let round = self.pools.has_former().then_some(self.round_at);
+        let deadline = deadlines.chain(round).min().map(|at| at.saturating_duration_since(now));
+        let wake = self.shared.wake.as_fd();
+        match &self.link {
+            Some(link) => link.connection.wait(deadline, Some(wake)),
+            None => {
+                let timeout = deadline.unwrap_or(Duration::MAX).min(self.backoff.until_due(now));
+                poll_for(&mut [PollFd::from_borrowed_fd(wake, PollFlags::IN)], Some(timeout));
+            }
+        }
+        let mut count = [0; 8];
+        let _ = rustix::io::read(wake, &mut count);
+    }
+
+    fn stop(mut self, jobs: Vec<Job>) {
+        self.fence.raise();
+        jobs.iter().for_each(|job| self.shared.finish(job.failed("the worker is closed")));
+        if let Some(mut link) = self.link.take() {
+            let asked = std::mem::take(&mut link.asked);
+            asked.into_values().for_each(|asked| self.end(asked, "the worker is closed"));
+            let _ = link.connection.send(Ask::Bye(v1::Bye {}));
+        }
+        self.shared.state.lock().registered = false;
+    }
+}
+
+impl Asked {
+    fn deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
+                Some(*deadline)
+            }
+            Self::GivenUp => None,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Written {
+    blocks: u64,
+    present: u64,
+    bytes: u64,
+}
+
+const CLAIMED: u8 = 0;
+
+fn write_groups(
+    groups: &[SaveGroupSpec],
+    result: &v1::ClaimResult,
+    options: &WorkerOptions,
+    pool: Option<&Mapped>,
+) -> Result<Written, String> {
+    let view = pool.and_then(|pool| pool.writing.as_ref()).ok_or("the pool is not mapped writable")?;
+    let mut answers = result.outcome.iter().zip(result.pages.chunks_exact(4));
+    let mut written = Written::default();
+    for group in groups {
+        let regions = &options.groups.get(group.group as usize).ok_or("no such group")?.regions;
+        let mut places = Vec::new();
+        for &block_id in &group.block_ids {
+            let (&outcome, page) = answers.next().ok_or("the daemon answered for fewer blocks than asked")?;
+            if outcome == CLAIMED {
+                places.push((block_id, u32::from_le_bytes(page.try_into().unwrap_or_default())));
+            } else {
+                written.present += 1;
+            }
+        }
+        let runs = plan_in_pool(regions, &places, view)?;
+        // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the daemon gave these pages
+        // to this claim alone until it is committed, and `plan_in_pool` checked that they lie in the view.
+        unsafe { OwnMemory.read(&runs, view.base()) }.map_err(|error| error.to_string())?;
+        written.blocks += places.len() as u64;
+        written.bytes += runs.iter().map(|run| run.len).sum::<u64>();
+    }
+    Ok(written)
+}
+
+fn plan_in_pool(
+    regions: &[Region],
+    places: &[(u32, u32)],
+    view: &PoolView,
+) -> Result<Vec<kvlane_block::Run>, String> {
+    let blocks: Vec<(u32, u64)> =
+        places.iter().map(|&(id, page)| (id, u64::from(page) * PAGE_BYTES)).collect();
+    let runs = plan(regions, &blocks).map_err(|error| error.to_string())?;
+    match runs.iter().find(|run| run.pool_offset + run.len > view.bytes()) {
+        Some(run) => Err(format!("{} bytes at {} are not inside the pool", run.len, run.pool_offset)),
+        None => Ok(runs),
+    }
+}
+
+fn wire_group(group: &SaveGroupSpec) -> v1::SaveGroup {
+    let mut hashes = BytesMut::with_capacity(group.hashes.len() * 16);
+    group.hashes.iter().for_each(|hash| hashes.extend_from_slice(&hash.0));
+    v1::SaveGroup {
+        group: group.group,
+        parent: group.parent.map_or_else(Bytes::new, |parent| Bytes::copy_from_slice(&parent.0)),
+        hashes: hashes.freeze(),
+        block_ids: group.block_ids.clone(),
+    }
+}
+
+fn wire_worker_group(group: &crate::WorkerGroupSpec) -> v1::WorkerGroup {
+    v1::WorkerGroup {
+        namespace: Bytes::copy_from_slice(&group.namespace),
+        layout: Bytes::copy_from_slice(&group.layout),
+        regions: group
+            .regions
+            .iter()
+            .map(|region| v1::Region {
+                base: region.base,
+                block_stride: region.block_stride,
+                blocks: region.blocks,
+                piece_bytes: region.piece_bytes,
+                piece_offsets: region.piece_offsets.clone(),
+            })
+            .collect(),
+    }
+}

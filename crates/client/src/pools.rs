@@ -1,0 +1,85 @@
+//! The pools that a worker has mapped: the present one, and the last one while promises on it may be open.
+
+use std::{sync::Arc, time::Duration};
+
+use kvlane_memory::PoolView;
+
+use crate::BootId;
+
+/// How the pool of one boot is mapped.
+#[derive(Debug, Clone)]
+pub(crate) struct Mapped {
+    pub(crate) boot: BootId,
+    /// Read-only; loads copy from it.
+    pub(crate) reading: Arc<PoolView>,
+    /// Where saves are written when the daemon may not read this process.
+    pub(crate) writing: Option<Arc<PoolView>>,
+}
+
+/// A promise reaches the worker with the engine's next step or the one after: so many polls after the daemon was
+/// lost, no load of its pool can come any more.
+const POLLS_TO_FORGET: u64 = 3;
+/// An engine that does not poll is idle, has no open promise, and must not hold a dead daemon's memory for ever.
+/// Counted in rounds of the mover, not in time: a stopped process does not count.
+const IDLE_ROUNDS_TO_FORGET: u64 = 60;
+/// Length of such a round.
+pub(crate) const ROUND: Duration = Duration::from_secs(1);
+
+/// Mapped pools by boot.
+#[derive(Debug, Default)]
+pub(crate) struct Pools {
+    present: Option<Mapped>,
+    former: Option<Former>,
+}
+
+#[derive(Debug)]
+struct Former {
+    pool: Mapped,
+    polls_at_loss: u64,
+    rounds: u64,
+}
+
+impl Pools {
+    pub(crate) fn present(&self) -> Option<&Mapped> {
+        self.present.as_ref()
+    }
+
+    pub(crate) fn of(&self, boot: &BootId) -> Option<&Mapped> {
+        let former = self.former.as_ref().map(|f| &f.pool);
+        self.present.iter().chain(former).find(|pool| pool.boot == *boot)
+    }
+
+    /// The daemon of the present pool is there again, or another one is.
+    pub(crate) fn set(&mut self, pool: Mapped, polls: u64) {
+        if self.present.as_ref().is_some_and(|present| present.boot != pool.boot) {
+            self.lost(polls);
+        }
+        if self.former.as_ref().is_some_and(|former| former.pool.boot == pool.boot) {
+            self.former = None;
+        }
+        self.present = Some(pool);
+    }
+
+    /// The daemon went away; promises on its pool may still be open.
+    pub(crate) fn lost(&mut self, polls: u64) {
+        if let Some(pool) = self.present.take() {
+            self.former = Some(Former { pool, polls_at_loss: polls, rounds: 0 });
+        }
+    }
+
+    /// Whether rounds must be counted.
+    pub(crate) fn has_former(&self) -> bool {
+        self.former.is_some()
+    }
+
+    /// One round of the mover passed; unmaps the former pool when no promise on it can be open.
+    pub(crate) fn round(&mut self, polls: u64) {
+        if let Some(former) = &mut self.former {
+            former.rounds += 1;
+            let polled = polls >= former.polls_at_loss + POLLS_TO_FORGET;
+            if polled || former.rounds >= IDLE_ROUNDS_TO_FORGET {
+                self.former = None;
+            }
+        }
+    }
+}

@@ -1,0 +1,502 @@
+//! The scheduler's connection: lookups and leases, without ever blocking the engine.
+//!
+//! ```text
+//!          connect()              Welcome              EngineOpened
+//!   Down -----------> Greeting -------------> Opening --------------> Open
+//!    ^                   |                       |                     |
+//!    +---- backoff ------+------ lost -----------+---------------------+
+//! ```
+//! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    time::{Duration, Instant},
+};
+
+use bytes::{Bytes, BytesMut};
+use kvlane_block::BlockHash;
+use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+
+use crate::{
+    BootId, Hit,
+    backoff::Backoff,
+    connection::{Connection, Lost},
+    nonce::random_nonce,
+};
+
+/// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
+/// well below its lease time.
+const HEARTBEAT: Duration = Duration::from_secs(10);
+/// Lookups that wait for their answer; beyond it new ones are misses.
+const PENDING_MAX: usize = 4096;
+
+/// One KV cache group of the engine.
+#[derive(Debug, Clone)]
+pub struct GroupSpec {
+    /// Digest of what the group's content means.
+    pub namespace: [u8; 16],
+    /// For people.
+    pub name: String,
+    /// Tokens that one block holds.
+    pub tokens_per_block: u32,
+    /// 0 when a hit needs the whole prefix, else how many blocks before its end.
+    pub window_blocks: u32,
+}
+
+/// What a scheduler's connection needs to know.
+#[derive(Debug, Clone)]
+pub struct SchedulerOptions {
+    /// The daemon's Unix socket.
+    pub address: Address,
+    /// Name of the engine instance; its workers give the same.
+    pub engine_id: String,
+    /// Name and version for the daemon's logs.
+    pub client: String,
+    /// The engine's groups.
+    pub groups: Vec<GroupSpec>,
+    /// Number of the engine's workers.
+    pub workers: u32,
+    /// A lookup that takes longer is a miss.
+    pub lookup_timeout: Duration,
+}
+
+/// Counters since the last [`Scheduler::take_stats`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SchedulerStats {
+    /// Lookups asked.
+    pub lookups: u64,
+    /// Lookups answered with at least one block.
+    pub hits: u64,
+    /// Lookups answered with nothing.
+    pub misses: u64,
+    /// Lookups that were misses because no answer came in time.
+    pub timeouts: u64,
+    /// Lookups that were misses because there is no connection.
+    pub unavailable: u64,
+    /// Connections opened.
+    pub connects: u64,
+    /// Connections lost.
+    pub losses: u64,
+    /// Seconds from asking to answer, over answered lookups.
+    pub lookup_seconds: f64,
+}
+
+#[derive(Debug)]
+enum Pending {
+    /// Asked, or to be asked once the engine is open (`sent == None`).
+    Waiting {
+        sent: Option<u64>,
+        ask: v1::Lookup,
+        since: Instant,
+    },
+    Answered(Hit),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Greeting,
+    Opening,
+    Open,
+}
+
+#[derive(Debug)]
+struct Up {
+    connection: Connection,
+    phase: Phase,
+    boot: BootId,
+    ready: bool,
+    /// Unanswered lookups in the order they were sent. An entry without a name was given up.
+    asked: BTreeMap<u64, Asked>,
+    heartbeat_at: Instant,
+}
+
+#[derive(Debug)]
+struct Asked {
+    request: Option<String>,
+    since: Instant,
+}
+
+/// The scheduler's side of an engine.
+#[derive(Debug)]
+pub struct Scheduler {
+    options: SchedulerOptions,
+    nonce: [u8; 16],
+    backoff: Backoff,
+    up: Option<Up>,
+    pending: HashMap<String, Pending>,
+    /// Leases handed to the caller or waiting to be consumed, by boot.
+    leases: BTreeMap<BootId, BTreeSet<u64>>,
+    stats: SchedulerStats,
+    last_refusal: Option<String>,
+}
+
+impl Scheduler {
+    /// Starts to connect; without a daemon it keeps trying.
+    pub fn new(options: SchedulerOptions) -> Self {
+        let now = Instant::now();
+        let mut scheduler = Self {
+            options,
+            nonce: random_nonce(),
+            backoff: Backoff::new(now),
+            up: None,
+            pending: HashMap::new(),
+            leases: BTreeMap::new(),
+            stats: SchedulerStats::default(),
+            last_refusal: None,
+        };
+        scheduler.advance(now);
+        scheduler
+    }
+
+    /// The daemon greeted us and opened the engine.
+    pub fn is_connected(&self) -> bool {
+        self.up.as_ref().is_some_and(|up| up.phase == Phase::Open)
+    }
+
+    /// The last answer said that all workers of the engine have mapped the pool.
+    pub fn is_ready(&self) -> bool {
+        self.up.as_ref().is_some_and(|up| up.ready)
+    }
+
+    /// The daemon's run, once connected.
+    pub fn boot(&self) -> Option<BootId> {
+        self.up.as_ref().filter(|up| up.phase != Phase::Greeting).map(|up| up.boot)
+    }
+
+    /// Where the daemon is looked for.
+    pub fn address(&self) -> &Address {
+        &self.options.address
+    }
+
+    /// Asks for a prefix. `hashes` has one list per group; `max_tokens` bounds the answer.
+    pub fn lookup_start(&mut self, request: &str, hashes: &[Vec<BlockHash>], max_tokens: u64) {
+        let now = Instant::now();
+        self.forget(request);
+        self.stats.lookups += 1;
+        self.advance(now);
+        if self.pending.len() >= PENDING_MAX || !self.may_ask(now) {
+            self.stats.unavailable += 1;
+            return;
+        }
+        let groups = hashes
+            .iter()
+            .enumerate()
+            .map(|(group, hashes)| v1::LookupGroup { group: group as u32, hashes: concatenate(hashes) })
+            .collect();
+        let ask = v1::Lookup { groups, max_tokens };
+        self.pending.insert(request.to_owned(), Pending::Waiting { sent: None, ask, since: now });
+        self.send_lookup(request);
+    }
+
+    /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to
+    /// `wait` for it. A lookup that was never asked, timed out, or met no daemon is a miss.
+    pub fn lookup_poll(&mut self, request: &str, wait: Duration) -> Option<Hit> {
+        let start = Instant::now();
+        let mut now = start;
+        loop {
+            self.advance(now);
+            match self.pending.get(request) {
+                None => return Some(Hit::default()),
+                Some(Pending::Answered(_)) => {
+                    let Some(Pending::Answered(hit)) = self.pending.remove(request) else { return None };
+                    return Some(hit);
+                }
+                Some(Pending::Waiting { since, .. }) => {
+                    if now.duration_since(*since) >= self.options.lookup_timeout {
+                        self.stats.timeouts += 1;
+                        self.forget(request);
+                        return Some(Hit::default());
+                    }
+                    let left = wait.saturating_sub(now.duration_since(start));
+                    let left =
+                        left.min((*since + self.options.lookup_timeout).saturating_duration_since(now));
+                    match &self.up {
+                        Some(up) if !left.is_zero() => up.connection.wait(Some(left), None),
+                        Some(_) => return None,
+                        None => {
+                            self.stats.unavailable += 1;
+                            self.forget(request);
+                            return Some(Hit::default());
+                        }
+                    }
+                }
+            }
+            now = Instant::now();
+        }
+    }
+
+    /// Asks and waits up to `timeout`.
+    pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
+        const REQUEST: &str = "\0lookup";
+        let usual = std::mem::replace(&mut self.options.lookup_timeout, timeout);
+        self.lookup_start(REQUEST, hashes, max_tokens);
+        let hit = self.lookup_poll(REQUEST, timeout).unwrap_or_default();
+        self.forget(REQUEST);
+        self.options.lookup_timeout = usual;
+        hit
+    }
+
+    /// Drops a lookup that was not consumed; its lease is given back, now or when it comes.
+    pub fn forget(&mut self, request: &str) {
+        match self.pending.remove(request) {
+            Some(Pending::Answered(hit)) if hit.tokens > 0 => self.release(hit.boot, hit.lease),
+            Some(Pending::Waiting { sent: Some(id), .. }) => {
+                if let Some(asked) = self.up.as_mut().and_then(|up| up.asked.get_mut(&id)) {
+                    asked.request = None;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Gives a lease back. One of another boot is gone already.
+    pub fn release(&mut self, boot: BootId, lease: u64) {
+        if let Some(of_boot) = self.leases.get_mut(&boot) {
+            of_boot.remove(&lease);
+        }
+        if self.boot() == Some(boot) {
+            self.send(Ask::Release(v1::Release { leases: vec![lease] }));
+        }
+    }
+
+    /// Once a step: reconnects when due, sends what waits, takes answers, renews leases.
+    pub fn tick(&mut self) {
+        self.advance(Instant::now());
+    }
+
+    /// Drops what the engine's namespaces hold. False when the daemon did not confirm in time.
+    pub fn drop_namespaces(&mut self, timeout: Duration) -> bool {
+        self.advance(Instant::now());
+        let namespaces = self.options.groups.iter().map(|g| Bytes::copy_from_slice(&g.namespace)).collect();
+        let Some(id) = self.send(Ask::DropNamespaces(v1::DropNamespaces { namespaces })) else {
+            return false;
+        };
+        let deadline = Instant::now() + timeout;
+        loop {
+            let Some(up) = &mut self.up else { return false };
+            match up.connection.receive() {
+                Ok(Some(reply)) if reply.id == id => return matches!(reply.body, Some(Answer::Done(_))),
+                Ok(Some(reply)) => self.take_reply(reply, Instant::now()),
+                Ok(None) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return false;
+                    }
+                    up.connection.wait(Some(left), None);
+                }
+                Err(lost) => self.lose(&lost, Instant::now()),
+            }
+        }
+    }
+
+    /// Counters since the last call.
+    pub fn take_stats(&mut self) -> SchedulerStats {
+        std::mem::take(&mut self.stats)
+    }
+
+    /// Says goodbye, so that the daemon frees what this process held.
+    pub fn close(&mut self) {
+        self.send(Ask::Bye(v1::Bye {}));
+        self.up = None;
+        self.pending.clear();
+        self.leases.clear();
+        // No reconnecting after a goodbye.
+        self.options.groups.clear();
+    }
+
+    fn advance(&mut self, now: Instant) {
+        self.connect_if_due(now);
+        loop {
+            let Some(up) = &mut self.up else { return };
+            match up.connection.flush().and_then(|()| up.connection.receive()) {
+                Ok(Some(reply)) => self.take_reply(reply, now),
+                Ok(None) => break,
+                Err(lost) => return self.lose(&lost, now),
+            }
+        }
+        self.heartbeat_if_due(now);
+    }
+
+    fn connect_if_due(&mut self, now: Instant) {
+        if self.up.is_some() || self.options.groups.is_empty() || !self.backoff.is_due(now) {
+            return;
+        }
+        let mut connection = match Connection::connect(&self.options.address) {
+            Ok(connection) => connection,
+            Err(error) => {
+                tracing::debug!(%error, "cannot connect");
+                return self.backoff.failed(now);
+            }
+        };
+        // Which boot answers is not known yet; leases of other boots mean nothing to it.
+        let live_leases = self.leases.values().flatten().copied().collect();
+        let hello = v1::Hello {
+            wire_min: WIRE_MIN,
+            wire_max: WIRE_MAX,
+            client: self.options.client.clone(),
+            role: v1::hello::Role::Scheduler.into(),
+            engine_id: self.options.engine_id.clone(),
+            process_nonce: Bytes::copy_from_slice(&self.nonce),
+            live_leases,
+        };
+        if connection.send(Ask::Hello(hello)).is_err() {
+            return self.backoff.failed(now);
+        }
+        self.up = Some(Up {
+            connection,
+            phase: Phase::Greeting,
+            boot: [0; 16],
+            ready: false,
+            asked: BTreeMap::new(),
+            heartbeat_at: now + HEARTBEAT,
+        });
+    }
+
+    fn take_reply(&mut self, reply: v1::Reply, now: Instant) {
+        let Some(up) = &mut self.up else { return };
+        let boot: BootId = reply.boot_id.as_ref().try_into().unwrap_or_default();
+        match reply.body {
+            Some(Answer::Welcome(_)) => {
+                up.boot = boot;
+                up.phase = Phase::Opening;
+                // A lease of another boot died with that daemon.
+                self.leases.retain(|of, _| *of == boot);
+                let groups = self
+                    .options
+                    .groups
+                    .iter()
+                    .map(|g| v1::Group {
+                        namespace: Bytes::copy_from_slice(&g.namespace),
+                        name: g.name.clone(),
+                        tokens_per_block: g.tokens_per_block,
+                        window_blocks: g.window_blocks,
+                    })
+                    .collect();
+                self.send(Ask::OpenEngine(v1::OpenEngine { groups, workers: self.options.workers }));
+            }
+            Some(Answer::EngineOpened(opened)) => {
+                up.phase = Phase::Open;
+                up.ready = opened.ready;
+                self.backoff.succeeded();
+                self.stats.connects += 1;
+                self.last_refusal = None;
+                let waiting: Vec<String> = self.pending.keys().cloned().collect();
+                waiting.iter().for_each(|request| self.send_lookup(request));
+            }
+            Some(Answer::LookupResult(result)) => {
+                up.ready = result.ready;
+                let asked = up.asked.remove(&reply.id);
+                self.take_lookup(asked, Hit::from_reply(boot, result), now);
+            }
+            Some(Answer::Refused(refused)) => {
+                let asked = up.asked.remove(&reply.id);
+                let phase = up.phase;
+                self.note_refusal(&refused.sentence);
+                if asked.is_some() {
+                    self.take_lookup(asked, Hit::default(), now);
+                } else if phase != Phase::Open {
+                    self.up = None;
+                    self.backoff.failed(now);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn take_lookup(&mut self, asked: Option<Asked>, hit: Hit, now: Instant) {
+        let Some(asked) = asked else { return };
+        if hit.tokens > 0 {
+            self.leases.entry(hit.boot).or_default().insert(hit.lease);
+        }
+        let Some(request) = asked.request else {
+            // Given up meanwhile.
+            if hit.tokens > 0 {
+                self.release(hit.boot, hit.lease);
+            }
+            return;
+        };
+        self.stats.lookup_seconds += now.duration_since(asked.since).as_secs_f64();
+        if hit.tokens > 0 {
+            self.stats.hits += 1;
+        } else {
+            self.stats.misses += 1;
+        }
+        self.pending.insert(request, Pending::Answered(hit));
+    }
+
+    /// Whether an answer is to be expected: connected or connecting, and not silent.
+    fn may_ask(&self, now: Instant) -> bool {
+        let Some(up) = &self.up else { return false };
+        let silent = up
+            .asked
+            .values()
+            .next()
+            .is_some_and(|oldest| now.duration_since(oldest.since) >= self.options.lookup_timeout);
+        !silent
+    }
+
+    fn send_lookup(&mut self, request: &str) {
+        if !self.is_connected() {
+            return;
+        }
+        let Some(Pending::Waiting { sent: sent @ None, ask, since }) = self.pending.get_mut(request) else {
+            return;
+        };
+        let Some(up) = &mut self.up else { return };
+        match up.connection.send(Ask::Lookup(std::mem::take(ask))) {
+            Ok(id) => {
+                *sent = Some(id);
+                up.asked.insert(id, Asked { request: Some(request.to_owned()), since: *since });
+            }
+            Err(lost) => self.lose(&lost, Instant::now()),
+        }
+    }
+
+    fn send(&mut self, ask: Ask) -> Option<u64> {
+        let up = self.up.as_mut()?;
+        match up.connection.send(ask) {
+            Ok(id) => Some(id),
+            Err(lost) => {
+                self.lose(&lost, Instant::now());
+                None
+            }
+        }
+    }
+
+    fn heartbeat_if_due(&mut self, now: Instant) {
+        let Some(up) = &mut self.up else { return };
+        if up.phase != Phase::Open || now < up.heartbeat_at {
+            return;
+        }
+        up.heartbeat_at = now + HEARTBEAT;
+        let live_leases = self.leases.values().flatten().copied().collect();
+        self.send(Ask::Heartbeat(v1::Heartbeat { live_leases }));
+    }
+
+    fn lose(&mut self, lost: &Lost, now: Instant) {
+        tracing::warn!(address = %self.options.address, reason = %lost, "lost the kvlane daemon; requests go on without it");
+        self.up = None;
+        self.stats.losses += 1;
+        self.backoff.failed(now);
+        // What was asked will not be answered.
+        self.pending.retain(|_, pending| !matches!(pending, Pending::Waiting { .. }));
+    }
+
+    fn note_refusal(&mut self, sentence: &str) {
+        if self.last_refusal.as_deref() != Some(sentence) {
+            tracing::warn!(address = %self.options.address, "the kvlane daemon refused: {sentence}");
+            self.last_refusal = Some(sentence.to_owned());
+        }
+    }
+
+    /// Why the daemon refused the last time, until it opens the engine.
+    pub fn last_refusal(&self) -> Option<&str> {
+        self.last_refusal.as_deref()
+    }
+}
+
+fn concatenate(hashes: &[BlockHash]) -> Bytes {
+    let mut all = BytesMut::with_capacity(hashes.len() * 16);
+    hashes.iter().for_each(|hash| all.extend_from_slice(&hash.0));
+    all.freeze()
+}

@@ -1,0 +1,185 @@
+//! A blocking connection for tools, tests and benchmarks.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvlane_memory::PoolView;
+use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use thiserror::Error;
+
+use crate::{
+    BootId, CLIENT_NAME,
+    connection::{ConnectError, Connection, Lost},
+    nonce::random_nonce,
+};
+
+/// A tool's request that was not carried out.
+#[derive(Debug, Error)]
+pub enum ToolError {
+    /// No daemon, or it refused the greeting.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The daemon refused the request, in its own words.
+    #[error("{0}")]
+    Refused(String),
+    /// No answer in time.
+    #[error("the daemon did not answer within {0:?}")]
+    Timeout(Duration),
+    /// The connection ended.
+    #[error("the connection to the daemon ended: {0}")]
+    Lost(String),
+    /// The pool could not be mapped, or the place is not in it.
+    #[error("{0}")]
+    Pool(String),
+}
+
+impl From<Lost> for ToolError {
+    fn from(lost: Lost) -> Self {
+        Self::Lost(lost.to_string())
+    }
+}
+
+/// Status, settling, namespaces and the pool's bytes.
+#[derive(Debug)]
+pub struct Tool {
+    connection: Connection,
+    timeout: Duration,
+    boot: BootId,
+    version: String,
+    pool: Option<PoolView>,
+}
+
+impl Tool {
+    /// Connects and greets.
+    ///
+    /// # Errors
+    /// [`ToolError::Connect`] names the address and what to do.
+    pub fn connect(address: &Address, timeout: Duration) -> Result<Self, ToolError> {
+        let mut connection = Connection::connect(address)?;
+        let hello = v1::Hello {
+            wire_min: WIRE_MIN,
+            wire_max: WIRE_MAX,
+            client: CLIENT_NAME.into(),
+            role: v1::hello::Role::Tool.into(),
+            engine_id: String::new(),
+            process_nonce: Bytes::copy_from_slice(&random_nonce()),
+            live_leases: Vec::new(),
+        };
+        let reply = connection.call(Ask::Hello(hello), timeout)?.ok_or(ToolError::Timeout(timeout))?;
+        let boot = reply.boot_id.as_ref().try_into().unwrap_or_default();
+        match reply.body {
+            Some(Answer::Welcome(welcome)) => {
+                Ok(Self { connection, timeout, boot, version: welcome.version, pool: None })
+            }
+            Some(Answer::Refused(refused)) => {
+                Err(ConnectError::Turned { address: address.clone(), sentence: refused.sentence }.into())
+            }
+            other => Err(ToolError::Lost(format!("the greeting was answered with {other:?}"))),
+        }
+    }
+
+    /// The run of the daemon.
+    pub fn boot(&self) -> BootId {
+        self.boot
+    }
+
+    /// The daemon's version.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// What the daemon holds and who uses it.
+    ///
+    /// # Errors
+    /// As all calls: refused, timed out or lost.
+    pub fn status(&mut self) -> Result<v1::Status, ToolError> {
+        match self.call(Ask::GetStatus(v1::GetStatus {}), self.timeout)? {
+            Answer::Status(status) => Ok(status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Returns when everything committed before is sealed and visible.
+    ///
+    /// # Errors
+    /// [`ToolError::Timeout`] when that takes longer than `timeout`.
+    pub fn settle(&mut self, timeout: Duration) -> Result<(), ToolError> {
+        let timeout_ms = timeout.as_millis().min(u128::from(u32::MAX)) as u32;
+        match self.call(Ask::Settle(v1::Settle { timeout_ms }), timeout + self.timeout) {
+            Ok(_) => Ok(()),
+            Err(ToolError::Refused(_)) => Err(ToolError::Timeout(timeout)),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Drops what the namespaces hold.
+    ///
+    /// # Errors
+    /// [`ToolError::Refused`] for a namespace that does not exist.
+    pub fn drop_namespaces(&mut self, namespaces: &[[u8; 16]]) -> Result<(), ToolError> {
+        let namespaces = namespaces.iter().map(|n| Bytes::copy_from_slice(n)).collect();
+        self.call(Ask::DropNamespaces(v1::DropNamespaces { namespaces }), self.timeout).map(drop)
+    }
+
+    /// Reads pool bytes as they are now, whoever owns them.
+    ///
+    /// # Errors
+    /// [`ToolError::Pool`] when the range is not in the pool.
+    pub fn read_pool(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, ToolError> {
+        let pool = self.pool(offset, length)?;
+        let mut bytes = vec![0; length as usize];
+        // SAFETY: `pool` checked the range; the view is mapped while `self.pool` lives; concurrent writes by the
+        // daemon can tear what is read, which a tool that looks at live memory accepts (bytes have no invalid values).
+        unsafe {
+            std::ptr::copy_nonoverlapping(pool.base().add(offset as usize), bytes.as_mut_ptr(), bytes.len())
+        };
+        Ok(bytes)
+    }
+
+    /// Overwrites pool bytes: for controls that must fail and tests of the scrub.
+    ///
+    /// # Errors
+    /// [`ToolError::Pool`] when the range is not in the pool.
+    pub fn write_pool(&mut self, offset: u64, bytes: &[u8]) -> Result<(), ToolError> {
+        let pool = self.pool(offset, bytes.len() as u64)?;
+        // SAFETY: `pool` checked the range; the view is mapped writable while `self.pool` lives; no Rust reference
+        // to these bytes exists in this process.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), pool.base().add(offset as usize), bytes.len())
+        };
+        Ok(())
+    }
+
+    fn pool(&mut self, offset: u64, length: u64) -> Result<&PoolView, ToolError> {
+        if self.pool.is_none() {
+            let Answer::PoolDescriptor(described) =
+                self.call(Ask::MapPool(v1::MapPool { writable: true }), self.timeout)?
+            else {
+                return Err(ToolError::Pool("the daemon did not hand out its pool".into()));
+            };
+            let fd = self.connection.take_descriptor().ok_or_else(|| {
+                ToolError::Pool("no descriptor came with the pool: use the Unix socket".into())
+            })?;
+            let view = PoolView::map(fd, described.bytes, true)
+                .map_err(|error| ToolError::Pool(format!("the pool cannot be mapped: {error}")))?;
+            self.pool = Some(view);
+        }
+        match &self.pool {
+            Some(pool) if offset.checked_add(length).is_some_and(|end| end <= pool.bytes()) => Ok(pool),
+            _ => Err(ToolError::Pool(format!("{length} bytes at {offset} are not inside the pool"))),
+        }
+    }
+
+    fn call(&mut self, body: Ask, timeout: Duration) -> Result<Answer, ToolError> {
+        let reply = self.connection.call(body, timeout)?.ok_or(ToolError::Timeout(timeout))?;
+        match reply.body {
+            Some(Answer::Refused(refused)) => Err(ToolError::Refused(refused.sentence)),
+            Some(body) => Ok(body),
+            None => Err(ToolError::Lost("an answer without a body".into())),
+        }
+    }
+}
+
+fn unexpected(answer: &Answer) -> ToolError {
+    ToolError::Lost(format!("unexpected answer {answer:?}"))
+}

@@ -1,0 +1,357 @@
+//! A worker's handle: jobs in, ends of jobs out. The mover thread does the rest.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use kvlane_block::{BlockHash, LayoutError, Region};
+use kvlane_proto::Address;
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::{BootId, mover};
+
+/// Jobs that may be queued or under way; further ones end at once, as failed.
+const JOBS_MAX: usize = 16384;
+/// How long a new worker waits for its first registration, so that the first request can already hit.
+const FIRST_REGISTRATION: Duration = Duration::from_secs(2);
+
+/// How saves travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaveMethod {
+    /// process_vm where a probe shows that it works, else mapped.
+    Auto,
+    /// The daemon copies out of this process.
+    ProcessVm,
+    /// This process writes through its mapping of the pool.
+    Mapped,
+}
+
+/// This rank's part of one KV cache group.
+#[derive(Debug, Clone)]
+pub struct WorkerGroupSpec {
+    /// As the scheduler names it.
+    pub namespace: [u8; 16],
+    /// Digest of the shard's shape.
+    pub layout: [u8; 16],
+    /// Where the blocks lie in this process.
+    pub regions: Vec<Region>,
+}
+
+/// What a worker needs to know.
+#[derive(Debug, Clone)]
+pub struct WorkerOptions {
+    /// The daemon's Unix socket.
+    pub address: Address,
+    /// Name of the engine instance; its scheduler gives the same.
+    pub engine_id: String,
+    /// Name and version for the daemon's logs.
+    pub client: String,
+    /// This worker's shard.
+    pub rank: u32,
+    /// Number of the engine's workers.
+    pub workers: u32,
+    /// Groups in the scheduler's order.
+    pub groups: Vec<WorkerGroupSpec>,
+    /// How saves travel.
+    pub save_method: SaveMethod,
+    /// A save without an answer for so long is given up.
+    pub save_timeout: Duration,
+}
+
+/// Consecutive blocks of one prompt to save.
+#[derive(Debug, Clone)]
+pub struct SaveGroupSpec {
+    /// Index of the group.
+    pub group: u32,
+    /// Hash of the block before the first one.
+    pub parent: Option<BlockHash>,
+    /// Their hashes.
+    pub hashes: Vec<BlockHash>,
+    /// Their block ids in the engine.
+    pub block_ids: Vec<u32>,
+}
+
+/// Blocks to load from the pool.
+#[derive(Debug, Clone)]
+pub struct LoadGroup {
+    /// Index of the group.
+    pub group: u32,
+    /// Block ids in the engine.
+    pub block_ids: Vec<u32>,
+    /// Pool pages, one a block.
+    pub pages: Vec<u32>,
+}
+
+/// What a job did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JobKind {
+    /// Engine to pool.
+    Save,
+    /// Pool to engine.
+    Load,
+}
+
+/// The end of a job; exactly one comes for each.
+#[derive(Debug, Clone)]
+pub struct Finished {
+    /// The caller's number.
+    pub job: u64,
+    /// What it was.
+    pub kind: JobKind,
+    /// Load: every byte arrived. Save: it was carried out, whatever was already there.
+    pub ok: bool,
+    /// Blocks copied.
+    pub blocks: u64,
+    /// Save: blocks that the pool had, or that another engine was saving.
+    pub present: u64,
+    /// Bytes copied.
+    pub bytes: u64,
+    /// From queueing to the end.
+    pub seconds: f64,
+    /// Why it failed, or empty.
+    pub detail: String,
+}
+
+/// Counters since the last [`Worker::take_stats`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct WorkerStats {
+    /// Registrations with a daemon.
+    pub connects: u64,
+    /// Connections lost.
+    pub losses: u64,
+    /// Saves given up because the daemon was silent.
+    pub save_timeouts: u64,
+}
+
+#[derive(Debug)]
+pub(crate) enum Work {
+    Save(Vec<SaveGroupSpec>),
+    Load { boot: BootId, groups: Vec<LoadGroup> },
+}
+
+impl Work {
+    fn kind(&self) -> JobKind {
+        match self {
+            Self::Save(_) => JobKind::Save,
+            Self::Load { .. } => JobKind::Load,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) number: u64,
+    pub(crate) queued: Instant,
+    pub(crate) work: Work,
+}
+
+impl Job {
+    /// The end of this job without effect.
+    pub(crate) fn failed(&self, detail: impl Into<String>) -> Finished {
+        Finished {
+            job: self.number,
+            kind: self.work.kind(),
+            ok: false,
+            blocks: 0,
+            present: 0,
+            bytes: 0,
+            seconds: self.queued.elapsed().as_secs_f64(),
+            detail: detail.into(),
+        }
+    }
+}
+
+/// What the handle and the mover share.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) queue: Vec<Job>,
+    pub(crate) finished: Vec<Finished>,
+    /// Jobs queued or under way.
+    pub(crate) open: usize,
+    pub(crate) stop: bool,
+    pub(crate) registered: bool,
+    pub(crate) method: String,
+    pub(crate) reason: String,
+    pub(crate) refusal: String,
+    pub(crate) polls: u64,
+    pub(crate) stats: WorkerStats,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) state: Mutex<State>,
+    pub(crate) changed: Condvar,
+    /// `state.finished.len()`, readable without the lock.
+    pub(crate) ready: AtomicUsize,
+    pub(crate) wake: OwnedFd,
+}
+
+impl Shared {
+    pub(crate) fn finish(&self, finished: Finished) {
+        let mut state = self.state.lock();
+        state.open -= 1;
+        state.finished.push(finished);
+        self.ready.store(state.finished.len(), Ordering::Release);
+        self.changed.notify_all();
+    }
+}
+
+/// One rank of an engine.
+#[derive(Debug)]
+pub struct Worker {
+    shared: Arc<Shared>,
+    mover: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts the mover, and waits up to two seconds for a first registration where a daemon answers.
+    ///
+    /// # Errors
+    /// [`LayoutError`] for regions that make no sense, or the kernel's refusal of a thread or descriptor.
+    ///
+    /// # Safety
+    /// The regions' memory must stay mapped and writable until [`close`](Self::close) has returned: the mover
+    /// writes loads into it and reads saves from it.
+    pub unsafe fn start(options: WorkerOptions) -> Result<Self, StartError> {
+        for group in &options.groups {
+            group.regions.iter().try_for_each(Region::validate)?;
+        }
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            ready: AtomicUsize::new(0),
+            wake,
+        });
+        let for_mover = Arc::clone(&shared);
+        let mover = std::thread::Builder::new()
+            .name("kvlane-mover".into())
+            .spawn(move || mover::run(options, &for_mover))?;
+        let worker = Self { shared, mover: Some(mover) };
+        worker.wait_registered(FIRST_REGISTRATION);
+        Ok(worker)
+    }
+
+    /// Registered with a daemon, and its pool mapped.
+    pub fn is_connected(&self) -> bool {
+        self.shared.state.lock().registered
+    }
+
+    /// How saves travel and why, once registered.
+    pub fn method(&self) -> (String, String) {
+        let state = self.shared.state.lock();
+        (state.method.clone(), state.reason.clone())
+    }
+
+    /// The daemon's last refusal, or empty.
+    pub fn refusal(&self) -> String {
+        self.shared.state.lock().refusal.clone()
+    }
+
+    /// Waits until registered. False at the timeout, or at once when nobody answers.
+    pub fn wait_registered(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.state.lock();
+        while !state.registered && state.refusal.is_empty() {
+            if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
+                break;
+            }
+        }
+        state.registered
+    }
+
+    /// Queues a save. The blocks must not change until the job is finished.
+    pub fn save(&self, job: u64, groups: Vec<SaveGroupSpec>) {
+        self.queue(job, Work::Save(groups));
+    }
+
+    /// Queues a load from the pool of that boot.
+    pub fn load(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>) {
+        self.queue(job, Work::Load { boot, groups });
+    }
+
+    /// Jobs that ended since the last call.
+    pub fn poll(&self) -> Vec<Finished> {
+        let mut state = self.shared.state.lock();
+        state.polls += 1;
+        self.shared.ready.store(0, Ordering::Release);
+        std::mem::take(&mut state.finished)
+    }
+
+    /// Whether [`poll`](Self::poll) has something.
+    pub fn has_finished(&self) -> bool {
+        self.shared.ready.load(Ordering::Acquire) > 0
+    }
+
+    /// Waits until a job ended or none is open. False at the timeout.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.shared.state.lock();
+        while state.finished.is_empty() && state.open > 0 {
+            if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Counters since the last call.
+    pub fn take_stats(&self) -> WorkerStats {
+        std::mem::take(&mut self.shared.state.lock().stats)
+    }
+
+    /// Ends all jobs, waits for copies under way, unmaps the pool and says goodbye.
+    pub fn close(&mut self) {
+        self.shared.state.lock().stop = true;
+        self.wake();
+        if let Some(mover) = self.mover.take()
+            && mover.join().is_err()
+        {
+            tracing::error!("the mover thread had panicked");
+        }
+    }
+
+    fn queue(&self, number: u64, work: Work) {
+        let job = Job { number, queued: Instant::now(), work };
+        let mut state = self.shared.state.lock();
+        state.open += 1;
+        if state.open > JOBS_MAX || state.stop {
+            drop(state);
+            self.shared.finish(job.failed("too many jobs are open, or the worker is closed"));
+            return;
+        }
+        state.queue.push(job);
+        drop(state);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // Full or interrupted: the mover is awake anyway.
+        let _ = rustix::io::write(self.shared.wake.as_fd(), &1u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A worker that could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Regions that make no sense.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// No thread or descriptor to be had.
+    #[error("cannot start the mover: {0}")]
+    Io(#[from] io::Error),
+}
