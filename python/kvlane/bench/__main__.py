@@ -1,0 +1,43 @@
+"""`python -m kvlane.bench NAME`: the one place where the subcommands are registered."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+SUBCOMMANDS = ("serve",)
+# Packages of the extra `kvlane[bench]`.
+EXTRA = ("aiohttp", "matplotlib", "numpy", "tqdm")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvlane bench", description="Measure; each prints a table and writes JSON and a figure."
+    )
+    choices = parser.add_subparsers(metavar="NAME", required=True)
+    for name in SUBCOMMANDS:
+        module = importlib.import_module(f"kvlane.bench.{name}")
+        subparser = choices.add_parser(module.NAME, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def _main_with_sentences() -> int:
+    try:
+        return main()
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        print(f"kvlane bench needs {error.name}: pip install 'kvlane[bench]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(_main_with_sentences())

