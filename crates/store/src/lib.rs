@@ -1,1 +1,42 @@
-//! kvlane store
+//! The cache: which blocks are in the pool, who may read, write or evict them, and when they become visible.
+//!
+//! [`Store`] is what a daemon uses: thread-safe, over one pool arena, with a background that seals and scrubs. Under
+//! its lock is an [`Index`], the pure core: no threads, no clock (time is an argument), no arena.
+//!
+//! A block's life: absent, `Claimed` (workers write its shards), `Committed` (all are written; the checksums are
+//! being taken), `Sealed` (visible), absent again. What the core keeps true, whatever is called in whatever order:
+//!
+//! - **Only sealed blocks are ever answered**, and a block is sealed only when every shard was committed.
+//! - **Memory that may still be read or written is not reused.** A block that dies under a lease, under a check or
+//!   under a writer leaves its extents in limbo; each is freed when its last reader or its writer is done.
+//! - **A child is not evicted after its parent.** A chained block is stored only under a parent that is stored or
+//!   being stored; eviction takes blocks without children. When a parent dies otherwise (its claim is aborted, a
+//!   scrub finds it damaged) while it has children, its entry stays as a *gap*: no memory, not visible. Lookups
+//!   stop there, so its descendants are never served; they age out, or a later save of the parent fills the gap.
+//! - **One claim a key.** The engine that claims first copies; others are told "in flight".
+#![deny(unsafe_code)]
+
+mod api;
+mod background;
+mod claim;
+mod consistency;
+mod entries;
+mod evict;
+mod index;
+mod lease;
+mod limbo;
+mod lookup;
+mod seal;
+mod space;
+mod stats;
+mod store;
+
+pub use api::{
+    Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
+    WriterId,
+};
+pub use background::Background;
+pub use index::Index;
+pub use seal::{Check, Damaged};
+pub use stats::{Counters, SpaceStats, StoreStats};
+pub use store::Store;

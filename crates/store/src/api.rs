@@ -1,0 +1,106 @@
+//! The words of the store's interface.
+
+use std::time::Duration;
+
+use kvlane_block::BlockHash;
+
+/// How long what was promised is kept.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreOptions {
+    /// A lease that its owner's heartbeat does not name is given back at this age.
+    pub lease_ttl: Duration,
+    /// A claim without progress and without a shard being written dies at this age.
+    pub claim_ttl: Duration,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self { lease_ttl: Duration::from_secs(60), claim_ttl: Duration::from_secs(60) }
+    }
+}
+
+/// An engine. Holds leases; its workers together save a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct OwnerId(pub u64);
+
+/// A worker's session. Writes shards; its unfinished ones die with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WriterId(pub u64);
+
+/// Blocks promised by one lookup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LeaseId(pub u64);
+
+/// A namespace with one cut. Valid for the store that gave it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SpaceId(pub(crate) u32);
+
+/// What comes before the first block of a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chain {
+    /// Nothing: the first block starts a prompt. Each further block is the child of the one before it.
+    Start,
+    /// This block, in the same space. Each further block is the child of the one before it.
+    After(BlockHash),
+    /// The blocks are of a group with a window: each is useful without the ones before it and may outlive them.
+    Unchained,
+}
+
+/// One shard of a block to write: `shard_bytes` bytes at `page * 4096` of the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShardClaim {
+    /// The store's number for the block.
+    pub slot: u32,
+    /// Tells this use of the slot from earlier and later ones.
+    pub generation: u32,
+    /// Which shard of the block.
+    pub shard: u32,
+    /// First pool page of the shard's extent.
+    pub page: u32,
+}
+
+/// What became of one block of a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimOutcome {
+    /// Write this shard, then commit or abort it.
+    Claimed(ShardClaim),
+    /// Stored already, or this shard of it is being written or was written for the same engine.
+    Present,
+    /// Another engine is saving it.
+    InFlight,
+    /// Not stored: nothing could be evicted, or the block's parent is not in the store.
+    NoRoom,
+}
+
+/// The blocks of a prompt in one group.
+#[derive(Clone, Copy, Debug)]
+pub struct LookupGroup<'a> {
+    /// Where to look.
+    pub space: SpaceId,
+    /// Tokens a block covers. 0 makes the lookup a miss.
+    pub tokens_per_block: u32,
+    /// 0: a hit needs all blocks from the first. n: the last n before its end.
+    pub window_blocks: u32,
+    /// From the first block of the prompt.
+    pub hashes: &'a [BlockHash],
+}
+
+/// The answer of a lookup. The blocks stay where they are until the lease is released.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hit {
+    /// Length of the reusable prefix; above 0.
+    pub tokens: u64,
+    /// Give it back with `release`.
+    pub lease: LeaseId,
+    /// One for each group asked for, in order.
+    pub groups: Vec<HitGroup>,
+}
+
+/// Where one group's blocks of a hit lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HitGroup {
+    /// First block that the hit includes: 0, or the start of the window.
+    pub first_block: u64,
+    /// First pool page of each extent, block-major: `pages[block * shards + shard]`.
+    pub pages: Vec<u32>,
+}

@@ -1,0 +1,105 @@
+//! The threads that seal and scrub.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::store::Store;
+
+/// How often the scrub works; in between it sleeps.
+const SCRUB_INTERVAL: Duration = Duration::from_millis(200);
+
+/// The running threads. Dropping it stops and joins them; what is not sealed by then stays invisible.
+pub struct Background {
+    store: Arc<Store>,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Store {
+    /// Starts to seal what is committed, and to compare what is visible with its checksums at
+    /// `scrub_bytes_per_s`, 0 for not at all. Fails if the system gives no thread.
+    pub fn start_background(self: &Arc<Self>, scrub_bytes_per_s: u64) -> io::Result<Background> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut background =
+            Background { store: Arc::clone(self), stop: Arc::clone(&stop), threads: Vec::new() };
+        background.spawn("kvlane-seal", seal)?;
+        if scrub_bytes_per_s > 0 {
+            background.spawn("kvlane-scrub", move |store, stop| scrub(store, stop, scrub_bytes_per_s))?;
+        }
+        Ok(background)
+    }
+}
+
+impl Background {
+    fn spawn(
+        &mut self,
+        name: &str,
+        run: impl FnOnce(&Store, &AtomicBool) + Send + 'static,
+    ) -> io::Result<()> {
+        let (store, stop) = (Arc::clone(&self.store), Arc::clone(&self.stop));
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || run(&store, &stop))?;
+        self.threads.push(thread);
+        Ok(())
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        {
+            // Set under the lock that the threads hold when they decide to wait: no wake-up is lost.
+            let _index = self.store.index.lock();
+            self.stop.store(true, Ordering::Relaxed);
+            self.store.committed.notify_all();
+            self.store.scrub_stop.notify_all();
+        }
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a background thread of the store panicked");
+            }
+        }
+    }
+}
+
+fn seal(store: &Store, stop: &AtomicBool) {
+    loop {
+        {
+            let mut index = store.index.lock();
+            while !index.has_unsealed() && !stop.load(Ordering::Relaxed) {
+                store.committed.wait(&mut index);
+            }
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+        }
+        store.seal_pending();
+    }
+}
+
+/// Reads at most `bytes_per_s` over time: what a block is larger than an interval's share is slept off.
+fn scrub(store: &Store, stop: &AtomicBool, bytes_per_s: u64) {
+    let mut wake = Instant::now();
+    loop {
+        {
+            let mut index = store.index.lock();
+            while !stop.load(Ordering::Relaxed) && !store.scrub_stop.wait_until(&mut index, wake).timed_out()
+            {
+            }
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+        }
+        let share = (bytes_per_s as f64 * SCRUB_INTERVAL.as_secs_f64()) as u64;
+        let mut bytes = 0;
+        while bytes <= share && !stop.load(Ordering::Relaxed) {
+            match store.scrub_next() {
+                (0, _) => break,
+                (read, _) => bytes += read,
+            }
+        }
+        let pause = Duration::from_secs_f64(bytes as f64 / bytes_per_s as f64);
+        wake = Instant::now() + pause.max(SCRUB_INTERVAL);
+    }
+}

@@ -1,0 +1,79 @@
+//! The index checked against itself, for tests.
+
+use std::collections::HashMap;
+
+use crate::entries::{NONE, State};
+use crate::index::Index;
+
+impl Index {
+    /// Checks everything that the index keeps twice: links, counts, order, extents, leases. Walks all of it. The
+    /// error says what disagrees.
+    pub fn check_consistency(&self) -> Result<(), String> {
+        let mut children: HashMap<u32, u32> = HashMap::new();
+        let mut leases: HashMap<(u32, u32), u32> = HashMap::new();
+        let mut extents: Vec<(u32, u64)> = Vec::new();
+        let mut sealed = vec![0u64; self.spaces.len()];
+        let (mut evictable, mut leased, mut claimed) = (0, 0, 0);
+        for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
+            *leases.entry(*block).or_default() += 1;
+        }
+        for (slot, entry) in self.entries.iter() {
+            if entry.parent != NONE {
+                *children.entry(entry.parent).or_default() += 1;
+                let parent = self.entries.at(entry.parent);
+                let same_space = parent.space == entry.space && parent.state != State::Free;
+                expect(same_space, || format!("slot {slot} hangs on slot {}: {parent:?}", entry.parent))?;
+            }
+            let found = self.entries.find(entry.space, &entry.hash);
+            expect(found == Some(slot), || format!("slot {slot} is found as {found:?}"))?;
+            let named = leases.remove(&(slot, entry.generation)).unwrap_or(0);
+            expect(entry.leases == named, || format!("{named} leases name {entry:?}"))?;
+            let in_order = entry.state == State::Sealed && entry.leases == 0;
+            expect(self.lru.contains(slot) == in_order, || format!("eviction order and {entry:?}"))?;
+            evictable += usize::from(in_order);
+            leased += u64::from(entry.leases > 0);
+            claimed += usize::from(entry.state == State::Claimed);
+            let has_claim = self.claims.contains_key(&slot);
+            expect(has_claim == (entry.state == State::Claimed), || format!("claims and {entry:?}"))?;
+            if entry.state == State::Gap {
+                let idle = entry.row == NONE && entry.children > 0 && !entry.checking && entry.leases == 0;
+                expect(idle, || format!("gap at slot {slot}: {entry:?}"))?;
+                continue;
+            }
+            let space = &self.spaces[entry.space as usize];
+            let owner = space.rows.iter().find(|&(_, row)| row == entry.row).map(|(slot, _)| slot);
+            expect(owner == Some(slot), || format!("row {} of slot {slot} is of {owner:?}", entry.row))?;
+            let pages = space.rows.shards(entry.row).map(|(page, _)| page);
+            extents.extend(pages.zip(space.shard_bytes.iter().copied()));
+            sealed[entry.space as usize] += u64::from(entry.state == State::Sealed);
+        }
+        for (slot, entry) in self.entries.iter() {
+            let count = children.remove(&slot).unwrap_or(0);
+            expect(entry.children == count, || format!("{count} children hang on {entry:?}"))?;
+        }
+        expect(self.lru.len() == evictable, || format!("{} of {evictable} in order", self.lru.len()))?;
+        expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
+        expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
+        for (space, &blocks) in self.spaces.iter().zip(&sealed) {
+            expect(space.sealed == blocks, || format!("{blocks} sealed, not {}", space.sealed))?;
+        }
+
+        extents.extend(self.limbo.iter().map(|extent| (extent.page, extent.bytes)));
+        extents.sort_unstable();
+        let limbo: u64 = self.limbo.iter().map(|extent| extent.bytes).sum();
+        expect(limbo == self.limbo.bytes(), || format!("{limbo} in limbo, not {}", self.limbo.bytes()))?;
+        let whole_pages = |bytes: u64| bytes.next_multiple_of(kvlane_memory::PAGE_BYTES);
+        let used: u64 = extents.iter().map(|&(_, bytes)| whole_pages(bytes)).sum();
+        let allocated = self.extents.used_bytes();
+        expect(used == allocated, || format!("{used} bytes in extents, {allocated} allocated"))?;
+        for pair in extents.windows(2) {
+            let end = u64::from(pair[0].0) + whole_pages(pair[0].1) / kvlane_memory::PAGE_BYTES;
+            expect(end <= u64::from(pair[1].0), || format!("extents overlap: {pair:?}"))?;
+        }
+        Ok(())
+    }
+}
+
+fn expect(holds: bool, otherwise: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(otherwise()) }
+}

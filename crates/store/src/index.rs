@@ -1,0 +1,200 @@
+//! The core under the store's lock: which blocks there are, and what happens when one dies.
+
+use std::collections::{HashMap, VecDeque};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::ExtentAllocator;
+use kvlane_policy::PrefixLru;
+
+use crate::api::{SpaceId, StoreOptions};
+use crate::claim::Claim;
+use crate::entries::{Entries, NONE, State};
+use crate::lease::Leases;
+use crate::limbo::{Extent, Limbo};
+use crate::space::{Rows, Space};
+use crate::stats::{Counters, SpaceStats, StoreStats};
+
+/// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
+pub struct Index {
+    pub(crate) options: StoreOptions,
+    pub(crate) pool_bytes: u64,
+    pub(crate) extents: ExtentAllocator,
+    pub(crate) entries: Entries,
+    pub(crate) spaces: Vec<Space>,
+    space_ids: HashMap<(Namespace, CutDigest, Box<[u64]>), SpaceId>,
+    /// Exactly the sealed blocks without a lease.
+    pub(crate) lru: PrefixLru,
+    pub(crate) leases: Leases,
+    /// By slot; exactly the claimed blocks.
+    pub(crate) claims: HashMap<u32, Claim>,
+    pub(crate) limbo: Limbo,
+    /// Slot and generation of committed blocks, in order of commit. May name blocks that died since.
+    pub(crate) seal_queue: VecDeque<(u32, u32)>,
+    pub(crate) seals_asked: u64,
+    pub(crate) seals_ended: u64,
+    pub(crate) counters: Counters,
+}
+
+impl Index {
+    /// An empty index over a pool of `pool_bytes` whose extents `extents` hands out.
+    pub fn new(extents: ExtentAllocator, pool_bytes: u64, options: StoreOptions) -> Self {
+        Self {
+            options,
+            pool_bytes,
+            extents,
+            entries: Entries::new(),
+            spaces: Vec::new(),
+            space_ids: HashMap::new(),
+            lru: PrefixLru::new(),
+            leases: Leases::default(),
+            claims: HashMap::new(),
+            limbo: Limbo::default(),
+            seal_queue: VecDeque::new(),
+            seals_asked: 0,
+            seals_ended: 0,
+            counters: Counters::default(),
+        }
+    }
+
+    /// The space of this namespace and cut; the same one each time. `shard_bytes` (each above 0) belongs to the
+    /// cut: the same cut with other sizes is another space. `name` is for people; the first one stays.
+    pub fn space(
+        &mut self,
+        namespace: Namespace,
+        name: &str,
+        cut: CutDigest,
+        shard_bytes: &[u64],
+    ) -> SpaceId {
+        assert!(!shard_bytes.is_empty() && !shard_bytes.contains(&0), "shards of {shard_bytes:?} bytes");
+        let key = (namespace, cut, Box::from(shard_bytes));
+        if let Some(&space) = self.space_ids.get(&key) {
+            return space;
+        }
+        let id = SpaceId(self.spaces.len() as u32);
+        self.spaces.push(Space {
+            namespace,
+            name: name.to_owned(),
+            cut,
+            shard_bytes: Box::from(shard_bytes),
+            rows: Rows::new(shard_bytes.len()),
+            sealed: 0,
+            hit_blocks: 0,
+            missed_blocks: 0,
+        });
+        self.space_ids.insert(key, id);
+        id
+    }
+
+    /// True when a lookup could answer this block.
+    pub fn is_visible(&self, space: SpaceId, hash: &BlockHash) -> bool {
+        self.entries.find(space.0, hash).is_some_and(|slot| self.entries.at(slot).state == State::Sealed)
+    }
+
+    /// Slot and generation of all blocks of a namespace, those being saved included.
+    pub fn blocks_of(&self, namespace: Namespace) -> Vec<(u32, u32)> {
+        let spaces = self.spaces.iter().filter(|space| space.namespace == namespace);
+        let slots = spaces.flat_map(|space| space.rows.iter());
+        slots.map(|(slot, _)| (slot, self.entries.at(slot).generation)).collect()
+    }
+
+    /// Drops blocks: invisible at once, freed when their leases and writers are done. Answers how many of them were
+    /// still there.
+    pub fn drop_blocks(&mut self, blocks: &[(u32, u32)]) -> u64 {
+        let mut dropped = 0;
+        for &(slot, generation) in blocks {
+            if self.entries.current(slot, generation).is_some_and(|entry| entry.row != NONE) {
+                self.drop_block(slot);
+                dropped += 1;
+            }
+        }
+        dropped
+    }
+
+    /// State and counters.
+    pub fn stats(&self) -> StoreStats {
+        StoreStats {
+            pool_bytes: self.pool_bytes,
+            used_bytes: self.extents.used_bytes(),
+            limbo_bytes: self.limbo.bytes(),
+            blocks: self.spaces.iter().map(|space| space.sealed).sum(),
+            leased_blocks: self.leases.blocks(),
+            claimed_blocks: self.claims.len() as u64,
+            seal_queue: self.seals_asked - self.seals_ended,
+            leases: self.leases.len() as u64,
+            counters: self.counters,
+        }
+    }
+
+    /// Each space, in order of creation.
+    pub fn spaces(&self) -> Vec<SpaceStats> {
+        let stats = |space: &Space| SpaceStats {
+            namespace: space.namespace,
+            name: space.name.clone(),
+            cut: space.cut,
+            shards: space.shards() as u32,
+            blocks: space.sealed,
+            bytes: space.sealed * space.block_bytes(),
+            hit_blocks: space.hit_blocks,
+            missed_blocks: space.missed_blocks,
+        };
+        self.spaces.iter().map(stats).collect()
+    }
+
+    /// Ends the life of a claimed, committed or sealed block: it is not found any more. Its extents are freed, or
+    /// go to limbo for as long as leases, checks and writers use them. With children it leaves a gap.
+    pub(crate) fn drop_block(&mut self, slot: u32) {
+        let entry = self.entries.at_mut(slot);
+        let before = *entry;
+        assert!(before.row != NONE, "slot {slot} holds no block");
+        entry.generation = before.generation.wrapping_add(1);
+        entry.state = State::Gap;
+        entry.row = NONE;
+        entry.leases = 0;
+        entry.checking = false;
+
+        self.lru.remove(slot);
+        if before.leases > 0 {
+            self.leases.block_left();
+        }
+        let claim = self.claims.remove(&slot);
+        if claim.is_some() {
+            self.counters.dead_claims += 1;
+        }
+        let space = &mut self.spaces[before.space as usize];
+        if before.state == State::Sealed {
+            space.sealed -= 1;
+        }
+        let readers = before.leases + u32::from(before.checking);
+        let pages = space.rows.shards(before.row).map(|(page, _)| page);
+        let extents = pages.zip(&space.shard_bytes).map(|(page, &bytes)| Extent { page, bytes });
+        if readers == 0 && claim.is_none() {
+            for extent in extents {
+                self.extents.free(extent.page, extent.bytes);
+            }
+        } else {
+            let writer = |shard: u32| claim.as_ref().and_then(|claim| claim.writer(shard));
+            let shards = (0u32..).zip(extents).map(|(shard, extent)| (shard, extent, writer(shard)));
+            let unused = self.limbo.insert(slot, before.generation, readers, shards);
+            self.free(unused);
+        }
+        self.spaces[before.space as usize].rows.remove(before.row);
+        self.entries.prune(slot);
+    }
+
+    pub(crate) fn free(&mut self, unused: Vec<Extent>) {
+        for extent in unused {
+            self.extents.free(extent.page, extent.bytes);
+        }
+    }
+
+    /// Puts a sealed, unleased block into the eviction order: just older than its parent, which was used when the
+    /// block was claimed.
+    pub(crate) fn make_evictable(&mut self, slot: u32) {
+        let parent = self.entries.at(slot).parent;
+        if parent != NONE && self.lru.contains(parent) {
+            self.lru.insert_older(slot, parent);
+        } else {
+            self.lru.push_newest(slot);
+        }
+    }
+}

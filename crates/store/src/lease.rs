@@ -1,0 +1,161 @@
+//! Leases: blocks that stay because they were promised.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use crate::api::{LeaseId, OwnerId};
+use crate::entries::State;
+use crate::index::Index;
+
+pub(crate) struct Lease {
+    owner: OwnerId,
+    /// When it was taken or last named by a heartbeat.
+    renewed: Instant,
+    /// Slot and generation of each block; within a group, the prompt's order.
+    pub(crate) blocks: Vec<(u32, u32)>,
+}
+
+/// All leases, by id and by owner.
+#[derive(Default)]
+pub(crate) struct Leases {
+    by_id: HashMap<LeaseId, Lease>,
+    by_owner: HashMap<OwnerId, Vec<LeaseId>>,
+    last_id: u64,
+    /// Distinct living blocks with a lease.
+    blocks: u64,
+}
+
+impl Leases {
+    pub(crate) fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    pub(crate) fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Lease> {
+        self.by_id.values()
+    }
+
+    /// A leased block died.
+    pub(crate) fn block_left(&mut self) {
+        self.blocks -= 1;
+    }
+
+    fn insert(&mut self, lease: Lease) -> LeaseId {
+        self.last_id += 1;
+        let id = LeaseId(self.last_id);
+        self.by_owner.entry(lease.owner).or_default().push(id);
+        self.by_id.insert(id, lease);
+        id
+    }
+
+    fn remove(&mut self, owner: OwnerId, id: LeaseId) -> Option<Lease> {
+        if self.by_id.get(&id)?.owner != owner {
+            return None;
+        }
+        if let Some(ids) = self.by_owner.get_mut(&owner) {
+            ids.retain(|&other| other != id);
+            if ids.is_empty() {
+                self.by_owner.remove(&owner);
+            }
+        }
+        self.by_id.remove(&id)
+    }
+
+    fn of(&self, owner: OwnerId) -> &[LeaseId] {
+        self.by_owner.get(&owner).map_or(&[], Vec::as_slice)
+    }
+}
+
+impl Index {
+    /// Leases sealed blocks; slots of each group in the prompt's order.
+    pub(crate) fn lease(
+        &mut self,
+        owner: OwnerId,
+        slots: impl Iterator<Item = u32>,
+        now: Instant,
+    ) -> LeaseId {
+        let mut blocks = Vec::with_capacity(slots.size_hint().0);
+        for slot in slots {
+            let entry = self.entries.at_mut(slot);
+            assert!(entry.state == State::Sealed, "only visible blocks are leased");
+            if entry.leases == 0 {
+                self.lru.remove(slot);
+                self.leases.blocks += 1;
+            }
+            entry.leases += 1;
+            blocks.push((slot, entry.generation));
+        }
+        self.leases.insert(Lease { owner, renewed: now, blocks })
+    }
+
+    /// Gives a lease back. One that the owner does not hold is already gone: nothing happens.
+    pub fn release(&mut self, owner: OwnerId, lease: LeaseId) {
+        let Some(lease) = self.leases.remove(owner, lease) else { return };
+        self.counters.ended_leases += 1;
+        // Tail first, so that parents end up newer than their children.
+        for (slot, generation) in lease.blocks.into_iter().rev() {
+            if self.entries.current(slot, generation).is_none() {
+                let unused = self.limbo.reader_done(slot, generation);
+                self.free(unused);
+                continue;
+            }
+            let entry = self.entries.at_mut(slot);
+            entry.leases -= 1;
+            if entry.leases == 0 {
+                self.leases.blocks -= 1;
+                self.lru.push_newest(slot);
+            }
+        }
+    }
+
+    /// The owner lives and needs the leases in `live`: they are renewed. Its others are freed once they are older
+    /// than `lease_ttl` (younger ones may be answers that have not reached it yet).
+    pub fn heartbeat(&mut self, owner: OwnerId, live: &[LeaseId], now: Instant) {
+        let live = sorted(live);
+        for id in self.leases.of(owner).to_vec() {
+            let Some(lease) = self.leases.by_id.get_mut(&id) else { continue };
+            if live.binary_search(&id).is_ok() {
+                lease.renewed = now;
+            } else if now.saturating_duration_since(lease.renewed) > self.options.lease_ttl {
+                self.release(owner, id);
+                self.counters.expired_leases += 1;
+            }
+        }
+    }
+
+    /// A process that reconnected keeps the leases in `live` as `new_owner`; the old owner's others are freed.
+    pub fn adopt(&mut self, owner: OwnerId, new_owner: OwnerId, live: &[LeaseId]) {
+        let live = sorted(live);
+        for id in self.leases.of(owner).to_vec() {
+            if live.binary_search(&id).is_err() {
+                self.release(owner, id);
+            } else if owner != new_owner
+                && let Some(lease) = self.leases.remove(owner, id)
+            {
+                self.leases.by_owner.entry(new_owner).or_default().push(id);
+                self.leases.by_id.insert(id, Lease { owner: new_owner, ..lease });
+            }
+        }
+    }
+
+    /// Frees all leases of an owner.
+    pub fn release_owner(&mut self, owner: OwnerId) {
+        for id in self.leases.of(owner).to_vec() {
+            self.release(owner, id);
+        }
+    }
+
+    /// Leases that the owner holds.
+    pub fn leases_of(&self, owner: OwnerId) -> usize {
+        self.leases.of(owner).len()
+    }
+}
+
+fn sorted(live: &[LeaseId]) -> Vec<LeaseId> {
+    let mut live = live.to_vec();
+    live.sort_unstable();
+    live
+}

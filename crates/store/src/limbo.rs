@@ -1,0 +1,107 @@
+//! Extents that outlive their block because a reader or a writer still uses them.
+
+use std::collections::HashMap;
+
+use crate::api::WriterId;
+
+/// Contiguous pool bytes of one shard.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Extent {
+    pub(crate) page: u32,
+    pub(crate) bytes: u64,
+}
+
+struct Remains {
+    /// Leases and checks that read all extents.
+    readers: u32,
+    extents: Vec<Remnant>,
+}
+
+struct Remnant {
+    shard: u32,
+    extent: Extent,
+    writer: Option<WriterId>,
+}
+
+/// What remains of dead blocks, by slot and the generation they had. The functions answer the extents that nobody
+/// uses any more.
+#[derive(Default)]
+pub(crate) struct Limbo {
+    blocks: HashMap<(u32, u32), Remains>,
+    bytes: u64,
+}
+
+impl Limbo {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Extents held.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Extent> + '_ {
+        self.blocks.values().flat_map(|remains| remains.extents.iter().map(|remnant| remnant.extent))
+    }
+
+    /// Takes over a dead block: shard number, extent and writer of each shard. Answers what can be freed at once.
+    pub(crate) fn insert(
+        &mut self,
+        slot: u32,
+        generation: u32,
+        readers: u32,
+        shards: impl Iterator<Item = (u32, Extent, Option<WriterId>)>,
+    ) -> Vec<Extent> {
+        let extents: Vec<Remnant> =
+            shards.map(|(shard, extent, writer)| Remnant { shard, extent, writer }).collect();
+        self.bytes += extents.iter().map(|remnant| remnant.extent.bytes).sum::<u64>();
+        self.blocks.insert((slot, generation), Remains { readers, extents });
+        self.sweep(slot, generation)
+    }
+
+    /// One lease or check on the dead block ended.
+    pub(crate) fn reader_done(&mut self, slot: u32, generation: u32) -> Vec<Extent> {
+        if let Some(remains) = self.blocks.get_mut(&(slot, generation)) {
+            remains.readers = remains.readers.saturating_sub(1);
+        }
+        self.sweep(slot, generation)
+    }
+
+    /// The writer of this shard is done with it.
+    pub(crate) fn writer_done(&mut self, slot: u32, generation: u32, shard: u32) -> Vec<Extent> {
+        if let Some(remains) = self.blocks.get_mut(&(slot, generation)) {
+            for remnant in remains.extents.iter_mut().filter(|remnant| remnant.shard == shard) {
+                remnant.writer = None;
+            }
+        }
+        self.sweep(slot, generation)
+    }
+
+    /// The writer can no longer write anything.
+    pub(crate) fn writer_gone(&mut self, writer: WriterId) -> Vec<Extent> {
+        let mut touched = Vec::new();
+        for (&key, remains) in &mut self.blocks {
+            for remnant in remains.extents.iter_mut().filter(|remnant| remnant.writer == Some(writer)) {
+                remnant.writer = None;
+                touched.push(key);
+            }
+        }
+        touched.into_iter().flat_map(|(slot, generation)| self.sweep(slot, generation)).collect()
+    }
+
+    fn sweep(&mut self, slot: u32, generation: u32) -> Vec<Extent> {
+        let mut unused = Vec::new();
+        if let Some(remains) = self.blocks.get_mut(&(slot, generation))
+            && remains.readers == 0
+        {
+            remains.extents.retain(|remnant| {
+                if remnant.writer.is_none() {
+                    unused.push(remnant.extent);
+                }
+                remnant.writer.is_some()
+            });
+            if remains.extents.is_empty() {
+                self.blocks.remove(&(slot, generation));
+            }
+        }
+        self.bytes -= unused.iter().map(|extent| extent.bytes).sum::<u64>();
+        unused
+    }
+}

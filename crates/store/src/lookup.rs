@@ -1,0 +1,85 @@
+//! Lookup: how much of a prompt is visible, and the lease on it.
+
+use std::time::Instant;
+
+use kvlane_policy::{PrefixGroup, longest_hit};
+
+use crate::api::{Hit, HitGroup, LookupGroup, OwnerId};
+use crate::entries::{NONE, State};
+use crate::index::Index;
+
+impl Index {
+    /// The longest prefix of at most `max_tokens` that every group can give, with a lease on its blocks. None is a
+    /// miss. Only visible blocks count; see [`LookupGroup`] for what a group needs.
+    pub fn lookup(
+        &mut self,
+        owner: OwnerId,
+        groups: &[LookupGroup<'_>],
+        max_tokens: u64,
+        now: Instant,
+    ) -> Option<Hit> {
+        if groups.iter().any(|group| group.tokens_per_block == 0) {
+            return None;
+        }
+        let asked = |group: &LookupGroup<'_>| {
+            (group.hashes.len() as u64).min(max_tokens / u64::from(group.tokens_per_block))
+        };
+        let needs = groups.iter().map(|group| PrefixGroup {
+            tokens_per_block: group.tokens_per_block,
+            window_blocks: group.window_blocks,
+            blocks: asked(group),
+        });
+        let needs: Vec<PrefixGroup> = needs.collect();
+        // The slot of each block that was found, by group and block.
+        let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
+        let entries = &self.entries;
+        let tokens = longest_hit(&needs, max_tokens, |group, block| {
+            let (LookupGroup { space, hashes, window_blocks, .. }, slots) =
+                (groups[group], &mut found[group]);
+            let block = block as usize;
+            // Blocks saved one after the other mostly lie at slots in a row, upwards or downwards: go on as the last
+            // two did. Windows are searched from their end.
+            let (last, before) = match window_blocks {
+                0 => (block.checked_sub(1), block.checked_sub(2)),
+                _ => (Some(block + 1), Some(block + 2)),
+            };
+            let slot_of =
+                |block: Option<usize>| block.and_then(|block| slots.get(block)).copied().unwrap_or(NONE);
+            let guess = slot_of(last).wrapping_mul(2).wrapping_sub(slot_of(before));
+            let slot = entries.find_near(guess, space.0, &hashes[block]);
+            match slot {
+                Some(slot) if entries.at(slot).state == State::Sealed => {
+                    slots[block] = slot;
+                    true
+                }
+                _ => false,
+            }
+        });
+
+        for (group, need) in groups.iter().zip(&needs) {
+            let hit_blocks = tokens / u64::from(need.tokens_per_block);
+            let space = &mut self.spaces[group.space.0 as usize];
+            space.hit_blocks += hit_blocks;
+            space.missed_blocks += need.blocks - hit_blocks;
+        }
+        if tokens == 0 {
+            return None;
+        }
+        let mut leased = Vec::new();
+        let mut hit_groups = Vec::with_capacity(groups.len());
+        for ((group, need), slots) in groups.iter().zip(&needs).zip(&found) {
+            let first_block = need.first_block(tokens);
+            let end = tokens / u64::from(need.tokens_per_block);
+            let slots = &slots[first_block as usize..end as usize];
+            let space = &self.spaces[group.space.0 as usize];
+            let mut pages = Vec::with_capacity(slots.len() * space.shards());
+            for &slot in slots {
+                pages.extend(space.rows.shards(self.entries.at(slot).row).map(|(page, _)| page));
+            }
+            leased.extend_from_slice(slots);
+            hit_groups.push(HitGroup { first_block, pages });
+        }
+        let lease = self.lease(owner, leased.into_iter(), now);
+        Some(Hit { tokens, lease, groups: hit_groups })
+    }
+}

@@ -1,0 +1,78 @@
+//! Figures about the store, for metrics and people.
+
+use kvlane_block::{CutDigest, Namespace};
+
+/// State and counters of a store. Counters only grow.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StoreStats {
+    /// Size of the pool.
+    pub pool_bytes: u64,
+    /// Bytes in extents, as the allocator rounds them.
+    pub used_bytes: u64,
+    /// Bytes of dead blocks that a lease or a writer still holds. Part of `used_bytes`.
+    pub limbo_bytes: u64,
+    /// Visible blocks.
+    pub blocks: u64,
+    /// Visible blocks under at least one lease.
+    pub leased_blocks: u64,
+    /// Blocks being saved.
+    pub claimed_blocks: u64,
+    /// Blocks committed and not yet visible.
+    pub seal_queue: u64,
+    /// Leases held.
+    pub leases: u64,
+    /// Counter: see its fields.
+    pub counters: Counters,
+}
+
+/// What happened since the store was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counters {
+    /// Blocks evicted to make room.
+    pub evicted_blocks: u64,
+    /// Their bytes.
+    pub evicted_bytes: u64,
+    /// Blocks that became visible.
+    pub sealed_blocks: u64,
+    /// Claims answered "present".
+    pub dedup_present: u64,
+    /// Claims answered "in flight".
+    pub dedup_in_flight: u64,
+    /// Claims answered "no room".
+    pub no_room: u64,
+    /// Claims that died: aborted, writer gone, expired.
+    pub dead_claims: u64,
+    /// Claims among them that expired.
+    pub expired_claims: u64,
+    /// Commits of a claim that was dead or unknown.
+    pub stale_commits: u64,
+    /// Blocks whose checksums were compared after they became visible.
+    pub scrub_checked: u64,
+    /// Blocks dropped because a checksum differed.
+    pub scrub_bad: u64,
+    /// Leases freed because a heartbeat did not name them in time.
+    pub expired_leases: u64,
+    /// Leases that ended, expired ones included.
+    pub ended_leases: u64,
+}
+
+/// State and counters of one space.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpaceStats {
+    /// What the content means.
+    pub namespace: Namespace,
+    /// For people.
+    pub name: String,
+    /// How the content is cut into shards.
+    pub cut: CutDigest,
+    /// Shards of a block.
+    pub shards: u32,
+    /// Visible blocks.
+    pub blocks: u64,
+    /// Bytes of the visible blocks.
+    pub bytes: u64,
+    /// Blocks of prompts that lookups covered.
+    pub hit_blocks: u64,
+    /// Blocks of prompts that lookups did not cover.
+    pub missed_blocks: u64,
+}

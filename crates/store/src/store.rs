@@ -1,0 +1,255 @@
+//! The index under a lock, over a pool.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::{Arena, ExtentAllocator, PAGE_BYTES};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use crate::api::{
+    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
+};
+use crate::index::Index;
+use crate::seal::Check;
+use crate::stats::{SpaceStats, StoreStats};
+
+/// Bytes that are sealed before others get to see them.
+const SEAL_BATCH_BYTES: u64 = 16 << 20;
+/// Blocks that one hold of the lock claims, seals or drops. Others, lookups first of all, come in between.
+const BLOCKS_A_HOLD: usize = 64;
+/// Slots that a scrub looks at under one hold of the lock.
+const SCRUB_STEPS: u32 = 4096;
+
+/// The cache of one pool, shared by all sessions of a daemon. Calls hold one lock for microseconds; bytes are read
+/// outside it.
+pub struct Store {
+    arena: Arc<Arena>,
+    pub(crate) index: Mutex<Index>,
+    /// A block was committed, or the background shall stop.
+    pub(crate) committed: Condvar,
+    /// Blocks were sealed.
+    sealed: Condvar,
+    /// The scrub thread shall stop.
+    pub(crate) scrub_stop: Condvar,
+    /// Held while a batch is sealed, so that batches end in the order of their commits.
+    seal_turn: Mutex<()>,
+    /// Held while a block is scrubbed; the slot where the next one starts.
+    scrub_turn: Mutex<u32>,
+}
+
+impl Store {
+    /// An empty store over the pool. Nothing becomes visible before the background runs
+    /// ([`start_background`](Self::start_background)) or [`seal_pending`](Self::seal_pending) is called.
+    pub fn new(arena: Arc<Arena>, options: StoreOptions) -> Arc<Self> {
+        let page = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
+        let nodes: Vec<_> = arena.nodes().iter().map(|node| page(node.start)..page(node.end)).collect();
+        let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
+        let index = Index::new(extents, arena.bytes(), options);
+        Arc::new(Self {
+            arena,
+            index: Mutex::new(index),
+            committed: Condvar::new(),
+            sealed: Condvar::new(),
+            scrub_stop: Condvar::new(),
+            seal_turn: Mutex::new(()),
+            scrub_turn: Mutex::new(0),
+        })
+    }
+
+    /// See [`Index::space`].
+    pub fn space(&self, namespace: Namespace, name: &str, cut: CutDigest, shard_bytes: &[u64]) -> SpaceId {
+        self.index.lock().space(namespace, name, cut, shard_bytes)
+    }
+
+    /// See [`Index::lookup`].
+    pub fn lookup(
+        &self,
+        owner: OwnerId,
+        groups: &[LookupGroup<'_>],
+        max_tokens: u64,
+        now: Instant,
+    ) -> Option<Hit> {
+        self.index.lock().lookup(owner, groups, max_tokens, now)
+    }
+
+    /// See [`Index::release`].
+    pub fn release(&self, owner: OwnerId, lease: LeaseId) {
+        self.index.lock().release(owner, lease);
+    }
+
+    /// See [`Index::heartbeat`].
+    pub fn heartbeat(&self, owner: OwnerId, live: &[LeaseId], now: Instant) {
+        self.index.lock().heartbeat(owner, live, now);
+    }
+
+    /// See [`Index::adopt`].
+    pub fn adopt(&self, owner: OwnerId, new_owner: OwnerId, live: &[LeaseId]) {
+        self.index.lock().adopt(owner, new_owner, live);
+    }
+
+    /// See [`Index::release_owner`].
+    pub fn release_owner(&self, owner: OwnerId) {
+        self.index.lock().release_owner(owner);
+    }
+
+    /// See [`Index::claim`]; long lists are claimed in parts.
+    #[allow(clippy::too_many_arguments, reason = "one call of the wire; each argument is a different thing")]
+    pub fn claim(
+        &self,
+        owner: OwnerId,
+        writer: WriterId,
+        space: SpaceId,
+        shard: u32,
+        mut chain: Chain,
+        hashes: &[BlockHash],
+        now: Instant,
+        out: &mut Vec<ClaimOutcome>,
+    ) {
+        for part in hashes.chunks(BLOCKS_A_HOLD) {
+            let mut index = self.index.lock();
+            index.claim(owner, writer, space, shard, chain, part, now, out);
+            MutexGuard::unlock_fair(index);
+            if let (Chain::Start | Chain::After(_), Some(&last)) = (chain, part.last()) {
+                chain = Chain::After(last);
+            }
+        }
+    }
+
+    /// See [`Index::commit`]. Nobody writes the shards from here on.
+    pub fn commit(&self, claims: &[ShardClaim], now: Instant) {
+        let mut index = self.index.lock();
+        index.commit(claims, now);
+        if index.has_unsealed() {
+            self.committed.notify_one();
+        }
+    }
+
+    /// See [`Index::abort`].
+    pub fn abort(&self, claims: &[ShardClaim]) {
+        self.index.lock().abort(claims);
+    }
+
+    /// See [`Index::writer_gone`].
+    pub fn writer_gone(&self, writer: WriterId) {
+        self.index.lock().writer_gone(writer);
+    }
+
+    /// See [`Index::expire`].
+    pub fn expire(&self, now: Instant) {
+        self.index.lock().expire(now);
+    }
+
+    /// Drops all blocks that a namespace has now: when this returns they are invisible; they are freed when their
+    /// leases and writers are done. Answers how many, those being saved included.
+    pub fn drop_namespace(&self, namespace: Namespace) -> u64 {
+        let blocks = self.index.lock().blocks_of(namespace);
+        let drop_part = |part| {
+            let mut index = self.index.lock();
+            let dropped = index.drop_blocks(part);
+            MutexGuard::unlock_fair(index);
+            dropped
+        };
+        blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum()
+    }
+
+    /// Waits until everything committed before this call is visible (or died). False at the timeout.
+    pub fn settle(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut index = self.index.lock();
+        let goal = index.seals_asked;
+        while index.seals_ended < goal {
+            if self.sealed.wait_until(&mut index, deadline).timed_out() {
+                return index.seals_ended >= goal;
+            }
+        }
+        true
+    }
+
+    /// Takes the checksums of a batch of committed blocks and makes them visible. False when there was none.
+    pub fn seal_pending(&self) -> bool {
+        let _turn = self.seal_turn.lock();
+        let mut index = self.index.lock();
+        let ended_before = index.seals_ended;
+        let batch = index.take_unsealed(SEAL_BATCH_BYTES, BLOCKS_A_HOLD);
+        drop(index);
+        let crcs: Vec<Vec<u32>> = batch.iter().map(|check| self.crcs(check)).collect();
+        let mut index = self.index.lock();
+        for (check, crcs) in batch.into_iter().zip(&crcs) {
+            index.finish_seal(check, crcs);
+        }
+        let any = index.seals_ended > ended_before;
+        self.sealed.notify_all();
+        any
+    }
+
+    /// Compares the next visible block with its checksums; one that differs is dropped. Answers the bytes read, 0
+    /// at the end of a pass, and whether the block was intact.
+    pub(crate) fn scrub_next(&self) -> (u64, bool) {
+        let mut cursor = self.scrub_turn.lock();
+        self.scrub_at(&mut cursor)
+    }
+
+    /// Checks every visible block once: how many were checked, and how many were bad and dropped.
+    pub fn scrub_all(&self) -> (u64, u64) {
+        let _turn = self.scrub_turn.lock();
+        let (mut checked, mut bad, mut cursor) = (0, 0, 0);
+        loop {
+            let (bytes, intact) = self.scrub_at(&mut cursor);
+            if bytes == 0 {
+                return (checked, bad);
+            }
+            checked += 1;
+            bad += u64::from(!intact);
+        }
+    }
+
+    fn scrub_at(&self, cursor: &mut u32) -> (u64, bool) {
+        let check = loop {
+            if let Some(check) = self.index.lock().next_scrub(cursor, SCRUB_STEPS) {
+                break check;
+            }
+            if *cursor == 0 {
+                return (0, true);
+            }
+        };
+        let bytes = check.bytes();
+        let intact = self.crcs(&check).into_iter().eq(check.shards().map(|(_, _, crc)| crc));
+        let damaged = self.index.lock().finish_scrub(check, intact);
+        if let Some(damaged) = damaged {
+            tracing::warn!(
+                namespace = %damaged.namespace,
+                hash = %damaged.hash,
+                "a block's bytes differ from its checksum; it is dropped"
+            );
+        }
+        (bytes, intact)
+    }
+
+    /// crc32c of each shard as it is in the pool.
+    fn crcs(&self, check: &Check) -> Vec<u32> {
+        check.shards().map(|(page, bytes, _)| self.crc(u64::from(page) * PAGE_BYTES, bytes)).collect()
+    }
+
+    #[allow(unsafe_code, reason = "the one place that reads the pool")]
+    fn crc(&self, offset: u64, bytes: u64) -> u32 {
+        // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more, and
+        // their extents are not reused before the check is given back.
+        crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
+    }
+
+    /// State and counters.
+    pub fn stats(&self) -> StoreStats {
+        self.index.lock().stats()
+    }
+
+    /// Each space, in order of creation.
+    pub fn spaces(&self) -> Vec<SpaceStats> {
+        self.index.lock().spaces()
+    }
+
+    /// Leases that the owner holds.
+    pub fn leases_of(&self, owner: OwnerId) -> usize {
+        self.index.lock().leases_of(owner)
+    }
+}

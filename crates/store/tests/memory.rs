@@ -1,0 +1,79 @@
+//! What a million blocks cost in the daemon's own memory. Alone in its file, since it counts all allocations.
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
+use kvlane_store::{Chain, ClaimOutcome, Index, OwnerId, StoreOptions, WriterId};
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: Everything is passed on to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: The caller keeps the contract of `alloc`.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: The caller keeps the contract of `dealloc`.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const PROMPT: u64 = 500;
+
+fn hash(prompt: u64, block: u64) -> BlockHash {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&(prompt * PROMPT + block).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+    bytes[8..].copy_from_slice(&prompt.to_le_bytes());
+    BlockHash(bytes)
+}
+
+/// Bytes for each of `blocks` sealed blocks of `shards` shards, in chains of 500; everything included, the extents'
+/// bookkeeping too.
+fn bytes_per_block(blocks: u64, shards: usize) -> f64 {
+    let now = Instant::now();
+    let (owner, writer) = (OwnerId(1), WriterId(1));
+    let before = LIVE.load(Ordering::Relaxed);
+    let pages = (blocks as usize * shards * 2) as u32;
+    let extents = ExtentAllocator::new(pages, &[0..pages]);
+    let mut index = Index::new(extents, u64::from(pages) * PAGE_BYTES, StoreOptions::default());
+    let space = index.space(Namespace([1; 16]), "test", CutDigest([2; 16]), &vec![PAGE_BYTES; shards]);
+    for prompt in 0..blocks / PROMPT {
+        let hashes: Vec<BlockHash> = (0..PROMPT).map(|block| hash(prompt, block)).collect();
+        for shard in 0..shards as u32 {
+            let mut outcomes = Vec::new();
+            index.claim(owner, writer, space, shard, Chain::Start, &hashes, now, &mut outcomes);
+            let claims = outcomes.into_iter().map(|outcome| match outcome {
+                ClaimOutcome::Claimed(claim) => claim,
+                other => panic!("{other:?}"),
+            });
+            let claims: Vec<_> = claims.collect();
+            index.commit(&claims, now);
+        }
+        for check in index.take_unsealed(u64::MAX, usize::MAX) {
+            index.finish_seal(check, &vec![0; shards]);
+        }
+    }
+    assert_eq!(index.stats().blocks, blocks);
+    (LIVE.load(Ordering::Relaxed) - before) as f64 / blocks as f64
+}
+
+#[test]
+fn a_million_blocks_stay_within_96_bytes_each_and_16_for_each_further_shard() {
+    let one = bytes_per_block(1_000_000, 1);
+    let further = (bytes_per_block(100_000, 3) - bytes_per_block(100_000, 1)) / 2.0;
+    println!("{one:.1} bytes a block with one shard, {further:.1} for each further one");
+    // Less than the entry, its links and its row cannot be: then the counter would be broken.
+    assert!((64.0..=96.0).contains(&one), "{one} bytes a block");
+    assert!((8.0..=16.0).contains(&further), "{further} bytes a further shard");
+}
