@@ -1,0 +1,142 @@
+"""Builds the two sides of the connector from vLLM's configuration."""
+
+from __future__ import annotations
+
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from kvlane import __version__
+from kvlane.connector import capabilities, events
+from kvlane.connector.core import open_core
+from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
+from kvlane.connector.guard import Failures, logger
+from kvlane.connector.layout import group_layout, layer_hints
+from kvlane.connector.namespace import engine_meaning, fix_hash_seed, group_namespace
+from kvlane.connector.scheduler import EngineShape, SchedulerSide
+from kvlane.connector.settings import Settings
+
+
+def build_scheduler_side(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, failures: Failures
+) -> SchedulerSide:
+    """The scheduler role, connecting in the background. Raises Unsupported."""
+    groups = cache_groups(vllm_config, kv_cache_config)
+    namespaces, hash_seed = _namespaces(vllm_config, groups, settings)
+    transfer = vllm_config.kv_transfer_config
+    can_load = settings.load and transfer.is_kv_consumer
+    if can_load and len(groups) > 1 and not capabilities.reports_failed_requests():
+        can_load = False
+        logger.warning(
+            "kvlane: nothing is loaded: this vLLM cannot be told of a failed load of a model with %d KV cache "
+            "groups (it can from 0.30 on)",
+            len(groups),
+        )
+    shape = EngineShape(
+        groups=groups,
+        workers=vllm_config.parallel_config.world_size,
+        hash_block_size=capabilities.hash_block_size(vllm_config, kv_cache_config),
+        hit_alignment=lcm(*(group.tokens_per_block for group in groups)),
+        can_load=can_load,
+        can_save=settings.save and transfer.is_kv_producer,
+        emit_events=events.events_enabled(vllm_config),
+        hash_seed=hash_seed,
+    )
+    core = open_core(settings.address).Scheduler(
+        settings.address,
+        engine_id(vllm_config),
+        client_name(),
+        [
+            (namespace, group_name(vllm_config, group), group.tokens_per_block, group.window_blocks)
+            for namespace, group in zip(namespaces, groups, strict=True)
+        ],
+        shape.workers,
+        settings.lookup_timeout_ms,
+    )
+    logger.info(
+        "kvlane: engine %s, %d worker(s), groups %s",
+        engine_id(vllm_config),
+        shape.workers,
+        ", ".join(
+            f"{group.kind} {namespace.hex()}" for group, namespace in zip(groups, namespaces, strict=True)
+        ),
+    )
+    return SchedulerSide(core, shape, settings, failures)
+
+
+def build_worker_core(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: dict[str, Any]
+) -> Any:
+    """The core's worker for this rank's KV caches, connecting in the background. Raises Unsupported."""
+    groups = cache_groups(vllm_config, kv_cache_config)
+    namespaces, _ = _namespaces(vllm_config, groups, settings)
+    hints = layer_hints(vllm_config, kv_cache_config)
+    parallel = vllm_config.parallel_config
+    cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    described = []
+    for namespace, group in zip(namespaces, groups, strict=True):
+        for name in group.layer_names:
+            _check_host_memory(name, kv_caches.get(name))
+        layout = group_layout(kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut)
+        if not layout.regions:
+            raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
+        described.append((namespace, layout.digest, layout.regions))
+    return open_core(settings.address).Worker(
+        settings.address,
+        engine_id(vllm_config),
+        client_name(),
+        parallel.rank,
+        parallel.world_size,
+        described,
+        settings.save_method,
+    )
+
+
+def engine_id(vllm_config: Any) -> str:
+    """The same in an engine's scheduler and workers, different in every data-parallel engine."""
+    known = vllm_config.kv_transfer_config.engine_id
+    parallel = vllm_config.parallel_config
+    suffix = f"_dp{parallel.data_parallel_rank}"
+    # vLLM appends the suffix itself in every way of starting that goes through its engine processes.
+    if parallel.data_parallel_size > 1 and not known.endswith(suffix):
+        return known + suffix
+    return known
+
+
+def client_name() -> str:
+    """Who we are, for the daemon's log."""
+    import vllm
+
+    return f"kvlane {__version__}, vLLM {vllm.__version__}"
+
+
+def group_name(vllm_config: Any, group: CacheGroup) -> str:
+    """A group's name for people."""
+    model = vllm_config.model_config
+    dtype = group.dtype.removeprefix("torch.")
+    window = f" window {group.window}" if group.window else ""
+    return f"{Path(model.model).name} {dtype} {group.tokens_per_block} tokens{window}"
+
+
+def _namespaces(
+    vllm_config: Any, groups: list[CacheGroup], settings: Settings
+) -> tuple[list[bytes], bytes | None]:
+    """A namespace for each group, and the hash seed that is in them."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = fix_hash_seed(algorithm)
+    if seed is None:
+        logger.warning(
+            "kvlane: with prefix_caching_hash_algo %s vLLM draws a random hash seed, so this engine finds no blocks "
+            "of other engines or of its own last run; set PYTHONHASHSEED to the same number in all of them",
+            algorithm,
+        )
+    meaning = engine_meaning(vllm_config, groups, settings.namespace, seed)
+    return [group_namespace(group, meaning) for group in groups], seed
+
+
+def _check_host_memory(name: str, cache: Any) -> None:
+    tensors = cache if isinstance(cache, list | tuple) else [cache]
+    for tensor in tensors:
+        device = getattr(tensor, "device", None)
+        if device is not None and device.type != "cpu":
+            raise Unsupported(f"the KV cache of {name} is in {device} memory, which kvlane cannot reach yet")

@@ -1,0 +1,49 @@
+"""What the running vLLM can do, found by looking, never by its version number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+
+def reports_failed_requests() -> bool:
+    """Whether a failed load can be reported by its request; before, only by block ids of a single group."""
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+def reconciles_hybrid_hits() -> bool:
+    """Whether the local hit shown to connectors holds for all groups, state-space groups included."""
+    return hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+
+
+def host_hit_source() -> Any | None:
+    """vLLM's name for blocks that came from host memory; None where hits are not split by source."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens that one entry of `request.block_hashes` covers."""
+    known = getattr(kv_cache_config, "hash_block_size", None)
+    if known:
+        return known
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+
+
+def cacheable_group_ids(kv_cache_config: Any) -> list[int]:
+    """The KV cache groups whose blocks are found by their hash."""
+    known = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    return list(known) if known is not None else list(range(len(kv_cache_config.kv_cache_groups)))
+
+
+def empty_transfer_results() -> Any:
+    """An empty `KVConnectorTransferResults`."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    return base.KVConnectorTransferResults()

@@ -1,0 +1,254 @@
+"""The class that vLLM calls. It only forwards to the role's side, and lets no error through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvlane.connector import capabilities
+from kvlane.connector.assemble import build_scheduler_side, build_worker_core
+from kvlane.connector.groups import Unsupported
+from kvlane.connector.guard import Failures, guarded, logger
+from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
+from kvlane.connector.scheduler import SchedulerSide
+from kvlane.connector.settings import Settings
+from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
+from kvlane.connector.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps an engine's KV blocks in the kvlane daemon. An engine that it cannot serve runs as without it."""
+
+    _cache_hit_source = capabilities.host_hit_source()
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ValueError for a wrong setting, and for nothing else."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.failures = Failures()
+        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.WORKER:
+            # Also without a core: jobs that arrive have to be reported.
+            self._worker = WorkerSide(vllm_config.parallel_config.rank, self.failures)
+        else:
+            self._build_scheduler()
+
+    @guarded(lambda: None, "the engine runs without the cache")
+    def _build_scheduler(self) -> None:
+        try:
+            self._scheduler = build_scheduler_side(
+                self._vllm_config, self._kv_cache_config, self._settings, self.failures
+            )
+        except Unsupported as reason:
+            logger.warning("kvlane: the engine runs without the cache: %s", reason)
+
+    # Worker role
+
+    @guarded(lambda: None, "this worker takes no part in the cache")
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is None:
+            return
+        self._worker.detach()
+        try:
+            self._worker.attach(
+                build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+            )
+        except Unsupported as reason:
+            logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
+
+    @guarded(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """Sleep mode: the memory goes away, so copies end first."""
+        if self._worker is not None:
+            self._worker.detach()
+
+    @guarded(lambda: None)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, KVLaneMetadata):
+            self._worker.bind(connector_metadata)
+
+    @guarded(lambda: None)
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        if self._worker is not None:
+            self._worker.unbind()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads were started when the metadata came."""
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request runs only once its blocks are there."""
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Saves start once the whole step is computed."""
+        return
+
+    @guarded(lambda: None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_saves()
+
+    @guarded(lambda: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """For versions before 0.30, which learn of failed loads by `get_block_ids_with_load_errors`."""
+        if self._worker is None:
+            return None, None
+        self._worker.poll()
+        loaded, _ = self._worker.take_loaded()
+        return None, loaded or None
+
+    @guarded(capabilities.empty_transfer_results)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """For versions from 0.30 on: failed loads by request."""
+        results = capabilities.empty_transfer_results()
+        if self._worker is not None:
+            self._worker.poll()
+            results.finished_recving, results.failed_recving = self._worker.take_loaded()
+            self._worker.take_failed_blocks()
+        return results
+
+    @guarded(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    @guarded(lambda: None)
+    def build_connector_worker_meta(self) -> KVLaneWorkerMetadata | None:
+        return self._worker.take_metadata() if self._worker is not None else None
+
+    # Scheduler role
+
+    @guarded(lambda: None, "nothing is saved")
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.saves.bind_pool(gpu_block_pool)
+
+    @guarded(lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.add_request(request)
+
+    @guarded(lambda: (0, False), "the request is computed")
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @guarded(lambda: None)
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = KVLaneMetadata()
+        if self._scheduler is not None:
+            # First, and on its own: a load that was promised is sent whatever happens to the rest.
+            metadata.loads = self._scheduler.take_loads()
+            self._plan_step(scheduler_output, metadata)
+        return metadata
+
+    @guarded(lambda: None, "this step saves nothing")
+    def _plan_step(self, scheduler_output: SchedulerOutput, metadata: KVLaneMetadata) -> None:
+        assert self._scheduler is not None
+        self._scheduler.plan_step(scheduler_output, metadata)
+
+    @guarded(lambda: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, KVLaneWorkerMetadata):
+            self._scheduler.job_ended(metadata)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @guarded(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never keeps a request's blocks: what is being saved is pinned block by block."""
+        if self._scheduler is not None:
+            self._scheduler.request_finished(request, block_ids)
+        return False, None
+
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.frees_are_near()
+
+    @guarded(lambda: False, "old blocks may still be found")
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    @guarded(tuple)
+    def take_events(self) -> Iterable[Any]:
+        return self._scheduler.take_events() if self._scheduler is not None else ()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a later miss, nothing worse."""
+        return False
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Any layout is taken as it is."""
+        return False
+
+    # Both roles
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> KVLaneStats | None:
+        side = self._scheduler or self._worker
+        return side.take_stats() if side is not None else None
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        side = self._scheduler or self._worker
+        if side is not None:
+            side.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLaneStats | None:
+        return KVLaneStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVLanePromMetrics:
+        return KVLanePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False

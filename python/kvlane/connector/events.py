@@ -1,0 +1,46 @@
+"""KV events: tell routers that listen to vLLM which blocks lie in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlane.connector.groups import CacheGroup
+
+
+def events_enabled(vllm_config: Any) -> bool:
+    """Whether the user asked vLLM to publish KV events."""
+    config = getattr(vllm_config, "kv_events_config", None)
+    return config is not None and bool(config.enable_kv_cache_events)
+
+
+def blocks_stored(
+    group: CacheGroup, request: Any, parent: bytes | None, hashes: list[bytes], first_block: int
+) -> Any:
+    """An event for consecutive blocks of a request; `hashes` and `parent` are vLLM's own."""
+    from vllm.distributed.kv_events import BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    size = group.tokens_per_block
+    lora = request.lora_request
+    fields: dict[str, Any] = {
+        "block_hashes": [maybe_convert_block_hash(each) for each in hashes],
+        "parent_block_hash": maybe_convert_block_hash(parent) if parent else None,
+        "token_ids": list(request.all_token_ids[first_block * size : (first_block + len(hashes)) * size]),
+        "block_size": size,
+        "lora_id": lora.lora_int_id if lora else None,
+        "lora_name": lora.lora_name if lora else None,
+        "medium": "CPU",
+        "group_idx": group.group_id,
+        "kv_cache_spec_kind": group.kind,
+        "kv_cache_spec_sliding_window": group.window if group.kind.startswith("sliding_window") else None,
+        "locality": "LOCAL",
+    }
+    known = BlockStored.__struct_fields__
+    return BlockStored(**{name: value for name, value in fields.items() if name in known})
+
+
+def all_cleared() -> Any:
+    """An event that says that nothing is stored any more."""
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    return AllBlocksCleared()

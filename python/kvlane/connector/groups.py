@@ -1,0 +1,98 @@
+"""The KV cache groups of an engine as kvlane sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvlane.connector import capabilities
+
+
+class Unsupported(Exception):
+    """The engine is one that kvlane cannot serve; the message says why. The engine runs without the cache."""
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share block ids, and whose blocks are found by their hash."""
+
+    index: int
+    """Position among kvlane's groups."""
+    group_id: int
+    """Position among vLLM's groups."""
+    kind: str
+    """vLLM's name for it: full_attention, mla_attention, sliding_window, ..."""
+    window: int
+    """Tokens of context that a token of this group sees; 0: all."""
+    tokens_per_block: int
+    window_blocks: int
+    """Blocks before its end that a hit needs; 0: all of them."""
+    dtype: str
+    is_draft: bool
+    """Whether it holds the layers of a speculative drafter."""
+    layer_names: tuple[str, ...]
+    """Layers of this rank; another rank of a pipeline has others."""
+
+
+def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
+    """The engine's groups in the same order for scheduler and workers. Raises Unsupported."""
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise Unsupported(f"{name} is {size}; kvlane does not split blocks over context-parallel ranks")
+    ids = capabilities.cacheable_group_ids(kv_cache_config)
+    if not ids:
+        raise Unsupported("the model has no KV cache group whose blocks are found by their hash")
+    groups = [
+        _cache_group(index, group_id, kv_cache_config.kv_cache_groups[group_id])
+        for index, group_id in enumerate(ids)
+    ]
+    if any(group.window_blocks == 0 for group in groups):
+        return groups
+    raise Unsupported("the model has no full-attention group; kvlane needs one to know how long a prefix is")
+
+
+def _cache_group(index: int, group_id: int, group: Any) -> CacheGroup:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    spec = group.kv_cache_spec
+    # Workers see the specs of all layers, the scheduler only the first; what is used here is the same in all.
+    inner = getattr(spec, "kv_cache_specs", None)
+    if inner:
+        spec = next(iter(inner.values()))
+    kind = get_kv_cache_spec_kind(spec).value
+    block = spec.block_size
+    window = window_blocks = 0
+    if kind in ("sliding_window", "sliding_window_mla"):
+        window = spec.sliding_window
+        seen = window - 1 + getattr(spec, "extra_retained_tokens", 0)
+        window_blocks = max(1, -(-seen // block))
+    elif kind == "chunked_local_attention":
+        window = spec.attention_chunk_size
+        window_blocks = max(1, -(-window // block))
+    elif kind == "mamba":
+        _check_state_space(spec)
+        window = window_blocks = 1
+    elif kind not in ("full_attention", "mla_attention"):
+        raise Unsupported(f"KV cache group {group_id} is of the kind {kind!r}, which kvlane does not know")
+    return CacheGroup(
+        index=index,
+        group_id=group_id,
+        kind=kind,
+        window=window,
+        tokens_per_block=block,
+        window_blocks=window_blocks,
+        dtype=str(getattr(spec, "dtype", None) or getattr(spec, "dtypes", "")),
+        is_draft=bool(getattr(group, "is_eagle_group", False)),
+        layer_names=tuple(group.layer_names),
+    )
+
+
+def _check_state_space(spec: Any) -> None:
+    if spec.mamba_cache_mode != "all":
+        raise Unsupported(
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}; kvlane needs 'all', a state at every block's end"
+        )
+    if not capabilities.reconciles_hybrid_hits():
+        raise Unsupported("this vLLM shows connectors a local hit that its state-space layers do not have")

@@ -1,0 +1,202 @@
+"""Where a KV cache group's blocks lie in this process's memory, found from the tensors' strides.
+
+A block of a group is stored as the concatenation of its layers in name order, each layer's pieces in address order.
+The digest describes that string of bytes without addresses, so engines of equal digest can read each other's blocks,
+however far apart their layers and blocks lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlane.connector.groups import Unsupported
+from kvlane.connector.namespace import digest16
+
+# (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
+Region = tuple[int, int, int, int, list[int]]
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor's address and shape; strides and element size in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Any) -> TensorView:
+        """Of a torch tensor."""
+        size = tensor.element_size()
+        return TensorView(
+            address=tensor.data_ptr(),
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * size for stride in tensor.stride()),
+            element_bytes=size,
+            dtype=str(tensor.dtype),
+        )
+
+
+@dataclass(frozen=True)
+class LayerHint:
+    """What the engine's configuration says about a layer; helps where a tensor's shape alone is ambiguous."""
+
+    block_strides: tuple[int, ...] = ()
+    """Bytes from one block to the next, the surest first."""
+    backend: str = ""
+    """Name of the attention backend: two may order the bytes of one shape differently."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """One group's part of this worker."""
+
+    regions: list[Region]
+    digest: bytes
+    block_bytes: int
+    """Bytes of this worker's shard of a block."""
+
+
+def group_layout(
+    layers: Mapping[str, Any],
+    names: Iterable[str],
+    num_blocks: int,
+    hints: Mapping[str, LayerHint],
+    cut: Sequence[int],
+) -> GroupLayout:
+    """The layout of the layers `names`. `layers` maps names to tensors, or lists of them (packed states).
+
+    `cut` says which part of the model this worker holds, for example its tensor-parallel rank and size.
+    Raises Unsupported.
+    """
+    regions: list[Region] = []
+    description: list[Any] = []
+    stored: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name in sorted(names, key=natural_order):
+        if name not in layers:
+            raise Unsupported(f"vLLM registered no KV cache for the layer {name!r}")
+        tensors = layers[name]
+        parts = tensors if isinstance(tensors, list | tuple) else [tensors]
+        hint = hints.get(name, LayerHint())
+        for part, tensor in enumerate(parts):
+            view = TensorView.of(tensor)
+            place = (view.address, view.shape, view.strides)
+            if place in stored:
+                continue  # a layer that reads another one's cache
+            stored.add(place)
+            found, shape = tensor_regions(view, num_blocks, hint.block_strides, f"{name}[{part}]")
+            regions += found
+            description.append([name, part, view.dtype, view.element_bytes, shape, hint.backend])
+    return GroupLayout(
+        regions=regions,
+        digest=digest16(["layout", 1, list(cut), description]),
+        block_bytes=sum(piece * len(offsets) for _, _, _, piece, offsets in regions),
+    )
+
+
+def tensor_regions(
+    view: TensorView, num_blocks: int, block_strides: Sequence[int], name: str
+) -> tuple[list[Region], list[tuple[int, int]]]:
+    """The pieces of a tensor's blocks, and their dimensions in memory order as (index, size).
+
+    The index counts the tensor's dimensions without that of the blocks; dimensions of size 1 are left out.
+    """
+    dim, ratio = block_dimension(view, num_blocks, block_strides, name)
+    block_stride = view.strides[dim] * ratio
+    inner: list[tuple[int, int, int]] = []  # (stride, size, index)
+    if ratio > 1:
+        # The attention kernel sees each block as several smaller ones.
+        inner.append((view.strides[dim], ratio, -1))
+    index = 0
+    for each, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        if each == dim:
+            continue
+        if size > 1:
+            inner.append((stride, size, index))
+        index += 1
+    inner.sort(key=lambda entry: (-entry[0], entry[2]))
+
+    piece = view.element_bytes
+    outer = list(inner)
+    while outer and outer[-1][0] == piece:
+        piece *= outer.pop()[1]
+    offsets = [0]
+    for stride, size, _ in outer:
+        if stride < piece:
+            raise Unsupported(
+                f"the elements of the KV cache {name} overlap: {view.shape} by {view.strides} bytes"
+            )
+        offsets = [offset + step * stride for offset in offsets for step in range(size)]
+    offsets.sort()
+    if any(after - before < piece for before, after in itertools.pairwise(offsets)):
+        raise Unsupported(
+            f"the elements of the KV cache {name} overlap: {view.shape} by {view.strides} bytes"
+        )
+    region = (view.address, block_stride, num_blocks, piece, offsets)
+    return [region], [(index, size) for _, size, index in inner]
+
+
+def block_dimension(
+    view: TensorView, num_blocks: int, block_strides: Sequence[int], name: str
+) -> tuple[int, int]:
+    """(dimension that counts blocks, how many of its entries make a block). Raises Unsupported.
+
+    A dimension may have the right size by chance. The one that steps as far as the configuration says wins, then
+    the one of exactly the right size, then the farthest step, then the first.
+    """
+    best: tuple[Any, int, int] | None = None
+    for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        if size == 0 or size % num_blocks != 0:
+            continue
+        ratio = size // num_blocks
+        step = stride * ratio
+        expected = block_strides.index(step) if step in block_strides else len(block_strides)
+        rank = (expected, ratio != 1, -step, dim)
+        if best is None or rank < best[0]:
+            best = (rank, dim, ratio)
+    if best is None:
+        raise Unsupported(
+            f"the KV cache {name} of shape {view.shape} has no dimension for {num_blocks} blocks"
+        )
+    return best[1], best[2]
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts layers.10 after layers.9."""
+    return [
+        (1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name) if part
+    ]
+
+
+def layer_hints(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerHint]:
+    """What vLLM's configuration knows about each layer of this worker."""
+    modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    packed: dict[str, int] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        stride = getattr(tensor, "block_stride", 0)
+        for name in getattr(tensor, "layers", None) or getattr(tensor, "shared_by", ()):
+            packed[name] = stride
+    hints = {}
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        inner = getattr(spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            page = inner.get(name, spec).page_size_bytes
+            # A page, or half of one where keys and values are two halves of the tensor.
+            strides = [packed.get(name, 0), page, page // 2]
+            hints[name] = LayerHint(
+                block_strides=tuple(dict.fromkeys(stride for stride in strides if stride)),
+                backend=_backend_name(modules.get(name)),
+            )
+    return hints
+
+
+def _backend_name(module: Any) -> str:
+    backend = getattr(module, "attn_backend", None)
+    return backend.get_name() if backend is not None else ""

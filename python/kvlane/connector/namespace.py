@@ -1,0 +1,182 @@
+"""What a block's bytes mean, as 16 bytes: engines share blocks of equal namespace and equal hash, and no others.
+
+Not in it: how the bytes are cut (parallel shape, layers of a rank, order of dimensions); that is the layout's digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kvlane.connector.groups import CacheGroup
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+# Whoever guesses the seed of these can build colliding prompts, so a random seed is right for them.
+GUESSABLE_HASHES = ("xxhash", "xxhash_cbor")
+
+
+def group_namespace(group: CacheGroup, engine: dict[str, Any]) -> bytes:
+    """16 bytes for one KV cache group of an engine; `engine` is from `engine_meaning`."""
+    meaning: dict[str, Any] = {
+        "version": 1,
+        "engine": {name: value for name, value in engine.items() if name != "draft"},
+        "group": {
+            "kind": group.kind,
+            "window": group.window,
+            "tokens_per_block": group.tokens_per_block,
+            "dtype": group.dtype,
+            "draft": group.is_draft,
+        },
+    }
+    # Where vLLM does not say which group the drafter is in, all may hold its layers.
+    if group.is_draft or not engine["draft_has_own_group"]:
+        meaning["draft"] = engine["draft"]
+    return digest16(meaning)
+
+
+def engine_meaning(
+    vllm_config: Any, groups: list[CacheGroup], salt: str, hash_seed: bytes | None
+) -> dict[str, Any]:
+    """All that decides what the bytes of a block mean, as JSON; the same in scheduler and workers.
+
+    `hash_seed` is from `fix_hash_seed`, `salt` the user's own word.
+    """
+    cache = vllm_config.cache_config
+    meaning: dict[str, Any] = {
+        "salt": salt,
+        "model": model_identity(vllm_config.model_config),
+        "load": load_identity(vllm_config),
+        "kv_dtype": str(cache.cache_dtype),
+        "hash": str(cache.prefix_caching_hash_algo),
+        "hash_seed": hash_seed.hex() if hash_seed is not None else "random",
+        "draft": draft_identity(vllm_config),
+        "draft_has_own_group": any(group.is_draft for group in groups),
+    }
+    if getattr(cache, "calculate_kv_scales", False):
+        # The scales come from this engine's first batch, so nobody else can read its blocks.
+        meaning["scales_of"] = str(vllm_config.kv_transfer_config.engine_id)
+    return meaning
+
+
+def digest16(meaning: Any) -> bytes:
+    """blake2b-128 of the canonical JSON of `meaning`."""
+    text = json.dumps(meaning, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def model_identity(model: Any) -> dict[str, Any]:
+    """Name and revision of a hub model; for local files what is in them: the same weights by any path are equal."""
+    # For models in object storage vLLM replaces the name by a local folder of configuration files.
+    weights = getattr(model, "model_weights", "") or model.model
+    identity: dict[str, Any] = {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "overrides": _stable(getattr(model, "hf_overrides", None)),
+    }
+    path = Path(weights)
+    if path.exists():
+        identity["files"] = file_identities(path)
+        config = path / "config.json"
+        if config.is_file():
+            identity["config"] = hashlib.blake2b(config.read_bytes(), digest_size=16).hexdigest()
+            return identity
+    else:
+        identity["name"] = str(weights)
+        identity["revision"] = str(model.revision)
+        identity["code_revision"] = str(getattr(model, "code_revision", None))
+        identity["commit"] = str(getattr(model.hf_config, "_commit_hash", None))
+    identity["config"] = _config_digest(model.hf_config)
+    return identity
+
+
+def file_identities(path: Path) -> list[tuple[str, int, int]]:
+    """Name, bytes and modification time (ns) of the weight files at a path, sorted."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.suffix in WEIGHT_SUFFIXES]
+    found = []
+    for each in sorted(files):
+        stat = each.stat()
+        name = each.name if path.is_file() else str(each.relative_to(path))
+        found.append((name, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def load_identity(vllm_config: Any) -> str:
+    """Empty for real weights; dummy ones are decided by the seed."""
+    load_format = str(getattr(vllm_config.load_config, "load_format", ""))
+    return f"dummy {vllm_config.model_config.seed}" if "dummy" in load_format else ""
+
+
+def draft_identity(vllm_config: Any) -> dict[str, Any] | None:
+    """The drafter's identity; None without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    draft = getattr(speculative, "draft_model_config", None)
+    return {
+        "method": str(getattr(speculative, "method", None)),
+        "model": model_identity(draft) if draft is not None else None,
+    }
+
+
+def adapter_identity(lora_request: Any) -> bytes | None:
+    """Digest of a LoRA adapter's content, None for requests without one.
+
+    vLLM's block hashes hold only the adapter's name or path, and two engines may mean different files by it.
+    """
+    if lora_request is None:
+        return None
+    path = Path(lora_request.lora_path)
+    files = file_identities(path) if path.exists() else []
+    return digest16([lora_request.lora_name, str(path) if not files else "", files])
+
+
+def adapted_hash(block_hash: bytes, adapter: bytes | None) -> bytes:
+    """The hash under which a block is stored: vLLM's own, or mixed with the adapter's identity."""
+    if adapter is None:
+        return block_hash
+    return hashlib.blake2b(block_hash, key=adapter, digest_size=16).digest()
+
+
+def fix_hash_seed(algorithm: str) -> bytes | None:
+    """The hash that vLLM starts every prompt's chain with, made reproducible where vLLM would draw it at random.
+
+    To be called before the engine core draws it; vLLM builds connectors first. None: it stays random.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    seed = os.environ.get(HASH_SEED_VARIABLE)
+    if seed is None:
+        if algorithm in GUESSABLE_HASHES:
+            return None
+        seed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    if seed is None:
+        # vLLM up to 0.28 reads this variable when it draws the seed.
+        seed = os.environ[HASH_SEED_VARIABLE] = "0"
+    return get_hash_fn_by_name(algorithm)(seed)
+
+
+def drawn_hash_seed() -> bytes | None:
+    """The hash that this process's engine core really starts with; None before it was drawn."""
+    from vllm.v1.core import kv_cache_utils
+
+    return getattr(kv_cache_utils, "NONE_HASH", None)
+
+
+def _config_digest(config: Any) -> str:
+    # These two say how the file was read, not what is in it.
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    return digest16(values).hex()
+
+
+def _stable(value: Any) -> Any:
+    """A function by its name: its repr has an address that differs in every process."""
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value

@@ -1,0 +1,86 @@
+"""What the scheduler role remembers of a request, from its arrival to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlane.connector.groups import CacheGroup
+from kvlane.connector.namespace import adapted_hash, adapter_identity
+
+NEVER = 1 << 62
+
+
+@dataclass
+class RequestState:
+    """One live request. Token and block counts are of the whole request, from its first token."""
+
+    request: Any
+    adapter: bytes | None
+    saved_blocks: list[int]
+    """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
+    looking_up: bool = False
+    hit: Any | None = None
+    """The last lookup's answer; while its tokens are above 0 its lease is ours."""
+    answered_at: float = 0.0
+    """When `hit` came, in seconds of the scheduler's clock."""
+    asked_tokens: int = 0
+    """The upper bound given to the last lookup."""
+    local_tokens: int = 0
+    """Tokens that the engine's own cache had at the last scheduling attempt."""
+    loading: int | None = None
+    """The job that loads its promised blocks."""
+    load_failed: bool = False
+    stale: bool = False
+    """The cache was reset under it: its blocks hold what the old weights computed."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Per vLLM group, kept only for versions that do not show the block table."""
+    next_save: int = 0
+    """Computed tokens below which there is nothing to save."""
+
+    @staticmethod
+    def new(request: Any, groups: list[CacheGroup]) -> RequestState:
+        return RequestState(
+            request=request,
+            adapter=adapter_identity(request.lora_request),
+            saved_blocks=[0] * len(groups),
+        )
+
+    def forget_progress(self) -> None:
+        """Save from the first block on again."""
+        self.saved_blocks = [0] * len(self.saved_blocks)
+        self.next_save = 0
+
+
+class GroupHashes:
+    """A request's block hashes at the block size of each group.
+
+    vLLM hashes in steps of `hash_block_size` tokens, each hash covering all tokens before it; the hash of a larger
+    block is the one at its end.
+    """
+
+    def __init__(self, groups: list[CacheGroup], hash_block_size: int) -> None:
+        for group in groups:
+            assert group.tokens_per_block % hash_block_size == 0, (
+                f"blocks of {group.tokens_per_block} tokens are not made of hashes of {hash_block_size}"
+            )
+        self._scale = [group.tokens_per_block // hash_block_size for group in groups]
+
+    def count(self, state: RequestState, group: CacheGroup) -> int:
+        """Blocks of the group that have a hash."""
+        return len(state.request.block_hashes) // self._scale[group.index]
+
+    def raw(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
+        """vLLM's own hashes of the blocks [first, end)."""
+        scale = self._scale[group.index]
+        hashes = state.request.block_hashes
+        if scale == 1:
+            return hashes[first:end]
+        return [hashes[(block + 1) * scale - 1] for block in range(first, end)]
+
+    def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
+        """The hashes under which the blocks [first, end) are stored."""
+        raw = self.raw(state, group, first, end)
+        if state.adapter is None:
+            return raw
+        return [adapted_hash(each, state.adapter) for each in raw]

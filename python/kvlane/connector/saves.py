@@ -1,0 +1,208 @@
+"""Decides which blocks are saved, and keeps them from being reused until every worker has copied them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlane.connector import events
+from kvlane.connector.groups import CacheGroup
+from kvlane.connector.metadata import SaveJob
+from kvlane.connector.requests import NEVER, GroupHashes, RequestState
+from kvlane.connector.settings import Settings
+from kvlane.connector.stats import Counters
+
+# While saves are younger than this the engine waits for their blocks rather than preempting a request.
+WAIT_FOR_FREES_SECONDS = 2.0
+
+
+@dataclass
+class _Save:
+    """A save under way."""
+
+    blocks: list[Any] = field(default_factory=list)
+    """Pinned blocks, in the order of their prompts."""
+    events: list[Any] = field(default_factory=list)
+    ranks_left: int = 0
+    ok: bool = True
+    since: float = 0.0
+
+
+class Saves:
+    """All saves of an engine."""
+
+    def __init__(
+        self,
+        groups: list[CacheGroup],
+        hashes: GroupHashes,
+        workers: int,
+        settings: Settings,
+        emit_events: bool,
+        counters: Counters,
+        jobs: Iterator[int],
+    ) -> None:
+        self._groups = groups
+        self._hashes = hashes
+        self._workers = workers
+        self._settings = settings
+        self._emit_events = emit_events
+        self._counters = counters
+        self._jobs = jobs
+        self._pool: Any = None
+        self._max_pinned = 0
+        self._pinned = 0
+        self._open = _Save()
+        self._open_groups: list[tuple[int, bytes, list[bytes], list[int]]] = []
+        self._running: dict[int, _Save] = {}
+
+    def bind_pool(self, pool: Any) -> None:
+        """The engine's block pool; nothing is saved before."""
+        self._pool = pool
+        self._max_pinned = max(1, int(len(pool.blocks) * self._settings.max_pinned_share))
+
+    @property
+    def pending(self) -> bool:
+        """Whether any block is pinned."""
+        return bool(self._running) or bool(self._open.blocks)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks pinned at the moment, each as often as it is being saved."""
+        return self._pinned
+
+    def frees_are_near(self, now: float) -> bool:
+        """Whether waiting for pinned blocks is better than preempting."""
+        return any(now - save.since < WAIT_FOR_FREES_SECONDS for save in self._running.values())
+
+    def add(
+        self,
+        state: RequestState,
+        computed_tokens: int,
+        tables: Sequence[Sequence[int]],
+        tables_are_exact: bool,
+        wait: bool,
+    ) -> None:
+        """Queue the blocks of a request that are full once `computed_tokens` are computed.
+
+        `tables` are its block ids by vLLM's groups; if not exact they may name blocks that have been reused since.
+        With `wait`, blocks beyond the pin limit are left for a later call; otherwise they are counted as skipped.
+        """
+        if self._pool is None or state.stale:
+            return
+        if not self._settings.save_decode:
+            computed_tokens = min(computed_tokens, state.request.num_prompt_tokens)
+        state.next_save = NEVER
+        for group in self._groups:
+            first = state.saved_blocks[group.index]
+            table = tables[group.group_id]
+            end = min(computed_tokens // group.tokens_per_block, self._hashes.count(state, group), len(table))
+            room = self._max_pinned - self._pinned
+            if end - first > room:
+                if not wait:
+                    self._counters.add("skipped_blocks", end - first - room)
+                end = first + room
+            if end > first:
+                self._add_range(state, group, first, end, table, tables_are_exact)
+                state.saved_blocks[group.index] = end
+            following = (max(end, first) + 1) * group.tokens_per_block
+            if self._settings.save_decode or following <= state.request.num_prompt_tokens:
+                state.next_save = min(state.next_save, following)
+
+    def _add_range(
+        self,
+        state: RequestState,
+        group: CacheGroup,
+        first: int,
+        end: int,
+        table: Sequence[int],
+        exact: bool,
+    ) -> None:
+        raw = self._hashes.raw(state, group, first, end)
+        stored = self._hashes.stored(state, group, first, end)
+        usable = [
+            self._block_if_intact(table[first + offset], raw[offset], group, exact)
+            for offset in range(end - first)
+        ]
+        offset = 0
+        for present, run in itertools.groupby(usable, key=lambda block: block is not None):
+            blocks = list(run)
+            if present:
+                self._add_run(state, group, first + offset, blocks, raw, stored, offset)
+            offset += len(blocks)
+
+    def _add_run(
+        self,
+        state: RequestState,
+        group: CacheGroup,
+        first: int,
+        blocks: list[Any],
+        raw: list[bytes],
+        stored: list[bytes],
+        offset: int,
+    ) -> None:
+        """Queue consecutive blocks; they are pinned from here on."""
+        parent = b""
+        if first > 0 and group.window_blocks == 0:
+            parent = self._hashes.stored(state, group, first - 1, first)[0]
+        self._pool.touch(blocks)
+        self._pinned += len(blocks)
+        self._open.blocks += blocks
+        hashes = stored[offset : offset + len(blocks)]
+        self._open_groups.append((group.index, parent, hashes, [block.block_id for block in blocks]))
+        if self._emit_events:
+            before = self._hashes.raw(state, group, first - 1, first)[0] if first > 0 else None
+            own = raw[offset : offset + len(blocks)]
+            self._open.events.append(events.blocks_stored(group, state.request, before, own, first))
+
+    def _block_if_intact(self, block_id: int, raw_hash: bytes, group: CacheGroup, exact: bool) -> Any | None:
+        """The pool's block, or None if it is not there to be saved.
+
+        Sliding windows replace blocks that fell out of them by the null block. A table that was put together from
+        the scheduler's messages does not show that, so there the block must still carry the hash.
+        """
+        block = self._pool.blocks[block_id]
+        if block.is_null or block.ref_cnt == 0:
+            return None
+        if exact or (group.window_blocks == 0 and block.block_hash is None):
+            return block
+        expected = raw_hash + group.group_id.to_bytes(4, "big")
+        return block if block.block_hash == expected else None
+
+    def take_job(self, now: float) -> SaveJob | None:
+        """What was queued since the last call, as one job for the workers."""
+        if not self._open_groups:
+            return None
+        job = next(self._jobs)
+        save, self._open = self._open, _Save()
+        groups, self._open_groups = self._open_groups, []
+        save.ranks_left = self._workers
+        save.since = now
+        self._running[job] = save
+        return SaveJob(job, groups)
+
+    def ended(self, job: int, ranks: int, ok: bool) -> list[Any] | None:
+        """Ranks have reported a job. Its KV events when it was the last of them; None if the job is not a save."""
+        save = self._running.get(job)
+        if save is None:
+            return None
+        save.ranks_left -= ranks
+        save.ok = save.ok and ok
+        if save.ranks_left > 0:
+            return []
+        del self._running[job]
+        self._unpin(save)
+        return save.events if save.ok else []
+
+    def drop_queued(self) -> None:
+        """Forget what no worker has been told of."""
+        self._unpin(self._open)
+        self._open = _Save()
+        self._open_groups = []
+
+    def _unpin(self, save: _Save) -> None:
+        self._pinned -= len(save.blocks)
+        # The end of a prompt is worth the least without its beginning, so it is offered for reuse first.
+        self._pool.free_blocks(reversed(save.blocks))
+        save.blocks = []

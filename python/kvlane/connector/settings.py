@@ -1,0 +1,86 @@
+"""The user's `kv_connector_extra_config` as typed settings; every error names its key and the offending value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+PREFIX = "kvlane."
+SAVE_METHODS = ("auto", "process_vm", "mapped")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Each field is the key `kvlane.<field>`; keys without the prefix belong to others and are ignored."""
+
+    address: str | None = None
+    """The daemon: `unix:PATH` or `HOST:PORT`; None takes KVLANE_ADDR, then the user's default socket."""
+    lookup_timeout_ms: float = 50.0
+    """A lookup that takes longer is a miss."""
+    lookup_wait_us: int = 300
+    """How long one scheduling attempt waits for a lookup before the request is asked again in the next step."""
+    save: bool = True
+    """Whether computed blocks are saved."""
+    load: bool = True
+    """Whether saved blocks are loaded."""
+    save_decode: bool = True
+    """Whether blocks that were generated, not only those of the prompt, are saved."""
+    max_pinned_share: float = 0.5
+    """Share of the engine's blocks that unfinished saves may pin at most."""
+    save_method: str = "auto"
+    """How saves travel: one of SAVE_METHODS."""
+    namespace: str = ""
+    """Engines share blocks only with engines of the same word here."""
+
+    @staticmethod
+    def parse(extra: Mapping[str, Any] | None) -> Settings:
+        """Raises ValueError, in one sentence, for an unknown key, a wrong type or a value out of range."""
+        known = {field.name: field for field in fields(Settings)}
+        values: dict[str, Any] = {}
+        for key, value in (extra or {}).items():
+            if not key.startswith(PREFIX):
+                continue
+            name = key[len(PREFIX) :]
+            if name not in known:
+                names = ", ".join(PREFIX + each for each in known)
+                raise ValueError(
+                    f"kv_connector_extra_config has the unknown key {key!r}; kvlane knows {names}"
+                )
+            values[name] = _checked(key, known[name].default, value)
+        settings = Settings(**values)
+        settings._check_ranges()
+        return settings
+
+    def _check_ranges(self) -> None:
+        if not 1 <= self.lookup_timeout_ms <= 60_000:
+            raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms!r}")
+        if not 0 <= self.lookup_wait_us <= 10_000:
+            raise ValueError(f"kvlane.lookup_wait_us must be 0 to 10000, not {self.lookup_wait_us!r}")
+        if not 0 < self.max_pinned_share <= 0.9:
+            raise ValueError(
+                f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share!r}"
+            )
+        if self.save_method not in SAVE_METHODS:
+            methods = ", ".join(SAVE_METHODS)
+            raise ValueError(f"kvlane.save_method must be one of {methods}, not {self.save_method!r}")
+
+
+def _checked(key: str, default: Any, value: Any) -> Any:
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        wanted = "true or false"
+    elif isinstance(default, int):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        wanted = "a whole number"
+    elif isinstance(default, float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        wanted = "a number"
+    else:
+        if isinstance(value, str) or (value is None and default is None):
+            return value
+        wanted = "a string"
+    raise ValueError(f"{key} must be {wanted}, not {value!r}")

@@ -1,0 +1,166 @@
+"""The worker role: describes its memory to the core once, then hands it jobs and reports their ends.
+
+Every job that arrives is reported exactly once, as failed if nothing else is possible: the scheduler keeps blocks
+pinned, and vLLM keeps a request waiting, until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlane.connector.guard import Failures
+from kvlane.connector.metadata import JobEnd, KVLaneMetadata, KVLaneWorkerMetadata, LoadJob, SaveJob
+from kvlane.connector.stats import Counters, KVLaneStats
+
+# With nothing to compute the worker waits this long for its copies instead of spinning through empty steps.
+IDLE_WAIT_MS = 1.0
+CORE_COUNTS = frozenset({"reconnects"})
+
+
+class WorkerSide:
+    """All of the worker role. Its methods may raise; the connector guards them."""
+
+    def __init__(self, rank: int, failures: Failures) -> None:
+        self._rank = rank
+        self._failures = failures
+        self._core: Any = None
+        self.counters = Counters()
+        self._loads: dict[int, LoadJob] = {}
+        self._saves: dict[int, int] = {}  # job to its number of blocks
+        self._ended: dict[int, JobEnd] = {}
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._metadata: KVLaneMetadata | None = None
+        self._saves_started = False
+
+    def attach(self, core: Any) -> None:
+        """The core's worker; before, and after `detach`, every job fails."""
+        self._core = core
+
+    def detach(self) -> None:
+        """End all copies: the KV caches are about to go away."""
+        core, self._core = self._core, None
+        if core is None:
+            return
+        core.close()
+        self._collect(core)
+        for job in [*self._loads, *self._saves]:
+            self._end(job, ok=False)
+
+    def bind(self, metadata: KVLaneMetadata) -> None:
+        """A step begins: start its loads, which vLLM's own zeroing of new blocks precedes."""
+        self._metadata = metadata
+        self._saves_started = False
+        for load in metadata.loads:
+            self._start_load(load)
+
+    def start_saves(self) -> None:
+        """The step's forward pass is over: start its saves. Calling it again changes nothing."""
+        if self._metadata is None or self._saves_started:
+            return
+        self._saves_started = True
+        for save in self._metadata.saves:
+            self._start_save(save)
+
+    def unbind(self) -> None:
+        """A step ends. Steps without a forward pass have not started their saves yet in some versions."""
+        self.start_saves()
+        self._metadata = None
+
+    def _start_load(self, load: LoadJob) -> None:
+        self._loads[load.job] = load
+        if load.groups is None or self._core is None:
+            self._end(load.job, ok=False)
+            return
+        groups = [(group, ids, pages[self._rank]) for group, ids, pages in load.groups if ids]
+        if not groups:
+            self._end(load.job, ok=True)
+            return
+        try:
+            self._core.load(load.job, load.boot, groups)
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("starting a load", error, "the request is reported as not loaded")
+            self._end(load.job, ok=False)
+
+    def _start_save(self, save: SaveJob) -> None:
+        self._saves[save.job] = sum(len(ids) for _, _, _, ids in save.groups)
+        if self._core is None:
+            self._end(save.job, ok=False)
+            return
+        try:
+            self._core.save(save.job, save.groups)
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("starting a save", error, "its blocks are not saved")
+            self._end(save.job, ok=False)
+
+    def poll(self) -> None:
+        """Notice the jobs that ended."""
+        if self._core is None:
+            return
+        if self._metadata is not None and self._metadata.idle and (self._loads or self._saves):
+            self._core.wait(IDLE_WAIT_MS)
+        self._collect(self._core)
+
+    def _collect(self, core: Any) -> None:
+        for finished in core.poll():
+            if finished.job in self._saves:
+                stored = finished.blocks + finished.present
+                self.counters.add("save_jobs")
+                self.counters.add("save_blocks", finished.blocks)
+                self.counters.add("present_blocks", finished.present)
+                self.counters.add("save_bytes", finished.bytes)
+                self.counters.add("save_seconds", finished.seconds)
+                self._end(finished.job, ok=finished.ok and stored >= self._saves[finished.job])
+            elif finished.job in self._loads:
+                self.counters.add("load_jobs")
+                self.counters.add("load_blocks", finished.blocks)
+                self.counters.add("load_bytes", finished.bytes)
+                self.counters.add("load_seconds", finished.seconds)
+                if not finished.ok:
+                    self._failures.record(
+                        "a load", RuntimeError(finished.detail), "the request is reported as not loaded"
+                    )
+                self._end(finished.job, ok=finished.ok)
+
+    def _end(self, job: int, ok: bool) -> None:
+        load = self._loads.pop(job, None)
+        if load is None:
+            del self._saves[job]
+            self.counters.add("failed_saves", 0 if ok else 1)
+        else:
+            self._loaded.add(load.request_id)
+            if not ok:
+                self.counters.add("failed_loads")
+                self._failed.add(load.request_id)
+                self._failed_blocks |= load.block_ids
+        self._ended[job] = JobEnd(1, ok)
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load ended since the last call, and those among them whose load failed."""
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        return loaded, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of failed loads since the last call."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_metadata(self) -> KVLaneWorkerMetadata | None:
+        """The ends of jobs since the last call, for the scheduler."""
+        if not self._ended:
+            return None
+        ended, self._ended = self._ended, {}
+        return KVLaneWorkerMetadata(ended)
+
+    def take_stats(self) -> KVLaneStats | None:
+        """Counters since the last call."""
+        if self._core is not None:
+            self.counters.add_core(self._core.take_stats(), CORE_COUNTS)
+        self.counters.add("errors", self._failures.take())
+        return self.counters.take()
+
+    def close(self) -> None:
+        """Say goodbye to the daemon."""
+        self.detach()

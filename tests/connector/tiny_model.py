@@ -1,0 +1,117 @@
+"""Small models whose answers depend on every cached block: weights N(0, 0.1), norms 1, saved to files.
+
+vLLM's dummy weights will not do: they are so small that prompts with different beginnings get the same answer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 2048
+LAYERS = 4
+HIDDEN = 256
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = 32
+INTERMEDIATE = 512
+
+
+def build_tiny_model(path: Path, sliding_window: int | None = None) -> Path:
+    """A Llama-shaped model; with a window, one whose every second layer sees only that many tokens."""
+    path.mkdir(parents=True, exist_ok=True)
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if sliding_window is not None:
+        config |= {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": sliding_window,
+            "max_window_layers": 0,
+            "layer_types": [
+                "sliding_attention" if layer % 2 else "full_attention" for layer in range(LAYERS)
+            ],
+        }
+    (path / "config.json").write_text(json.dumps(config))
+    _write_tokenizer(path)
+    save_file(_weights(biases=sliding_window is not None), str(path / "model.safetensors"))
+    return path
+
+
+def _weights(biases: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    weights = {
+        "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": normal(VOCABULARY, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        weights[at + "input_layernorm.weight"] = torch.ones(HIDDEN)
+        weights[at + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weights[at + f"self_attn.{name}_proj.weight"] = normal(rows * HEAD_DIM, HIDDEN)
+            if biases:
+                weights[at + f"self_attn.{name}_proj.bias"] = torch.zeros(rows * HEAD_DIM)
+        weights[at + "self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
+        weights[at + "mlp.gate_proj.weight"] = normal(INTERMEDIATE, HIDDEN)
+        weights[at + "mlp.up_proj.weight"] = normal(INTERMEDIATE, HIDDEN)
+        weights[at + "mlp.down_proj.weight"] = normal(HIDDEN, INTERMEDIATE)
+    return weights
+
+
+def _write_tokenizer(path: Path) -> None:
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{word}": word for word in range(3, VOCABULARY)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": number,
+                "content": word,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for number, word in enumerate(("<unk>", "<s>", "</s>"))
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+            }
+        )
+    )
