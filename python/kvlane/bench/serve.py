@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--pool-size", default="4gb", help="pool of the daemon that is started (default %(default)s)"
     )
-    target.add_argument("--engine-args", default="", help="further flags of `vllm serve`, in one string")
+    target.add_argument(
+        "--engine-args",
+        default="",
+        help="further flags of `vllm serve`, in one string; on a CPU at least --kv-cache-memory-bytes",
+    )
     work = parser.add_argument_group("the load")
     work.add_argument(
         "--num-prompts", type=_positive, default=50, help="requests a round (default %(default)s)"
@@ -105,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure_own(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     with ExitStack() as started:
-        logs = Path(tempfile.mkdtemp(prefix="kvlane-bench-"))
+        logs = arguments.out / "serve-logs"
         report.say(f"starting vllm serve {arguments.model} ({kind}); logs in {logs}")
         connector = None
         if kind == "kvlane":

@@ -45,6 +45,7 @@ class _Engine:
             max_num_batched_tokens=settings.max_tokens,
             max_num_seqs=8,
             enable_prefix_caching=True,
+            kv_cache_memory_bytes=settings.kv_cache_bytes,
             enforce_eager=True,
             disable_log_stats=False,
             seed=0,
@@ -102,7 +103,8 @@ class _Engine:
     def blocks(self, command: dict[str, Any]) -> dict[str, Any]:
         """The prompt's blocks that this engine has in its own prefix cache, from the first on.
 
-        Each has `digest` (of the bytes of all layers) and `layers` (the first bytes of each layer, hex).
+        Each has `digest` (of the bytes of all layers), `layers` (the first bytes of each layer, hex) and `layer_bytes`
+        (bytes of one layer).
         """
         from vllm.v1.request import Request
 
@@ -122,11 +124,14 @@ class _Engine:
                 break
             digest = hashlib.sha256()
             heads = []
+            content = b""
             for layer in layers:
-                content = layer[cached[0].block_id].contiguous().flatten().view(_bytes_dtype()).numpy().tobytes()
+                content = (
+                    layer[cached[0].block_id].contiguous().flatten().view(_bytes_dtype()).numpy().tobytes()
+                )
                 digest.update(content)
                 heads.append(content[:FINGERPRINT_BYTES].hex())
-            blocks.append({"digest": digest.hexdigest(), "layers": heads})
+            blocks.append({"digest": digest.hexdigest(), "layers": heads, "layer_bytes": len(content)})
         return {"blocks": blocks}
 
     def metrics(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -150,8 +155,11 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--connector", help="kv_transfer_config as JSON; without it plain vLLM")
     parser.add_argument("--block-size", type=int, default=32)
-    parser.add_argument("--dtype", default="float32", help="vLLM's auto would turn float32 weights to bfloat16")
+    parser.add_argument(
+        "--dtype", default="float32", help="vLLM's auto would turn float32 weights to bfloat16"
+    )
     parser.add_argument("--max-tokens", type=int, default=2560, help="longest prompt and answer together")
+    parser.add_argument("--kv-cache-bytes", type=int, default=1 << 30)
     settings = parser.parse_args()
 
     # vLLM and its libraries write to stdout; the answers get a descriptor of their own.

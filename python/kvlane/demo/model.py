@@ -50,7 +50,9 @@ def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
 
     The directory appears as a whole or not at all, so an interrupted build leaves nothing half written.
     """
-    recipe = json.dumps({"shape": asdict(shape), "seed": seed, "std": WEIGHT_STD, "format": 1}, sort_keys=True)
+    recipe = json.dumps(
+        {"shape": asdict(shape), "seed": seed, "std": WEIGHT_STD, "format": 1}, sort_keys=True
+    )
     stamp = directory / "recipe.json"
     if stamp.is_file() and stamp.read_text() == recipe:
         return directory
@@ -162,7 +164,9 @@ def _write_weights(directory: Path, shape: ModelShape, seed: int) -> None:
 
 def main() -> None:
     """`python -m kvlane.demo.model --shape demo DIRECTORY`."""
-    parser = argparse.ArgumentParser(description="Build a small Llama-shaped model with random saved weights.")
+    parser = argparse.ArgumentParser(
+        description="Build a small Llama-shaped model with random saved weights."
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="instead of the shape's own")

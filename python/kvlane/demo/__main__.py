@@ -1,0 +1,136 @@
+"""Runs the scenarios, prints one table, writes demo.json and demo.png; status 1 when one failed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from kvlane.bench import report
+from kvlane.demo.model import DEMO, build_model
+from kvlane.demo.processes import Daemon, ProcessFailed, close_all
+from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
+
+
+def main() -> int:
+    """Run the demo; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvlane demo", description="Real vLLM engines on this machine: cold, warm, killed, restarted."
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"
+    )
+    parser.add_argument(
+        "--model-dir", type=Path, help="where the model is built (default in the user's cache)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=5, help="prompts of the timed rounds (default %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=2000, help="length of each (default %(default)s)"
+    )
+    parser.add_argument("--pool-size", default="1gb", help="of the daemon (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.prompts < 2:
+        sys.exit(f"--prompts must be at least 2, not {arguments.prompts}")
+    if not 4 * BLOCK_TOKENS < arguments.prompt_tokens <= 2400:
+        sys.exit(
+            f"--prompt-tokens must be above {4 * BLOCK_TOKENS} and at most 2400, not {arguments.prompt_tokens}"
+        )
+
+    started = time.monotonic()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    logs = arguments.out / "demo-logs"
+    logs.mkdir(exist_ok=True)
+    report.say("building the model, where it is not built yet")
+    model = build_model(
+        arguments.model_dir or _cache() / f"demo-model-{arguments.seed}", DEMO, arguments.seed
+    )
+    with report.CpuWatch() as watch, tempfile.TemporaryDirectory(prefix="kvlane-demo-") as folder:
+        demo, scenarios = _run(arguments, model, Path(folder), logs)
+    result = _result(demo, scenarios, time.monotonic() - started)
+    result["machine"] = report.machine_facts() | {"cpu_use": watch.facts}
+    result["commit"] = report.commit()
+    _publish(arguments, result, scenarios)
+    return 0 if result["passed"] else 1
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlane"
+
+
+def _run(arguments: argparse.Namespace, model: Path, folder: Path, logs: Path) -> tuple[Demo, list[Scenario]]:
+    """All scenarios in order. One that a process failed in is the last: the next ones build on it."""
+    daemon = Daemon(folder, arguments.pool_size, logs)
+    demo = Demo(model, daemon, logs, arguments.prompt_tokens, arguments.prompts, arguments.seed)
+    finished: list[Scenario] = []
+    try:
+        daemon.start()
+        steps = demo.all()
+        with tqdm(
+            total=len(steps), unit="scenario", bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]"
+        ) as bar:
+            for scenario in steps:
+                try:
+                    finished.append(scenario(bar.set_description_str))
+                except (ProcessFailed, ConnectionError, TimeoutError) as error:
+                    finished.append(Scenario(scenario.__name__.replace("_", " "), problems=[str(error)]))
+                    break
+                finally:
+                    bar.update()
+    finally:
+        close_all([*demo.engines, daemon])
+    return demo, finished
+
+
+def _result(demo: Demo, scenarios: list[Scenario], seconds: float) -> dict[str, Any]:
+    figures = {scenario.name.partition(":")[0]: scenario.figures for scenario in scenarios}
+    nothing = report.summary([])
+    control = [scenario for scenario in scenarios if scenario.name.startswith("control:")]
+    cold, warm = (figures.get(name, {}).get("ttft_ms", nothing) for name in ("cold", "warm"))
+    return {
+        "passed": len(scenarios) == len(demo.all()) and all(scenario.passed for scenario in scenarios),
+        "cold_ttft_ms": {part: cold[part] for part in ("mean", "p99")},
+        "warm_ttft_ms": {part: warm[part] for part in ("mean", "p99")},
+        "hit_tokens": figures.get("warm", {}).get("hit_tokens", 0),
+        "tokens_equal": demo.tokens_equal and len(scenarios) == len(demo.all()),
+        "control_failed_as_it_must": bool(control) and control[0].passed,
+        "seconds": seconds,
+        "scenarios": [
+            {"name": each.name, "passed": each.passed, "figures": each.figures, "problems": each.problems}
+            for each in scenarios
+        ],
+    }
+
+
+def _publish(arguments: argparse.Namespace, result: dict[str, Any], scenarios: list[Scenario]) -> None:
+    rows = []
+    for scenario in scenarios:
+        ttft = scenario.figures.get("ttft_ms", float("nan"))
+        mean = ttft["mean"] if isinstance(ttft, dict) else ttft
+        rows.append([scenario.name, mean, "passed" if scenario.passed else "FAILED"])
+    print(report.table(["scenario", "TTFT ms", ""], rows))
+    for scenario in scenarios:
+        for problem in scenario.problems:
+            print(f"{scenario.name}: {problem}")
+    cold, warm = result["cold_ttft_ms"], result["warm_ttft_ms"]
+    print(
+        f"cold {cold['mean']:.0f} ms, warm {warm['mean']:.0f} ms: {cold['mean'] / warm['mean']:.1f} times faster; "
+        f"{result['hit_tokens']} tokens came from the daemon; {result['seconds']:.0f} s in all"
+    )
+    report.write_json(arguments.out / "demo.json", result)
+    groups = {"cold": cold, "warm": warm}
+    title = f"Time to first token, {arguments.prompt_tokens} tokens"
+    report.bars(arguments.out / "demo.png", title, "ms", groups, note=result["machine"]["cpu"])
+    print(f"written: {arguments.out / 'demo.json'}, {arguments.out / 'demo.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
