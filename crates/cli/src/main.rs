@@ -1,2 +1,59 @@
-//! The one binary `kvlane`.
-fn main() {}
+//! The one binary `kvlane`: the daemon, its status, and the benchmarks.
+
+mod namespaces;
+mod python;
+mod reference;
+mod serve;
+mod serve_options;
+mod size;
+mod status;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Keeps the KV cache of vLLM engines in a daemon outside the engine, so that it outlives them and is shared by all
+/// engines of a host.
+#[derive(Debug, Parser)]
+#[command(name = "kvlane", version, arg_required_else_help = true, max_term_width = 110)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the daemon.
+    Serve(serve_options::ServeArgs),
+    /// Show what a running daemon holds and who uses it.
+    Status(status::StatusArgs),
+    /// Drop what a namespace holds.
+    Drop(namespaces::DropArgs),
+    /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
+    #[command(disable_help_flag = true)]
+    Bench(python::PythonArgs),
+    /// A real vLLM, cold and warm, with the daemon and engines killed in between. Needs the Python package and vLLM.
+    #[command(disable_help_flag = true)]
+    Demo(python::PythonArgs),
+    /// Write the reference pages of flags, metrics and calls.
+    #[command(hide = true)]
+    Reference(reference::ReferenceArgs),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Serve(args) => serve::run(args),
+        Command::Status(args) => status::run(&args),
+        Command::Drop(args) => namespaces::run(&args),
+        Command::Bench(args) => python::run("kvlane.bench", &args),
+        Command::Demo(args) => python::run("kvlane.demo", &args),
+        Command::Reference(args) => reference::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kvlane: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -24,6 +24,8 @@ use crate::{
     nonce::random_nonce,
 };
 
+/// How long a new scheduler waits for its engine to be opened.
+const FIRST_OPENING: Duration = Duration::from_secs(1);
 /// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
 /// well below its lease time.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -131,7 +133,8 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Starts to connect; without a daemon it keeps trying.
+    /// Starts to connect; without a daemon it keeps trying. Where one answers, waits up to a second for it to open
+    /// the engine, so that the first request can already hit.
     pub fn new(options: SchedulerOptions) -> Self {
         let now = Instant::now();
         let mut scheduler = Self {
@@ -144,7 +147,16 @@ impl Scheduler {
             stats: SchedulerStats::default(),
             last_refusal: None,
         };
-        scheduler.advance(now);
+        while scheduler.up.is_some() || scheduler.backoff.is_due(Instant::now()) {
+            scheduler.advance(Instant::now());
+            let left = FIRST_OPENING.saturating_sub(now.elapsed());
+            match &scheduler.up {
+                Some(up) if up.phase != Phase::Open && !left.is_zero() => {
+                    up.connection.wait(Some(left), None)
+                }
+                _ => break,
+            }
+        }
         scheduler
     }
 

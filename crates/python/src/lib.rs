@@ -1,1 +1,32 @@
-//! kvlane python
+//! `kvlane._core`: the Rust side of an engine's process. `python/kvlane/_core.pyi` documents it for users.
+
+mod convert;
+mod scheduler;
+mod tool;
+mod worker;
+
+use kvlane_proto::WIRE_MAX;
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::scheduler::{PyHit, PyScheduler};
+    #[pymodule_export]
+    use super::tool::PyTool;
+    #[pymodule_export]
+    use super::worker::{PyFinished, PyWorker};
+    use super::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("WIRE_VERSION", WIRE_MAX)
+    }
+
+    /// The address used when none is given.
+    #[pyfunction]
+    fn default_address() -> PyResult<String> {
+        convert::address(None).map(|address| address.to_string())
+    }
+}

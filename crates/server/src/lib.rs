@@ -1,1 +1,148 @@
-//! kvlane server
+//! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
+
+mod engines;
+mod http;
+mod listen;
+mod metrics;
+mod peer;
+mod random;
+mod saves;
+mod session;
+mod sessions;
+mod status;
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use kvlane_memory::{Arena, ArenaError, ArenaOptions};
+use kvlane_proto::Address;
+use kvlane_store::{Background, Store, StoreOptions};
+use thiserror::Error;
+
+pub use metrics::{METRICS, Metric, MetricKind};
+
+use crate::{engines::Engines, listen::Listeners, metrics::Metrics, sessions::Sessions};
+
+/// What a daemon needs to know.
+#[derive(Debug, Clone)]
+pub struct ServeOptions {
+    /// The pool.
+    pub arena: ArenaOptions,
+    /// Where engines and tools connect.
+    pub listen: Vec<Address>,
+    /// Health, metrics and admin; `None` serves none.
+    pub http: Option<SocketAddr>,
+    /// How fast the background check of checksums reads the pool, in bytes a second; 0 turns it off.
+    pub scrub_bytes_per_s: u64,
+    /// How long leases last without a heartbeat that names them.
+    pub lease_ttl: Duration,
+    /// Connections at the same time.
+    pub sessions_max: usize,
+}
+
+/// Why a daemon does not start. Each names the offending value.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// The pool.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+    /// A socket or port.
+    #[error(transparent)]
+    Listen(#[from] listen::ListenError),
+    /// A thread or descriptor.
+    #[error("cannot start: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// What all sessions share.
+pub(crate) struct Shared {
+    pub(crate) boot: [u8; 16],
+    pub(crate) started: Instant,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) engines: Engines,
+    pub(crate) sessions: Sessions,
+    pub(crate) metrics: Metrics,
+    pub(crate) stopping: AtomicBool,
+}
+
+impl Shared {
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+}
+
+/// A running daemon.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    listeners: Listeners,
+    http: Option<http::Http>,
+    reaper: Option<std::thread::JoinHandle<()>>,
+    _background: Background,
+}
+
+impl Daemon {
+    /// Binds, then pre-faults the pool (calling `progress` with the bytes done), then serves.
+    ///
+    /// # Errors
+    /// [`StartError`], in one sentence that says what to do.
+    pub fn start(options: &ServeOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<Self, StartError> {
+        // Binding first: a second daemon on the same socket must fail before it takes memory.
+        let bound = listen::bind(&options.listen)?;
+        let http_bound = options.http.map(http::bind).transpose()?;
+        let arena = Arc::new(Arena::create(&options.arena, progress)?);
+        let store = Store::new(
+            Arc::clone(&arena),
+            StoreOptions { lease_ttl: options.lease_ttl, claim_ttl: Duration::from_secs(60) },
+        );
+        let background = store.start_background(options.scrub_bytes_per_s)?;
+        let shared = Arc::new(Shared {
+            boot: random::bytes16()?,
+            started: Instant::now(),
+            arena,
+            store,
+            engines: Engines::default(),
+            sessions: Sessions::new(options.sessions_max)?,
+            metrics: Metrics::install(),
+            stopping: AtomicBool::new(false),
+        });
+        let reaper = sessions::start_reaper(Arc::clone(&shared))?;
+        let http = http_bound.map(|bound| http::serve(bound, Arc::clone(&shared))).transpose()?;
+        let listeners = listen::serve(bound, &shared)?;
+        Ok(Self { shared, listeners, http, reaper: Some(reaper), _background: background })
+    }
+
+    /// "4 kB", "2 MB (hugetlb)", ...
+    pub fn page_size(&self) -> &'static str {
+        self.shared.arena.page_size()
+    }
+
+    /// Bytes of the pool.
+    pub fn pool_bytes(&self) -> u64 {
+        self.shared.arena.bytes()
+    }
+
+    /// Takes no new work, waits up to `drain` for what is under way, closes all sessions and removes the sockets.
+    /// Returns whether everything under way ended in time.
+    pub fn stop(mut self, drain: Duration) -> bool {
+        self.shared.stopping.store(true, Ordering::Release);
+        self.listeners.stop();
+        let drained = self.shared.sessions.drain(drain);
+        self.shared.sessions.close_all();
+        if let Some(reaper) = self.reaper.take()
+            && reaper.join().is_err()
+        {
+            tracing::error!("the reaper had panicked");
+        }
+        if let Some(http) = self.http.take() {
+            http.stop();
+        }
+        drained
+    }
+}

@@ -1,0 +1,24 @@
+//! Subcommands that are written in Python: they run in the interpreter beside this binary.
+
+use std::{env, ffi::OsString, os::unix::process::CommandExt, path::PathBuf, process::Command};
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+
+#[derive(Debug, Args)]
+pub(crate) struct PythonArgs {
+    /// Passed on
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
+    args: Vec<OsString>,
+}
+
+/// Becomes `python -m MODULE ARGS`.
+pub(crate) fn run(module: &str, args: &PythonArgs) -> Result<()> {
+    let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(|folder| folder.join("python3")));
+    let python = beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from("python3"));
+    let error = Command::new(&python).arg("-m").arg(module).args(&args.args).exec();
+    Err(anyhow!(
+        "cannot run {} -m {module} ({error}): install the Python package, `pip install kvlane`",
+        python.display()
+    ))
+}

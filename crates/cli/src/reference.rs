@@ -1,0 +1,138 @@
+//! Reference pages, made from the code: flags, metrics and calls.
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Result, bail};
+use clap::{Args, CommandFactory};
+use kvlane_proto::PROTO_SOURCE;
+use kvlane_server::{METRICS, MetricKind};
+
+use crate::Cli;
+
+#[derive(Debug, Args)]
+pub(crate) struct ReferenceArgs {
+    /// Folder of the pages
+    folder: PathBuf,
+    /// Write nothing, and fail when a page is not up to date
+    #[arg(long)]
+    check: bool,
+}
+
+const NOTE: &str = "<!-- Made by `kvlane reference docs/reference`; do not edit. -->\n\n";
+
+/// Writes or checks the pages.
+pub(crate) fn run(args: &ReferenceArgs) -> Result<()> {
+    for (name, text) in [("flags.md", flags()), ("metrics.md", metrics()), ("calls.md", calls())] {
+        let path = args.folder.join(name);
+        if !args.check {
+            fs::create_dir_all(&args.folder)?;
+            fs::write(&path, text)?;
+        } else if fs::read_to_string(&path).unwrap_or_default() != text {
+            bail!("{} is not up to date: run `kvlane reference {}`", path.display(), args.folder.display());
+        }
+    }
+    Ok(())
+}
+
+fn flags() -> String {
+    let mut text = format!("{NOTE}# Flags\n");
+    let mut cli = Cli::command();
+    cli.build();
+    let visible =
+        cli.get_subcommands_mut().filter(|command| !command.is_hide_set() && command.get_name() != "help");
+    for command in visible {
+        let mut command = command.clone().term_width(100).hide_possible_values(false);
+        let name = command.get_name().to_owned();
+        // Written in Python: its own --help tells.
+        if name == "bench" || name == "demo" {
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            text.push_str(&format!("\n## kvlane {name}\n\n{about}\n"));
+            continue;
+        }
+        let help = command.render_long_help().to_string();
+        // Values of the environment would make the page differ from machine to machine.
+        let lines: Vec<String> =
+            help.lines().map(|line| strip_environment(line).trim_end().to_owned()).collect();
+        text.push_str(&format!("\n## kvlane {name}\n\n```text\n{}\n```\n", lines.join("\n").trim_end()));
+    }
+    text
+}
+
+/// `[env: NAME=value]` without the value.
+fn strip_environment(line: &str) -> String {
+    match line.find("[env: ").and_then(|at| line[at..].find('=').map(|equals| at + equals)) {
+        Some(equals) => format!("{}=]", &line[..equals]),
+        None => line.to_owned(),
+    }
+}
+
+fn metrics() -> String {
+    let mut text = format!(
+        "{NOTE}# Metrics\n\nServed at `/metrics` of `--http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
+    );
+    for metric in METRICS {
+        let kind = match metric.kind {
+            MetricKind::Counter => "counter",
+            MetricKind::Gauge => "gauge",
+            MetricKind::Histogram => "histogram",
+        };
+        text.push_str(&format!("| `{}` | {kind} | {} | {} |\n", metric.name, metric.labels, metric.help));
+    }
+    text
+}
+
+/// The messages of the wire with their comments, from the .proto file.
+fn calls() -> String {
+    let mut text = format!("{NOTE}# Calls\n\n");
+    let mut comment: Vec<&str> = Vec::new();
+    let mut depth = 0usize;
+    for line in PROTO_SOURCE.lines().map(str::trim) {
+        if let Some(words) = line.strip_prefix("//") {
+            comment.push(words.trim());
+            continue;
+        }
+        let told = std::mem::take(&mut comment).join(" ");
+        let trailing = line.split_once("//").map_or("", |(_, words)| words.trim());
+        let told = if told.is_empty() { trailing.to_owned() } else { told };
+        if line.starts_with("syntax") {
+            text.push_str(&format!("{told}\n"));
+        } else if let Some(name) = line.strip_prefix("message ") {
+            depth += 1;
+            text.push_str(&format!("\n## {}\n\n{told}\n\n", name.trim_end_matches(['{', '}', ' '])));
+            depth -= usize::from(line.ends_with('}'));
+        } else if line.ends_with('{') {
+            depth += 1;
+        } else if line == "}" {
+            depth = depth.saturating_sub(1);
+        } else if depth > 0
+            && let Some((field, _)) = line.split_once(';')
+        {
+            let (field, _) = field.split_once('=').unwrap_or((field, ""));
+            let colon = if told.is_empty() { "" } else { ": " };
+            text.push_str(&format!("- `{}`{colon}{told}\n", field.trim()));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flag_metric_and_message_is_on_its_page() {
+        assert!(
+            flags().contains("--pool-size")
+                && flags().contains("KVLANE_POOL_SIZE")
+                && !flags().contains("## kvlane reference")
+        );
+        assert!(METRICS.iter().all(|metric| metrics().contains(metric.name)));
+        assert!(calls().contains("## Lookup\n") && calls().contains("- `uint64 max_tokens`: Upper bound"));
+    }
+
+    #[test]
+    fn the_environment_of_this_machine_is_not_told() {
+        assert_eq!(strip_environment("  [env: KVLANE_LOG=debug]"), "  [env: KVLANE_LOG=]");
+        assert_eq!(strip_environment("plain = text"), "plain = text");
+    }
+}

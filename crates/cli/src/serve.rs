@@ -1,0 +1,60 @@
+//! `kvlane serve`.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use kvlane_server::Daemon;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use crate::{serve_options::ServeArgs, size::Size};
+
+/// Runs the daemon until SIGTERM or SIGINT.
+pub(crate) fn run(args: ServeArgs) -> Result<()> {
+    let options = args.resolve()?;
+    let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log '{}'", options.log))?;
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let start = Instant::now();
+    let bar = progress_bar(options.serve.arena.bytes);
+    let daemon = Daemon::start(&options.serve, &|done| bar.set_position(done))?;
+    bar.finish_and_clear();
+    let listen = options.serve.listen.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+    eprintln!(
+        "kvlane {} serves {listen}; pool of {} in {} pages, ready after {:.1} s{}",
+        env!("CARGO_PKG_VERSION"),
+        Size(daemon.pool_bytes()),
+        daemon.page_size(),
+        start.elapsed().as_secs_f64(),
+        options.serve.http.map_or(String::new(), |http| format!("; health and metrics at http://{http}")),
+    );
+    runtime.block_on(async {
+        let mut term = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        anyhow::Ok(())
+    })?;
+    tracing::info!("stopping: taking no new work");
+    if !daemon.stop(options.drain) {
+        tracing::warn!(
+            seconds = options.drain.as_secs(),
+            "work was still under way when the time to drain was over"
+        );
+    }
+    Ok(())
+}
+
+/// Shown on a terminal while the pool is pre-faulted.
+fn progress_bar(bytes: u64) -> ProgressBar {
+    let bar = ProgressBar::new(bytes).with_message("taking the pool's memory");
+    let style = "{msg} [{bar:40}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}";
+    if let Ok(style) = ProgressStyle::with_template(style) {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}

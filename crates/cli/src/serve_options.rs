@@ -1,0 +1,196 @@
+//! The flags of `kvlane serve`: from the command line, else the environment, else the file, else the defaults.
+
+use std::{fs, net::SocketAddr, net::ToSocketAddrs, path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, ValueEnum};
+use kvlane_memory::{ArenaOptions, HugePages, Numa};
+use kvlane_proto::{Address, default_address};
+use kvlane_server::ServeOptions;
+use serde::Deserialize;
+
+use crate::size::Size;
+
+const DEFAULT_POOL: u64 = 4_000_000_000;
+const DEFAULT_TCP: &str = "127.0.0.1:50055";
+const DEFAULT_HTTP: &str = "127.0.0.1:9091";
+const DEFAULT_SCRUB: u64 = 16_000_000;
+const DEFAULT_SESSIONS: usize = 1024;
+const DEFAULT_DRAIN_S: u64 = 10;
+const DEFAULT_LOG: &str = "info";
+
+/// Every flag is also an environment variable, and a key of the file given by --config (`pool-size = "4gb"`).
+#[derive(Debug, Default, Args, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct ServeArgs {
+    /// Size of the pool: 4gb, 512mib, or plain bytes. It is taken at once and kept [default: 4gb]
+    #[arg(long, env = "KVLANE_POOL_SIZE", value_name = "SIZE")]
+    pool_size: Option<Size>,
+
+    /// Where to listen: unix:PATH or HOST:PORT; may be given more than once. Engines need a Unix socket; TCP serves
+    /// status only [default: kvlane.sock in the user's runtime directory, and 127.0.0.1:50055]
+    #[arg(long, env = "KVLANE_LISTEN", value_name = "ADDRESS", value_delimiter = ',')]
+    listen: Option<Vec<String>>,
+
+    /// Where health, metrics and admin are served, or off [default: 127.0.0.1:9091]
+    #[arg(long, env = "KVLANE_HTTP", value_name = "HOST:PORT")]
+    http: Option<String>,
+
+    /// Back the pool by huge pages: auto takes them where they are to be had, on fails without [default: auto]
+    #[arg(long, env = "KVLANE_HUGEPAGES", value_enum, value_name = "MODE")]
+    hugepages: Option<HugePagesArg>,
+
+    /// Spread the pool over the host's NUMA nodes [default: auto]
+    #[arg(long, env = "KVLANE_NUMA", value_enum, value_name = "MODE")]
+    numa: Option<NumaArg>,
+
+    /// How fast checksums are verified again in the background, a second; 0 turns it off [default: 16mb]
+    #[arg(long, env = "KVLANE_SCRUB_RATE", value_name = "SIZE")]
+    scrub_rate: Option<Size>,
+
+    /// Connections at the same time [default: 1024]
+    #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
+    max_sessions: Option<usize>,
+
+    /// How long SIGTERM waits for saves under way, in seconds [default: 10]
+    #[arg(long, env = "KVLANE_DRAIN_SECONDS", value_name = "S")]
+    drain_seconds: Option<u64>,
+
+    /// What to log: error, warn, info, debug, trace, or a filter such as kvlane_server=debug [default: info]
+    #[arg(long, env = "KVLANE_LOG", value_name = "FILTER")]
+    log: Option<String>,
+
+    /// A TOML file with these flags as keys
+    #[arg(long, env = "KVLANE_CONFIG", value_name = "FILE")]
+    #[serde(skip)]
+    config: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum HugePagesArg {
+    Auto,
+    On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum NumaArg {
+    Auto,
+    Off,
+}
+
+/// Everything decided.
+#[derive(Debug)]
+pub(crate) struct Resolved {
+    pub(crate) serve: ServeOptions,
+    pub(crate) drain: Duration,
+    pub(crate) log: String,
+}
+
+impl ServeArgs {
+    /// Fills what is missing from the file, then from the defaults, and checks it.
+    pub(crate) fn resolve(self) -> Result<Resolved> {
+        let file = match &self.config {
+            Some(path) => {
+                let text = fs::read_to_string(path)
+                    .with_context(|| format!("cannot read --config {}", path.display()))?;
+                toml::from_str(&text).with_context(|| format!("in --config {}", path.display()))?
+            }
+            None => Self::default(),
+        };
+        let pool = self.pool_size.or(file.pool_size).unwrap_or(Size(DEFAULT_POOL));
+        if pool.0 < 1 << 20 {
+            bail!("--pool-size {} bytes is too small: a pool has at least 1mib", pool.0);
+        }
+        let listen = match self.listen.or(file.listen) {
+            Some(written) => written
+                .iter()
+                .map(|text| text.parse().with_context(|| "in --listen".to_owned()))
+                .collect::<Result<Vec<Address>>>()?,
+            None => vec![default_address(), DEFAULT_TCP.parse()?],
+        };
+        if listen.is_empty() {
+            bail!("--listen is empty: without an address nobody can connect");
+        }
+        let http = self.http.or(file.http).unwrap_or_else(|| DEFAULT_HTTP.into());
+        let hugepages = match self.hugepages.or(file.hugepages).unwrap_or(HugePagesArg::Auto) {
+            HugePagesArg::Auto => HugePages::Auto,
+            HugePagesArg::On => HugePages::On,
+            HugePagesArg::Off => HugePages::Off,
+        };
+        let numa = match self.numa.or(file.numa).unwrap_or(NumaArg::Auto) {
+            NumaArg::Auto => Numa::Auto,
+            NumaArg::Off => Numa::Off,
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
+        let serve = ServeOptions {
+            arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
+            listen,
+            http: parse_http(&http)?,
+            scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
+            lease_ttl: Duration::from_secs(60),
+            sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
+        };
+        Ok(Resolved {
+            serve,
+            drain: Duration::from_secs(self.drain_seconds.or(file.drain_seconds).unwrap_or(DEFAULT_DRAIN_S)),
+            log: self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into()),
+        })
+    }
+}
+
+fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
+    if text == "off" {
+        return Ok(None);
+    }
+    let found = text.to_socket_addrs().ok().and_then(|mut found| found.next());
+    found.map(Some).with_context(|| format!("--http '{text}' is neither HOST:PORT nor off"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn with_file(text: &str, args: ServeArgs) -> Result<Resolved> {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(text.as_bytes())?;
+        ServeArgs { config: Some(file.path().to_owned()), ..args }.resolve()
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_file_and_the_file_over_the_defaults() {
+        let args = ServeArgs { pool_size: Some(Size(5 << 20)), ..Default::default() };
+        let resolved =
+            with_file("pool-size = \"1gb\"\nhttp = \"off\"\nlisten = [\"unix:/x/y\"]\n", args).unwrap();
+        assert_eq!(resolved.serve.arena.bytes, 5 << 20);
+        assert_eq!(resolved.serve.http, None);
+        assert_eq!(resolved.serve.listen, ["unix:/x/y".parse().unwrap()]);
+        assert_eq!(resolved.log, "info");
+        let numbers = with_file("pool-size = 2097152", ServeArgs::default()).unwrap();
+        assert_eq!(numbers.serve.arena.bytes, 2 << 20);
+    }
+
+    #[test]
+    fn mistakes_in_the_file_are_named() {
+        for (text, wanted) in
+            [("pool = 1", "pool"), ("pool-size = \"4xb\"", "'4xb'"), ("hugepages = \"big\"", "big")]
+        {
+            let error = format!("{:#}", with_file(text, ServeArgs::default()).unwrap_err());
+            assert!(error.contains(wanted) && error.contains("--config"), "{error}");
+        }
+    }
+
+    #[test]
+    fn values_out_of_range_are_named() {
+        let tiny = ServeArgs { pool_size: Some(Size(4096)), ..Default::default() };
+        assert!(tiny.resolve().unwrap_err().to_string().contains("4096"));
+        let http = ServeArgs { http: Some("nowhere".into()), ..Default::default() };
+        assert!(http.resolve().unwrap_err().to_string().contains("'nowhere'"));
+        let listen = ServeArgs { listen: Some(vec!["unix:".into()]), ..Default::default() };
+        assert!(format!("{:#}", listen.resolve().unwrap_err()).contains("'unix:'"));
+    }
+}

@@ -1,0 +1,165 @@
+//! `kvlane status`.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use bytesize::ByteSize;
+use clap::Args;
+use kvlane_client::Tool;
+use kvlane_proto::{Address, default_address, v1::Status};
+use serde_json::json;
+
+/// Where the daemon is.
+#[derive(Debug, Args)]
+pub(crate) struct DaemonArgs {
+    /// The daemon's address: unix:PATH or HOST:PORT [default: kvlane.sock in the user's runtime directory]
+    #[arg(long, env = "KVLANE_ADDR", value_name = "ADDRESS")]
+    addr: Option<String>,
+}
+
+impl DaemonArgs {
+    /// Connects, or says what to do.
+    pub(crate) fn connect(&self) -> Result<Tool> {
+        let address: Address = self.addr.as_deref().map_or_else(|| Ok(default_address()), str::parse)?;
+        Ok(Tool::connect(&address, Duration::from_secs(2))?)
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    daemon: DaemonArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints what the daemon holds and who uses it.
+pub(crate) fn run(args: &StatusArgs) -> Result<()> {
+    let status = args.daemon.connect()?.status()?;
+    if args.json {
+        println!("{:#}", to_json(&status));
+    } else {
+        print!("{}", to_text(&status));
+    }
+    Ok(())
+}
+
+/// 16 bytes as 32 digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn to_json(status: &Status) -> serde_json::Value {
+    json!({
+        "version": status.version,
+        "uptime_seconds": status.uptime_ms as f64 / 1e3,
+        "pool_bytes": status.pool_bytes,
+        "used_bytes": status.used_bytes,
+        "page_size": status.page_size,
+        "blocks": status.blocks,
+        "leased_blocks": status.leased_blocks,
+        "claimed_blocks": status.claimed_blocks,
+        "sessions": status.sessions.iter().map(|s| json!({
+            "session": s.session_id, "engine": s.engine_id, "role": s.role, "pid": s.pid, "client": s.client,
+            "silent_seconds": s.silent_ms as f64 / 1e3, "save_method": s.method, "save_method_reason": s.reason,
+        })).collect::<Vec<_>>(),
+        "namespaces": status.namespaces.iter().map(|n| json!({
+            "namespace": hex(&n.namespace), "name": n.name, "shards": n.shards, "blocks": n.blocks,
+            "bytes": n.bytes, "hit_blocks": n.hit_blocks, "missed_blocks": n.missed_blocks,
+        })).collect::<Vec<_>>(),
+    })
+}
+
+fn to_text(status: &Status) -> String {
+    let size = |bytes| ByteSize::b(bytes).display().si().to_string();
+    let share = 100.0 * status.used_bytes as f64 / (status.pool_bytes.max(1)) as f64;
+    let mut text = format!(
+        "kvlane {}, up {:.0} s\npool        {} of {} used ({share:.1} %), {} pages\nblocks      {}, {} leased, {} being saved\n",
+        status.version,
+        status.uptime_ms as f64 / 1e3,
+        size(status.used_bytes),
+        size(status.pool_bytes),
+        status.page_size,
+        status.blocks,
+        status.leased_blocks,
+        status.claimed_blocks,
+    );
+    text.push_str("\nsessions\n");
+    let rows = status.sessions.iter().map(|s| {
+        let heard = format!("{:.1} s ago", s.silent_ms as f64 / 1e3);
+        [
+            s.session_id.to_string(),
+            s.role.clone(),
+            s.engine_id.clone(),
+            s.pid.to_string(),
+            heard,
+            s.method.clone(),
+            s.client.clone(),
+        ]
+    });
+    text.push_str(&table(&["id", "role", "engine", "pid", "heard", "saves by", "client"], rows));
+    text.push_str("\nnamespaces\n");
+    let rows = status.namespaces.iter().map(|n| {
+        let asked = n.hit_blocks + n.missed_blocks;
+        let rate = if asked == 0 {
+            "-".into()
+        } else {
+            format!("{:.1} %", 100.0 * n.hit_blocks as f64 / asked as f64)
+        };
+        [hex(&n.namespace), n.shards.to_string(), n.blocks.to_string(), size(n.bytes), rate, n.name.clone()]
+    });
+    text.push_str(&table(&["namespace", "shards", "blocks", "size", "hit rate", "name"], rows));
+    text
+}
+
+/// Columns as wide as their widest cell.
+fn table<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let rows: Vec<[String; N]> = std::iter::once(head.map(str::to_owned)).chain(rows).collect();
+    let widths: [usize; N] =
+        std::array::from_fn(|c| rows.iter().map(|row| row[c].chars().count()).max().unwrap_or(0));
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> =
+            row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        text.push_str(&format!("  {}\n", cells.join("  ").trim_end()));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_proto::v1::{NamespaceStatus, SessionStatus};
+
+    use super::*;
+
+    #[test]
+    fn a_person_can_read_it() {
+        let status = Status {
+            version: "1.2.3".into(),
+            pool_bytes: 4_000_000_000,
+            used_bytes: 1_000_000_000,
+            page_size: "4 kB".into(),
+            sessions: vec![SessionStatus {
+                session_id: 7,
+                engine_id: "engine-a".into(),
+                role: "worker".into(),
+                silent_ms: 1500,
+                method: "process_vm".into(),
+                ..Default::default()
+            }],
+            namespaces: vec![NamespaceStatus {
+                namespace: vec![0xab; 16].into(),
+                name: "llama".into(),
+                hit_blocks: 1,
+                missed_blocks: 3,
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        let text = to_text(&status);
+        for wanted in ["25.0 %", "engine-a", "process_vm", "1.5 s ago", "abababab", "llama"] {
+            assert!(text.contains(wanted), "{wanted} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! From Python's values to ours, with errors that name the value.
+
+use std::time::Duration;
+
+use kvlane_block::{BlockHash, Region};
+use kvlane_proto::{Address, default_address};
+use pyo3::{
+    exceptions::PyValueError,
+    prelude::*,
+    types::{PyBytes, PyList},
+};
+
+/// Environment variable that names the daemon.
+const ADDRESS_VARIABLE: &str = "KVLANE_ADDR";
+
+/// The given address, else `KVLANE_ADDR`, else the default socket.
+pub(crate) fn address(given: Option<&str>) -> PyResult<Address> {
+    let named =
+        given.map(str::to_owned).or_else(|| std::env::var(ADDRESS_VARIABLE).ok().filter(|v| !v.is_empty()));
+    match named {
+        Some(text) => text.parse().map_err(value_error),
+        None => Ok(default_address()),
+    }
+}
+
+pub(crate) fn value_error(error: impl ToString) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+/// A name of 16 bytes.
+pub(crate) fn bytes16(what: &str, bytes: &[u8]) -> PyResult<[u8; 16]> {
+    bytes.try_into().map_err(|_| value_error(format!("{what} has 16 bytes, this one {}", bytes.len())))
+}
+
+/// Milliseconds as Python gives them.
+pub(crate) fn milliseconds(ms: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(ms / 1e3).map_err(|_| value_error(format!("{ms} ms is no time to wait")))
+}
+
+/// Block hashes of the engine, at least 16 bytes each.
+pub(crate) fn hashes(list: &Bound<'_, PyList>) -> PyResult<Vec<BlockHash>> {
+    let mut hashes = Vec::with_capacity(list.len());
+    for item in list.iter() {
+        hashes.push(BlockHash::from_engine(item.cast::<PyBytes>()?.as_bytes()).map_err(value_error)?);
+    }
+    Ok(hashes)
+}
+
+/// (base, block stride, blocks, piece bytes, piece offsets).
+pub(crate) type PyRegion = (u64, u64, u64, u64, Vec<u64>);
+
+pub(crate) fn region((base, block_stride, blocks, piece_bytes, piece_offsets): PyRegion) -> Region {
+    Region { base, block_stride, blocks, piece_bytes, piece_offsets }
+}

@@ -1,0 +1,178 @@
+//! The scheduler's connection.
+
+use std::{collections::HashMap, time::Duration};
+
+use kvlane_client::{GroupSpec, Hit, Scheduler, SchedulerOptions};
+use parking_lot::Mutex;
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyList},
+};
+
+use crate::convert::{address, bytes16, hashes, milliseconds};
+
+/// What a lookup found. `tokens == 0` is a miss and has no lease.
+#[pyclass(name = "Hit", module = "kvlane._core", frozen)]
+pub(crate) struct PyHit(Hit);
+
+#[pymethods]
+impl PyHit {
+    #[getter]
+    fn tokens(&self) -> u64 {
+        self.0.tokens
+    }
+
+    #[getter]
+    fn lease(&self) -> u64 {
+        self.0.lease
+    }
+
+    #[getter]
+    fn boot<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.boot)
+    }
+
+    #[getter]
+    fn groups(&self) -> Vec<(u32, u64)> {
+        self.0.groups().collect()
+    }
+
+    fn pages<'py>(&self, py: Python<'py>, group: u32, rank: u32) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.pages(group, rank))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Hit(tokens={}, lease={})", self.0.tokens, self.0.lease)
+    }
+}
+
+/// The scheduler's connection. No call blocks longer than it says.
+#[pyclass(name = "Scheduler", module = "kvlane._core", frozen)]
+pub(crate) struct PyScheduler(Mutex<Scheduler>);
+
+#[pymethods]
+impl PyScheduler {
+    #[new]
+    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0))]
+    fn new(
+        address: Option<String>,
+        engine_id: String,
+        client: String,
+        groups: Vec<(Vec<u8>, String, u32, u32)>,
+        workers: u32,
+        lookup_timeout_ms: f64,
+    ) -> PyResult<Self> {
+        let groups = groups
+            .into_iter()
+            .map(|(namespace, name, tokens_per_block, window_blocks)| {
+                let namespace = bytes16("a namespace", &namespace)?;
+                Ok(GroupSpec { namespace, name, tokens_per_block, window_blocks })
+            })
+            .collect::<PyResult<_>>()?;
+        Ok(Self(Mutex::new(Scheduler::new(SchedulerOptions {
+            address: self::address(address.as_deref())?,
+            engine_id,
+            client,
+            groups,
+            workers,
+            lookup_timeout: milliseconds(lookup_timeout_ms)?,
+        }))))
+    }
+
+    #[getter]
+    fn connected(&self) -> bool {
+        self.0.lock().is_connected()
+    }
+
+    #[getter]
+    fn ready(&self) -> bool {
+        self.0.lock().is_ready()
+    }
+
+    #[getter]
+    fn boot<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
+        self.0.lock().boot().map(|boot| PyBytes::new(py, &boot))
+    }
+
+    #[getter]
+    fn address(&self) -> String {
+        self.0.lock().address().to_string()
+    }
+
+    #[getter]
+    fn refusal(&self) -> String {
+        self.0.lock().last_refusal().unwrap_or_default().to_owned()
+    }
+
+    fn lookup_start(
+        &self,
+        request_id: &str,
+        hashes: Vec<Bound<'_, PyList>>,
+        max_tokens: u64,
+    ) -> PyResult<()> {
+        let hashes = all_hashes(&hashes)?;
+        self.0.lock().lookup_start(request_id, &hashes, max_tokens);
+        Ok(())
+    }
+
+    #[pyo3(signature = (request_id, wait_us = 0))]
+    fn lookup_poll(&self, py: Python<'_>, request_id: &str, wait_us: u64) -> Option<PyHit> {
+        let wait = Duration::from_micros(wait_us);
+        let poll = || self.0.lock().lookup_poll(request_id, wait).map(PyHit);
+        if wait.is_zero() { poll() } else { py.detach(poll) }
+    }
+
+    #[pyo3(signature = (hashes, max_tokens, timeout_ms = 1000.0))]
+    fn lookup(
+        &self,
+        py: Python<'_>,
+        hashes: Vec<Bound<'_, PyList>>,
+        max_tokens: u64,
+        timeout_ms: f64,
+    ) -> PyResult<PyHit> {
+        let hashes = all_hashes(&hashes)?;
+        let timeout = milliseconds(timeout_ms)?;
+        Ok(PyHit(py.detach(|| self.0.lock().lookup(&hashes, max_tokens, timeout))))
+    }
+
+    fn forget(&self, request_id: &str) {
+        self.0.lock().forget(request_id);
+    }
+
+    fn release(&self, boot: &[u8], lease: u64) -> PyResult<()> {
+        self.0.lock().release(bytes16("a boot id", boot)?, lease);
+        Ok(())
+    }
+
+    fn tick(&self) {
+        self.0.lock().tick();
+    }
+
+    #[pyo3(signature = (timeout_ms = 1000.0))]
+    fn drop_namespaces(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let timeout = milliseconds(timeout_ms)?;
+        Ok(py.detach(|| self.0.lock().drop_namespaces(timeout)))
+    }
+
+    fn take_stats(&self) -> HashMap<&'static str, f64> {
+        let stats = self.0.lock().take_stats();
+        HashMap::from([
+            ("lookups", stats.lookups as f64),
+            ("hits", stats.hits as f64),
+            ("misses", stats.misses as f64),
+            ("timeouts", stats.timeouts as f64),
+            ("unavailable", stats.unavailable as f64),
+            ("connects", stats.connects as f64),
+            ("losses", stats.losses as f64),
+            ("lookup_seconds", stats.lookup_seconds),
+        ])
+    }
+
+    fn close(&self) {
+        self.0.lock().close();
+    }
+}
+
+fn all_hashes(groups: &[Bound<'_, PyList>]) -> PyResult<Vec<Vec<kvlane_block::BlockHash>>> {
+    groups.iter().map(hashes).collect()
+}

@@ -1,0 +1,120 @@
+//! A connection for tools, tests and benchmarks.
+
+use std::time::Duration;
+
+use kvlane_client::{Tool, ToolError};
+use parking_lot::Mutex;
+use pyo3::{
+    exceptions::{PyConnectionError, PyTimeoutError, PyValueError},
+    prelude::*,
+    types::{PyBytes, PyDict},
+};
+
+use crate::convert::{address, bytes16, milliseconds};
+
+/// Status, settle, and the pool itself.
+#[pyclass(name = "Tool", module = "kvlane._core", frozen)]
+pub(crate) struct PyTool(Mutex<Option<Tool>>);
+
+#[pymethods]
+impl PyTool {
+    #[new]
+    #[pyo3(signature = (address, timeout_ms = 1000.0))]
+    fn new(py: Python<'_>, address: Option<&str>, timeout_ms: f64) -> PyResult<Self> {
+        let address = self::address(address)?;
+        let timeout = milliseconds(timeout_ms)?;
+        let tool = py.detach(|| Tool::connect(&address, timeout)).map_err(error)?;
+        Ok(Self(Mutex::new(Some(tool))))
+    }
+
+    #[getter]
+    fn boot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.with(py, |tool| Ok(tool.boot())).map(|boot| PyBytes::new(py, &boot))
+    }
+
+    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let status = self.with(py, Tool::status)?;
+        let dict = PyDict::new(py);
+        dict.set_item("version", status.version)?;
+        dict.set_item("uptime_ms", status.uptime_ms)?;
+        dict.set_item("pool_bytes", status.pool_bytes)?;
+        dict.set_item("used_bytes", status.used_bytes)?;
+        dict.set_item("blocks", status.blocks)?;
+        dict.set_item("leased_blocks", status.leased_blocks)?;
+        dict.set_item("claimed_blocks", status.claimed_blocks)?;
+        dict.set_item("page_size", status.page_size)?;
+        let mut sessions = Vec::new();
+        for session in status.sessions {
+            let entry = PyDict::new(py);
+            entry.set_item("session", session.session_id)?;
+            entry.set_item("engine", session.engine_id)?;
+            entry.set_item("role", session.role)?;
+            entry.set_item("pid", session.pid)?;
+            entry.set_item("client", session.client)?;
+            entry.set_item("silent_ms", session.silent_ms)?;
+            entry.set_item("method", session.method)?;
+            entry.set_item("reason", session.reason)?;
+            sessions.push(entry);
+        }
+        dict.set_item("sessions", sessions)?;
+        let mut namespaces = Vec::new();
+        for namespace in status.namespaces {
+            let entry = PyDict::new(py);
+            entry.set_item("namespace", PyBytes::new(py, &namespace.namespace))?;
+            entry.set_item("name", namespace.name)?;
+            entry.set_item("blocks", namespace.blocks)?;
+            entry.set_item("bytes", namespace.bytes)?;
+            entry.set_item("shards", namespace.shards)?;
+            entry.set_item("hit_blocks", namespace.hit_blocks)?;
+            entry.set_item("missed_blocks", namespace.missed_blocks)?;
+            namespaces.push(entry);
+        }
+        dict.set_item("namespaces", namespaces)?;
+        Ok(dict)
+    }
+
+    #[pyo3(signature = (timeout_ms = 10_000))]
+    fn settle(&self, py: Python<'_>, timeout_ms: u64) -> PyResult<()> {
+        self.with(py, |tool| tool.settle(Duration::from_millis(timeout_ms)))
+    }
+
+    fn drop_namespaces(&self, py: Python<'_>, namespaces: Vec<Vec<u8>>) -> PyResult<()> {
+        let named = namespaces.iter().map(|n| bytes16("a namespace", n)).collect::<PyResult<Vec<_>>>()?;
+        self.with(py, |tool| tool.drop_namespaces(&named))
+    }
+
+    fn read_pool<'py>(&self, py: Python<'py>, offset: u64, length: u64) -> PyResult<Bound<'py, PyBytes>> {
+        self.with(py, |tool| tool.read_pool(offset, length)).map(|bytes| PyBytes::new(py, &bytes))
+    }
+
+    fn write_pool(&self, py: Python<'_>, offset: u64, data: &[u8]) -> PyResult<()> {
+        self.with(py, |tool| tool.write_pool(offset, data))
+    }
+
+    fn close(&self) {
+        *self.0.lock() = None;
+    }
+}
+
+impl PyTool {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&mut Tool) -> Result<T, ToolError> + Send,
+    ) -> PyResult<T> {
+        py.detach(|| {
+            let mut tool = self.0.lock();
+            let tool = tool.as_mut().ok_or_else(|| PyValueError::new_err("the tool is closed"))?;
+            call(tool).map_err(error)
+        })
+    }
+}
+
+fn error(error: ToolError) -> PyErr {
+    let sentence = error.to_string();
+    match error {
+        ToolError::Connect(_) | ToolError::Lost(_) => PyConnectionError::new_err(sentence),
+        ToolError::Timeout(_) => PyTimeoutError::new_err(sentence),
+        ToolError::Refused(_) | ToolError::Pool(_) => PyValueError::new_err(sentence),
+    }
+}

@@ -1,0 +1,212 @@
+//! One rank's connection, mapping and mover thread.
+
+use std::collections::HashMap;
+
+use kvlane_block::BlockHash;
+use kvlane_client::{
+    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Worker, WorkerGroupSpec, WorkerOptions,
+};
+use parking_lot::RwLock;
+use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
+
+use crate::convert::{PyRegion, address, bytes16, hashes, milliseconds, region, value_error};
+
+/// The end of a save or load job. Exactly one comes for each job.
+#[pyclass(name = "Finished", module = "kvlane._core", frozen)]
+pub(crate) struct PyFinished(Finished);
+
+#[pymethods]
+impl PyFinished {
+    #[getter]
+    fn job(&self) -> u64 {
+        self.0.job
+    }
+
+    #[getter]
+    fn kind(&self) -> &'static str {
+        match self.0.kind {
+            JobKind::Save => "save",
+            JobKind::Load => "load",
+        }
+    }
+
+    #[getter]
+    fn ok(&self) -> bool {
+        self.0.ok
+    }
+
+    #[getter]
+    fn blocks(&self) -> u64 {
+        self.0.blocks
+    }
+
+    #[getter]
+    fn present(&self) -> u64 {
+        self.0.present
+    }
+
+    #[getter]
+    fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    #[getter]
+    fn seconds(&self) -> f64 {
+        self.0.seconds
+    }
+
+    #[getter]
+    fn detail(&self) -> &str {
+        &self.0.detail
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// (group, parent or b"", hashes, block ids).
+type PySaveGroup<'py> = (u32, Vec<u8>, Bound<'py, PyList>, Vec<u32>);
+/// (group, block ids, pages).
+type PyLoadGroup = (u32, Vec<u32>, Vec<u8>);
+
+/// One rank of an engine. `close` needs the worker alone; the other calls share it.
+#[pyclass(name = "Worker", module = "kvlane._core", frozen)]
+pub(crate) struct PyWorker(RwLock<Worker>);
+
+#[pymethods]
+impl PyWorker {
+    #[new]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0))]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+    fn new(
+        py: Python<'_>,
+        address: Option<String>,
+        engine_id: String,
+        client: String,
+        rank: u32,
+        workers: u32,
+        groups: Vec<(Vec<u8>, Vec<u8>, Vec<PyRegion>)>,
+        save_method: &str,
+        save_timeout_ms: f64,
+    ) -> PyResult<Self> {
+        let groups = groups
+            .into_iter()
+            .map(|(namespace, layout, regions)| {
+                Ok(WorkerGroupSpec {
+                    namespace: bytes16("a namespace", &namespace)?,
+                    layout: bytes16("a layout digest", &layout)?,
+                    regions: regions.into_iter().map(region).collect(),
+                })
+            })
+            .collect::<PyResult<_>>()?;
+        let save_method = match save_method {
+            "auto" => SaveMethod::Auto,
+            "process_vm" => SaveMethod::ProcessVm,
+            "mapped" => SaveMethod::Mapped,
+            other => {
+                return Err(value_error(format!(
+                    "save_method '{other}' is none of auto, process_vm and mapped"
+                )));
+            }
+        };
+        let options = WorkerOptions {
+            address: self::address(address.as_deref())?,
+            engine_id,
+            client,
+            rank,
+            workers,
+            groups,
+            save_method,
+            save_timeout: milliseconds(save_timeout_ms)?,
+        };
+        // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
+        // this worker; `_core.pyi` says so.
+        let started = py.detach(|| unsafe { Worker::start(options) });
+        started.map(|worker| Self(RwLock::new(worker))).map_err(|error| match error {
+            kvlane_client::StartError::Layout(error) => value_error(error),
+            kvlane_client::StartError::Io(error) => PyOSError::new_err(error.to_string()),
+        })
+    }
+
+    #[getter]
+    fn connected(&self) -> bool {
+        self.0.read().is_connected()
+    }
+
+    #[getter]
+    fn method(&self) -> String {
+        self.0.read().method().0
+    }
+
+    #[getter]
+    fn reason(&self) -> String {
+        let (_, reason) = self.0.read().method();
+        let refusal = self.0.read().refusal();
+        if refusal.is_empty() { reason } else { refusal }
+    }
+
+    fn save(&self, job: u64, groups: Vec<PySaveGroup<'_>>) -> PyResult<()> {
+        let groups = groups
+            .into_iter()
+            .map(|(group, parent, list, block_ids)| {
+                let parent = if parent.is_empty() {
+                    None
+                } else {
+                    Some(BlockHash::from_engine(&parent).map_err(value_error)?)
+                };
+                let hashes = hashes(&list)?;
+                if hashes.len() != block_ids.len() {
+                    let message = format!("{} hashes came with {} block ids", hashes.len(), block_ids.len());
+                    return Err(value_error(message));
+                }
+                Ok(SaveGroupSpec { group, parent, hashes, block_ids })
+            })
+            .collect::<PyResult<_>>()?;
+        self.0.read().save(job, groups);
+        Ok(())
+    }
+
+    fn load(&self, job: u64, boot: &[u8], groups: Vec<PyLoadGroup>) -> PyResult<()> {
+        let boot = bytes16("a boot id", boot)?;
+        let groups = groups
+            .into_iter()
+            .map(|(group, block_ids, pages)| {
+                let pages =
+                    pages.chunks(4).map(|p| p.try_into().map(u32::from_le_bytes)).collect::<Result<_, _>>();
+                let pages = pages.map_err(|_| value_error("pages are 4 bytes each"))?;
+                Ok(LoadGroup { group, block_ids, pages })
+            })
+            .collect::<PyResult<_>>()?;
+        self.0.read().load(job, boot, groups);
+        Ok(())
+    }
+
+    fn poll(&self) -> Vec<PyFinished> {
+        self.0.read().poll().into_iter().map(PyFinished).collect()
+    }
+
+    fn wait(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let timeout = milliseconds(timeout_ms)?;
+        Ok(py.detach(|| self.0.read().wait(timeout)))
+    }
+
+    /// Waits until registered with a daemon. False at the timeout, or at once when none answers.
+    fn wait_registered(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let timeout = milliseconds(timeout_ms)?;
+        Ok(py.detach(|| self.0.read().wait_registered(timeout)))
+    }
+
+    fn take_stats(&self) -> HashMap<&'static str, f64> {
+        let stats = self.0.read().take_stats();
+        HashMap::from([
+            ("connects", stats.connects as f64),
+            ("losses", stats.losses as f64),
+            ("save_timeouts", stats.save_timeouts as f64),
+        ])
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.write().close());
+    }
+}

@@ -1,0 +1,204 @@
+//! The daemon's sockets.
+
+use std::{
+    fs, io,
+    net::{SocketAddr, TcpListener},
+    os::unix::{
+        fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread::JoinHandle,
+};
+
+use kvlane_proto::Address;
+use thiserror::Error;
+
+use crate::{Shared, peer::Stream, session};
+
+/// A place where the daemon cannot listen.
+#[derive(Debug, Error)]
+pub enum ListenError {
+    /// Another daemon answers there.
+    #[error("another daemon listens at {0}: stop it, or choose another --listen")]
+    Occupied(Address),
+    /// Something else lies at the path.
+    #[error("{0} exists and is no socket: remove it, or choose another --listen")]
+    NotASocket(PathBuf),
+    /// The kernel refuses.
+    #[error("cannot listen at {address}: {error}")]
+    Refused {
+        /// Where.
+        address: String,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+#[derive(Debug)]
+enum Listener {
+    Unix(UnixListener, PathBuf, u64),
+    Tcp(TcpListener, SocketAddr),
+}
+
+/// Sockets that are bound but not yet served.
+#[derive(Debug)]
+pub(crate) struct Bound(Vec<Listener>);
+
+/// Sockets that are served.
+#[derive(Debug)]
+pub(crate) struct Listeners {
+    listeners: Vec<Arc<Listener>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// Binds all addresses. A stale socket file, which nobody answers, is replaced.
+pub(crate) fn bind(addresses: &[Address]) -> Result<Bound, ListenError> {
+    addresses.iter().map(bind_one).collect::<Result<_, _>>().map(Bound)
+}
+
+fn bind_one(address: &Address) -> Result<Listener, ListenError> {
+    let refused = |error| ListenError::Refused { address: address.to_string(), error };
+    match address {
+        Address::Unix(path) => {
+            make_folder(path).map_err(refused)?;
+            clear_stale(path, address)?;
+            let listener = UnixListener::bind(path).map_err(refused)?;
+            fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(refused)?;
+            let inode = fs::metadata(path).map_err(refused)?.ino();
+            Ok(Listener::Unix(listener, path.clone(), inode))
+        }
+        Address::Tcp(at) => match TcpListener::bind(at) {
+            Ok(listener) => Ok(Listener::Tcp(listener, *at)),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                Err(ListenError::Occupied(address.clone()))
+            }
+            Err(error) => Err(refused(error)),
+        },
+    }
+}
+
+fn make_folder(path: &Path) -> io::Result<()> {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
+        }
+        _ => Ok(()),
+    }
+}
+
+fn clear_stale(path: &Path, address: &Address) -> Result<(), ListenError> {
+    let Ok(found) = fs::symlink_metadata(path) else { return Ok(()) };
+    if !found.file_type().is_socket() {
+        return Err(ListenError::NotASocket(path.to_owned()));
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(ListenError::Occupied(address.clone())),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            tracing::info!(path = %path.display(), "replacing a socket that nobody serves");
+            fs::remove_file(path)
+                .map_err(|error| ListenError::Refused { address: address.to_string(), error })
+        }
+        // Full backlog, no permission: somebody is there.
+        Err(_) => Err(ListenError::Occupied(address.clone())),
+    }
+}
+
+/// Accepts on all sockets, one thread each.
+pub(crate) fn serve(bound: Bound, shared: &Arc<Shared>) -> io::Result<Listeners> {
+    let listeners: Vec<Arc<Listener>> = bound.0.into_iter().map(Arc::new).collect();
+    let mut threads = Vec::new();
+    for listener in &listeners {
+        let (listener, shared) = (Arc::clone(listener), Arc::clone(shared));
+        threads.push(
+            std::thread::Builder::new()
+                .name("kvlane-accept".into())
+                .spawn(move || accept(&listener, &shared))?,
+        );
+    }
+    Ok(Listeners { listeners, threads })
+}
+
+fn accept(listener: &Listener, shared: &Arc<Shared>) {
+    loop {
+        let accepted = match listener {
+            Listener::Unix(listener, ..) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
+            Listener::Tcp(listener, _) => listener.accept().and_then(|(stream, _)| {
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }),
+        };
+        if shared.is_stopping() {
+            return;
+        }
+        match accepted {
+            Ok(stream) => session::start(stream, Arc::clone(shared)),
+            Err(error) => {
+                // Out of descriptors, for example: sessions that end will free some.
+                tracing::warn!(%error, "cannot accept a connection");
+                std::thread::park_timeout(std::time::Duration::from_millis(100));
+            }
+        }
+    }
+}
+
+impl Listeners {
+    /// Stops accepting and removes the socket files, unless another daemon has replaced them.
+    pub(crate) fn stop(&mut self) {
+        for listener in &self.listeners {
+            // Wakes the accepting thread, which then sees that the daemon stops.
+            match &**listener {
+                Listener::Unix(_, path, inode) => {
+                    let _ = UnixStream::connect(path);
+                    if fs::metadata(path).is_ok_and(|found| found.ino() == *inode) {
+                        let _ = fs::remove_file(path);
+                    }
+                }
+                Listener::Tcp(_, at) => {
+                    let _ = std::net::TcpStream::connect_timeout(at, std::time::Duration::from_secs(1));
+                }
+            }
+        }
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unix(folder: &tempfile::TempDir, name: &str) -> Address {
+        Address::Unix(folder.path().join(name))
+    }
+
+    #[test]
+    fn a_stale_socket_file_is_replaced_and_a_live_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = unix(&folder, "deep/er/kvlane.sock");
+        drop(bind(std::slice::from_ref(&address)).unwrap());
+        let live = bind(std::slice::from_ref(&address)).unwrap();
+        let error = bind(std::slice::from_ref(&address)).unwrap_err();
+        assert!(matches!(error, ListenError::Occupied(_)), "{error}");
+        drop(live);
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("data"), "precious").unwrap();
+        let error = bind(&[unix(&folder, "data")]).unwrap_err();
+        assert!(matches!(error, ListenError::NotASocket(_)), "{error}");
+        assert_eq!(fs::read_to_string(folder.path().join("data")).unwrap(), "precious");
+    }
+
+    #[test]
+    fn an_occupied_port_is_named() {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = taken.local_addr().unwrap();
+        let error = bind(&[Address::Tcp(at)]).unwrap_err().to_string();
+        assert!(error.contains(&at.to_string()) && error.contains("--listen"), "{error}");
+    }
+}

@@ -1,0 +1,281 @@
+//! Prometheus metrics: one table names them all, and the reference page is made from it.
+
+use std::time::Duration;
+
+use kvlane_proto::v1::request::Body as Ask;
+use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+
+use crate::Shared;
+
+/// What a metric is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MetricKind {
+    /// Only grows.
+    Counter,
+    /// A present value.
+    Gauge,
+    /// A distribution.
+    Histogram,
+}
+
+/// One metric of the daemon.
+#[derive(Debug, Clone, Copy)]
+pub struct Metric {
+    /// As scraped.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: MetricKind,
+    /// Labels, comma-separated.
+    pub labels: &'static str,
+    /// One sentence.
+    pub help: &'static str,
+}
+
+const fn metric(name: &'static str, kind: MetricKind, labels: &'static str, help: &'static str) -> Metric {
+    Metric { name, kind, labels, help }
+}
+
+use MetricKind::{Counter, Gauge};
+
+/// All metrics of the daemon.
+pub const METRICS: &[Metric] = &[
+    metric("kvlane_pool_bytes", Gauge, "", "Bytes of the pool."),
+    metric(
+        "kvlane_pool_used_bytes",
+        Gauge,
+        "",
+        "Bytes of the pool that hold blocks or are claimed for them.",
+    ),
+    metric("kvlane_blocks", Gauge, "", "Blocks in the pool that a lookup can find."),
+    metric("kvlane_leased_blocks", Gauge, "", "Blocks that were promised to engines and may not be evicted."),
+    metric("kvlane_claimed_blocks", Gauge, "", "Blocks that are being saved."),
+    metric("kvlane_leases", Gauge, "", "Leases that engines hold."),
+    metric("kvlane_seal_queue_blocks", Gauge, "", "Blocks that are saved and wait for their checksum."),
+    metric("kvlane_sessions", Gauge, "role", "Connected schedulers, workers and tools."),
+    metric(
+        "kvlane_limbo_sessions",
+        Gauge,
+        "",
+        "Processes whose connection was lost and that are still alive.",
+    ),
+    metric("kvlane_sealed_blocks_total", Counter, "", "Blocks that became visible."),
+    metric("kvlane_evicted_blocks_total", Counter, "", "Blocks that made room for others."),
+    metric("kvlane_evicted_bytes_total", Counter, "", "Bytes of evicted blocks."),
+    metric("kvlane_hit_blocks_total", Counter, "namespace, name", "Blocks that lookups found."),
+    metric("kvlane_missed_blocks_total", Counter, "namespace, name", "Blocks that lookups did not find."),
+    metric("kvlane_namespace_blocks", Gauge, "namespace, name", "Blocks of a namespace."),
+    metric("kvlane_namespace_bytes", Gauge, "namespace, name", "Bytes of a namespace."),
+    metric("kvlane_save_present_blocks_total", Counter, "", "Blocks not copied because the pool had them."),
+    metric(
+        "kvlane_save_in_flight_blocks_total",
+        Counter,
+        "",
+        "Blocks not copied because another engine was saving them.",
+    ),
+    metric(
+        "kvlane_save_no_room_blocks_total",
+        Counter,
+        "",
+        "Blocks not saved because everything was leased or in flight.",
+    ),
+    metric(
+        "kvlane_stale_commits_total",
+        Counter,
+        "",
+        "Commits that came after their claim had died; discarded.",
+    ),
+    metric(
+        "kvlane_lease_expired_total",
+        Counter,
+        "",
+        "Leases freed because their living owner no longer named them.",
+    ),
+    metric("kvlane_scrub_blocks_total", Counter, "", "Blocks whose checksum was verified again."),
+    metric("kvlane_scrub_bad_blocks_total", Counter, "", "Blocks dropped because their bytes had changed."),
+    metric(
+        "kvlane_workers_registered_total",
+        Counter,
+        "method",
+        "Worker registrations by how their saves travel.",
+    ),
+    metric(
+        "kvlane_bad_frames_total",
+        Counter,
+        "",
+        "Connections closed because they did not speak the protocol.",
+    ),
+    metric("kvlane_requests_refused_total", Counter, "call", "Requests that were refused."),
+    metric(
+        "kvlane_request_duration_seconds",
+        MetricKind::Histogram,
+        "call",
+        "From reading a request to its answer.",
+    ),
+];
+
+/// Kinds of requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Call(usize);
+
+const CALLS: [&str; 15] = [
+    "Hello",
+    "OpenEngine",
+    "RegisterWorker",
+    "MapPool",
+    "PoolMapped",
+    "Lookup",
+    "Release",
+    "Save",
+    "Claim",
+    "Commit",
+    "Heartbeat",
+    "Settle",
+    "DropNamespaces",
+    "GetStatus",
+    "Bye",
+];
+
+impl Call {
+    pub(crate) fn of(ask: &Ask) -> Self {
+        Self(match ask {
+            Ask::Hello(_) => 0,
+            Ask::OpenEngine(_) => 1,
+            Ask::RegisterWorker(_) => 2,
+            Ask::MapPool(_) => 3,
+            Ask::PoolMapped(_) => 4,
+            Ask::Lookup(_) => 5,
+            Ask::Release(_) => 6,
+            Ask::Save(_) => 7,
+            Ask::Claim(_) => 8,
+            Ask::Commit(_) => 9,
+            Ask::Heartbeat(_) => 10,
+            Ask::Settle(_) => 11,
+            Ask::DropNamespaces(_) => 12,
+            Ask::GetStatus(_) => 13,
+            Ask::Bye(_) => 14,
+        })
+    }
+}
+
+/// The daemon's recorder, apart from any global one.
+pub(crate) struct Metrics {
+    recorder: PrometheusRecorder,
+    handle: PrometheusHandle,
+    durations: Vec<Histogram>,
+}
+
+impl Metrics {
+    pub(crate) fn install() -> Self {
+        let buckets =
+            [10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0, 5.0];
+        let builder = PrometheusBuilder::new();
+        let builder = builder
+            .set_buckets_for_metric(Matcher::Full("kvlane_request_duration_seconds".into()), &buckets)
+            .unwrap_or_else(|_| PrometheusBuilder::new());
+        let recorder = builder.build_recorder();
+        let durations = with_local_recorder(&recorder, || {
+            for metric in METRICS {
+                match metric.kind {
+                    MetricKind::Counter => metrics::describe_counter!(metric.name, metric.help),
+                    MetricKind::Gauge => metrics::describe_gauge!(metric.name, metric.help),
+                    MetricKind::Histogram => {
+                        metrics::describe_histogram!(metric.name, Unit::Seconds, metric.help)
+                    }
+                }
+            }
+            CALLS.iter().map(|call| histogram!("kvlane_request_duration_seconds", "call" => *call)).collect()
+        });
+        let handle = recorder.handle();
+        Self { recorder, handle, durations }
+    }
+
+    pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
+        self.durations[call.0].record(took);
+        if refused {
+            let name = CALLS[call.0];
+            with_local_recorder(&self.recorder, || {
+                counter!("kvlane_requests_refused_total", "call" => name).increment(1)
+            });
+        }
+    }
+
+    pub(crate) fn bad_frame(&self) {
+        with_local_recorder(&self.recorder, || counter!("kvlane_bad_frames_total").increment(1));
+    }
+
+    pub(crate) fn worker_registered(&self, method: &'static str) {
+        with_local_recorder(&self.recorder, || {
+            counter!("kvlane_workers_registered_total", "method" => method).increment(1);
+        });
+    }
+
+    /// The page that Prometheus reads.
+    pub(crate) fn render(&self, shared: &Shared) -> String {
+        with_local_recorder(&self.recorder, || record(shared));
+        self.handle.run_upkeep();
+        self.handle.render()
+    }
+}
+
+fn record(shared: &Shared) {
+    let stats = shared.store.stats();
+    for (name, value) in [
+        ("kvlane_pool_bytes", stats.pool_bytes),
+        ("kvlane_pool_used_bytes", stats.used_bytes),
+        ("kvlane_blocks", stats.blocks),
+        ("kvlane_leased_blocks", stats.leased_blocks),
+        ("kvlane_claimed_blocks", stats.claimed_blocks),
+        ("kvlane_leases", stats.leases),
+        ("kvlane_seal_queue_blocks", stats.seal_queue),
+    ] {
+        gauge!(name).set(value as f64);
+    }
+    for (name, value) in [
+        ("kvlane_sealed_blocks_total", stats.counters.sealed_blocks),
+        ("kvlane_evicted_blocks_total", stats.counters.evicted_blocks),
+        ("kvlane_evicted_bytes_total", stats.counters.evicted_bytes),
+        ("kvlane_save_present_blocks_total", stats.counters.dedup_present),
+        ("kvlane_save_in_flight_blocks_total", stats.counters.dedup_in_flight),
+        ("kvlane_save_no_room_blocks_total", stats.counters.no_room),
+        ("kvlane_stale_commits_total", stats.counters.stale_commits),
+        ("kvlane_lease_expired_total", stats.counters.expired_leases),
+        ("kvlane_scrub_blocks_total", stats.counters.scrub_checked),
+        ("kvlane_scrub_bad_blocks_total", stats.counters.scrub_bad),
+    ] {
+        counter!(name).absolute(value);
+    }
+    for space in shared.store.spaces() {
+        let labels = [("namespace", space.namespace.to_string()), ("name", space.name.clone())];
+        counter!("kvlane_hit_blocks_total", &labels).absolute(space.hit_blocks);
+        counter!("kvlane_missed_blocks_total", &labels).absolute(space.missed_blocks);
+        gauge!("kvlane_namespace_blocks", &labels).set(space.blocks as f64);
+        gauge!("kvlane_namespace_bytes", &labels).set(space.bytes as f64);
+    }
+    let sessions = shared.sessions.list();
+    for role in ["scheduler", "worker", "tool"] {
+        let count = sessions
+            .iter()
+            .filter(|(_, info, _, limbo)| !limbo && crate::status::role_name(info.role) == role);
+        gauge!("kvlane_sessions", "role" => role).set(count.count() as f64);
+    }
+    gauge!("kvlane_limbo_sessions").set(sessions.iter().filter(|(.., limbo)| *limbo).count() as f64);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_prometheus_and_are_unique() {
+        let mut names: Vec<_> = METRICS.iter().map(|metric| metric.name).collect();
+        assert!(
+            METRICS
+                .iter()
+                .all(|m| (m.kind == Counter) == m.name.ends_with("_total") && m.help.ends_with('.'))
+        );
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), METRICS.len());
+    }
+}

@@ -1,0 +1,70 @@
+//! Who is at the other end of a connection, and what it may do.
+
+use std::{io, net::TcpStream, os::fd::OwnedFd, os::unix::net::UnixStream};
+
+use kvlane_memory::{PeerCredentials, peer_pidfd};
+
+/// The other end.
+#[derive(Debug)]
+pub(crate) enum Peer {
+    /// A process of this host, known by the kernel.
+    Local { credentials: PeerCredentials, pidfd: OwnedFd },
+    /// Over TCP: only tools, and nothing that changes anything.
+    Remote,
+}
+
+/// A connection of either kind.
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    /// Identifies the peer.
+    pub(crate) fn peer(&self) -> io::Result<Peer> {
+        match self {
+            Self::Unix(stream) => {
+                Ok(Peer::Local { credentials: PeerCredentials::of(stream)?, pidfd: peer_pidfd(stream)? })
+            }
+            Self::Tcp(_) => Ok(Peer::Remote),
+        }
+    }
+
+    /// Ends the connection for both sides; a thread that reads from it sees the end.
+    pub(crate) fn shutdown(&self) {
+        // Fails when the peer is gone already, which is what is wanted.
+        let _ = match self {
+            Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
+            Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
+        };
+    }
+
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
+        })
+    }
+}
+
+/// Why a user may not connect, or `None`: the daemon serves its own user and root.
+pub(crate) fn refuse_user(peer_uid: u32, own_uid: u32) -> Option<String> {
+    (peer_uid != own_uid && peer_uid != 0).then(|| {
+        format!(
+            "user {peer_uid} may not use this daemon, which belongs to user {own_uid}: run one of your own"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::refuse_user;
+
+    #[test]
+    fn only_the_own_user_and_root_may_connect() {
+        assert_eq!(refuse_user(1000, 1000), None);
+        assert_eq!(refuse_user(0, 1000), None);
+        assert!(refuse_user(1001, 1000).unwrap().contains("user 1001"));
+    }
+}

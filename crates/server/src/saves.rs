@@ -1,0 +1,163 @@
+//! Saves: claim, copy, commit.
+
+use std::time::Instant;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use kvlane_block::{BlockHash, HashError, Region, parse_hashes, plan, shard_bytes};
+use kvlane_memory::{PAGE_BYTES, ProcessVm};
+use kvlane_proto::v1;
+use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
+
+use crate::{Shared, engines::OpenGroup};
+
+/// Bytes that are claimed and copied between two looks at the fence.
+const BATCH_BYTES: u64 = 32 << 20;
+
+/// The worker on whose behalf blocks are saved.
+pub(crate) struct Saver<'a> {
+    pub(crate) shared: &'a Shared,
+    pub(crate) owner: OwnerId,
+    pub(crate) writer: WriterId,
+    pub(crate) rank: u32,
+    /// The worker's regions, group by group.
+    pub(crate) regions: &'a [Vec<Region>],
+    /// The engine's groups.
+    pub(crate) open: &'a [OpenGroup],
+}
+
+/// A group of a save, parsed and checked.
+pub(crate) struct Blocks {
+    group: usize,
+    chain: Chain,
+    hashes: Vec<BlockHash>,
+    ids: Vec<u32>,
+}
+
+/// Claims that were granted to a mapped worker, to be named in its commit.
+pub(crate) type Granted = Vec<ShardClaim>;
+
+impl Saver<'_> {
+    /// Checks what came over the wire.
+    pub(crate) fn parse(&self, groups: &[v1::SaveGroup]) -> Result<Vec<Blocks>, String> {
+        groups.iter().map(|group| self.parse_group(group)).collect()
+    }
+
+    fn parse_group(&self, group: &v1::SaveGroup) -> Result<Blocks, String> {
+        let index = group.group as usize;
+        let regions = self
+            .regions
+            .get(index)
+            .filter(|_| index < self.open.len())
+            .ok_or_else(|| format!("group {index} does not exist: the engine has {}", self.open.len()))?;
+        let hashes = parse_hashes(&group.hashes).map_err(|error: HashError| error.to_string())?;
+        if hashes.len() != group.block_ids.len() {
+            return Err(format!("{} hashes came with {} block ids", hashes.len(), group.block_ids.len()));
+        }
+        let blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);
+        if let Some(id) = group.block_ids.iter().find(|id| u64::from(**id) >= blocks) {
+            return Err(format!("block id {id} is not below the {blocks} blocks that the worker registered"));
+        }
+        let chain = match group.parent.as_ref() {
+            _ if self.open[index].window_blocks > 0 => Chain::Unchained,
+            [] => Chain::Start,
+            bytes => Chain::After(BlockHash::from_engine(bytes).map_err(|error| error.to_string())?),
+        };
+        Ok(Blocks { group: index, chain, hashes, ids: group.block_ids.clone() })
+    }
+
+    /// Copies blocks out of the worker by process_vm.
+    pub(crate) fn copy_out(&self, groups: &[Blocks], memory: &ProcessVm, epoch: u64) -> v1::SaveResult {
+        let mut result = v1::SaveResult::default();
+        for blocks in groups {
+            let bytes_per_block = shard_bytes(&self.regions[blocks.group]).max(1);
+            let step = usize::try_from(BATCH_BYTES / bytes_per_block).unwrap_or(usize::MAX).max(1);
+            let mut chain = blocks.chain;
+            for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
+                self.copy_batch(blocks.group, chain, hashes, ids, memory, epoch, &mut result);
+                if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
+                    chain = Chain::After(*last);
+                }
+            }
+        }
+        result
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "one batch of one loop")]
+    fn copy_batch(
+        &self,
+        group: usize,
+        chain: Chain,
+        hashes: &[BlockHash],
+        ids: &[u32],
+        memory: &ProcessVm,
+        epoch: u64,
+        result: &mut v1::SaveResult,
+    ) {
+        let outcomes = self.claim_shards(group, chain, hashes);
+        let mut claims = Vec::new();
+        let mut places = Vec::new();
+        for (outcome, id) in outcomes.iter().zip(ids) {
+            match outcome {
+                ClaimOutcome::Claimed(claim) => {
+                    claims.push(*claim);
+                    places.push((*id, u64::from(claim.page) * PAGE_BYTES));
+                }
+                ClaimOutcome::Present => result.present += 1,
+                ClaimOutcome::InFlight => result.in_flight += 1,
+                ClaimOutcome::NoRoom => result.no_room += 1,
+            }
+        }
+        if claims.is_empty() {
+            return;
+        }
+        let copied =
+            plan(&self.regions[group], &places).map_err(|error| error.to_string()).and_then(|runs| {
+                // SAFETY: the claimed extents lie in the arena, belong to these claims alone until they are committed or
+                // aborted below, and no reference to their bytes exists before they are sealed.
+                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch) }
+                    .map_err(|error| error.to_string())
+            });
+        match copied {
+            Ok(()) => {
+                self.shared.store.commit(&claims, Instant::now());
+                result.saved += claims.len() as u64;
+                result.bytes += claims.len() as u64 * shard_bytes(&self.regions[group]);
+            }
+            Err(error) => {
+                tracing::info!(%error, blocks = claims.len(), "a save was not carried out");
+                self.shared.store.abort(&claims);
+                result.failed += claims.len() as u64;
+            }
+        }
+    }
+
+    /// Claims blocks that the worker will write itself.
+    pub(crate) fn grant(&self, groups: &[Blocks]) -> (v1::ClaimResult, Granted) {
+        let mut granted = Vec::new();
+        let mut outcome = BytesMut::new();
+        let mut pages = BytesMut::new();
+        for blocks in groups {
+            for answer in self.claim_shards(blocks.group, blocks.chain, &blocks.hashes) {
+                let (code, page) = match answer {
+                    ClaimOutcome::Claimed(claim) => {
+                        granted.push(claim);
+                        (0, claim.page)
+                    }
+                    ClaimOutcome::Present => (1, 0),
+                    ClaimOutcome::InFlight => (2, 0),
+                    ClaimOutcome::NoRoom => (3, 0),
+                };
+                outcome.put_u8(code);
+                pages.put_u32_le(page);
+            }
+        }
+        (v1::ClaimResult { outcome: Bytes::from(outcome), pages: pages.freeze(), claim: 0 }, granted)
+    }
+
+    fn claim_shards(&self, group: usize, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
+        let mut outcomes = Vec::with_capacity(hashes.len());
+        let (space, now) = (self.open[group].space, Instant::now());
+        self.shared.store.claim(self.owner, self.writer, space, self.rank, chain, hashes, now, &mut outcomes);
+        outcomes
+    }
+}

@@ -1,0 +1,607 @@
+//! One connection: reads requests, answers each, and cleans up after itself.
+
+use std::{
+    collections::HashMap,
+    io::{self, ErrorKind, Read, Write},
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes};
+use kvlane_memory::{ProcessVm, send_with_fd};
+use kvlane_proto::{
+    FrameReader, WIRE_MAX, WIRE_MIN, encode_frame, negotiate,
+    v1::{
+        self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer,
+        request::Body as Ask,
+    },
+};
+use kvlane_store::{LeaseId, LookupGroup, OwnerId, WriterId};
+
+use crate::{
+    Shared,
+    engines::{GroupSpec, OpenGroup, SessionId, WorkerGroup},
+    metrics::Call,
+    peer::{Peer, Stream, refuse_user},
+    saves::{Granted, Saver},
+    sessions::{Info, settle_session},
+    status,
+};
+
+const READ_BYTES: usize = 64 << 10;
+/// A peer that does not take its answers for so long is cut off.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Claims that a mapped worker may hold without committing them.
+const CLAIMS_MAX: usize = 4096;
+
+/// A refusal: why, and the sentence.
+type Refusal = (Reason, String);
+
+/// Serves a connection in a thread of its own.
+pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
+    let spawned =
+        std::thread::Builder::new().name("kvlane-session".into()).stack_size(512 << 10).spawn(move || {
+            let peer = match stream.peer() {
+                Ok(peer) => peer,
+                Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
+            };
+            let mut session = Session { stream, peer, shared, greeted: None };
+            match session.serve() {
+                Ok(()) => {}
+                Err(error) => tracing::info!(session = session.id(), %error, "connection ended"),
+            }
+            session.leave();
+        });
+    if let Err(error) = spawned {
+        tracing::warn!(%error, "no thread for another session");
+    }
+}
+
+struct Session {
+    stream: Stream,
+    peer: Peer,
+    shared: Arc<Shared>,
+    greeted: Option<Greeted>,
+}
+
+/// What is known after the greeting.
+struct Greeted {
+    id: SessionId,
+    info: Info,
+    nonce: [u8; 16],
+    heard: Arc<AtomicU64>,
+    said_bye: bool,
+    /// A scheduler that has opened its engine.
+    opened: Option<OwnerId>,
+    /// A worker that has registered.
+    worker: Option<WorkerState>,
+}
+
+struct WorkerState {
+    owner: OwnerId,
+    rank: u32,
+    regions: Vec<Vec<Region>>,
+    memory: Option<ProcessVm>,
+    granted: HashMap<u64, Granted>,
+    next_claim: u64,
+}
+
+impl Session {
+    fn id(&self) -> SessionId {
+        self.greeted.as_ref().map_or(0, |greeted| greeted.id)
+    }
+
+    fn serve(&mut self) -> io::Result<()> {
+        if let Stream::Unix(stream) = &self.stream {
+            stream.set_write_timeout(Some(SEND_TIMEOUT))?;
+        }
+        let mut reader = FrameReader::default();
+        let mut scratch = vec![0; READ_BYTES];
+        loop {
+            let received = match &mut self.stream {
+                Stream::Unix(stream) => stream.read(&mut scratch),
+                Stream::Tcp(stream) => stream.read(&mut scratch),
+            };
+            match received {
+                Ok(0) => return Ok(()),
+                Ok(count) => reader.push(&scratch[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            }
+            loop {
+                match reader.next_message::<v1::Request>() {
+                    Ok(Some(request)) => {
+                        if !self.handle(request)? {
+                            return Ok(());
+                        }
+                    }
+                    Ok(None) => break,
+                    Err(error) => {
+                        self.shared.metrics.bad_frame();
+                        self.reply(0, refused((Reason::Invalid, error.to_string())), None)?;
+                        return Err(io::Error::new(ErrorKind::InvalidData, error));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Handles one request. False when the connection is to be closed.
+    fn handle(&mut self, request: v1::Request) -> io::Result<bool> {
+        let start = Instant::now();
+        let Some(body) = request.body else {
+            self.reply(
+                request.id,
+                refused((Reason::Invalid, "the request has no body this daemon knows".into())),
+                None,
+            )?;
+            return Ok(true);
+        };
+        let call = Call::of(&body);
+        if let Some(greeted) = &self.greeted {
+            greeted.heard.store(self.shared.sessions.now_ms(), Ordering::Relaxed);
+        }
+        let is_greeting = matches!(body, Ask::Hello(_));
+        let is_goodbye = matches!(body, Ask::Bye(_));
+        let mut descriptor = None;
+        let answer = self.answer(body, &mut descriptor);
+        let was_refused = answer.is_err();
+        let body = answer.unwrap_or_else(refused);
+        self.reply(request.id, body, descriptor)?;
+        self.shared.metrics.answered(call, start.elapsed(), was_refused);
+        Ok(!(is_goodbye || is_greeting && was_refused))
+    }
+
+    fn answer(&mut self, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
+        if let Ask::Hello(hello) = body {
+            return self.greet(hello);
+        }
+        let shared = Arc::clone(&self.shared);
+        let Some(greeted) = &mut self.greeted else {
+            return Err((Reason::Invalid, "the first message of a connection must be Hello".into()));
+        };
+        let local = matches!(self.peer, Peer::Local { .. });
+        let _busy = shared.sessions.begin();
+        match body {
+            Ask::GetStatus(_) => Ok(Answer::Status(status::collect(&shared))),
+            Ask::Settle(settle) => {
+                if shared.store.settle(Duration::from_millis(settle.timeout_ms.into())) {
+                    Ok(done())
+                } else {
+                    Err((Reason::Limit, format!("not everything was sealed within {} ms", settle.timeout_ms)))
+                }
+            }
+            Ask::Bye(_) => {
+                greeted.said_bye = true;
+                Ok(done())
+            }
+            _ if !local => {
+                Err((Reason::NotAllowed, "over TCP only status is served: use the Unix socket".into()))
+            }
+            Ask::DropNamespaces(drop) => drop_namespaces(&shared, greeted, &drop),
+            Ask::MapPool(map) => {
+                let writer = greeted.info.role == Role::Tool
+                    || greeted.worker.as_ref().is_some_and(|worker| worker.memory.is_none());
+                if map.writable && !writer {
+                    return Err((
+                        Reason::NotAllowed,
+                        "only workers that save by mapping may write the pool".into(),
+                    ));
+                }
+                let fd = shared.arena.descriptor(map.writable);
+                *descriptor =
+                    Some(fd.map_err(|e| (Reason::Limit, format!("no descriptor of the pool: {e}")))?);
+                let page_size = shared.arena.page_size().into();
+                Ok(Answer::PoolDescriptor(v1::PoolDescriptor { bytes: shared.arena.bytes(), page_size }))
+            }
+            Ask::Release(release) => {
+                let owner = greeted.scheduler()?;
+                release.leases.iter().for_each(|lease| shared.store.release(owner, LeaseId(*lease)));
+                Ok(done())
+            }
+            Ask::Heartbeat(heartbeat) => {
+                let live: Vec<_> = heartbeat.live_leases.into_iter().map(LeaseId).collect();
+                shared.store.heartbeat(greeted.scheduler()?, &live, Instant::now());
+                Ok(done())
+            }
+            Ask::Commit(commit) => {
+                let worker = greeted.worker()?;
+                let claims = worker
+                    .granted
+                    .remove(&commit.claim)
+                    .ok_or((Reason::Unknown, format!("claim {} is not open", commit.claim)))?;
+                if commit.written {
+                    shared.store.commit(&claims, Instant::now());
+                } else {
+                    shared.store.abort(&claims);
+                }
+                Ok(done())
+            }
+            _ if shared.is_stopping() => {
+                Err((Reason::Stopping, "the daemon is stopping and takes no new work".into()))
+            }
+            Ask::OpenEngine(open) => open_engine(&shared, greeted, open),
+            Ask::RegisterWorker(register) => register_worker(&shared, greeted, &self.peer, register),
+            Ask::PoolMapped(_) => {
+                shared.engines.mapped(&greeted.info.engine_id, greeted.id);
+                Ok(done())
+            }
+            Ask::Lookup(lookup) => {
+                let owner = greeted.scheduler()?;
+                look_up(&shared, &greeted.info.engine_id, owner, &lookup)
+            }
+            Ask::Save(save) => {
+                let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
+                let worker = greeted.worker()?;
+                let memory = worker
+                    .memory
+                    .as_ref()
+                    .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
+                with_saver(&shared, id, &engine_id, worker, |saver| {
+                    let blocks = saver.parse(&save.groups)?;
+                    Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch)))
+                })
+            }
+            Ask::Claim(claim) => {
+                let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
+                let worker = greeted.worker()?;
+                if worker.granted.len() >= CLAIMS_MAX {
+                    return Err((Reason::Limit, format!("{CLAIMS_MAX} claims are open: commit some")));
+                }
+                let (mut result, granted) = with_saver(&shared, id, &engine_id, worker, |saver| {
+                    Ok(saver.grant(&saver.parse(&claim.groups)?))
+                })?;
+                worker.next_claim += 1;
+                result.claim = worker.next_claim;
+                worker.granted.insert(worker.next_claim, granted);
+                Ok(Answer::ClaimResult(result))
+            }
+            Ask::Hello(_) => Err((Reason::Invalid, "this connection has said Hello already".into())),
+        }
+    }
+
+    fn greet(&mut self, hello: v1::Hello) -> Result<Answer, Refusal> {
+        if self.greeted.is_some() {
+            return Err((Reason::Invalid, "this connection has said Hello already".into()));
+        }
+        let wire = negotiate(hello.wire_min..=hello.wire_max, WIRE_MIN..=WIRE_MAX)
+            .map_err(|error| (Reason::Incompatible, error.to_string()))?;
+        let role = Role::try_from(hello.role)
+            .map_err(|_| (Reason::Invalid, format!("role {} does not exist", hello.role)))?;
+        let nonce: [u8; 16] = hello.process_nonce.as_ref().try_into().map_err(|_| {
+            (Reason::Invalid, format!("a process nonce has 16 bytes, this one {}", hello.process_nonce.len()))
+        })?;
+        let (pid, pidfd) = match &self.peer {
+            Peer::Local { credentials, pidfd } => {
+                if let Some(sentence) = refuse_user(credentials.uid, rustix::process::geteuid().as_raw()) {
+                    return Err((Reason::NotAllowed, sentence));
+                }
+                let pidfd =
+                    pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
+                (credentials.pid, Some(pidfd))
+            }
+            Peer::Remote if role == Role::Tool => (0, None),
+            Peer::Remote => {
+                let sentence =
+                    "engines connect over the Unix socket: TCP carries neither the pool nor credentials";
+                return Err((Reason::NotAllowed, sentence.into()));
+            }
+        };
+        if role != Role::Tool && hello.engine_id.is_empty() {
+            return Err((Reason::Invalid, "the engine id is empty".into()));
+        }
+        if self.shared.is_stopping() {
+            return Err((Reason::Stopping, "the daemon is stopping and takes no new sessions".into()));
+        }
+        let info = Info {
+            engine_id: hello.engine_id,
+            role,
+            pid,
+            client: hello.client,
+            method: String::new(),
+            reason: String::new(),
+        };
+        let heard = Arc::new(AtomicU64::new(self.shared.sessions.now_ms()));
+        let stream =
+            self.stream.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
+        let id = self
+            .shared
+            .sessions
+            .add(info.clone(), nonce, stream, pidfd, Arc::clone(&heard))
+            .map_err(|sentence| (Reason::Limit, sentence))?;
+        tracing::info!(session = id, engine = info.engine_id, role = ?role, pid, client = info.client, "connected");
+        if role != Role::Tool {
+            self.take_over(id, &nonce, &info, &hello.live_leases);
+        }
+        self.greeted = Some(Greeted { id, info, nonce, heard, said_bye: false, opened: None, worker: None });
+        Ok(Answer::Welcome(v1::Welcome {
+            wire,
+            version: env!("CARGO_PKG_VERSION").into(),
+            session_id: id,
+            pool_bytes: self.shared.arena.bytes(),
+        }))
+    }
+
+    /// The process may have been here before, over a connection that was lost.
+    fn take_over(&self, id: SessionId, nonce: &[u8; 16], info: &Info, live_leases: &[u64]) {
+        let live: Vec<_> = live_leases.iter().map(|lease| LeaseId(*lease)).collect();
+        for former in self.shared.sessions.take_former(nonce, info.role, id) {
+            self.shared.store.writer_gone(WriterId(former));
+            let owner = self.shared.engines.replace(&info.engine_id, former, id);
+            if let Some(owner) = owner.filter(|_| info.role == Role::Scheduler) {
+                self.shared.store.adopt(owner, owner, &live);
+            }
+        }
+    }
+
+    fn reply(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
+        let boot_id = Bytes::copy_from_slice(&self.shared.boot);
+        let frame = encode_frame(&v1::Reply { id, boot_id, body: Some(body) });
+        match (&self.stream, descriptor) {
+            (Stream::Unix(stream), Some(fd)) => {
+                // The descriptor rides on the first byte that is taken.
+                let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
+                (&mut &*stream).write_all(&frame[sent..])
+            }
+            (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
+            (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
+        }
+    }
+
+    fn leave(&mut self) {
+        self.stream.shutdown();
+        let Some(greeted) = self.greeted.take() else { return };
+        let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
+        if gone && greeted.info.role != Role::Tool {
+            settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
+        }
+        tracing::info!(session = greeted.id, engine = greeted.info.engine_id, gone, "session ended");
+    }
+}
+
+impl Greeted {
+    fn scheduler(&self) -> Result<OwnerId, Refusal> {
+        self.opened.ok_or((Reason::NotAllowed, "open the engine's groups first".into()))
+    }
+
+    fn worker(&mut self) -> Result<&mut WorkerState, Refusal> {
+        self.worker.as_mut().ok_or((Reason::NotAllowed, "register the worker's memory first".into()))
+    }
+}
+
+fn done() -> Answer {
+    Answer::Done(v1::Done {})
+}
+
+fn refused((reason, sentence): Refusal) -> Answer {
+    Answer::Refused(v1::Refused { reason: reason.into(), sentence })
+}
+
+fn invalid(sentence: impl ToString) -> Refusal {
+    (Reason::Invalid, sentence.to_string())
+}
+
+fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> Result<Answer, Refusal> {
+    if greeted.info.role != Role::Scheduler {
+        return Err((Reason::NotAllowed, "only the scheduler opens an engine".into()));
+    }
+    let groups = open
+        .groups
+        .iter()
+        .map(|group| {
+            Ok(GroupSpec {
+                namespace: Namespace::from_bytes(&group.namespace).map_err(invalid)?,
+                name: group.name.chars().take(256).collect(),
+                tokens_per_block: group.tokens_per_block,
+                window_blocks: group.window_blocks,
+            })
+        })
+        .collect::<Result<Vec<_>, Refusal>>()?;
+    let (owner, ready) = shared
+        .engines
+        .open(&greeted.info.engine_id, greeted.id, open.workers, groups, &shared.store)
+        .map_err(|error| (Reason::Conflict, error.to_string()))?;
+    greeted.opened = Some(owner);
+    Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
+}
+
+fn register_worker(
+    shared: &Shared,
+    greeted: &mut Greeted,
+    peer: &Peer,
+    register: v1::RegisterWorker,
+) -> Result<Answer, Refusal> {
+    if greeted.info.role != Role::Worker {
+        return Err((Reason::NotAllowed, "only workers register memory".into()));
+    }
+    let method = register.method();
+    let groups = register.groups.into_iter().map(worker_group).collect::<Result<Vec<_>, Refusal>>()?;
+    let regions = groups.iter().map(|group| group.regions.clone()).collect();
+    let (memory, reason) = match (peer, method) {
+        (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
+        (Peer::Local { credentials, pidfd }, _) => {
+            let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
+            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
+                Ok(memory) => (Some(memory), "process_vm works".to_owned()),
+                Err(error) if method == Method::ProcessVm => {
+                    return Err((Reason::NotAllowed, format!("process_vm was asked for, but {error}")));
+                }
+                Err(error) => (None, error.to_string()),
+            }
+        }
+        (Peer::Remote, _) => return Err((Reason::NotAllowed, "workers connect over the Unix socket".into())),
+    };
+    let owner = shared
+        .engines
+        .register(&greeted.info.engine_id, greeted.id, register.rank, register.workers, groups, &shared.store)
+        .map_err(|error| (Reason::Conflict, error.to_string()))?;
+    let method = if memory.is_some() { Method::ProcessVm } else { Method::Mapped };
+    let name = if memory.is_some() { "process_vm" } else { "mapped" };
+    tracing::info!(
+        session = greeted.id,
+        engine = greeted.info.engine_id,
+        rank = register.rank,
+        method = name,
+        reason,
+        "worker registered"
+    );
+    shared.sessions.set_method(greeted.id, name, &reason);
+    shared.metrics.worker_registered(name);
+    greeted.worker = Some(WorkerState {
+        owner,
+        rank: register.rank,
+        regions,
+        memory,
+        granted: HashMap::new(),
+        next_claim: 0,
+    });
+    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+fn worker_group(group: v1::WorkerGroup) -> Result<WorkerGroup, Refusal> {
+    let layout: [u8; 16] = group
+        .layout
+        .as_ref()
+        .try_into()
+        .map_err(|_| invalid(format!("a layout digest has 16 bytes, this one {}", group.layout.len())))?;
+    let regions = group
+        .regions
+        .into_iter()
+        .map(|region| {
+            let region = Region {
+                base: region.base,
+                block_stride: region.block_stride,
+                blocks: region.blocks,
+                piece_bytes: region.piece_bytes,
+                piece_offsets: region.piece_offsets,
+            };
+            region.validate().map_err(invalid)?;
+            Ok(region)
+        })
+        .collect::<Result<Vec<_>, Refusal>>()?;
+    if regions.is_empty() {
+        return Err(invalid("a group without regions has nothing to keep"));
+    }
+    Ok(WorkerGroup {
+        namespace: Namespace::from_bytes(&group.namespace).map_err(invalid)?,
+        layout: LayoutDigest(layout),
+        regions,
+    })
+}
+
+fn look_up(shared: &Shared, engine_id: &str, owner: OwnerId, lookup: &v1::Lookup) -> Result<Answer, Refusal> {
+    shared
+        .engines
+        .with_ready(engine_id, |open, workers| look_up_ready(shared, open, workers, owner, lookup))
+        // Workers are missing: nothing can be promised.
+        .unwrap_or_else(|| Ok(Answer::LookupResult(v1::LookupResult::default())))
+}
+
+fn look_up_ready(
+    shared: &Shared,
+    open: &[OpenGroup],
+    workers: u32,
+    owner: OwnerId,
+    lookup: &v1::Lookup,
+) -> Result<Answer, Refusal> {
+    if lookup.groups.len() != open.len() {
+        return Err(invalid(format!(
+            "{} groups were looked up, the engine has {}",
+            lookup.groups.len(),
+            open.len()
+        )));
+    }
+    let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
+    for (index, group) in lookup.groups.iter().enumerate() {
+        if group.group as usize != index {
+            return Err(invalid(format!("group {} was named in place {index}", group.group)));
+        }
+        hashes.push((open[index], parse_hashes(&group.hashes).map_err(invalid)?));
+    }
+    let groups: Vec<LookupGroup<'_>> = hashes
+        .iter()
+        .map(|(group, hashes)| LookupGroup {
+            space: group.space,
+            tokens_per_block: group.tokens_per_block,
+            window_blocks: group.window_blocks,
+            hashes,
+        })
+        .collect();
+    let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
+        return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
+    };
+    let groups = hit
+        .groups
+        .iter()
+        .enumerate()
+        .map(|(index, group)| {
+            let mut pages = BytesMut::with_capacity(group.pages.len() * 4);
+            group.pages.iter().for_each(|page| pages.put_u32_le(*page));
+            v1::HitGroup {
+                group: index as u32,
+                first_block: group.first_block,
+                pages: pages.freeze(),
+                workers,
+            }
+        })
+        .collect();
+    Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
+}
+
+fn with_saver<T>(
+    shared: &Shared,
+    id: SessionId,
+    engine_id: &str,
+    worker: &WorkerState,
+    save: impl FnOnce(&Saver<'_>) -> Result<T, String>,
+) -> Result<T, Refusal> {
+    shared
+        .engines
+        .with_ready(engine_id, |open, _| {
+            let saver = Saver {
+                shared,
+                owner: worker.owner,
+                writer: WriterId(id),
+                rank: worker.rank,
+                regions: &worker.regions,
+                open,
+            };
+            save(&saver).map_err(invalid)
+        })
+        .unwrap_or_else(|| {
+            Err((
+                Reason::Unknown,
+                format!("engine '{engine_id}' is not ready: its scheduler or other workers are missing"),
+            ))
+        })
+}
+
+fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces) -> Result<Answer, Refusal> {
+    let own = shared.engines.namespaces(&greeted.info.engine_id);
+    let known: Vec<Namespace> = shared.store.spaces().into_iter().map(|space| space.namespace).collect();
+    let named = drop
+        .namespaces
+        .iter()
+        .map(|n| Namespace::from_bytes(n))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(invalid)?;
+    for namespace in &named {
+        let allowed = match greeted.info.role {
+            Role::Tool => known.contains(namespace),
+            _ => own.contains(namespace),
+        };
+        if !allowed {
+            return Err((Reason::Unknown, format!("namespace {namespace} does not exist here")));
+        }
+    }
+    for namespace in named {
+        let blocks = shared.store.drop_namespace(namespace);
+        tracing::info!(%namespace, blocks, "namespace dropped");
+    }
+    Ok(done())
+}

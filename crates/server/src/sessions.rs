@@ -1,0 +1,258 @@
+//! Who is connected, and what is left of those who were.
+//!
+//! ```text
+//!   Live --- Bye, process exited, or a tool ---------------------------> gone: claims and leases freed
+//!     |                                                                   ^
+//!     +--- connection lost, process alive --> Limbo -- process exited ----+
+//!                                               +---- same nonce greets again: the new session takes its place
+//! ```
+//! A process in limbo may still copy from or into the mapped pool, so what it holds stays as it is.
+
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use kvlane_memory::pidfd_exited;
+use kvlane_proto::v1::hello::Role;
+use kvlane_store::WriterId;
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+
+use crate::{Shared, engines::SessionId, peer::Stream};
+
+/// What is known of a session.
+#[derive(Debug, Clone)]
+pub(crate) struct Info {
+    pub(crate) engine_id: String,
+    pub(crate) role: Role,
+    pub(crate) pid: u32,
+    pub(crate) client: String,
+    pub(crate) method: String,
+    pub(crate) reason: String,
+}
+
+#[derive(Debug)]
+struct Entry {
+    info: Info,
+    nonce: [u8; 16],
+    /// `None` in limbo.
+    stream: Option<Stream>,
+    pidfd: Option<OwnedFd>,
+    heard: Arc<AtomicU64>,
+}
+
+/// All sessions.
+#[derive(Debug)]
+pub(crate) struct Sessions {
+    entries: Mutex<HashMap<SessionId, Entry>>,
+    changed: Condvar,
+    next: AtomicU64,
+    max: usize,
+    busy: Mutex<usize>,
+    idle: Condvar,
+    exits: OwnedFd,
+    wake: OwnedFd,
+    started: Instant,
+}
+
+/// Epoll's mark for the wake-up descriptor; sessions count from 1.
+const WAKE: u64 = 0;
+
+/// Work under way, which a stopping daemon waits for.
+pub(crate) struct Busy<'a>(&'a Sessions);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        let mut busy = self.0.busy.lock();
+        *busy -= 1;
+        if *busy == 0 {
+            self.0.idle.notify_all();
+        }
+    }
+}
+
+impl Sessions {
+    pub(crate) fn new(max: usize) -> io::Result<Self> {
+        let exits = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&exits, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        Ok(Self {
+            entries: Mutex::default(),
+            changed: Condvar::new(),
+            next: AtomicU64::new(WAKE + 1),
+            max,
+            busy: Mutex::new(0),
+            idle: Condvar::new(),
+            exits,
+            wake,
+            started: Instant::now(),
+        })
+    }
+
+    /// Adds a session, or says why there is no room.
+    pub(crate) fn add(
+        &self,
+        info: Info,
+        nonce: [u8; 16],
+        stream: Stream,
+        pidfd: Option<OwnedFd>,
+        heard: Arc<AtomicU64>,
+    ) -> Result<SessionId, String> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut entries = self.entries.lock();
+        if entries.len() >= self.max {
+            return Err(format!("{} sessions are open, the most that --max-sessions allows", entries.len()));
+        }
+        if let Some(pidfd) = &pidfd {
+            let event = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            epoll::add(&self.exits, pidfd, epoll::EventData::new_u64(id), event)
+                .map_err(|error| format!("cannot watch process {}: {error}", info.pid))?;
+        }
+        entries.insert(id, Entry { info, nonce, stream: Some(stream), pidfd, heard });
+        Ok(id)
+    }
+
+    /// Earlier sessions of the same process and role: cut off, waited for, and taken out. Their ids are answered.
+    pub(crate) fn take_former(&self, nonce: &[u8; 16], role: Role, except: SessionId) -> Vec<SessionId> {
+        let mut entries = self.entries.lock();
+        let same =
+            |id: &SessionId, entry: &Entry| *id != except && entry.nonce == *nonce && entry.info.role == role;
+        entries
+            .iter()
+            .filter(|(id, e)| same(id, e))
+            .filter_map(|(_, e)| e.stream.as_ref())
+            .for_each(Stream::shutdown);
+        // Their threads end with what they are doing, copies included, and then leave the entry in limbo.
+        while entries.iter().any(|(id, e)| same(id, e) && e.stream.is_some()) {
+            self.changed.wait(&mut entries);
+        }
+        let former: Vec<SessionId> =
+            entries.iter().filter(|(id, e)| same(id, e)).map(|(id, _)| *id).collect();
+        for id in &former {
+            entries.remove(id);
+        }
+        former
+    }
+
+    /// How saves of this session travel.
+    pub(crate) fn set_method(&self, id: SessionId, method: &str, reason: &str) {
+        if let Some(entry) = self.entries.lock().get_mut(&id) {
+            entry.info.method = method.into();
+            entry.info.reason = reason.into();
+        }
+    }
+
+    /// The session's thread ends. True when its process can no longer touch the pool; otherwise it is in limbo.
+    pub(crate) fn end(&self, id: SessionId, said_bye: bool) -> bool {
+        let mut entries = self.entries.lock();
+        self.changed.notify_all();
+        let Some(entry) = entries.get_mut(&id) else { return false };
+        entry.stream = None;
+        let harmless = entry.info.role == Role::Tool || entry.pidfd.as_ref().is_none_or(pidfd_exited);
+        if said_bye || harmless {
+            entries.remove(&id);
+            return true;
+        }
+        false
+    }
+
+    /// All sessions with the milliseconds since they were last heard; limbo ones are marked in their role.
+    pub(crate) fn list(&self) -> Vec<(SessionId, Info, u64, bool)> {
+        let now = self.now_ms();
+        let entries = self.entries.lock();
+        let mut all: Vec<_> = entries
+            .iter()
+            .map(|(id, e)| {
+                let silent = now.saturating_sub(e.heard.load(Ordering::Relaxed));
+                (*id, e.info.clone(), silent, e.stream.is_none())
+            })
+            .collect();
+        all.sort_by_key(|(id, ..)| *id);
+        all
+    }
+
+    /// Milliseconds since the daemon started, for `heard`.
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    /// Marks work under way.
+    pub(crate) fn begin(&self) -> Busy<'_> {
+        *self.busy.lock() += 1;
+        Busy(self)
+    }
+
+    /// Waits until no work is under way. False at the timeout.
+    pub(crate) fn drain(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut busy = self.busy.lock();
+        while *busy > 0 {
+            if self.idle.wait_until(&mut busy, deadline).timed_out() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Cuts all connections and ends the reaper.
+    pub(crate) fn close_all(&self) {
+        self.entries.lock().values().filter_map(|entry| entry.stream.as_ref()).for_each(Stream::shutdown);
+        // A full counter means that the reaper is awake already.
+        let _ = rustix::io::write(self.wake.as_fd(), &1u64.to_ne_bytes());
+    }
+
+    /// The process of this session exited. True when the session was in limbo and is now gone.
+    fn process_exited(&self, id: SessionId) -> Option<Info> {
+        let mut entries = self.entries.lock();
+        let entry = entries.get(&id)?;
+        if let Some(stream) = &entry.stream {
+            // A child may still hold the socket open: the session's thread would wait for ever.
+            stream.shutdown();
+            return None;
+        }
+        entries.remove(&id).map(|entry| entry.info)
+    }
+}
+
+/// Frees what a session held, now that its process can no longer touch it.
+pub(crate) fn settle_session(shared: &Shared, id: SessionId, engine_id: &str) {
+    shared.store.writer_gone(WriterId(id));
+    if let Some(owner) = shared.engines.leave(engine_id, id) {
+        shared.store.release_owner(owner);
+    }
+}
+
+/// Starts the thread that notices the exit of processes.
+pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("kvlane-reaper".into()).spawn(move || {
+        let sessions = &shared.sessions;
+        let mut events =
+            [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
+        while !shared.is_stopping() {
+            // The timeout is for claims that nobody finishes.
+            let timeout = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
+            let count = epoll::wait(&sessions.exits, &mut events, Some(&timeout)).unwrap_or(0);
+            for event in &events[..count] {
+                let id = event.data.u64();
+                if let Some(info) = sessions.process_exited(id) {
+                    tracing::info!(
+                        session = id,
+                        engine = info.engine_id,
+                        pid = info.pid,
+                        "process exited; freeing what it held"
+                    );
+                    settle_session(&shared, id, &info.engine_id);
+                }
+            }
+            shared.store.expire(Instant::now());
+        }
+    })
+}

@@ -1,0 +1,64 @@
+//! What the daemon holds and who uses it, for people and tools.
+
+use bytes::Bytes;
+use kvlane_proto::v1::{self, hello::Role};
+use kvlane_store::SpaceStats;
+
+use crate::Shared;
+
+/// As printed.
+pub(crate) fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Tool => "tool",
+        Role::Scheduler => "scheduler",
+        Role::Worker => "worker",
+    }
+}
+
+/// A snapshot.
+pub(crate) fn collect(shared: &Shared) -> v1::Status {
+    let stats = shared.store.stats();
+    let sessions = shared
+        .sessions
+        .list()
+        .into_iter()
+        .map(|(session_id, info, silent_ms, limbo)| v1::SessionStatus {
+            session_id,
+            engine_id: info.engine_id,
+            role: if limbo {
+                format!("{} (lost)", role_name(info.role))
+            } else {
+                role_name(info.role).into()
+            },
+            pid: info.pid,
+            client: info.client,
+            silent_ms,
+            method: info.method,
+            reason: info.reason,
+        })
+        .collect();
+    v1::Status {
+        version: env!("CARGO_PKG_VERSION").into(),
+        uptime_ms: shared.started.elapsed().as_millis() as u64,
+        pool_bytes: stats.pool_bytes,
+        used_bytes: stats.used_bytes,
+        blocks: stats.blocks,
+        leased_blocks: stats.leased_blocks,
+        claimed_blocks: stats.claimed_blocks,
+        page_size: shared.arena.page_size().into(),
+        sessions,
+        namespaces: shared.store.spaces().into_iter().map(namespace).collect(),
+    }
+}
+
+fn namespace(space: SpaceStats) -> v1::NamespaceStatus {
+    v1::NamespaceStatus {
+        namespace: Bytes::copy_from_slice(&space.namespace.0),
+        name: space.name,
+        blocks: space.blocks,
+        bytes: space.bytes,
+        shards: space.shards,
+        hit_blocks: space.hit_blocks,
+        missed_blocks: space.missed_blocks,
+    }
+}
