@@ -195,7 +195,7 @@ impl Arena {
             source,
         })?;
 
-        let mut arena = Arena { mapping, memfd, pages, nodes: Vec::from([0..bytes]) };
+        let mut arena = Arena { mapping, memfd, pages, nodes: numa::split(bytes, 1, 1) };
         arena.advise();
         if options.numa == Numa::Auto {
             arena.spread_over_nodes();

@@ -404,6 +404,7 @@ impl FreeRuns {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // one node
 mod tests {
     use super::*;
 
