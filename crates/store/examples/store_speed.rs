@@ -40,7 +40,7 @@ fn save(index: &mut Index, space: kvlane_store::SpaceId, hashes: &[BlockHash]) -
 fn main() {
     // Whole slabs, so that exactly all blocks fit.
     let pages = (BLOCKS as u32).next_multiple_of(512);
-    let extents = ExtentAllocator::new(pages, &[0..pages]);
+    let extents = ExtentAllocator::new(pages, std::slice::from_ref(&(0..pages)));
     let mut index = Index::new(extents, u64::from(pages) * PAGE_BYTES, StoreOptions::default());
     let space = index.space(Namespace([1; 16]), "speed", CutDigest([2; 16]), &[PAGE_BYTES]);
     let prompt = |number: u64| (0..PROMPT).map(|block| hash(number * PROMPT + block)).collect::<Vec<_>>();

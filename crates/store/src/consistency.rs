@@ -12,12 +12,17 @@ impl Index {
         let mut children: HashMap<u32, u32> = HashMap::new();
         let mut leases: HashMap<(u32, u32), u32> = HashMap::new();
         let mut extents: Vec<(u32, u64)> = Vec::new();
+        let mut rows: HashMap<(usize, u32), u32> = HashMap::new();
+        for (number, space) in self.spaces.iter().enumerate() {
+            rows.extend(space.rows.iter().map(|(slot, row)| ((number, row), slot)));
+        }
         let mut sealed = vec![0u64; self.spaces.len()];
         let (mut evictable, mut leased, mut claimed) = (0, 0, 0);
         for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
             *leases.entry(*block).or_default() += 1;
         }
-        for (slot, entry) in self.entries.iter() {
+        let entries: Vec<_> = self.entries.iter().collect();
+        for &(slot, entry) in &entries {
             if entry.parent != NONE {
                 *children.entry(entry.parent).or_default() += 1;
                 let parent = self.entries.at(entry.parent);
@@ -41,16 +46,17 @@ impl Index {
                 continue;
             }
             let space = &self.spaces[entry.space as usize];
-            let owner = space.rows.iter().find(|&(_, row)| row == entry.row).map(|(slot, _)| slot);
-            expect(owner == Some(slot), || format!("row {} of slot {slot} is of {owner:?}", entry.row))?;
+            let of = rows.remove(&(entry.space as usize, entry.row));
+            expect(of == Some(slot), || format!("row {} of slot {slot} is of {of:?}", entry.row))?;
             let pages = space.rows.shards(entry.row).map(|(page, _)| page);
             extents.extend(pages.zip(space.shard_bytes.iter().copied()));
             sealed[entry.space as usize] += u64::from(entry.state == State::Sealed);
         }
-        for (slot, entry) in self.entries.iter() {
+        for &(slot, entry) in &entries {
             let count = children.remove(&slot).unwrap_or(0);
             expect(entry.children == count, || format!("{count} children hang on {entry:?}"))?;
         }
+        expect(rows.is_empty(), || format!("rows without a block: {rows:?}"))?;
         expect(self.lru.len() == evictable, || format!("{} of {evictable} in order", self.lru.len()))?;
         expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;

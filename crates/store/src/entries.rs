@@ -7,7 +7,7 @@ use kvlane_block::BlockHash;
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Entries a chunk holds.
-const CHUNK: usize = 4096;
+const CHUNK: usize = 1024;
 /// A table that grows rehashes at once; with this many, a million blocks rehash in steps of a few thousand.
 const TABLES: usize = 256;
 

@@ -28,7 +28,7 @@ impl Space {
 }
 
 /// Rows a chunk holds.
-const CHUNK: usize = 1024;
+const CHUNK: usize = 256;
 
 /// One row a block: its slot, then page and crc32c of each shard; 4 + 8 bytes a shard, in chunks that never move.
 pub(crate) struct Rows {

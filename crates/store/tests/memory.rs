@@ -45,7 +45,7 @@ fn bytes_per_block(blocks: u64, shards: usize) -> f64 {
     let (owner, writer) = (OwnerId(1), WriterId(1));
     let before = LIVE.load(Ordering::Relaxed);
     let pages = (blocks as usize * shards * 2) as u32;
-    let extents = ExtentAllocator::new(pages, &[0..pages]);
+    let extents = ExtentAllocator::new(pages, std::slice::from_ref(&(0..pages)));
     let mut index = Index::new(extents, u64::from(pages) * PAGE_BYTES, StoreOptions::default());
     let space = index.space(Namespace([1; 16]), "test", CutDigest([2; 16]), &vec![PAGE_BYTES; shards]);
     for prompt in 0..blocks / PROMPT {
@@ -53,11 +53,11 @@ fn bytes_per_block(blocks: u64, shards: usize) -> f64 {
         for shard in 0..shards as u32 {
             let mut outcomes = Vec::new();
             index.claim(owner, writer, space, shard, Chain::Start, &hashes, now, &mut outcomes);
-            let claims = outcomes.into_iter().map(|outcome| match outcome {
-                ClaimOutcome::Claimed(claim) => claim,
-                other => panic!("{other:?}"),
+            let claimed = outcomes.into_iter().filter_map(|outcome| match outcome {
+                ClaimOutcome::Claimed(claim) => Some(claim),
+                _ => None,
             });
-            let claims: Vec<_> = claims.collect();
+            let claims: Vec<_> = claimed.collect();
             index.commit(&claims, now);
         }
         for check in index.take_unsealed(u64::MAX, usize::MAX) {
