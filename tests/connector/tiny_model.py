@@ -44,22 +44,18 @@ def build_tiny_model(path: Path, sliding_window: int | None = None) -> Path:
     }
     if sliding_window is not None:
         config |= {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "use_sliding_window": True,
             "sliding_window": sliding_window,
-            "max_window_layers": 0,
             "layer_types": [
                 "sliding_attention" if layer % 2 else "full_attention" for layer in range(LAYERS)
             ],
         }
     (path / "config.json").write_text(json.dumps(config))
     _write_tokenizer(path)
-    save_file(_weights(biases=sliding_window is not None), str(path / "model.safetensors"))
+    save_file(_weights(), str(path / "model.safetensors"))
     return path
 
 
-def _weights(biases: bool) -> dict[str, torch.Tensor]:
+def _weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -76,8 +72,6 @@ def _weights(biases: bool) -> dict[str, torch.Tensor]:
         weights[at + "post_attention_layernorm.weight"] = torch.ones(HIDDEN)
         for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
             weights[at + f"self_attn.{name}_proj.weight"] = normal(rows * HEAD_DIM, HIDDEN)
-            if biases:
-                weights[at + f"self_attn.{name}_proj.bias"] = torch.zeros(rows * HEAD_DIM)
         weights[at + "self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
         weights[at + "mlp.gate_proj.weight"] = normal(INTERMEDIATE, HIDDEN)
         weights[at + "mlp.up_proj.weight"] = normal(INTERMEDIATE, HIDDEN)

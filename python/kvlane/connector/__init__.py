@@ -1,9 +1,23 @@
 """vLLM's connector to kvlane: `{"kv_connector": "KVLaneConnector", "kv_connector_module_path": "kvlane.connector"}`.
 
 connector.py is the class that vLLM calls and never lets an error through; scheduler.py and worker.py are its two
-roles; saves.py decides what is saved; layout.py and namespace.py say what a block is and what it means.
+roles; saves.py decides what is saved; layout.py and namespace.py say what a block is and what it means. Only
+connector.py, metadata.py and stats.py need vLLM to be imported.
 """
 
-from kvlane.connector.connector import KVLaneConnector
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlane.connector.connector import KVLaneConnector
 
 __all__ = ["KVLaneConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVLaneConnector":
+        from kvlane.connector.connector import KVLaneConnector
+
+        return KVLaneConnector
+    raise AttributeError(f"module 'kvlane.connector' has no attribute {name!r}")

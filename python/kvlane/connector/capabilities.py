@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
 
 def reports_failed_requests() -> bool:
     """Whether a failed load can be reported by its request; before, only by block ids of a single group."""
-    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+    return hasattr(_base(), "get_transfer_results")
 
 
 def reconciles_hybrid_hits() -> bool:
     """Whether the local hit shown to connectors holds for all groups, state-space groups included."""
-    return hasattr(KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
+    return hasattr(_base(), "supports_divergent_local_hybrid_hits")
 
 
 def host_hit_source() -> Any | None:
@@ -47,3 +45,9 @@ def empty_transfer_results() -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return base.KVConnectorTransferResults()
+
+
+def _base() -> type:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return KVConnectorBase_V1

@@ -45,6 +45,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         if role == KVConnectorRole.WORKER:
             # Also without a core: jobs that arrive have to be reported.
             self._worker = WorkerSide(vllm_config.parallel_config.rank, self.failures)
@@ -67,6 +68,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return
         self._worker.detach()
+        self._kv_caches = kv_caches
         try:
             self._worker.attach(
                 build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
@@ -76,9 +78,15 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def unregister_kv_caches(self) -> None:
-        """Sleep mode: the memory goes away, so copies end first."""
+        """Before sleep: the memory goes away, so copies end first."""
         if self._worker is not None:
             self._worker.detach()
+
+    @guarded(lambda: None, "this worker takes no part in the cache")
+    def restore_kv_caches(self) -> None:
+        """After sleep: the memory is back, at the same addresses."""
+        if self._worker is not None and not self._worker.attached and self._kv_caches:
+            self.register_kv_caches(self._kv_caches)
 
     @guarded(lambda: None)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -134,7 +142,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVLaneWorkerMetadata | None:
-        return self._worker.take_metadata() if self._worker is not None else None
+        ended = self._worker.take_ended() if self._worker is not None else {}
+        return KVLaneWorkerMetadata(ended) if ended else None
 
     # Scheduler role
 
@@ -178,7 +187,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, KVLaneWorkerMetadata):
-            self._scheduler.job_ended(metadata)
+            self._scheduler.jobs_ended(metadata.ended)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -223,7 +232,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> KVLaneStats | None:
         side = self._scheduler or self._worker
-        return side.take_stats() if side is not None else None
+        counted = side.take_stats() if side is not None else None
+        return KVLaneStats(data=counted) if counted else None
 
     @guarded(lambda: None)
     def shutdown(self) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlane.connector import events
+from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
-from kvlane.connector.metadata import SaveJob
+from kvlane.connector.jobs import SaveJob
 from kvlane.connector.requests import NEVER, GroupHashes, RequestState
 from kvlane.connector.settings import Settings
-from kvlane.connector.stats import Counters
 
 # While saves are younger than this the engine waits for their blocks rather than preempting a request.
 WAIT_FOR_FREES_SECONDS = 2.0

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvlane.connector import events
+from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures, logger
-from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata, LoadJob
+from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.saves import Saves
 from kvlane.connector.settings import Settings
-from kvlane.connector.stats import Counters, KVLaneStats
 
 # A miss is asked again when a request has waited this long for its turn: others may have saved its prefix since.
 MISS_IS_OLD_SECONDS = 1.0
@@ -250,7 +250,7 @@ class SchedulerSide:
         loads, self._loads_to_send = self._loads_to_send, []
         return loads
 
-    def plan_step(self, output: Any, metadata: KVLaneMetadata) -> None:
+    def plan_step(self, output: Any, jobs: StepJobs) -> None:
         """Once a step: keep the connection alive, and queue what this step fills."""
         self._core.tick()
         self._notice_restart()
@@ -258,8 +258,8 @@ class SchedulerSide:
         self._plan_saves(output)
         save = self.saves.take_job(self._clock())
         if save is not None:
-            metadata.saves.append(save)
-        metadata.idle = output.total_num_scheduled_tokens == 0 and not any(
+            jobs.saves.append(save)
+        jobs.idle = output.total_num_scheduled_tokens == 0 and not any(
             state.looking_up for state in self._requests.values()
         )
 
@@ -310,9 +310,9 @@ class SchedulerSide:
                 for known, added in zip(state.block_ids, new_ids, strict=True):
                     known.extend(added)
 
-    def job_ended(self, metadata: KVLaneWorkerMetadata) -> None:
+    def jobs_ended(self, ended: Mapping[int, JobEnd]) -> None:
         """Workers have reported the ends of jobs."""
-        for job, end in metadata.ended.items():
+        for job, end in ended.items():
             stored = self.saves.ended(job, end.ranks, end.ok)
             if stored is not None:
                 self._events += stored
@@ -396,7 +396,7 @@ class SchedulerSide:
         taken, self._events = self._events, []
         return taken
 
-    def take_stats(self) -> KVLaneStats | None:
+    def take_stats(self) -> dict[str, float] | None:
         """Counters since the last call."""
         self.counters.add_core(self._core.take_stats(), CORE_COUNTS)
         self.counters.add("errors", self._failures.take())

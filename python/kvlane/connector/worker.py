@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
-from kvlane.connector.metadata import JobEnd, KVLaneMetadata, KVLaneWorkerMetadata, LoadJob, SaveJob
-from kvlane.connector.stats import Counters, KVLaneStats
+from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
 
 # With nothing to compute the worker waits this long for its copies instead of spinning through empty steps.
 IDLE_WAIT_MS = 1.0
@@ -31,12 +31,17 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._metadata: KVLaneMetadata | None = None
+        self._jobs: StepJobs | None = None
         self._saves_started = False
 
     def attach(self, core: Any) -> None:
         """The core's worker; before, and after `detach`, every job fails."""
         self._core = core
+
+    @property
+    def attached(self) -> bool:
+        """Whether jobs are carried out."""
+        return self._core is not None
 
     def detach(self) -> None:
         """End all copies: the KV caches are about to go away."""
@@ -48,25 +53,25 @@ class WorkerSide:
         for job in [*self._loads, *self._saves]:
             self._end(job, ok=False)
 
-    def bind(self, metadata: KVLaneMetadata) -> None:
+    def bind(self, jobs: StepJobs) -> None:
         """A step begins: start its loads, which vLLM's own zeroing of new blocks precedes."""
-        self._metadata = metadata
+        self._jobs = jobs
         self._saves_started = False
-        for load in metadata.loads:
+        for load in jobs.loads:
             self._start_load(load)
 
     def start_saves(self) -> None:
         """The step's forward pass is over: start its saves. Calling it again changes nothing."""
-        if self._metadata is None or self._saves_started:
+        if self._jobs is None or self._saves_started:
             return
         self._saves_started = True
-        for save in self._metadata.saves:
+        for save in self._jobs.saves:
             self._start_save(save)
 
     def unbind(self) -> None:
         """A step ends. Steps without a forward pass have not started their saves yet in some versions."""
         self.start_saves()
-        self._metadata = None
+        self._jobs = None
 
     def _start_load(self, load: LoadJob) -> None:
         self._loads[load.job] = load
@@ -98,7 +103,7 @@ class WorkerSide:
         """Notice the jobs that ended."""
         if self._core is None:
             return
-        if self._metadata is not None and self._metadata.idle and (self._loads or self._saves):
+        if self._jobs is not None and self._jobs.idle and (self._loads or self._saves):
             self._core.wait(IDLE_WAIT_MS)
         self._collect(self._core)
 
@@ -147,14 +152,12 @@ class WorkerSide:
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
-    def take_metadata(self) -> KVLaneWorkerMetadata | None:
+    def take_ended(self) -> dict[int, JobEnd]:
         """The ends of jobs since the last call, for the scheduler."""
-        if not self._ended:
-            return None
         ended, self._ended = self._ended, {}
-        return KVLaneWorkerMetadata(ended)
+        return ended
 
-    def take_stats(self) -> KVLaneStats | None:
+    def take_stats(self) -> dict[str, float] | None:
         """Counters since the last call."""
         if self._core is not None:
             self.counters.add_core(self._core.take_stats(), CORE_COUNTS)

@@ -1,0 +1,58 @@
+"""What the connector counts, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Each is summed over an interval; scheduler and workers send the same kind of object.
+COUNTERS = {
+    "lookups": "Lookups sent to the kvlane daemon",
+    "hits": "Lookups that found at least one block",
+    "misses": "Lookups that found nothing",
+    "timeouts": "Lookups given up after kvlane.lookup_timeout_ms",
+    "lookup_seconds": "Seconds from asking to answer, summed over lookups",
+    "reconnects": "Connections to the daemon that were made again",
+    "hit_tokens": "Prompt tokens loaded from the daemon instead of computed",
+    "load_jobs": "Loads that ended, by worker",
+    "load_blocks": "Blocks loaded, by worker",
+    "load_bytes": "Bytes loaded",
+    "load_seconds": "Seconds of loading, summed over jobs",
+    "failed_loads": "Loads that did not bring all bytes",
+    "save_jobs": "Saves that ended, by worker",
+    "save_blocks": "Blocks saved, by worker",
+    "save_bytes": "Bytes saved",
+    "save_seconds": "Seconds of saving, summed over jobs",
+    "present_blocks": "Blocks not saved because the daemon had them, by worker",
+    "failed_saves": "Saves that the daemon did not take completely",
+    "skipped_blocks": "Blocks not saved because too many were pinned or the daemon was away",
+    "errors": "Errors inside the connector, each survived",
+}
+# Names in the core's take_stats that differ from ours.
+CORE_NAMES = {"lookup_seconds_sum": "lookup_seconds"}
+
+
+class Counters:
+    """Counts between two intervals."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def add(self, name: str, value: float = 1) -> None:
+        """Count; `name` is a key of COUNTERS."""
+        assert name in COUNTERS, f"no counter is called {name!r}"
+        if value:
+            self._values[name] = self._values.get(name, 0) + value
+
+    def add_core(self, values: Mapping[str, float], names: frozenset[str]) -> None:
+        """Count what the core counted itself, as far as it is in `names`; the rest is counted elsewhere."""
+        for name, value in values.items():
+            ours = CORE_NAMES.get(name, name)
+            if ours in names:
+                self.add(ours, value)
+
+    def take(self) -> dict[str, float] | None:
+        """What was counted since the last call; None when nothing was."""
+        if not self._values:
+            return None
+        values, self._values = self._values, {}
+        return values

@@ -1,0 +1,57 @@
+"""Jobs from the scheduler role to the workers, and their ends back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Blocks to save. Their bytes do not change until every rank has reported the job."""
+
+    job: int
+    groups: list[tuple[int, bytes, list[bytes], list[int]]]
+    """(group, hash of the block before the first or b"", hashes, block ids)"""
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """A promised hit, to be copied into the engine's blocks."""
+
+    job: int
+    request_id: str
+    boot: bytes
+    groups: list[tuple[int, list[int], list[bytes]]] | None
+    """(group, block ids, pool pages for each rank). None: the promise cannot be kept; report it as failed."""
+    block_ids: frozenset[int] = frozenset()
+    """All blocks of the load, for versions that report failures by block."""
+
+
+@dataclass
+class StepJobs:
+    """What the workers start in one step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    idle: bool = False
+    """Nothing is computed in this step: the worker may wait a moment for its copies instead of spinning."""
+
+
+@dataclass
+class JobEnd:
+    """How a job ended, summed over ranks."""
+
+    ranks: int
+    ok: bool
+    """Load: every byte arrived. Save: the daemon has all of its blocks, from this engine or another."""
+
+
+def merge_ends(one: Mapping[int, JobEnd], other: Mapping[int, JobEnd]) -> dict[int, JobEnd]:
+    """The ends that two sets of ranks report, as new objects."""
+    merged = {job: JobEnd(end.ranks, end.ok) for job, end in one.items()}
+    for job, end in other.items():
+        mine = merged.setdefault(job, JobEnd(0, True))
+        mine.ranks += end.ranks
+        mine.ok = mine.ok and end.ok
+    return merged

@@ -1,0 +1,124 @@
+"""A real vLLM engine inside the test's process, stepped by the test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+# The CPU backend's smallest.
+BLOCK = 32
+MAX_STEPS = 20_000
+
+
+class InProcessEngine:
+    """vLLM with the connector. Close it before the next one: vLLM's worker state is global to the process."""
+
+    def __init__(
+        self,
+        model: Path,
+        address: str | None,
+        blocks: int = 200,
+        extra: dict[str, Any] | None = None,
+        policy: str = "fail",
+        max_model_len: int = 1024,
+        **arguments: Any,
+    ) -> None:
+        os.environ.update(ENVIRONMENT)
+        from vllm import LLM
+
+        transfer: dict[str, Any] = {
+            "kv_connector": "KVLaneConnector",
+            "kv_connector_module_path": "kvlane.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"kvlane.address": address, **(extra or {})},
+        }
+        self.llm = LLM(
+            model=str(model),
+            dtype="float32",
+            max_model_len=max_model_len,
+            block_size=BLOCK,
+            enforce_eager=True,
+            num_gpu_blocks_override=blocks,
+            disable_log_stats=False,
+            kv_transfer_config=transfer,
+            **arguments,
+        )
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core  # pyright: ignore
+        self.scheduler: Any = self.core.scheduler
+        self.connector: Any = self.scheduler.connector
+        self._names = itertools.count()
+
+    def add(self, prompt: list[int], tokens: int = 16) -> str:
+        """Queue a request; gives the name under which its answer comes."""
+        from vllm import SamplingParams
+
+        name = f"request-{next(self._names)}"
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        return name
+
+    def run(self, names: Iterable[str] = ()) -> dict[str, Any]:
+        """Step until every request has ended; gives their last outputs."""
+        outputs = {}
+        for _ in range(MAX_STEPS):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return outputs
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+        raise AssertionError(f"requests did not end within {MAX_STEPS} steps")
+
+    def generate(self, prompt: list[int], tokens: int = 16) -> tuple[list[int], int]:
+        """A request's generated tokens, and how many of its prompt came from a cache."""
+        name = self.add(prompt, tokens)
+        output = self.run()[name]
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+    def drain(self) -> None:
+        """Step the idle engine until its saves and loads are over, as vLLM's own process does."""
+        for _ in range(MAX_STEPS):
+            if not self.connector.has_pending_push_work():
+                return
+            self.core.step_fn()
+        raise AssertionError(f"saves or loads did not end within {MAX_STEPS} steps")
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that only kvlane's is left."""
+        self.drain()
+        assert self.llm.reset_prefix_cache(), "blocks of the engine are still pinned"
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus counter."""
+        return sum(each.value for each in self.llm.get_metrics() if each.name == name)  # pyright: ignore
+
+    def errors(self) -> int:
+        """Errors that the connector survived; both roles live in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return self.connector.failures.count + get_kv_transfer_group().failures.count  # pyright: ignore
+
+    def close(self) -> None:
+        """End the engine and clear vLLM's global state."""
+        from prometheus_client import REGISTRY
+        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        del self.llm, self.core, self.scheduler, self.connector
+        cleanup_dist_env_and_memory()
+        for collector in list(getattr(REGISTRY, "_collector_to_names", {})):
+            if getattr(collector, "_name", "").startswith("vllm:"):
+                REGISTRY.unregister(collector)

@@ -1,0 +1,100 @@
+"""Where engine tests keep their blocks: the in-process fake, or a real daemon (KVLANE_TEST_CORE=fake|real)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from kvlane.testing import FakeCore
+
+KIND = os.environ.get("KVLANE_TEST_CORE", "fake")
+_numbers = itertools.count()
+
+
+class FakeStore:
+    """Everything happens at once, and faults can be switched on."""
+
+    def __init__(self) -> None:
+        name = f"store-{next(_numbers)}"
+        self.address = f"fake:{name}"
+        self.core = FakeCore.named(name)
+
+    def settle(self) -> None:
+        """What was saved can be found."""
+
+    def block_count(self) -> int:
+        return self.core.block_count()
+
+    def lease_count(self) -> int:
+        return len(self.core.leases)
+
+    def corrupt(self) -> None:
+        assert self.core.corrupt() > 0
+
+    def restart(self) -> None:
+        self.core.restart()
+
+    def close(self) -> None:
+        self.core.release_held()
+
+
+class DaemonStore:
+    """`kvlane serve`, from PATH, on a socket of its own."""
+
+    POOL_BYTES = 256 << 20
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder / 'kvlane.sock'}"
+        self._log = (folder / "daemon.log").open("a")
+        self._start()
+
+    def _start(self) -> None:
+        from kvlane import _core
+
+        command = ["kvlane", "serve", "--pool-size", str(self.POOL_BYTES), "--listen", self.address]
+        self._process = subprocess.Popen(
+            [*command, "--http", "127.0.0.1:0", "--hugepages", "off"], stdout=self._log, stderr=self._log
+        )
+        for attempt in range(200):
+            try:
+                self._tool: Any = _core.Tool(self.address, 100.0)
+                return
+            except ConnectionError:
+                assert self._process.poll() is None, f"kvlane serve ended at attempt {attempt}"
+                # The process is what we wait for; its end or its socket comes first.
+                try:
+                    self._process.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+        raise AssertionError("kvlane serve did not listen within 10 s")
+
+    def settle(self) -> None:
+        self._tool.settle(10_000)
+
+    def block_count(self) -> int:
+        return int(self._tool.status()["blocks"])
+
+    def lease_count(self) -> int:
+        return int(self._tool.status()["leased_blocks"])
+
+    def corrupt(self) -> None:
+        used = int(self._tool.status()["used_bytes"])
+        assert used > 0
+        step = 1 << 20
+        for offset in range(0, min(self.POOL_BYTES, 8 * used + (64 << 20)), step):
+            self._tool.write_pool(offset, bytes(step))
+
+    def restart(self) -> None:
+        self._tool.close()
+        self._process.kill()
+        self._process.wait()
+        self._start()
+
+    def close(self) -> None:
+        self._tool.close()
+        self._process.terminate()
+        assert self._process.wait(20) == 0
+        self._log.close()

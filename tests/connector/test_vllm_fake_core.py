@@ -1,0 +1,308 @@
+"""A real vLLM saves and loads through the connector, over the fake store or (KVLANE_TEST_CORE=real) a daemon.
+
+Every answer is compared with one that the same engine computed without kvlane's help.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import BLOCK, InProcessEngine
+from stores import KIND, DaemonStore, FakeStore
+from tiny_model import build_tiny_model
+
+from kvlane.connector import capabilities
+
+pytestmark = pytest.mark.old_vllm
+Make = Callable[..., InProcessEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("windowed"), sliding_window=2 * BLOCK)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Any]:
+    made = FakeStore() if KIND == "fake" else DaemonStore(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(store: Any) -> Iterator[Make]:
+    """Starts engines on the store and ends them."""
+    running: list[InProcessEngine] = []
+
+    def start(model: Path, **arguments: Any) -> InProcessEngine:
+        while running:
+            running.pop().close()
+        engine = InProcessEngine(model, store.address, **arguments)
+        running.append(engine)
+        wait_until_ready(engine)
+        return engine
+
+    yield start
+    while running:
+        running.pop().close()
+
+
+def wait_until_ready(engine: InProcessEngine) -> None:
+    """A real daemon needs a moment for its handshake with the workers."""
+    core = engine.connector._scheduler._core
+    deadline = time.monotonic() + 10
+    while not core.ready and time.monotonic() < deadline:
+        engine.core.step_fn()
+        core.tick()
+    assert core.ready
+
+
+def prompt(seed: int, tokens: int = 300) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2000) for _ in range(tokens)]
+
+
+def test_cold_warm_and_a_corrupted_block(make: Make, store: Any, model: Path) -> None:
+    engine = make(model)
+    cold, cached = engine.generate(prompt(1), 24)
+    assert cached == 0
+    own, cached = engine.generate(prompt(1), 24)
+    assert (own, cached) == (cold, 288)
+    assert len(set(cold)) > 10, "an answer that hardly depends on its prompt proves nothing"
+
+    engine.forget()
+    store.settle()
+    assert store.block_count() == 323 // BLOCK
+    warm, cached = engine.generate(prompt(1), 24)
+    assert (warm, cached) == (cold, 288)
+    assert engine.metric("vllm:kvlane_hit_tokens") == 288
+    assert engine.metric("vllm:kvlane_load_blocks") == 9
+
+    # A prompt that shares 5 blocks.
+    engine.forget()
+    branched = prompt(1)[: 5 * BLOCK] + prompt(2)[:100]
+    answer, cached = engine.generate(branched)
+    assert cached == 5 * BLOCK
+    engine.drain()
+    assert store.lease_count() == 0
+    assert engine.errors() == 0
+
+    engine.forget()
+    store.corrupt()
+    wrong, cached = engine.generate(prompt(1), 24)
+    assert cached == 288
+    assert wrong != cold, "the comparison would not notice wrong bytes"
+
+    # The same prompt computed from nothing.
+    engine.forget()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    store.settle()
+    assert store.block_count() == 0
+    alone, cached = engine.generate(branched)
+    assert (alone, cached) == (answer, 0)
+
+
+def test_another_engine_finds_it(make: Make, store: Any, model: Path) -> None:
+    first = make(model)
+    cold, _ = first.generate(prompt(3))
+    first.drain()
+    store.settle()
+    second = make(model)
+    assert second.generate(prompt(3)) == (cold, 288)
+    assert second.errors() == 0
+    salted = make(model, extra={"kvlane.namespace": "other tenant"})
+    assert salted.generate(prompt(3)) == (cold, 0)
+
+
+def test_chunked_prefill(make: Make, store: Any, model: Path) -> None:
+    engine = make(model, max_num_batched_tokens=48, max_num_seqs=4, enable_chunked_prefill=True)
+    prompts = [prompt(seed, 200 + seed) for seed in range(4)]
+    names = [engine.add(each) for each in prompts]
+    outputs = engine.run()
+    cold = [list(outputs[name].outputs[0].token_ids) for name in names]
+    engine.forget()
+    store.settle()
+    for each, answer in zip(prompts, cold, strict=True):
+        warm, cached = engine.generate(each)
+        assert cached == (len(each) - 1) // BLOCK * BLOCK
+        assert warm == answer
+    assert engine.errors() == 0
+
+
+def test_preemption(make: Make, store: Any, model: Path) -> None:
+    prompts = [prompt(seed, 150) for seed in range(10, 16)]
+    roomy = make(model)
+    alone = [roomy.generate(each, 100)[0] for each in prompts]
+    roomy.drain()
+    assert roomy.llm.reset_prefix_cache(reset_connector=True)
+
+    cramped = make(model, blocks=24, max_model_len=512)
+    for _ in range(2):
+        names = [cramped.add(each, 100) for each in prompts]
+        outputs = cramped.run()
+        assert [list(outputs[name].outputs[0].token_ids) for name in names] == alone
+        cramped.forget()
+        store.settle()
+    assert cramped.metric("vllm:num_preemptions") > 0
+    assert cramped.metric("vllm:kvlane_hit_tokens") > 0
+    assert store.lease_count() == 0
+    assert cramped.errors() == 0
+
+
+def test_several_kv_cache_groups(make: Make, store: Any, windowed_model: Path) -> None:
+    engine = make(windowed_model)
+    groups = engine.connector._scheduler._shape.groups
+    assert [group.window for group in groups] == [0, 2 * BLOCK]
+    cold, _ = engine.generate(prompt(5), 24)
+    engine.forget()
+    store.settle()
+    assert store.block_count() == 2 * (323 // BLOCK)
+    warm, cached = engine.generate(prompt(5), 24)
+    assert warm == cold
+    # Where a failed load of several groups cannot be reported, nothing is promised.
+    assert cached == (288 if capabilities.reports_failed_requests() else 0)
+    if cached:
+        assert engine.metric("vllm:kvlane_load_blocks") == 9 + 2
+    assert engine.errors() == 0
+
+
+def test_the_store_restarts_while_an_engine_runs(make: Make, store: Any, model: Path) -> None:
+    engine = make(model)
+    cold, _ = engine.generate(prompt(6))
+    engine.forget()
+    store.settle()
+    store.restart()
+    answer, cached = engine.generate(prompt(6))
+    assert answer == cold
+    wait_until_ready(engine)
+    # Its own cache has the prompt, the new daemon has not; running it once more tells the daemon.
+    assert engine.generate(prompt(6))[0] == cold
+    engine.forget()
+    store.settle()
+    assert engine.generate(prompt(6)) == (cold, 288)
+
+
+if KIND == "fake":
+
+    def test_without_a_daemon(make: Make, store: FakeStore, model: Path) -> None:
+        engine = make(model)
+        store.core.down = True
+        cold, _ = engine.generate(prompt(7))
+        engine.forget()
+        assert engine.generate(prompt(7)) == (cold, 0)
+        store.core.down = False
+        assert engine.generate(prompt(7)) == (cold, 288)
+        engine.forget()
+        assert engine.generate(prompt(7)) == (cold, 288)
+        assert engine.errors() == 0
+
+    def test_an_abort_while_its_blocks_are_loaded(make: Make, store: FakeStore, model: Path) -> None:
+        engine = make(model)
+        cold, _ = engine.generate(prompt(8))
+        engine.forget()
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        store.core.hold_loads = True
+        aborted = engine.add(prompt(8))
+        other = engine.add(prompt(9))
+        for _ in range(3):
+            engine.llm.llm_engine.step()
+        assert store.lease_count() == 1
+        engine.llm.llm_engine.abort_request([aborted])
+        outputs = engine.run()
+        assert other in outputs and aborted not in outputs
+        assert engine.connector.has_pending_push_work()
+        store.core.release_held()
+        engine.drain()
+        assert store.lease_count() == 0
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+        assert engine.generate(prompt(8))[0] == cold
+        assert engine.errors() == 0
+
+    @pytest.mark.parametrize("windowed", [False, True])
+    def test_a_load_that_fails_is_computed_instead(
+        windowed: bool, make: Make, store: FakeStore, model: Path, windowed_model: Path
+    ) -> None:
+        engine = make(windowed_model if windowed else model, policy="recompute")
+        cold, _ = engine.generate(prompt(10))
+        engine.forget()
+        store.core.fail_loads = True
+        again, _ = engine.generate(prompt(10))
+        assert again == cold
+        expected = 1 if capabilities.reports_failed_requests() or not windowed else 0
+        assert engine.metric("vllm:kvlane_failed_loads") == expected
+        assert engine.metric("vllm:kvlane_lookups") <= 3, "a failed promise must not be made again"
+        engine.forget()
+        store.core.fail_loads = False
+        assert engine.generate(prompt(10))[0] == cold
+
+    def test_slow_lookups_delay_only_their_own_request(make: Make, store: FakeStore, model: Path) -> None:
+        engine = make(model)
+        cold, _ = engine.generate(prompt(11))
+        engine.forget()
+        running = engine.add(prompt(12), 40)
+        engine.llm.llm_engine.step()
+        store.core.hold_lookups = True
+        waiting = engine.add(prompt(11))
+        finished = {}
+        while running not in finished:
+            for output in engine.llm.llm_engine.step():
+                finished[output.request_id] = output
+                if not output.finished:
+                    del finished[output.request_id]
+        assert waiting not in finished
+        store.core.release_held()
+        outputs = engine.run()
+        assert list(outputs[waiting].outputs[0].token_ids) == cold
+        assert outputs[waiting].num_cached_tokens == 288
+
+    def test_an_engine_under_random_faults(make: Make, store: FakeStore, model: Path) -> None:
+        """Answers stay right, whatever the store does, and the engine's blocks all come back."""
+        rng = random.Random(5)
+        prompts = [prompt(20 + seed % 3, 90 + 40 * seed) for seed in range(6)]
+        engine = make(model, blocks=60, policy="recompute", max_num_batched_tokens=128)
+        store.core.down = True
+        alone = [engine.generate(each, 12)[0] for each in prompts]
+        store.core.down = False
+        engine.forget()
+        free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        asked: dict[str, int] = {}
+        for _ in range(250):
+            fault = rng.randrange(14)
+            if fault == 0:
+                store.restart()
+            elif fault == 1:
+                store.core.down = not store.core.down
+            elif fault == 2:
+                store.core.hold_loads, store.core.hold_saves = rng.random() < 0.5, rng.random() < 0.5
+            elif fault == 3:
+                store.core.fail_loads = rng.random() < 0.4
+            elif fault == 4:
+                store.core.release_held()
+            elif fault == 5 and asked:
+                name = rng.choice(list(asked))
+                engine.llm.llm_engine.abort_request([name])
+                del asked[name]
+            elif fault < 8 and len(asked) < 6:
+                number = rng.randrange(len(prompts))
+                asked[engine.add(prompts[number], 12)] = number
+            for output in engine.llm.llm_engine.step():
+                if output.finished and output.request_id in asked:
+                    assert list(output.outputs[0].token_ids) == alone[asked.pop(output.request_id)]
+        store.core.down = store.core.fail_loads = False
+        store.core.release_held()
+        for name, output in engine.run().items():
+            assert list(output.outputs[0].token_ids) == alone[asked.pop(name)]
+        assert not asked
+        engine.forget()
+        assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+        assert store.lease_count() == 0
