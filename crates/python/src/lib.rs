@@ -1,5 +1,6 @@
 //! `kvlane._core`: the Rust side of an engine's process. `python/kvlane/_core.pyi` documents it for users.
 
+mod bench;
 mod convert;
 mod scheduler;
 mod tool;
@@ -10,6 +11,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use super::bench::{bench_copy, bench_echo, bench_ping_pong, bench_read_process};
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
     #[pymodule_export]

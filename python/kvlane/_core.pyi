@@ -1,0 +1,150 @@
+"""The Rust side of an engine's process: connections to the daemon, the mapped pool, copies without the GIL."""
+
+from typing import final
+
+__version__: str
+WIRE_VERSION: int
+
+# (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
+Region = tuple[int, int, int, int, list[int]]
+
+@final
+class Hit:
+    """What a lookup found. `tokens == 0` is a miss and has no lease."""
+
+    tokens: int
+    lease: int
+    boot: bytes
+    groups: list[tuple[int, int]]  # (group index, first block that the hit includes)
+
+    def pages(self, group: int, rank: int) -> bytes:
+        """Pool pages of this rank's shards, little-endian u32 a block, from the group's first block on."""
+
+@final
+class Scheduler:
+    """The scheduler's connection. No call blocks longer than it says, none raises because of the daemon's state."""
+
+    connected: bool
+    ready: bool  # all workers of the engine have mapped the pool of this boot
+    boot: bytes | None
+    address: str
+
+    def __init__(
+        self,
+        address: str | None,
+        engine_id: str,
+        client: str,
+        groups: list[tuple[bytes, str, int, int]],  # (namespace 16 B, name, tokens per block, window blocks)
+        workers: int,
+        lookup_timeout_ms: float = 50.0,
+    ) -> None: ...
+    def lookup_start(self, request_id: str, hashes: list[list[bytes]], max_tokens: int) -> None:
+        """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once."""
+
+    def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None:
+        """None while pending. After the lookup timeout, or with the daemon down, a miss. Consumes the answer:
+        the caller now owns the hit's lease. An unknown request id is a miss."""
+
+    def lookup(self, hashes: list[list[bytes]], max_tokens: int, timeout_ms: float = 1000.0) -> Hit:
+        """Ask and wait; for tools and benchmarks."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop an unconsumed lookup; its lease, if one comes, is given back."""
+
+    def release(self, boot: bytes, lease: int) -> None:
+        """Give a lease back. Of another boot, it is already gone: nothing happens."""
+
+    def tick(self) -> None:
+        """Once a step: reconnect when due, send what is queued, read answers, heartbeat. Never blocks."""
+
+    def drop_namespaces(self, timeout_ms: float = 1000.0) -> bool:
+        """Drop what this engine's namespaces hold. False if the daemon did not confirm."""
+
+    def take_stats(self) -> dict[str, float]:
+        """Counters since the last call: lookups, hits, misses, timeouts, reconnects, lookup_seconds_sum, ..."""
+
+    def close(self) -> None: ...
+
+@final
+class Finished:
+    """The end of a save or load job. Exactly one comes for each job, whatever happens."""
+
+    job: int
+    kind: str  # "save" or "load"
+    ok: bool  # load: every byte arrived. save: the job ended; see `blocks` for what was stored
+    blocks: int  # blocks copied
+    present: int  # save: blocks that the pool had, or another engine was saving
+    bytes: int
+    seconds: float
+    detail: str  # empty, or why it failed
+
+@final
+class Worker:
+    """One rank's connection, its mapping of the pool and its mover thread. No call waits for the daemon."""
+
+    connected: bool
+    method: str  # how saves travel: "process_vm", "mapped", "" before the first registration
+    reason: str
+
+    def __init__(
+        self,
+        address: str | None,
+        engine_id: str,
+        client: str,
+        rank: int,
+        workers: int,
+        groups: list[tuple[bytes, bytes, list[Region]]],  # (namespace, layout digest 16 B, regions)
+        save_method: str = "auto",
+        save_timeout_ms: float = 10000.0,
+    ) -> None: ...
+    def save(self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]]) -> None:
+        """Queue a save: (group, parent hash or b"", hashes, block ids). The blocks' bytes must stay as they are
+        until the job is Finished."""
+
+    def load(self, job: int, boot: bytes, groups: list[tuple[int, list[int], bytes]]) -> None:
+        """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon."""
+
+    def poll(self) -> list[Finished]:
+        """Jobs that ended since the last call. Costs nothing when there are none."""
+
+    def wait(self, timeout_ms: float) -> bool:
+        """Wait, without the GIL, until poll() has something or nothing is queued. False at the timeout."""
+
+    def take_stats(self) -> dict[str, float]: ...
+    def close(self) -> None:
+        """End copies in flight, unmap, say goodbye."""
+
+@final
+class Tool:
+    """A connection for tools, tests and benchmarks: status, settle, and the pool itself."""
+
+    def __init__(self, address: str | None, timeout_ms: float = 1000.0) -> None:
+        """Raises ConnectionError with the address and what to do when no daemon answers."""
+
+    def status(self) -> dict[str, object]: ...
+    def settle(self, timeout_ms: int = 10000) -> None:
+        """Returns when everything committed before is sealed and visible. TimeoutError otherwise."""
+
+    def drop_namespaces(self, namespaces: list[bytes]) -> None: ...
+    def read_pool(self, offset: int, length: int) -> bytes: ...
+    def write_pool(self, offset: int, data: bytes) -> None:
+        """Overwrite pool bytes: for controls that must fail, and tests of the scrub. Same user only."""
+    def close(self) -> None: ...
+
+def default_address() -> str:
+    """The address used when none is given: KVLANE_ADDR, else the socket in the user's runtime directory."""
+
+# Bare loops that `kvlane.bench` compares with. They take addresses and descriptors as they are: a wrong one crashes.
+
+def bench_read_process(pid: int, pieces: list[tuple[int, int]], length: int, pieces_per_call: int) -> float:
+    """Read `length` bytes at each first address of another process to the second of this one by process_vm_readv,
+    in calls of up to 1024 pieces; the seconds taken. OSError where the kernel refuses."""
+
+def bench_copy(pieces: list[tuple[int, int]], length: int) -> float:
+    """Copy `length` bytes from each first address to the second one by memcpy; the seconds taken."""
+
+def bench_ping_pong(socket: int, length: int) -> float:
+    """Send `length` bytes over a blocking socket and wait for as many; the seconds taken."""
+
+def bench_echo(socket: int, length: int) -> None:
+    """Send back messages of `length` bytes until the peer closes the socket."""
