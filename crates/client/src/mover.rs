@@ -29,6 +29,9 @@ use crate::{
     worker::{Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
 };
 
+/// Blocks of one save; their hashes and ids have to fit into a frame.
+const SAVE_BLOCKS_MAX: usize = 2 << 20;
+
 /// Runs until the handle says stop.
 pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
     let now = Instant::now();
@@ -105,7 +108,8 @@ impl Mover<'_> {
                 self.round_at = now + ROUND;
                 self.pools.round(polls);
             }
-            self.wait();
+            let busy = self.pools.prefault_some();
+            self.wait(busy);
         }
     }
 
@@ -119,6 +123,12 @@ impl Mover<'_> {
                 self.shared.finish(end);
             }
             Work::Save(groups) => {
+                let blocks = groups.iter().map(|group| group.block_ids.len()).sum::<usize>();
+                if blocks > SAVE_BLOCKS_MAX {
+                    let detail =
+                        format!("{blocks} blocks in one save, at most {SAVE_BLOCKS_MAX} are possible");
+                    return self.shared.finish(job.failed(detail));
+                }
                 let deadline = Instant::now() + self.options.save_timeout;
                 let groups = groups.iter().map(wire_group).collect();
                 let open = self.link.as_mut().filter(|link| link.stage == Stage::Open && !link.silent);
@@ -331,7 +341,7 @@ impl Mover<'_> {
                 Some(map(second, true)?)
             }
         };
-        let mapped = Mapped { boot: link.boot, reading: map(descriptor, false)?, writing };
+        let mapped = Mapped { boot: link.boot, reading: map(descriptor, false)?, writing, prefaulted: 0 };
         let polls = self.shared.state.lock().polls;
         self.pools.set(mapped, polls);
         Ok(())
@@ -426,11 +436,13 @@ impl Mover<'_> {
         }
     }
 
-    fn wait(&self) {
+    /// Waits for a job, an answer or a deadline; while `busy` only looks for them.
+    fn wait(&self, busy: bool) {
         let now = Instant::now();
         let deadlines = self.link.iter().flat_map(|link| link.asked.values().filter_map(Asked::deadline));
         let round = self.pools.has_former().then_some(self.round_at);
-        let deadline = deadlines.chain(round).min().map(|at| at.saturating_duration_since(now));
+        let busy = busy.then_some(now);
+        let deadline = deadlines.chain(round).chain(busy).min().map(|at| at.saturating_duration_since(now));
         let wake = self.shared.wake.as_fd();
         match &self.link {
             Some(link) => link.connection.wait(deadline, Some(wake)),

@@ -14,7 +14,12 @@ pub(crate) struct Mapped {
     pub(crate) reading: Arc<PoolView>,
     /// Where saves are written when the daemon may not read this process.
     pub(crate) writing: Option<Arc<PoolView>>,
+    /// So far the page tables are filled.
+    pub(crate) prefaulted: u64,
 }
+
+/// Bytes whose page tables are filled in one go, between two looks at the queue.
+const PREFAULT_BYTES: u64 = 64 << 20;
 
 /// A promise reaches the worker with the engine's next step or the one after: so many polls after the daemon was
 /// lost, no load of its pool can come any more.
@@ -65,6 +70,25 @@ impl Pools {
         if let Some(pool) = self.present.take() {
             self.former = Some(Former { pool, polls_at_loss: polls, rounds: 0 });
         }
+    }
+
+    /// Fills page tables of the present pool, so that the first loads do not fault page by page. True while there is
+    /// more to do.
+    pub(crate) fn prefault_some(&mut self) -> bool {
+        let Some(pool) = &mut self.present else { return false };
+        let length = PREFAULT_BYTES.min(pool.reading.bytes() - pool.prefaulted);
+        if length == 0 {
+            return false;
+        }
+        for view in std::iter::once(&pool.reading).chain(&pool.writing) {
+            if let Err(error) = view.prefault(pool.prefaulted, length) {
+                tracing::debug!(%error, "the kernel does not fill page tables ahead; loads fault page by page");
+                pool.prefaulted = pool.reading.bytes();
+                return false;
+            }
+        }
+        pool.prefaulted += length;
+        true
     }
 
     /// Whether rounds must be counted.

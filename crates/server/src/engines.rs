@@ -15,6 +15,9 @@ const GROUPS_MAX: usize = 64;
 /// Workers of one engine.
 const WORKERS_MAX: u32 = 1024;
 
+/// Spaces are never forgotten, so their number is bounded.
+const SPACES_MAX: usize = 4096;
+
 /// Why an engine's request is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum EngineError {
@@ -32,6 +35,10 @@ pub(crate) enum EngineError {
     Groups(usize),
     #[error("group {group} has {tokens} tokens a block")]
     Tokens { group: usize, tokens: u32 },
+    #[error(
+        "{SPACES_MAX} different namespaces and layouts are known, the most this daemon keeps apart: restart it"
+    )]
+    Spaces,
     #[error("the worker's groups do not match those of its scheduler: {0}")]
     Mismatch(String),
 }
@@ -92,6 +99,9 @@ impl Engine {
         }
         let mut ranks: Vec<_> = self.workers.iter().collect();
         ranks.sort_by_key(|(rank, _)| **rank);
+        if store.spaces().len() + self.groups.len() > SPACES_MAX {
+            return Err(EngineError::Spaces);
+        }
         let mut open = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
             let mut layouts = Vec::new();

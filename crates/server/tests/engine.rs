@@ -1,5 +1,7 @@
 //! What an engine sees: saves, hits, loads, restarts.
 
+#![allow(clippy::unwrap_used, reason = "a test may fail here")]
+
 mod support;
 
 use std::time::Duration;

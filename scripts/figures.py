@@ -1,0 +1,44 @@
+"""Puts the figures of docs/figures.json into README.md, between its markers.
+
+    python scripts/figures.py            after `kvlane bench all`
+    python scripts/figures.py --check    fails when README.md does not show docs/figures.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+FIGURES = ROOT / "docs" / "figures.json"
+BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
+
+
+def main() -> int:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    wanted = before + BEGIN + _table(json.loads(FIGURES.read_text())) + END + after
+    if "--check" in sys.argv[1:]:
+        if text != wanted:
+            print("README.md does not show docs/figures.json: run python scripts/figures.py", file=sys.stderr)
+            return 1
+        return 0
+    README.write_text(wanted)
+    return 0
+
+
+def _table(figures: dict[str, Any]) -> str:
+    lines = ["| what | measured | goal | command |", "|---|---|---|---|"]
+    for figure in figures["figures"]:
+        reached = "" if figure["passed"] else " (missed)"
+        lines.append(f"| {figure['what']} | {figure['value']}{reached} | {figure['goal']} | `{figure['command']}` |")
+    lines += ["", figures["machine"], ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
