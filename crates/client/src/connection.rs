@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvlane_memory::recv_with_fd;
-use kvlane_proto::{Address, FrameError, FrameReader, encode_frame, v1};
+use kvlane_proto::{Address, FrameError, FrameReader, MAX_FRAME_BYTES, Message, encode_frame, v1};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
@@ -52,6 +52,8 @@ pub(crate) enum Lost {
     Closed,
     #[error("{0} bytes wait to be sent and the daemon does not read")]
     Stuck(usize),
+    #[error("a request of {0} bytes is longer than the {MAX_FRAME_BYTES} that a frame may have")]
+    TooLong(usize),
     #[error(transparent)]
     Frame(#[from] FrameError),
     #[error(transparent)]
@@ -113,7 +115,11 @@ impl Connection {
         if waiting > OUT_BYTES_MAX {
             return Err(Lost::Stuck(waiting));
         }
-        let frame = encode_frame(&v1::Request { id: self.next_id, body: Some(body) });
+        let request = v1::Request { id: self.next_id, body: Some(body) };
+        if request.encoded_len() > MAX_FRAME_BYTES {
+            return Err(Lost::TooLong(request.encoded_len()));
+        }
+        let frame = encode_frame(&request);
         if self.out.is_empty() {
             self.out = frame;
         } else {

@@ -31,6 +31,8 @@ const FIRST_OPENING: Duration = Duration::from_secs(1);
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Lookups that wait for their answer; beyond it new ones are misses.
 const PENDING_MAX: usize = 4096;
+/// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
+const HASHES_MAX: usize = 3 << 20;
 
 /// One KV cache group of the engine.
 #[derive(Debug, Clone)]
@@ -193,7 +195,10 @@ impl Scheduler {
         let groups = hashes
             .iter()
             .enumerate()
-            .map(|(group, hashes)| v1::LookupGroup { group: group as u32, hashes: concatenate(hashes) })
+            .map(|(group, of_group)| {
+                let sent = of_group.len().min(HASHES_MAX / hashes.len());
+                v1::LookupGroup { group: group as u32, hashes: concatenate(&of_group[..sent]) }
+            })
             .collect();
         let ask = v1::Lookup { groups, max_tokens };
         self.pending.insert(request.to_owned(), Pending::Waiting { sent: None, ask, since: now });

@@ -10,6 +10,7 @@ mod version;
 
 pub use address::{Address, AddressError, default_address};
 pub use frame::{FrameError, FrameReader, MAX_FRAME_BYTES, encode_frame};
+pub use prost::Message;
 pub use version::{Incompatible, WIRE_MAX, WIRE_MIN, negotiate};
 
 /// The text of `kvlane.proto`, for the generated reference pages.

@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    net::{SocketAddr, TcpListener},
+    net::TcpListener,
     os::unix::{
         fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
         net::{UnixListener, UnixStream},
@@ -13,6 +13,7 @@ use std::{
 };
 
 use kvlane_proto::Address;
+use rustix::net::{Shutdown, shutdown};
 use thiserror::Error;
 
 use crate::{Shared, peer::Stream, session};
@@ -38,8 +39,23 @@ pub enum ListenError {
 
 #[derive(Debug)]
 enum Listener {
-    Unix(UnixListener, PathBuf, u64),
-    Tcp(TcpListener, SocketAddr),
+    Unix(UnixListener, #[allow(dead_code, reason = "kept for its end")] SocketFile),
+    Tcp(TcpListener),
+}
+
+/// A socket's file: removed at the end, unless another daemon has replaced it.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if fs::symlink_metadata(&self.path).is_ok_and(|found| found.ino() == self.inode) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
 }
 
 /// Sockets that are bound but not yet served.
@@ -66,11 +82,11 @@ fn bind_one(address: &Address) -> Result<Listener, ListenError> {
             clear_stale(path, address)?;
             let listener = UnixListener::bind(path).map_err(refused)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(refused)?;
-            let inode = fs::metadata(path).map_err(refused)?.ino();
-            Ok(Listener::Unix(listener, path.clone(), inode))
+            let inode = fs::symlink_metadata(path).map_err(refused)?.ino();
+            Ok(Listener::Unix(listener, SocketFile { path: path.clone(), inode }))
         }
         Address::Tcp(at) => match TcpListener::bind(at) {
-            Ok(listener) => Ok(Listener::Tcp(listener, *at)),
+            Ok(listener) => Ok(Listener::Tcp(listener)),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 Err(ListenError::Occupied(address.clone()))
             }
@@ -124,7 +140,7 @@ fn accept(listener: &Listener, shared: &Arc<Shared>) {
     loop {
         let accepted = match listener {
             Listener::Unix(listener, ..) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
-            Listener::Tcp(listener, _) => listener.accept().and_then(|(stream, _)| {
+            Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nodelay(true)?;
                 Ok(Stream::Tcp(stream))
             }),
@@ -144,25 +160,20 @@ fn accept(listener: &Listener, shared: &Arc<Shared>) {
 }
 
 impl Listeners {
-    /// Stops accepting and removes the socket files, unless another daemon has replaced them.
+    /// Stops accepting and removes the socket files.
     pub(crate) fn stop(&mut self) {
         for listener in &self.listeners {
-            // Wakes the accepting thread, which then sees that the daemon stops.
-            match &**listener {
-                Listener::Unix(_, path, inode) => {
-                    let _ = UnixStream::connect(path);
-                    if fs::metadata(path).is_ok_and(|found| found.ino() == *inode) {
-                        let _ = fs::remove_file(path);
-                    }
-                }
-                Listener::Tcp(_, at) => {
-                    let _ = std::net::TcpStream::connect_timeout(at, std::time::Duration::from_secs(1));
-                }
-            }
+            // Wakes the accepting thread, which then sees that the daemon stops. Connecting would not do: the file
+            // may have been removed.
+            let _ = match &**listener {
+                Listener::Unix(listener, _) => shutdown(listener, Shutdown::Both),
+                Listener::Tcp(listener) => shutdown(listener, Shutdown::Both),
+            };
         }
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+        self.listeners.clear();
     }
 }
 
@@ -178,11 +189,15 @@ mod tests {
     fn a_stale_socket_file_is_replaced_and_a_live_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let address = unix(&folder, "deep/er/kvlane.sock");
-        drop(bind(std::slice::from_ref(&address)).unwrap());
+        let Address::Unix(path) = &address else { unreachable!() };
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        drop(UnixListener::bind(path).unwrap());
+        assert!(path.exists());
         let live = bind(std::slice::from_ref(&address)).unwrap();
         let error = bind(std::slice::from_ref(&address)).unwrap_err();
         assert!(matches!(error, ListenError::Occupied(_)), "{error}");
         drop(live);
+        assert!(!path.exists(), "a daemon that does not start leaves no file");
     }
 
     #[test]

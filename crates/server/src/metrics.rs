@@ -1,6 +1,6 @@
 //! Prometheus metrics: one table names them all, and the reference page is made from it.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use kvlane_proto::v1::request::Body as Ask;
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
@@ -210,10 +210,16 @@ impl Metrics {
         });
     }
 
+    /// Sorts what was recorded into buckets. Until then it is kept one by one: to be called now and then, whether or
+    /// not anybody reads the page.
+    pub(crate) fn upkeep(&self) {
+        self.handle.run_upkeep();
+    }
+
     /// The page that Prometheus reads.
     pub(crate) fn render(&self, shared: &Shared) -> String {
         with_local_recorder(&self.recorder, || record(shared));
-        self.handle.run_upkeep();
+        self.upkeep();
         self.handle.render()
     }
 }
@@ -245,12 +251,19 @@ fn record(shared: &Shared) {
     ] {
         counter!(name).absolute(value);
     }
+    // A namespace has a space for each cut; its metrics are their sum.
+    let mut namespaces: BTreeMap<(String, String), [u64; 4]> = BTreeMap::new();
     for space in shared.store.spaces() {
-        let labels = [("namespace", space.namespace.to_string()), ("name", space.name.clone())];
-        counter!("kvlane_hit_blocks_total", &labels).absolute(space.hit_blocks);
-        counter!("kvlane_missed_blocks_total", &labels).absolute(space.missed_blocks);
-        gauge!("kvlane_namespace_blocks", &labels).set(space.blocks as f64);
-        gauge!("kvlane_namespace_bytes", &labels).set(space.bytes as f64);
+        let sums = namespaces.entry((space.namespace.to_string(), space.name)).or_default();
+        let parts = [space.hit_blocks, space.missed_blocks, space.blocks, space.bytes];
+        sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+    }
+    for ((namespace, name), [hit_blocks, missed_blocks, blocks, bytes]) in namespaces {
+        let labels = [("namespace", namespace), ("name", name)];
+        counter!("kvlane_hit_blocks_total", &labels).absolute(hit_blocks);
+        counter!("kvlane_missed_blocks_total", &labels).absolute(missed_blocks);
+        gauge!("kvlane_namespace_blocks", &labels).set(blocks as f64);
+        gauge!("kvlane_namespace_bytes", &labels).set(bytes as f64);
     }
     let sessions = shared.sessions.list();
     for role in ["scheduler", "worker", "tool"] {

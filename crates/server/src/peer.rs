@@ -1,6 +1,6 @@
 //! Who is at the other end of a connection, and what it may do.
 
-use std::{io, net::TcpStream, os::fd::OwnedFd, os::unix::net::UnixStream};
+use std::{io, net::TcpStream, os::fd::OwnedFd, os::unix::net::UnixStream, time::Duration};
 
 use kvlane_memory::{PeerCredentials, peer_pidfd};
 
@@ -38,6 +38,20 @@ impl Stream {
             Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
             Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
         };
+    }
+
+    /// How long reading (without bound if `None`) and writing may take.
+    pub(crate) fn set_timeouts(&self, read: Option<Duration>, write: Duration) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => {
+                stream.set_read_timeout(read)?;
+                stream.set_write_timeout(Some(write))
+            }
+            Self::Tcp(stream) => {
+                stream.set_read_timeout(read)?;
+                stream.set_write_timeout(Some(write))
+            }
+        }
     }
 
     pub(crate) fn try_clone(&self) -> io::Result<Self> {

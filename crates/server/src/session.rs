@@ -12,10 +12,10 @@ use std::{
 };
 
 use bytes::{BufMut, Bytes, BytesMut};
-use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes};
+use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
 use kvlane_memory::{ProcessVm, send_with_fd};
 use kvlane_proto::{
-    FrameReader, WIRE_MAX, WIRE_MIN, encode_frame, negotiate,
+    FrameReader, MAX_FRAME_BYTES, Message, WIRE_MAX, WIRE_MIN, encode_frame, negotiate,
     v1::{
         self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer,
         request::Body as Ask,
@@ -29,11 +29,17 @@ use crate::{
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
     saves::{Granted, Saver},
-    sessions::{Info, settle_session},
+    sessions::{Connected, Info, settle_session},
     status,
 };
 
 const READ_BYTES: usize = 64 << 10;
+/// A peer that does not say Hello for so long is cut off.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest engine id and client name, in bytes.
+const NAME_BYTES_MAX: usize = 512;
+/// Bytes of pages in one answer; a longer prefix is answered in part.
+const PAGES_BYTES_MAX: usize = 32 << 20;
 /// A peer that does not take its answers for so long is cut off.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Claims that a mapped worker may hold without committing them.
@@ -44,18 +50,21 @@ type Refusal = (Reason, String);
 
 /// Serves a connection in a thread of its own.
 pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
+    let connected = match Connected::new(&shared) {
+        Ok(connected) => connected,
+        Err(sentence) => return tracing::warn!("a connection was closed: {sentence}"),
+    };
     let spawned =
         std::thread::Builder::new().name("kvlane-session".into()).stack_size(512 << 10).spawn(move || {
             let peer = match stream.peer() {
                 Ok(peer) => peer,
                 Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
             };
-            let mut session = Session { stream, peer, shared, greeted: None };
+            let mut session = Session { stream, peer, shared, greeted: None, _connected: connected };
             match session.serve() {
                 Ok(()) => {}
                 Err(error) => tracing::info!(session = session.id(), %error, "connection ended"),
             }
-            session.leave();
         });
     if let Err(error) = spawned {
         tracing::warn!(%error, "no thread for another session");
@@ -67,6 +76,14 @@ struct Session {
     peer: Peer,
     shared: Arc<Shared>,
     greeted: Option<Greeted>,
+    _connected: Connected,
+}
+
+/// Whatever ends the thread: the session leaves.
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.leave();
+    }
 }
 
 /// What is known after the greeting.
@@ -97,9 +114,7 @@ impl Session {
     }
 
     fn serve(&mut self) -> io::Result<()> {
-        if let Stream::Unix(stream) = &self.stream {
-            stream.set_write_timeout(Some(SEND_TIMEOUT))?;
-        }
+        self.stream.set_timeouts(Some(GREETING_TIMEOUT), SEND_TIMEOUT)?;
         let mut reader = FrameReader::default();
         let mut scratch = vec![0; READ_BYTES];
         loop {
@@ -149,6 +164,9 @@ impl Session {
         let is_greeting = matches!(body, Ask::Hello(_));
         let is_goodbye = matches!(body, Ask::Bye(_));
         let mut descriptor = None;
+        // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
+        let shared = Arc::clone(&self.shared);
+        let _busy = shared.sessions.begin();
         let answer = self.answer(body, &mut descriptor);
         let was_refused = answer.is_err();
         let body = answer.unwrap_or_else(refused);
@@ -166,7 +184,6 @@ impl Session {
             return Err((Reason::Invalid, "the first message of a connection must be Hello".into()));
         };
         let local = matches!(self.peer, Peer::Local { .. });
-        let _busy = shared.sessions.begin();
         match body {
             Ask::GetStatus(_) => Ok(Answer::Status(status::collect(&shared))),
             Ask::Settle(settle) => {
@@ -295,6 +312,13 @@ impl Session {
         if role != Role::Tool && hello.engine_id.is_empty() {
             return Err((Reason::Invalid, "the engine id is empty".into()));
         }
+        for (what, name) in [("engine id", &hello.engine_id), ("client's name", &hello.client)] {
+            if name.len() > NAME_BYTES_MAX {
+                let sentence =
+                    format!("the {what} has {} bytes, at most {NAME_BYTES_MAX} are kept", name.len());
+                return Err((Reason::Invalid, sentence));
+            }
+        }
         if self.shared.is_stopping() {
             return Err((Reason::Stopping, "the daemon is stopping and takes no new sessions".into()));
         }
@@ -315,10 +339,20 @@ impl Session {
             .add(info.clone(), nonce, stream, pidfd, Arc::clone(&heard))
             .map_err(|sentence| (Reason::Limit, sentence))?;
         tracing::info!(session = id, engine = info.engine_id, role = ?role, pid, client = info.client, "connected");
+        self.greeted = Some(Greeted {
+            id,
+            info: info.clone(),
+            nonce,
+            heard,
+            said_bye: false,
+            opened: None,
+            worker: None,
+        });
         if role != Role::Tool {
             self.take_over(id, &nonce, &info, &hello.live_leases);
         }
-        self.greeted = Some(Greeted { id, info, nonce, heard, said_bye: false, opened: None, worker: None });
+        // From here on a silent peer is an idle one.
+        self.stream.set_timeouts(None, SEND_TIMEOUT).map_err(|e| (Reason::Limit, e.to_string()))?;
         Ok(Answer::Welcome(v1::Welcome {
             wire,
             version: env!("CARGO_PKG_VERSION").into(),
@@ -330,7 +364,12 @@ impl Session {
     /// The process may have been here before, over a connection that was lost.
     fn take_over(&self, id: SessionId, nonce: &[u8; 16], info: &Info, live_leases: &[u64]) {
         let live: Vec<_> = live_leases.iter().map(|lease| LeaseId(*lease)).collect();
-        for former in self.shared.sessions.take_former(nonce, info.role, id) {
+        for (former, engine_id) in self.shared.sessions.take_former(nonce, info.role, id) {
+            if engine_id != info.engine_id {
+                // It serves another engine now.
+                settle_session(&self.shared, former, &engine_id);
+                continue;
+            }
             self.shared.store.writer_gone(WriterId(former));
             let owner = self.shared.engines.replace(&info.engine_id, former, id);
             if let Some(owner) = owner.filter(|_| info.role == Role::Scheduler) {
@@ -341,7 +380,13 @@ impl Session {
 
     fn reply(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
         let boot_id = Bytes::copy_from_slice(&self.shared.boot);
-        let frame = encode_frame(&v1::Reply { id, boot_id, body: Some(body) });
+        let mut reply = v1::Reply { id, boot_id, body: Some(body) };
+        if reply.encoded_len() > MAX_FRAME_BYTES {
+            let sentence =
+                format!("the answer has {} bytes, more than a frame may have", reply.encoded_len());
+            reply.body = Some(refused((Reason::Limit, sentence)));
+        }
+        let frame = encode_frame(&reply);
         match (&self.stream, descriptor) {
             (Stream::Unix(stream), Some(fd)) => {
                 // The descriptor rides on the first byte that is taken.
@@ -390,6 +435,8 @@ fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> 
     if greeted.info.role != Role::Scheduler {
         return Err((Reason::NotAllowed, "only the scheduler opens an engine".into()));
     }
+    // Where it fails the engine may end, and its owner with it.
+    greeted.opened = None;
     let groups = open
         .groups
         .iter()
@@ -419,8 +466,17 @@ fn register_worker(
     if greeted.info.role != Role::Worker {
         return Err((Reason::NotAllowed, "only workers register memory".into()));
     }
+    // Where it fails the engine may end, and another shape come under its name: what was registered before must not
+    // meet that one's groups.
+    greeted.worker = None;
     let method = register.method();
     let groups = register.groups.into_iter().map(worker_group).collect::<Result<Vec<_>, Refusal>>()?;
+    let pool_bytes = shared.arena.bytes();
+    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
+        return Err(invalid(format!(
+            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
+        )));
+    }
     let regions = groups.iter().map(|group| group.regions.clone()).collect();
     let (memory, reason) = match (peer, method) {
         (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
@@ -521,7 +577,9 @@ fn look_up_ready(
         if group.group as usize != index {
             return Err(invalid(format!("group {} was named in place {index}", group.group)));
         }
-        hashes.push((open[index], parse_hashes(&group.hashes).map_err(invalid)?));
+        let mut named = parse_hashes(&group.hashes).map_err(invalid)?;
+        named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));
+        hashes.push((open[index], named));
     }
     let groups: Vec<LookupGroup<'_>> = hashes
         .iter()

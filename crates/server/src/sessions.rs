@@ -14,7 +14,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -56,6 +56,8 @@ pub(crate) struct Sessions {
     changed: Condvar,
     next: AtomicU64,
     max: usize,
+    /// Connections with a thread, greeted or not.
+    connections: AtomicUsize,
     busy: Mutex<usize>,
     idle: Condvar,
     exits: OwnedFd,
@@ -65,6 +67,30 @@ pub(crate) struct Sessions {
 
 /// Epoll's mark for the wake-up descriptor; sessions count from 1.
 const WAKE: u64 = 0;
+/// Connections beyond the sessions, for those that have not said Hello yet and those that are being refused.
+const NOT_GREETED_MAX: usize = 64;
+
+/// A connection that is being served.
+pub(crate) struct Connected(Arc<Shared>);
+
+impl Connected {
+    /// Counts the connection in, or says why there is no room.
+    pub(crate) fn new(shared: &Arc<Shared>) -> Result<Self, String> {
+        let (open, most) = (&shared.sessions.connections, shared.sessions.max + NOT_GREETED_MAX);
+        // Counted first: `Drop` takes it back when there is no room.
+        let (before, connected) = (open.fetch_add(1, Ordering::Relaxed), Self(Arc::clone(shared)));
+        if before >= most {
+            return Err(format!("{before} connections are open, the most that --max-sessions allows"));
+        }
+        Ok(connected)
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        self.0.sessions.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// Work under way, which a stopping daemon waits for.
 pub(crate) struct Busy<'a>(&'a Sessions);
@@ -89,6 +115,7 @@ impl Sessions {
             changed: Condvar::new(),
             next: AtomicU64::new(WAKE + 1),
             max,
+            connections: AtomicUsize::new(0),
             busy: Mutex::new(0),
             idle: Condvar::new(),
             exits,
@@ -106,10 +133,13 @@ impl Sessions {
         pidfd: Option<OwnedFd>,
         heard: Arc<AtomicU64>,
     ) -> Result<SessionId, String> {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut entries = self.entries.lock();
-        if entries.len() >= self.max {
-            return Err(format!("{} sessions are open, the most that --max-sessions allows", entries.len()));
+        // Drawn under the lock: a higher id connected later, which `take_former` relies on.
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        // Whom this session is going to replace takes no room.
+        let others = entries.values().filter(|e| !(e.nonce == nonce && e.info.role == info.role)).count();
+        if others >= self.max {
+            return Err(format!("{others} sessions are open, the most that --max-sessions allows"));
         }
         if let Some(pidfd) = &pidfd {
             let event = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
@@ -120,11 +150,17 @@ impl Sessions {
         Ok(id)
     }
 
-    /// Earlier sessions of the same process and role: cut off, waited for, and taken out. Their ids are answered.
-    pub(crate) fn take_former(&self, nonce: &[u8; 16], role: Role, except: SessionId) -> Vec<SessionId> {
+    /// Sessions of the same process and role that are older than `newer`: cut off, waited for, and taken out. Their
+    /// ids and engines are answered. Of two new sessions only the newer waits for the other, never both.
+    pub(crate) fn take_former(
+        &self,
+        nonce: &[u8; 16],
+        role: Role,
+        newer: SessionId,
+    ) -> Vec<(SessionId, String)> {
         let mut entries = self.entries.lock();
         let same =
-            |id: &SessionId, entry: &Entry| *id != except && entry.nonce == *nonce && entry.info.role == role;
+            |id: &SessionId, entry: &Entry| *id < newer && entry.nonce == *nonce && entry.info.role == role;
         entries
             .iter()
             .filter(|(id, e)| same(id, e))
@@ -134,12 +170,10 @@ impl Sessions {
         while entries.iter().any(|(id, e)| same(id, e) && e.stream.is_some()) {
             self.changed.wait(&mut entries);
         }
-        let former: Vec<SessionId> =
-            entries.iter().filter(|(id, e)| same(id, e)).map(|(id, _)| *id).collect();
-        for id in &former {
-            entries.remove(id);
-        }
-        former
+        entries
+            .extract_if(|id, entry| same(id, entry))
+            .map(|(id, entry)| (id, entry.info.engine_id))
+            .collect()
     }
 
     /// How saves of this session travel.
@@ -237,7 +271,7 @@ pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
         while !shared.is_stopping() {
-            // The timeout is for claims that nobody finishes.
+            // The timeout is for claims that nobody finishes, and for metrics that nobody reads.
             let timeout = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
             let count = epoll::wait(&sessions.exits, &mut events, Some(&timeout)).unwrap_or(0);
             for event in &events[..count] {
@@ -253,6 +287,7 @@ pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
                 }
             }
             shared.store.expire(Instant::now());
+            shared.metrics.upkeep();
         }
     })
 }
