@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-SUBCOMMANDS = ("serve",)
+SUBCOMMANDS = ("serve", "lookup", "copy", "hooks", "idle", "memory_use", "overhead", "share", "all")
 # Packages of the extra `kvlane[bench]`.
 EXTRA = ("aiohttp", "matplotlib", "numpy", "tqdm")
 

@@ -1,0 +1,195 @@
+"""`kvlane bench copy`: saves and loads beside the bare loop that moves the same bytes, on the same kind of memory.
+
+This process is the bare reader; the engine is a child of it, since a process may always read its own children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy
+from tqdm import tqdm
+
+from kvlane import _core
+from kvlane.bench import daemon, report
+from kvlane.bench.engine import Engine, block_hashes
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.memory import Memory
+
+NAME = "copy"
+HELP = "saves and loads of 2 MiB blocks, whole and in 64 KiB pieces, against bare process_vm and memcpy loops"
+BLOCK_BYTES = 2 << 20
+# Pieces of a block: whole, and as a model of 16 layers with separate keys and values has it.
+SHAPES = {"2 MiB": 1, "64 KiB pieces": 32}
+GOALS = {"2 MiB": 0.9, "64 KiB pieces": 0.85}
+# Each measured copy, and the bare loop that it is compared with.
+PAIRS = {"save by process_vm": "process_vm loop", "save by mapping": "memcpy out", "load": "memcpy in"}
+_METHODS = {"save by process_vm": "process_vm", "save by mapping": "mapped"}
+# process_vm takes up to so many ranges a call; for whole blocks, a call a block is as fast.
+_PIECES_PER_CALL = 1024
+_WARM_UP = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench copy`."""
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=512,
+        help="working set on each side; larger than the caches (default %(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="of all copies, interleaved")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    return publish(arguments, outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """Medians over rounds in which all copies take turns."""
+    size = arguments.mib << 20
+    figures: list[Figure] = []
+    details: dict[str, Any] = {}
+    # Room for what two engines may have in flight.
+    with daemon.running(size + (64 << 20)) as serve:
+        huge = serve.page_size.startswith("2 MB")
+        target = Memory(size, shared=True, huge=huge)
+        pages = {"pool": serve.page_size, "memfd of the loops": target.page_size}
+        for shape, pieces in SHAPES.items():
+            with tqdm(total=arguments.rounds, desc=shape, unit="round", leave=False) as progress:
+                speeds, pages["engine"] = _take_turns(
+                    serve, target, size, pieces, huge, arguments.rounds, progress
+                )
+            medians = {name: statistics.median(values) for name, values in speeds.items()}
+            ratios = {
+                name: statistics.median(
+                    mine / bare for mine, bare in zip(speeds[name], speeds[bare_name], strict=True)
+                )
+                for name, bare_name in PAIRS.items()
+            }
+            details[shape] = {"gb_per_s": medians, "ratios": ratios, "rounds": speeds}
+            for name, bare_name in PAIRS.items():
+                figures.append(Figure(f"{shape}: {bare_name}", medians[bare_name], "GB/s"))
+                figures.append(Figure(f"{shape}: {name}", medians[name], "GB/s"))
+                figures.append(Figure(f"{shape}: {name} / {bare_name}", ratios[name], at_least=GOALS[shape]))
+    note = (
+        f"{arguments.mib} MiB in shuffled blocks of 2 MiB, touched before; pool in {pages['pool']} pages, memfd of the "
+        f"loops in {pages['memfd of the loops']}, the engine's memory in {pages['engine']}. Times from the "
+        "queueing of a job to its end; ratios are medians over rounds. Loads always copy from the mapping."
+    )
+    return Outcome(NAME, figures, {"pages": pages, "shapes": details}, note)
+
+
+def _take_turns(
+    serve: daemon.Daemon,
+    target: Memory,
+    size: int,
+    pieces: int,
+    huge: bool,
+    rounds: int,
+    progress: tqdm[Any],
+) -> tuple[dict[str, list[float]], str]:
+    """GB/s of each copy in each round, and the engine's page size."""
+    near, far = multiprocessing.get_context("spawn").Pipe()
+    child = multiprocessing.get_context("spawn").Process(
+        target=_engine_process, args=(far, serve.address, size, pieces, huge), daemon=True
+    )
+    child.start()
+    far.close()
+    engine_address, engine_pages, namespace, order = near.recv()
+    assert child.pid is not None
+    length = BLOCK_BYTES // pieces
+    loop = _pieces(engine_address, target.address, order, size, pieces)
+
+    def ask(operation: str) -> float:
+        near.send(operation)
+        seconds = near.recv()
+        assert isinstance(seconds, float), seconds
+        return seconds
+
+    speeds: dict[str, list[float]] = {name: [] for pair in PAIRS.items() for name in pair}
+    for number in range(-_WARM_UP, rounds):
+        seconds = {"process_vm loop": _core.bench_read_process(child.pid, loop, length, _PIECES_PER_CALL)}
+        for name in ("save by process_vm", "memcpy out", "save by mapping", "load", "memcpy in"):
+            if name in _METHODS:
+                serve.tool.drop_namespaces([namespace])
+            seconds[name] = ask(name)
+            # The checksums of what was saved are made in the background; they are no part of any copy.
+            serve.settle()
+        if number >= 0:
+            for name, taken in seconds.items():
+                speeds[name].append(size / taken / 1e9)
+            progress.update()
+    near.send("end")
+    child.join()
+    serve.tool.drop_namespaces([namespace])
+    return speeds, engine_pages
+
+
+def _pieces(engine: int, linear: int, order: list[int], size: int, pieces: int) -> list[tuple[int, int]]:
+    """Address in the engine and in a linear memory of each piece of the blocks in that order."""
+    length, blocks = BLOCK_BYTES // pieces, size // BLOCK_BYTES
+    return [
+        (engine + piece * blocks * length + block * length, linear + (place * pieces + piece) * length)
+        for place, block in enumerate(order)
+        for piece in range(pieces)
+    ]
+
+
+def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge: bool) -> None:
+    """Two engines over one memory, one for each way to save; obeys the names of copies."""
+    memory = Memory(size)
+    linear = Memory(size, shared=True, huge=huge)
+    memory.fill(pieces)
+    length, blocks = BLOCK_BYTES // pieces, size // BLOCK_BYTES
+    order = list(range(blocks))
+    random.Random(0).shuffle(order)
+    hashes = block_hashes(f"copy-{pieces}", blocks)
+    engines = {
+        name: Engine(
+            address,
+            f"copy-{pieces}-{method}",
+            block_bytes=BLOCK_BYTES,
+            memory=memory,
+            pieces=pieces,
+            save_method=method,
+        )
+        for name, method in _METHODS.items()
+    }
+    loader = engines["save by mapping"]
+    outward = _pieces(memory.address, linear.address, order, size, pieces)
+    inward = [(to, come_from) for come_from, to in outward]
+    pipe.send((memory.address, memory.page_size, loader.namespace, order))
+    checked = False
+    while (operation := pipe.recv()) != "end":
+        if operation == "memcpy out":
+            seconds = _core.bench_copy(outward, length)
+        elif operation == "memcpy in":
+            seconds = _core.bench_copy(inward, length)
+        elif operation in engines:
+            finished = engines[operation].save(hashes, order)
+            assert finished.bytes == size, f"{finished.bytes} bytes were saved and not {size}"
+            seconds = finished.seconds
+        else:
+            hit = loader.lookup(hashes)
+            kept = None if checked else memory.words.copy()
+            if kept is not None:
+                memory.words[:] = 0
+            finished = loader.load(hit, order)
+            assert finished.bytes == size, f"{finished.bytes} bytes were loaded and not {size}"
+            if kept is not None:
+                assert numpy.array_equal(kept, memory.words), "other bytes were loaded than were saved"
+                checked = True
+            seconds = finished.seconds
+        pipe.send(seconds)
+    for engine in engines.values():
+        engine.close()

@@ -1,0 +1,90 @@
+"""An engine without vLLM: what the connector's two sides are to the daemon, over memory of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+from kvlane import _core
+from kvlane.bench.memory import Memory
+
+TOKENS_PER_BLOCK = 16
+_TIMEOUT_MS = 120_000.0
+
+
+def block_hashes(prompt: str, count: int) -> list[bytes]:
+    """Hashes of a prompt's blocks, 32 bytes each as vLLM's default gives them."""
+    return [hashlib.sha256(f"{prompt}/{block}".encode()).digest() for block in range(count)]
+
+
+class Engine:
+    """A scheduler and one worker. Blocks are of `pieces` equal pieces; piece p of all blocks lie together, as the
+    layers of a model do. With one piece, blocks are contiguous."""
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        block_bytes: int,
+        memory: Memory,
+        pieces: int = 1,
+        save_method: str = "auto",
+    ) -> None:
+        blocks = memory.size // block_bytes
+        piece_bytes = block_bytes // pieces
+        offsets = [piece * blocks * piece_bytes for piece in range(pieces)]
+        region = (memory.address, piece_bytes, blocks, piece_bytes, offsets)
+        # Engines that cut blocks in the same way share them.
+        namespace = hashlib.sha256(f"bench {block_bytes} {pieces}".encode()).digest()[:16]
+        groups = [(namespace, f"bench {block_bytes} B", TOKENS_PER_BLOCK, 0)]
+        self.namespace = namespace
+        self.memory = memory
+        self.worker = _core.Worker(
+            address,
+            name,
+            "kvlane bench",
+            0,
+            1,
+            [(namespace, namespace, [region])],
+            save_method=save_method,
+            save_timeout_ms=_TIMEOUT_MS,
+        )
+        self.scheduler = _core.Scheduler(
+            address, name, "kvlane bench", groups, 1, lookup_timeout_ms=_TIMEOUT_MS
+        )
+        assert self.worker.connected, f"engine {name} could not register: {self.worker.reason}"
+        self._jobs = itertools.count(1)
+
+    def save(self, hashes: list[bytes], ids: Sequence[int], parent: bytes = b"") -> _core.Finished:
+        """Save blocks of one prompt; they continue `parent`, or begin the prompt."""
+        self.worker.save(next(self._jobs), [(0, parent, hashes, list(ids))])
+        return self._finished()
+
+    def load(self, hit: _core.Hit, ids: Sequence[int]) -> _core.Finished:
+        """Load a hit into the blocks `ids` and give its lease back."""
+        self.worker.load(next(self._jobs), hit.boot, [(0, list(ids), hit.pages(0, 0))])
+        finished = self._finished()
+        self.release(hit)
+        return finished
+
+    def lookup(self, hashes: list[bytes]) -> _core.Hit:
+        """Ask for a prompt; what is found is leased until `release`."""
+        return self.scheduler.lookup([hashes], len(hashes) * TOKENS_PER_BLOCK, timeout_ms=_TIMEOUT_MS)
+
+    def release(self, hit: _core.Hit) -> None:
+        """Give the lease back, if there is one."""
+        if hit.tokens:
+            self.scheduler.release(hit.boot, hit.lease)
+
+    def close(self) -> None:
+        """Say goodbye to the daemon."""
+        self.scheduler.close()
+        self.worker.close()
+
+    def _finished(self) -> _core.Finished:
+        assert self.worker.wait(_TIMEOUT_MS), "a job did not end"
+        (finished,) = self.worker.poll()
+        assert finished.ok, finished.detail
+        return finished

@@ -1,0 +1,123 @@
+"""Figures with a goal, and how a benchmark that has such figures publishes them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlane.bench import report
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value and the bound that it must keep; without a bound it is only for information."""
+
+    what: str
+    value: float
+    unit: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it keeps its bound; a value that could not be measured does not."""
+        if self.at_most is not None:
+            return self.value <= self.at_most
+        return self.at_least is None or self.value >= self.at_least
+
+    @property
+    def goal(self) -> str:
+        """For people: "at most 2 %"."""
+        if self.at_most is not None:
+            return f"at most {with_unit(self.at_most, self.unit)}"
+        return "" if self.at_least is None else f"at least {with_unit(self.at_least, self.unit)}"
+
+    @property
+    def text(self) -> str:
+        """Value and unit."""
+        return with_unit(self.value, self.unit)
+
+    def facts(self) -> dict[str, Any]:
+        """For the JSON file."""
+        return asdict(self) | {"text": self.text, "goal": self.goal, "passed": self.passed}
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Three digits and the unit; ratios, which have none, get an x."""
+    text = "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{text} {unit}" if unit else f"{text}x"
+
+
+@dataclass
+class Outcome:
+    """What one benchmark found."""
+
+    name: str
+    figures: Sequence[Figure]
+    details: Mapping[str, Any]
+    note: str
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """The flag --out."""
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"
+    )
+
+
+def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWatch) -> int:
+    """Table to stdout, NAME.json and NAME.png to --out. A missed goal is a result, not a failure: always 0."""
+    settings = {key: value for key, value in vars(arguments).items() if key != "run"}
+    result = {
+        "benchmark": outcome.name,
+        "settings": {
+            key: str(value) if isinstance(value, Path) else value for key, value in settings.items()
+        },
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "commit": report.commit(),
+        "note": outcome.note,
+        "figures": [figure.facts() for figure in outcome.figures],
+        **outcome.details,
+    }
+    out: Path = arguments.out
+    report.write_json(out / f"{outcome.name}.json", result)
+    print(table(outcome.figures))
+    print(outcome.note)
+    print(f"others used {watch.facts['other_cores']:.2f} cores meanwhile")
+    bounded = [figure for figure in outcome.figures if figure.goal]
+    bars = {
+        f"{figure.what}\n{figure.goal}": {
+            "share of the bound": figure.value
+            / (figure.at_most if figure.at_most is not None else figure.at_least or 1.0)
+        }
+        for figure in bounded
+    }
+    report.bars(
+        out / f"{outcome.name}.png",
+        f"kvlane bench {outcome.name}: measured / bound",
+        "measured / bound",
+        bars,
+        note=result["machine"]["cpu"],
+    )
+    print(f"written: {out / outcome.name}.json, {out / outcome.name}.png")
+    return 0
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """What, value, goal, whether it is reached."""
+    rows = [
+        [
+            figure.what,
+            figure.text,
+            figure.goal or "-",
+            ("yes" if figure.passed else "NO") if figure.goal else "-",
+        ]
+        for figure in figures
+    ]
+    return report.table(["figure", "measured", "goal", "reached"], rows)

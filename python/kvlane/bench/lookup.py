@@ -1,0 +1,145 @@
+"""`kvlane bench lookup`: what a lookup costs beside a bare round trip over a Unix socket, alone and among many."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvlane import _core
+from kvlane.bench import daemon, report, sessions
+from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.memory import Memory
+
+NAME = "lookup"
+HELP = (
+    "625 block hashes from Python against a bare 20 kB ping-pong; with --sessions also many engines at once"
+)
+BLOCK_BYTES = 4096
+_POOL_BYTES = 64 << 20
+_WARM_UP = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench lookup`."""
+    parser.add_argument("--blocks", type=int, default=625, help="hashes a lookup (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3000, help="of each kind, interleaved")
+    parser.add_argument("--sessions", type=int, default=0, help="engines that ask at once; 0 leaves this out")
+    parser.add_argument(
+        "--rate", type=float, default=1000.0, help="lookups a second of all sessions together"
+    )
+    parser.add_argument("--processes", type=int, default=4, help="that the sessions are spread over")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase with sessions")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    return publish(arguments, outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """The round trips, and the sessions where they are asked for."""
+    with daemon.running(_POOL_BYTES) as serve:
+        figures, details = _round_trips(serve, arguments.blocks, arguments.rounds)
+        note = (
+            f"{arguments.blocks} hashes of 32 bytes from Python; the lease is released after each lookup, outside the "
+            "timing; ping-pong: as many bytes there and back, blocking, between two processes, rounds interleaved."
+        )
+        if arguments.sessions:
+            load = sessions.Load(
+                serve.address,
+                arguments.blocks,
+                arguments.sessions,
+                arguments.rate,
+                arguments.processes,
+                arguments.seconds,
+            )
+            found, phases = sessions.measure(load)
+            figures += found
+            details |= {"sessions": phases}
+            note += f" Sessions: {sessions.NOTE}"
+    return Outcome(NAME, figures, details, note)
+
+
+def _round_trips(serve: daemon.Daemon, blocks: int, rounds: int) -> tuple[list[Figure], dict[str, object]]:
+    hashes = block_hashes("lookup", blocks)
+    ping_bytes = sum(map(len, hashes))
+    tokens = blocks * TOKENS_PER_BLOCK
+    seconds: dict[str, list[float]] = {"lookup": [], "python": [], "rust": []}
+    # The other processes first: a process with threads had better not fork.
+    with echo_process(ping_bytes, in_rust=False) as python, echo_process(ping_bytes, in_rust=True) as rust:
+        engine = Engine(serve.address, "lookup", block_bytes=BLOCK_BYTES, memory=Memory(BLOCK_BYTES * blocks))
+        engine.save(hashes, range(blocks))
+        serve.settle()
+        asked = [hashes]
+        lookup = engine.scheduler.lookup
+        for number in range(-_WARM_UP, rounds):
+            start = time.perf_counter()
+            hit = lookup(asked, tokens)
+            looked_up = time.perf_counter() - start
+            assert hit.tokens == tokens, f"{hit.tokens} tokens were found and not {tokens}"
+            engine.release(hit)
+            pinged = ping_pong(python, ping_bytes)
+            pinged_in_rust = _core.bench_ping_pong(rust.fileno(), ping_bytes)
+            if number >= 0:
+                seconds["lookup"].append(looked_up)
+                seconds["python"].append(pinged)
+                seconds["rust"].append(pinged_in_rust)
+        engine.close()
+    us = {name: report.summary(each * 1e6 for each in values) for name, values in seconds.items()}
+    figures = [
+        Figure(f"lookup of {blocks} hashes, p50", us["lookup"]["p50"], "us"),
+        Figure(f"lookup of {blocks} hashes, p99", us["lookup"]["p99"], "us"),
+        Figure("ping-pong from Python, p50", us["python"]["p50"], "us"),
+        Figure("ping-pong in Rust, p50", us["rust"]["p50"], "us"),
+        Figure("lookup / ping-pong from Python, p50", us["lookup"]["p50"] / us["python"]["p50"], at_most=2.0),
+        Figure("lookup / ping-pong in Rust, p50", us["lookup"]["p50"] / us["rust"]["p50"]),
+        Figure("lookup / ping-pong from Python, p99", us["lookup"]["p99"] / us["python"]["p99"]),
+    ]
+    return figures, {"microseconds": us}
+
+
+def ping_pong(peer: socket.socket, size: int) -> float:
+    """Seconds of one blocking round trip of `size` bytes each way."""
+    message = bytes(size)
+    start = time.perf_counter()
+    peer.sendall(message)
+    answer = peer.recv(size, socket.MSG_WAITALL)
+    seconds = time.perf_counter() - start
+    assert len(answer) == size, f"{len(answer)} bytes came back and not {size}"
+    return seconds
+
+
+@contextmanager
+def echo_process(size: int, *, in_rust: bool) -> Iterator[socket.socket]:
+    """A process at the other end of a socket that sends messages of `size` bytes back."""
+    near, far = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            near.close()
+            if in_rust:
+                _core.bench_echo(far.fileno(), size)
+            else:
+                while message := far.recv(size, socket.MSG_WAITALL):
+                    far.sendall(message)
+            status = 0
+        finally:
+            os._exit(status)
+    far.close()
+    try:
+        yield near
+    finally:
+        near.close()
+        # A later child may hold a copy of our end, so closing it may not be enough.
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
