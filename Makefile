@@ -37,17 +37,17 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench
 
 engines: vllm ## tests with real vLLM, newest and oldest
-	$(PYTEST_VLLM) -m "not long" tests/engine
+	$(PYTEST_VLLM) -m "not long" tests/connector tests/engine
 	$(ENVIRONMENT) vllm-0.24
-	$(PYTEST_OLD_VLLM) -m "old_vllm and not long" tests/engine
+	$(PYTEST_OLD_VLLM) -m "old_vllm and not long" tests/connector tests/engine
 
 test-long: dev vllm ## the second stage: kill rounds, long property tests
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
 	$(PYTEST_DEV) -m long --timeout 3600 tests/daemon tests/connector
 	$(PYTEST_VLLM) -m long --timeout 3600 tests/engine
 
-bench: vllm ## kvlane bench BENCH=serve|... ARGS="..."; lists them without BENCH
-	PATH="$(CURDIR)/$(VLLM):$$PATH" kvlane bench $(or $(BENCH),--help) $(ARGS)
+bench: vllm ## every benchmark, or make bench BENCH=serve ARGS="--model ..."
+	PATH="$(CURDIR)/$(VLLM):$$PATH" kvlane bench $(or $(BENCH),all) $(ARGS)
 
 serve: dev ## a daemon with a 4 GB pool, for trying things out
 	$(DEV)/kvlane serve --pool-size 4gb

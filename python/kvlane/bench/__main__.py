@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main_with_sentences() -> int:
+    # Also a terminated benchmark ends the engines and daemons that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return main()
     except ModuleNotFoundError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -45,6 +46,8 @@ def main() -> int:
             f"--prompt-tokens must be above {4 * BLOCK_TOKENS} and at most 2400, not {arguments.prompt_tokens}"
         )
 
+    # Also a terminated demo ends its engines.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     logs = arguments.out / "demo-logs"
