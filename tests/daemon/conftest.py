@@ -1,0 +1,59 @@
+"""Fixtures: a folder for sockets, and daemons and engines that are gone when the test is."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from processes import Daemon, Engine
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, since the path of a socket has at most 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="kvlane-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make_daemon(folder: Path, cleanup: ExitStack) -> Callable[..., Daemon]:
+    def make(*flags: str, **options: Any) -> Daemon:
+        daemon = Daemon(folder, *flags, **options)
+        cleanup.callback(daemon.kill)
+        daemon.start()
+        return daemon
+
+    return make
+
+
+@pytest.fixture
+def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
+    return make_daemon()
+
+
+@pytest.fixture
+def make_engine(cleanup: ExitStack) -> Callable[..., Engine]:
+    """Called with the daemon and the engine's id."""
+
+    def make(daemon: Daemon, name: str, **options: Any) -> Engine:
+        engine = Engine(daemon.address, name, **options)
+        cleanup.callback(engine.kill)
+        return engine
+
+    return make

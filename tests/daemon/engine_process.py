@@ -1,0 +1,255 @@
+"""An engine without a model, as a process of its own: a map of memory as its KV blocks, the scheduler's and the worker's
+connection, and commands as JSON lines on stdin, each answered by a line on stdout.
+
+    python engine_process.py ADDRESS NAME '{"save_method": "mapped", ...}'
+
+A block is a K and a V piece, which lie in two halves of the memory, as vLLM's tensors do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from patterns import NAMESPACE, TOKENS, block_hash, content, hashes
+
+from kvlane import _core
+
+PR_SET_DUMPABLE = 4
+JUNK = b"\xee"
+
+DEFAULTS: dict[str, Any] = {
+    "save_method": "auto",
+    "save_timeout_ms": 10_000.0,
+    "lookup_timeout_ms": 10_000.0,
+    "blocks": 256,
+    "piece_bytes": 8192,
+    "layout": "04" * 16,
+    "uid": None,
+    "dumpable": None,
+    "rank": 0,
+    "workers": 1,
+    "scheduler": True,
+}
+
+
+class EngineProcess:
+    def __init__(self, address: str, name: str, options: dict[str, Any]) -> None:
+        if options["uid"] is not None:
+            os.setgroups([])
+            os.setgid(options["uid"])
+            os.setuid(options["uid"])
+        if options["dumpable"] is not None:
+            # Changing the user has cleared it.
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, options["dumpable"], 0, 0, 0)
+        self.address = address
+        self.blocks, self.piece = options["blocks"], options["piece_bytes"]
+        self.memory = mmap.mmap(-1, 2 * self.blocks * self.piece)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        region = (base, self.piece, self.blocks, self.piece, [0, self.blocks * self.piece])
+        self.hits: dict[int, _core.Hit] = {}
+        self.jobs = 0
+        self.worker = _core.Worker(
+            address,
+            name,
+            "kvlane tests",
+            options["rank"],
+            options["workers"],
+            [(NAMESPACE, bytes.fromhex(options["layout"]), [region])],
+            options["save_method"],
+            options["save_timeout_ms"],
+        )
+        self.rank = options["rank"]
+        self.scheduler: _core.Scheduler | None = None
+        if options["scheduler"]:
+            groups = [(NAMESPACE, "pattern", TOKENS, 0)]
+            timeout = options["lookup_timeout_ms"]
+            self.scheduler = _core.Scheduler(
+                address, name, "kvlane tests", groups, options["workers"], timeout
+            )
+
+    # What a block holds.
+
+    def _places(self, block: int) -> Iterator[slice]:
+        for half in (0, self.blocks * self.piece):
+            start = half + block * self.piece
+            yield slice(start, start + self.piece)
+
+    def read(self, block: int) -> bytes:
+        return b"".join(self.memory[place] for place in self._places(block))
+
+    def write(self, block: int, data: bytes) -> None:
+        for place, part in zip(self._places(block), (data[: self.piece], data[self.piece :]), strict=True):
+            self.memory[place] = part
+
+    def _junk(self, first: int, count: int) -> None:
+        for half in (0, self.blocks * self.piece):
+            start = half + first * self.piece
+            self.memory[start : start + count * self.piece] = JUNK * (count * self.piece)
+
+    # Commands. A `prompt` names a chain of blocks; `at` is the engine's first block id.
+
+    def state(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        if scheduler is not None:
+            scheduler.tick()
+        return {
+            "pid": os.getpid(),
+            "worker": self.worker.connected,
+            "scheduler": scheduler is not None and scheduler.connected,
+            "boot": ((scheduler and scheduler.boot) or b"").hex(),
+            "method": self.worker.method,
+            "reason": self.worker.reason,
+            "refusal": scheduler.refusal if scheduler else "",
+        }
+
+    def fill(self, prompt: str, count: int, first: int = 0, at: int = 0) -> None:
+        for index, name in enumerate(hashes(prompt, first, count)):
+            self.write(at + index, content(name, 2 * self.piece))
+
+    def save(
+        self, prompt: str, count: int, first: int = 0, at: int = 0, fill: bool = True, junk: bool = True
+    ) -> dict[str, Any]:
+        """Saves, and as soon as the save ends gives the blocks to something else."""
+        if fill:
+            self.fill(prompt, count, first, at)
+        parent = block_hash(prompt, first - 1) if first else b""
+        self.jobs += 1
+        ids = list(range(at, at + count))
+        self.worker.save(self.jobs, [(0, parent, hashes(prompt, first, count), ids)])
+        end = self._finished()
+        if junk:
+            self._junk(at, count)
+        return end
+
+    def lookup(self, prompt: str, count: int) -> dict[str, Any]:
+        assert self.scheduler is not None
+        started = time.monotonic()
+        self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40)
+        hit = None
+        while hit is None:
+            hit = self.scheduler.lookup_poll("r", 100_000)
+        if hit.tokens:
+            self.hits[hit.lease] = hit
+        seconds = time.monotonic() - started
+        return {"tokens": hit.tokens, "lease": hit.lease, "boot": hit.boot.hex(), "seconds": seconds}
+
+    def load(self, prompt: str, lease: int, at: int = 0, release: bool = True) -> dict[str, Any]:
+        """Loads all blocks of a hit, over junk, and compares them."""
+        assert self.scheduler is not None
+        hit = self.hits[lease]
+        count = hit.tokens // TOKENS
+        self._junk(at, count)
+        self.jobs += 1
+        self.worker.load(self.jobs, hit.boot, [(0, list(range(at, at + count)), hit.pages(0, self.rank))])
+        end = self._finished()
+        names = enumerate(hashes(prompt, 0, count))
+        wrong = [index for index, name in names if self.read(at + index) != content(name, 2 * self.piece)]
+        if release:
+            self.release(lease)
+        return {**end, "wrong": wrong if end["ok"] else []}
+
+    def check(self, prompt: str, count: int, at: int = 0) -> dict[str, Any]:
+        """Looks up and loads: how many blocks hit, and which of them hold wrong bytes."""
+        found = self.lookup(prompt, count)
+        if not found["tokens"]:
+            return {"blocks": 0, "wrong": [], "ok": True, "detail": ""}
+        end = self.load(prompt, found["lease"], at)
+        return {
+            "blocks": found["tokens"] // TOKENS,
+            "wrong": end["wrong"],
+            "ok": end["ok"],
+            "detail": end["detail"],
+        }
+
+    def work(self, seed: int, seconds: float, prompts: int, count: int) -> dict[str, Any]:
+        """Saves and loads at random for a while. Ends early for nobody: it is there to be killed."""
+        dice = random.Random(seed)
+        until = time.monotonic() + seconds
+        done = {"saves": 0, "loads": 0, "wrong": [], "broken": []}
+        while time.monotonic() < until:
+            prompt, length = f"work-{dice.randrange(prompts)}", dice.randrange(1, count + 1)
+            if dice.random() < 0.5:
+                self.save(prompt, length)
+                done["saves"] += 1
+            else:
+                end = self.check(prompt, length, at=count)
+                done["loads"] += end["blocks"] > 0
+                done["wrong"] += [f"{prompt}/{index}" for index in end["wrong"]]
+                if not end["ok"]:
+                    done["broken"].append(end["detail"])
+        return done
+
+    def release(self, lease: int) -> None:
+        assert self.scheduler is not None
+        hit = self.hits.pop(lease)
+        self.scheduler.release(hit.boot, hit.lease)
+
+    def cut(self, how: str, freeze: bool = False) -> int:
+        """Breaks the connections to the daemon without ending the process. `garbage`: the daemon hangs up.
+        With `freeze` the process stops itself before it can connect again, until it gets SIGCONT."""
+        path = self.address.removeprefix("unix:")
+        cut = 0
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                connection = socket.socket(fileno=os.dup(number))
+            except OSError:
+                continue
+            with connection, contextlib.suppress(OSError):
+                if connection.family == socket.AF_UNIX and connection.getpeername() == path:
+                    if how == "garbage":
+                        connection.send(b"\xff" * 8)
+                    else:
+                        connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
+        if freeze:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return cut
+
+    def close(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self.worker.close()
+
+    def _finished(self) -> dict[str, Any]:
+        """The end of the one job under way. Polls once, as an engine does in a step."""
+        ended = self.worker.wait(60_000)
+        jobs = self.worker.poll()
+        assert ended and [job.job for job in jobs] == [self.jobs], f"job {self.jobs}: {jobs}"
+        job = jobs[0]
+        return {
+            "ok": job.ok,
+            "blocks": job.blocks,
+            "present": job.present,
+            "bytes": job.bytes,
+            "seconds": job.seconds,
+            "detail": job.detail,
+        }
+
+
+def main() -> None:
+    address, name, options = sys.argv[1:]
+    engine = EngineProcess(address, name, {**DEFAULTS, **json.loads(options)})
+    print(json.dumps({"answer": engine.state()}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        call = getattr(engine, command.pop("do"))
+        try:
+            answer = {"answer": call(**command)}
+        except Exception as error:  # noqa: BLE001 - told to the test, which fails
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Daemons and engines as child processes that a test may kill and stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from kvlane import _core
+
+KVLANE = Path(shutil.which("kvlane") or Path(sys.executable).with_name("kvlane"))
+ENGINE = Path(__file__).with_name("engine_process.py")
+PATIENCE = 30.0
+
+
+def until(what: str, condition: Callable[[], Any]) -> Any:
+    """Waits for the state of another process, which sends no event. Answers what the condition answered."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without KVLANE_ settings of the machine."""
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("KVLANE_")}, **more}
+
+
+def run_kvlane(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    options.setdefault("env", clean_environment())
+    return subprocess.run(
+        [KVLANE, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False, **options
+    )
+
+
+class _Lines:
+    """What a process writes, line by line, as it comes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.seen: list[str] = []
+        self.changed = threading.Condition()
+        self.ended = False
+        self.thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self.thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self.changed:
+                    self.seen.append(line)
+                    self.changed.notify_all()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def text(self) -> str:
+        with self.changed:
+            return "".join(self.seen)
+
+    def wait_for(self, part: str) -> str:
+        def found() -> list[str]:
+            return [line for line in self.seen if part in line]
+
+        with self.changed:
+            self.changed.wait_for(lambda: found() or self.ended, PATIENCE)
+            assert found(), f"no line with '{part}' in:\n{''.join(self.seen)}"
+            return found()[0]
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+class Daemon:
+    """`kvlane serve` on a socket in `folder`. Can be started again after it ended, at the same place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        pool: str = "64mib",
+        http: str | None = None,
+        binary: Path = KVLANE,
+        environment: dict[str, str] | None = None,
+        **popen: Any,
+    ) -> None:
+        self.path = folder / "kvlane.sock"
+        self.address = f"unix:{self.path}"
+        self.port = free_port()
+        self.http_at = http or f"127.0.0.1:{self.port}"
+        self.flags = flags
+        self.pool = pool
+        self.binary = binary
+        self.environment = environment or {}
+        self.popen = popen
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> str:
+        """Waits until it serves, and answers the line that says so."""
+        return self.start_with(
+            *("--pool-size", self.pool, "--listen", self.address, "--http", self.http_at),
+            *("--hugepages", "off", *self.flags),
+        )
+
+    def start_with(self, *flags: str) -> str:
+        """With no flags but these."""
+        self.process = subprocess.Popen(
+            [self.binary, "serve", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=clean_environment(**self.environment),
+            **self.popen,
+        )
+        assert self.process.stderr is not None
+        self.log = _Lines(self.process.stderr)
+        ready = self.log.wait_for(" serves ")
+        until("SIGTERM is handled", lambda: _handles(self.pid, signal.SIGTERM))
+        return ready
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> int:
+        """Asks it to end, and answers the exit code."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(PATIENCE)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(PATIENCE)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def status(self) -> dict[str, Any]:
+        tool = _core.Tool(self.address, 10_000.0)
+        try:
+            return tool.status()
+        finally:
+            tool.close()
+
+    def settle(self) -> None:
+        tool = _core.Tool(self.address, 10_000.0)
+        tool.settle(20_000)
+        tool.close()
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Sessions without those of tools."""
+        return [session for session in self.status()["sessions"] if session["role"] != "tool"]
+
+    def wait_unused(self) -> dict[str, Any]:
+        """Waits until nothing is leased or claimed."""
+
+        def unused() -> dict[str, Any] | None:
+            status = self.status()
+            return status if status["leased_blocks"] == status["claimed_blocks"] == 0 else None
+
+        return until("no lease and no claim", unused)
+
+    def http(self, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
+        request = urllib.request.Request(f"http://{host}:{self.port}{path}", method=method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=PATIENCE) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+class EngineError(Exception):
+    """What went wrong in an engine's process."""
+
+
+class Engine:
+    """An `engine_process.py`; its options are the keyword arguments."""
+
+    def __init__(self, address: str, name: str, **options: Any) -> None:
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, ENGINE, address, name, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(),
+        )
+        self.started = self.answer()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise EngineError(f"{self.name} ended with {self.process.wait(PATIENCE)}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{self.name}: {answer['error']}")
+        return answer["answer"]
+
+    def call(self, do: str, **arguments: Any) -> Any:
+        self.send(do, **arguments)
+        return self.answer()
+
+    def wait_connected(self, boot: str | None = None) -> dict[str, Any]:
+        def connected() -> dict[str, Any] | None:
+            state = self.call("state")
+            there = state["worker"] and state["scheduler"] and state["boot"] != boot
+            return state if there else None
+
+        return until(f"{self.name} is connected", connected)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        self.call("close")
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None and not stream.closed:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass

@@ -1,0 +1,282 @@
+"""What a person does with the daemon: serve, status, drop, stop; its pages over HTTP; where its settings come from."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from patterns import NAMESPACE
+from processes import Daemon, Engine, free_port, run_kvlane, until
+from wire import (
+    DROP_NAMESPACES,
+    GET_STATUS,
+    HELLO,
+    LOOKUP,
+    MAP_POOL,
+    NOT_ALLOWED,
+    STATUS,
+    WELCOME,
+    Wire,
+    hello,
+)
+
+MakeDaemon = Callable[..., Daemon]
+MakeEngine = Callable[..., Engine]
+
+
+def test_serve_says_where_and_answers_over_http(daemon: Daemon, make_engine: MakeEngine) -> None:
+    ready = daemon.log.text()
+    assert daemon.address in ready
+    assert str(daemon.port) in ready
+    code, body = daemon.http("/health")
+    assert code == 200
+    assert json.loads(body)["status"] == "ok"
+    engine = make_engine(daemon, "http")
+    assert engine.call("save", prompt="p", count=5)["blocks"] == 5
+    daemon.settle()
+    status = json.loads(daemon.http("/admin/status")[1])
+    assert (status["pool_bytes"], status["blocks"], status["sessions"]) == (64 << 20, 5, 2)
+    sessions = json.loads(daemon.http("/admin/sessions")[1])
+    assert {(session["role"], session["engine"]) for session in sessions} == {
+        ("scheduler", "http"),
+        ("worker", "http"),
+    }
+    assert {session["pid"] for session in sessions} == {engine.pid}
+    (namespace,) = json.loads(daemon.http("/admin/namespaces")[1])
+    assert (namespace["namespace"], namespace["name"], namespace["blocks"]) == (NAMESPACE.hex(), "pattern", 5)
+
+    code, body = daemon.http("/admin/namespaces/xyz", "DELETE")
+    assert code == 400
+    assert "'xyz'" in body
+    code, body = daemon.http("/admin/namespaces/" + "09" * 16, "DELETE")
+    assert code == 404
+    assert "0909" in body
+    assert engine.call("check", prompt="p", count=5)["blocks"] == 5, "a refused call drops nothing"
+    assert daemon.http("/admin/namespaces/" + NAMESPACE.hex(), "DELETE") == (200, '{"dropped_blocks":5}')
+    assert engine.call("check", prompt="p", count=5)["blocks"] == 0
+
+
+def _own_address() -> str | None:
+    """An address of this host that is not the loopback's. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def test_admin_is_served_to_this_host_only(make_daemon: MakeDaemon) -> None:
+    own = _own_address()
+    if own is None or own.startswith("127."):
+        pytest.skip("this host has no address but the loopback's")
+    port = free_port()
+    daemon = make_daemon(http=f"0.0.0.0:{port}")
+    daemon.port = port
+    code, body = daemon.http("/admin/status", host=own)
+    assert code == 403
+    assert own in body
+    assert daemon.http("/admin/namespaces/" + "03" * 16, "DELETE", host=own)[0] == 403
+    assert daemon.http("/health", host=own)[0] == 200
+    assert daemon.http("/admin/status")[0] == 200
+
+
+def test_every_metric_of_the_reference_appears(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, folder: Path
+) -> None:
+    assert run_kvlane("reference", str(folder / "reference")).returncode == 0
+    names = set(re.findall(r"\bkvlane_\w+", (folder / "reference/metrics.md").read_text()))
+    assert len(names) > 20
+    daemon = make_daemon("--scrub-rate", "100mb")
+    engine = make_engine(daemon, "traffic")
+    engine.call("save", prompt="p", count=9)
+    engine.call("save", prompt="p", count=9)
+    daemon.settle()
+    assert engine.call("check", prompt="p", count=9) == {"blocks": 9, "wrong": [], "ok": True, "detail": ""}
+    engine.call("check", prompt="other", count=3)
+    with Wire(daemon.path) as wire:
+        wire.ask(HELLO, hello())
+        wire.refused(LOOKUP)
+        wire.socket.sendall(b"\xff" * 8)
+        wire.wait_closed()
+
+    def page() -> str:
+        return daemon.http("/metrics")[1]
+
+    until(
+        "every metric",
+        lambda: all(re.search(rf"^{name}(_bucket|_count)?[ {{]", page(), re.M) for name in names),
+    )
+    text = page()
+    described = set(re.findall(r"^# HELP (\w+) ", text, re.M))
+    assert names <= described
+    labels = f'namespace="{NAMESPACE.hex()}",name="pattern"'
+    for line in (
+        "kvlane_blocks 9",
+        "kvlane_sealed_blocks_total 9",
+        "kvlane_save_present_blocks_total 9",
+        f"kvlane_hit_blocks_total{{{labels}}} 9",
+        f"kvlane_missed_blocks_total{{{labels}}} 3",
+        'kvlane_sessions{role="worker"} 1',
+        "kvlane_bad_frames_total 1",
+        'kvlane_requests_refused_total{call="Lookup"} 1',
+    ):
+        assert line in text.splitlines(), f"{line} in\n{text}"
+
+
+def test_the_metrics_of_a_namespace_are_the_sum_over_its_layouts(
+    daemon: Daemon, make_engine: MakeEngine
+) -> None:
+    """The last layout's figures used to stand for all."""
+    make_engine(daemon, "one").call("save", prompt="p", count=5)
+    make_engine(daemon, "two", layout="05" * 16).call("save", prompt="p", count=2)
+    daemon.settle()
+    labels = f'namespace="{NAMESPACE.hex()}",name="pattern"'
+    assert f"kvlane_namespace_blocks{{{labels}}} 7" in daemon.http("/metrics")[1].splitlines()
+
+
+def test_status_for_people_and_for_programs(daemon: Daemon, make_engine: MakeEngine) -> None:
+    engine = make_engine(daemon, "engine-7", save_method="mapped")
+    engine.call("save", prompt="p", count=3)
+    daemon.settle()
+    told = run_kvlane("status", "--addr", daemon.address)
+    assert told.returncode == 0
+    for part in (
+        "engine-7",
+        "scheduler",
+        "worker",
+        "mapped",
+        NAMESPACE.hex(),
+        "pattern",
+        "kvlane tests",
+        str(engine.pid),
+    ):
+        assert part in told.stdout, told.stdout
+    status = json.loads(run_kvlane("status", "--json", "--addr", daemon.address).stdout)
+    assert (status["blocks"], status["leased_blocks"], status["claimed_blocks"]) == (3, 0, 0)
+    (worker,) = [session for session in status["sessions"] if session["role"] == "worker"]
+    assert (worker["save_method"], worker["pid"]) == ("mapped", engine.pid)
+    assert "asked for" in worker["save_method_reason"]
+    assert status["used_bytes"] == status["namespaces"][0]["bytes"] > 0
+
+
+def test_drop_names_what_it_dropped_and_refuses_what_is_not_there(
+    daemon: Daemon, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(daemon, "a")
+    engine.call("save", prompt="p", count=3)
+    daemon.settle()
+    wrong = run_kvlane("drop", "ffff", "--addr", daemon.address)
+    assert wrong.returncode == 1
+    assert "'ffff'" in wrong.stderr
+    assert engine.call("check", prompt="p", count=3)["blocks"] == 3
+    right = run_kvlane("drop", NAMESPACE.hex()[:6], "--addr", daemon.address)
+    assert right.returncode == 0, right.stderr
+    assert "3 blocks" in right.stdout
+    assert NAMESPACE.hex() in right.stdout
+    assert engine.call("check", prompt="p", count=3)["blocks"] == 0
+
+
+def test_tools_without_a_daemon_say_what_to_do(folder: Path) -> None:
+    for command in (["status"], ["drop", "00"]):
+        failed = run_kvlane(*command, "--addr", f"unix:{folder}/nobody.sock")
+        assert failed.returncode == 1
+        assert f"{folder}/nobody.sock" in failed.stderr
+        assert "kvlane serve" in failed.stderr
+        assert len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_status_over_tcp_and_nothing_else(make_daemon: MakeDaemon) -> None:
+    port = free_port()
+    daemon = make_daemon("--listen", f"127.0.0.1:{port}")
+    assert daemon.path.exists(), "the socket and the port are both served"
+    assert run_kvlane("status", "--addr", f"127.0.0.1:{port}").returncode == 0
+    with Wire(("127.0.0.1", port)) as wire:
+        wire.ask(HELLO, hello())
+        assert wire.ask(GET_STATUS)[0] == STATUS
+        for body in (DROP_NAMESPACES, MAP_POOL, LOOKUP):
+            reason, sentence = wire.refused(body)
+            assert reason == NOT_ALLOWED
+            assert "TCP" in sentence
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(daemon: Daemon, make_engine: MakeEngine, number: signal.Signals) -> None:
+    make_engine(daemon, "a").call("save", prompt="p", count=3)
+    daemon.signal(number)
+    assert daemon.process is not None
+    assert daemon.process.wait(30) == 0
+    assert not daemon.path.exists()
+    with pytest.raises(OSError, match="refused"):
+        daemon.http("/health")
+
+
+def test_saves_under_way_are_carried_out_before_it_ends(daemon: Daemon, make_engine: MakeEngine) -> None:
+    """Its answer used to be lost when the daemon stopped between the copy and the answer."""
+    for turn in range(5):
+        engine = make_engine(daemon, f"a{turn}", blocks=2048, piece_bytes=4096)
+        engine.call("fill", prompt="p", count=2048)
+        engine.send("save", prompt="p", count=2048, fill=False)
+        until("a save under way", lambda: daemon.status()["blocks"] + daemon.status()["claimed_blocks"] > 0)
+        assert daemon.stop() == 0
+        end = engine.answer()
+        assert end["ok"], end
+        assert end["blocks"] == 2048
+        engine.kill()
+        daemon.start()
+
+
+def test_it_ends_although_somebody_removed_its_socket(daemon: Daemon) -> None:
+    """The thread that accepts was woken by a connection to the path, and waited for ever without it."""
+    daemon.path.unlink()
+    assert daemon.stop() == 0
+
+
+def test_it_leaves_the_socket_of_its_successor_alone(daemon: Daemon) -> None:
+    daemon.path.unlink()
+    with socket.socket(socket.AF_UNIX) as successor:
+        successor.bind(str(daemon.path))
+        assert daemon.stop() == 0
+        assert daemon.path.exists()
+
+
+def test_settings_come_from_flags_then_environment_then_file(folder: Path, make_daemon: MakeDaemon) -> None:
+    file = folder / "kvlane.toml"
+    file.write_text('pool-size = "20mib"\nmax-sessions = 3\nlog = "warn"\nscrub-rate = "1mb"\n')
+    daemon = make_daemon(environment={"KVLANE_CONFIG": str(file), "KVLANE_MAX_SESSIONS": "2"}, pool="24mib")
+    assert daemon.status()["pool_bytes"] == 24 << 20, "the flag wins over the file"
+    with Wire(daemon.path) as one, Wire(daemon.path) as two, Wire(daemon.path) as three:
+        assert one.ask(HELLO, hello(nonce=b"1" * 16))[0] == WELCOME
+        assert two.ask(HELLO, hello(nonce=b"2" * 16))[0] == WELCOME
+        _, sentence = three.refused(HELLO, hello(nonce=b"3" * 16))
+        assert "2 sessions" in sentence, "the environment wins over the file"
+        assert "--max-sessions" in sentence
+    assert " INFO" not in daemon.log.text(), "and the file over the defaults"
+
+
+def test_the_file_alone_is_enough(folder: Path, cleanup: ExitStack) -> None:
+    """No flag but --config: all keys are understood."""
+    daemon = Daemon(folder)
+    (folder / "all.toml").write_text(
+        f'pool-size = "20mib"\nlisten = ["{daemon.address}"]\nhttp = "off"\nhugepages = "off"\nnuma = "off"\n'
+        'scrub-rate = 0\nmax-sessions = 9\ndrain-seconds = 1\nlog = "info"\n'
+    )
+    cleanup.callback(daemon.kill)
+    ready = daemon.start_with("--config", str(folder / "all.toml"))
+    assert "http" not in ready
+    assert daemon.status()["pool_bytes"] == 20 << 20
+    assert daemon.stop() == 0
+
+
+def test_http_can_be_off(make_daemon: MakeDaemon) -> None:
+    daemon = make_daemon(http="off")
+    assert "http" not in daemon.log.text()
+    with pytest.raises(OSError, match="refused"):
+        daemon.http("/health")
+    assert daemon.status()["blocks"] == 0
