@@ -1,4 +1,4 @@
-"""An engine without a model, as a process of its own: a map of memory as its KV blocks, the scheduler's and the worker's
+"""An engine without a model, as a process of its own: a map of memory as its KV blocks, a scheduler's and a worker's
 connection, and commands as JSON lines on stdin, each answered by a line on stdout.
 
     python engine_process.py ADDRESS NAME '{"save_method": "mapped", ...}'

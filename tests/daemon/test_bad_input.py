@@ -414,7 +414,7 @@ def test_a_worker_that_failed_to_register_again_cannot_write_with_its_old_shape(
 
 
 def test_a_process_that_serves_another_engine_now_leaves_nothing_of_the_former(daemon: Daemon) -> None:
-    """Its place in the former engine was never given back: that engine's id could not be used until the daemon's end."""
+    """Its place in the former engine was never given back: its id could not be used until the daemon's end."""
     with Wire(daemon.path) as first, Wire(daemon.path) as second, Wire(daemon.path) as third:
         _open(first, "former", b"n" * 16)
         assert second.ask(HELLO, hello(SCHEDULER, "latter", b"n" * 16))[0] == WELCOME

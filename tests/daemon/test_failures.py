@@ -160,7 +160,7 @@ def test_what_a_stopped_daemon_copies_late_never_becomes_visible(
         daemon.settle()
         kept += _right(engine, prompt, MANY_BLOCKS, at_least=MANY_BLOCKS if end["ok"] else 0)
     daemon.wait_unused()
-    assert 0 < given_up, "no save was met in the middle: the test shows nothing"
+    assert given_up > 0, "no save was met in the middle: the test shows nothing"
     assert kept <= turns * MANY_BLOCKS
 
 
