@@ -37,9 +37,6 @@ class Daemon(DaemonStore):
     def sessions(self, role: str) -> list[dict[str, Any]]:
         return [session for session in self._tool.status()["sessions"] if session["role"] == role]
 
-    def shards(self) -> set[int]:
-        return {namespace["shards"] for namespace in self._tool.status()["namespaces"]}
-
 
 def free_port() -> int:
     with socket.socket() as probe:

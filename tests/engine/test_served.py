@@ -113,37 +113,3 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
     assert second.complete(prompt(2)) == other
     assert daemon.lease_count() == 0
     assert first.complaints() == [] and second.complaints() == []
-
-
-def test_tensor_parallel_ranks_save_and_load_their_shards(
-    serve: Callable[..., list[ServedEngine]], daemon: Daemon
-) -> None:
-    (engine,) = serve(1, "--tensor-parallel-size", "2")
-    wait_for("both ranks", lambda: len(daemon.sessions("worker")) == 2)
-    before = daemon.block_count()
-    cold = engine.complete(prompt(3))
-    saved(daemon, before + BLOCKS)
-    assert 2 in daemon.shards()
-    own = engine.complete(prompt(3))
-    assert own == cold
-    engine.reset_prefix_cache()
-    assert engine.complete(prompt(3)) == cold
-    assert engine.metric("vllm:external_prefix_cache_hits") == HIT_TOKENS
-    assert engine.complaints() == []
-
-
-def test_data_parallel_replicas_share_what_either_computed(
-    serve: Callable[..., list[ServedEngine]], daemon: Daemon
-) -> None:
-    (engine,) = serve(1, "--data-parallel-size", "2")
-    wait_for("both replicas", lambda: len(daemon.sessions("scheduler")) == 2)
-    assert len({session["engine"] for session in daemon.sessions("scheduler")}) == 2
-    before = daemon.block_count()
-    cold = engine.complete(prompt(4))
-    saved(daemon, before + BLOCKS)
-    # Whichever replica answers has it: its own cache is empty after a reset.
-    for _ in range(4):
-        engine.reset_prefix_cache()
-        assert engine.complete(prompt(4)) == cold
-    assert engine.metric("vllm:external_prefix_cache_hits") == 4 * HIT_TOKENS
-    assert engine.complaints() == []
