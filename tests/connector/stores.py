@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +57,20 @@ class DaemonStore:
         from kvlane import _core
 
         command = ["kvlane", "serve", "--pool-size", str(self.POOL_BYTES), "--listen", self.address]
-        self._process = subprocess.Popen(
-            [*command, "--http", "127.0.0.1:0", "--hugepages", "off"], stdout=self._log, stderr=self._log
-        )
-        for attempt in range(200):
+        # Without the scrub, which would drop the blocks that a test corrupts.
+        command += ["--http", "127.0.0.1:0", "--hugepages", "off", "--scrub-rate", "0"]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and self._process.poll() is None:
             try:
-                self._tool: Any = _core.Tool(self.address, 100.0)
+                self._tool: Any = _core.Tool(self.address, 10_000.0)
                 return
             except ConnectionError:
-                assert self._process.poll() is None, f"kvlane serve ended at attempt {attempt}"
-                # The process is what we wait for; its end or its socket comes first.
-                try:
+                # Not listening yet; wait a moment, or for its end.
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(0.05)
-                except subprocess.TimeoutExpired:
-                    continue
-        raise AssertionError("kvlane serve did not listen within 10 s")
+        self._process.kill()
+        raise AssertionError(f"kvlane serve did not listen at {self.address}; its log is {self._log.name}")
 
     def settle(self) -> None:
         self._tool.settle(10_000)

@@ -85,8 +85,10 @@ def test_cold_warm_and_a_corrupted_block(make: Make, store: Any, model: Path) ->
     assert store.block_count() == 323 // BLOCK
     warm, cached = engine.generate(prompt(1), 24)
     assert (warm, cached) == (cold, 288)
-    assert engine.metric("vllm:kvlane_hit_tokens") == 288
-    assert engine.metric("vllm:kvlane_load_blocks") == 9
+    assert engine.counted["hit_tokens"] == 288
+    assert engine.counted["load_blocks"] == 9
+    if capabilities.reports_failed_requests():
+        assert engine.metric("vllm:kvlane_hit_tokens") == 288
 
     # A prompt that shares 5 blocks.
     engine.forget()
@@ -140,21 +142,21 @@ def test_chunked_prefill(make: Make, store: Any, model: Path) -> None:
 
 
 def test_preemption(make: Make, store: Any, model: Path) -> None:
-    prompts = [prompt(seed, 150) for seed in range(10, 16)]
+    prompts = [prompt(seed, 150) for seed in range(10, 15)]
     roomy = make(model)
-    alone = [roomy.generate(each, 100)[0] for each in prompts]
+    alone = [roomy.generate(each, 60)[0] for each in prompts]
     roomy.drain()
     assert roomy.llm.reset_prefix_cache(reset_connector=True)
 
-    cramped = make(model, blocks=24, max_model_len=512)
+    cramped = make(model, blocks=17, max_model_len=512)
     for _ in range(2):
-        names = [cramped.add(each, 100) for each in prompts]
+        names = [cramped.add(each, 60) for each in prompts]
         outputs = cramped.run()
         assert [list(outputs[name].outputs[0].token_ids) for name in names] == alone
         cramped.forget()
         store.settle()
     assert cramped.metric("vllm:num_preemptions") > 0
-    assert cramped.metric("vllm:kvlane_hit_tokens") > 0
+    assert cramped.counted["hit_tokens"] > 0
     assert store.lease_count() == 0
     assert cramped.errors() == 0
 
@@ -172,7 +174,7 @@ def test_several_kv_cache_groups(make: Make, store: Any, windowed_model: Path) -
     # Where a failed load of several groups cannot be reported, nothing is promised.
     assert cached == (288 if capabilities.reports_failed_requests() else 0)
     if cached:
-        assert engine.metric("vllm:kvlane_load_blocks") == 9 + 2
+        assert engine.counted["load_blocks"] == 9 + 2
     assert engine.errors() == 0
 
 
@@ -182,7 +184,7 @@ def test_the_store_restarts_while_an_engine_runs(make: Make, store: Any, model: 
     engine.forget()
     store.settle()
     store.restart()
-    answer, cached = engine.generate(prompt(6))
+    answer, _ = engine.generate(prompt(6))
     assert answer == cold
     wait_until_ready(engine)
     # Its own cache has the prompt, the new daemon has not; running it once more tells the daemon.
@@ -239,8 +241,8 @@ if KIND == "fake":
         again, _ = engine.generate(prompt(10))
         assert again == cold
         expected = 1 if capabilities.reports_failed_requests() or not windowed else 0
-        assert engine.metric("vllm:kvlane_failed_loads") == expected
-        assert engine.metric("vllm:kvlane_lookups") <= 3, "a failed promise must not be made again"
+        assert engine.counted["failed_loads"] == expected
+        assert engine.counted["lookups"] <= 3, "a failed promise must not be made again"
         engine.forget()
         store.core.fail_loads = False
         assert engine.generate(prompt(10))[0] == cold

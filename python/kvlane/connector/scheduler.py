@@ -280,8 +280,9 @@ class SchedulerSide:
             self._follow_tables(output)
         if not self._shape.can_save or self._reset_pending or not self._core.ready:
             return
+        known = self._requests.get
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
+            state = known(request_id)
             if state is None:
                 continue
             # The workers copy after this step's forward pass.

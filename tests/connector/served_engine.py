@@ -1,0 +1,91 @@
+"""A vLLM with all its processes, as `vllm serve` runs them: one prompt cold, then warm; prints one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+from typing import Any
+
+from engine import BLOCK, ENVIRONMENT
+
+RESET_ATTEMPTS = 600
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--data", type=int, default=1)
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    print("RESULT " + json.dumps(asyncio.run(run(parser.parse_args()))), flush=True)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from kvlane import _core
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=arguments.model,
+            dtype="float32",
+            max_model_len=1024,
+            block_size=BLOCK,
+            enforce_eager=True,
+            num_gpu_blocks_override=200,
+            tensor_parallel_size=arguments.tensor,
+            data_parallel_size=arguments.data,
+            kv_transfer_config={
+                "kv_connector": "KVLaneConnector",
+                "kv_connector_module_path": "kvlane.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"kvlane.address": arguments.address},
+            },  # pyright: ignore
+        )
+    )
+    tool = _core.Tool(arguments.address, 10_000.0)
+    rng = random.Random(1)
+    prompt = [rng.randrange(3, 2000) for _ in range(300)]
+    try:
+        cold = await answer(engine, "cold", prompt, 0 if arguments.data > 1 else None)
+        for _ in range(RESET_ATTEMPTS):
+            # False while blocks are pinned by saves.
+            if await engine.reset_prefix_cache():
+                break
+            await asyncio.sleep(0.05)
+        tool.settle(10_000)
+        stored = tool.status()["blocks"]
+        warm = await answer(engine, "warm", prompt, 1 if arguments.data > 1 else None)
+        sessions: Any = tool.status()["sessions"]
+        return {
+            "cold": cold,
+            "warm": warm,
+            "stored": stored,
+            "engines": sorted({each["engine"] for each in sessions if each["engine"]}),
+            "workers": sum(1 for each in sessions if each["role"] == "worker"),
+        }
+    finally:
+        tool.close()
+        engine.shutdown()
+
+
+async def answer(engine: Any, name: str, prompt: list[int], rank: int | None) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    last = None
+    async for output in engine.generate(
+        {"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank
+    ):
+        last = output
+    assert last is not None
+    return {"tokens": list(last.outputs[0].token_ids), "cached": last.num_cached_tokens}
+
+
+if __name__ == "__main__":
+    main()

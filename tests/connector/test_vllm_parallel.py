@@ -1,0 +1,50 @@
+"""Tensor and data parallelism, with all processes of vLLM and a real daemon (KVLANE_TEST_CORE=real)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from stores import KIND, DaemonStore
+from tiny_model import build_tiny_model
+
+
+def serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    store = DaemonStore(tmp_path)
+    try:
+        model = build_tiny_model(tmp_path / "model")
+        script = Path(__file__).with_name("served_engine.py")
+        command = [sys.executable, str(script), "--model", str(model), "--address", store.address]
+        log = tmp_path / "engine.log"
+        with log.open("w") as errors:
+            done = subprocess.run(
+                [*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)
+            )
+        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert done.returncode == 0 and results, done.stdout[-2000:] + log.read_text()[-4000:]
+        assert "kvlane: " not in "".join(
+            line for line in log.read_text().splitlines(keepends=True) if "ERROR" in line
+        )
+        return json.loads(results[0].removeprefix("RESULT "))
+    finally:
+        store.close()
+
+
+if KIND == "real":
+
+    def test_tensor_parallel(tmp_path: Path) -> None:
+        result = serve(tmp_path, "--tensor", "2")
+        assert result["workers"] == 2
+        assert result["stored"] == 315 // 32
+        assert result["cold"]["cached"] == 0
+        assert result["warm"] == {"tokens": result["cold"]["tokens"], "cached": 288}
+
+    def test_data_parallel_engines_share(tmp_path: Path) -> None:
+        result = serve(tmp_path, "--data", "2")
+        assert len(result["engines"]) == 2
+        assert result["cold"]["cached"] == 0
+        assert result["warm"] == {"tokens": result["cold"]["tokens"], "cached": 288}
