@@ -110,6 +110,9 @@ class Worker:
     def wait(self, timeout_ms: float) -> bool:
         """Wait, without the GIL, until poll() has something or nothing is queued. False at the timeout."""
 
+    def wait_registered(self, timeout_ms: float) -> bool:
+        """Wait, without the GIL, until registered with a daemon. False at the timeout, or when none answers."""
+
     def take_stats(self) -> dict[str, float]: ...
     def close(self) -> None:
         """End copies in flight, unmap, say goodbye."""

@@ -76,6 +76,8 @@ pub(crate) struct Connection {
     sent: usize,
     next_id: u64,
     descriptors: Vec<OwnedFd>,
+    /// The last read took all that had arrived: asking again at once would be a system call for nothing.
+    drained: bool,
 }
 
 impl Connection {
@@ -97,6 +99,7 @@ impl Connection {
             sent: 0,
             next_id: 0,
             descriptors: Vec::new(),
+            drained: false,
         })
     }
 
@@ -155,13 +158,19 @@ impl Connection {
             if let Some(reply) = self.reader.next_message()? {
                 return Ok(Some(reply));
             }
+            if std::mem::take(&mut self.drained) {
+                return Ok(None);
+            }
             let received = match &mut self.stream {
                 Stream::Unix(stream) => recv_with_fd(stream, &mut self.scratch, &mut self.descriptors),
                 Stream::Tcp(stream) => stream.read(&mut self.scratch),
             };
             match received {
                 Ok(0) => return Err(Lost::Closed),
-                Ok(n) => self.reader.push(&self.scratch[..n]),
+                Ok(n) => {
+                    self.drained = n < self.scratch.len();
+                    self.reader.push(&self.scratch[..n]);
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),

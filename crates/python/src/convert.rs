@@ -4,11 +4,7 @@ use std::time::Duration;
 
 use kvlane_block::{BlockHash, Region};
 use kvlane_proto::{Address, default_address};
-use pyo3::{
-    exceptions::PyValueError,
-    prelude::*,
-    types::{PyBytes, PyList},
-};
+use pyo3::{exceptions::PyValueError, ffi, prelude::*, types::PyList};
 
 /// Environment variable that names the daemon.
 const ADDRESS_VARIABLE: &str = "KVLANE_ADDR";
@@ -40,8 +36,22 @@ pub(crate) fn milliseconds(ms: f64) -> PyResult<Duration> {
 /// Block hashes of the engine, at least 16 bytes each.
 pub(crate) fn hashes(list: &Bound<'_, PyList>) -> PyResult<Vec<BlockHash>> {
     let mut hashes = Vec::with_capacity(list.len());
-    for item in list.iter() {
-        hashes.push(BlockHash::from_engine(item.cast::<PyBytes>()?.as_bytes()).map_err(value_error)?);
+    for index in 0..list.len() {
+        // A lookup spends much of its time here: two calls for each hash instead of the seven that PyO3's iterator
+        // and casts make over the stable ABI.
+        let (mut start, mut length) = (std::ptr::null_mut(), 0);
+        // SAFETY: `list` is a list that we hold, and the interpreter is attached. The item is borrowed from it, and
+        // no Python code runs that could change the list before its bytes are copied below.
+        let is_bytes = unsafe {
+            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
+            !item.is_null() && ffi::PyBytes_AsStringAndSize(item, &mut start, &mut length) == 0
+        };
+        if !is_bytes {
+            return Err(PyErr::fetch(list.py()));
+        }
+        // SAFETY: Python gave the bytes object's own buffer and its length; the object lives, as said above.
+        let bytes = unsafe { std::slice::from_raw_parts(start.cast::<u8>(), length as usize) };
+        hashes.push(BlockHash::from_engine(bytes).map_err(value_error)?);
     }
     Ok(hashes)
 }

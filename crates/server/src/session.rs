@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
 use kvlane_memory::{ProcessVm, send_with_fd};
 use kvlane_proto::{
@@ -598,14 +598,11 @@ fn look_up_ready(
         .iter()
         .enumerate()
         .map(|(index, group)| {
-            let mut pages = BytesMut::with_capacity(group.pages.len() * 4);
-            group.pages.iter().for_each(|page| pages.put_u32_le(*page));
-            v1::HitGroup {
-                group: index as u32,
-                first_block: group.first_block,
-                pages: pages.freeze(),
-                workers,
-            }
+            let mut pages = vec![0; group.pages.len() * 4];
+            pages.chunks_exact_mut(4).zip(&group.pages).for_each(|(bytes, page)| {
+                bytes.copy_from_slice(&page.to_le_bytes());
+            });
+            v1::HitGroup { group: index as u32, first_block: group.first_block, pages: pages.into(), workers }
         })
         .collect();
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))

@@ -54,7 +54,8 @@ class Engine:
         self.scheduler = _core.Scheduler(
             address, name, "kvlane bench", groups, 1, lookup_timeout_ms=_TIMEOUT_MS
         )
-        assert self.worker.connected, f"engine {name} could not register: {self.worker.reason}"
+        if not self.worker.wait_registered(_TIMEOUT_MS):
+            raise RuntimeError(f"engine {name} could not register: {self.worker.reason}")
         self._jobs = itertools.count(1)
 
     def save(self, hashes: list[bytes], ids: Sequence[int], parent: bytes = b"") -> _core.Finished:

@@ -21,7 +21,8 @@ HELP = (
     "625 block hashes from Python against a bare 20 kB ping-pong; with --sessions also many engines at once"
 )
 BLOCK_BYTES = 4096
-_POOL_BYTES = 64 << 20
+# So large that saves at full speed do not evict a prompt between two lookups of it.
+_POOL_BYTES = 256 << 20
 _WARM_UP = 100
 
 
@@ -61,6 +62,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 arguments.rate,
                 arguments.processes,
                 arguments.seconds,
+                _POOL_BYTES,
             )
             found, phases = sessions.measure(load)
             figures += found

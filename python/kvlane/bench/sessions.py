@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvlane import _core
 from kvlane.bench import report
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure
@@ -25,6 +26,9 @@ _BLOCK_BYTES = 4096
 _SAVED_BLOCK_BYTES = 64 << 10
 _SAVED_BLOCKS = 64
 
+# Seconds, and whether the whole prompt was found.
+_Lookup = tuple[float, bool]
+
 
 @dataclass(frozen=True)
 class Load:
@@ -36,13 +40,14 @@ class Load:
     rate: float
     processes: int
     seconds: float
+    pool_bytes: int
 
 
 def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
     """One session, all sessions, all sessions while another process saves into a full pool; one session again."""
     lone = [_phase(load, 1)]
     many = _phase(load, load.sessions)
-    with _saver(load.address) as saved:
+    with _saver(load) as saved:
         many_saving = _phase(load, load.sessions)
         saved_blocks = saved()
     lone.append(_phase(load, 1))
@@ -54,6 +59,11 @@ def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
         Figure("one session, p99", one["p99"] * 1e6, "us"),
         Figure(f"{name}, p99", together["p99"] * 1e6, "us"),
         Figure(f"{name}, p99 / one session's", together["p99"] / one["p99"], at_most=4.0),
+        Figure(
+            f"{name}, saves and evictions: lookups of an evicted prompt",
+            100 * many_saving["incomplete"] / len(many_saving["latencies"]),
+            "%",
+        ),
         Figure(f"{name}, saves and evictions, p99", saving["p99"] * 1e6, "us"),
         Figure(f"{name}, saves and evictions, p99 / one session's", saving["p99"] / one["p99"], at_most=4.0),
     ]
@@ -66,6 +76,7 @@ def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
             "many": len(many["latencies"]),
             "many_while_saving": len(many_saving["latencies"]),
         },
+        "incomplete": {"many": many["incomplete"], "many_while_saving": many_saving["incomplete"]},
         "blocks_saved_meanwhile": saved_blocks,
         "saved_block_bytes": _SAVED_BLOCK_BYTES,
         "late_ms": {"many": many["late"] * 1e3, "many_while_saving": many_saving["late"] * 1e3},
@@ -87,16 +98,21 @@ def _phase(load: Load, sessions: int) -> dict[str, Any]:
         far.close()
         pipes.append(near)
         children.append(child)
-    for pipe in pipes:
-        assert pipe.recv() == "ready"
-    start = time.monotonic() + 0.2
-    for pipe in pipes:
-        pipe.send(start)
-    results = [pipe.recv() for pipe in pipes]
-    for child in children:
-        child.join()
+    try:
+        for pipe in pipes:
+            assert pipe.recv() == "ready"
+        start = time.monotonic() + 0.2
+        for pipe in pipes:
+            pipe.send(start)
+        results = [pipe.recv() for pipe in pipes]
+    finally:
+        for child in children:
+            child.terminate()
+            child.join()
+    asked = [lookup for found, _ in results for lookup in found]
     return {
-        "latencies": [value for found, _ in results for value in found],
+        "latencies": [seconds for seconds, _ in asked],
+        "incomplete": sum(not complete for _, complete in asked),
         "late": max(late for _, late in results),
     }
 
@@ -110,23 +126,23 @@ def _client(pipe: Connection, load: Load, numbers: list[int], interval: float) -
         for number in numbers
     ]
     engines[0].save(hashes, range(load.blocks))
+    held: list[_core.Hit] = []
     for engine in engines:
         # Until the blocks are visible and the engine is ready; also warms the code.
         while (hit := engine.lookup(hashes)).tokens < load.blocks * TOKENS_PER_BLOCK:
             engine.release(hit)
-        engine.release(hit)
+        # Kept until the session's first lookup, so that nothing is evicted before the start.
+        held.append(hit)
     pipe.send("ready")
     start = pipe.recv()
-    found: list[tuple[list[float], float]] = []
+    found: list[tuple[list[_Lookup], float]] = []
+
+    def ask(engine: Engine, number: int, hit: _core.Hit) -> None:
+        first = start + random.Random(number).random() * interval
+        found.append(_ask(engine, hashes, hit, first, interval, load.seconds))
+
     threads = [
-        threading.Thread(
-            target=lambda engine=engine, number=number: found.append(
-                _ask(
-                    engine, hashes, start + random.Random(number).random() * interval, interval, load.seconds
-                )
-            )
-        )
-        for engine, number in zip(engines, numbers, strict=True)
+        threading.Thread(target=ask, args=session) for session in zip(engines, numbers, held, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -135,13 +151,13 @@ def _client(pipe: Connection, load: Load, numbers: list[int], interval: float) -
     assert len(found) == len(threads), "a session failed"
     for engine in engines:
         engine.close()
-    pipe.send(([value for values, _ in found for value in values], max(late for _, late in found)))
+    pipe.send(([lookup for lookups, _ in found for lookup in lookups], max(late for _, late in found)))
 
 
 def _ask(
-    engine: Engine, hashes: list[bytes], first: float, interval: float, seconds: float
-) -> tuple[list[float], float]:
-    latencies: list[float] = []
+    engine: Engine, hashes: list[bytes], held: _core.Hit, first: float, interval: float, seconds: float
+) -> tuple[list[_Lookup], float]:
+    lookups: list[_Lookup] = []
     latest = ended = 0.0
     for number in range(round(seconds / interval)):
         due = first + number * interval
@@ -152,19 +168,21 @@ def _ask(
         latest = max(latest, start - due)
         hit = engine.lookup(hashes)
         end = time.monotonic()
-        assert hit.tokens == len(hashes) * TOKENS_PER_BLOCK, f"only {hit.tokens} tokens were found"
-        latencies.append(end - (due if ended > due else start))
+        complete = hit.tokens == len(hashes) * TOKENS_PER_BLOCK
+        lookups.append((end - (due if ended > due else start), complete))
         ended = end
+        if number == 0:
+            engine.release(held)
         engine.release(hit)
-    return latencies, latest
+    return lookups, latest
 
 
 @contextmanager
-def _saver(address: str) -> Iterator[Any]:
+def _saver(load: Load) -> Iterator[Any]:
     """A process that saves new blocks all the time; yields a function that ends it and says how many."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    child = context.Process(target=_save_until_told, args=(far, address), daemon=True)
+    child = context.Process(target=_save_until_told, args=(far, load), daemon=True)
     child.start()
     far.close()
     assert near.recv() == "full"
@@ -181,9 +199,9 @@ def _saver(address: str) -> Iterator[Any]:
         child.kill()
 
 
-def _save_until_told(pipe: Connection, address: str) -> None:
+def _save_until_told(pipe: Connection, load: Load) -> None:
     engine = Engine(
-        address,
+        load.address,
         "saver",
         block_bytes=_SAVED_BLOCK_BYTES,
         memory=Memory(_SAVED_BLOCK_BYTES * _SAVED_BLOCKS),
@@ -194,8 +212,8 @@ def _save_until_told(pipe: Connection, address: str) -> None:
         finished = engine.save(block_hashes(f"saver-{job}", _SAVED_BLOCKS), range(_SAVED_BLOCKS))
         job += 1
         saved += finished.blocks
-        # From here on each save evicts: well more than the pool was saved.
-        if not told_full and saved * _SAVED_BLOCK_BYTES > 128 << 20:
+        # From here on each save evicts.
+        if not told_full and saved * _SAVED_BLOCK_BYTES > load.pool_bytes * 2:
             told_full = True
             saved = 0
             pipe.send("full")
