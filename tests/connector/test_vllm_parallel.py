@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from stores import KIND, DaemonStore
 from tiny_model import build_tiny_model
+
+# Each engine is four processes that import vLLM, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1800)
 
 
 def serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -21,11 +27,21 @@ def serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
         command = [sys.executable, str(script), "--model", str(model), "--address", store.address]
         log = tmp_path / "engine.log"
         with log.open("w") as errors:
-            done = subprocess.run(
-                [*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)
+            engine = subprocess.Popen(
+                [*command, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
             )
-        results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        assert done.returncode == 0 and results, done.stdout[-2000:] + log.read_text()[-4000:]
+            try:
+                output, _ = engine.communicate()
+            finally:
+                # vLLM's own processes are in its session; none may outlive the test.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(engine.pid, signal.SIGKILL)
+        results = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        assert engine.returncode == 0 and results, output[-2000:] + log.read_text()[-4000:]
         assert "kvlane: " not in "".join(
             line for line in log.read_text().splitlines(keepends=True) if "ERROR" in line
         )

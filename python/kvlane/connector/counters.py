@@ -10,8 +10,10 @@ COUNTERS = {
     "hits": "Lookups that found at least one block",
     "misses": "Lookups that found nothing",
     "timeouts": "Lookups given up after kvlane.lookup_timeout_ms",
-    "lookup_seconds": "Seconds from asking to answer, summed over lookups",
-    "reconnects": "Connections to the daemon that were made again",
+    "unavailable": "Lookups that missed because no daemon was connected",
+    "lookup_seconds": "Seconds from asking to answer, summed over answered lookups",
+    "connects": "Connections to the daemon opened, by scheduler and workers",
+    "disconnects": "Connections to the daemon lost, by scheduler and workers",
     "hit_tokens": "Prompt tokens loaded from the daemon instead of computed",
     "load_jobs": "Loads that ended, by worker",
     "load_blocks": "Blocks loaded, by worker",
@@ -24,11 +26,12 @@ COUNTERS = {
     "save_seconds": "Seconds of saving, summed over jobs",
     "present_blocks": "Blocks not saved because the daemon had them, by worker",
     "failed_saves": "Saves that the daemon did not take completely",
+    "save_timeouts": "Saves given up because the daemon did not answer",
     "skipped_blocks": "Blocks not saved because too many were pinned or the daemon was away",
     "errors": "Errors inside the connector, each survived",
 }
 # Names in the core's take_stats that differ from ours.
-CORE_NAMES = {"lookup_seconds_sum": "lookup_seconds"}
+CORE_NAMES = {"losses": "disconnects"}
 
 
 class Counters:

@@ -26,7 +26,18 @@ MISS_IS_OLD_SECONDS = 1.0
 # How often, and how long each time, an unconfirmed reset is tried again.
 RESET_RETRY_SECONDS = 1.0
 RESET_RETRY_TIMEOUT_MS = 20.0
-CORE_COUNTS = frozenset({"lookups", "hits", "misses", "timeouts", "lookup_seconds", "reconnects"})
+CORE_COUNTS = frozenset(
+    {
+        "lookups",
+        "hits",
+        "misses",
+        "timeouts",
+        "unavailable",
+        "lookup_seconds",
+        "connects",
+        "disconnects",
+    }
+)
 
 
 @dataclass(frozen=True)

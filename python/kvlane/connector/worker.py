@@ -14,7 +14,7 @@ from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
 
 # With nothing to compute the worker waits this long for its copies instead of spinning through empty steps.
 IDLE_WAIT_MS = 1.0
-CORE_COUNTS = frozenset({"reconnects"})
+CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 
 
 class WorkerSide:
