@@ -91,14 +91,15 @@ fn calls() -> String {
             comment.push(words.trim());
             continue;
         }
-        let told = std::mem::take(&mut comment).join(" ");
+        let told = paragraphs(&std::mem::take(&mut comment));
         let trailing = line.split_once("//").map_or("", |(_, words)| words.trim());
         let told = if told.is_empty() { trailing.to_owned() } else { told };
         if line.starts_with("syntax") {
             text.push_str(&format!("{told}\n"));
         } else if let Some(name) = line.strip_prefix("message ") {
             depth += 1;
-            text.push_str(&format!("\n## {}\n\n{told}\n\n", name.trim_end_matches(['{', '}', ' '])));
+            let told = if told.is_empty() { told } else { format!("{told}\n\n") };
+            text.push_str(&format!("\n## {}\n\n{told}", name.trim_end_matches(['{', '}', ' '])));
             depth -= usize::from(line.ends_with('}'));
         } else if line.ends_with('{') {
             depth += 1;
@@ -113,6 +114,11 @@ fn calls() -> String {
         }
     }
     text
+}
+
+/// Comment lines as running text; an empty line parts paragraphs.
+fn paragraphs(lines: &[&str]) -> String {
+    lines.split(|line| line.is_empty()).map(|part| part.join(" ")).collect::<Vec<_>>().join("\n\n")
 }
 
 #[cfg(test)]
