@@ -121,13 +121,16 @@ def own_engine(model: str, connector: dict[str, Any] | None, extra: list[str], l
         yield f"http://127.0.0.1:{port}"
 
 
-def connector_config(address: str) -> dict[str, Any]:
-    """vLLM's kv_transfer_config that makes an engine use the daemon at `address`."""
+def connector_config(address: str, **settings: Any) -> dict[str, Any]:
+    """vLLM's kv_transfer_config that makes an engine use the daemon at `address`; see `connector/settings.py`."""
     return {
         "kv_connector": "KVLaneConnector",
         "kv_connector_module_path": "kvlane.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvlane.address": address},
+        "kv_connector_extra_config": {
+            "kvlane.address": address,
+            **{f"kvlane.{name}": value for name, value in settings.items()},
+        },
     }
 
 

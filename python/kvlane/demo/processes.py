@@ -38,7 +38,10 @@ class Engine:
         self._asked = 0
         self._received = b""
         command = [sys.executable, "-m", "kvlane.demo.engine", "--model", str(model)]
-        command += ["--connector", json.dumps(connector_config(address))]
+        # Two engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default; that
+        # would be a miss, which is right, but not what the demo is to show.
+        connector = connector_config(address, lookup_timeout_ms=5000.0)
+        command += ["--connector", json.dumps(connector)]
         threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

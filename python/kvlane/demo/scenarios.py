@@ -158,6 +158,8 @@ class Demo:
         step("engine B gets ready")
         b.wait_ready()
         self._warm_up(b)
+        joined = self._wait_for_status(lambda status: len(_sessions(status)) == 4)
+        scenario.must(joined, "the daemon does not count two sessions of each engine")
         self._forget(scenario, a)
         ttfts: list[float] = []
         for number, reference in enumerate(self._references[:2], 1):
