@@ -26,7 +26,16 @@ CACHE = ROOT / ".cache"
 BOOT = VENVS / "boot"
 REQUIREMENTS = ROOT / "requirements"
 # What goes into the wheel.
-SOURCES = ("pyproject.toml", "MANIFEST.in", "Cargo.toml", "Cargo.lock", "LICENSE", "README.md", "crates", "python")
+SOURCES = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "Cargo.toml",
+    "Cargo.lock",
+    "LICENSE",
+    "README.md",
+    "crates",
+    "python",
+)
 VLLM_PYTHON_MIN = (3, 11)
 
 
