@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// How long a new scheduler waits for its engine to be opened.
-const FIRST_OPENING: Duration = Duration::from_secs(1);
+const FIRST_OPENING: Duration = Duration::from_secs(3);
 /// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
 /// well below its lease time.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -135,7 +135,7 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Starts to connect; without a daemon it keeps trying. Where one answers, waits up to a second for it to open
+    /// Starts to connect; without a daemon it keeps trying. Where one answers, waits up to three seconds for it to open
     /// the engine, so that the first request can already hit.
     pub fn new(options: SchedulerOptions) -> Self {
         let now = Instant::now();

@@ -21,7 +21,7 @@ use crate::{BootId, mover};
 /// Jobs that may be queued or under way; further ones end at once, as failed.
 const JOBS_MAX: usize = 16384;
 /// How long a new worker waits for its first registration, so that the first request can already hit.
-const FIRST_REGISTRATION: Duration = Duration::from_secs(2);
+const FIRST_REGISTRATION: Duration = Duration::from_secs(5);
 
 /// How saves travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -212,7 +212,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the mover, and waits up to two seconds for a first registration where a daemon answers.
+    /// Starts the mover, and waits up to five seconds for a first registration where a daemon answers.
     ///
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, or the kernel's refusal of a thread or descriptor.

@@ -16,7 +16,7 @@ class Settings:
 
     address: str | None = None
     """The daemon: `unix:PATH` or `HOST:PORT`; None takes KVLANE_ADDR, then the user's default socket."""
-    lookup_timeout_ms: float = 50.0
+    lookup_timeout_ms: float = 250.0
     """A lookup that takes longer is a miss."""
     lookup_wait_us: int = 300
     """How long one scheduling attempt waits for a lookup before the request is asked again in the next step."""
