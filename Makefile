@@ -9,6 +9,8 @@ OLD_VLLM = .venvs/vllm-0.24/bin
 PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
 PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
 PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
+# Faults of a daemon that only the in-process fake can be made to show at a given moment.
+FAULTS = without_a_daemon or abort or fails or slow_lookups or random_faults
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
 .PHONY: help demo test test-long lint rust python engines bench serve dev vllm wheel docs pins clean
@@ -39,9 +41,10 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench
 
 engines: vllm ## tests with real vLLM, newest and oldest
-	$(PYTEST_VLLM) -m "not long" tests/connector tests/engine
+	KVLANE_TEST_CORE=real $(PYTEST_VLLM) tests/connector/test_vllm_*.py tests/engine
+	$(PYTEST_VLLM) tests/connector/test_vllm_*.py -k "$(FAULTS)"
 	$(ENVIRONMENT) vllm-0.24
-	$(PYTEST_OLD_VLLM) -m "old_vllm and not long" tests/connector tests/engine
+	KVLANE_TEST_CORE=real $(PYTEST_OLD_VLLM) -m old_vllm tests/connector/test_vllm_*.py
 
 test-long: dev ## the second stage: 1,000 kill rounds, long property tests
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
