@@ -1,7 +1,7 @@
 """Puts the figures of docs/figures.json into README.md, between its markers.
 
-    python scripts/figures.py            after `kvlane bench all`
-    python scripts/figures.py --check    fails when README.md does not show docs/figures.json
+python scripts/figures.py            after `kvlane bench all`
+python scripts/figures.py --check    fails when README.md does not show docs/figures.json
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def _table(figures: dict[str, Any]) -> str:
     lines = ["| what | measured | goal | command |", "|---|---|---|---|"]
     for figure in figures["figures"]:
         reached = "" if figure["passed"] else " (missed)"
-        lines.append(f"| {figure['what']} | {figure['value']}{reached} | {figure['goal']} | `{figure['command']}` |")
+        lines.append(
+            f"| {figure['what']} | {figure['value']}{reached} | {figure['goal']} | `{figure['command']}` |"
+        )
     lines += ["", figures["machine"], ""]
     return "\n".join(lines)
 
