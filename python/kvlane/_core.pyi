@@ -28,6 +28,7 @@ class Scheduler:
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
     address: str
+    refusal: str  # the daemon's last refusal, or empty
 
     def __init__(
         self,
@@ -120,6 +121,8 @@ class Worker:
 @final
 class Tool:
     """A connection for tools, tests and benchmarks: status, settle, and the pool itself."""
+
+    boot: bytes
 
     def __init__(self, address: str | None, timeout_ms: float = 1000.0) -> None:
         """Raises ConnectionError with the address and what to do when no daemon answers."""
