@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvlane_server::Daemon;
+use kvlane_server::{Daemon, StartError};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
@@ -16,9 +16,18 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log '{}'", options.log))?;
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
+    let (mut term, mut interrupt) = {
+        let _inside = runtime.enter();
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
+    };
     let start = Instant::now();
     let bar = progress_bar(options.serve.arena.bytes);
-    let daemon = Daemon::start(&options.serve, &|done| bar.set_position(done))?;
+    let daemon =
+        Daemon::start(&options.serve, &|done| bar.set_position(done)).map_err(|error| match error {
+            StartError::Arena(error) => anyhow::Error::from(error).context("--pool-size"),
+            other => other.into(),
+        })?;
     bar.finish_and_clear();
     let listen = options.serve.listen.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
     eprintln!(
@@ -30,14 +39,11 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         options.serve.http.map_or(String::new(), |http| format!("; health and metrics at http://{http}")),
     );
     runtime.block_on(async {
-        let mut term = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
         tokio::select! {
             _ = term.recv() => {}
             _ = interrupt.recv() => {}
         }
-        anyhow::Ok(())
-    })?;
+    });
     tracing::info!("stopping: taking no new work");
     if !daemon.stop(options.drain) {
         tracing::warn!(

@@ -1,6 +1,6 @@
 //! Engines: which sessions belong together, and which spaces their groups use.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use kvlane_block::{Cut, LayoutDigest, Namespace, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
@@ -99,10 +99,7 @@ impl Engine {
         }
         let mut ranks: Vec<_> = self.workers.iter().collect();
         ranks.sort_by_key(|(rank, _)| **rank);
-        if store.spaces().len() + self.groups.len() > SPACES_MAX {
-            return Err(EngineError::Spaces);
-        }
-        let mut open = Vec::new();
+        let mut found = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
             let mut layouts = Vec::new();
             let mut sizes = Vec::new();
@@ -119,13 +116,21 @@ impl Engine {
                 layouts.push(part.layout);
                 sizes.push(shard_bytes(&part.regions));
             }
-            let space = store.space(group.namespace, &group.name, Cut::of(&layouts, &sizes), &sizes);
-            open.push(OpenGroup {
-                space,
+            found.push((group, Cut::of(&layouts, &sizes), sizes));
+        }
+        let known: HashSet<_> = store.spaces().iter().map(|space| (space.namespace, space.cut)).collect();
+        let new = found.iter().filter(|(group, cut, _)| !known.contains(&(group.namespace, *cut))).count();
+        if known.len() + new > SPACES_MAX {
+            return Err(EngineError::Spaces);
+        }
+        let open = found
+            .into_iter()
+            .map(|(group, cut, sizes)| OpenGroup {
+                space: store.space(group.namespace, &group.name, cut, &sizes),
                 tokens_per_block: group.tokens_per_block,
                 window_blocks: group.window_blocks,
-            });
-        }
+            })
+            .collect();
         self.open = open;
         Ok(())
     }

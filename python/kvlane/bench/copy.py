@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import statistics
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -66,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         pages = {"pool": serve.page_size, "memfd of the loops": target.page_size}
         for shape, pieces in SHAPES.items():
             with tqdm(total=arguments.rounds, desc=shape, unit="round", leave=False) as progress:
-                speeds, pages["engine"] = _take_turns(
+                speeds, cpu, pages["engine"] = _take_turns(
                     serve, target, size, pieces, huge, arguments.rounds, progress
                 )
             medians = {name: statistics.median(values) for name, values in speeds.items()}
@@ -76,15 +78,28 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 )
                 for name, bare_name in PAIRS.items()
             }
-            details[shape] = {"gb_per_s": medians, "ratios": ratios, "rounds": speeds}
+            # What a busy machine cannot disturb: the CPU time of the threads that copy.
+            cpu_ratios = {
+                name: statistics.median(cpu[bare_name]) / statistics.median(cpu[name])
+                for name, bare_name in PAIRS.items()
+            }
+            details[shape] = {
+                "gb_per_s": medians,
+                "ratios": ratios,
+                "cpu_ratios": cpu_ratios,
+                "rounds": speeds,
+                "cpu_seconds": cpu,
+            }
             for name, bare_name in PAIRS.items():
                 figures.append(Figure(f"{shape}: {bare_name}", medians[bare_name], "GB/s"))
                 figures.append(Figure(f"{shape}: {name}", medians[name], "GB/s"))
                 figures.append(Figure(f"{shape}: {name} / {bare_name}", ratios[name], at_least=GOALS[shape]))
+                figures.append(Figure(f"{shape}: {name} / {bare_name}, by CPU time", cpu_ratios[name]))
     note = (
         f"{arguments.mib} MiB in shuffled blocks of 2 MiB, touched before; pool in {pages['pool']} pages, memfd of the "
         f"loops in {pages['memfd of the loops']}, the engine's memory in {pages['engine']}. Times from the "
-        "queueing of a job to its end; ratios are medians over rounds. Loads always copy from the mapping."
+        "queueing of a job to its end; ratios are medians over rounds. By CPU time: of the threads that copy, which "
+        "other work on the machine does not lengthen. Loads always copy from the mapping."
     )
     return Outcome(NAME, figures, {"pages": pages, "shapes": details}, note)
 
@@ -97,8 +112,8 @@ def _take_turns(
     huge: bool,
     rounds: int,
     progress: tqdm[Any],
-) -> tuple[dict[str, list[float]], str]:
-    """GB/s of each copy in each round, and the engine's page size."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], str]:
+    """GB/s and CPU seconds of each copy in each round, and the engine's page size."""
     near, far = multiprocessing.get_context("spawn").Pipe()
     child = multiprocessing.get_context("spawn").Process(
         target=_engine_process, args=(far, serve.address, size, pieces, huge), daemon=True
@@ -110,29 +125,33 @@ def _take_turns(
     length = BLOCK_BYTES // pieces
     loop = _pieces(engine_address, target.address, order, size, pieces)
 
-    def ask(operation: str) -> float:
+    def ask(operation: str) -> tuple[float, float]:
+        before = daemon.cpu_seconds(serve.pid, "kvlane-session")
         near.send(operation)
-        seconds = near.recv()
-        assert isinstance(seconds, float), seconds
-        return seconds
+        seconds, used = near.recv()
+        return seconds, used + daemon.cpu_seconds(serve.pid, "kvlane-session") - before
 
     speeds: dict[str, list[float]] = {name: [] for pair in PAIRS.items() for name in pair}
+    cpu: dict[str, list[float]] = {name: [] for name in speeds}
     for number in range(-_WARM_UP, rounds):
-        seconds = {"process_vm loop": _core.bench_read_process(child.pid, loop, length, _PIECES_PER_CALL)}
+        before = time.thread_time()
+        bare = _core.bench_read_process(child.pid, loop, length, _PIECES_PER_CALL)
+        taken = {"process_vm loop": (bare, time.thread_time() - before)}
         for name in ("save by process_vm", "memcpy out", "save by mapping", "load", "memcpy in"):
             if name in _METHODS:
                 serve.tool.drop_namespaces([namespace])
-            seconds[name] = ask(name)
+            taken[name] = ask(name)
             # The checksums of what was saved are made in the background; they are no part of any copy.
             serve.settle()
         if number >= 0:
-            for name, taken in seconds.items():
-                speeds[name].append(size / taken / 1e9)
+            for name, (seconds, used) in taken.items():
+                speeds[name].append(size / seconds / 1e9)
+                cpu[name].append(used)
             progress.update()
     near.send("end")
     child.join()
     serve.tool.drop_namespaces([namespace])
-    return speeds, engine_pages
+    return speeds, cpu, engine_pages
 
 
 def _pieces(engine: int, linear: int, order: list[int], size: int, pieces: int) -> list[tuple[int, int]]:
@@ -143,6 +162,11 @@ def _pieces(engine: int, linear: int, order: list[int], size: int, pieces: int) 
         for place, block in enumerate(order)
         for piece in range(pieces)
     ]
+
+
+def _copying_cpu_seconds() -> float:
+    """Of this thread, which runs the bare loops, and of the engines' movers."""
+    return time.thread_time() + daemon.cpu_seconds(os.getpid(), "kvlane-mover")
 
 
 def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge: bool) -> None:
@@ -171,6 +195,7 @@ def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge
     pipe.send((memory.address, memory.page_size, loader.namespace, order))
     checked = False
     while (operation := pipe.recv()) != "end":
+        copying = _copying_cpu_seconds()
         if operation == "memcpy out":
             seconds = _core.bench_copy(outward, length)
         elif operation == "memcpy in":
@@ -184,12 +209,13 @@ def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge
             kept = None if checked else memory.words.copy()
             if kept is not None:
                 memory.words[:] = 0
+                copying = _copying_cpu_seconds()
             finished = loader.load(hit, order)
             assert finished.bytes == size, f"{finished.bytes} bytes were loaded and not {size}"
             if kept is not None:
                 assert numpy.array_equal(kept, memory.words), "other bytes were loaded than were saved"
                 checked = True
             seconds = finished.seconds
-        pipe.send(seconds)
+        pipe.send((seconds, _copying_cpu_seconds() - copying))
     for engine in engines.values():
         engine.close()

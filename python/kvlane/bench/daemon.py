@@ -87,12 +87,13 @@ def _program() -> str:
     return found
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of all living threads of a process, from the scheduler's own account in nanoseconds."""
+def cpu_seconds(pid: int, thread: str = "") -> float:
+    """CPU time of a process's living threads, or of those with a name, as the scheduler counts it (nanoseconds)."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
-            total += int((task / "schedstat").read_text().split()[0])
+            if not thread or (task / "comm").read_text().strip() == thread:
+                total += int((task / "schedstat").read_text().split()[0])
         except (OSError, IndexError):
             continue  # the thread ended
     return total / 1e9
