@@ -112,6 +112,7 @@ class Engine:
         hash_block: int = BLOCK,
         engine_id: str = "engine",
         settings: dict[str, Any] | None = None,
+        emit_events: bool = False,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -140,7 +141,7 @@ class Engine:
             hit_alignment=lcm(*(group.tokens_per_block for group in self.groups)),
             can_load=True,
             can_save=True,
-            emit_events=False,
+            emit_events=emit_events,
         )
         self.scheduler = SchedulerSide(
             core, shape, Settings.parse(settings), self.failures, clock=lambda: self.now
