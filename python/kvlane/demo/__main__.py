@@ -31,7 +31,7 @@ def main() -> int:
         "--model-dir", type=Path, help="where the model is built (default in the user's cache)"
     )
     parser.add_argument(
-        "--prompts", type=int, default=5, help="prompts of the timed rounds (default %(default)s)"
+        "--prompts", type=int, default=4, help="prompts of the timed rounds (default %(default)s)"
     )
     parser.add_argument(
         "--prompt-tokens", type=int, default=2000, help="length of each (default %(default)s)"
