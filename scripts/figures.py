@@ -39,7 +39,8 @@ def _table(figures: dict[str, Any]) -> str:
         lines.append(
             f"| {figure['what']} | {figure['value']}{reached} | {figure['goal']} | `{figure['command']}` |"
         )
-    lines += ["", figures["machine"], ""]
+    busy = [figure["other_cores"] for figure in figures["figures"]]
+    lines += ["", f"{figures['machine']} Other work used {min(busy)} to {max(busy)} cores meanwhile.", ""]
     return "\n".join(lines)
 
 
