@@ -8,6 +8,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(
         model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B",
+        kv_cache_memory_bytes=1 << 30,
         kv_transfer_config={"kv_connector": "KVLaneConnector", "kv_role": "kv_both"},
     )
     prompt = "The lanes of a harbour, seen from above, in the order in which the ships come home. " * 60

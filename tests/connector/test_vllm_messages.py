@@ -134,7 +134,8 @@ def test_counters_reach_the_log_and_prometheus() -> None:
 def test_the_capabilities_are_those_of_one_vllm() -> None:
     if capabilities.reports_failed_requests():
         assert capabilities.reconciles_hybrid_hits()
-        assert capabilities.host_hit_source() is None or capabilities.host_hit_source().value == "host"
+        source = capabilities.host_hit_source()
+        assert source is None or source.value == "host"
         assert not capabilities.empty_transfer_results().failed_recving
     else:
         assert capabilities.host_hit_source() is None
