@@ -13,7 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from kvlane.bench import load, report
-from kvlane.bench.endpoint import Endpoint, connector_config, own_daemon, own_engine
+from kvlane.bench.endpoint import Endpoint
+from kvlane.bench.processes import connector_config, own_daemon, own_engine
 
 NAME = "serve"
 HELP = "TTFT, TPOT, ITL and hits of an OpenAI endpoint, or of an engine of its own, cold and warm"

@@ -96,7 +96,7 @@ def tiny_model(out: Path) -> Path:
 
 def connector(address: str) -> dict[str, Any]:
     """vLLM's kv_transfer_config, with time enough for a busy machine."""
-    from kvlane.bench.endpoint import connector_config
+    from kvlane.bench.processes import connector_config
 
     config = connector_config(address)
     config["kv_connector_extra_config"]["kvlane.lookup_timeout_ms"] = 5000.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -11,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from kvlane.bench import report
 from kvlane.demo.model import DEMO, build_model
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
+
+# Of the extra `kvlane[bench]`, and of a vLLM for the CPU.
+_NEEDED = ("aiohttp", "matplotlib", "safetensors", "torch", "tqdm", "vllm")
 
 
 def main() -> int:
@@ -46,6 +48,11 @@ def main() -> int:
             f"--prompt-tokens must be above {4 * BLOCK_TOKENS} and at most 2400, not {arguments.prompt_tokens}"
         )
 
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"kvlane demo needs {', '.join(missing)} beside it; `make demo` makes an environment that has all"
+        )
     # Also a terminated demo ends its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
@@ -71,6 +78,8 @@ def _cache() -> Path:
 
 def _run(arguments: argparse.Namespace, model: Path, folder: Path, logs: Path) -> tuple[Demo, list[Scenario]]:
     """All scenarios in order. One that a process failed in is the last: the next ones build on it."""
+    from tqdm import tqdm
+
     daemon = Daemon(folder, arguments.pool_size, logs)
     demo = Demo(model, daemon, logs, arguments.prompt_tokens, arguments.prompts, arguments.seed)
     finished: list[Scenario] = []

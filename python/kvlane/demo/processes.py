@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench.endpoint import beside_python, connector_config, free_port, wait_for_health
+from kvlane.bench.processes import beside_python, connector_config, free_port, wait_for_health
 
 _ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
