@@ -35,6 +35,23 @@ def until(what: str, condition: Callable[[], Any]) -> Any:
         time.sleep(0.005)
 
 
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """A stop is over when every thread has stopped: until then one on another core goes on."""
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:
+        until("every thread has stopped", lambda: all(state in "TtZ" for state in _thread_states(pid)))
+
+
+def _thread_states(pid: int) -> list[str]:
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            states.append((task / "stat").read_text().rpartition(") ")[2][0])
+        except OSError:
+            continue  # the thread ended
+    return states
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return taken.getsockname()[1]
@@ -144,7 +161,7 @@ class Daemon:
         return self.process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def stop(self) -> int:
         """Asks it to end, and answers the exit code."""
@@ -247,7 +264,7 @@ class Engine:
         return until(f"{self.name} is connected", connected)
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def close(self) -> None:
         self.call("close")
