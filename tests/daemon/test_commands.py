@@ -251,6 +251,7 @@ def test_settings_come_from_flags_then_environment_then_file(folder: Path, make_
     file.write_text('pool-size = "20mib"\nmax-sessions = 3\nlog = "warn"\nscrub-rate = "1mb"\n')
     daemon = make_daemon(environment={"KVLANE_CONFIG": str(file), "KVLANE_MAX_SESSIONS": "2"}, pool="24mib")
     assert daemon.status()["pool_bytes"] == 24 << 20, "the flag wins over the file"
+    until("the status call's own session to go", lambda: json.loads(daemon.http("/admin/sessions")[1]) == [])
     with Wire(daemon.path) as one, Wire(daemon.path) as two, Wire(daemon.path) as three:
         assert one.ask(HELLO, hello(nonce=b"1" * 16))[0] == WELCOME
         assert two.ask(HELLO, hello(nonce=b"2" * 16))[0] == WELCOME
