@@ -41,7 +41,7 @@ class ModelShape:
 TINY = ModelShape(layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=512)
 # A 2,000-token prefill takes seconds on two CPU cores. In float32, because bfloat16 is fast on some CPUs only, and
 # because rounding then does not change an answer between a computed and a loaded prefix.
-DEMO = ModelShape(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2816)
+DEMO = ModelShape(layers=6, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2816)
 SHAPES = {"tiny": TINY, "demo": DEMO}
 
 
