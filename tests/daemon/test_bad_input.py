@@ -452,6 +452,7 @@ def test_an_answer_too_long_for_a_frame_is_cut_and_not_a_panic(
     assert engines[0].call("lookup", prompt="p", count=1)["tokens"] == 16
     nonce = b"z" * 16
     engines[0].call("close")
+    until("its sessions to go", lambda: len(daemon.engines()) == workers - 1)
     with Wire(daemon.path) as scheduler, Wire(daemon.path) as worker:
         assert scheduler.ask(HELLO, hello(SCHEDULER, "wide", nonce))[0] == WELCOME
         assert scheduler.ask(OPEN_ENGINE, group() + field(2, workers))[0] == ENGINE_OPENED

@@ -40,6 +40,7 @@ def test_serve_says_where_and_answers_over_http(daemon: Daemon, make_engine: Mak
     engine = make_engine(daemon, "http")
     assert engine.call("save", prompt="p", count=5)["blocks"] == 5
     daemon.settle()
+    until("the tool's session to go", lambda: len(json.loads(daemon.http("/admin/sessions")[1])) == 2)
     status = json.loads(daemon.http("/admin/status")[1])
     assert (status["pool_bytes"], status["blocks"], status["sessions"]) == (64 << 20, 5, 2)
     sessions = json.loads(daemon.http("/admin/sessions")[1])
