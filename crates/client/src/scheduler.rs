@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use kvlane_block::BlockHash;
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
@@ -513,7 +513,7 @@ impl Scheduler {
 }
 
 fn concatenate(hashes: &[BlockHash]) -> Bytes {
-    let mut all = BytesMut::with_capacity(hashes.len() * 16);
-    hashes.iter().for_each(|hash| all.extend_from_slice(&hash.0));
-    all.freeze()
+    let mut all = vec![[0; 16]; hashes.len()];
+    all.iter_mut().zip(hashes).for_each(|(to, hash)| *to = hash.0);
+    all.into_flattened().into()
 }

@@ -91,20 +91,33 @@ impl PrefixLru {
         }
         let Link { older, newer } = *self.link(slot);
         self.link(slot).older = OUT;
-        if older != NONE {
-            self.link(older).newer = newer;
-        }
-        if newer != NONE {
-            self.link(newer).older = older;
-        }
-        self.ends = self.ends.and_then(|ends| match (older, newer) {
-            (NONE, NONE) => None,
-            (NONE, _) => Some(Ends { oldest: newer, ..ends }),
-            (_, NONE) => Some(Ends { newest: older, ..ends }),
-            _ => Some(ends),
-        });
+        self.join(older, newer);
         self.len -= 1;
         true
+    }
+
+    /// Takes out the blocks of a prefix, given from its head; those that are not in are passed over. Like `remove` of
+    /// each, but neighbours in the list, which the blocks of a prefix mostly are, cost one write each.
+    pub fn remove_prefix(&mut self, slots: &[u32]) {
+        let mut rest = slots;
+        while let Some(&head) = rest.first() {
+            if !self.contains(head) {
+                rest = &rest[1..];
+                continue;
+            }
+            // The run of slots that each lie right below the one before.
+            let newer = self.link(head).newer;
+            let mut taken = 0;
+            let mut older = head;
+            while rest.get(taken) == Some(&older) {
+                let link = self.link(older);
+                older = std::mem::replace(&mut link.older, OUT);
+                taken += 1;
+            }
+            self.join(older, newer);
+            self.len -= taken;
+            rest = &rest[taken..];
+        }
     }
 
     /// Makes `slot` the newest if it is in the list; otherwise nothing happens.
@@ -144,6 +157,22 @@ impl PrefixLru {
             let newer = self.chunks[slot as usize / CHUNK][slot as usize % CHUNK].newer;
             (newer != NONE).then_some(newer)
         })
+    }
+
+    /// Closes the gap between what lay right below and right above a slot that was taken out.
+    fn join(&mut self, older: u32, newer: u32) {
+        if older != NONE {
+            self.link(older).newer = newer;
+        }
+        if newer != NONE {
+            self.link(newer).older = older;
+        }
+        self.ends = self.ends.and_then(|ends| match (older, newer) {
+            (NONE, NONE) => None,
+            (NONE, _) => Some(Ends { oldest: newer, ..ends }),
+            (_, NONE) => Some(Ends { newest: older, ..ends }),
+            _ => Some(ends),
+        });
     }
 
     fn insert_first(&mut self, slot: u32) {

@@ -9,6 +9,8 @@ enum Op {
     Remove(u32),
     Touch(u32),
     TouchPrefix(Vec<u32>),
+    /// So many neighbours in the list, then these slots.
+    RemovePrefix(usize, Vec<u32>),
     Take(usize, u32),
 }
 
@@ -21,6 +23,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => slot().prop_map(Op::Remove),
         2 => slot().prop_map(Op::Touch),
         1 => prop::collection::vec(slot(), 0..6).prop_map(Op::TouchPrefix),
+        1 => (0usize..6, prop::collection::vec(slot(), 0..6)).prop_map(|(run, s)| Op::RemovePrefix(run, s)),
         2 => (0usize..6, 1u32..4).prop_map(|(refusals, keep)| Op::Take(refusals, keep)),
     ]
 }
@@ -62,6 +65,13 @@ proptest! {
                     for &slot in slots.iter().rev() {
                         touch(&mut model, slot);
                     }
+                }
+                Op::RemovePrefix(run, slots) => {
+                    // Neighbours first, then any slots: what a prefix with and without holes looks like.
+                    let mut prefix: Vec<u32> = model.iter().rev().skip(1).take(run).copied().collect();
+                    prefix.extend(slots);
+                    lru.remove_prefix(&prefix);
+                    model.retain(|slot| !prefix.contains(slot));
                 }
                 Op::Take(max_refusals, divisor) => {
                     let accept = |slot: u32| slot.is_multiple_of(divisor);

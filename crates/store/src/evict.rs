@@ -1,6 +1,6 @@
 //! Making room: extents for a block, at the cost of the least recently used ones.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::ops::Range;
 
 use crate::api::SpaceId;
@@ -77,50 +77,75 @@ impl Index {
         self.drop_block(slot);
     }
 
-    /// Hands one slab over to extents of `bytes`: of the cheapest ones, the first that can be emptied.
+    /// Hands one slab over to extents of `bytes`: of the emptiest ones that can be emptied, the one that costs the fewest
+    /// blocks.
     fn clear_slab(&mut self, bytes: u64) {
         let slabs = self.extents.cheapest_slabs(bytes);
-        let _cleared = slabs.into_iter().take(SLABS).any(|slab| self.empty(slab));
-    }
-
-    /// Evicts all blocks that have an extent in these pages, if every one of them can go without leaving a child
-    /// behind; otherwise none.
-    fn empty(&mut self, slab: Range<u32>) -> bool {
-        if self.limbo.iter().any(|Extent { page, .. }| slab.contains(&page)) {
-            return false;
-        }
-        // For each block in the slab, how many of its children are in the slab too.
-        let mut inside: HashMap<u32, u32> = HashMap::new();
-        for space in &self.spaces {
-            for (slot, row) in space.rows.iter() {
-                if space.rows.shards(row).any(|(page, _)| slab.contains(&page)) {
-                    inside.insert(slot, 0);
-                }
-            }
-        }
-        let slots: Vec<u32> = inside.keys().copied().collect();
-        for &slot in &slots {
-            if let Some(children) = inside.get_mut(&self.entries.at(slot).parent) {
-                *children += 1;
-            }
-        }
-        let can_go = inside.iter().all(|(&slot, &children)| {
-            let entry = self.entries.at(slot);
-            let free_to_go = entry.state == State::Sealed && entry.leases == 0 && !entry.checking;
-            free_to_go && entry.children == children
-        });
-        if !can_go {
-            return false;
-        }
+        let sacrifices = slabs.into_iter().take(SLABS).filter_map(|slab| self.blocks_in_and_below(slab));
+        let Some(doomed) = sacrifices.min_by_key(HashSet::len) else { return };
         let mut ready: Vec<u32> =
-            slots.into_iter().filter(|&slot| self.entries.at(slot).children == 0).collect();
+            doomed.iter().copied().filter(|&slot| self.entries.at(slot).children == 0).collect();
         while let Some(slot) = ready.pop() {
-            let parent = self.entries.at(slot).parent;
+            // With its last child a gap goes by itself, and the block above it may be next.
+            let parent = self.nearest_block(self.entries.at(slot).parent);
             self.evict(slot);
-            if parent != NONE && inside.contains_key(&parent) && self.entries.at(parent).children == 0 {
+            if doomed.contains(&parent) && self.entries.at(parent).children == 0 {
                 ready.push(parent);
             }
         }
-        true
+    }
+
+    /// All blocks that have an extent in these pages, and what continues them wherever it lies. None if one of them
+    /// cannot be evicted now.
+    fn blocks_in_and_below(&self, slab: Range<u32>) -> Option<HashSet<u32>> {
+        if self.limbo.iter().any(|Extent { page, .. }| slab.contains(&page)) {
+            return None;
+        }
+        let mut found: HashSet<u32> = HashSet::new();
+        for space in &self.spaces {
+            for (slot, row) in space.rows.iter() {
+                if space.rows.shards(row).any(|(page, _)| slab.contains(&page)) {
+                    found.insert(slot);
+                }
+            }
+        }
+        self.add_descendants(&mut found);
+        let can_go = |&slot: &u32| {
+            let entry = self.entries.at(slot);
+            entry.state == State::Gap || entry.state == State::Sealed && entry.leases == 0 && !entry.checking
+        };
+        found.iter().all(can_go).then_some(found)
+    }
+
+    /// Adds every entry that hangs, over whatever number of parents, on one of `slots`. Walks all entries, but only
+    /// where some of `slots` have children elsewhere.
+    fn add_descendants(&self, slots: &mut HashSet<u32>) {
+        let children: u32 = slots.iter().map(|&slot| self.entries.at(slot).children).sum();
+        let inside = slots.iter().filter(|&&slot| slots.contains(&self.entries.at(slot).parent)).count();
+        if children as usize == inside {
+            return;
+        }
+        let mut others = vec![false; self.entries.slots() as usize];
+        let mut path = Vec::new();
+        for (slot, _) in self.entries.iter() {
+            let mut at = slot;
+            while at != NONE && !others[at as usize] && !slots.contains(&at) {
+                path.push(at);
+                at = self.entries.at(at).parent;
+            }
+            if slots.contains(&at) {
+                slots.extend(path.drain(..));
+            } else {
+                path.drain(..).for_each(|slot| others[slot as usize] = true);
+            }
+        }
+    }
+
+    /// The slot itself, or the first above it that holds a block; `NONE` if there is none.
+    fn nearest_block(&self, mut slot: u32) -> u32 {
+        while slot != NONE && self.entries.at(slot).state == State::Gap {
+            slot = self.entries.at(slot).parent;
+        }
+        slot
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use crate::api::{LeaseId, OwnerId};
+use crate::api::{LeaseId, OwnerId, SpaceId};
 use crate::entries::State;
 use crate::index::Index;
 
@@ -43,11 +43,12 @@ impl Leases {
         self.blocks -= 1;
     }
 
-    fn insert(&mut self, lease: Lease) -> LeaseId {
+    /// A lease on blocks that were leased by [`Index::lease_blocks`].
+    pub(crate) fn insert(&mut self, owner: OwnerId, now: Instant, blocks: Vec<(u32, u32)>) -> LeaseId {
         self.last_id += 1;
         let id = LeaseId(self.last_id);
-        self.by_owner.entry(lease.owner).or_default().push(id);
-        self.by_id.insert(id, lease);
+        self.by_owner.entry(owner).or_default().push(id);
+        self.by_id.insert(id, Lease { owner, renewed: now, blocks });
         id
     }
 
@@ -70,25 +71,27 @@ impl Leases {
 }
 
 impl Index {
-    /// Leases sealed blocks; slots of each group in the prompt's order.
-    pub(crate) fn lease(
+    /// Leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
+    /// was leased is added to `leased`, for [`Leases::insert`].
+    pub(crate) fn lease_blocks(
         &mut self,
-        owner: OwnerId,
-        slots: impl Iterator<Item = u32>,
-        now: Instant,
-    ) -> LeaseId {
-        let mut blocks = Vec::with_capacity(slots.size_hint().0);
-        for slot in slots {
+        space: SpaceId,
+        slots: &[u32],
+        leased: &mut Vec<(u32, u32)>,
+    ) -> Vec<u32> {
+        self.lru.remove_prefix(slots);
+        let space = &self.spaces[space.0 as usize];
+        let mut pages = Vec::with_capacity(slots.len() * space.shards());
+        leased.reserve(slots.len());
+        for &slot in slots {
             let entry = self.entries.at_mut(slot);
             assert!(entry.state == State::Sealed, "only visible blocks are leased");
-            if entry.leases == 0 {
-                self.lru.remove(slot);
-                self.leases.blocks += 1;
-            }
+            self.leases.blocks += u64::from(entry.leases == 0);
             entry.leases += 1;
-            blocks.push((slot, entry.generation));
+            leased.push((slot, entry.generation));
+            pages.extend(space.rows.shards(entry.row).map(|(page, _)| page));
         }
-        self.leases.insert(Lease { owner, renewed: now, blocks })
+        pages
     }
 
     /// Gives a lease back. One that the owner does not hold is already gone: nothing happens.

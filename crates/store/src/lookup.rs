@@ -33,27 +33,18 @@ impl Index {
         // The slot of each block that was found, by group and block.
         let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
         let entries = &self.entries;
+        // Blocks saved one after the other mostly lie at slots in a row, upwards or downwards: go on as the last two
+        // did, whatever group they were of.
+        let (mut last, mut guess) = (NONE, NONE);
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
-            let (LookupGroup { space, hashes, window_blocks, .. }, slots) =
-                (groups[group], &mut found[group]);
-            let block = block as usize;
-            // Blocks saved one after the other mostly lie at slots in a row, upwards or downwards: go on as the last
-            // two did. Windows are searched from their end.
-            let (last, before) = match window_blocks {
-                0 => (block.checked_sub(1), block.checked_sub(2)),
-                _ => (Some(block + 1), Some(block + 2)),
-            };
-            let slot_of =
-                |block: Option<usize>| block.and_then(|block| slots.get(block)).copied().unwrap_or(NONE);
-            let guess = slot_of(last).wrapping_mul(2).wrapping_sub(slot_of(before));
-            let slot = entries.find_near(guess, space.0, &hashes[block]);
-            match slot {
-                Some(slot) if entries.at(slot).state == State::Sealed => {
-                    slots[block] = slot;
-                    true
-                }
-                _ => false,
+            let LookupGroup { space, hashes, .. } = groups[group];
+            let Some(slot) = entries.find_near(guess, space.0, &hashes[block as usize]) else { return false };
+            if entries.at(slot).state != State::Sealed {
+                return false;
             }
+            (last, guess) = (slot, slot.wrapping_mul(2).wrapping_sub(last));
+            found[group][block as usize] = slot;
+            true
         });
 
         for (group, need) in groups.iter().zip(&needs) {
@@ -71,15 +62,10 @@ impl Index {
             let first_block = need.first_block(tokens);
             let end = tokens / u64::from(need.tokens_per_block);
             let slots = &slots[first_block as usize..end as usize];
-            let space = &self.spaces[group.space.0 as usize];
-            let mut pages = Vec::with_capacity(slots.len() * space.shards());
-            for &slot in slots {
-                pages.extend(space.rows.shards(self.entries.at(slot).row).map(|(page, _)| page));
-            }
-            leased.extend_from_slice(slots);
-            hit_groups.push(HitGroup { first_block, pages });
+            hit_groups
+                .push(HitGroup { first_block, pages: self.lease_blocks(group.space, slots, &mut leased) });
         }
-        let lease = self.lease(owner, leased.into_iter(), now);
+        let lease = self.leases.insert(owner, now, leased);
         Some(Hit { tokens, lease, groups: hit_groups })
     }
 }

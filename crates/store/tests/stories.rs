@@ -399,6 +399,39 @@ fn another_block_size_gets_room_in_a_full_pool() {
     assert_eq!(pool.store.spaces()[1], stats[1], "nothing is evicted for what never fits");
 }
 
+/// Engines that extend their prompts in turns spread each prompt over the whole pool: then no slab can be emptied
+/// without a parent of blocks elsewhere.
+#[test]
+fn another_block_size_gets_room_among_scattered_prompts() {
+    const PROMPTS: u8 = 8;
+    const BLOCKS: u8 = 255;
+    let pool = Pool::new(2048);
+    let (small, large) = (pool.space(MODEL, &[1]), pool.space(Namespace([2; 16]), &[8]));
+    let prompts: Vec<_> = (0..PROMPTS).map(|prompt| hashes(prompt, BLOCKS)).collect();
+    let lone = hashes(PROMPTS, PROMPTS);
+    for block in 0..usize::from(BLOCKS) {
+        for prompt in &prompts {
+            let chain = block.checked_sub(1).map_or(Chain::Start, |parent| Chain::After(prompt[parent]));
+            let one = &prompt[block..=block];
+            pool.write(one, &pool.claim_as((A, WORKER, 0), small, chain, one), 1);
+        }
+        pool.store.seal_pending();
+    }
+    pool.save(small, &lone);
+    assert_eq!(pool.store.stats().blocks, 2048, "the pool is full");
+
+    let wanted = hashes(0, 1);
+    pool.write(&wanted, &pool.claim(large, &wanted), 8);
+    pool.store.seal_pending();
+    assert_eq!(pool.found(large, &wanted), 1);
+    let left: u64 = prompts.iter().map(|prompt| pool.found(small, prompt)).sum();
+    assert_eq!(
+        left + 8,
+        pool.store.spaces()[0].blocks,
+        "each block that is left is found: no child lost its parent"
+    );
+}
+
 #[test]
 fn the_background_seals_and_scrubs() {
     let pool = Pool::new(64);
