@@ -64,7 +64,8 @@ class Scheduler:
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call: lookups, hits, misses, timeouts, reconnects, lookup_seconds_sum, ..."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Say goodbye: the daemon has freed what this process held when it returns, which takes at most a second."""
 
 @final
 class Finished:
@@ -105,6 +106,10 @@ class Worker:
     def load(self, job: int, boot: bytes, groups: list[tuple[int, list[int], bytes]]) -> None:
         """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon."""
 
+    def step_begins(self) -> None:
+        """The engine begins a step, which ends with the next `poll`. During it the pool of a dead daemon stays mapped,
+        for loads that were promised on it."""
+
     def poll(self) -> list[Finished]:
         """Jobs that ended since the last call. Costs nothing when there are none."""
 
@@ -135,7 +140,8 @@ class Tool:
     def read_pool(self, offset: int, length: int) -> bytes: ...
     def write_pool(self, offset: int, data: bytes) -> None:
         """Overwrite pool bytes: for controls that must fail, and tests of the scrub. Same user only."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Say goodbye: the daemon does not count this tool any more when it returns, at most a second later."""
 
 def default_address() -> str:
     """The address used when none is given: KVLANE_ADDR, else the socket in the user's runtime directory."""

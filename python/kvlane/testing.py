@@ -290,6 +290,9 @@ class FakeWorker:
     def load(self, job: int, boot: bytes, groups: LoadGroups) -> None:
         self._loads.append((job, boot, groups))
 
+    def step_begins(self) -> None:
+        """Nothing to do: the fake's blocks stay where they are."""
+
     def poll(self) -> list[FakeFinished]:
         if not self._store.hold_saves:
             saves, self._saves = self._saves, []

@@ -21,6 +21,8 @@ use thiserror::Error;
 /// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
 const OUT_BYTES_MAX: usize = 96 << 20;
 const RECEIVE_BYTES: usize = 64 << 10;
+/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
+const GOODBYE: Duration = Duration::from_secs(1);
 
 /// No connection.
 #[derive(Debug, Error)]
@@ -193,6 +195,13 @@ impl Connection {
         let mut watched = vec![PollFd::from_borrowed_fd(mine, wanted)];
         watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         poll_for(&mut watched, timeout);
+    }
+
+    /// Says goodbye and waits until the daemon has freed what this session held, or a second.
+    pub(crate) fn say_goodbye(mut self) {
+        if let Err(lost) = self.call(v1::request::Body::Bye(v1::Bye {}), GOODBYE) {
+            tracing::debug!(%lost, "the goodbye was not answered");
+        }
     }
 
     /// Sends a request and waits for its answer; other answers are dropped.

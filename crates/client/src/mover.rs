@@ -93,9 +93,9 @@ impl Mover<'_> {
     fn run(mut self) {
         loop {
             let now = Instant::now();
-            let (jobs, stop, polls) = {
+            let (jobs, stop, polls, in_step) = {
                 let mut state = self.shared.state.lock();
-                (std::mem::take(&mut state.queue), state.stop, state.polls)
+                (std::mem::take(&mut state.queue), state.stop, state.polls, state.in_step)
             };
             if stop {
                 return self.stop(jobs);
@@ -106,7 +106,7 @@ impl Mover<'_> {
             self.give_up_overdue(Instant::now());
             if self.pools.has_former() && now >= self.round_at {
                 self.round_at = now + ROUND;
-                self.pools.round(polls);
+                self.pools.round(polls, in_step);
             }
             let busy = self.pools.prefault_some();
             self.wait(busy);
@@ -461,7 +461,7 @@ impl Mover<'_> {
         if let Some(mut link) = self.link.take() {
             let asked = std::mem::take(&mut link.asked);
             asked.into_values().for_each(|asked| self.end(asked, "the worker is closed"));
-            let _ = link.connection.send(Ask::Bye(v1::Bye {}));
+            link.connection.say_goodbye();
         }
         self.shared.state.lock().registered = false;
     }

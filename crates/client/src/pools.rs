@@ -24,7 +24,7 @@ const PREFAULT_BYTES: u64 = 64 << 20;
 /// A promise reaches the worker with the engine's next step or the one after: so many polls after the daemon was
 /// lost, no load of its pool can come any more.
 const POLLS_TO_FORGET: u64 = 3;
-/// An engine that does not poll is idle, has no open promise, and must not hold a dead daemon's memory for ever.
+/// An engine outside a step that does not poll is idle, has no open promise, and must not hold a dead daemon's memory for ever.
 /// Counted in rounds of the mover, not in time: a stopped process does not count.
 const IDLE_ROUNDS_TO_FORGET: u64 = 60;
 /// Length of such a round.
@@ -97,13 +97,46 @@ impl Pools {
     }
 
     /// One round of the mover passed; unmaps the former pool when no promise on it can be open.
-    pub(crate) fn round(&mut self, polls: u64) {
+    pub(crate) fn round(&mut self, polls: u64, in_step: bool) {
         if let Some(former) = &mut self.former {
-            former.rounds += 1;
+            former.rounds += u64::from(!in_step);
             let polled = polls >= former.polls_at_loss + POLLS_TO_FORGET;
             if polled || former.rounds >= IDLE_ROUNDS_TO_FORGET {
                 self.former = None;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lost_pool() -> Pools {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        let view = PoolView::map(file.into(), 4096, false).unwrap();
+        let mut pools = Pools::default();
+        pools.set(Mapped { boot: [1; 16], reading: Arc::new(view), writing: None, prefaulted: 4096 }, 7);
+        pools.lost(7);
+        pools
+    }
+
+    #[test]
+    fn a_lost_pool_stays_through_a_step_of_any_length() {
+        let mut pools = lost_pool();
+        (0..10 * IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(7, true));
+        assert!(pools.of(&[1; 16]).is_some(), "the next step may bring a load that was promised");
+        (0..IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(8, false));
+        assert!(pools.of(&[1; 16]).is_none(), "an idle engine holds it no longer");
+    }
+
+    #[test]
+    fn a_lost_pool_goes_when_the_engine_polled_often_enough() {
+        let mut pools = lost_pool();
+        pools.round(7 + POLLS_TO_FORGET - 1, true);
+        assert!(pools.of(&[1; 16]).is_some());
+        pools.round(7 + POLLS_TO_FORGET, true);
+        assert!(pools.of(&[1; 16]).is_none());
     }
 }

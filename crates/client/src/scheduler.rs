@@ -311,10 +311,11 @@ impl Scheduler {
         std::mem::take(&mut self.stats)
     }
 
-    /// Says goodbye, so that the daemon frees what this process held.
+    /// Says goodbye and waits until the daemon has freed what this process held, at most a second.
     pub fn close(&mut self) {
-        self.send(Ask::Bye(v1::Bye {}));
-        self.up = None;
+        if let Some(up) = self.up.take() {
+            up.connection.say_goodbye();
+        }
         self.pending.clear();
         self.leases.clear();
         // No reconnecting after a goodbye.

@@ -170,6 +170,11 @@ impl Tool {
         }
     }
 
+    /// Says goodbye: when this returns, the daemon does not count this tool any more (or did not answer in a second).
+    pub fn close(self) {
+        self.connection.say_goodbye();
+    }
+
     fn call(&mut self, body: Ask, timeout: Duration) -> Result<Answer, ToolError> {
         let reply = self.connection.call(body, timeout)?.ok_or(ToolError::Timeout(timeout))?;
         match reply.body {

@@ -182,6 +182,8 @@ pub(crate) struct State {
     pub(crate) reason: String,
     pub(crate) refusal: String,
     pub(crate) polls: u64,
+    /// A step began and has not polled yet.
+    pub(crate) in_step: bool,
     pub(crate) stats: WorkerStats,
 }
 
@@ -278,10 +280,17 @@ impl Worker {
         self.queue(job, Work::Load { boot, groups });
     }
 
+    /// The engine begins a step, which ends with the next [`poll`](Self::poll). However long it takes, the pool of a
+    /// daemon that died stays mapped: loads that were promised on it may come with the next step.
+    pub fn step_begins(&self) {
+        self.shared.state.lock().in_step = true;
+    }
+
     /// Jobs that ended since the last call.
     pub fn poll(&self) -> Vec<Finished> {
         let mut state = self.shared.state.lock();
         state.polls += 1;
+        state.in_step = false;
         self.shared.ready.store(0, Ordering::Release);
         std::mem::take(&mut state.finished)
     }

@@ -168,8 +168,8 @@ impl PyScheduler {
         ])
     }
 
-    fn close(&self) {
-        self.0.lock().close();
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.lock().close());
     }
 }
 

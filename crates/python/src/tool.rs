@@ -91,8 +91,13 @@ impl PyTool {
         self.with(py, |tool| tool.write_pool(offset, data))
     }
 
-    fn close(&self) {
-        *self.0.lock() = None;
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| {
+            let tool = self.0.lock().take();
+            if let Some(tool) = tool {
+                tool.close();
+            }
+        });
     }
 }
 

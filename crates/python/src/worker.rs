@@ -182,6 +182,10 @@ impl PyWorker {
         Ok(())
     }
 
+    fn step_begins(&self) {
+        self.0.read().step_begins();
+    }
+
     fn poll(&self) -> Vec<PyFinished> {
         self.0.read().poll().into_iter().map(PyFinished).collect()
     }

@@ -82,7 +82,8 @@ struct Session {
 /// Whatever ends the thread: the session leaves.
 impl Drop for Session {
     fn drop(&mut self) {
-        self.leave();
+        self.stream.shutdown();
+        self.end();
     }
 }
 
@@ -168,6 +169,10 @@ impl Session {
         let shared = Arc::clone(&self.shared);
         let _busy = shared.sessions.begin();
         let answer = self.answer(body, &mut descriptor);
+        if is_goodbye {
+            // Before the answer: who has it can rely on being gone.
+            self.end();
+        }
         let was_refused = answer.is_err();
         let body = answer.unwrap_or_else(refused);
         self.reply(request.id, body, descriptor)?;
@@ -398,8 +403,7 @@ impl Session {
         }
     }
 
-    fn leave(&mut self) {
-        self.stream.shutdown();
+    fn end(&mut self) {
         let Some(greeted) = self.greeted.take() else { return };
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
         if gone && greeted.info.role != Role::Tool {

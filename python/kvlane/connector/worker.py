@@ -57,6 +57,8 @@ class WorkerSide:
         """A step begins: start its loads, which vLLM's own zeroing of new blocks precedes."""
         self._jobs = jobs
         self._saves_started = False
+        if self._core is not None:
+            self._core.step_begins()
         for load in jobs.loads:
             self._start_load(load)
 
