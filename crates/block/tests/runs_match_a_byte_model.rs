@@ -29,7 +29,6 @@ fn regions() -> impl Strategy<Value = Vec<Region>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
     fn every_byte_goes_where_the_model_says_and_no_two_runs_could_be_one(

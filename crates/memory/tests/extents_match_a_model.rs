@@ -93,7 +93,6 @@ fn fill(model: &mut Model, bytes: u64) -> usize {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn extents_never_overlap_and_all_memory_comes_back(

@@ -562,7 +562,7 @@ impl World {
 #[test]
 fn any_order_of_calls_keeps_the_promises() {
     let total = std::cell::RefCell::new(Vec::new());
-    let config = ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() };
+    let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
     let run = TestRunner::new(config).run(&prop::collection::vec(op(), 1..90), |ops| {
         let mut world = World::new();
         for op in &ops {

@@ -22,9 +22,9 @@ BENCHMARKS: dict[str, list[str]] = {
     "idle": [],
     "memory_use": [],
     "overhead": [],
-    "share": [],
+    "share": ["--vllm"],
 }
-NEEDS_VLLM = ("hooks", "overhead")
+NEEDS_VLLM = ("hooks", "overhead", "share")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

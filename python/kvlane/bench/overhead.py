@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engines", type=int, default=2, help="pairs of processes, one after the other (default %(default)s)"
     )
-    parser.add_argument("--pairs", type=int, default=12, help="of batches for each (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=8, help="of a batch, at once (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=60, help="of batches for each (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, help="of a batch, at once (default %(default)s)")
     parser.add_argument("--input-len", type=int, default=256, help="tokens a prompt (default %(default)s)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens an answer (default %(default)s)")
+    parser.add_argument("--output-len", type=int, default=16, help="tokens an answer (default %(default)s)")
     add_out(parser)
 
 
