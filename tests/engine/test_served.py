@@ -77,7 +77,8 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda engine: engine.complete(prompt(1)), [first, second] * 2))
     assert answers == [cold] * 4
-    assert first.metric("vllm:external_prefix_cache_hits") == HIT_TOKENS
+    # Of an engine's two the second may find in the engine what the first loaded, or be promised it too.
+    assert first.metric("vllm:external_prefix_cache_hits") in (HIT_TOKENS, 2 * HIT_TOKENS)
 
     # A stopped daemon: nobody waits for it.
     first.reset_prefix_cache()
