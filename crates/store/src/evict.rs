@@ -60,10 +60,9 @@ impl Index {
 
     fn evict_oldest(&mut self) -> bool {
         let entries = &self.entries;
-        let victim = self.lru.take_oldest(REFUSALS, |slot| {
-            let entry = entries.at(slot);
-            entry.children == 0 && !entry.checking
-        });
+        // Also one that is being checked, though its memory is free only after that: to pass it over would be to pass
+        // over all its ancestors too, and to find no victim at all below a long prefix.
+        let victim = self.lru.take_oldest(REFUSALS, |slot| entries.at(slot).children == 0);
         if let Some(slot) = victim {
             self.evict(slot);
         }

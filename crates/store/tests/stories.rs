@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
-use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
-    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Store, StoreOptions,
+    Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Store, StoreOptions,
     WriterId,
 };
 
@@ -397,6 +397,39 @@ fn another_block_size_gets_room_in_a_full_pool() {
     let too_large = pool.space(Namespace([3; 16]), &[65]);
     assert_eq!(pool.claim(too_large, &hashes(0, 1)), [ClaimOutcome::NoRoom]);
     assert_eq!(pool.store.spaces()[1], stats[1], "nothing is evicted for what never fits");
+}
+
+/// The scrub was reading the last block of the oldest prompt. Eviction passed it over, then each of the blocks before
+/// it, which have a child, and gave up: the save got no room in a pool full of blocks that could go.
+#[test]
+fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
+    let now = Instant::now();
+    let extents = ExtentAllocator::new(1024, std::slice::from_ref(&(0..1024)));
+    let mut index = Index::new(extents, 1024 * PAGE_BYTES, StoreOptions::default());
+    let space = index.space(MODEL, "a model", CutDigest([5; 16]), &[PAGE_BYTES]);
+    let save = |index: &mut Index, first: u16, count: u16| {
+        let hash = |block: u16| {
+            BlockHash([[first as u8; 2], block.to_le_bytes()].concat().repeat(4).try_into().unwrap())
+        };
+        let hashes: Vec<BlockHash> = (0..count).map(hash).collect();
+        let mut outcomes = Vec::new();
+        index.claim(A, WORKER, space, 0, Chain::Start, &hashes, now, &mut outcomes);
+        let shards = claimed(&outcomes);
+        index.commit(&shards, now);
+        for check in index.take_unsealed(u64::MAX, usize::MAX) {
+            index.finish_seal(check, &[0]);
+        }
+        shards
+    };
+    let oldest = save(&mut index, 1, 900);
+    save(&mut index, 2, 124);
+    let mut at_its_tail = oldest[899].slot;
+    let check = index.next_scrub(&mut at_its_tail, 1).unwrap();
+    assert_eq!(save(&mut index, 3, 20).len(), 20, "room for all");
+    index.check_consistency().unwrap();
+    assert_eq!(index.finish_scrub(check, true), None);
+    index.check_consistency().unwrap();
+    assert_eq!(index.stats().limbo_bytes, 0);
 }
 
 /// Engines that extend their prompts in turns spread each prompt over the whole pool: then no slab can be emptied
