@@ -85,7 +85,7 @@ class Worker:
     """One rank's connection, its mapping of the pool and its mover thread. No call waits for the daemon."""
 
     connected: bool
-    method: str  # how saves travel: "process_vm", "mapped", "" before the first registration
+    method: str  # how saves travel: "process_vm", "mapped", "gpu", "" before the first registration
     reason: str
 
     def __init__(
@@ -98,13 +98,19 @@ class Worker:
         groups: list[tuple[bytes, bytes, list[Region]]],  # (namespace, layout digest 16 B, regions)
         save_method: str = "auto",
         save_timeout_ms: float = 10000.0,
+        gpu: bytes | None = None,  # UUID (16 bytes) of the GPU that the regions lie on
     ) -> None: ...
-    def save(self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]]) -> None:
+    def save(
+        self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]], stream: int = 0
+    ) -> None:
         """Queue a save: (group, parent hash or b"", hashes, block ids). The blocks' bytes must stay as they are
-        until the job is Finished."""
+        until the job is Finished. On a GPU it starts after what the CUDA stream has been given so far."""
 
-    def load(self, job: int, boot: bytes, groups: list[tuple[int, list[int], bytes]]) -> None:
-        """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon."""
+    def load(
+        self, job: int, boot: bytes, groups: list[tuple[int, list[int], bytes]], stream: int = 0
+    ) -> None:
+        """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon. On a
+        GPU it starts after what the CUDA stream has been given so far."""
 
     def step_begins(self) -> None:
         """The engine begins a step, which ends with the next `poll`. During it the pool of a dead daemon stays mapped,
@@ -157,6 +163,21 @@ def bench_copy(pieces: list[tuple[int, int]], length: int) -> float:
 
 def bench_ping_pong(socket: int, length: int) -> float:
     """Send `length` bytes over a blocking socket and wait for as many; the seconds taken."""
+
+def bench_gpus() -> list[tuple[int, str, str, int]]:
+    """Ordinal, name, PCI address and bytes of each GPU. OSError where there is no driver, which says why."""
+
+def bench_gpu_copy(
+    gpu: int,
+    path: str,
+    total_bytes: int,
+    piece_bytes: int,
+    method: str,
+    blocks: int = 16,
+    peer: int | None = None,
+) -> float:
+    """GB/s of copies of shuffled pieces. path: "h2d", "d2h", or "peer" with a second GPU; method: "contiguous",
+    "engine", "batch", "kernel" or "auto". OSError where the bytes did not arrive as they were."""
 
 def bench_echo(socket: int, length: int) -> None:
     """Send back messages of `length` bytes until the peer closes the socket."""

@@ -284,10 +284,10 @@ class FakeWorker:
     def connected(self) -> bool:
         return not self._store.down
 
-    def save(self, job: int, groups: SaveGroups) -> None:
+    def save(self, job: int, groups: SaveGroups, stream: int = 0) -> None:
         self._saves.append((job, groups))
 
-    def load(self, job: int, boot: bytes, groups: LoadGroups) -> None:
+    def load(self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0) -> None:
         self._loads.append((job, boot, groups))
 
     def step_begins(self) -> None:

@@ -31,10 +31,11 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     bar.finish_and_clear();
     let listen = options.serve.listen.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
     eprintln!(
-        "kvlane {} serves {listen}; pool of {} in {} pages, ready after {:.1} s{}",
+        "kvlane {} serves {listen}; pool of {} in {} pages{}, ready after {:.1} s{}",
         env!("CARGO_PKG_VERSION"),
         Size(daemon.pool_bytes()),
         daemon.page_size(),
+        daemon.gpus().map_or(String::new(), |gpus| format!(", pinned for {gpus}")),
         start.elapsed().as_secs_f64(),
         options.serve.http.map_or(String::new(), |http| format!("; health and metrics at http://{http}")),
     );

@@ -48,6 +48,10 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_SCRUB_RATE", value_name = "SIZE")]
     scrub_rate: Option<Size>,
 
+    /// Copy for engines on GPUs: auto where the host has them, on fails without [default: auto]
+    #[arg(long, env = "KVLANE_GPU", value_enum, value_name = "MODE")]
+    gpu: Option<GpuArg>,
+
     /// Connections at the same time [default: 1024]
     #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
     max_sessions: Option<usize>,
@@ -69,6 +73,14 @@ pub(crate) struct ServeArgs {
 #[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum HugePagesArg {
+    Auto,
+    On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum GpuArg {
     Auto,
     On,
     Off,
@@ -124,6 +136,13 @@ impl ServeArgs {
             NumaArg::Auto => Numa::Auto,
             NumaArg::Off => Numa::Off,
         };
+        let gpu = self.gpu.or(file.gpu).unwrap_or(GpuArg::Auto);
+        let gpu_driver = match (gpu, kvlane_gpu::detect()) {
+            (GpuArg::Off, _) => None,
+            (_, Ok(driver)) => Some(driver),
+            (GpuArg::On, Err(reason)) => bail!("--gpu on: {reason}"),
+            (GpuArg::Auto, Err(_)) => None,
+        };
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
@@ -131,6 +150,7 @@ impl ServeArgs {
             http: parse_http(&http)?,
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
+            gpu_driver,
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };
         Ok(Resolved {

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_memory::recv_with_fd;
+use kvlane_memory::{peer_pidfd, recv_with_fd};
 use kvlane_proto::{Address, FrameError, FrameReader, MAX_FRAME_BYTES, Message, encode_frame, v1};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -195,6 +195,13 @@ impl Connection {
         let mut watched = vec![PollFd::from_borrowed_fd(mine, wanted)];
         watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         poll_for(&mut watched, timeout);
+    }
+
+    /// Waits until the process at the other end has exited, at most `timeout`.
+    pub(crate) fn wait_for_peers_end(&self, timeout: Duration) {
+        if let Some(pidfd) = self.unix().and_then(|stream| peer_pidfd(stream).ok()) {
+            poll_for(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(timeout));
+        }
     }
 
     /// Says goodbye and waits until the daemon has freed what this session held, or a second.

@@ -7,6 +7,7 @@
 mod backoff;
 mod connection;
 mod fence;
+mod gpu;
 mod hit;
 mod mover;
 mod nonce;
@@ -16,6 +17,7 @@ mod tool;
 mod worker;
 
 pub use connection::ConnectError;
+pub use gpu::WorkerGpu;
 pub use hit::Hit;
 pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
 pub use tool::{Tool, ToolError};

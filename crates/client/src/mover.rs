@@ -26,9 +26,12 @@ use crate::{
     fence::Fence,
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
-    worker::{Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
+    worker::{After, Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
 };
 
+/// How long a daemon whose connection ended is watched for its end, before its loads are done again here. Its GPU work
+/// ends with it; one that lives on has ended the session, and waited for its copies before.
+const PEERS_END: Duration = Duration::from_secs(1);
 /// Blocks of one save; their hashes and ids have to fit into a frame.
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
@@ -36,7 +39,7 @@ const SAVE_BLOCKS_MAX: usize = 2 << 20;
 pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
     let now = Instant::now();
     let mover = Mover {
-        fence: Fence::new(random_nonce()),
+        fence: Fence::new(random_nonce(), options.gpu.clone()),
         backoff: Backoff::new(now),
         link: None,
         pools: Pools::default(),
@@ -79,8 +82,10 @@ enum Stage {
 
 /// A save on its way.
 enum Asked {
-    /// Save by process_vm: the answer ends the job.
+    /// Save by the daemon: the answer ends the job.
     Save { job: Job, deadline: Instant },
+    /// Load by the daemon, which was promised: it has no deadline, and is carried out here if the daemon cannot.
+    Load { job: Job },
     /// Save through the mapping: the answer says where to write.
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
@@ -108,20 +113,22 @@ impl Mover<'_> {
                 self.round_at = now + ROUND;
                 self.pools.round(polls, in_step);
             }
-            let busy = self.pools.prefault_some();
+            // A GPU's loads come through this mapping only when the daemon is gone.
+            let busy = self.options.gpu.is_none() && self.pools.prefault_some();
             self.wait(busy);
         }
     }
 
     fn start(&mut self, job: Job) {
         match &job.work {
-            Work::Load { boot, groups } => {
-                let end = match self.load(boot, groups) {
-                    Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
-                    Err(detail) => job.failed(detail),
-                };
-                self.shared.finish(end);
-            }
+            Work::Load { boot, groups } => match self.ask_for_load(boot, groups, job.after.as_ref()) {
+                Some(id) => {
+                    if let Some(link) = &mut self.link {
+                        link.asked.insert(id, Asked::Load { job });
+                    }
+                }
+                None => self.load_here(&job),
+            },
             Work::Save(groups) => {
                 let blocks = groups.iter().map(|group| group.block_ids.len()).sum::<usize>();
                 if blocks > SAVE_BLOCKS_MAX {
@@ -133,10 +140,12 @@ impl Mover<'_> {
                 let groups = groups.iter().map(wire_group).collect();
                 let open = self.link.as_mut().filter(|link| link.stage == Stage::Open && !link.silent);
                 let Some(link) = open else { return self.shared.finish(job.failed("no kvlane daemon")) };
-                let (ask, asked) = if link.method == SaveMethod::ProcessVm {
-                    (Ask::Save(v1::Save { groups, epoch: self.fence.epoch() }), Asked::Save { job, deadline })
-                } else {
+                let (ask, asked) = if link.method == SaveMethod::Mapped {
                     (Ask::Claim(v1::Claim { groups }), Asked::Claim { job, deadline })
+                } else {
+                    let event = job.after.as_ref().map(|after| after.event);
+                    let epoch = self.fence.epoch();
+                    (Ask::Save(v1::Save { groups, epoch, event }), Asked::Save { job, deadline })
                 };
                 match link.connection.send(ask) {
                     Ok(id) => {
@@ -151,8 +160,41 @@ impl Mover<'_> {
         }
     }
 
+    /// Asks the daemon to load, where it copies for this worker. None where this process has to.
+    fn ask_for_load(&mut self, boot: &BootId, groups: &[LoadGroup], after: Option<&After>) -> Option<u64> {
+        let epoch = self.fence.epoch();
+        let link = self.link.as_mut()?;
+        if link.stage != Stage::Open || link.method != SaveMethod::Gpu || link.boot != *boot {
+            return None;
+        }
+        let groups = groups.iter().map(|group| v1::LoadGroup {
+            group: group.group,
+            block_ids: group.block_ids.clone(),
+            pages: group.pages.clone(),
+        });
+        let event = after.map(|after| after.event);
+        let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event });
+        match link.connection.send(ask) {
+            Ok(id) => Some(id),
+            Err(lost) => {
+                self.lose(&lost);
+                None
+            }
+        }
+    }
+
+    /// Carries a load out in this process.
+    fn load_here(&self, job: &Job) {
+        let Work::Load { boot, groups } = &job.work else { return };
+        let end = match self.load(boot, groups, job.after.as_ref()) {
+            Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
+            Err(detail) => job.failed(detail),
+        };
+        self.shared.finish(end);
+    }
+
     /// Copies blocks from the mapped pool into the engine. The daemon has no part in it.
-    fn load(&self, boot: &BootId, groups: &[LoadGroup]) -> Result<(u64, u64), String> {
+    fn load(&self, boot: &BootId, groups: &[LoadGroup], after: Option<&After>) -> Result<(u64, u64), String> {
         let pool = self.pools.of(boot).ok_or("the pool of that boot is not mapped")?;
         let mut blocks = 0;
         let mut bytes = 0;
@@ -170,7 +212,14 @@ impl Mover<'_> {
             let runs = plan_in_pool(regions, &places, &pool.reading)?;
             // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the pages are leased
             // until the scheduler hears of the end of this job, and `plan_in_pool` checked that they lie in the view.
-            unsafe { OwnMemory.write(&runs, pool.reading.base()) }.map_err(|error| error.to_string())?;
+            unsafe {
+                match &self.options.gpu {
+                    Some(gpu) => gpu
+                        .write(&runs, pool.reading.base(), after.map(|after| after.event))
+                        .map_err(|error| error.to_string())?,
+                    None => OwnMemory.write(&runs, pool.reading.base()).map_err(|error| error.to_string())?,
+                }
+            }
             blocks += places.len() as u64;
             bytes += runs.iter().map(|run| run.len).sum::<u64>();
         }
@@ -243,19 +292,26 @@ impl Mover<'_> {
                     SaveMethod::Auto => v1::register_worker::Method::Auto,
                     SaveMethod::ProcessVm => v1::register_worker::Method::ProcessVm,
                     SaveMethod::Mapped => v1::register_worker::Method::Mapped,
+                    SaveMethod::Gpu => v1::register_worker::Method::Gpu,
                 };
+                let gpu = self.options.gpu.as_ref().map(|gpu| gpu.to_wire());
                 link.connection.send(Ask::RegisterWorker(v1::RegisterWorker {
                     rank: self.options.rank,
                     workers: self.options.workers,
                     groups,
                     fence_address: self.fence.address(),
                     method: method.into(),
+                    gpu,
                 }))?;
             }
             Some(Answer::WorkerRegistered(registered)) => {
-                let by_daemon = registered.method() == v1::register_worker::Method::ProcessVm;
-                link.method = if by_daemon { SaveMethod::ProcessVm } else { SaveMethod::Mapped };
-                let method = if by_daemon { "process_vm" } else { "mapped" };
+                let method;
+                (link.method, method) = match registered.method() {
+                    v1::register_worker::Method::ProcessVm => (SaveMethod::ProcessVm, "process_vm"),
+                    v1::register_worker::Method::Gpu => (SaveMethod::Gpu, "gpu"),
+                    _ => (SaveMethod::Mapped, "mapped"),
+                };
+                let by_daemon = link.method != SaveMethod::Mapped;
                 let mut state = self.shared.state.lock();
                 if state.method != method {
                     tracing::info!(method, reason = registered.reason, "saves to kvlane");
@@ -303,6 +359,12 @@ impl Mover<'_> {
                     });
                 }
             }
+            Some(Answer::LoadResult(result)) => {
+                if let Some(Asked::Load { job }) = asked {
+                    let (blocks, bytes) = (result.blocks, result.bytes);
+                    self.shared.finish(Finished { ok: true, blocks, bytes, ..job.failed("") });
+                }
+            }
             Some(Answer::ClaimResult(result)) => match asked {
                 Some(Asked::Claim { job, .. }) => self.write_claimed(job, &result)?,
                 Some(Asked::GivenUp) => {
@@ -313,7 +375,9 @@ impl Mover<'_> {
             Some(Answer::Refused(refused)) => {
                 let stage = link.stage;
                 self.note_refusal(&refused.sentence);
-                if let Some(asked) = asked {
+                if let Some(Asked::Load { job }) = asked {
+                    self.load_here(&job);
+                } else if let Some(asked) = asked {
                     self.end(asked, &refused.sentence);
                 } else if stage != Stage::Open {
                     return Err(Lost::Closed);
@@ -334,7 +398,7 @@ impl Mover<'_> {
                 .map_err(|error| format!("the pool of {} bytes cannot be mapped: {error}", described.bytes))
         };
         let writing = match link.method {
-            SaveMethod::ProcessVm => None,
+            SaveMethod::ProcessVm | SaveMethod::Gpu => None,
             _ => {
                 let second =
                     descriptor.try_clone().map_err(|error| format!("no descriptor left: {error}"))?;
@@ -389,8 +453,9 @@ impl Mover<'_> {
         }
         self.fence.raise();
         link.silent = true;
-        let given_up: Vec<Asked> =
-            link.asked.values_mut().map(|asked| std::mem::replace(asked, Asked::GivenUp)).collect();
+        // Not loads: the daemon may still be about to write.
+        let saves = link.asked.values_mut().filter(|asked| !matches!(asked, Asked::Load { .. }));
+        let given_up: Vec<Asked> = saves.map(|asked| std::mem::replace(asked, Asked::GivenUp)).collect();
         let mut ended = 0;
         for asked in given_up {
             ended += u64::from(!matches!(asked, Asked::GivenUp));
@@ -406,6 +471,7 @@ impl Mover<'_> {
             Asked::Commit { end, .. } => {
                 self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
             }
+            Asked::Load { job } => self.load_here(&job),
             Asked::GivenUp => {}
         }
     }
@@ -415,6 +481,9 @@ impl Mover<'_> {
         // The connection may have ended without the daemon: what it still copies must not count.
         self.fence.raise();
         let open = link.stage == Stage::Open;
+        if link.asked.values().any(|asked| matches!(asked, Asked::Load { .. })) {
+            link.connection.wait_for_peers_end(PEERS_END);
+        }
         link.asked.into_values().for_each(|asked| self.end(asked, "the daemon went away"));
         self.backoff.failed(Instant::now());
         let mut state = self.shared.state.lock();
@@ -460,8 +529,14 @@ impl Mover<'_> {
         jobs.iter().for_each(|job| self.shared.finish(job.failed("the worker is closed")));
         if let Some(mut link) = self.link.take() {
             let asked = std::mem::take(&mut link.asked);
-            asked.into_values().for_each(|asked| self.end(asked, "the worker is closed"));
+            // Its answer comes after what the daemon was still copying.
             link.connection.say_goodbye();
+            for asked in asked.into_values() {
+                match asked {
+                    Asked::Load { job } => self.shared.finish(job.failed("the worker is closed")),
+                    other => self.end(other, "the worker is closed"),
+                }
+            }
         }
         self.shared.state.lock().registered = false;
     }
@@ -473,7 +548,7 @@ impl Asked {
             Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
                 Some(*deadline)
             }
-            Self::GivenUp => None,
+            Self::Load { .. } | Self::GivenUp => None,
         }
     }
 }
@@ -485,7 +560,9 @@ struct Written {
     bytes: u64,
 }
 
+/// Outcomes of a claim, as `ClaimResult` numbers them.
 const CLAIMED: u8 = 0;
+const NO_ROOM: u8 = 3;
 
 fn write_groups(
     groups: &[SaveGroupSpec],
@@ -503,7 +580,7 @@ fn write_groups(
             let (&outcome, page) = answers.next().ok_or("the daemon answered for fewer blocks than asked")?;
             if outcome == CLAIMED {
                 places.push((block_id, u32::from_le_bytes(page.try_into().unwrap_or_default())));
-            } else {
+            } else if outcome != NO_ROOM {
                 written.present += 1;
             }
         }

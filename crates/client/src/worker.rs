@@ -16,7 +16,7 @@ use kvlane_proto::Address;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::{BootId, mover};
+use crate::{BootId, gpu::WorkerGpu, mover};
 
 /// Jobs that may be queued or under way; further ones end at once, as failed.
 const JOBS_MAX: usize = 16384;
@@ -30,6 +30,8 @@ pub enum SaveMethod {
     Auto,
     /// The daemon copies out of this process.
     ProcessVm,
+    /// The daemon copies out of and into this process's GPU memory; chosen by giving a GPU.
+    Gpu,
     /// This process writes through its mapping of the pool.
     Mapped,
 }
@@ -64,6 +66,8 @@ pub struct WorkerOptions {
     pub save_method: SaveMethod,
     /// A save without an answer for so long is given up.
     pub save_timeout: Duration,
+    /// The GPU that the regions lie on; None for host memory.
+    pub gpu: Option<Arc<WorkerGpu>>,
 }
 
 /// Consecutive blocks of one prompt to save.
@@ -137,10 +141,23 @@ pub(crate) enum Work {
     Load { boot: BootId, groups: Vec<LoadGroup> },
 }
 
+/// The event that a copy of a GPU waits for; given back when the job is over.
+#[derive(Debug)]
+pub(crate) struct After {
+    gpu: Arc<WorkerGpu>,
+    pub(crate) event: u32,
+}
+
+impl Drop for After {
+    fn drop(&mut self) {
+        self.gpu.give_back(self.event);
+    }
+}
+
 impl Work {
     fn kind(&self) -> JobKind {
         match self {
-            Self::Save(_) => JobKind::Save,
+            Self::Save(..) => JobKind::Save,
             Self::Load { .. } => JobKind::Load,
         }
     }
@@ -151,6 +168,8 @@ pub(crate) struct Job {
     pub(crate) number: u64,
     pub(crate) queued: Instant,
     pub(crate) work: Work,
+    /// What a job of a worker on a GPU waits for.
+    pub(crate) after: Option<After>,
 }
 
 impl Job {
@@ -210,6 +229,7 @@ impl Shared {
 #[derive(Debug)]
 pub struct Worker {
     shared: Arc<Shared>,
+    gpu: Option<Arc<WorkerGpu>>,
     mover: Option<JoinHandle<()>>,
 }
 
@@ -234,10 +254,11 @@ impl Worker {
             wake,
         });
         let for_mover = Arc::clone(&shared);
+        let gpu = options.gpu.clone();
         let mover = std::thread::Builder::new()
             .name("kvlane-mover".into())
             .spawn(move || mover::run(options, &for_mover))?;
-        let worker = Self { shared, mover: Some(mover) };
+        let worker = Self { shared, gpu, mover: Some(mover) };
         worker.wait_registered(FIRST_REGISTRATION);
         Ok(worker)
     }
@@ -271,13 +292,57 @@ impl Worker {
     }
 
     /// Queues a save. The blocks must not change until the job is finished.
+    ///
+    /// # Panics
+    /// For a worker on a GPU: see [`save_after`](Self::save_after).
     pub fn save(&self, job: u64, groups: Vec<SaveGroupSpec>) {
-        self.queue(job, Work::Save(groups));
+        assert!(self.gpu.is_none(), "a worker on a GPU names the stream that computes its blocks");
+        self.queue(job, Work::Save(groups), None);
     }
 
     /// Queues a load from the pool of that boot.
+    ///
+    /// # Panics
+    /// For a worker on a GPU: see [`load_after`](Self::load_after).
     pub fn load(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>) {
-        self.queue(job, Work::Load { boot, groups });
+        assert!(self.gpu.is_none(), "a worker on a GPU names the stream that used its blocks");
+        self.queue(job, Work::Load { boot, groups }, None);
+    }
+
+    /// Queues a save of blocks that `stream` has been told to compute.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the worker's GPU in this process, or 0 for its default stream.
+    pub unsafe fn save_after(&self, job: u64, groups: Vec<SaveGroupSpec>, stream: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_after(job, Work::Save(groups), stream) };
+    }
+
+    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using.
+    ///
+    /// # Safety
+    /// As for [`save_after`](Self::save_after).
+    pub unsafe fn load_after(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>, stream: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_after(job, Work::Load { boot, groups }, stream) };
+    }
+
+    /// # Safety
+    /// As for [`save_after`](Self::save_after).
+    unsafe fn queue_after(&self, number: u64, work: Work, stream: u64) {
+        let Some(gpu) = &self.gpu else { return self.queue(number, work, None) };
+        // SAFETY: the caller's promise.
+        match unsafe { gpu.record(stream) } {
+            Ok(event) => {
+                let after = event.map(|event| After { gpu: Arc::clone(gpu), event });
+                self.queue(number, work, after);
+            }
+            Err(error) => {
+                self.shared.state.lock().open += 1;
+                let job = Job { number, queued: Instant::now(), work, after: None };
+                self.shared.finish(job.failed(error.to_string()));
+            }
+        }
     }
 
     /// The engine begins a step, which ends with the next [`poll`](Self::poll). However long it takes, the pool of a
@@ -328,8 +393,8 @@ impl Worker {
         }
     }
 
-    fn queue(&self, number: u64, work: Work) {
-        let job = Job { number, queued: Instant::now(), work };
+    fn queue(&self, number: u64, work: Work, after: Option<After>) {
+        let job = Job { number, queued: Instant::now(), work, after };
         let mut state = self.shared.state.lock();
         state.open += 1;
         if state.open > JOBS_MAX || state.stop {

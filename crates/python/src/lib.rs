@@ -2,6 +2,7 @@
 
 mod bench;
 mod convert;
+mod gpu;
 mod scheduler;
 mod tool;
 mod worker;
@@ -13,6 +14,8 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::bench::{bench_copy, bench_echo, bench_ping_pong, bench_read_process};
+    #[pymodule_export]
+    use super::gpu::{bench_gpu_copy, bench_gpus};
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
     #[pymodule_export]

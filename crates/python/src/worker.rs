@@ -1,10 +1,11 @@
 //! One rank's connection, mapping and mover thread.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::BlockHash;
 use kvlane_client::{
-    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Worker, WorkerGroupSpec, WorkerOptions,
+    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Worker, WorkerGpu, WorkerGroupSpec,
+    WorkerOptions,
 };
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
@@ -77,7 +78,7 @@ pub(crate) struct PyWorker(RwLock<Worker>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -89,8 +90,9 @@ impl PyWorker {
         groups: Vec<(Vec<u8>, Vec<u8>, Vec<PyRegion>)>,
         save_method: &str,
         save_timeout_ms: f64,
+        gpu: Option<Vec<u8>>,
     ) -> PyResult<Self> {
-        let groups = groups
+        let groups: Vec<WorkerGroupSpec> = groups
             .into_iter()
             .map(|(namespace, layout, regions)| {
                 Ok(WorkerGroupSpec {
@@ -110,6 +112,15 @@ impl PyWorker {
                 )));
             }
         };
+        let gpu = match gpu {
+            Some(uuid) => {
+                let uuid = bytes16("a GPU's UUID", &uuid)?;
+                let regions: Vec<_> = groups.iter().flat_map(|group| group.regions.clone()).collect();
+                let made = py.detach(|| WorkerGpu::new(uuid, &regions));
+                Some(Arc::new(made.map_err(|error| PyOSError::new_err(error.to_string()))?))
+            }
+            None => None,
+        };
         let options = WorkerOptions {
             address: self::address(address.as_deref())?,
             engine_id,
@@ -119,6 +130,7 @@ impl PyWorker {
             groups,
             save_method,
             save_timeout: milliseconds(save_timeout_ms)?,
+            gpu,
         };
         // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
         // this worker; `_core.pyi` says so.
@@ -146,7 +158,8 @@ impl PyWorker {
         if refusal.is_empty() { reason } else { refusal }
     }
 
-    fn save(&self, job: u64, groups: Vec<PySaveGroup<'_>>) -> PyResult<()> {
+    #[pyo3(signature = (job, groups, stream = 0))]
+    fn save(&self, job: u64, groups: Vec<PySaveGroup<'_>>, stream: u64) -> PyResult<()> {
         let groups = groups
             .into_iter()
             .map(|(group, parent, list, block_ids)| {
@@ -163,11 +176,13 @@ impl PyWorker {
                 Ok(SaveGroupSpec { group, parent, hashes, block_ids })
             })
             .collect::<PyResult<_>>()?;
-        self.0.read().save(job, groups);
+        // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
+        unsafe { self.0.read().save_after(job, groups, stream) };
         Ok(())
     }
 
-    fn load(&self, job: u64, boot: &[u8], groups: Vec<PyLoadGroup>) -> PyResult<()> {
+    #[pyo3(signature = (job, boot, groups, stream = 0))]
+    fn load(&self, job: u64, boot: &[u8], groups: Vec<PyLoadGroup>, stream: u64) -> PyResult<()> {
         let boot = bytes16("a boot id", boot)?;
         let groups = groups
             .into_iter()
@@ -178,7 +193,8 @@ impl PyWorker {
                 Ok(LoadGroup { group, block_ids, pages })
             })
             .collect::<PyResult<_>>()?;
-        self.0.read().load(job, boot, groups);
+        // SAFETY: as in `save`.
+        unsafe { self.0.read().load_after(job, boot, groups, stream) };
         Ok(())
     }
 

@@ -1,8 +1,10 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
 
 mod engines;
+mod gpu;
 mod http;
 mod listen;
+mod loads;
 mod metrics;
 mod peer;
 mod random;
@@ -10,6 +12,7 @@ mod saves;
 mod session;
 mod sessions;
 mod status;
+mod worker_memory;
 
 use std::{
     net::SocketAddr,
@@ -20,6 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_gpu::{Driver, GpuError};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_proto::Address;
 use kvlane_store::{Background, Store, StoreOptions};
@@ -27,7 +31,7 @@ use thiserror::Error;
 
 pub use metrics::{METRICS, Metric, MetricKind};
 
-use crate::{engines::Engines, listen::Listeners, metrics::Metrics, sessions::Sessions};
+use crate::{engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics, sessions::Sessions};
 
 /// What a daemon needs to know.
 #[derive(Debug, Clone)]
@@ -44,6 +48,8 @@ pub struct ServeOptions {
     pub lease_ttl: Duration,
     /// Connections at the same time.
     pub sessions_max: usize,
+    /// What copies for engines on GPUs; None serves engines in host memory only.
+    pub gpu_driver: Option<Arc<dyn Driver>>,
 }
 
 /// Why a daemon does not start. Each names the offending value.
@@ -58,6 +64,9 @@ pub enum StartError {
     /// A thread or descriptor.
     #[error("cannot start: {0}")]
     Io(#[from] std::io::Error),
+    /// The pool could not be pinned for the GPUs.
+    #[error("the GPUs cannot be used ({0}): mend them, or start with --gpu off")]
+    Gpu(#[from] GpuError),
 }
 
 /// What all sessions share.
@@ -69,6 +78,8 @@ pub(crate) struct Shared {
     pub(crate) engines: Engines,
     pub(crate) sessions: Sessions,
     pub(crate) metrics: Metrics,
+    /// None without a GPU.
+    pub(crate) gpus: Option<Gpus>,
     pub(crate) stopping: AtomicBool,
 }
 
@@ -97,6 +108,8 @@ impl Daemon {
         let bound = listen::bind(&options.listen)?;
         let http_bound = options.http.map(http::bind).transpose()?;
         let arena = Arc::new(Arena::create(&options.arena, progress)?);
+        let pin = |driver: &Arc<dyn Driver>| Gpus::start(Arc::clone(driver), Arc::clone(&arena));
+        let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
         let store = Store::new(
             Arc::clone(&arena),
             StoreOptions { lease_ttl: options.lease_ttl, claim_ttl: Duration::from_secs(60) },
@@ -110,6 +123,7 @@ impl Daemon {
             engines: Engines::default(),
             sessions: Sessions::new(options.sessions_max)?,
             metrics: Metrics::install(),
+            gpus,
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;
@@ -121,6 +135,11 @@ impl Daemon {
     /// "4 kB", "2 MB (hugetlb)", ...
     pub fn page_size(&self) -> &'static str {
         self.shared.arena.page_size()
+    }
+
+    /// What copies for engines on GPUs, or None without one.
+    pub fn gpus(&self) -> Option<String> {
+        self.shared.gpus.as_ref().map(Gpus::describe)
     }
 
     /// Bytes of the pool.

@@ -118,7 +118,7 @@ pub const METRICS: &[Metric] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call(usize);
 
-const CALLS: [&str; 15] = [
+const CALLS: [&str; 16] = [
     "Hello",
     "OpenEngine",
     "RegisterWorker",
@@ -134,6 +134,7 @@ const CALLS: [&str; 15] = [
     "DropNamespaces",
     "GetStatus",
     "Bye",
+    "Load",
 ];
 
 impl Call {
@@ -154,6 +155,7 @@ impl Call {
             Ask::DropNamespaces(_) => 12,
             Ask::GetStatus(_) => 13,
             Ask::Bye(_) => 14,
+            Ask::Load(_) => 15,
         })
     }
 }

@@ -4,14 +4,11 @@ use std::time::Instant;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use kvlane_block::{BlockHash, HashError, Region, parse_hashes, plan, shard_bytes};
-use kvlane_memory::{PAGE_BYTES, ProcessVm};
+use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1;
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
 
-use crate::{Shared, engines::OpenGroup};
-
-/// Bytes that are claimed and copied between two looks at the fence.
-const BATCH_BYTES: u64 = 32 << 20;
+use crate::{Shared, engines::OpenGroup, worker_memory::WorkerMemory};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -65,15 +62,21 @@ impl Saver<'_> {
         Ok(Blocks { group: index, chain, hashes, ids: group.block_ids.clone() })
     }
 
-    /// Copies blocks out of the worker by process_vm.
-    pub(crate) fn copy_out(&self, groups: &[Blocks], memory: &ProcessVm, epoch: u64) -> v1::SaveResult {
+    /// Copies blocks out of the worker, for a request made at `epoch`. A GPU waits for `event` first.
+    pub(crate) fn copy_out(
+        &self,
+        groups: &[Blocks],
+        memory: &WorkerMemory,
+        epoch: u64,
+        event: Option<u32>,
+    ) -> v1::SaveResult {
         let mut result = v1::SaveResult::default();
         for blocks in groups {
             let bytes_per_block = shard_bytes(&self.regions[blocks.group]).max(1);
-            let step = usize::try_from(BATCH_BYTES / bytes_per_block).unwrap_or(usize::MAX).max(1);
+            let step = usize::try_from(memory.batch_bytes() / bytes_per_block).unwrap_or(usize::MAX).max(1);
             let mut chain = blocks.chain;
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
-                self.copy_batch(blocks.group, chain, hashes, ids, memory, epoch, &mut result);
+                self.copy_batch(blocks.group, chain, hashes, ids, memory, (epoch, event), &mut result);
                 if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
                     chain = Chain::After(*last);
                 }
@@ -89,8 +92,8 @@ impl Saver<'_> {
         chain: Chain,
         hashes: &[BlockHash],
         ids: &[u32],
-        memory: &ProcessVm,
-        epoch: u64,
+        memory: &WorkerMemory,
+        (epoch, event): (u64, Option<u32>),
         result: &mut v1::SaveResult,
     ) {
         let outcomes = self.claim_shards(group, chain, hashes);
@@ -114,8 +117,7 @@ impl Saver<'_> {
             plan(&self.regions[group], &places).map_err(|error| error.to_string()).and_then(|runs| {
                 // SAFETY: the claimed extents lie in the arena, belong to these claims alone until they are committed or
                 // aborted below, and no reference to their bytes exists before they are sealed.
-                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch) }
-                    .map_err(|error| error.to_string())
+                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch, event) }
             });
         match copied {
             Ok(()) => {

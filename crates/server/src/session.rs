@@ -26,11 +26,14 @@ use kvlane_store::{LeaseId, LookupGroup, OwnerId, WriterId};
 use crate::{
     Shared,
     engines::{GroupSpec, OpenGroup, SessionId, WorkerGroup},
+    gpu::GpuMemory,
+    loads,
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
     saves::{Granted, Saver},
     sessions::{Connected, Info, settle_session},
     status,
+    worker_memory::WorkerMemory,
 };
 
 const READ_BYTES: usize = 64 << 10;
@@ -104,7 +107,8 @@ struct WorkerState {
     owner: OwnerId,
     rank: u32,
     regions: Vec<Vec<Region>>,
-    memory: Option<ProcessVm>,
+    /// None where the worker copies by itself.
+    memory: Option<WorkerMemory>,
     granted: HashMap<u64, Granted>,
     next_claim: u64,
 }
@@ -231,6 +235,16 @@ impl Session {
                 shared.store.heartbeat(greeted.scheduler()?, &live, Instant::now());
                 Ok(done())
             }
+            // Also while stopping: it was promised.
+            Ask::Load(load) => {
+                let worker = greeted.worker()?;
+                let Some(WorkerMemory::Gpu(memory)) = &worker.memory else {
+                    let sentence = "this worker loads by itself, from its mapping of the pool";
+                    return Err((Reason::NotAllowed, sentence.into()));
+                };
+                let result = loads::load(&shared, &worker.regions, memory, &load).map_err(invalid)?;
+                Ok(Answer::LoadResult(result))
+            }
             Ask::Commit(commit) => {
                 let worker = greeted.worker()?;
                 let claims = worker
@@ -266,7 +280,7 @@ impl Session {
                     .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
                 with_saver(&shared, id, &engine_id, worker, |saver| {
                     let blocks = saver.parse(&save.groups)?;
-                    Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch)))
+                    Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event)))
                 })
             }
             Ask::Claim(claim) => {
@@ -481,13 +495,25 @@ fn register_worker(
             "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
         )));
     }
-    let regions = groups.iter().map(|group| group.regions.clone()).collect();
+    let regions: Vec<Vec<Region>> = groups.iter().map(|group| group.regions.clone()).collect();
     let (memory, reason) = match (peer, method) {
+        (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
+            let gpus = shared.gpus.as_ref().ok_or_else(|| {
+                (Reason::NotAllowed, "the worker's blocks lie on a GPU, and this daemon has none".to_owned())
+            })?;
+            let gpu = register.gpu.as_ref().ok_or_else(|| invalid("method GPU needs the worker's GPU"))?;
+            let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
+            let regions: Vec<&Region> = regions.iter().flatten().collect();
+            let memory = GpuMemory::import(gpus, gpu, &regions, greeted.nonce, pidfd).map_err(|error| {
+                (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
+            })?;
+            (Some(WorkerMemory::Gpu(Box::new(memory))), "the GPU copies".to_owned())
+        }
         (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
         (Peer::Local { credentials, pidfd }, _) => {
             let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
             match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
-                Ok(memory) => (Some(memory), "process_vm works".to_owned()),
+                Ok(memory) => (Some(WorkerMemory::ProcessVm(memory)), "process_vm works".to_owned()),
                 Err(error) if method == Method::ProcessVm => {
                     return Err((Reason::NotAllowed, format!("process_vm was asked for, but {error}")));
                 }
@@ -500,8 +526,11 @@ fn register_worker(
         .engines
         .register(&greeted.info.engine_id, greeted.id, register.rank, register.workers, groups, &shared.store)
         .map_err(|error| (Reason::Conflict, error.to_string()))?;
-    let method = if memory.is_some() { Method::ProcessVm } else { Method::Mapped };
-    let name = if memory.is_some() { "process_vm" } else { "mapped" };
+    let (method, name) = match &memory {
+        Some(WorkerMemory::Gpu(_)) => (Method::Gpu, "gpu"),
+        Some(WorkerMemory::ProcessVm(_)) => (Method::ProcessVm, "process_vm"),
+        None => (Method::Mapped, "mapped"),
+    };
     tracing::info!(
         session = greeted.id,
         engine = greeted.info.engine_id,

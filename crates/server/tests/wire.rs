@@ -88,11 +88,39 @@ fn region() -> impl Strategy<Value = v1::Region> {
 fn register_worker() -> impl Strategy<Value = Ask> {
     let group = (name(), name(), proptest::collection::vec(region(), 0..3))
         .prop_map(|(namespace, layout, regions)| v1::WorkerGroup { namespace, layout, regions });
-    (small(), small(), proptest::collection::vec(group, 0..4), any::<u64>(), -1i32..4).prop_map(
-        |(rank, workers, groups, fence_address, method)| {
-            Ask::RegisterWorker(v1::RegisterWorker { rank, workers, groups, fence_address, method })
+    let gpu = proptest::option::weighted(0.3, worker_gpu());
+    (small(), small(), proptest::collection::vec(group, 0..4), any::<u64>(), -1i32..5, gpu).prop_map(
+        |(rank, workers, groups, fence_address, method, gpu)| {
+            Ask::RegisterWorker(v1::RegisterWorker { rank, workers, groups, fence_address, method, gpu })
         },
     )
+}
+
+fn worker_gpu() -> impl Strategy<Value = v1::WorkerGpu> {
+    let handle = || prop_oneof![1 => proptest::collection::vec(any::<u8>(), 64), 1 => proptest::collection::vec(any::<u8>(), 0..70)];
+    let allocation = || {
+        (number(), number(), handle()).prop_map(|(base, bytes, handle)| v1::GpuAllocation {
+            base,
+            bytes,
+            handle: handle.into(),
+        })
+    };
+    let allocations = proptest::collection::vec(allocation(), 0..3);
+    let events = proptest::collection::vec(handle().prop_map(Bytes::from), 0..3);
+    (name(), allocations, proptest::option::of(allocation()), events).prop_map(
+        |(device_uuid, allocations, fence, events)| v1::WorkerGpu { device_uuid, allocations, fence, events },
+    )
+}
+
+fn load() -> impl Strategy<Value = Ask> {
+    let numbers = || proptest::collection::vec(any::<u32>(), 0..4);
+    let group = (small(), numbers(), numbers()).prop_map(|(group, block_ids, pages)| v1::LoadGroup {
+        group,
+        block_ids,
+        pages,
+    });
+    (proptest::collection::vec(group, 0..3), number(), proptest::option::of(small()))
+        .prop_map(|(groups, epoch, event)| Ask::Load(v1::Load { groups, epoch, event }))
 }
 
 fn save_groups() -> impl Strategy<Value = Vec<v1::SaveGroup>> {
@@ -118,7 +146,9 @@ fn body() -> impl Strategy<Value = Option<Ask>> {
         2 => Just(Some(Ask::PoolMapped(v1::PoolMapped {}))),
         3 => (lookup_groups, number()).prop_map(|(groups, max_tokens)| Some(Ask::Lookup(v1::Lookup { groups, max_tokens }))),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|leases| Some(Ask::Release(v1::Release { leases }))),
-        3 => (save_groups(), number()).prop_map(|(groups, epoch)| Some(Ask::Save(v1::Save { groups, epoch }))),
+        3 => (save_groups(), number(), proptest::option::of(small()))
+            .prop_map(|(groups, epoch, event)| Some(Ask::Save(v1::Save { groups, epoch, event }))),
+        1 => load().prop_map(Some),
         3 => save_groups().prop_map(|groups| Some(Ask::Claim(v1::Claim { groups }))),
         2 => (number(), any::<bool>()).prop_map(|(claim, written)| Some(Ask::Commit(v1::Commit { claim, written }))),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|live_leases| Some(Ask::Heartbeat(v1::Heartbeat { live_leases }))),

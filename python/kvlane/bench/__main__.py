@@ -8,7 +8,18 @@ import signal
 import sys
 from collections.abc import Sequence
 
-SUBCOMMANDS = ("serve", "lookup", "copy", "hooks", "idle", "memory_use", "overhead", "share", "all")
+SUBCOMMANDS = (
+    "serve",
+    "lookup",
+    "copy",
+    "gpu_copy",
+    "hooks",
+    "idle",
+    "memory_use",
+    "overhead",
+    "share",
+    "all",
+)
 # Packages of the extra `kvlane[bench]`.
 EXTRA = ("aiohttp", "matplotlib", "numpy", "tqdm")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -70,17 +72,26 @@ def build_worker_core(
     """The core's worker for this rank's KV caches, connecting in the background. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
     namespaces, _ = _namespaces(vllm_config, groups, settings)
+    device = gpu_of(kv_caches)
     hints = layer_hints(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
     described = []
     for namespace, group in zip(namespaces, groups, strict=True):
-        for name in group.layer_names:
-            _check_host_memory(name, kv_caches.get(name))
         layout = group_layout(kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut)
         if not layout.regions:
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
+    if device is not None:
+        return open_core(settings.address).Worker(
+            settings.address,
+            engine_id(vllm_config),
+            client_name(),
+            parallel.rank,
+            parallel.world_size,
+            described,
+            gpu=device_uuid(device),
+        )
     return open_core(settings.address).Worker(
         settings.address,
         engine_id(vllm_config),
@@ -134,9 +145,36 @@ def _namespaces(
     return [group_namespace(group, meaning) for group in groups], seed
 
 
-def _check_host_memory(name: str, cache: Any) -> None:
-    tensors = cache if isinstance(cache, list | tuple) else [cache]
-    for tensor in tensors:
-        device = getattr(tensor, "device", None)
-        if device is not None and device.type != "cpu":
-            raise Unsupported(f"the KV cache of {name} is in {device} memory, which kvlane cannot reach yet")
+def gpu_of(kv_caches: dict[str, Any]) -> Any:
+    """The CUDA device that all KV caches are on; None for host memory. Raises Unsupported for anything else."""
+    found: dict[str, Any] = {}
+    for cache in kv_caches.values():
+        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+            device = getattr(tensor, "device", None)
+            if device is not None:
+                found[str(device)] = device
+    if len(found) > 1:
+        raise Unsupported(f"the KV caches lie on several devices: {', '.join(sorted(found))}")
+    device = next(iter(found.values()), None)
+    if device is None or device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise Unsupported(f"the KV caches are in {device} memory, which kvlane cannot reach")
+    return device
+
+
+def compute_stream(kv_caches: dict[str, Any]) -> Callable[[], int] | None:
+    """Gives the handle of the CUDA stream that the calling thread computes in; None for host memory."""
+    device = gpu_of(kv_caches)
+    if device is None:
+        return None
+    import torch
+
+    return lambda: torch.cuda.current_stream(device).cuda_stream
+
+
+def device_uuid(device: Any) -> bytes:
+    """The UUID by which every process of the host knows a CUDA device."""
+    import torch
+
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).bytes

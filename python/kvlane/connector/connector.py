@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvlane.connector import capabilities
-from kvlane.connector.assemble import build_scheduler_side, build_worker_core
+from kvlane.connector.assemble import build_scheduler_side, build_worker_core, compute_stream
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
@@ -71,7 +71,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_caches = kv_caches
         try:
             self._worker.attach(
-                build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
+                build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches),
+                compute_stream(kv_caches),
             )
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)

@@ -6,6 +6,7 @@ pinned, and vLLM keeps a request waiting, until then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvlane.connector.counters import Counters
@@ -17,6 +18,10 @@ IDLE_WAIT_MS = 1.0
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 
 
+def _no_stream() -> int:
+    return 0
+
+
 class WorkerSide:
     """All of the worker role. Its methods may raise; the connector guards them."""
 
@@ -24,6 +29,7 @@ class WorkerSide:
         self._rank = rank
         self._failures = failures
         self._core: Any = None
+        self._stream: Callable[[], int] = _no_stream
         self.counters = Counters()
         self._loads: dict[int, LoadJob] = {}
         self._saves: dict[int, int] = {}  # job to its number of blocks
@@ -34,9 +40,11 @@ class WorkerSide:
         self._jobs: StepJobs | None = None
         self._saves_started = False
 
-    def attach(self, core: Any) -> None:
-        """The core's worker; before, and after `detach`, every job fails."""
+    def attach(self, core: Any, stream: Callable[[], int] | None = None) -> None:
+        """The core's worker; before, and after `detach`, every job fails. `stream` gives the handle of the stream that
+        the engine computes in, for caches on a GPU."""
         self._core = core
+        self._stream = stream or _no_stream
 
     @property
     def attached(self) -> bool:
@@ -85,7 +93,7 @@ class WorkerSide:
             self._end(load.job, ok=True)
             return
         try:
-            self._core.load(load.job, load.boot, groups)
+            self._core.load(load.job, load.boot, groups, self._stream())
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a load", error, "the request is reported as not loaded")
             self._end(load.job, ok=False)
@@ -96,7 +104,7 @@ class WorkerSide:
             self._end(save.job, ok=False)
             return
         try:
-            self._core.save(save.job, save.groups)
+            self._core.save(save.job, save.groups, self._stream())
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a save", error, "its blocks are not saved")
             self._end(save.job, ok=False)

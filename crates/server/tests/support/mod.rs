@@ -25,6 +25,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
         sessions_max: 64,
+        gpu_driver: None,
     }
 }
 
@@ -97,6 +98,7 @@ impl Engine {
             }],
             save_method: method,
             save_timeout,
+            gpu: None,
         };
         // SAFETY: `Drop` closes the worker before the memory goes.
         let worker = unsafe { Worker::start(worker) }.unwrap();

@@ -1,0 +1,127 @@
+//! An open GPU and memory on it.
+
+use std::sync::Arc;
+
+use crate::driver::{CopyMethods, DeviceInfo, Driver};
+use crate::error::GpuError;
+
+/// A GPU that this process has opened. Clones are the same one, and everything made on it keeps it open.
+#[derive(Debug, Clone)]
+pub struct Gpu(Arc<Opened>);
+
+#[derive(Debug)]
+struct Opened {
+    driver: Arc<dyn Driver>,
+    info: DeviceInfo,
+    methods: CopyMethods,
+}
+
+impl Gpu {
+    /// Opens the device with this ordinal.
+    pub fn open(driver: Arc<dyn Driver>, ordinal: u32) -> Result<Gpu, GpuError> {
+        Gpu::open_where(driver, |info| info.ordinal == ordinal, || ordinal.to_string())
+    }
+
+    /// Opens the device with this UUID, by whatever ordinal this process knows it.
+    pub fn open_uuid(driver: Arc<dyn Driver>, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
+        Gpu::open_where(driver, |info| info.uuid == uuid, || uuid_text(uuid))
+    }
+
+    fn open_where(
+        driver: Arc<dyn Driver>,
+        wanted: impl Fn(&DeviceInfo) -> bool,
+        name: impl FnOnce() -> String,
+    ) -> Result<Gpu, GpuError> {
+        let info =
+            driver.devices()?.into_iter().find(wanted).ok_or_else(|| GpuError::NoSuchDevice(name()))?;
+        driver.open(info.ordinal)?;
+        let methods = driver.methods(info.ordinal);
+        Ok(Gpu(Arc::new(Opened { driver, info, methods })))
+    }
+
+    /// What the driver says about it.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.0.info
+    }
+
+    /// Ways to copy that this device has beside single copies.
+    pub fn methods(&self) -> &CopyMethods {
+        &self.0.methods
+    }
+
+    /// The driver and the ordinal, for calls that have no wrapper.
+    pub fn raw(&self) -> (&dyn Driver, u32) {
+        (&*self.0.driver, self.0.info.ordinal)
+    }
+
+    /// Memory on this device.
+    pub fn alloc(&self, bytes: u64) -> Result<DeviceMemory, GpuError> {
+        let (driver, device) = self.raw();
+        let address = driver.alloc(device, bytes)?;
+        Ok(DeviceMemory { gpu: self.clone(), address, bytes })
+    }
+
+    /// Lets kernels that run here reach the memory of another device of the same driver.
+    pub fn enable_peer(&self, peer: &Gpu) -> Result<(), GpuError> {
+        let (driver, device) = self.raw();
+        driver.enable_peer(device, peer.info().ordinal)
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        warn_of("close a GPU", self.driver.close(self.info.ordinal));
+    }
+}
+
+/// Device memory, freed with this value. Whoever enqueued work on it waits for that first.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    gpu: Gpu,
+    address: u64,
+    bytes: u64,
+}
+
+impl DeviceMemory {
+    /// First address.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let (driver, device) = self.gpu.raw();
+        // SAFETY: the address came from this driver's alloc and is freed once; users of it have waited for their work.
+        warn_of("free device memory", unsafe { driver.free(device, self.address) });
+    }
+}
+
+/// What happens to an error where nobody can be told.
+pub(crate) fn warn_of(action: &'static str, outcome: Result<(), GpuError>) {
+    if let Err(error) = outcome {
+        tracing::warn!(%error, "cannot {action}");
+    }
+}
+
+/// A UUID as `nvidia-smi` writes it.
+pub fn uuid_text(uuid: [u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_reads_as_nvidia_smi_writes_it() {
+        let uuid = std::array::from_fn(|index| index as u8 * 17);
+        assert_eq!(uuid_text(uuid), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+    }
+}

@@ -1,0 +1,253 @@
+//! The few operations of a GPU driver that everything here is built from.
+
+use std::fmt::Debug;
+
+use crate::error::GpuError;
+
+/// What another process needs to open memory or an event: opaque, valid on this host while the exporter lives.
+pub type IpcHandle = [u8; 64];
+
+/// A GPU that the driver can see.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// The number by which this process knows it; other processes may number the same devices differently.
+    pub ordinal: u32,
+    /// The same in every process of the host.
+    pub uuid: [u8; 16],
+    /// Name of the product.
+    pub name: String,
+    /// Size of its memory, in bytes.
+    pub total_bytes: u64,
+    /// Such as `0000:1b:00.0`, as in `/sys/bus/pci/devices`.
+    pub pci_bus_id: String,
+    /// Major and minor number.
+    pub compute_capability: (u32, u32),
+}
+
+/// Bytes to move from one address to another, in the unified address space of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Copy {
+    /// First destination address.
+    pub dst: u64,
+    /// First source address.
+    pub src: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// An entry of the table that the copy kernel reads. The addresses and the length are multiples of 16.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableEntry {
+    /// First destination address.
+    pub dst: u64,
+    /// First source address.
+    pub src: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Ways to copy that not every driver and device has; single copies always work.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CopyMethods {
+    /// Whether one call can enqueue many copies.
+    pub batch: bool,
+    /// Whether the copy kernel is loaded.
+    pub kernel: bool,
+}
+
+/// How urgent a stream's work is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Priority {
+    /// As other streams.
+    Normal,
+    /// Before all others, as far as the device can.
+    High,
+}
+
+/// Who can use an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventScope {
+    /// This process.
+    Process,
+    /// This process, and those that it gives the event's handle to.
+    Host,
+}
+
+/// Operations on devices, by raw handles.
+///
+/// `device` is an ordinal of [`Driver::devices`] that was opened with [`Driver::open`]. Calls may come from any thread
+/// and leave the thread's current context as it was. A function whose name ends in `_async`, and the others that take
+/// a stream, return when the work is enqueued.
+///
+/// # Safety of the unsafe functions
+/// Handles come from the same driver and device and were not destroyed. Addresses that enqueued work reads or writes
+/// are valid for that until the work is done, and nobody else touches the written bytes meanwhile. What is freed,
+/// closed or unregistered is in use by no work that is still running.
+pub trait Driver: Send + Sync + Debug {
+    /// `cuda` or `fake`.
+    fn name(&self) -> &'static str;
+
+    /// All devices.
+    fn devices(&self) -> Result<Vec<DeviceInfo>, GpuError>;
+
+    /// Makes a device usable; counted.
+    fn open(&self, device: u32) -> Result<(), GpuError>;
+
+    /// Undoes one [`Driver::open`].
+    fn close(&self, device: u32) -> Result<(), GpuError>;
+
+    /// What an open device can do; all false for one that is not open.
+    fn methods(&self, device: u32) -> CopyMethods;
+
+    /// Device memory.
+    fn alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
+
+    /// Frees what [`Driver::alloc`] gave.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn free(&self, device: u32, address: u64) -> Result<(), GpuError>;
+
+    /// First address and bytes of the device allocation that holds an address.
+    fn address_range(&self, device: u32, address: u64) -> Result<(u64, u64), GpuError>;
+
+    /// A handle for the whole allocation that holds an address.
+    fn ipc_export(&self, device: u32, address: u64) -> Result<IpcHandle, GpuError>;
+
+    /// Maps an allocation of another process, and gives its first address here.
+    fn ipc_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError>;
+
+    /// Unmaps what [`Driver::ipc_open`] mapped.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError>;
+
+    /// Pins host memory, for all devices.
+    ///
+    /// # Safety
+    /// The range stays mapped until it is unregistered.
+    unsafe fn host_register(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError>;
+
+    /// Unpins what begins at this address.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn host_unregister(&self, device: u32, address: u64) -> Result<(), GpuError>;
+
+    /// Pinned host memory, usable by all devices at the same address.
+    fn host_alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
+
+    /// Frees what [`Driver::host_alloc`] gave.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn host_free(&self, device: u32, address: u64) -> Result<(), GpuError>;
+
+    /// A queue of work that runs in order, independent of the default stream.
+    fn stream_create(&self, device: u32, priority: Priority) -> Result<u64, GpuError>;
+
+    /// Gives a stream up; what is enqueued still runs.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn stream_destroy(&self, device: u32, stream: u64) -> Result<(), GpuError>;
+
+    /// Waits for everything that is enqueued, and reports what failed.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn stream_synchronize(&self, device: u32, stream: u64) -> Result<(), GpuError>;
+
+    /// Whether everything that was enqueued is done.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn stream_query(&self, device: u32, stream: u64) -> Result<bool, GpuError>;
+
+    /// Later work of the stream starts after what was recorded last in the event; at once if nothing was.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn stream_wait_event(&self, device: u32, stream: u64, event: u64) -> Result<(), GpuError>;
+
+    /// An event without timing.
+    fn event_create(&self, device: u32, scope: EventScope) -> Result<u64, GpuError>;
+
+    /// Gives an event up; waits that are enqueued still hold.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn event_destroy(&self, device: u32, event: u64) -> Result<(), GpuError>;
+
+    /// The event now stands for all work enqueued in the stream so far. The stream may be one that another library
+    /// made in this process, or 0 for the default stream.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn event_record(&self, device: u32, event: u64, stream: u64) -> Result<(), GpuError>;
+
+    /// Whether what was recorded last is done; true if nothing was recorded.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn event_query(&self, device: u32, event: u64) -> Result<bool, GpuError>;
+
+    /// Waits for what was recorded last.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn event_synchronize(&self, device: u32, event: u64) -> Result<(), GpuError>;
+
+    /// A handle for an event of [`EventScope::Host`].
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn event_export(&self, device: u32, event: u64) -> Result<IpcHandle, GpuError>;
+
+    /// Opens an event of another process.
+    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError>;
+
+    /// One copy by a copy engine, in either direction or between devices.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn copy_async(&self, device: u32, stream: u64, copy: Copy) -> Result<(), GpuError>;
+
+    /// Many copies by copy engines, in no order among themselves; [`GpuError::Unsupported`] where there is no such
+    /// call.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn copy_batch_async(&self, device: u32, stream: u64, copies: &[Copy]) -> Result<(), GpuError>;
+
+    /// The copy kernel over `count` entries at `table`, with this many thread blocks; [`GpuError::Unsupported`] where
+    /// it could not be loaded.
+    ///
+    /// # Safety
+    /// See [`Driver`]. The table too is memory that the device can read, and stays unchanged until the kernel is done.
+    unsafe fn launch_copy_kernel(
+        &self,
+        device: u32,
+        stream: u64,
+        table: u64,
+        count: u32,
+        blocks: u32,
+    ) -> Result<(), GpuError>;
+
+    /// Writes a word after the work before it.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn write_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError>;
+
+    /// Later work starts once the word has reached a value; the comparison is cyclic, as the driver's.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError>;
+
+    /// Lets kernels of `device` reach the memory of `peer`, also an open device. No error if they already can.
+    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError>;
+}

@@ -1,0 +1,110 @@
+//! What can go wrong between us and a GPU.
+
+use thiserror::Error;
+
+/// Why an operation on a GPU failed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum GpuError {
+    /// The CUDA driver reported an error, of this operation or of earlier work on the same device.
+    #[error("{operation}: CUDA error {code} ({name})")]
+    Cuda {
+        /// The call that reported it.
+        operation: &'static str,
+        /// The driver's number.
+        code: u32,
+        /// The driver's name of it, such as `CUDA_ERROR_INVALID_VALUE`.
+        name: String,
+    },
+    /// This driver or device has no such operation; use another way.
+    #[error("{operation} is not available: {reason}")]
+    Unsupported {
+        /// The call that is missing.
+        operation: &'static str,
+        /// Why.
+        reason: String,
+    },
+    /// No device has this ordinal or UUID.
+    #[error("there is no GPU {0}")]
+    NoSuchDevice(String),
+    /// An export was opened on another device than the one that holds the memory.
+    #[error("the memory is on GPU {exported}, not on GPU {importing}")]
+    WrongDevice {
+        /// UUID of the device that holds it.
+        exported: String,
+        /// UUID of the device that was asked to import it.
+        importing: String,
+    },
+    /// A range of the engine's addresses that no import holds entirely.
+    #[error("{bytes} bytes at {address:#x} lie in no imported allocation")]
+    NotImported {
+        /// First address, in the exporting process.
+        address: u64,
+        /// Length of the range.
+        bytes: u64,
+    },
+    /// Two imports claim the same addresses of the exporting process.
+    #[error("two imported allocations overlap at {0:#x}")]
+    ImportsOverlap(u64),
+    /// A request that makes no sense whatever the hardware.
+    #[error("{0}")]
+    Invalid(String),
+    /// A check of copied bytes found other bytes than were sent.
+    #[error("piece {piece} arrived with wrong bytes")]
+    WrongBytes {
+        /// Its index in the list of copies.
+        piece: u64,
+    },
+}
+
+impl GpuError {
+    /// Whether the device's context is lost: every later call in this process fails with the same error, and only
+    /// a new process can use the device again.
+    pub fn is_sticky(&self) -> bool {
+        matches!(self, GpuError::Cuda { code, .. } if is_sticky_code(*code))
+    }
+
+    /// The driver's number of the error, where the driver reported it.
+    pub fn code(&self) -> Option<u32> {
+        match self {
+            GpuError::Cuda { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+}
+
+/// Errors of `cuda.h` after which the process cannot go on with the device: uncorrectable ECC and NVLink errors,
+/// contained errors, a destroyed context, and everything that a running kernel can die of.
+const STICKY: [u32; 13] = [214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+
+pub(crate) fn is_sticky_code(code: u32) -> bool {
+    STICKY.contains(&code)
+}
+
+/// Errors that this crate itself makes or tells apart.
+pub(crate) mod code {
+    pub(crate) const INVALID_VALUE: u32 = 1;
+    pub(crate) const OUT_OF_MEMORY: u32 = 2;
+    pub(crate) const INVALID_CONTEXT: u32 = 201;
+    pub(crate) const MAP_FAILED: u32 = 205;
+    pub(crate) const INVALID_HANDLE: u32 = 400;
+    pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
+    pub(crate) const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
+    pub(crate) const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
+    pub(crate) const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
+    pub(crate) const NOT_READY: u32 = 600;
+    pub(crate) const NOT_SUPPORTED: u32 = 801;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_illegal_address_is_sticky_and_a_refused_argument_is_not() {
+        let error = |code| GpuError::Cuda { operation: "cuMemcpyAsync", code, name: "SOME_NAME".into() };
+        assert!(error(code::ILLEGAL_ADDRESS).is_sticky());
+        assert!(!error(code::INVALID_VALUE).is_sticky());
+        assert!(!GpuError::Invalid("no".into()).is_sticky());
+        assert_eq!(error(2).to_string(), "cuMemcpyAsync: CUDA error 2 (SOME_NAME)");
+    }
+}

@@ -1,0 +1,497 @@
+//! GPUs made of threads and shared memory, so that everything above the driver runs on a machine without one.
+//!
+//! Device memory is files that other processes can map, streams are threads, events are counters. What CUDA refuses
+//! is refused here: a kernel that touches memory which its device does not reach loses its context, a process cannot
+//! open its own export, a copy engine does not cross from one pinned range into the next. Tests can ask for faults.
+
+mod event;
+mod faults;
+mod handle;
+mod machine;
+mod mapping;
+mod memory;
+mod stream;
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use self::event::Event;
+use self::machine::Machine;
+use self::memory::Memory;
+use self::stream::{Stream, Work};
+use crate::driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
+use crate::error::{GpuError, code};
+
+/// What a fake host looks like.
+#[derive(Debug, Clone)]
+pub struct FakeOptions {
+    /// GPUs.
+    pub devices: u32,
+    /// Memory of each, in bytes; only what is written to costs anything.
+    pub device_bytes: u64,
+    /// Ways to copy beside single copies.
+    pub methods: CopyMethods,
+}
+
+impl Default for FakeOptions {
+    fn default() -> FakeOptions {
+        let methods = CopyMethods { batch: true, kernel: true };
+        FakeOptions { devices: 2, device_bytes: 16 << 30, methods }
+    }
+}
+
+/// How bytes were copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// A call for one copy.
+    Single,
+    /// A call for many.
+    Batch,
+    /// The copy kernel.
+    Kernel,
+}
+
+/// A call that enqueued copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoggedCopy {
+    /// Ordinal of the device.
+    pub device: u32,
+    /// Raw handle of the stream.
+    pub stream: u64,
+    /// What was called.
+    pub method: Method,
+    /// Copies in this call.
+    pub copies: u64,
+    /// Bytes of all of them.
+    pub bytes: u64,
+}
+
+/// The fake.
+#[derive(Debug)]
+pub struct FakeDriver {
+    options: FakeOptions,
+    machine: Arc<Machine>,
+    next_handle: AtomicU64,
+    /// How often each device is open.
+    open: Mutex<HashMap<u32, u32>>,
+    streams: Mutex<HashMap<(u32, u64), Arc<Stream>>>,
+    events: Mutex<HashMap<u64, Arc<Event>>>,
+    log: Mutex<Vec<LoggedCopy>>,
+}
+
+impl FakeDriver {
+    /// A host with these GPUs; fails only where the system has no addresses to spare.
+    pub fn new(options: FakeOptions) -> io::Result<FakeDriver> {
+        let machine = Arc::new(Machine::new(Memory::new(options.device_bytes)?));
+        Ok(FakeDriver {
+            options,
+            machine,
+            next_handle: AtomicU64::new(1),
+            open: Mutex::default(),
+            streams: Mutex::default(),
+            events: Mutex::default(),
+            log: Mutex::default(),
+        })
+    }
+
+    /// Lets the `nth` call from now on this device fail (1 is the next): of the operation with this CUDA name, or of
+    /// any. A sticky error costs the device its context.
+    pub fn fail_call(&self, device: u32, operation: Option<&'static str>, nth: u64, code: u32) {
+        self.machine.call_faults.lock().add(device, operation, nth, code);
+    }
+
+    /// Lets the `nth` enqueued copy, batch or kernel that runs from now on this device fail. It is reported once by
+    /// the stream that ran it, or for ever by the device if the error is sticky.
+    pub fn fail_work(&self, device: u32, nth: u64, code: u32) {
+        self.machine.work_faults.lock().add(device, None, nth, code);
+    }
+
+    /// Makes every copy take this much longer for each MiB.
+    pub fn slow_down(&self, per_mib: Duration) {
+        let nanos = u64::try_from(per_mib.as_nanos()).unwrap_or(u64::MAX);
+        self.machine.slowness.store(nanos, Ordering::Relaxed);
+    }
+
+    /// Every call that enqueued copies since the last [`FakeDriver::clear_log`].
+    pub fn log(&self) -> Vec<LoggedCopy> {
+        self.log.lock().clone()
+    }
+
+    /// Forgets the calls so far.
+    pub fn clear_log(&self) {
+        self.log.lock().clear();
+    }
+
+    /// Stands at the start of every call on a device.
+    fn begin(&self, device: u32, operation: &'static str) -> Result<(), GpuError> {
+        if !self.open.lock().contains_key(&device) {
+            return Err(error(operation, code::INVALID_CONTEXT));
+        }
+        if let Some(code) = self.machine.lost(device) {
+            return Err(error(operation, code));
+        }
+        match self.machine.call_faults.lock().next(device, operation) {
+            Some(code) => Err(error(operation, self.machine.fail(device, code))),
+            None => Ok(()),
+        }
+    }
+
+    fn new_handle(&self) -> u64 {
+        // Multiples of 16, as addresses of a driver's objects are.
+        self.next_handle.fetch_add(1, Ordering::Relaxed) << 4
+    }
+
+    fn stream(&self, device: u32, stream: u64, operation: &'static str) -> Result<Arc<Stream>, GpuError> {
+        let mut streams = self.streams.lock();
+        match streams.get(&(device, stream)) {
+            Some(found) => Ok(Arc::clone(found)),
+            // The default stream is there without being made.
+            None if stream == 0 => {
+                let made = self.start_stream(device, operation)?;
+                streams.insert((device, 0), Arc::clone(&made));
+                Ok(made)
+            }
+            None => Err(error(operation, code::INVALID_HANDLE)),
+        }
+    }
+
+    fn start_stream(&self, device: u32, operation: &'static str) -> Result<Arc<Stream>, GpuError> {
+        let started = Stream::start(Arc::clone(&self.machine), device);
+        started.map(Arc::new).map_err(|_| error(operation, code::OUT_OF_MEMORY))
+    }
+
+    fn event(&self, event: u64, operation: &'static str) -> Result<Arc<Event>, GpuError> {
+        self.events.lock().get(&event).cloned().ok_or_else(|| error(operation, code::INVALID_HANDLE))
+    }
+
+    fn add_event(&self, event: Event) -> u64 {
+        let handle = self.new_handle();
+        self.events.lock().insert(handle, Arc::new(event));
+        handle
+    }
+
+    /// Freeing memory waits for all work of the device, as it does with CUDA.
+    fn wait_idle(&self, device: u32) {
+        let streams: Vec<_> = {
+            let all = self.streams.lock();
+            all.iter()
+                .filter(|((owner, _), _)| *owner == device)
+                .map(|(_, stream)| Arc::clone(stream))
+                .collect()
+        };
+        for stream in streams {
+            stream.wait_idle();
+        }
+    }
+
+    fn enqueue(
+        &self,
+        device: u32,
+        stream: u64,
+        operation: &'static str,
+        method: Method,
+        copies: &[Copy],
+        work: Work,
+    ) -> Result<(), GpuError> {
+        let queue = self.stream(device, stream, operation)?;
+        let bytes = copies.iter().map(|copy| copy.len).sum();
+        let copies = copies.len() as u64;
+        self.log.lock().push(LoggedCopy { device, stream, method, copies, bytes });
+        queue.push(work);
+        Ok(())
+    }
+}
+
+impl Drop for FakeDriver {
+    fn drop(&mut self) {
+        self.machine.stopping.store(true, Ordering::Relaxed);
+        let streams: Vec<_> = self.streams.get_mut().drain().map(|(_, stream)| stream).collect();
+        for stream in &streams {
+            stream.close();
+        }
+        for stream in streams {
+            if let Some(stream) = Arc::into_inner(stream) {
+                stream.join();
+            }
+        }
+    }
+}
+
+fn error(operation: &'static str, code: u32) -> GpuError {
+    let name = match code {
+        code::INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
+        code::OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
+        code::INVALID_CONTEXT => "CUDA_ERROR_INVALID_CONTEXT",
+        code::MAP_FAILED => "CUDA_ERROR_MAP_FAILED",
+        code::INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
+        code::ILLEGAL_ADDRESS => "CUDA_ERROR_ILLEGAL_ADDRESS",
+        code::HOST_MEMORY_ALREADY_REGISTERED => "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+        code::HOST_MEMORY_NOT_REGISTERED => "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+        _ => "an error that a test asked for",
+    };
+    GpuError::Cuda { operation, code, name: name.into() }
+}
+
+fn missing(operation: &'static str) -> GpuError {
+    GpuError::Unsupported { operation, reason: "this fake was made without it".into() }
+}
+
+/// The same for every fake, so that two processes agree on which device is which.
+fn uuid(device: u32) -> [u8; 16] {
+    let mut uuid = *b"kvlane-fake-0000";
+    uuid[12..].copy_from_slice(&device.to_be_bytes());
+    uuid
+}
+
+impl Driver for FakeDriver {
+    fn name(&self) -> &'static str {
+        "fake"
+    }
+
+    fn devices(&self) -> Result<Vec<DeviceInfo>, GpuError> {
+        let info = |ordinal| DeviceInfo {
+            ordinal,
+            uuid: uuid(ordinal),
+            name: "fake GPU".into(),
+            total_bytes: self.options.device_bytes,
+            pci_bus_id: format!("0000:{:02x}:00.0", 0xf0 + ordinal),
+            compute_capability: (0, 0),
+        };
+        Ok((0..self.options.devices).map(info).collect())
+    }
+
+    fn open(&self, device: u32) -> Result<(), GpuError> {
+        if device >= self.options.devices {
+            return Err(GpuError::NoSuchDevice(device.to_string()));
+        }
+        *self.open.lock().entry(device).or_default() += 1;
+        Ok(())
+    }
+
+    fn close(&self, device: u32) -> Result<(), GpuError> {
+        let mut open = self.open.lock();
+        match open.get_mut(&device) {
+            Some(count) if *count > 1 => *count -= 1,
+            Some(_) => drop(open.remove(&device)),
+            None => return Err(error("cuDevicePrimaryCtxRelease", code::INVALID_CONTEXT)),
+        }
+        Ok(())
+    }
+
+    fn methods(&self, device: u32) -> CopyMethods {
+        match self.open.lock().contains_key(&device) {
+            true => self.options.methods.clone(),
+            false => CopyMethods { batch: false, kernel: false },
+        }
+    }
+
+    fn alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError> {
+        self.begin(device, "cuMemAlloc")?;
+        self.machine.memory.alloc(device, bytes).map_err(|code| error("cuMemAlloc", code))
+    }
+
+    unsafe fn free(&self, device: u32, address: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemFree")?;
+        self.wait_idle(device);
+        self.machine.memory.free(device, address).map_err(|code| error("cuMemFree", code))
+    }
+
+    fn address_range(&self, device: u32, address: u64) -> Result<(u64, u64), GpuError> {
+        self.begin(device, "cuMemGetAddressRange")?;
+        self.machine.memory.address_range(address).map_err(|code| error("cuMemGetAddressRange", code))
+    }
+
+    fn ipc_export(&self, device: u32, address: u64) -> Result<IpcHandle, GpuError> {
+        self.begin(device, "cuIpcGetMemHandle")?;
+        self.machine.memory.export(address).map_err(|code| error("cuIpcGetMemHandle", code))
+    }
+
+    fn ipc_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError> {
+        self.begin(device, "cuIpcOpenMemHandle")?;
+        self.machine.memory.import(device, handle).map_err(|code| error("cuIpcOpenMemHandle", code))
+    }
+
+    unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuIpcCloseMemHandle")?;
+        self.machine.memory.close(device, base).map_err(|code| error("cuIpcCloseMemHandle", code))
+    }
+
+    unsafe fn host_register(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemHostRegister")?;
+        self.machine.memory.register(address, bytes).map_err(|code| error("cuMemHostRegister", code))
+    }
+
+    unsafe fn host_unregister(&self, device: u32, address: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemHostUnregister")?;
+        self.machine.memory.unregister(address).map_err(|code| error("cuMemHostUnregister", code))
+    }
+
+    fn host_alloc(&self, device: u32, bytes: u64) -> Result<u64, GpuError> {
+        self.begin(device, "cuMemHostAlloc")?;
+        self.machine.memory.host_alloc(bytes).map_err(|code| error("cuMemHostAlloc", code))
+    }
+
+    unsafe fn host_free(&self, device: u32, address: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemFreeHost")?;
+        self.wait_idle(device);
+        self.machine.memory.host_free(address).map_err(|code| error("cuMemFreeHost", code))
+    }
+
+    fn stream_create(&self, device: u32, _priority: Priority) -> Result<u64, GpuError> {
+        self.begin(device, "cuStreamCreateWithPriority")?;
+        let stream = self.start_stream(device, "cuStreamCreateWithPriority")?;
+        let handle = self.new_handle();
+        self.streams.lock().insert((device, handle), stream);
+        Ok(handle)
+    }
+
+    unsafe fn stream_destroy(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuStreamDestroy")?;
+        match self.streams.lock().remove(&(device, stream)) {
+            Some(stream) => stream.close(),
+            None => return Err(error("cuStreamDestroy", code::INVALID_HANDLE)),
+        }
+        Ok(())
+    }
+
+    unsafe fn stream_synchronize(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuStreamSynchronize")?;
+        let queue = self.stream(device, stream, "cuStreamSynchronize")?;
+        queue.wait_idle();
+        let failure = self.machine.lost(device).or_else(|| queue.take_failure());
+        failure.map_or(Ok(()), |code| Err(error("cuStreamSynchronize", code)))
+    }
+
+    unsafe fn stream_query(&self, device: u32, stream: u64) -> Result<bool, GpuError> {
+        self.begin(device, "cuStreamQuery")?;
+        let queue = self.stream(device, stream, "cuStreamQuery")?;
+        let idle = queue.is_idle();
+        match queue.take_failure() {
+            Some(code) => Err(error("cuStreamQuery", code)),
+            None => Ok(idle),
+        }
+    }
+
+    unsafe fn stream_wait_event(&self, device: u32, stream: u64, event: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuStreamWaitEvent")?;
+        let event = self.event(event, "cuStreamWaitEvent")?;
+        let record = event.latest();
+        self.stream(device, stream, "cuStreamWaitEvent")?.push(Work::Wait { event, record });
+        Ok(())
+    }
+
+    fn event_create(&self, device: u32, scope: EventScope) -> Result<u64, GpuError> {
+        self.begin(device, "cuEventCreate")?;
+        let event = match scope {
+            EventScope::Process => Event::new(),
+            EventScope::Host => Event::shared().map_err(|_| error("cuEventCreate", code::OUT_OF_MEMORY))?,
+        };
+        Ok(self.add_event(event))
+    }
+
+    unsafe fn event_destroy(&self, device: u32, event: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuEventDestroy")?;
+        match self.events.lock().remove(&event) {
+            Some(_) => Ok(()),
+            None => Err(error("cuEventDestroy", code::INVALID_HANDLE)),
+        }
+    }
+
+    unsafe fn event_record(&self, device: u32, event: u64, stream: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuEventRecord")?;
+        let queue = self.stream(device, stream, "cuEventRecord")?;
+        let event = self.event(event, "cuEventRecord")?;
+        let record = event.record();
+        queue.push(Work::Record { event, record });
+        Ok(())
+    }
+
+    unsafe fn event_query(&self, device: u32, event: u64) -> Result<bool, GpuError> {
+        self.begin(device, "cuEventQuery")?;
+        let event = self.event(event, "cuEventQuery")?;
+        Ok(event.is_done(event.latest()))
+    }
+
+    unsafe fn event_synchronize(&self, device: u32, event: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuEventSynchronize")?;
+        let event = self.event(event, "cuEventSynchronize")?;
+        let record = event.latest();
+        if self.machine.wait_until(device, || event.is_done(record)) {
+            return Ok(());
+        }
+        let lost = self.machine.lost(device).unwrap_or(code::INVALID_CONTEXT);
+        Err(error("cuEventSynchronize", lost))
+    }
+
+    unsafe fn event_export(&self, device: u32, event: u64) -> Result<IpcHandle, GpuError> {
+        self.begin(device, "cuIpcGetEventHandle")?;
+        let event = self.event(event, "cuIpcGetEventHandle")?;
+        event.export().map_err(|code| error("cuIpcGetEventHandle", code))
+    }
+
+    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError> {
+        self.begin(device, "cuIpcOpenEventHandle")?;
+        let event = Event::open(handle).map_err(|code| error("cuIpcOpenEventHandle", code))?;
+        Ok(self.add_event(event))
+    }
+
+    unsafe fn copy_async(&self, device: u32, stream: u64, copy: Copy) -> Result<(), GpuError> {
+        self.begin(device, "cuMemcpyAsync")?;
+        self.enqueue(device, stream, "cuMemcpyAsync", Method::Single, &[copy], Work::Copies(vec![copy]))
+    }
+
+    unsafe fn copy_batch_async(&self, device: u32, stream: u64, copies: &[Copy]) -> Result<(), GpuError> {
+        if !self.methods(device).batch {
+            return Err(missing("cuMemcpyBatchAsync"));
+        }
+        self.begin(device, "cuMemcpyBatchAsync")?;
+        let work = Work::Copies(copies.to_vec());
+        self.enqueue(device, stream, "cuMemcpyBatchAsync", Method::Batch, copies, work)
+    }
+
+    unsafe fn launch_copy_kernel(
+        &self,
+        device: u32,
+        stream: u64,
+        table: u64,
+        count: u32,
+        blocks: u32,
+    ) -> Result<(), GpuError> {
+        if !self.methods(device).kernel {
+            return Err(missing("cuLaunchKernel"));
+        }
+        self.begin(device, "cuLaunchKernel")?;
+        if count == 0 || blocks == 0 {
+            return Err(error("cuLaunchKernel", code::INVALID_VALUE));
+        }
+        // For the log only: the kernel reads the table when it runs.
+        let copies = self.machine.table(device, table, count).unwrap_or_default();
+        self.enqueue(device, stream, "cuLaunchKernel", Method::Kernel, &copies, Work::Kernel { table, count })
+    }
+
+    unsafe fn write_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+        self.begin(device, "cuStreamWriteValue32")?;
+        self.stream(device, stream, "cuStreamWriteValue32")?.push(Work::WriteWord { address, value });
+        Ok(())
+    }
+
+    unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+        self.begin(device, "cuStreamWaitValue32")?;
+        self.stream(device, stream, "cuStreamWaitValue32")?.push(Work::WaitWord { address, value });
+        Ok(())
+    }
+
+    fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {
+        self.begin(device, "cuCtxEnablePeerAccess")?;
+        self.begin(peer, "cuCtxEnablePeerAccess")?;
+        match self.machine.memory.enable_peer(device, peer) {
+            Ok(()) | Err(code::PEER_ACCESS_ALREADY_ENABLED) => Ok(()),
+            Err(code) => Err(error("cuCtxEnablePeerAccess", code)),
+        }
+    }
+}

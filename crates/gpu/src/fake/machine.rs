@@ -1,0 +1,158 @@
+//! What all devices and streams of a fake share, and how enqueued work is done.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::faults::Faults;
+use super::mapping::pointer;
+use super::memory::{Memory, Reach};
+use super::stream::Work;
+use crate::driver::{Copy, TableEntry};
+use crate::error::{code, is_sticky_code};
+
+/// The longest that a poll of a word or an event of another process sleeps.
+const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
+/// What counts towards a fault of running work.
+const RUNNING_COPY: &str = "a copy that runs";
+
+#[derive(Debug)]
+pub(super) struct Machine {
+    pub(super) memory: Memory,
+    pub(super) call_faults: Mutex<Faults>,
+    pub(super) work_faults: Mutex<Faults>,
+    /// How long a copy of 1 MiB takes longer than it has to, in nanoseconds.
+    pub(super) slowness: AtomicU64,
+    /// The fake is going away: nothing more is done.
+    pub(super) stopping: AtomicBool,
+    /// Devices whose context is lost, and the error that they answer.
+    lost: Mutex<BTreeMap<u32, u32>>,
+}
+
+impl Machine {
+    pub(super) fn new(memory: Memory) -> Machine {
+        Machine {
+            memory,
+            call_faults: Mutex::default(),
+            work_faults: Mutex::default(),
+            slowness: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            lost: Mutex::default(),
+        }
+    }
+
+    /// The error of a device whose context is lost.
+    pub(super) fn lost(&self, device: u32) -> Option<u32> {
+        self.lost.lock().get(&device).copied()
+    }
+
+    /// Takes note of an error; a sticky one costs the device its context.
+    pub(super) fn fail(&self, device: u32, code: u32) -> u32 {
+        if is_sticky_code(code) {
+            self.lost.lock().entry(device).or_insert(code);
+        }
+        code
+    }
+
+    /// Polls until something holds; false if the device is lost or the fake goes away first.
+    pub(super) fn wait_until(&self, device: u32, mut holds: impl FnMut() -> bool) -> bool {
+        let mut pause = Duration::from_micros(1);
+        loop {
+            if holds() {
+                return true;
+            }
+            if self.is_over(device) {
+                return false;
+            }
+            thread::sleep(pause);
+            pause = LONGEST_PAUSE.min(pause * 2);
+        }
+    }
+
+    pub(super) fn execute(&self, device: u32, work: &Work) -> Result<(), u32> {
+        if self.is_over(device) {
+            return Ok(());
+        }
+        let done = match work {
+            Work::Copies(copies) => self.copy_all(device, copies, Reach::CopyEngine),
+            Work::Kernel { table, count } => self
+                .table(device, *table, *count)
+                .and_then(|copies| self.copy_all(device, &copies, Reach::Kernel)),
+            Work::Record { event, record } => {
+                event.finish(*record);
+                Ok(())
+            }
+            Work::Wait { event, record } => {
+                self.wait_until(device, || event.is_done(*record));
+                Ok(())
+            }
+            Work::WriteWord { address, value } => {
+                self.word(device, *address, |word| word.store(*value, Ordering::Release))
+            }
+            Work::WaitWord { address, value } => self.word(device, *address, |word| {
+                let reached = || word.load(Ordering::Acquire).wrapping_sub(*value) as i32 >= 0;
+                self.wait_until(device, reached);
+            }),
+        };
+        done.map_err(|code| self.fail(device, code))
+    }
+
+    /// The kernel's table as it is now.
+    pub(super) fn table(&self, device: u32, table: u64, count: u32) -> Result<Vec<Copy>, u32> {
+        let bytes = u64::from(count) * size_of::<TableEntry>() as u64;
+        let _held = self.memory.hold(device, table, bytes, Reach::Kernel)?;
+        if !table.is_multiple_of(align_of::<TableEntry>() as u64) {
+            return Err(code::ILLEGAL_ADDRESS);
+        }
+        let first: *const TableEntry = pointer(table).cast();
+        let entries = (0..count as usize).map(|index| {
+            // SAFETY: the table is held mapped and aligned; any bytes make an entry. It may change meanwhile if its
+            // owner breaks the contract, which a volatile read survives.
+            unsafe { first.wrapping_add(index).read_volatile() }
+        });
+        Ok(entries.map(|TableEntry { dst, src, len }| Copy { dst, src, len }).collect())
+    }
+
+    fn is_over(&self, device: u32) -> bool {
+        self.stopping.load(Ordering::Relaxed) || self.lost(device).is_some()
+    }
+
+    fn copy_all(&self, device: u32, copies: &[Copy], reach: Reach) -> Result<(), u32> {
+        if let Some(code) = self.work_faults.lock().next(device, RUNNING_COPY) {
+            return Err(code);
+        }
+        for copy in copies {
+            let _source = self.memory.hold(device, copy.src, copy.len, reach)?;
+            let _destination = self.memory.hold(device, copy.dst, copy.len, reach)?;
+            // What the kernel could not load in one instruction.
+            if reach == Reach::Kernel && !(copy.src | copy.dst | copy.len).is_multiple_of(16) {
+                return Err(code::ILLEGAL_ADDRESS);
+            }
+            // SAFETY: both ranges are held mapped, or the caller of the driver vouches for them.
+            unsafe { std::ptr::copy(pointer(copy.src), pointer(copy.dst), copy.len as usize) };
+        }
+        self.dawdle(copies.iter().map(|copy| copy.len).sum());
+        Ok(())
+    }
+
+    fn dawdle(&self, bytes: u64) {
+        let nanos = (u128::from(self.slowness.load(Ordering::Relaxed)) * u128::from(bytes)) >> 20;
+        if nanos > 0 {
+            thread::sleep(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)));
+        }
+    }
+
+    fn word(&self, device: u32, address: u64, use_it: impl FnOnce(&AtomicU32)) -> Result<(), u32> {
+        let _held = self.memory.hold(device, address, 4, Reach::Kernel)?;
+        if !address.is_multiple_of(4) {
+            return Err(code::INVALID_VALUE);
+        }
+        // SAFETY: the word is held mapped or its caller vouches for it, and is aligned.
+        use_it(unsafe { AtomicU32::from_ptr(pointer(address).cast()) });
+        Ok(())
+    }
+}

@@ -1,0 +1,111 @@
+//! A stream of the fake: a thread that does what is enqueued, in order.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::event::Event;
+use super::machine::Machine;
+use crate::driver::Copy;
+
+/// What a stream does.
+#[derive(Debug)]
+pub(super) enum Work {
+    Copies(Vec<Copy>),
+    Kernel { table: u64, count: u32 },
+    Record { event: Arc<Event>, record: u64 },
+    Wait { event: Arc<Event>, record: u64 },
+    WriteWord { address: u64, value: u32 },
+    WaitWord { address: u64, value: u32 },
+}
+
+#[derive(Debug)]
+pub(super) struct Stream {
+    shared: Arc<Shared>,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Work>,
+    running: bool,
+    closing: bool,
+    /// How work failed that nobody has been told of.
+    failed: Option<u32>,
+}
+
+impl State {
+    fn is_idle(&self) -> bool {
+        self.queue.is_empty() && !self.running
+    }
+}
+
+impl Stream {
+    pub(super) fn start(machine: Arc<Machine>, device: u32) -> std::io::Result<Stream> {
+        let shared = Arc::new(Shared::default());
+        let ours = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name(format!("fake-gpu-{device}"))
+            .spawn(move || run(&ours, &machine, device))?;
+        Ok(Stream { shared, thread })
+    }
+
+    pub(super) fn push(&self, work: Work) {
+        self.shared.state.lock().queue.push_back(work);
+        self.shared.changed.notify_all();
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.shared.state.lock().is_idle()
+    }
+
+    pub(super) fn wait_idle(&self) {
+        let mut state = self.shared.state.lock();
+        self.shared.changed.wait_while(&mut state, |state| !state.is_idle());
+    }
+
+    /// How work failed, told once.
+    pub(super) fn take_failure(&self) -> Option<u32> {
+        self.shared.state.lock().failed.take()
+    }
+
+    /// The thread ends after what is enqueued.
+    pub(super) fn close(&self) {
+        self.shared.state.lock().closing = true;
+        self.shared.changed.notify_all();
+    }
+
+    pub(super) fn join(self) {
+        if self.thread.join().is_err() {
+            tracing::error!("a stream of a fake device panicked");
+        }
+    }
+}
+
+fn run(shared: &Shared, machine: &Machine, device: u32) {
+    loop {
+        let mut state = shared.state.lock();
+        shared.changed.wait_while(&mut state, |state| state.queue.is_empty() && !state.closing);
+        let Some(work) = state.queue.pop_front() else { return };
+        state.running = true;
+        drop(state);
+        let outcome = machine.execute(device, &work);
+        // An event that the work holds is given up before anyone hears that the stream is idle.
+        drop(work);
+        let mut state = shared.state.lock();
+        state.running = false;
+        if let Err(code) = outcome {
+            state.failed.get_or_insert(code);
+        }
+        drop(state);
+        shared.changed.notify_all();
+    }
+}

@@ -1,0 +1,31 @@
+//! GPUs: the only user of the CUDA driver.
+//!
+//! libcuda is opened at run time; that it is missing is a value ([`NoDriver`]). Everything goes through the trait
+//! [`Driver`], which also has a fake, so that every layer above runs and is tested on a machine without a GPU.
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("kvlane runs on 64-bit Linux");
+
+pub mod bench;
+pub mod copier;
+mod cuda;
+mod detect;
+mod device;
+pub mod driver;
+mod error;
+pub mod fake;
+mod import;
+mod kernel;
+mod pinned;
+pub mod plan;
+mod stream;
+
+pub use bench::measure_copy;
+pub use copier::{Copier, CopierOptions, Direction, Enqueued};
+pub use detect::{DRIVER_VARIABLE, NoDriver, detect, driver_named};
+pub use device::{DeviceMemory, Gpu, uuid_text};
+pub use driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
+pub use error::GpuError;
+pub use import::{AddressMap, Export, Imported, Mapped};
+pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
+pub use stream::{Event, Stream};

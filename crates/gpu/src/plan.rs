@@ -1,0 +1,174 @@
+//! Which copies go which way: pure.
+
+use crate::driver::{Copy, CopyMethods, TableEntry};
+
+/// What the kernel loads and stores at once, in bytes; its addresses and lengths are multiples of this.
+pub const KERNEL_ALIGNMENT: u64 = 16;
+
+/// What decides between the ways to copy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Runs of at least this many bytes are left to a copy engine, which moves them faster than a kernel and takes
+    /// nothing from the compute. For calls of one copy each.
+    pub engine_bytes: u64,
+    /// The same where the batch call exists, which keeps a copy engine busy with shorter runs too.
+    pub batch_bytes: u64,
+    /// The kernel's share of a long run, in bytes, a multiple of [`KERNEL_ALIGNMENT`]: one group of threads copies it
+    /// while others copy the next.
+    pub piece_bytes: u64,
+}
+
+impl Default for Thresholds {
+    fn default() -> Thresholds {
+        Thresholds { engine_bytes: 1 << 20, batch_bytes: 256 << 10, piece_bytes: 16 << 10 }
+    }
+}
+
+/// Copies, sorted by how they are done. Their order does not matter: no destination overlaps another range.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// A call each.
+    pub singles: Vec<Copy>,
+    /// In calls for many.
+    pub batch: Vec<Copy>,
+    /// Entries of the kernel's tables.
+    pub kernel: Vec<TableEntry>,
+}
+
+/// Merges copies that are adjacent on both sides, and chooses for each run how it is done.
+///
+/// `seams` are addresses, ascending, that a copy engine must not cross ([`crate::Pinned::seams`]).
+pub fn plan(copies: &[Copy], methods: &CopyMethods, thresholds: &Thresholds, seams: &[u64]) -> Plan {
+    let mut plan = Plan::default();
+    let engine_bytes = if methods.batch { thresholds.batch_bytes } else { thresholds.engine_bytes };
+    for run in runs(copies) {
+        let aligned = (run.dst | run.src | run.len).is_multiple_of(KERNEL_ALIGNMENT);
+        if methods.kernel && aligned && run.len < engine_bytes {
+            pieces(run, thresholds.piece_bytes, &mut plan.kernel);
+        } else if methods.batch {
+            cut(run, seams, &mut plan.batch);
+        } else {
+            cut(run, seams, &mut plan.singles);
+        }
+    }
+    // One copy is no batch.
+    if plan.batch.len() == 1 {
+        plan.singles.append(&mut plan.batch);
+    }
+    plan
+}
+
+/// The copies as runs: neighbours of the list that continue each other on both sides are one, empty ones are none.
+fn runs(copies: &[Copy]) -> Vec<Copy> {
+    let mut runs: Vec<Copy> = Vec::with_capacity(copies.len());
+    for copy in copies.iter().filter(|copy| copy.len > 0) {
+        match runs.last_mut() {
+            Some(last) if continues(last, copy) => last.len += copy.len,
+            _ => runs.push(*copy),
+        }
+    }
+    runs
+}
+
+fn continues(last: &Copy, next: &Copy) -> bool {
+    last.dst.checked_add(last.len) == Some(next.dst)
+        && last.src.checked_add(last.len) == Some(next.src)
+        && last.len.checked_add(next.len).is_some()
+}
+
+/// Cuts a run wherever its source or destination crosses a seam.
+fn cut(mut run: Copy, seams: &[u64], parts: &mut Vec<Copy>) {
+    while let Some(len) = before_seam(&run, seams) {
+        parts.push(Copy { len, ..run });
+        run = Copy { dst: run.dst + len, src: run.src + len, len: run.len - len };
+    }
+    parts.push(run);
+}
+
+/// Bytes of a run up to the first seam that lies inside one of its ranges.
+fn before_seam(run: &Copy, seams: &[u64]) -> Option<u64> {
+    let distance = |start: u64| {
+        let seam = seams.get(seams.partition_point(|seam| *seam <= start))?;
+        Some(seam - start).filter(|distance| *distance < run.len)
+    };
+    match (distance(run.dst), distance(run.src)) {
+        (Some(dst), Some(src)) => Some(dst.min(src)),
+        (dst, src) => dst.or(src),
+    }
+}
+
+fn pieces(run: Copy, piece_bytes: u64, entries: &mut Vec<TableEntry>) {
+    let piece_bytes = (piece_bytes - piece_bytes % KERNEL_ALIGNMENT).max(KERNEL_ALIGNMENT);
+    let mut done = 0;
+    while done < run.len {
+        let len = piece_bytes.min(run.len - done);
+        entries.push(TableEntry { dst: run.dst + done, src: run.src + done, len });
+        done += len;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: CopyMethods = CopyMethods { batch: true, kernel: true };
+    const KERNEL: CopyMethods = CopyMethods { batch: false, kernel: true };
+    const BATCH: CopyMethods = CopyMethods { batch: true, kernel: false };
+    const NONE: CopyMethods = CopyMethods { batch: false, kernel: false };
+
+    fn copy(dst: u64, src: u64, len: u64) -> Copy {
+        Copy { dst, src, len }
+    }
+
+    fn planned(copies: &[Copy], methods: &CopyMethods) -> Plan {
+        plan(copies, methods, &Thresholds::default(), &[])
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one_run_and_long_runs_are_for_a_copy_engine() {
+        let half = 512 << 10;
+        let copies = [copy(0, 1 << 30, half), copy(half, (1 << 30) + half, half), copy(4 * half, 0, half)];
+        let whole = copy(0, 1 << 30, 2 * half);
+        // The batch call makes half a MiB long, but calls of one copy each do not.
+        assert_eq!(planned(&copies, &ALL), Plan { batch: vec![whole, copies[2]], ..Plan::default() });
+        let without_batch = planned(&copies, &KERNEL);
+        assert_eq!((without_batch.singles, without_batch.kernel.len()), (vec![whole], 32));
+        assert_eq!(planned(&copies, &NONE).singles, [whole, copies[2]]);
+        assert_eq!(planned(&copies[..2], &ALL).singles, [whole]);
+    }
+
+    #[test]
+    fn scattered_pieces_go_to_the_kernel_and_without_it_to_the_batch_call() {
+        let copies: Vec<_> = (0..5).map(|i| copy(i << 20, i << 16, 40 << 10)).collect();
+        let with_kernel = planned(&copies, &ALL);
+        let lens: Vec<_> = with_kernel.kernel.iter().take(3).map(|entry| entry.len >> 10).collect();
+        assert_eq!((with_kernel.kernel.len(), lens), (15, vec![16, 16, 8]));
+        assert_eq!(planned(&copies, &BATCH), Plan { batch: copies.clone(), ..Plan::default() });
+        assert_eq!(planned(&copies, &NONE), Plan { singles: copies, ..Plan::default() });
+    }
+
+    #[test]
+    fn what_is_not_aligned_takes_the_copy_engine() {
+        let odd = [copy(8, 0, 64), copy(128, 8, 64), copy(256, 256, 60)];
+        let both = planned(&odd, &ALL);
+        assert_eq!((both.kernel.len(), both.batch.len()), (0, 3));
+        assert_eq!(planned(&odd[..1], &ALL).singles, odd[..1]);
+    }
+
+    #[test]
+    fn a_copy_engine_stops_at_seams_of_either_side() {
+        let cut = plan(&[copy(90, 1000, 30), copy(0, 95, 10)], &BATCH, &Thresholds::default(), &[100, 1015]);
+        let parts =
+            [copy(90, 1000, 10), copy(100, 1010, 5), copy(105, 1015, 15), copy(0, 95, 5), copy(5, 100, 5)];
+        assert_eq!(cut.batch, parts);
+        // A range that begins or ends at a seam does not cross it.
+        let whole = plan(&[copy(100, 0, 30), copy(70, 50, 30)], &BATCH, &Thresholds::default(), &[100]);
+        assert_eq!(whole.batch.len(), 2);
+    }
+
+    #[test]
+    fn empty_copies_and_the_end_of_the_address_space_are_harmless() {
+        let copies = [copy(0, 0, 0), copy(u64::MAX - 15, 0, 16), copy(0, 16, 16)];
+        assert_eq!(planned(&copies, &ALL).kernel.len(), 2);
+    }
+}

@@ -1,0 +1,61 @@
+//! What `kvlane.bench` measures of GPUs.
+
+use std::sync::Arc;
+
+use kvlane_gpu::{
+    Driver, Gpu, GpuError, NoDriver,
+    bench::{CopyMethod, Path, Shape, measure_copy},
+};
+use pyo3::{exceptions::PyOSError, prelude::*};
+
+use crate::convert::value_error;
+
+/// Ordinal, name, PCI address and bytes of each GPU. OSError where there is no driver, which says why.
+#[pyfunction]
+pub(crate) fn bench_gpus() -> PyResult<Vec<(u32, String, String, u64)>> {
+    let devices = driver()?.devices().map_err(failed)?;
+    Ok(devices.into_iter().map(|d| (d.ordinal, d.name, d.pci_bus_id, d.total_bytes)).collect())
+}
+
+/// GB/s of copies of one shape. `path` is "h2d", "d2h" or "peer"; `method` "contiguous", "engine", "batch", "kernel" or
+/// "auto". The bytes are checked.
+#[pyfunction]
+#[pyo3(signature = (gpu, path, total_bytes, piece_bytes, method, blocks = 16, peer = None))]
+#[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+pub(crate) fn bench_gpu_copy(
+    py: Python<'_>,
+    gpu: u32,
+    path: &str,
+    total_bytes: u64,
+    piece_bytes: u64,
+    method: &str,
+    blocks: u32,
+    peer: Option<u32>,
+) -> PyResult<f64> {
+    let driver = driver()?;
+    let device = Gpu::open(Arc::clone(&driver), gpu).map_err(failed)?;
+    let path = match (path, peer) {
+        ("h2d", None) => Path::HostToDevice,
+        ("d2h", None) => Path::DeviceToHost,
+        ("peer", Some(peer)) => Path::Peer(Gpu::open(driver, peer).map_err(failed)?),
+        _ => return Err(value_error(format!("path '{path}' is h2d, d2h, or peer with a second GPU"))),
+    };
+    let method = match method {
+        "contiguous" => CopyMethod::Contiguous,
+        "engine" => CopyMethod::CopyEngine,
+        "batch" => CopyMethod::Batch,
+        "kernel" => CopyMethod::Kernel { blocks },
+        "auto" => CopyMethod::Auto,
+        other => return Err(value_error(format!("there is no way to copy called '{other}'"))),
+    };
+    let shape = Shape { total_bytes, piece_bytes, shuffled: true, path };
+    py.detach(|| measure_copy(&device, &shape, method)).map_err(failed)
+}
+
+fn driver() -> PyResult<Arc<dyn Driver>> {
+    kvlane_gpu::detect().map_err(|reason: NoDriver| PyOSError::new_err(reason.to_string()))
+}
+
+fn failed(error: GpuError) -> PyErr {
+    PyOSError::new_err(error.to_string())
+}

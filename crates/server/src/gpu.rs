@@ -1,0 +1,305 @@
+//! GPUs: the pool pinned for their driver, and the memory of engines that lives on them.
+
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Instant};
+
+use kvlane_block::{Region, Run};
+use kvlane_gpu::{
+    AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
+    HostBuffer, Imported, Mapped, Pinned, Priority, Stream,
+};
+use kvlane_memory::{Arena, pidfd_exited};
+use kvlane_proto::v1;
+use parking_lot::Mutex;
+use thiserror::Error;
+
+/// Bytes of a fence: nonce, then a little-endian epoch.
+const FENCE_BYTES: u64 = 24;
+/// Where the second copy of the fence goes in its buffer.
+const FENCE_AFTER: u64 = 64;
+const FENCE_BUFFER_BYTES: u64 = 4096;
+/// Most events that a worker may share: copies that it can have under way.
+const EVENTS_MAX: usize = 1024;
+/// Most allocations that a worker's regions may lie in.
+const ALLOCATIONS_MAX: usize = 4096;
+
+/// The GPU driver, with the pool pinned for it.
+pub(crate) struct Gpus {
+    driver: Arc<dyn Driver>,
+    /// Opened when the first engine on it registers, and kept.
+    opened: Mutex<HashMap<[u8; 16], Gpu>>,
+    /// Before the arena, which it needs.
+    pinned: Pinned,
+    _arena: Arc<Arena>,
+}
+
+impl Gpus {
+    /// Pins the pool.
+    pub(crate) fn start(driver: Arc<dyn Driver>, arena: Arc<Arena>) -> Result<Self, GpuError> {
+        let start = Instant::now();
+        let first = driver.devices()?.into_iter().next();
+        let first = first.ok_or_else(|| GpuError::NoSuchDevice("at all".into()))?;
+        let gpu = Gpu::open(Arc::clone(&driver), first.ordinal)?;
+        let address = arena.base().expose_provenance() as u64;
+        // SAFETY: the arena is kept below for as long as it is pinned; sessions, which enqueue work on it, wait for
+        // that work before they end.
+        let pinned = unsafe { Pinned::new(&gpu, address, arena.bytes(), CHUNK_BYTES, |_| {})? };
+        let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
+        let gpus = Self { driver, opened, pinned, _arena: arena };
+        tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
+        Ok(gpus)
+    }
+
+    /// What people call the driver and its devices: "2 x NVIDIA H200 (cuda)".
+    pub(crate) fn describe(&self) -> String {
+        let mut names: Vec<(String, usize)> = Vec::new();
+        for device in self.driver.devices().unwrap_or_default() {
+            match names.iter_mut().find(|(name, _)| *name == device.name) {
+                Some((_, count)) => *count += 1,
+                None => names.push((device.name, 1)),
+            }
+        }
+        let names: Vec<String> = names.into_iter().map(|(name, count)| format!("{count} x {name}")).collect();
+        format!("{} ({})", names.join(", "), self.driver.name())
+    }
+
+    fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
+        let mut opened = self.opened.lock();
+        if let Some(gpu) = opened.get(&uuid) {
+            return Ok(gpu.clone());
+        }
+        let gpu = Gpu::open_uuid(Arc::clone(&self.driver), uuid)?;
+        opened.insert(uuid, gpu.clone());
+        Ok(gpu)
+    }
+}
+
+/// Why a copy by the GPU is worth nothing.
+#[derive(Debug, Error)]
+pub(crate) enum GpuCopyError {
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error("the engine's process has exited")]
+    Gone,
+    #[error("the engine is at epoch {found} and gave up the copy that it asked for at epoch {asked}")]
+    Cancelled { asked: u64, found: u64 },
+    #[error("event {0} was not registered")]
+    NoSuchEvent(u32),
+}
+
+/// A worker's GPU memory, mapped here.
+///
+/// The fence is read by the GPU itself, in the same stream before and after the blocks: a copy counts only if the
+/// engine had not given it up by the time that the last byte was read.
+pub(crate) struct GpuMemory {
+    map: AddressMap,
+    events: Vec<Event>,
+    /// Of the fence, here.
+    fence: u64,
+    nonce: [u8; 16],
+    pidfd: OwnedFd,
+    saving: Mutex<Lane>,
+    loading: Mutex<Lane>,
+    /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
+    _imports: Vec<Imported>,
+}
+
+/// A stream with what its copies need.
+struct Lane {
+    stream: Arc<Stream>,
+    copier: Copier,
+    fences: HostBuffer,
+}
+
+impl GpuMemory {
+    /// Maps what a worker exported. Every region must lie in it.
+    pub(crate) fn import(
+        gpus: &Gpus,
+        worker: &v1::WorkerGpu,
+        regions: &[&Region],
+        nonce: [u8; 16],
+        pidfd: OwnedFd,
+    ) -> Result<Self, GpuError> {
+        let uuid = worker.device_uuid.as_ref().try_into();
+        let uuid = uuid.map_err(|_| GpuError::Invalid("a GPU's UUID has 16 bytes".into()))?;
+        if worker.events.is_empty() || worker.events.len() > EVENTS_MAX {
+            let count = worker.events.len();
+            return Err(GpuError::Invalid(format!("{count} events; 1 to {EVENTS_MAX} are possible")));
+        }
+        if worker.allocations.len() > ALLOCATIONS_MAX {
+            let count = worker.allocations.len();
+            return Err(GpuError::Invalid(format!(
+                "{count} allocations, at most {ALLOCATIONS_MAX} are possible"
+            )));
+        }
+        let gpu = gpus.open(uuid)?;
+        let fence = worker.fence.as_ref().ok_or_else(|| GpuError::Invalid("the fence is missing".into()))?;
+        let exports = worker.allocations.iter().chain([fence]).map(|allocation| export(allocation, uuid));
+        let imports = exports.map(|export| gpu.import(&export?)).collect::<Result<Vec<_>, _>>()?;
+        let map = AddressMap::new(imports.iter().map(Mapped::from))?;
+        for region in regions {
+            // Validated before: the sum is inside the address space.
+            let last_piece = region.piece_offsets.iter().copied().max().unwrap_or(0);
+            let bytes = (region.blocks - 1) * region.block_stride + last_piece + region.piece_bytes;
+            map.local(region.base, bytes)?;
+        }
+        let fence = map.local(fence.base, FENCE_BYTES)?;
+        let handles = worker.events.iter().map(|handle| {
+            let handle = handle.as_ref().try_into();
+            handle.map_err(|_| GpuError::Invalid("an event's handle has 64 bytes".into()))
+        });
+        let events = handles.map(|handle| Event::open(&gpu, &handle?)).collect::<Result<Vec<_>, _>>()?;
+        let memory = Self {
+            map,
+            events,
+            fence,
+            nonce,
+            pidfd,
+            saving: Mutex::new(Lane::new(&gpu, Priority::Normal, gpus.pinned.seams())?),
+            loading: Mutex::new(Lane::new(&gpu, Priority::High, gpus.pinned.seams())?),
+            _imports: imports,
+        };
+        let epoch = memory.fence_of(&mut memory.loading.lock());
+        match epoch {
+            Ok(_) => Ok(memory),
+            Err(error) => {
+                Err(GpuError::Invalid(format!("the fence does not hold the engine's nonce: {error}")))
+            }
+        }
+    }
+
+    /// Gathers runs into the pool after `event`, for a request made at `epoch`.
+    ///
+    /// # Safety
+    /// As for [`kvlane_memory::EngineMemory::read`]; the pool is pinned.
+    pub(crate) unsafe fn copy_out(
+        &self,
+        runs: &[Run],
+        pool_base: *mut u8,
+        epoch: u64,
+        event: Option<u32>,
+    ) -> Result<(), GpuCopyError> {
+        let pool = pool_base.expose_provenance() as u64;
+        let copies =
+            self.copies(runs, |engine, offset, len| Copy { dst: pool + offset, src: engine, len })?;
+        let mut lane = self.saving.lock();
+        // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
+        let copied = unsafe { self.run(&mut lane, &copies, Direction::DeviceToHost, event) };
+        self.judge(&lane, copied, epoch)
+    }
+
+    /// Scatters runs from the pool after `event`, for a request made at `epoch`.
+    ///
+    /// # Safety
+    /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
+    pub(crate) unsafe fn copy_in(
+        &self,
+        runs: &[Run],
+        pool_base: *const u8,
+        epoch: u64,
+        event: Option<u32>,
+    ) -> Result<(), GpuCopyError> {
+        let pool = pool_base.expose_provenance() as u64;
+        let copies =
+            self.copies(runs, |engine, offset, len| Copy { dst: engine, src: pool + offset, len })?;
+        let mut lane = self.loading.lock();
+        // A load that was given up while this process was stopped must not be started.
+        let found = self.fence_of(&mut lane)?;
+        if found != epoch {
+            return Err(GpuCopyError::Cancelled { asked: epoch, found });
+        }
+        // SAFETY: as in `copy_out`.
+        let copied = unsafe { self.run(&mut lane, &copies, Direction::HostToDevice, event) };
+        self.judge(&lane, copied, epoch)
+    }
+
+    fn copies(&self, runs: &[Run], copy: impl Fn(u64, u64, u64) -> Copy) -> Result<Vec<Copy>, GpuError> {
+        let local = |run: &Run| self.map.local(run.engine_addr, run.len);
+        runs.iter().map(|run| Ok(copy(local(run)?, run.pool_offset, run.len))).collect()
+    }
+
+    /// Everything in the lane's order, and waits for it.
+    ///
+    /// # Safety
+    /// Both sides of the copies are valid and theirs until this returns.
+    unsafe fn run(
+        &self,
+        lane: &mut Lane,
+        copies: &[Copy],
+        direction: Direction,
+        event: Option<u32>,
+    ) -> Result<(), GpuCopyError> {
+        if let Some(event) = event {
+            let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
+            lane.stream.wait(event)?;
+        }
+        let enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
+            // SAFETY: the fence is mapped, and its buffer this lane's.
+            unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
+            // SAFETY: the caller's promise.
+            let enqueued = unsafe { lane.copier.enqueue(copies, direction)? };
+            tracing::debug!(?direction, ?enqueued, "copies of the GPU");
+            // SAFETY: as above.
+            unsafe { lane.stream.copy(lane.fence_copy(self.fence, FENCE_AFTER)) }
+        };
+        let enqueued = enqueue(lane);
+        // Also after an error: what was enqueued runs.
+        lane.stream.synchronize()?;
+        Ok(enqueued?)
+    }
+
+    /// Whether the engine still wanted the copy at its end.
+    fn judge(&self, lane: &Lane, copied: Result<(), GpuCopyError>, epoch: u64) -> Result<(), GpuCopyError> {
+        copied?;
+        for at in [0, FENCE_AFTER] {
+            let (nonce, found) = lane.fence_at(at);
+            if nonce != self.nonce || pidfd_exited(&self.pidfd) {
+                return Err(GpuCopyError::Gone);
+            }
+            if found != epoch {
+                return Err(GpuCopyError::Cancelled { asked: epoch, found });
+            }
+        }
+        Ok(())
+    }
+
+    fn fence_of(&self, lane: &mut Lane) -> Result<u64, GpuCopyError> {
+        // SAFETY: the fence is mapped, and its buffer this lane's; the lane waits for the copy.
+        unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
+        lane.stream.synchronize()?;
+        match lane.fence_at(0) {
+            (nonce, epoch) if nonce == self.nonce && !pidfd_exited(&self.pidfd) => Ok(epoch),
+            _ => Err(GpuCopyError::Gone),
+        }
+    }
+}
+
+impl Lane {
+    fn new(gpu: &Gpu, priority: Priority, seams: &[u64]) -> Result<Self, GpuError> {
+        let stream = Arc::new(Stream::new(gpu, priority)?);
+        let options = CopierOptions { seams: seams.to_vec(), ..CopierOptions::default() };
+        let copier = Copier::new(Arc::clone(&stream), options)?;
+        Ok(Self { stream, copier, fences: HostBuffer::new(gpu, FENCE_BUFFER_BYTES)? })
+    }
+
+    fn fence_copy(&self, fence: u64, at: u64) -> Copy {
+        Copy { dst: self.fences.address() + at, src: fence, len: FENCE_BYTES }
+    }
+
+    #[allow(unsafe_code, reason = "the GPU wrote it")]
+    fn fence_at(&self, at: u64) -> ([u8; 16], u64) {
+        // SAFETY: inside the buffer, and the lane has waited for the copies into it.
+        let bytes: [u8; FENCE_BYTES as usize] = unsafe {
+            self.fences.as_ptr().add(at as usize).cast::<[u8; FENCE_BYTES as usize]>().read_volatile()
+        };
+        let mut halves = ([0; 16], [0; 8]);
+        halves.0.copy_from_slice(&bytes[..16]);
+        halves.1.copy_from_slice(&bytes[16..]);
+        (halves.0, u64::from_le_bytes(halves.1))
+    }
+}
+
+fn export(allocation: &v1::GpuAllocation, device_uuid: [u8; 16]) -> Result<Export, GpuError> {
+    let handle = allocation.handle.as_ref().try_into();
+    let handle = handle.map_err(|_| GpuError::Invalid("an allocation's handle has 64 bytes".into()))?;
+    Ok(Export { handle, base: allocation.base, bytes: allocation.bytes, device_uuid })
+}

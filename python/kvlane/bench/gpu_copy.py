@@ -1,0 +1,87 @@
+"""`kvlane bench gpu-copy`: scattered pieces between host and GPU, and between GPUs, against one contiguous copy."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+from kvlane import _core
+from kvlane.bench import report
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+
+NAME = "gpu-copy"
+HELP = "shuffled pieces between host and GPU, and between GPUs, against one contiguous copy; needs a GPU"
+KIB, MIB = 1 << 10, 1 << 20
+# Share of the contiguous copy that pieces of a size are to reach, by path.
+GOALS = {
+    "h2d": {16 * KIB: 0.88, 64 * KIB: 0.91, MIB: 0.97, 2 * MIB: 0.97},
+    "d2h": {16 * KIB: 0.88, 64 * KIB: 0.93, MIB: 0.97, 2 * MIB: 0.97},
+    "peer": {64 * KIB: 0.88},
+}
+PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
+METHODS = ("auto", "kernel", "batch", "engine")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench gpu-copy`."""
+    parser.add_argument("--gpu", type=int, default=0, help="ordinal (default %(default)s)")
+    parser.add_argument("--peer", type=int, help="the other GPU; by default the next one, where there is one")
+    parser.add_argument("--mib", type=int, default=256, help="in all pieces together (default %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of all ways, interleaved (default %(default)s)"
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["auto"], help="ways to copy")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    return publish(arguments, outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """Medians over interleaved rounds; each of them is a median of seven copies whose bytes were checked."""
+    try:
+        gpus = _core.bench_gpus()
+    except OSError as error:
+        sys.exit(f"kvlane bench gpu-copy needs a GPU: {error}")
+    others = [ordinal for ordinal, *_ in gpus if ordinal != arguments.gpu]
+    peer = arguments.peer if arguments.peer is not None else next(iter(others), None)
+    total = arguments.mib << 20
+    rates: dict[tuple[str, int, str], list[float]] = {}
+    for _ in range(arguments.rounds):
+        for path in GOALS:
+            if path == "peer" and peer is None:
+                continue
+            second = peer if path == "peer" else None
+            ways = [(0, "contiguous"), *((piece, way) for piece in PIECES for way in arguments.methods)]
+            for piece, way in ways:
+                rate = _core.bench_gpu_copy(arguments.gpu, path, total, piece or total, way, peer=second)
+                rates.setdefault((path, piece, way), []).append(rate)
+    medians = {key: statistics.median(values) for key, values in rates.items()}
+    figures = []
+    for (path, piece, way), rate in medians.items():
+        if way == "contiguous":
+            figures.append(Figure(f"{path}: contiguous", rate, "GB/s"))
+            continue
+        goal = GOALS[path].get(piece) if way == "auto" else None
+        share = rate / medians[path, 0, "contiguous"]
+        figures.append(
+            Figure(f"{path}: pieces of {piece >> 10} KiB, {way} / contiguous", share, at_least=goal)
+        )
+    details = {
+        "gpus": [{"name": name, "pci": pci, "bytes": size} for _, name, pci, size in gpus],
+        "gb_per_s": [
+            {"path": path, "piece_bytes": piece, "method": way, "rounds": values}
+            for (path, piece, way), values in rates.items()
+        ],
+    }
+    note = (
+        f"{arguments.mib} MiB in shuffled pieces that are not adjacent, GPU {arguments.gpu}"
+        + (f", peer GPU {peer}" if peer is not None else "")
+        + "; from the first call until the stream is done; bytes checked after each; medians over interleaved rounds."
+    )
+    return Outcome(NAME, figures, details, note)
