@@ -72,7 +72,7 @@ class Finished:
     """The end of a save or load job. Exactly one comes for each job, whatever happens."""
 
     job: int
-    kind: str  # "save" or "load"
+    kind: str  # "save", "load", or "released" for a load that goes on
     ok: bool  # load: every byte arrived. save: the job ended; see `blocks` for what was stored
     blocks: int  # blocks copied
     present: int  # save: blocks that the pool had, or another engine was saving
@@ -107,10 +107,22 @@ class Worker:
         until the job is Finished. On a GPU it starts after what the CUDA stream has been given so far."""
 
     def load(
-        self, job: int, boot: bytes, groups: list[tuple[int, list[int], bytes]], stream: int = 0
+        self,
+        job: int,
+        boot: bytes,
+        groups: list[tuple[int, list[int], bytes]],
+        stream: int = 0,
+        early: bool = False,
     ) -> None:
         """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon. On a
-        GPU it starts after what the CUDA stream has been given so far."""
+        GPU it starts after what the CUDA stream has been given so far, and an early one may be Finished twice: first
+        as "released", when it can only succeed and streams can wait for it, then as "load" when every byte is there."""
+
+    has_outstanding_loads: bool  # a load was released and has not ended
+
+    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
+        """Later work of the CUDA stream starts once this region (None: all) of every released load is there. Does not
+        wait itself."""
 
     def step_begins(self) -> None:
         """The engine begins a step, which ends with the next `poll`. During it the pool of a dead daemon stays mapped,

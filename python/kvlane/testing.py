@@ -287,7 +287,9 @@ class FakeWorker:
     def save(self, job: int, groups: SaveGroups, stream: int = 0) -> None:
         self._saves.append((job, groups))
 
-    def load(self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0) -> None:
+    has_outstanding_loads = False
+
+    def load(self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, early: bool = False) -> None:
         self._loads.append((job, boot, groups))
 
     def step_begins(self) -> None:

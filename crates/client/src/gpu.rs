@@ -2,7 +2,7 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 use bytes::Bytes;
@@ -16,6 +16,35 @@ const EVENTS: u32 = 256;
 /// Smaller ones may share a page of the driver with memory of the engine, which the daemon has no business with.
 const FENCE_ALLOCATION: u64 = 2 << 20;
 const EPOCH_OFFSET: u64 = 16;
+/// Where the flags of loads begin, behind the fence in its allocation: for each event, words of one load.
+const FLAGS_OFFSET: u64 = 64 << 10;
+/// Most flags of one load.
+const FLAGS_MAX: usize = 256;
+/// Bytes of each block between two flags: pieces of so many layers are copied about as fast as all layers at once.
+const FLAG_BYTES: u64 = 256 << 10;
+
+/// The flags of one load: words that say how far it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Flags {
+    /// Of the first word.
+    address: u64,
+    value: u32,
+    /// As [`v1::LoadFlags`] has them.
+    region_ends: Vec<u32>,
+}
+
+impl Flags {
+    /// The word that says that a region is there.
+    fn word_of(&self, region: u32) -> u64 {
+        let flag = self.region_ends.partition_point(|end| *end <= region).min(self.region_ends.len() - 1);
+        self.address + 4 * flag as u64
+    }
+
+    pub(crate) fn to_wire(&self) -> v1::LoadFlags {
+        let Self { address, value, region_ends } = self.clone();
+        v1::LoadFlags { address, value, region_ends }
+    }
+}
 
 /// What a worker shares of its GPU. See `Fence` for the words.
 #[derive(Debug)]
@@ -27,6 +56,8 @@ pub struct WorkerGpu {
     events: Vec<Event>,
     event_handles: Vec<[u8; 64]>,
     free_events: Mutex<Vec<u32>>,
+    /// By event: what its next load writes into its flags.
+    flag_values: Vec<AtomicU32>,
     /// For copies of our own.
     stream: Stream,
 }
@@ -64,8 +95,71 @@ impl WorkerGpu {
             (0..EVENTS).map(|_| Event::new(&gpu, EventScope::Host)).collect::<Result<_, _>>()?;
         let event_handles = events.iter().map(Event::export).collect::<Result<_, _>>()?;
         let stream = Stream::new(&gpu, Priority::High)?;
+        let zeros = vec![0u8; (FLAGS_OFFSET + u64::from(EVENTS) * FLAGS_MAX as u64 * 4) as usize];
+        let src = zeros.as_ptr().expose_provenance() as u64;
+        // SAFETY: both sides live until the stream is synchronized.
+        unsafe { stream.copy(Copy { dst: fence.address(), src, len: zeros.len() as u64 })? };
+        stream.synchronize()?;
         let free_events = Mutex::new((0..EVENTS).rev().collect());
-        Ok(Self { gpu, exports, fence, fence_export, events, event_handles, free_events, stream })
+        let flag_values = (0..EVENTS).map(|_| AtomicU32::new(1)).collect();
+        Ok(Self {
+            gpu,
+            exports,
+            fence,
+            fence_export,
+            events,
+            event_handles,
+            free_events,
+            flag_values,
+            stream,
+        })
+    }
+
+    /// Flags for a load of a group with these regions that waits for this event.
+    pub(crate) fn flags(&self, event: u32, regions: &[Region]) -> Option<Flags> {
+        let mut region_ends = Vec::new();
+        let mut bytes = 0;
+        for (end, region) in (1u32..).zip(regions) {
+            bytes += region.block_bytes();
+            if bytes >= FLAG_BYTES || end as usize == regions.len() {
+                region_ends.push(end);
+                bytes = 0;
+            }
+        }
+        let value = self.flag_values[event as usize].fetch_add(1, Ordering::Relaxed);
+        let address = self.fence.address() + FLAGS_OFFSET + u64::from(event) * FLAGS_MAX as u64 * 4;
+        (!region_ends.is_empty() && region_ends.len() <= FLAGS_MAX).then_some(Flags {
+            address,
+            value,
+            region_ends,
+        })
+    }
+
+    /// Later work of `stream` starts once a region of this load is there; None is all of them.
+    ///
+    /// # Safety
+    /// As for [`record`](Self::record).
+    pub(crate) unsafe fn hold_up(
+        &self,
+        stream: u64,
+        flags: &Flags,
+        region: Option<u32>,
+    ) -> Result<(), GpuError> {
+        let (driver, device) = self.gpu.raw();
+        // SAFETY: the caller's promise; the word lives as long as this.
+        unsafe { driver.wait_word(device, stream, flags.word_of(region.unwrap_or(u32::MAX)), flags.value) }
+    }
+
+    /// Writes all flags of a load, after the copies of our own.
+    pub(crate) fn lift(&self, flags: &Flags) {
+        let words = (0..flags.region_ends.len() as u64).map(|index| flags.address + 4 * index);
+        // SAFETY: the words live as long as this.
+        let write = |word| unsafe { self.stream.write_word(word, flags.value) };
+        let written = words.into_iter().try_for_each(write).and_then(|()| self.stream.synchronize());
+        if let Err(error) = written {
+            // The context is lost, and nothing waits any more.
+            tracing::warn!(%error, "the flags of a load could not be written");
+        }
     }
 
     /// The device.

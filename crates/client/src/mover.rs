@@ -24,6 +24,7 @@ use crate::{
     backoff::Backoff,
     connection::{Connection, Lost, poll_for},
     fence::Fence,
+    gpu::Flags,
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
     worker::{After, Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
@@ -85,7 +86,8 @@ enum Asked {
     /// Save by the daemon: the answer ends the job.
     Save { job: Job, deadline: Instant },
     /// Load by the daemon, which was promised: it has no deadline, and is carried out here if the daemon cannot.
-    Load { job: Job },
+    /// With flags it was asked for early; `released` once the engine was told that it may compute.
+    Load { job: Job, flags: Option<Flags>, released: bool },
     /// Save through the mapping: the answer says where to write.
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
@@ -121,14 +123,17 @@ impl Mover<'_> {
 
     fn start(&mut self, job: Job) {
         match &job.work {
-            Work::Load { boot, groups } => match self.ask_for_load(boot, groups, job.after.as_ref()) {
-                Some(id) => {
-                    if let Some(link) = &mut self.link {
-                        link.asked.insert(id, Asked::Load { job });
+            Work::Load { boot, groups, early } => {
+                let flags = self.flags(groups, job.after.as_ref()).filter(|_| *early);
+                match self.ask_for_load(boot, groups, job.after.as_ref(), flags.as_ref()) {
+                    Some(id) => {
+                        if let Some(link) = &mut self.link {
+                            link.asked.insert(id, Asked::Load { job, flags, released: false });
+                        }
                     }
+                    None => self.load_here(&job, None),
                 }
-                None => self.load_here(&job),
-            },
+            }
             Work::Save(groups) => {
                 let blocks = groups.iter().map(|group| group.block_ids.len()).sum::<usize>();
                 if blocks > SAVE_BLOCKS_MAX {
@@ -161,7 +166,13 @@ impl Mover<'_> {
     }
 
     /// Asks the daemon to load, where it copies for this worker. None where this process has to.
-    fn ask_for_load(&mut self, boot: &BootId, groups: &[LoadGroup], after: Option<&After>) -> Option<u64> {
+    fn ask_for_load(
+        &mut self,
+        boot: &BootId,
+        groups: &[LoadGroup],
+        after: Option<&After>,
+        flags: Option<&Flags>,
+    ) -> Option<u64> {
         let epoch = self.fence.epoch();
         let link = self.link.as_mut()?;
         if link.stage != Stage::Open || link.method != SaveMethod::Gpu || link.boot != *boot {
@@ -173,7 +184,8 @@ impl Mover<'_> {
             pages: group.pages.clone(),
         });
         let event = after.map(|after| after.event);
-        let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event });
+        let flags = flags.map(Flags::to_wire);
+        let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event, flags });
         match link.connection.send(ask) {
             Ok(id) => Some(id),
             Err(lost) => {
@@ -183,13 +195,23 @@ impl Mover<'_> {
         }
     }
 
-    /// Carries a load out in this process.
-    fn load_here(&self, job: &Job) {
-        let Work::Load { boot, groups } = &job.work else { return };
+    /// Flags for a load of one group; several groups are loaded as a whole.
+    fn flags(&self, groups: &[LoadGroup], after: Option<&After>) -> Option<Flags> {
+        let ([group], Some(after), Some(gpu)) = (groups, after, &self.options.gpu) else { return None };
+        gpu.flags(after.event, &self.options.groups.get(group.group as usize)?.regions)
+    }
+
+    /// Carries a load out in this process. Flags are those that the engine's streams may be waiting for.
+    fn load_here(&self, job: &Job, flags: Option<&Flags>) {
+        let Work::Load { boot, groups, .. } = &job.work else { return };
         let end = match self.load(boot, groups, job.after.as_ref()) {
             Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
             Err(detail) => job.failed(detail),
         };
+        if let (Some(gpu), Some(flags)) = (&self.options.gpu, flags) {
+            // Whatever came of it: a stream that waits for ever would stop the engine.
+            gpu.lift(flags);
+        }
         self.shared.finish(end);
     }
 
@@ -359,8 +381,14 @@ impl Mover<'_> {
                     });
                 }
             }
+            Some(Answer::LoadEnqueued(_)) => {
+                if let Some(Asked::Load { job, flags: Some(flags), .. }) = asked {
+                    self.shared.release(&job, flags.clone());
+                    link.asked.insert(reply.id, Asked::Load { job, flags: Some(flags), released: true });
+                }
+            }
             Some(Answer::LoadResult(result)) => {
-                if let Some(Asked::Load { job }) = asked {
+                if let Some(Asked::Load { job, .. }) = asked {
                     let (blocks, bytes) = (result.blocks, result.bytes);
                     self.shared.finish(Finished { ok: true, blocks, bytes, ..job.failed("") });
                 }
@@ -375,8 +403,8 @@ impl Mover<'_> {
             Some(Answer::Refused(refused)) => {
                 let stage = link.stage;
                 self.note_refusal(&refused.sentence);
-                if let Some(Asked::Load { job }) = asked {
-                    self.load_here(&job);
+                if let Some(Asked::Load { job, flags, .. }) = asked {
+                    self.load_here(&job, flags.as_ref());
                 } else if let Some(asked) = asked {
                     self.end(asked, &refused.sentence);
                 } else if stage != Stage::Open {
@@ -471,7 +499,7 @@ impl Mover<'_> {
             Asked::Commit { end, .. } => {
                 self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
             }
-            Asked::Load { job } => self.load_here(&job),
+            Asked::Load { job, flags, .. } => self.load_here(&job, flags.as_ref()),
             Asked::GivenUp => {}
         }
     }
@@ -533,7 +561,12 @@ impl Mover<'_> {
             link.connection.say_goodbye();
             for asked in asked.into_values() {
                 match asked {
-                    Asked::Load { job } => self.shared.finish(job.failed("the worker is closed")),
+                    Asked::Load { job, flags, released } => {
+                        if let (Some(gpu), Some(flags), true) = (&self.options.gpu, &flags, released) {
+                            gpu.lift(flags);
+                        }
+                        self.shared.finish(job.failed("the worker is closed"));
+                    }
                     other => self.end(other, "the worker is closed"),
                 }
             }

@@ -12,11 +12,16 @@ use std::{
 };
 
 use kvlane_block::{BlockHash, LayoutError, Region};
+use kvlane_gpu::GpuError;
 use kvlane_proto::Address;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::{BootId, gpu::WorkerGpu, mover};
+use crate::{
+    BootId,
+    gpu::{Flags, WorkerGpu},
+    mover,
+};
 
 /// Jobs that may be queued or under way; further ones end at once, as failed.
 const JOBS_MAX: usize = 16384;
@@ -97,13 +102,16 @@ pub struct LoadGroup {
 /// What a job did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobKind {
+    /// A load that is on its way and cannot fail any more: computing may begin, in streams that wait for it
+    /// ([`Worker::wait_for_loads`]). Its end comes later, as a load's.
+    Released,
     /// Engine to pool.
     Save,
     /// Pool to engine.
     Load,
 }
 
-/// The end of a job; exactly one comes for each.
+/// The end of a job; exactly one comes for each. Before that of an early load, one of [`JobKind::Released`] may come.
 #[derive(Debug, Clone)]
 pub struct Finished {
     /// The caller's number.
@@ -138,7 +146,14 @@ pub struct WorkerStats {
 #[derive(Debug)]
 pub(crate) enum Work {
     Save(Vec<SaveGroupSpec>),
-    Load { boot: BootId, groups: Vec<LoadGroup> },
+    Load { boot: BootId, groups: Vec<LoadGroup>, early: bool },
+}
+
+/// A load that was released and has not ended.
+#[derive(Debug)]
+pub(crate) struct Outstanding {
+    pub(crate) job: u64,
+    pub(crate) flags: Flags,
 }
 
 /// The event that a copy of a GPU waits for; given back when the job is over.
@@ -203,6 +218,7 @@ pub(crate) struct State {
     pub(crate) polls: u64,
     /// A step began and has not polled yet.
     pub(crate) in_step: bool,
+    pub(crate) outstanding: Vec<Outstanding>,
     pub(crate) stats: WorkerStats,
 }
 
@@ -216,9 +232,19 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    /// The load's copies are in the GPU's queue.
+    pub(crate) fn release(&self, job: &Job, flags: Flags) {
+        let mut state = self.state.lock();
+        state.outstanding.push(Outstanding { job: job.number, flags });
+        state.finished.push(Finished { ok: true, kind: JobKind::Released, ..job.failed("") });
+        self.ready.store(state.finished.len(), Ordering::Release);
+        self.changed.notify_all();
+    }
+
     pub(crate) fn finish(&self, finished: Finished) {
         let mut state = self.state.lock();
         state.open -= 1;
+        state.outstanding.retain(|load| load.job != finished.job);
         state.finished.push(finished);
         self.ready.store(state.finished.len(), Ordering::Release);
         self.changed.notify_all();
@@ -306,7 +332,7 @@ impl Worker {
     /// For a worker on a GPU: see [`load_after`](Self::load_after).
     pub fn load(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>) {
         assert!(self.gpu.is_none(), "a worker on a GPU names the stream that used its blocks");
-        self.queue(job, Work::Load { boot, groups }, None);
+        self.queue(job, Work::Load { boot, groups, early: false }, None);
     }
 
     /// Queues a save of blocks that `stream` has been told to compute.
@@ -318,13 +344,44 @@ impl Worker {
         unsafe { self.queue_after(job, Work::Save(groups), stream) };
     }
 
-    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using.
+    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using. One that is `early` may be
+    /// reported as released before it ends.
     ///
     /// # Safety
     /// As for [`save_after`](Self::save_after).
-    pub unsafe fn load_after(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>, stream: u64) {
+    pub unsafe fn load_after(
+        &self,
+        job: u64,
+        boot: BootId,
+        groups: Vec<LoadGroup>,
+        stream: u64,
+        early: bool,
+    ) {
         // SAFETY: the caller's promise.
-        unsafe { self.queue_after(job, Work::Load { boot, groups }, stream) };
+        unsafe { self.queue_after(job, Work::Load { boot, groups, early }, stream) };
+    }
+
+    /// Whether a load was released and has not ended.
+    pub fn has_outstanding_loads(&self) -> bool {
+        !self.shared.state.lock().outstanding.is_empty()
+    }
+
+    /// Later work of `stream` starts once this region of every load that was released is there; None is all regions.
+    /// Every load counts, not only those of the requests at hand: its blocks may have been found by another request, or
+    /// belong to one by now.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Safety
+    /// As for [`save_after`](Self::save_after).
+    pub unsafe fn wait_for_loads(&self, region: Option<u32>, stream: u64) -> Result<(), GpuError> {
+        let Some(gpu) = &self.gpu else { return Ok(()) };
+        for load in &self.shared.state.lock().outstanding {
+            // SAFETY: the caller's promise.
+            unsafe { gpu.hold_up(stream, &load.flags, region)? };
+        }
+        Ok(())
     }
 
     /// # Safety

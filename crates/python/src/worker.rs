@@ -26,6 +26,7 @@ impl PyFinished {
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0.kind {
+            JobKind::Released => "released",
             JobKind::Save => "save",
             JobKind::Load => "load",
         }
@@ -181,8 +182,15 @@ impl PyWorker {
         Ok(())
     }
 
-    #[pyo3(signature = (job, boot, groups, stream = 0))]
-    fn load(&self, job: u64, boot: &[u8], groups: Vec<PyLoadGroup>, stream: u64) -> PyResult<()> {
+    #[pyo3(signature = (job, boot, groups, stream = 0, early = false))]
+    fn load(
+        &self,
+        job: u64,
+        boot: &[u8],
+        groups: Vec<PyLoadGroup>,
+        stream: u64,
+        early: bool,
+    ) -> PyResult<()> {
         let boot = bytes16("a boot id", boot)?;
         let groups = groups
             .into_iter()
@@ -194,8 +202,20 @@ impl PyWorker {
             })
             .collect::<PyResult<_>>()?;
         // SAFETY: as in `save`.
-        unsafe { self.0.read().load_after(job, boot, groups, stream) };
+        unsafe { self.0.read().load_after(job, boot, groups, stream, early) };
         Ok(())
+    }
+
+    #[getter]
+    fn has_outstanding_loads(&self) -> bool {
+        self.0.read().has_outstanding_loads()
+    }
+
+    #[pyo3(signature = (stream, region = None))]
+    fn wait_for_loads(&self, stream: u64, region: Option<u32>) -> PyResult<()> {
+        // SAFETY: as in `save`.
+        let waited = unsafe { self.0.read().wait_for_loads(region, stream) };
+        waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 
     fn step_begins(&self) {

@@ -17,6 +17,9 @@ const FENCE_BYTES: u64 = 24;
 /// Where the second copy of the fence goes in its buffer.
 const FENCE_AFTER: u64 = 64;
 const FENCE_BUFFER_BYTES: u64 = 4096;
+/// Tables of copies that may be under way, 400 kB each: enough that a load of gigabytes is enqueued at once, since its
+/// request is released when it is.
+const TABLES: usize = 32;
 /// Most events that a worker may share: copies that it can have under way.
 const EVENTS_MAX: usize = 1024;
 /// Most allocations that a worker's regions may lie in.
@@ -103,6 +106,15 @@ pub(crate) struct GpuMemory {
     _imports: Vec<Imported>,
 }
 
+/// Runs, and the word (its address in the engine, and the value) that says that they are there.
+pub(crate) struct Part {
+    pub(crate) runs: Vec<Run>,
+    pub(crate) flag: Option<(u64, u32)>,
+}
+
+/// A part with the addresses that this process has for the engine's.
+type LocalPart = (Vec<Copy>, Option<(u64, u32)>);
+
 /// A stream with what its copies need.
 struct Lane {
     stream: Arc<Stream>,
@@ -183,24 +195,30 @@ impl GpuMemory {
             self.copies(runs, |engine, offset, len| Copy { dst: pool + offset, src: engine, len })?;
         let mut lane = self.saving.lock();
         // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
-        let copied = unsafe { self.run(&mut lane, &copies, Direction::DeviceToHost, event) };
+        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Direction::DeviceToHost, event, || ()) };
         self.judge(&lane, copied, epoch)
     }
 
-    /// Scatters runs from the pool after `event`, for a request made at `epoch`.
+    /// Scatters the parts' runs from the pool after `event`, one part after the other, for a request made at `epoch`.
+    /// Calls `enqueued` when the GPU has it all, then waits until it is done.
     ///
     /// # Safety
     /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
     pub(crate) unsafe fn copy_in(
         &self,
-        runs: &[Run],
+        parts: &[Part],
         pool_base: *const u8,
         epoch: u64,
         event: Option<u32>,
+        enqueued: impl FnOnce(),
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
-        let copies =
-            self.copies(runs, |engine, offset, len| Copy { dst: engine, src: pool + offset, len })?;
+        let from_pool = |engine, offset, len| Copy { dst: engine, src: pool + offset, len };
+        let local = |part: &Part| {
+            let flag = part.flag.map(|(address, value)| Ok((self.map.local(address, 4)?, value)));
+            Ok((self.copies(&part.runs, from_pool)?, flag.transpose()?))
+        };
+        let parts = parts.iter().map(local).collect::<Result<Vec<LocalPart>, GpuError>>()?;
         let mut lane = self.loading.lock();
         // A load that was given up while this process was stopped must not be started.
         let found = self.fence_of(&mut lane)?;
@@ -208,7 +226,7 @@ impl GpuMemory {
             return Err(GpuCopyError::Cancelled { asked: epoch, found });
         }
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &copies, Direction::HostToDevice, event) };
+        let copied = unsafe { self.run(&mut lane, &parts, Direction::HostToDevice, event, enqueued) };
         self.judge(&lane, copied, epoch)
     }
 
@@ -224,9 +242,10 @@ impl GpuMemory {
     unsafe fn run(
         &self,
         lane: &mut Lane,
-        copies: &[Copy],
+        parts: &[LocalPart],
         direction: Direction,
         event: Option<u32>,
+        enqueued: impl FnOnce(),
     ) -> Result<(), GpuCopyError> {
         if let Some(event) = event {
             let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
@@ -235,16 +254,25 @@ impl GpuMemory {
         let enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
             // SAFETY: the fence is mapped, and its buffer this lane's.
             unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
-            // SAFETY: the caller's promise.
-            let enqueued = unsafe { lane.copier.enqueue(copies, direction)? };
-            tracing::debug!(?direction, ?enqueued, "copies of the GPU");
+            for (copies, flag) in parts {
+                // SAFETY: the caller's promise.
+                let how = unsafe { lane.copier.enqueue(copies, direction)? };
+                tracing::debug!(?direction, ?how, "copies of the GPU");
+                if let Some((address, value)) = flag {
+                    // SAFETY: the word is mapped, as the fence is.
+                    unsafe { lane.stream.write_word(*address, *value)? };
+                }
+            }
             // SAFETY: as above.
             unsafe { lane.stream.copy(lane.fence_copy(self.fence, FENCE_AFTER)) }
         };
-        let enqueued = enqueue(lane);
+        let outcome = enqueue(lane);
+        if outcome.is_ok() {
+            enqueued();
+        }
         // Also after an error: what was enqueued runs.
         lane.stream.synchronize()?;
-        Ok(enqueued?)
+        Ok(outcome?)
     }
 
     /// Whether the engine still wanted the copy at its end.
@@ -276,7 +304,7 @@ impl GpuMemory {
 impl Lane {
     fn new(gpu: &Gpu, priority: Priority, seams: &[u64]) -> Result<Self, GpuError> {
         let stream = Arc::new(Stream::new(gpu, priority)?);
-        let options = CopierOptions { seams: seams.to_vec(), ..CopierOptions::default() };
+        let options = CopierOptions { seams: seams.to_vec(), tables: TABLES, ..CopierOptions::default() };
         let copier = Copier::new(Arc::clone(&stream), options)?;
         Ok(Self { stream, copier, fences: HostBuffer::new(gpu, FENCE_BUFFER_BYTES)? })
     }

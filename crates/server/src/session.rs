@@ -172,7 +172,7 @@ impl Session {
         // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
         let shared = Arc::clone(&self.shared);
         let _busy = shared.sessions.begin();
-        let answer = self.answer(body, &mut descriptor);
+        let answer = self.answer(request.id, body, &mut descriptor);
         if is_goodbye {
             // Before the answer: who has it can rely on being gone.
             self.end();
@@ -184,7 +184,7 @@ impl Session {
         Ok(!(is_goodbye || is_greeting && was_refused))
     }
 
-    fn answer(&mut self, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
+    fn answer(&mut self, id: u64, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
         if let Ask::Hello(hello) = body {
             return self.greet(hello);
         }
@@ -242,7 +242,17 @@ impl Session {
                     let sentence = "this worker loads by itself, from its mapping of the pool";
                     return Err((Reason::NotAllowed, sentence.into()));
                 };
-                let result = loads::load(&shared, &worker.regions, memory, &load).map_err(invalid)?;
+                let enqueued = || {
+                    let body = Answer::LoadEnqueued(v1::LoadEnqueued {});
+                    // Where it cannot be told, the connection is over, and reading from it will say so.
+                    if load.flags.is_some()
+                        && let Err(error) = send(&self.stream, &shared.boot, id, body, None)
+                    {
+                        tracing::debug!(%error, "a worker was not told that its load is enqueued");
+                    }
+                };
+                let result =
+                    loads::load(&shared, &worker.regions, memory, &load, enqueued).map_err(invalid)?;
                 Ok(Answer::LoadResult(result))
             }
             Ask::Commit(commit) => {
@@ -398,23 +408,7 @@ impl Session {
     }
 
     fn reply(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
-        let boot_id = Bytes::copy_from_slice(&self.shared.boot);
-        let mut reply = v1::Reply { id, boot_id, body: Some(body) };
-        if reply.encoded_len() > MAX_FRAME_BYTES {
-            let sentence =
-                format!("the answer has {} bytes, more than a frame may have", reply.encoded_len());
-            reply.body = Some(refused((Reason::Limit, sentence)));
-        }
-        let frame = encode_frame(&reply);
-        match (&self.stream, descriptor) {
-            (Stream::Unix(stream), Some(fd)) => {
-                // The descriptor rides on the first byte that is taken.
-                let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
-                (&mut &*stream).write_all(&frame[sent..])
-            }
-            (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
-            (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
-        }
+        send(&self.stream, &self.shared.boot, id, body, descriptor)
     }
 
     fn end(&mut self) {
@@ -434,6 +428,32 @@ impl Greeted {
 
     fn worker(&mut self) -> Result<&mut WorkerState, Refusal> {
         self.worker.as_mut().ok_or((Reason::NotAllowed, "register the worker's memory first".into()))
+    }
+}
+
+/// Sends an answer.
+fn send(
+    stream: &Stream,
+    boot: &[u8; 16],
+    id: u64,
+    body: Answer,
+    descriptor: Option<OwnedFd>,
+) -> io::Result<()> {
+    let boot_id = Bytes::copy_from_slice(boot);
+    let mut reply = v1::Reply { id, boot_id, body: Some(body) };
+    if reply.encoded_len() > MAX_FRAME_BYTES {
+        let sentence = format!("the answer has {} bytes, more than a frame may have", reply.encoded_len());
+        reply.body = Some(refused((Reason::Limit, sentence)));
+    }
+    let frame = encode_frame(&reply);
+    match (stream, descriptor) {
+        (Stream::Unix(stream), Some(fd)) => {
+            // The descriptor rides on the first byte that is taken.
+            let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
+            (&mut &*stream).write_all(&frame[sent..])
+        }
+        (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
+        (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
     }
 }
 

@@ -12,8 +12,8 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, GroupSpec, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Tool, Worker,
-    WorkerGpu, WorkerGroupSpec, WorkerOptions,
+    Finished, GroupSpec, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Tool,
+    Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_gpu::{
     Copy, DeviceMemory, Gpu, Priority, Stream,
@@ -23,9 +23,10 @@ use kvlane_proto::Address;
 use kvlane_server::ServeOptions;
 use support::{PATIENCE, TOKENS, address, hashes, options};
 
-const BLOCKS: u64 = 64;
+const BLOCKS: u64 = 32;
 const LAYERS: u64 = 4;
-const PIECE: u64 = 4096;
+/// Two layers of a block are 256 KiB: a flag follows each second one.
+const PIECE: u64 = 128 << 10;
 const BLOCK: u64 = LAYERS * PIECE;
 
 /// An engine whose KV cache lies on a fake GPU: a tensor a layer, in one allocation.
@@ -48,13 +49,17 @@ struct Daemon {
 
 /// Names the socket to the process that is to be a daemon.
 const DAEMON: &str = "KVLANE_TEST_DAEMON_AT";
+/// How slow its GPU is, in microseconds for each MiB.
+const SLOW: &str = "KVLANE_TEST_DAEMON_SLOW";
 
 /// Not a test: the daemon's process, which the tests start from this very binary. It ends with its standard input.
 #[test]
 fn daemon_process() {
     let Some(socket) = std::env::var_os(DAEMON) else { return };
     let address = Address::Unix(socket.into());
-    let options = ServeOptions { gpu_driver: Some(driver()), ..options(&address, 16 << 20) };
+    let driver = driver();
+    driver.slow_down(Duration::from_micros(std::env::var(SLOW).unwrap().parse().unwrap()));
+    let options = ServeOptions { gpu_driver: Some(driver), ..options(&address, 16 << 20) };
     let daemon = kvlane_server::Daemon::start(&options, &|_| {}).unwrap();
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
     assert!(daemon.stop(PATIENCE));
@@ -62,10 +67,16 @@ fn daemon_process() {
 
 impl Daemon {
     fn start(address: &Address) -> Self {
+        Self::start_slow(address, 0)
+    }
+
+    /// With a GPU that takes so many microseconds for each MiB.
+    fn start_slow(address: &Address, microseconds: u64) -> Self {
         let Address::Unix(path) = address else { unreachable!() };
         let process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "daemon_process", "--nocapture"])
             .env(DAEMON, path)
+            .env(SLOW, microseconds.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
@@ -173,7 +184,7 @@ impl GpuEngine {
         self.finished()
     }
 
-    fn start_load(&mut self, prompt: u64, blocks: std::ops::Range<u32>) -> kvlane_client::Hit {
+    fn start_load(&mut self, prompt: u64, blocks: std::ops::Range<u32>, early: bool) -> kvlane_client::Hit {
         let block_ids: Vec<u32> = blocks.collect();
         let asked = hashes(prompt, block_ids.len() as u64);
         let hit = self.scheduler.lookup(&[asked], u64::MAX, PATIENCE);
@@ -184,13 +195,13 @@ impl GpuEngine {
         // SAFETY: the stream lives.
         unsafe {
             let groups = vec![LoadGroup { group: 0, block_ids, pages }];
-            self.worker.load_after(self.jobs, hit.boot, groups, self.stream.raw());
+            self.worker.load_after(self.jobs, hit.boot, groups, self.stream.raw(), early);
         }
         hit
     }
 
     fn load(&mut self, prompt: u64, blocks: std::ops::Range<u32>) -> Finished {
-        let hit = self.start_load(prompt, blocks);
+        let hit = self.start_load(prompt, blocks, false);
         let finished = self.finished();
         self.scheduler.release(hit.boot, hit.lease);
         finished
@@ -281,13 +292,69 @@ fn a_promised_load_arrives_without_the_daemon() {
     // SAFETY: the stream lives.
     unsafe {
         let groups = vec![LoadGroup { group: 0, block_ids: vec![10, 11, 12, 13], pages }];
-        engine.worker.load_after(engine.jobs, hit.boot, groups, engine.stream.raw());
+        engine.worker.load_after(engine.jobs, hit.boot, groups, engine.stream.raw(), false);
     }
     let loaded = engine.finished();
     assert!(loaded.ok && loaded.blocks == 4, "{loaded:?}");
     for block in 0..4 {
         assert!(engine.block(10 + block).iter().all(|&byte| byte == 40 + block as u8));
     }
+}
+
+/// A fifth of a second for each MiB, so nearly half a second for four blocks: long enough to meet a load under way.
+const VERY_SLOW: u64 = 200_000;
+
+/// Saves four blocks and asks for an early load of them into blocks 10 to 13; returns when the load is released.
+fn released(engine: &mut GpuEngine, address: &Address) {
+    let kept: Vec<Vec<u8>> = (0..4).map(|block| engine.compute(block, 50 + block as u8)).collect();
+    let saved = engine.save(0, 0..4);
+    assert!(saved.ok, "{saved:?}");
+    drop(kept);
+    engine.settle(address);
+    engine.start_load(0, 10..14, true);
+    let released = engine.finished();
+    assert_eq!((released.kind, released.ok), (JobKind::Released, true), "{released:?}");
+    assert!(engine.worker.has_outstanding_loads());
+}
+
+#[test]
+fn a_stream_that_waits_for_a_released_load_sees_it_and_one_that_does_not_sees_what_was_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = Daemon::start_slow(&address, VERY_SLOW);
+    let mut engine = GpuEngine::new(&address, "engine", &driver);
+    released(&mut engine, &address);
+    assert!(engine.block(13).contains(&0), "the control: this stream has not waited");
+    // Region by region, as a model does.
+    for layer in 0..LAYERS as u32 {
+        // SAFETY: the stream lives.
+        unsafe { engine.worker.wait_for_loads(Some(layer), engine.stream.raw()) }.unwrap();
+    }
+    for block in 0..4 {
+        assert!(engine.block(10 + block).iter().all(|&byte| byte == 50 + block as u8), "block {block}");
+    }
+    let ended = engine.finished();
+    assert_eq!((ended.kind, ended.ok, ended.blocks), (JobKind::Load, true, 4), "{ended:?}");
+    assert!(!engine.worker.has_outstanding_loads());
+    drop(engine);
+    daemon.stop();
+}
+
+#[test]
+fn a_released_load_arrives_although_the_daemon_is_killed_in_the_middle() {
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = Daemon::start_slow(&address, VERY_SLOW);
+    let mut engine = GpuEngine::new(&address, "engine", &driver);
+    released(&mut engine, &address);
+    // SAFETY: the stream lives.
+    unsafe { engine.worker.wait_for_loads(None, engine.stream.raw()) }.unwrap();
+    daemon.kill();
+    for block in 0..4 {
+        assert!(engine.block(10 + block).iter().all(|&byte| byte == 50 + block as u8), "block {block}");
+    }
+    let ended = engine.finished();
+    assert_eq!((ended.kind, ended.ok, ended.blocks), (JobKind::Load, true, 4), "{ended:?}");
 }
 
 #[test]

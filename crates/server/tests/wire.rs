@@ -119,8 +119,14 @@ fn load() -> impl Strategy<Value = Ask> {
         block_ids,
         pages,
     });
-    (proptest::collection::vec(group, 0..3), number(), proptest::option::of(small()))
-        .prop_map(|(groups, epoch, event)| Ask::Load(v1::Load { groups, epoch, event }))
+    let flags = (number(), small(), numbers()).prop_map(|(address, value, region_ends)| v1::LoadFlags {
+        address,
+        value,
+        region_ends,
+    });
+    let (event, flags) = (proptest::option::of(small()), proptest::option::of(flags));
+    (proptest::collection::vec(group, 0..3), number(), event, flags)
+        .prop_map(|(groups, epoch, event, flags)| Ask::Load(v1::Load { groups, epoch, event, flags }))
 }
 
 fn save_groups() -> impl Strategy<Value = Vec<v1::SaveGroup>> {

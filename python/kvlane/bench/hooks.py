@@ -42,12 +42,15 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     """Medians of nanoseconds a call."""
     try:
         from kvlane.connector import KVLaneConnector
+        from kvlane.connector.guard import Failures
+        from kvlane.connector.worker import WorkerSide
     except ImportError as error:
         sys.exit(
             f"kvlane bench hooks calls the connector inside vLLM, and there is none beside this Python: {error}"
         )
-    # The hooks ask nothing of the connector's state, so none is built.
+    # The hooks ask for no more of the connector's state than this.
     connector = object.__new__(KVLaneConnector)
+    connector._worker = WorkerSide(0, Failures())
     hooks = {
         "save_kv_layer": connector.save_kv_layer,
         "wait_for_layer_load": connector.wait_for_layer_load,

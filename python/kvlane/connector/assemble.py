@@ -17,6 +17,7 @@ from kvlane.connector.layout import group_layout, layer_hints
 from kvlane.connector.namespace import engine_meaning, fix_hash_seed, group_namespace
 from kvlane.connector.scheduler import EngineShape, SchedulerSide
 from kvlane.connector.settings import Settings
+from kvlane.connector.worker import Stream
 
 
 def build_scheduler_side(
@@ -68,8 +69,9 @@ def build_scheduler_side(
 
 def build_worker_core(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: dict[str, Any]
-) -> Any:
-    """The core's worker for this rank's KV caches, connecting in the background. Raises Unsupported."""
+) -> tuple[Any, Stream | None]:
+    """The core's worker for this rank's KV caches, connecting in the background, and for caches on a GPU how the engine
+    computes there. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
     namespaces, _ = _namespaces(vllm_config, groups, settings)
     device = gpu_of(kv_caches)
@@ -77,13 +79,15 @@ def build_worker_core(
     parallel = vllm_config.parallel_config
     cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
     described = []
+    last_region: dict[str, int] = {}
     for namespace, group in zip(namespaces, groups, strict=True):
         layout = group_layout(kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut)
         if not layout.regions:
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
+        last_region = layout.last_region
     if device is not None:
-        return open_core(settings.address).Worker(
+        core = open_core(settings.address).Worker(
             settings.address,
             engine_id(vllm_config),
             client_name(),
@@ -92,7 +96,11 @@ def build_worker_core(
             described,
             gpu=device_uuid(device),
         )
-    return open_core(settings.address).Worker(
+        eager = bool(vllm_config.model_config.enforce_eager)
+        # Flags are written for the regions of one group.
+        regions = last_region if len(groups) == 1 else {}
+        return core, Stream(compute_stream(device), regions, by_layer=eager)
+    core = open_core(settings.address).Worker(
         settings.address,
         engine_id(vllm_config),
         client_name(),
@@ -101,6 +109,7 @@ def build_worker_core(
         described,
         settings.save_method,
     )
+    return core, None
 
 
 def engine_id(vllm_config: Any) -> str:
@@ -163,11 +172,8 @@ def gpu_of(kv_caches: dict[str, Any]) -> Any:
     return device
 
 
-def compute_stream(kv_caches: dict[str, Any]) -> Callable[[], int] | None:
-    """Gives the handle of the CUDA stream that the calling thread computes in; None for host memory."""
-    device = gpu_of(kv_caches)
-    if device is None:
-        return None
+def compute_stream(device: Any) -> Callable[[], int]:
+    """Gives the handle of the CUDA stream that the calling thread computes in."""
     import torch
 
     return lambda: torch.cuda.current_stream(device).cuda_stream

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvlane.connector import capabilities
-from kvlane.connector.assemble import build_scheduler_side, build_worker_core, compute_stream
+from kvlane.connector.assemble import build_scheduler_side, build_worker_core
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
@@ -71,8 +71,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_caches = kv_caches
         try:
             self._worker.attach(
-                build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches),
-                compute_stream(kv_caches),
+                *build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
             )
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
@@ -106,8 +105,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request runs only once its blocks are there."""
-        return
+        """A request runs once its blocks are there, or, on a GPU, on their way: then the stream waits for them."""
+        if self._worker is not None and self._worker.on_layer is not None:
+            self._worker.on_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Saves start once the whole step is computed."""

@@ -61,6 +61,8 @@ class GroupLayout:
     digest: bytes
     block_bytes: int
     """Bytes of this worker's shard of a block."""
+    last_region: dict[str, int]
+    """Of each layer, the index of the last region that it reads."""
 
 
 def group_layout(
@@ -77,7 +79,8 @@ def group_layout(
     """
     regions: list[Region] = []
     description: list[Any] = []
-    stored: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    stored: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    last_region: dict[str, int] = {}
     for name in sorted(names, key=natural_order):
         if name not in layers:
             raise Unsupported(f"vLLM registered no KV cache for the layer {name!r}")
@@ -88,15 +91,18 @@ def group_layout(
             view = TensorView.of(tensor)
             place = (view.address, view.shape, view.strides)
             if place in stored:
-                continue  # a layer that reads another one's cache
-            stored.add(place)
+                # A layer that reads another one's cache.
+                last_region[name] = max(last_region.get(name, 0), stored[place])
+                continue
             found, shape = tensor_regions(view, num_blocks, hint.block_strides, f"{name}[{part}]")
             regions += found
+            stored[place] = last_region[name] = len(regions) - 1
             description.append([name, part, view.dtype, view.element_bytes, shape, hint.backend])
     return GroupLayout(
         regions=regions,
         digest=digest16(["layout", 1, list(cut), description]),
         block_bytes=sum(piece * len(offsets) for _, _, _, piece, offsets in regions),
+        last_region=last_region,
     )
 
 

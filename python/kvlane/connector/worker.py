@@ -7,6 +7,7 @@ pinned, and vLLM keeps a request waiting, until then.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvlane.connector.counters import Counters
@@ -14,12 +15,20 @@ from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
 
 # With nothing to compute the worker waits this long for its copies instead of spinning through empty steps.
-IDLE_WAIT_MS = 1.0
+IDLE_WAIT_MS = 2.0
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 
 
-def _no_stream() -> int:
-    return 0
+@dataclass(frozen=True)
+class Stream:
+    """How the engine computes on a GPU."""
+
+    handle: Callable[[], int]
+    """Gives the handle of the stream that the calling thread computes in."""
+    last_region: dict[str, int]
+    """Of each layer, the last region that it reads; empty where loads cannot be waited for in parts."""
+    by_layer: bool
+    """Whether every step calls the hook of every layer; full CUDA graphs do not."""
 
 
 class WorkerSide:
@@ -29,7 +38,13 @@ class WorkerSide:
         self._rank = rank
         self._failures = failures
         self._core: Any = None
-        self._stream: Callable[[], int] = _no_stream
+        self._stream: Stream | None = None
+        # Loads that run on while their request computes already.
+        self._released: set[int] = set()
+        # Layers whose hook was called, until all of them have been: only then can steps be trusted to call it.
+        self._seen_layers: set[str] = set()
+        self.on_layer: Callable[[str], None] | None = None
+        """What vLLM's hook of each layer has to call, if anything."""
         self.counters = Counters()
         self._loads: dict[int, LoadJob] = {}
         self._saves: dict[int, int] = {}  # job to its number of blocks
@@ -40,11 +55,12 @@ class WorkerSide:
         self._jobs: StepJobs | None = None
         self._saves_started = False
 
-    def attach(self, core: Any, stream: Callable[[], int] | None = None) -> None:
-        """The core's worker; before, and after `detach`, every job fails. `stream` gives the handle of the stream that
-        the engine computes in, for caches on a GPU."""
+    def attach(self, core: Any, stream: Stream | None = None) -> None:
+        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU."""
         self._core = core
-        self._stream = stream or _no_stream
+        self._stream = stream
+        self._seen_layers = set()
+        self.on_layer = self._see_layer if stream is not None and stream.by_layer else None
 
     @property
     def attached(self) -> bool:
@@ -67,8 +83,42 @@ class WorkerSide:
         self._saves_started = False
         if self._core is not None:
             self._core.step_begins()
+            self._wait_for_released()
         for load in jobs.loads:
             self._start_load(load)
+
+    def _wait_for_released(self) -> None:
+        """Holds up what this step computes until the loads that were released are there, layer by layer if possible.
+        All of them: their blocks may be hit by other requests, or belong to others by now."""
+        if self._stream is None or self._seeing_layers:
+            return
+        outstanding = self._core.has_outstanding_loads
+        if self._stream.by_layer and self._stream.last_region:
+            self.on_layer = self._wait_for_layer if outstanding else None
+        elif outstanding:
+            self._hold_up(None)
+
+    @property
+    def _seeing_layers(self) -> bool:
+        return self.on_layer == self._see_layer
+
+    def _see_layer(self, layer_name: str) -> None:
+        assert self._stream is not None
+        self._seen_layers.add(layer_name)
+        if self._seen_layers >= self._stream.last_region.keys():
+            self.on_layer = None
+
+    def _wait_for_layer(self, layer_name: str) -> None:
+        assert self._stream is not None
+        # A layer that is not known waits for everything.
+        self._hold_up(self._stream.last_region.get(layer_name))
+
+    def _hold_up(self, region: int | None) -> None:
+        assert self._stream is not None
+        try:
+            self._core.wait_for_loads(self._stream.handle(), region)
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("waiting for a load", error, "the GPU's context is lost")
 
     def start_saves(self) -> None:
         """The step's forward pass is over: start its saves. Calling it again changes nothing."""
@@ -93,7 +143,7 @@ class WorkerSide:
             self._end(load.job, ok=True)
             return
         try:
-            self._core.load(load.job, load.boot, groups, self._stream())
+            self._core.load(load.job, load.boot, groups, self._stream_handle(), self._may_release)
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a load", error, "the request is reported as not loaded")
             self._end(load.job, ok=False)
@@ -104,22 +154,38 @@ class WorkerSide:
             self._end(save.job, ok=False)
             return
         try:
-            self._core.save(save.job, save.groups, self._stream())
+            self._core.save(save.job, save.groups, self._stream_handle())
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a save", error, "its blocks are not saved")
             self._end(save.job, ok=False)
+
+    def _stream_handle(self) -> int:
+        return self._stream.handle() if self._stream is not None else 0
+
+    @property
+    def _may_release(self) -> bool:
+        """Whether a load's request may compute while it is loaded: where nothing else runs that would have to wait
+        with it, and every step can be made to wait."""
+        if self._stream is None or not self._stream.last_region or self._seeing_layers:
+            return False
+        return self._jobs is not None and self._jobs.idle
 
     def poll(self) -> None:
         """Notice the jobs that ended."""
         if self._core is None:
             return
-        if self._jobs is not None and self._jobs.idle and (self._loads or self._saves):
+        # What was released is for the next step to compute with.
+        unfinished = self._saves or self._loads.keys() - self._released
+        if self._jobs is not None and self._jobs.idle and unfinished:
             self._core.wait(IDLE_WAIT_MS)
         self._collect(self._core)
 
     def _collect(self, core: Any) -> None:
         for finished in core.poll():
-            if finished.job in self._saves:
+            if finished.kind == "released":
+                self._released.add(finished.job)
+                self._loaded.add(self._loads[finished.job].request_id)
+            elif finished.job in self._saves:
                 stored = finished.blocks + finished.present
                 self.counters.add("save_jobs")
                 self.counters.add("save_blocks", finished.blocks)
@@ -140,7 +206,11 @@ class WorkerSide:
 
     def _end(self, job: int, ok: bool) -> None:
         load = self._loads.pop(job, None)
-        if load is None:
+        if job in self._released:
+            self._released.remove(job)
+            if not ok:
+                self.counters.add("failed_loads")
+        elif load is None:
             del self._saves[job]
             self.counters.add("failed_saves", 0 if ok else 1)
         else:

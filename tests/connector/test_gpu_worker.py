@@ -1,0 +1,143 @@
+"""The worker role with caches on a GPU: when a load is asked for early, and what waits for a released one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvlane.connector.guard import Failures
+from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.worker import Stream, WorkerSide
+
+LAYERS = [f"layers.{layer}" for layer in range(3)]
+
+
+class Core:
+    """Records what it is told; ends are put in by the test."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[int, int, bool]] = []  # (job, stream, early)
+        self.waits: list[tuple[int, int | None]] = []  # (stream, region)
+        self.ends: list[Any] = []
+        self.idle_waits = 0
+        self.has_outstanding_loads = False
+
+    def step_begins(self) -> None: ...
+
+    def load(self, job: int, boot: bytes, groups: Any, stream: int, early: bool) -> None:
+        self.loads.append((job, stream, early))
+
+    def wait(self, timeout_ms: float) -> None:
+        self.idle_waits += 1
+
+    def poll(self) -> list[Any]:
+        ends, self.ends = self.ends, []
+        return ends
+
+    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
+        self.waits.append((stream, region))
+
+    def end(self, job: int, kind: str, ok: bool = True) -> None:
+        """A job's end, or its release."""
+        self.has_outstanding_loads = kind == "released"
+        self.ends.append(
+            SimpleNamespace(job=job, kind=kind, ok=ok, blocks=1, present=0, bytes=1, seconds=0.1, detail="")
+        )
+
+
+def worker(*, by_layer: bool, regions: bool = True) -> tuple[WorkerSide, Core]:
+    core = Core()
+    side = WorkerSide(0, Failures())
+    last_region = {name: index for index, name in enumerate(LAYERS)} if regions else {}
+    side.attach(core, Stream(lambda: 77, last_region, by_layer=by_layer))
+    return side, core
+
+
+def load(job: int) -> LoadJob:
+    return LoadJob(job, f"request {job}", b"boot", [(0, [1], [b"page"])])
+
+
+def step(side: WorkerSide, *loads: LoadJob, idle: bool = False) -> tuple[set[str], dict[int, JobEnd]]:
+    """One step with the hooks of all layers; what it reports."""
+    side.bind(StepJobs(loads=list(loads), idle=idle))
+    if not idle:
+        for name in LAYERS:
+            if side.on_layer is not None:
+                side.on_layer(name)
+    side.start_saves()
+    side.poll()
+    side.unbind()
+    return side.take_loaded()[0], side.take_ended()
+
+
+def test_a_released_load_is_computed_with_at_once_and_ends_later() -> None:
+    side, core = worker(by_layer=False)
+    assert step(side, load(1), idle=True) == (set(), {})
+    assert core.loads == [(1, 77, True)]
+    core.end(1, "released")
+    assert step(side, idle=True) == ({"request 1"}, {}), "its lease is still needed"
+    core.end(1, "load")
+    assert step(side) == (set(), {1: JobEnd(1, ok=True)})
+
+
+def test_a_load_is_not_early_where_others_compute() -> None:
+    side, core = worker(by_layer=False)
+    step(side, load(1), idle=False)
+    assert core.loads == [(1, 77, False)]
+    core.end(1, "load")
+    assert step(side) == ({"request 1"}, {1: JobEnd(1, ok=True)})
+
+
+def test_nothing_is_early_with_several_groups() -> None:
+    side, core = worker(by_layer=False, regions=False)
+    step(side, load(1), idle=True)
+    assert core.loads == [(1, 77, False)]
+
+
+def test_steps_wait_for_everything_where_graphs_leave_hooks_out() -> None:
+    side, core = worker(by_layer=False)
+    step(side, load(1), idle=True)
+    core.end(1, "released")
+    step(side)
+    step(side)
+    assert core.waits == [(77, None)] * 2, "each step until its end"
+    core.end(1, "load")
+    step(side)
+    assert core.waits == [(77, None)] * 2
+
+
+def test_each_layer_waits_for_its_own_part() -> None:
+    side, core = worker(by_layer=True)
+    step(side)  # every layer calls its hook: that can be relied on from now on
+    step(side, load(1), idle=True)
+    core.end(1, "released")
+    step(side, idle=True)
+    step(side)
+    assert core.waits == [(77, 0), (77, 1), (77, 2)]
+    core.end(1, "load")
+    step(side)
+    core.waits.clear()
+    step(side)
+    assert core.waits == []
+    assert side.on_layer is None, "a hook with nothing to do costs nothing"
+
+
+def test_no_load_is_early_before_every_layer_was_seen_to_call_its_hook() -> None:
+    side, core = worker(by_layer=True)
+    side.bind(StepJobs())
+    assert side.on_layer is not None
+    side.on_layer(LAYERS[0])
+    side.unbind()
+    step(side, load(1), idle=True)
+    assert core.loads == [(1, 77, False)], "the other layers may have no hook"
+
+
+def test_an_idle_step_waits_for_copies_but_not_for_what_is_released() -> None:
+    side, core = worker(by_layer=False)
+    step(side, load(1), idle=True)
+    assert core.idle_waits == 1
+    core.end(1, "released")
+    step(side, idle=True)
+    before = core.idle_waits
+    step(side, idle=True)
+    assert core.idle_waits == before
