@@ -15,6 +15,9 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     let options = args.resolve()?;
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log '{}'", options.log))?;
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    if !options.no_gpu.is_empty() {
+        tracing::info!(reason = options.no_gpu, "engines on GPUs are not served");
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
     let (mut term, mut interrupt) = {

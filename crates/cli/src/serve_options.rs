@@ -78,7 +78,7 @@ enum HugePagesArg {
     Off,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum GpuArg {
     Auto,
@@ -99,6 +99,8 @@ pub(crate) struct Resolved {
     pub(crate) serve: ServeOptions,
     pub(crate) drain: Duration,
     pub(crate) log: String,
+    /// Why engines on GPUs are not served; empty where they are.
+    pub(crate) no_gpu: String,
 }
 
 impl ServeArgs {
@@ -136,12 +138,13 @@ impl ServeArgs {
             NumaArg::Auto => Numa::Auto,
             NumaArg::Off => Numa::Off,
         };
-        let gpu = self.gpu.or(file.gpu).unwrap_or(GpuArg::Auto);
-        let gpu_driver = match (gpu, kvlane_gpu::detect()) {
-            (GpuArg::Off, _) => None,
-            (_, Ok(driver)) => Some(driver),
-            (GpuArg::On, Err(reason)) => bail!("--gpu on: {reason}"),
-            (GpuArg::Auto, Err(_)) => None,
+        let (gpu_driver, no_gpu) = match self.gpu.or(file.gpu).unwrap_or(GpuArg::Auto) {
+            GpuArg::Off => (None, "--gpu off".to_owned()),
+            wanted => match kvlane_gpu::detect() {
+                Ok(driver) => (Some(driver), String::new()),
+                Err(reason) if wanted == GpuArg::On => bail!("--gpu on: {reason}"),
+                Err(reason) => (None, reason.to_string()),
+            },
         };
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
@@ -157,6 +160,7 @@ impl ServeArgs {
             serve,
             drain: Duration::from_secs(self.drain_seconds.or(file.drain_seconds).unwrap_or(DEFAULT_DRAIN_S)),
             log: self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into()),
+            no_gpu,
         })
     }
 }
