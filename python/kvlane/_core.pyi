@@ -20,6 +20,9 @@ class Hit:
     def pages(self, group: int, rank: int) -> bytes:
         """Pool pages of this rank's shards, little-endian u32 a block, from the group's first block on."""
 
+    def stored_blocks(self, group: int) -> int:
+        """Blocks from the prompt's first one that need no saving: the hit's and those stored after it."""
+
 @final
 class Scheduler:
     """The scheduler's connection. No call blocks longer than it says, none raises because of the daemon's state."""

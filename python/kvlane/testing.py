@@ -31,6 +31,10 @@ class FakeHit:
     boot: bytes = b""
     groups: list[tuple[int, int]] = field(default_factory=list)
     _pages: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _stored: list[int] = field(default_factory=list)
+
+    def stored_blocks(self, group: int) -> int:
+        return self._stored[group]
 
     def pages(self, group: int, rank: int) -> bytes:
         return self._pages[group, rank]
@@ -172,12 +176,22 @@ class FakeCore:
                     break
                 starts.append(start)
             else:
-                return self._lease(engine, hashes, tokens, starts)
+                return self._lease(engine, hashes, tokens, starts, present)
         return FakeHit(boot=self.boot)
 
-    def _lease(self, engine: _Engine, hashes: list[list[bytes]], tokens: int, starts: list[int]) -> FakeHit:
+    def _lease(
+        self,
+        engine: _Engine,
+        hashes: list[list[bytes]],
+        tokens: int,
+        starts: list[int],
+        present: list[list[bool]],
+    ) -> FakeHit:
         hit = FakeHit(tokens, next(self._numbers), self.boot, list(enumerate(starts)))
-        for group, (namespace, _, size, _) in enumerate(engine.groups):
+        for group, (namespace, _, size, window) in enumerate(engine.groups):
+            end = tokens // size
+            after = [] if window else list(itertools.takewhile(bool, present[group][end:]))
+            hit._stored.append(end + len(after))
             space = engine.space(group)
             keys = [(namespace, space, each) for each in hashes[group][starts[group] : tokens // size]]
             for rank in range(engine.workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,9 @@ class Core:
         ends, self.ends = self.ends, []
         return ends
 
+    def take_stats(self) -> dict[str, float]:
+        return {}
+
     def wait_for_loads(self, stream: int, region: int | None = None) -> None:
         self.waits.append((stream, region))
 
@@ -45,11 +49,13 @@ class Core:
         )
 
 
-def worker(*, by_layer: bool, regions: bool = True) -> tuple[WorkerSide, Core]:
+def worker(*, regions: bool = True, kinds: Sequence[str | None] = ()) -> tuple[WorkerSide, Core]:
+    """A worker whose steps are of these kinds, one after the other; else full graphs."""
     core = Core()
     side = WorkerSide(0, Failures())
     last_region = {name: index for index, name in enumerate(LAYERS)} if regions else {}
-    side.attach(core, Stream(lambda: 77, last_region, by_layer=by_layer))
+    kind = iter(kinds)
+    side.attach(core, Stream(lambda: 77, last_region, step_kind=lambda: next(kind, None)))
     return side, core
 
 
@@ -57,11 +63,13 @@ def load(job: int) -> LoadJob:
     return LoadJob(job, f"request {job}", b"boot", [(0, [1], [b"page"])])
 
 
-def step(side: WorkerSide, *loads: LoadJob, idle: bool = False) -> tuple[set[str], dict[int, JobEnd]]:
-    """One step with the hooks of all layers; what it reports."""
-    side.bind(StepJobs(loads=list(loads), idle=idle))
+def step(
+    side: WorkerSide, *loads: LoadJob, idle: bool = False, hooks: list[str] = LAYERS
+) -> tuple[set[str], dict[int, JobEnd]]:
+    """One step with the hooks of these layers; what it reports."""
+    side.bind(StepJobs(loads=list(loads), idle=idle, computes=not idle))
     if not idle:
-        for name in LAYERS:
+        for name in hooks:
             if side.on_layer is not None:
                 side.on_layer(name)
     side.start_saves()
@@ -71,7 +79,7 @@ def step(side: WorkerSide, *loads: LoadJob, idle: bool = False) -> tuple[set[str
 
 
 def test_a_released_load_is_computed_with_at_once_and_ends_later() -> None:
-    side, core = worker(by_layer=False)
+    side, core = worker()
     assert step(side, load(1), idle=True) == (set(), {})
     assert core.loads == [(1, 77, True)]
     core.end(1, "released")
@@ -81,7 +89,7 @@ def test_a_released_load_is_computed_with_at_once_and_ends_later() -> None:
 
 
 def test_a_load_is_not_early_where_others_compute() -> None:
-    side, core = worker(by_layer=False)
+    side, core = worker()
     step(side, load(1), idle=False)
     assert core.loads == [(1, 77, False)]
     core.end(1, "load")
@@ -89,13 +97,13 @@ def test_a_load_is_not_early_where_others_compute() -> None:
 
 
 def test_nothing_is_early_with_several_groups() -> None:
-    side, core = worker(by_layer=False, regions=False)
+    side, core = worker(regions=False)
     step(side, load(1), idle=True)
     assert core.loads == [(1, 77, False)]
 
 
 def test_steps_wait_for_everything_where_graphs_leave_hooks_out() -> None:
-    side, core = worker(by_layer=False)
+    side, core = worker()
     step(side, load(1), idle=True)
     core.end(1, "released")
     step(side)
@@ -106,12 +114,16 @@ def test_steps_wait_for_everything_where_graphs_leave_hooks_out() -> None:
     assert core.waits == [(77, None)] * 2
 
 
-def test_each_layer_waits_for_its_own_part() -> None:
-    side, core = worker(by_layer=True)
-    step(side)  # every layer calls its hook: that can be relied on from now on
-    step(side, load(1), idle=True)
-    core.end(1, "released")
+def release(side: WorkerSide, core: Core, job: int) -> None:
+    step(side, load(job), idle=True)
+    core.end(job, "released")
     step(side, idle=True)
+
+
+def test_each_layer_waits_for_its_own_part() -> None:
+    side, core = worker(kinds=["NONE"] * 9)
+    step(side)  # every layer calls its hook: that can be relied on from now on
+    release(side, core, 1)
     step(side)
     assert core.waits == [(77, 0), (77, 1), (77, 2)]
     core.end(1, "load")
@@ -122,18 +134,43 @@ def test_each_layer_waits_for_its_own_part() -> None:
     assert side.on_layer is None, "a hook with nothing to do costs nothing"
 
 
-def test_no_load_is_early_before_every_layer_was_seen_to_call_its_hook() -> None:
-    side, core = worker(by_layer=True)
-    side.bind(StepJobs())
-    assert side.on_layer is not None
-    side.on_layer(LAYERS[0])
-    side.unbind()
-    step(side, load(1), idle=True)
-    assert core.loads == [(1, 77, False)], "the other layers may have no hook"
+def test_a_kind_of_step_is_waited_for_as_a_whole_until_every_layer_was_seen_to_call_its_hook() -> None:
+    side, core = worker(kinds=["PIECEWISE", "NONE", "PIECEWISE", "PIECEWISE"])
+    step(side, hooks=LAYERS[:2])
+    release(side, core, 1)
+    step(side)
+    assert core.waits == [(77, None)], "another kind"
+    step(side)
+    assert core.waits == [(77, None)] * 2, "one layer was missing"
+    step(side)
+    assert core.waits[2:] == [(77, 0), (77, 1), (77, 2)]
+
+
+def test_a_full_graph_waits_for_everything_whatever_other_steps_do() -> None:
+    side, core = worker(kinds=["PIECEWISE", None, "PIECEWISE"])
+    step(side)
+    release(side, core, 1)
+    step(side, hooks=[])
+    assert core.waits == [(77, None)]
+    step(side)
+    assert core.waits[1:] == [(77, 0), (77, 1), (77, 2)]
+
+
+def test_a_hook_that_is_left_out_is_told_and_such_steps_are_not_trusted_again() -> None:
+    side, core = worker(kinds=["NONE"] * 9)
+    step(side)
+    release(side, core, 1)
+    step(side, hooks=LAYERS[:1])
+    assert core.waits == [(77, 0)]
+    stats = side.take_stats()
+    assert stats is not None
+    assert stats["errors"] == 1
+    step(side)
+    assert core.waits[1:] == [(77, None)]
 
 
 def test_an_idle_step_waits_for_copies_but_not_for_what_is_released() -> None:
-    side, core = worker(by_layer=False)
+    side, core = worker()
     step(side, load(1), idle=True)
     assert core.idle_waits == 1
     core.end(1, "released")

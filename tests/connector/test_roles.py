@@ -63,6 +63,24 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     check_nothing_held(engine)
 
 
+def test_a_whole_prompt_that_is_stored_is_not_saved_again() -> None:
+    """The last block of a prompt of full blocks may not be loaded, since one token has to be computed; it used to be
+    saved again with every hit."""
+    engine = Engine(FakeCore())
+    exact = request(tokens=list(range(12)))
+    engine.run(exact)
+    engine.finish(exact)
+    engine.workers[0].take_stats()
+    again = request("again", tokens=list(range(12)))
+    assert engine.run(again) == 8
+    engine.finish(again)
+    counted = engine.workers[0].take_stats()
+    assert counted is not None
+    assert "load_jobs" in counted
+    assert "save_jobs" not in counted
+    check_nothing_held(engine)
+
+
 def test_asking_again_gives_the_same_answer_and_only_what_is_past_the_local_hit_is_loaded() -> None:
     store = FakeCore()
     engine = Engine(store)

@@ -21,6 +21,7 @@ pub struct Hit {
 struct Group {
     index: u32,
     first_block: u64,
+    stored_blocks: u64,
     pages: Bytes,
     workers: usize,
 }
@@ -35,6 +36,7 @@ impl Hit {
             .map(|group| Group {
                 index: group.group,
                 first_block: group.first_block,
+                stored_blocks: group.stored_blocks,
                 workers: group.workers.max(1) as usize,
                 pages: group.pages,
             })
@@ -45,6 +47,12 @@ impl Hit {
     /// Index and first block of each group of the hit.
     pub fn groups(&self) -> impl Iterator<Item = (u32, u64)> + '_ {
         self.groups.iter().map(|group| (group.index, group.first_block))
+    }
+
+    /// Blocks of a group, from the prompt's first one, that need no saving: the hit's and those stored after it. 0 when
+    /// the hit has no such group.
+    pub fn stored_blocks(&self, group: u32) -> u64 {
+        self.groups.iter().find(|g| g.index == group).map_or(0, |g| g.stored_blocks)
     }
 
     /// Pool pages of one rank's shards, little-endian `u32` a block, from the group's first block on. Empty when
@@ -70,7 +78,8 @@ mod tests {
     #[test]
     fn pages_are_taken_apart_by_rank() {
         let pages: Vec<u8> = [10u32, 20, 11, 21, 12, 22].iter().flat_map(|p| p.to_le_bytes()).collect();
-        let group = v1::HitGroup { group: 3, first_block: 5, pages: pages.into(), workers: 2 };
+        let group =
+            v1::HitGroup { group: 3, first_block: 5, pages: pages.into(), workers: 2, stored_blocks: 9 };
         let hit = Hit::from_reply(
             [7; 16],
             v1::LookupResult { tokens: 96, lease: 1, groups: vec![group], ready: true },
@@ -80,6 +89,7 @@ mod tests {
         };
         assert_eq!((of(0), of(1), of(2)), (vec![10, 11, 12], vec![20, 21, 22], vec![]));
         assert_eq!(hit.groups().collect::<Vec<_>>(), [(3, 5)]);
+        assert_eq!((hit.stored_blocks(3), hit.stored_blocks(0)), (9, 0));
         assert!(hit.pages(0, 0).is_empty());
     }
 }

@@ -64,8 +64,8 @@ pub enum CopyMethod {
 pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64, GpuError> {
     let plan = Pieces::new(shape, method)?;
     let stream = Arc::new(Stream::new(gpu, Priority::High)?);
-    let mut copier = Copier::new(Arc::clone(&stream), options(gpu, method)?)?;
     let places = Places::new(gpu, shape, plan.extent())?;
+    let mut copier = Copier::new(Arc::clone(&stream), options(gpu, method, places.direction)?)?;
     let staging = HostBuffer::new(gpu, plan.extent())?;
 
     let whole = |dst, src| Copy { dst, src, len: plan.extent() };
@@ -102,7 +102,7 @@ pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64,
 }
 
 /// The copier that does nothing but this method.
-fn options(gpu: &Gpu, method: CopyMethod) -> Result<CopierOptions, GpuError> {
+fn options(gpu: &Gpu, method: CopyMethod, direction: Direction) -> Result<CopierOptions, GpuError> {
     let never = Thresholds { engine_bytes: u64::MAX, batch_bytes: u64::MAX, ..Thresholds::default() };
     let only = |use_batch, use_kernel| CopierOptions { use_batch, use_kernel, ..CopierOptions::default() };
     let lacks = |operation| GpuError::Unsupported { operation, reason: "this device cannot".into() };
@@ -115,7 +115,9 @@ fn options(gpu: &Gpu, method: CopyMethod) -> Result<CopierOptions, GpuError> {
             let some = CopierOptions { thresholds: never, ..only(false, true) };
             Ok(CopierOptions { host_blocks: blocks, peer_blocks: blocks, ..some })
         }
-        CopyMethod::Auto => Ok(CopierOptions::default()),
+        CopyMethod::Auto => {
+            Ok(CopierOptions { thresholds: Thresholds::idle(direction), ..CopierOptions::default() })
+        }
     }
 }
 

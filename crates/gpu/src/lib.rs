@@ -28,4 +28,5 @@ pub use driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, P
 pub use error::GpuError;
 pub use import::{AddressMap, Export, Imported, Mapped};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
+pub use plan::Thresholds;
 pub use stream::{Event, Stream};

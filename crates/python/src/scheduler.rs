@@ -37,6 +37,10 @@ impl PyHit {
         self.0.groups().collect()
     }
 
+    fn stored_blocks(&self, group: u32) -> u64 {
+        self.0.stored_blocks(group)
+    }
+
     fn pages<'py>(&self, py: Python<'py>, group: u32, rank: u32) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.pages(group, rank))
     }

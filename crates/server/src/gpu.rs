@@ -5,7 +5,7 @@ use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Instant};
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
-    HostBuffer, Imported, Mapped, Pinned, Priority, Stream,
+    HostBuffer, Imported, Mapped, Pinned, Priority, Stream, Thresholds,
 };
 use kvlane_memory::{Arena, pidfd_exited};
 use kvlane_proto::v1;
@@ -220,6 +220,12 @@ impl GpuMemory {
         };
         let parts = parts.iter().map(local).collect::<Result<Vec<LocalPart>, GpuError>>()?;
         let mut lane = self.loading.lock();
+        // An engine asks for flags only when it computes nothing else.
+        let idle = parts.iter().any(|(_, flag)| flag.is_some());
+        lane.copier.set_thresholds(match idle {
+            true => Thresholds::idle(Direction::HostToDevice),
+            false => Thresholds::beside_compute(),
+        });
         // A load that was given up while this process was stopped must not be started.
         let found = self.fence_of(&mut lane)?;
         if found != epoch {
@@ -304,7 +310,12 @@ impl GpuMemory {
 impl Lane {
     fn new(gpu: &Gpu, priority: Priority, seams: &[u64]) -> Result<Self, GpuError> {
         let stream = Arc::new(Stream::new(gpu, priority)?);
-        let options = CopierOptions { seams: seams.to_vec(), tables: TABLES, ..CopierOptions::default() };
+        let options = CopierOptions {
+            seams: seams.to_vec(),
+            tables: TABLES,
+            thresholds: Thresholds::beside_compute(),
+            ..CopierOptions::default()
+        };
         let copier = Copier::new(Arc::clone(&stream), options)?;
         Ok(Self { stream, copier, fences: HostBuffer::new(gpu, FENCE_BUFFER_BYTES)? })
     }

@@ -655,7 +655,13 @@ fn look_up_ready(
             pages.chunks_exact_mut(4).zip(&group.pages).for_each(|(bytes, page)| {
                 bytes.copy_from_slice(&page.to_le_bytes());
             });
-            v1::HitGroup { group: index as u32, first_block: group.first_block, pages: pages.into(), workers }
+            v1::HitGroup {
+                group: index as u32,
+                first_block: group.first_block,
+                pages: pages.into(),
+                workers,
+                stored_blocks: group.stored_blocks,
+            }
         })
         .collect();
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))

@@ -101,6 +101,9 @@ pub struct Hit {
 pub struct HitGroup {
     /// First block that the hit includes: 0, or the start of the window.
     pub first_block: u64,
+    /// Blocks from the prompt's first one that need no saving: the hit's, and those after it that are stored too. No
+    /// lease is on the latter.
+    pub stored_blocks: u64,
     /// First pool page of each extent, block-major: `pages[block * shards + shard]`.
     pub pages: Vec<u32>,
 }

@@ -62,8 +62,14 @@ impl Index {
             let first_block = need.first_block(tokens);
             let end = tokens / u64::from(need.tokens_per_block);
             let slots = &slots[first_block as usize..end as usize];
-            hit_groups
-                .push(HitGroup { first_block, pages: self.lease_blocks(group.space, slots, &mut leased) });
+            let mut stored_blocks = end;
+            if need.window_blocks == 0 {
+                let beyond = group.hashes.get(end as usize..).unwrap_or_default();
+                stored_blocks +=
+                    beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count() as u64;
+            }
+            let pages = self.lease_blocks(group.space, slots, &mut leased);
+            hit_groups.push(HitGroup { first_block, stored_blocks, pages });
         }
         let lease = self.leases.insert(owner, now, leased);
         Some(Hit { tokens, lease, groups: hit_groups })

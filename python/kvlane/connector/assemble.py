@@ -96,10 +96,9 @@ def build_worker_core(
             described,
             gpu=device_uuid(device),
         )
-        eager = bool(vllm_config.model_config.enforce_eager)
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}
-        return core, Stream(compute_stream(device), regions, by_layer=eager)
+        return core, Stream(compute_stream(device), regions, capabilities.step_kind)
     core = open_core(settings.address).Worker(
         settings.address,
         engine_id(vllm_config),

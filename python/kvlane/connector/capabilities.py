@@ -40,6 +40,19 @@ def cacheable_group_ids(kv_cache_config: Any) -> list[int]:
     return list(known) if known is not None else list(range(len(kv_cache_config.kv_cache_groups)))
 
 
+def step_kind() -> str | None:
+    """How the step that begins runs its forward pass, if its layers call the connector's hooks: without CUDA graphs, or
+    with graphs between the attention layers. None for a full graph, and where vLLM does not tell."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    # A runner that replays a full graph sets no forward context (V2), or one that says so (V1).
+    if not is_forward_context_available():
+        return None
+    mode = getattr(get_forward_context(), "cudagraph_runtime_mode", None)
+    name = getattr(mode, "name", None)
+    return name if name in ("NONE", "PIECEWISE") else None
+
+
 def empty_transfer_results() -> Any:
     """An empty `KVConnectorTransferResults`."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -35,7 +35,10 @@ class StepJobs:
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     idle: bool = False
-    """Nothing is computed in this step: the worker may wait a moment for its copies instead of spinning."""
+    """Nothing is computed in this step, and no lookup is awaited: the worker may wait a moment for its copies instead
+    of spinning."""
+    computes: bool = True
+    """The step has a forward pass."""
 
 
 @dataclass

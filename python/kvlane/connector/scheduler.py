@@ -135,10 +135,11 @@ class SchedulerSide:
         state.asked_tokens = tokens
         if tokens <= 0 or not request.block_hashes:
             return
-        hashes = []
-        for group in self._shape.groups:
-            end = min(tokens // group.tokens_per_block, self._hashes.count(state, group))
-            hashes.append(self._hashes.stored(state, group, 0, end))
+        # Also those beyond the limit: what is stored of them needs no saving.
+        hashes = [
+            self._hashes.stored(state, group, 0, self._hashes.count(state, group))
+            for group in self._shape.groups
+        ]
         self._core.lookup_start(request.request_id, hashes, tokens)
         state.looking_up = True
 
@@ -180,7 +181,9 @@ class SchedulerSide:
         state.answered_at = self._clock()
         # What the daemon has is not saved again; what only the engine's own cache has is, so that a daemon that
         # was restarted fills up by itself.
-        state.saved_blocks = [hit.tokens // group.tokens_per_block for group in self._shape.groups]
+        state.saved_blocks = [
+            hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shape.groups
+        ]
         state.next_save = 0
 
     def _drop_hit(self, state: RequestState) -> None:
@@ -270,9 +273,8 @@ class SchedulerSide:
         save = self.saves.take_job(self._clock())
         if save is not None:
             jobs.saves.append(save)
-        jobs.idle = output.total_num_scheduled_tokens == 0 and not any(
-            state.looking_up for state in self._requests.values()
-        )
+        jobs.computes = output.total_num_scheduled_tokens > 0
+        jobs.idle = not jobs.computes and not any(state.looking_up for state in self._requests.values())
 
     def _notice_restart(self) -> None:
         """A new daemon has nothing: what runs is saved from its beginning."""

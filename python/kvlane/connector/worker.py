@@ -14,8 +14,10 @@ from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
 
-# With nothing to compute the worker waits this long for its copies instead of spinning through empty steps.
-IDLE_WAIT_MS = 2.0
+# With nothing to compute the worker waits this long for its copies instead of spinning through empty steps: for saves
+# not long, since a request that arrives meanwhile waits too.
+LOAD_WAIT_MS = 2.0
+SAVE_WAIT_MS = 0.2
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 
 
@@ -27,8 +29,9 @@ class Stream:
     """Gives the handle of the stream that the calling thread computes in."""
     last_region: dict[str, int]
     """Of each layer, the last region that it reads; empty where loads cannot be waited for in parts."""
-    by_layer: bool
-    """Whether every step calls the hook of every layer; full CUDA graphs do not."""
+    step_kind: Callable[[], str | None]
+    """Of the step that begins: how vLLM runs its forward pass. None where layers do not call their hooks, as in a full
+    CUDA graph. Steps of one kind call the same hooks."""
 
 
 class WorkerSide:
@@ -41,8 +44,10 @@ class WorkerSide:
         self._stream: Stream | None = None
         # Loads that run on while their request computes already.
         self._released: set[int] = set()
-        # Layers whose hook was called, until all of them have been: only then can steps be trusted to call it.
-        self._seen_layers: set[str] = set()
+        # By kind of step, the layers whose hook was called: with all of them, such steps can be trusted to call it.
+        self._seen_layers: dict[str, set[str]] = {}
+        self._kind: str | None = None
+        self._waited_layers: set[str] = set()
         self.on_layer: Callable[[str], None] | None = None
         """What vLLM's hook of each layer has to call, if anything."""
         self.counters = Counters()
@@ -59,8 +64,8 @@ class WorkerSide:
         """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU."""
         self._core = core
         self._stream = stream
-        self._seen_layers = set()
-        self.on_layer = self._see_layer if stream is not None and stream.by_layer else None
+        self._seen_layers = {}
+        self.on_layer = None
 
     @property
     def attached(self) -> bool:
@@ -81,37 +86,58 @@ class WorkerSide:
         """A step begins: start its loads, which vLLM's own zeroing of new blocks precedes."""
         self._jobs = jobs
         self._saves_started = False
+        self.on_layer = None
         if self._core is not None:
             self._core.step_begins()
-            self._wait_for_released()
+            if jobs.computes:
+                self._wait_for_released()
         for load in jobs.loads:
             self._start_load(load)
 
     def _wait_for_released(self) -> None:
         """Holds up what this step computes until the loads that were released are there, layer by layer if possible.
         All of them: their blocks may be hit by other requests, or belong to others by now."""
-        if self._stream is None or self._seeing_layers:
+        if self._stream is None or not self._stream.last_region:
             return
+        self._kind = self._stream.step_kind()
         outstanding = self._core.has_outstanding_loads
-        if self._stream.by_layer and self._stream.last_region:
-            self.on_layer = self._wait_for_layer if outstanding else None
-        elif outstanding:
+        if self._kind is not None and self._is_trusted(self._kind):
+            if outstanding:
+                self._waited_layers.clear()
+                self.on_layer = self._wait_for_layer
+            return
+        if self._kind is not None:
+            self.on_layer = self._see_layer
+        if outstanding:
             self._hold_up(None)
 
-    @property
-    def _seeing_layers(self) -> bool:
-        return self.on_layer == self._see_layer
+    def _is_trusted(self, kind: str) -> bool:
+        assert self._stream is not None
+        return self._seen_layers.get(kind, set()) >= self._stream.last_region.keys()
 
     def _see_layer(self, layer_name: str) -> None:
-        assert self._stream is not None
-        self._seen_layers.add(layer_name)
-        if self._seen_layers >= self._stream.last_region.keys():
-            self.on_layer = None
+        assert self._kind is not None
+        self._seen_layers.setdefault(self._kind, set()).add(layer_name)
 
     def _wait_for_layer(self, layer_name: str) -> None:
         assert self._stream is not None
+        self._waited_layers.add(layer_name)
         # A layer that is not known waits for everything.
         self._hold_up(self._stream.last_region.get(layer_name))
+
+    def _check_waits(self) -> None:
+        """Steps of a kind that left a hook out are not trusted again."""
+        if self.on_layer != self._wait_for_layer:
+            return
+        assert self._stream is not None
+        assert self._kind is not None
+        missing = self._stream.last_region.keys() - self._waited_layers
+        if missing:
+            self._seen_layers[self._kind] = set()
+            error = RuntimeError(
+                f"{len(missing)} layers did not wait for a load in a step of kind {self._kind}"
+            )
+            self._failures.record("waiting for a load", error, "this step may have read blocks too early")
 
     def _hold_up(self, region: int | None) -> None:
         assert self._stream is not None
@@ -125,6 +151,7 @@ class WorkerSide:
         if self._jobs is None or self._saves_started:
             return
         self._saves_started = True
+        self._check_waits()
         for save in self._jobs.saves:
             self._start_save(save)
 
@@ -166,7 +193,7 @@ class WorkerSide:
     def _may_release(self) -> bool:
         """Whether a load's request may compute while it is loaded: where nothing else runs that would have to wait
         with it, and every step can be made to wait."""
-        if self._stream is None or not self._stream.last_region or self._seeing_layers:
+        if self._stream is None or not self._stream.last_region:
             return False
         return self._jobs is not None and self._jobs.idle
 
@@ -175,9 +202,9 @@ class WorkerSide:
         if self._core is None:
             return
         # What was released is for the next step to compute with.
-        unfinished = self._saves or self._loads.keys() - self._released
-        if self._jobs is not None and self._jobs.idle and unfinished:
-            self._core.wait(IDLE_WAIT_MS)
+        loading = bool(self._loads.keys() - self._released)
+        if self._jobs is not None and self._jobs.idle and (loading or self._saves):
+            self._core.wait(LOAD_WAIT_MS if loading else SAVE_WAIT_MS)
         self._collect(self._core)
 
     def _collect(self, core: Any) -> None:
