@@ -6,13 +6,14 @@ import json
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from patterns import NAMESPACE
-from processes import Daemon, Engine, free_port, run_kvlane, until
+from processes import Daemon, Engine, clean_environment, free_port, run_kvlane, until
 from wire import (
     DROP_NAMESPACES,
     GET_STATUS,
@@ -282,3 +283,76 @@ def test_http_can_be_off(make_daemon: MakeDaemon) -> None:
     with pytest.raises(OSError, match="refused"):
         daemon.http("/health")
     assert daemon.status()["blocks"] == 0
+
+
+def _doctor(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """At a socket in `folder`, with a pool that fits anywhere."""
+    address = f"unix:{folder}/kvlane.sock"
+    if "--pool-size" not in flags:
+        flags = ("--pool-size", "1mib", *flags)
+    return run_kvlane("doctor", "--addr", address, *flags, env=clean_environment(**environment))
+
+
+def _findings(told: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {finding["subject"]: finding for finding in json.loads(told.stdout)["findings"]}
+
+
+def test_doctor_without_a_daemon_says_what_is_missing_and_that_kvlane_works(folder: Path) -> None:
+    told = _doctor(folder, KVLANE_GPU_DRIVER="off")
+    assert told.returncode == 0, told.stdout
+    assert re.search(rf"^note +daemon +none answers at unix:{folder}/kvlane.sock$", told.stdout, re.M)
+    assert re.search(r"^ +do +start one with `kvlane serve`", told.stdout, re.M)
+    assert re.search(r"^note +gpu driver +KVLANE_GPU_DRIVER is off$", told.stdout, re.M)
+    assert told.stdout.splitlines()[-1].startswith("kvlane works here: no problem, ")
+    assert "\x1b" not in told.stdout, "no colours but on a terminal"
+    assert not (folder / "kvlane.sock").exists(), "it changes nothing"
+    quiet, verbose = len(told.stdout), len(_doctor(folder, "--verbose", KVLANE_GPU_DRIVER="off").stdout)
+    assert quiet < verbose
+
+
+def test_doctor_with_a_daemon_for_programs(daemon: Daemon, folder: Path) -> None:
+    told = _doctor(folder, "--json", KVLANE_GPU_DRIVER="fake", PYTHONHASHSEED="7")
+    assert told.returncode == 0, told.stdout
+    report = json.loads(told.stdout)
+    assert report["problems"] == 0
+    assert report["notes"] == sum(finding["verdict"] == "note" for finding in report["findings"])
+    for finding in report["findings"]:
+        assert set(finding) == {"subject", "verdict", "found", "means", "advice"}
+        assert finding["verdict"] == "ok" or finding["advice"], finding
+    findings = _findings(told)
+    assert (findings["daemon"]["verdict"], findings["daemon"]["found"]) == (
+        "ok",
+        f"kvlane {report['version']} answers at {daemon.address}",
+    )
+    assert "fake GPU" in findings["gpu 0"]["found"]
+    assert "'7'" in findings["hash seed"]["found"].replace('"', "'")
+    # The interpreter beside the binary, or the one that runs this test.
+    assert f"kvlane {report['version']} in Python" in findings["vllm"]["found"], findings["vllm"]
+    until("its session to go", lambda: daemon.status()["sessions"][:-1] == [])
+
+
+def test_doctor_fails_where_the_daemon_could_not_start(folder: Path) -> None:
+    (folder / "kvlane.sock").write_text("no socket")
+    told = _doctor(folder, "--json", KVLANE_GPU_DRIVER="off")
+    assert told.returncode == 1
+    assert _findings(told)["daemon"]["verdict"] == "problem"
+    (folder / "kvlane.sock").unlink()
+    told = _doctor(folder, "--pool-size", "1000tb", KVLANE_GPU_DRIVER="off")
+    assert told.returncode == 1
+    assert re.search(r"^problem +memory ", told.stdout, re.M)
+    assert re.search(r"^ +do +choose a smaller --pool-size", told.stdout, re.M)
+    assert "kvlane does not work here as it is: 1 problem" in told.stdout
+
+
+def test_doctor_does_not_wait_for_a_daemon_that_is_stopped(daemon: Daemon, folder: Path) -> None:
+    daemon.signal(signal.SIGSTOP)
+    told = _doctor(folder, "--json", KVLANE_GPU_DRIVER="off")
+    daemon.signal(signal.SIGCONT)
+    assert told.returncode == 1
+    assert "did not answer" in _findings(told)["daemon"]["found"]
+
+
+def test_doctor_refuses_an_address_that_is_none() -> None:
+    told = run_kvlane("doctor", "--addr", "nowhere")
+    assert told.returncode == 1
+    assert "'nowhere'" in told.stderr

@@ -1,5 +1,6 @@
 //! The one binary `kvlane`: the daemon, its status, and the benchmarks.
 
+mod doctor;
 mod namespaces;
 mod python;
 mod reference;
@@ -27,6 +28,8 @@ enum Command {
     Serve(serve_options::ServeArgs),
     /// Show what a running daemon holds and who uses it.
     Status(status::StatusArgs),
+    /// Say what of this machine kvlane can use, what stands in its way, and what to do about it.
+    Doctor(doctor::DoctorArgs),
     /// Drop what a namespace holds.
     Drop(namespaces::DropArgs),
     /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => serve::run(args),
         Command::Status(args) => status::run(&args),
+        Command::Doctor(args) => return doctor::run(&args),
         Command::Drop(args) => namespaces::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),

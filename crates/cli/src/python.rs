@@ -12,10 +12,15 @@ pub(crate) struct PythonArgs {
     args: Vec<OsString>,
 }
 
+/// The interpreter beside this binary, else the one that the shell would find.
+pub(crate) fn interpreter() -> PathBuf {
+    let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(|folder| folder.join("python3")));
+    beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from("python3"))
+}
+
 /// Becomes `python -m MODULE ARGS`.
 pub(crate) fn run(module: &str, args: &PythonArgs) -> Result<()> {
-    let beside = env::current_exe().ok().and_then(|exe| exe.parent().map(|folder| folder.join("python3")));
-    let python = beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from("python3"));
+    let python = interpreter();
     let error = Command::new(&python).arg("-m").arg(module).args(&args.args).exec();
     Err(anyhow!(
         "cannot run {} -m {module} ({error}): install the Python package, `pip install kvlane`",

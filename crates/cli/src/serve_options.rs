@@ -11,7 +11,8 @@ use serde::Deserialize;
 
 use crate::size::Size;
 
-const DEFAULT_POOL: u64 = 4_000_000_000;
+/// Bytes of the pool when nobody says.
+pub(crate) const DEFAULT_POOL: u64 = 4_000_000_000;
 const DEFAULT_TCP: &str = "127.0.0.1:50055";
 const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;

@@ -18,10 +18,14 @@ pub(crate) struct DaemonArgs {
 }
 
 impl DaemonArgs {
+    /// The address that was given, else the default one.
+    pub(crate) fn address(&self) -> Result<Address> {
+        Ok(self.addr.as_deref().map_or_else(|| Ok(default_address()), str::parse)?)
+    }
+
     /// Connects, or says what to do.
     pub(crate) fn connect(&self) -> Result<Tool> {
-        let address: Address = self.addr.as_deref().map_or_else(|| Ok(default_address()), str::parse)?;
-        Ok(Tool::connect(&address, Duration::from_secs(2))?)
+        Ok(Tool::connect(&self.address()?, Duration::from_secs(2))?)
     }
 }
 

@@ -3,15 +3,36 @@
 use std::fs;
 use std::path::Path;
 
+/// Bytes that this process can still take, by who says so. None where the kernel does not tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Available {
+    /// What the machine has left without swapping.
+    pub machine: Option<u64>,
+    /// What is left under the tightest memory limit of the process's control group.
+    pub group: Option<u64>,
+}
+
+impl Available {
+    /// As the files of `root` say, which is `/` but in tests.
+    pub fn under(root: &Path) -> Available {
+        let text = |path| fs::read_to_string(root.join(path)).ok();
+        Available {
+            machine: text("proc/meminfo").and_then(|text| meminfo_bytes(&text, "MemAvailable")),
+            group: text("proc/self/cgroup")
+                .and_then(|text| cgroup_available(&text, &root.join("sys/fs/cgroup"))),
+        }
+    }
+
+    /// The smaller of the two.
+    pub fn least(&self) -> Option<u64> {
+        self.machine.into_iter().chain(self.group).min()
+    }
+}
+
 /// Bytes that this process can take without swapping or being killed: the smallest of the machine's available memory
 /// and what is left under each memory limit of its control group. None where the kernel does not tell.
 pub fn available_memory() -> Option<u64> {
-    let machine =
-        fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_bytes(&text, "MemAvailable"));
-    let group = fs::read_to_string("/proc/self/cgroup")
-        .ok()
-        .and_then(|text| cgroup_available(&text, Path::new("/sys/fs/cgroup")));
-    machine.into_iter().chain(group).min()
+    Available::under(Path::new("/")).least()
 }
 
 /// A field of /proc/meminfo or of a mapping in /proc/PID/smaps, in bytes.
@@ -112,6 +133,21 @@ mod tests {
         fs::write(group.join("memory.usage_in_bytes"), "5000\n").unwrap();
         fs::write(group.join("memory.stat"), "total_inactive_file 1000\n").unwrap();
         assert_eq!(cgroup_available("4:cpu,memory:/a\n3:pids:/a\n", root.path()), Some(96));
+    }
+
+    #[test]
+    fn machine_and_group_are_told_apart_and_the_smaller_counts() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(Available::under(root.path()).least(), None);
+        for folder in ["proc/self", "sys/fs/cgroup"] {
+            fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        fs::write(root.path().join("proc/meminfo"), "MemAvailable: 8 kB\n").unwrap();
+        fs::write(root.path().join("proc/self/cgroup"), "0::/\n").unwrap();
+        fs::write(root.path().join("sys/fs/cgroup/memory.max"), "300\n").unwrap();
+        let available = Available::under(root.path());
+        assert_eq!(available, Available { machine: Some(8192), group: Some(300) });
+        assert_eq!(available.least(), Some(300));
     }
 
     #[test]

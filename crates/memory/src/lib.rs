@@ -18,7 +18,7 @@ pub mod process_vm;
 pub mod view;
 
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
-pub use available::available_memory;
+pub use available::{Available, available_memory};
 pub use descriptor::{recv_with_fd, send_with_fd};
 pub use engine::{CopyError, EngineMemory};
 pub use extents::{ExtentAllocator, PAGE_BYTES};

@@ -1,0 +1,117 @@
+//! Whether a daemon answers.
+
+use std::{io::ErrorKind, os::unix::fs::FileTypeExt, time::Duration};
+
+use kvlane_client::{ConnectError, Tool, ToolError};
+use kvlane_proto::Address;
+
+use crate::doctor::finding::Finding;
+
+/// What is at the address.
+#[derive(Debug)]
+pub(crate) enum Facts {
+    /// A daemon of this version.
+    Answers { version: String },
+    /// Nobody; a daemon can be started.
+    Nobody,
+    /// A file that is no socket, in the place of one.
+    Blocked,
+    /// Something that does not answer as a daemon should, and the sentence.
+    Unwell(String),
+}
+
+pub(crate) fn read(address: &Address) -> Facts {
+    if let Address::Unix(path) = address
+        && std::fs::symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket())
+    {
+        return Facts::Blocked;
+    }
+    match Tool::connect(address, Duration::from_secs(2)) {
+        Ok(tool) => {
+            let version = tool.version().to_owned();
+            tool.close();
+            Facts::Answers { version }
+        }
+        Err(ToolError::Connect(ConnectError::Refused { error, .. }))
+            if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused) =>
+        {
+            Facts::Nobody
+        }
+        Err(error) => Facts::Unwell(error.to_string()),
+    }
+}
+
+impl Facts {
+    /// Whether a daemon has its pool already.
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self, Self::Answers { .. })
+    }
+}
+
+pub(crate) fn judge(facts: &Facts, address: &Address) -> Finding {
+    let own = env!("CARGO_PKG_VERSION");
+    match facts {
+        Facts::Answers { version } if version == own => {
+            Finding::ok("daemon", format!("kvlane {version} answers at {address}"))
+        }
+        Facts::Answers { version } => {
+            Finding::note("daemon", format!("kvlane {version} answers at {address}, this binary is {own}"))
+                .means("they share a version of the protocol, but not all of their fixes and features")
+                .advice("restart the daemon from this binary; its cache starts empty")
+        }
+        Facts::Nobody => Finding::note("daemon", format!("none answers at {address}"))
+            .means("engines compute everything themselves until there is one")
+            .advice("start one with `kvlane serve`, or name its address with --addr or KVLANE_ADDR"),
+        Facts::Blocked => Finding::problem("daemon", format!("{address} exists and is no socket"))
+            .means("`kvlane serve` does not start there")
+            .advice("remove the file, or choose another --listen and name it to the engines"),
+        Facts::Unwell(sentence) => Finding::problem("daemon", sentence.clone())
+            .means("another daemon does not start there, and engines compute everything themselves")
+            .advice("see who listens there and its log, and restart it"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::net::UnixListener};
+
+    use super::*;
+    use crate::doctor::finding::Verdict;
+
+    #[test]
+    fn nobody_there_and_a_file_in_the_way() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = Address::Unix(folder.path().join("kvlane.sock"));
+        let Address::Unix(path) = &address else { unreachable!() };
+        assert!(matches!(read(&address), Facts::Nobody));
+        drop(UnixListener::bind(path).unwrap());
+        assert!(matches!(read(&address), Facts::Nobody), "a socket of a daemon that died");
+        assert_eq!(judge(&Facts::Nobody, &address).verdict, Verdict::Note);
+        fs::remove_file(path).unwrap();
+        fs::write(path, "data").unwrap();
+        let found = judge(&read(&address), &address);
+        assert_eq!(found.verdict, Verdict::Problem);
+        assert!(found.found.contains("kvlane.sock exists and is no socket"), "{}", found.found);
+    }
+
+    #[test]
+    fn one_that_listens_and_says_nothing_is_a_problem() {
+        let folder = tempfile::tempdir().unwrap();
+        let address = Address::Unix(folder.path().join("kvlane.sock"));
+        let Address::Unix(path) = &address else { unreachable!() };
+        let _listener = UnixListener::bind(path).unwrap();
+        let facts = read(&address);
+        assert!(matches!(facts, Facts::Unwell(_)), "{facts:?}");
+        assert_eq!(judge(&facts, &address).verdict, Verdict::Problem);
+    }
+
+    #[test]
+    fn versions_are_compared() {
+        let address = Address::Unix("/x".into());
+        let same = Facts::Answers { version: env!("CARGO_PKG_VERSION").into() };
+        assert_eq!(judge(&same, &address).verdict, Verdict::Ok);
+        assert!(same.is_running());
+        let other = Facts::Answers { version: "99.0.0".into() };
+        assert_eq!(judge(&other, &address).verdict, Verdict::Note);
+    }
+}

@@ -1,0 +1,34 @@
+//! The kernel's files under a root, which is `/` but in tests.
+
+use std::{fs, path::Path};
+
+/// A file without the white space around it; None where it cannot be read.
+pub(crate) fn text(root: &Path, path: &str) -> Option<String> {
+    fs::read_to_string(root.join(path)).ok().map(|text| text.trim().to_owned())
+}
+
+/// A file that holds one number.
+pub(crate) fn number(root: &Path, path: &str) -> Option<u64> {
+    text(root, path)?.parse().ok()
+}
+
+/// The names in a folder, sorted; none where there is no such folder.
+pub(crate) fn names(root: &Path, path: &str) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(root.join(path)) else { return Vec::new() };
+    let mut names: Vec<String> =
+        entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A made-up tree of files.
+#[cfg(test)]
+pub(crate) fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let root = tempfile::tempdir().unwrap();
+    for (path, text) in files {
+        let path = root.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+    root
+}

@@ -1,0 +1,141 @@
+"""The images and manifests in examples/ cannot be run here: they are parsed, and what they say to kvlane is checked.
+
+In this folder because vLLM's environment has a YAML parser.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvlane.connector.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    path for folder in ("containers", "kubernetes") for path in (ROOT / "examples" / folder).glob("*.yaml")
+)
+PREFIX = "--kv-transfer-config="
+
+
+def _documents(path: Path) -> list[Any]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+
+
+def _lists(node: Any) -> Iterator[list[Any]]:
+    """Every list in a document, at any depth."""
+    if isinstance(node, dict):
+        for value in node.values():
+            yield from _lists(value)
+    elif isinstance(node, list):
+        yield node
+        for value in node:
+            yield from _lists(value)
+
+
+def _commands() -> list[tuple[str, list[str]]]:
+    """The arguments of containers, with the file that has them."""
+    return [
+        (path.name, words)
+        for path in FILES
+        for document in _documents(path)
+        for words in _lists(document)
+        if words and all(isinstance(word, str) for word in words)
+    ]
+
+
+def _help(subcommand: str) -> str:
+    return subprocess.run(
+        ["kvlane", subcommand, "--help"], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+
+
+def test_there_is_something_to_check() -> None:
+    assert {path.name for path in FILES} == {
+        "compose.yaml",
+        "daemon.yaml",
+        "engine.yaml",
+        "pod-monitor.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_parses_and_manifests_name_their_kind(path: Path) -> None:
+    documents = _documents(path)
+    assert documents
+    for document in documents:
+        assert isinstance(document, dict)
+        if path.parent.name == "kubernetes":
+            assert document["apiVersion"]
+            assert document["kind"]
+            assert document["metadata"]["name"]
+
+
+def test_every_flag_of_the_daemon_exists_and_takes_its_value() -> None:
+    known = _help("serve")
+    served = [words for _, words in _commands() if words[0] == "serve"]
+    assert len(served) == 2, "compose and Kubernetes"
+    for words in served:
+        flags, values = words[1::2], words[2::2]
+        assert len(flags) == len(values), words
+        for flag in flags:
+            assert re.search(rf"^ +{flag} <", known, re.M), f"{flag} is no flag of kvlane serve"
+        # The daemon parses sizes and numbers itself: it gets as far as an address that is none.
+        told = subprocess.run(
+            ["kvlane", *words, "--gpu", "off", "--listen", "unix:"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert "in --listen" in told.stderr, told.stderr
+
+
+def test_every_subcommand_that_is_called_exists() -> None:
+    calls = [words for _, words in _commands() if "kvlane" in words[:2]]
+    assert ["CMD", "kvlane", "status"] in calls
+    for words in calls:
+        _help(words[words.index("kvlane") + 1])
+
+
+def test_engines_are_given_the_connector_as_it_is_called() -> None:
+    given = [word for _, words in _commands() for word in words if word.startswith(PREFIX)]
+    assert len(given) == 2, "compose and Kubernetes"
+    for word in given:
+        config = json.loads(word.removeprefix(PREFIX))
+        assert config["kv_connector"] == "KVLaneConnector"
+        assert config["kv_connector_module_path"] == "kvlane.connector"
+        Settings.parse(config.get("kv_connector_extra_config"))
+
+
+def test_daemon_and_engine_meet_at_one_socket() -> None:
+    dockerfile = (ROOT / "examples/containers/Dockerfile").read_text()
+    assert set(re.findall(r"KVLANE_(?:ADDR|LISTEN)=(\S+)", dockerfile)) == {"unix:/run/kvlane/kvlane.sock"}
+    (compose,) = _documents(ROOT / "examples/containers/compose.yaml")
+    for service in compose["services"].values():
+        assert "/run/kvlane:/run/kvlane" in service["volumes"]
+    for name in ("daemon.yaml", "engine.yaml"):
+        (manifest,) = _documents(ROOT / "examples/kubernetes" / name)
+        pod = manifest["spec"]["template"]["spec"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        paths = {
+            volume["name"]: volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume
+        }
+        assert mounts["socket"] == paths["socket"] == "/run/kvlane"
+
+
+def test_the_pool_fits_below_the_limit_of_its_container() -> None:
+    (manifest,) = _documents(ROOT / "examples/kubernetes/daemon.yaml")
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    arguments = container["args"]
+    pool_gib = int(arguments[arguments.index("--pool-size") + 1].removesuffix("gib"))
+    limit_gib = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert pool_gib < limit_gib
+    drain = int(arguments[arguments.index("--drain-seconds") + 1])
+    assert drain < manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
