@@ -146,7 +146,7 @@ class Engine:
         self.scheduler = SchedulerSide(
             core, shape, Settings.parse(settings), self.failures, clock=lambda: self.now
         )
-        self.scheduler.saves.bind_pool(self.pool)
+        self.scheduler.pins.bind(self.pool)
         self.workers = []
         for rank in range(workers):
             worker = WorkerSide(rank, self.failures)

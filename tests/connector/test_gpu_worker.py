@@ -169,7 +169,7 @@ def test_a_hook_that_is_left_out_is_told_and_such_steps_are_not_trusted_again() 
     assert core.waits[1:] == [(77, None)]
 
 
-def test_an_idle_step_waits_for_copies_but_not_for_what_is_released() -> None:
+def test_an_idle_step_waits_for_copies_but_not_when_one_was_just_released() -> None:
     side, core = worker()
     step(side, load(1), idle=True)
     assert core.idle_waits == 1
@@ -177,4 +177,6 @@ def test_an_idle_step_waits_for_copies_but_not_for_what_is_released() -> None:
     step(side, idle=True)
     before = core.idle_waits
     step(side, idle=True)
-    assert core.idle_waits == before
+    assert core.idle_waits == before, "the engine learns of it in the step after"
+    step(side, idle=True)
+    assert core.idle_waits == before + 1, "nobody computes: no spinning until the load has ended"

@@ -14,7 +14,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use kvlane_block::{Region, plan};
+use kvlane_block::{Region, plan, shard_bytes};
 use kvlane_memory::{EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by};
 use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
@@ -33,6 +33,13 @@ use crate::{
 /// How long a daemon whose connection ended is watched for its end, before its loads are done again here. Its GPU work
 /// ends with it; one that lives on has ended the session, and waited for its copies before.
 const PEERS_END: Duration = Duration::from_secs(1);
+/// A released load holds up what the engine computes, so a silent daemon is not waited for long: it was idle when it was
+/// asked, and needs only the time of the copy.
+const TAKE_OVER_RELEASED: Duration = Duration::from_millis(300);
+/// Other loads hold up only their request, and may stand behind saves and long steps.
+const TAKE_OVER_WAITING: Duration = Duration::from_secs(5);
+/// Bytes a second that any link brings.
+const SLOW_LINK: f64 = 4e9;
 /// Blocks of one save; their hashes and ids have to fit into a frame.
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
@@ -85,15 +92,27 @@ enum Stage {
 enum Asked {
     /// Save by the daemon: the answer ends the job.
     Save { job: Job, deadline: Instant },
-    /// Load by the daemon, which was promised: it has no deadline, and is carried out here if the daemon cannot.
-    /// With flags it was asked for early; `released` once the engine was told that it may compute.
-    Load { job: Job, flags: Option<Flags>, released: bool },
+    /// Load by the daemon, which was promised: it is carried out here if the daemon cannot. With flags the engine computes
+    /// already, and its streams wait for them.
+    Load { job: Job, flags: Option<Flags>, takeover: Takeover },
     /// Save through the mapping: the answer says where to write.
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
     Commit { end: Finished, deadline: Instant },
     /// Given up; a claim that is granted now must be handed back.
     GivenUp,
+}
+
+/// What becomes of a load whose daemon is silent. The daemon may still come to it, so its blocks are not free before the
+/// daemon has answered or is gone; but the same bytes written twice do no harm, so this process writes them first.
+#[derive(Clone)]
+enum Takeover {
+    /// At that time.
+    Due(Instant),
+    /// It could not be carried out here: only the daemon is left.
+    Failed,
+    /// The engine has everything. This is the end of the job, for when the daemon has answered or is gone.
+    Done(Finished),
 }
 
 impl Mover<'_> {
@@ -111,6 +130,7 @@ impl Mover<'_> {
             self.connect_if_due(now);
             self.take_replies();
             self.give_up_overdue(Instant::now());
+            self.take_over_overdue(Instant::now());
             if self.pools.has_former() && now >= self.round_at {
                 self.round_at = now + ROUND;
                 self.pools.round(polls, in_step);
@@ -127,8 +147,15 @@ impl Mover<'_> {
                 let flags = self.flags(groups, job.after.as_ref()).filter(|_| *early);
                 match self.ask_for_load(boot, groups, job.after.as_ref(), flags.as_ref()) {
                     Some(id) => {
+                        // It can only succeed from here on: by the daemon, or by this process.
+                        if let Some(flags) = &flags {
+                            self.shared.release(&job, flags.clone());
+                        }
+                        let bytes = self.bytes_of(groups);
+                        let patience = if flags.is_some() { TAKE_OVER_RELEASED } else { TAKE_OVER_WAITING };
+                        let due = job.queued + patience + Duration::from_secs_f64(bytes as f64 / SLOW_LINK);
                         if let Some(link) = &mut self.link {
-                            link.asked.insert(id, Asked::Load { job, flags, released: false });
+                            link.asked.insert(id, Asked::Load { job, flags, takeover: Takeover::Due(due) });
                         }
                     }
                     None => self.load_here(&job, None),
@@ -201,9 +228,22 @@ impl Mover<'_> {
         gpu.flags(after.event, &self.options.groups.get(group.group as usize)?.regions)
     }
 
-    /// Carries a load out in this process. Flags are those that the engine's streams may be waiting for.
+    /// Bytes of a load.
+    fn bytes_of(&self, groups: &[LoadGroup]) -> u64 {
+        let block_bytes = |group: &LoadGroup| {
+            self.options.groups.get(group.group as usize).map_or(0, |known| shard_bytes(&known.regions))
+        };
+        groups.iter().map(|group| group.block_ids.len() as u64 * block_bytes(group)).sum()
+    }
+
+    /// Carries a load out in this process, and ends it.
     fn load_here(&self, job: &Job, flags: Option<&Flags>) {
-        let Work::Load { boot, groups, .. } = &job.work else { return };
+        self.shared.finish(self.carry_out(job, flags));
+    }
+
+    /// Copies a load in this process; its end is given. Flags are those that the engine's streams may be waiting for.
+    fn carry_out(&self, job: &Job, flags: Option<&Flags>) -> Finished {
+        let Work::Load { boot, groups, .. } = &job.work else { return job.failed("not a load") };
         let end = match self.load(boot, groups, job.after.as_ref()) {
             Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
             Err(detail) => job.failed(detail),
@@ -212,7 +252,43 @@ impl Mover<'_> {
             // Whatever came of it: a stream that waits for ever would stop the engine.
             gpu.lift(flags);
         }
-        self.shared.finish(end);
+        end
+    }
+
+    /// Carries out the loads of a silent daemon.
+    fn take_over_overdue(&mut self, now: Instant) {
+        let Some(link) = &self.link else { return };
+        let is_overdue = |asked: &Asked| asked.due().is_some_and(|due| now >= due);
+        let overdue = link.asked.iter().filter(|(_, asked)| is_overdue(asked)).map(|(id, _)| *id);
+        let overdue: Vec<u64> = overdue.collect();
+        for id in overdue {
+            let Some(Asked::Load { job, flags, .. }) =
+                self.link.as_mut().and_then(|link| link.asked.remove(&id))
+            else {
+                continue;
+            };
+            let end = self.carry_out(&job, flags.as_ref());
+            tracing::warn!(
+                job = job.number,
+                ok = end.ok,
+                "kvlane does not answer; its load is carried out here"
+            );
+            if end.ok && flags.is_none() {
+                self.shared.release_loaded(&job);
+            }
+            let takeover = if end.ok { Takeover::Done(end) } else { Takeover::Failed };
+            if let Some(link) = &mut self.link {
+                link.asked.insert(id, Asked::Load { job, flags, takeover });
+            }
+        }
+    }
+
+    /// The daemon will not carry a load out any more.
+    fn end_load(&self, job: &Job, flags: Option<&Flags>, takeover: Takeover) {
+        match takeover {
+            Takeover::Done(end) => self.shared.finish(end),
+            Takeover::Due(_) | Takeover::Failed => self.load_here(job, flags),
+        }
     }
 
     /// Copies blocks from the mapped pool into the engine. The daemon has no part in it.
@@ -381,12 +457,6 @@ impl Mover<'_> {
                     });
                 }
             }
-            Some(Answer::LoadEnqueued(_)) => {
-                if let Some(Asked::Load { job, flags: Some(flags), .. }) = asked {
-                    self.shared.release(&job, flags.clone());
-                    link.asked.insert(reply.id, Asked::Load { job, flags: Some(flags), released: true });
-                }
-            }
             Some(Answer::LoadResult(result)) => {
                 if let Some(Asked::Load { job, .. }) = asked {
                     let (blocks, bytes) = (result.blocks, result.bytes);
@@ -403,9 +473,7 @@ impl Mover<'_> {
             Some(Answer::Refused(refused)) => {
                 let stage = link.stage;
                 self.note_refusal(&refused.sentence);
-                if let Some(Asked::Load { job, flags, .. }) = asked {
-                    self.load_here(&job, flags.as_ref());
-                } else if let Some(asked) = asked {
+                if let Some(asked) = asked {
                     self.end(asked, &refused.sentence);
                 } else if stage != Stage::Open {
                     return Err(Lost::Closed);
@@ -499,7 +567,7 @@ impl Mover<'_> {
             Asked::Commit { end, .. } => {
                 self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
             }
-            Asked::Load { job, flags, .. } => self.load_here(&job, flags.as_ref()),
+            Asked::Load { job, flags, takeover } => self.end_load(&job, flags.as_ref(), takeover),
             Asked::GivenUp => {}
         }
     }
@@ -536,7 +604,8 @@ impl Mover<'_> {
     /// Waits for a job, an answer or a deadline; while `busy` only looks for them.
     fn wait(&self, busy: bool) {
         let now = Instant::now();
-        let deadlines = self.link.iter().flat_map(|link| link.asked.values().filter_map(Asked::deadline));
+        let asked = self.link.iter().flat_map(|link| link.asked.values());
+        let deadlines = asked.filter_map(|asked| asked.deadline().or(asked.due()));
         let round = self.pools.has_former().then_some(self.round_at);
         let busy = busy.then_some(now);
         let deadline = deadlines.chain(round).chain(busy).min().map(|at| at.saturating_duration_since(now));
@@ -561,8 +630,8 @@ impl Mover<'_> {
             link.connection.say_goodbye();
             for asked in asked.into_values() {
                 match asked {
-                    Asked::Load { job, flags, released } => {
-                        if let (Some(gpu), Some(flags), true) = (&self.options.gpu, &flags, released) {
+                    Asked::Load { job, flags, .. } => {
+                        if let (Some(gpu), Some(flags)) = (&self.options.gpu, &flags) {
                             gpu.lift(flags);
                         }
                         self.shared.finish(job.failed("the worker is closed"));
@@ -582,6 +651,14 @@ impl Asked {
                 Some(*deadline)
             }
             Self::Load { .. } | Self::GivenUp => None,
+        }
+    }
+
+    /// When a load is carried out here.
+    fn due(&self) -> Option<Instant> {
+        match self {
+            Self::Load { takeover: Takeover::Due(due), .. } => Some(*due),
+            _ => None,
         }
     }
 }

@@ -232,10 +232,15 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// The load's copies are in the GPU's queue.
+    /// The load is under way and can only succeed; streams are to wait for its flags.
     pub(crate) fn release(&self, job: &Job, flags: Flags) {
+        self.state.lock().outstanding.push(Outstanding { job: job.number, flags });
+        self.release_loaded(job);
+    }
+
+    /// Everything is there although the load's end is still to come.
+    pub(crate) fn release_loaded(&self, job: &Job) {
         let mut state = self.state.lock();
-        state.outstanding.push(Outstanding { job: job.number, flags });
         state.finished.push(Finished { ok: true, kind: JobKind::Released, ..job.failed("") });
         self.ready.store(state.finished.len(), Ordering::Release);
         self.changed.notify_all();

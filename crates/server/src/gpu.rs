@@ -17,8 +17,7 @@ const FENCE_BYTES: u64 = 24;
 /// Where the second copy of the fence goes in its buffer.
 const FENCE_AFTER: u64 = 64;
 const FENCE_BUFFER_BYTES: u64 = 4096;
-/// Tables of copies that may be under way, 400 kB each: enough that a load of gigabytes is enqueued at once, since its
-/// request is released when it is.
+/// Tables of copies that may be under way, 400 kB each.
 const TABLES: usize = 32;
 /// Most events that a worker may share: copies that it can have under way.
 const EVENTS_MAX: usize = 1024;
@@ -195,12 +194,11 @@ impl GpuMemory {
             self.copies(runs, |engine, offset, len| Copy { dst: pool + offset, src: engine, len })?;
         let mut lane = self.saving.lock();
         // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
-        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Direction::DeviceToHost, event, || ()) };
+        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Direction::DeviceToHost, event) };
         self.judge(&lane, copied, epoch)
     }
 
     /// Scatters the parts' runs from the pool after `event`, one part after the other, for a request made at `epoch`.
-    /// Calls `enqueued` when the GPU has it all, then waits until it is done.
     ///
     /// # Safety
     /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
@@ -210,7 +208,6 @@ impl GpuMemory {
         pool_base: *const u8,
         epoch: u64,
         event: Option<u32>,
-        enqueued: impl FnOnce(),
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
         let from_pool = |engine, offset, len| Copy { dst: engine, src: pool + offset, len };
@@ -232,7 +229,7 @@ impl GpuMemory {
             return Err(GpuCopyError::Cancelled { asked: epoch, found });
         }
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &parts, Direction::HostToDevice, event, enqueued) };
+        let copied = unsafe { self.run(&mut lane, &parts, Direction::HostToDevice, event) };
         self.judge(&lane, copied, epoch)
     }
 
@@ -251,7 +248,6 @@ impl GpuMemory {
         parts: &[LocalPart],
         direction: Direction,
         event: Option<u32>,
-        enqueued: impl FnOnce(),
     ) -> Result<(), GpuCopyError> {
         if let Some(event) = event {
             let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
@@ -273,9 +269,6 @@ impl GpuMemory {
             unsafe { lane.stream.copy(lane.fence_copy(self.fence, FENCE_AFTER)) }
         };
         let outcome = enqueue(lane);
-        if outcome.is_ok() {
-            enqueued();
-        }
         // Also after an error: what was enqueued runs.
         lane.stream.synchronize()?;
         Ok(outcome?)

@@ -12,14 +12,12 @@ use crate::{
 /// Most flags that one load may have.
 const FLAGS_MAX: usize = 4096;
 
-/// Copies leased blocks into a worker's GPU. `regions` are the worker's, group by group. Calls `enqueued` when the copies
-/// and the flags will come whatever this process does.
+/// Copies leased blocks into a worker's GPU. `regions` are the worker's, group by group.
 pub(crate) fn load(
     shared: &Shared,
     regions: &[Vec<Region>],
     memory: &GpuMemory,
     load: &v1::Load,
-    enqueued: impl FnOnce(),
 ) -> Result<v1::LoadResult, String> {
     if load.flags.is_some() && load.groups.len() != 1 {
         return Err(format!("a load with flags has one group, not {}", load.groups.len()));
@@ -47,7 +45,7 @@ pub(crate) fn load(
     // SAFETY: the runs lie in the arena, as checked above. The engine's scheduler holds a lease on the blocks until it
     // hears of the end of this load, so nobody writes them; what a wrong page names is only read. The engine set the
     // destination blocks aside, and the map lets nothing be written outside what it exported.
-    unsafe { memory.copy_in(&parts, shared.arena.base(), load.epoch, load.event, enqueued) }
+    unsafe { memory.copy_in(&parts, shared.arena.base(), load.epoch, load.event) }
         .map_err(|error| error.to_string())?;
     Ok(result)
 }

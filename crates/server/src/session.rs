@@ -172,7 +172,7 @@ impl Session {
         // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
         let shared = Arc::clone(&self.shared);
         let _busy = shared.sessions.begin();
-        let answer = self.answer(request.id, body, &mut descriptor);
+        let answer = self.answer(body, &mut descriptor);
         if is_goodbye {
             // Before the answer: who has it can rely on being gone.
             self.end();
@@ -184,7 +184,7 @@ impl Session {
         Ok(!(is_goodbye || is_greeting && was_refused))
     }
 
-    fn answer(&mut self, id: u64, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
+    fn answer(&mut self, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
         if let Ask::Hello(hello) = body {
             return self.greet(hello);
         }
@@ -242,17 +242,7 @@ impl Session {
                     let sentence = "this worker loads by itself, from its mapping of the pool";
                     return Err((Reason::NotAllowed, sentence.into()));
                 };
-                let enqueued = || {
-                    let body = Answer::LoadEnqueued(v1::LoadEnqueued {});
-                    // Where it cannot be told, the connection is over, and reading from it will say so.
-                    if load.flags.is_some()
-                        && let Err(error) = send(&self.stream, &shared.boot, id, body, None)
-                    {
-                        tracing::debug!(%error, "a worker was not told that its load is enqueued");
-                    }
-                };
-                let result =
-                    loads::load(&shared, &worker.regions, memory, &load, enqueued).map_err(invalid)?;
+                let result = loads::load(&shared, &worker.regions, memory, &load).map_err(invalid)?;
                 Ok(Answer::LoadResult(result))
             }
             Ask::Commit(commit) => {

@@ -21,6 +21,7 @@ use kvlane_gpu::{
 };
 use kvlane_proto::Address;
 use kvlane_server::ServeOptions;
+use rustix::process::{Pid, Signal, kill_process};
 use support::{PATIENCE, TOKENS, address, hashes, options};
 
 const BLOCKS: u64 = 32;
@@ -93,6 +94,11 @@ impl Daemon {
     fn stop(mut self) {
         drop(self.process.stdin.take());
         assert!(self.process.wait().unwrap().success());
+    }
+
+    /// SIGSTOP or SIGCONT.
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
     fn kill(mut self) {
@@ -189,15 +195,19 @@ impl GpuEngine {
         let asked = hashes(prompt, block_ids.len() as u64);
         let hit = self.scheduler.lookup(&[asked], u64::MAX, PATIENCE);
         assert_eq!(hit.tokens, block_ids.len() as u64 * u64::from(TOKENS));
-        let pages =
-            hit.pages(0, 0).chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
+        self.load_hit(&hit, block_ids, early);
+        hit
+    }
+
+    fn load_hit(&mut self, hit: &kvlane_client::Hit, blocks: impl IntoIterator<Item = u32>, early: bool) {
+        let pages = hit.pages(0, 0);
+        let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
         self.jobs += 1;
         // SAFETY: the stream lives.
         unsafe {
-            let groups = vec![LoadGroup { group: 0, block_ids, pages }];
+            let groups = vec![LoadGroup { group: 0, block_ids: blocks.into_iter().collect(), pages }];
             self.worker.load_after(self.jobs, hit.boot, groups, self.stream.raw(), early);
         }
-        hit
     }
 
     fn load(&mut self, prompt: u64, blocks: std::ops::Range<u32>) -> Finished {
@@ -287,13 +297,7 @@ fn a_promised_load_arrives_without_the_daemon() {
     let hit = engine.scheduler.lookup(&[hashes(0, 4)], u64::MAX, PATIENCE);
     assert_eq!(hit.tokens, 4 * u64::from(TOKENS));
     daemon.kill();
-    let pages = hit.pages(0, 0).chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
-    engine.jobs += 1;
-    // SAFETY: the stream lives.
-    unsafe {
-        let groups = vec![LoadGroup { group: 0, block_ids: vec![10, 11, 12, 13], pages }];
-        engine.worker.load_after(engine.jobs, hit.boot, groups, engine.stream.raw(), false);
-    }
+    engine.load_hit(&hit, 10..14, false);
     let loaded = engine.finished();
     assert!(loaded.ok && loaded.blocks == 4, "{loaded:?}");
     for block in 0..4 {
@@ -301,8 +305,9 @@ fn a_promised_load_arrives_without_the_daemon() {
     }
 }
 
-/// A fifth of a second for each MiB, so nearly half a second for four blocks: long enough to meet a load under way.
-const VERY_SLOW: u64 = 200_000;
+/// A tenth of a second for each MiB, so a fifth for four blocks: long enough to meet a load under way, and shorter than
+/// the time after which a worker carries it out itself.
+const VERY_SLOW: u64 = 100_000;
 
 /// Saves four blocks and asks for an early load of them into blocks 10 to 13; returns when the load is released.
 fn released(engine: &mut GpuEngine, address: &Address) {
@@ -355,6 +360,46 @@ fn a_released_load_arrives_although_the_daemon_is_killed_in_the_middle() {
     }
     let ended = engine.finished();
     assert_eq!((ended.kind, ended.ok, ended.blocks), (JobKind::Load, true, 4), "{ended:?}");
+}
+
+/// A load that a stopped daemon cannot come to: the engine has it all the same, and its end comes with the daemon.
+fn taken_over(early: bool) {
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = Daemon::start(&address);
+    let mut engine = GpuEngine::new(&address, "engine", &driver);
+    let kept: Vec<Vec<u8>> = (0..4).map(|block| engine.compute(block, 60 + block as u8)).collect();
+    assert!(engine.save(0, 0..4).ok);
+    drop(kept);
+    engine.settle(&address);
+    let hit = engine.scheduler.lookup(&[hashes(0, 4)], u64::MAX, PATIENCE);
+    daemon.signal(Signal::STOP);
+    engine.load_hit(&hit, 10..14, early);
+    let released = engine.finished();
+    assert_eq!((released.kind, released.ok), (JobKind::Released, true), "{released:?}");
+    // SAFETY: the stream lives.
+    unsafe { engine.worker.wait_for_loads(None, engine.stream.raw()) }.unwrap();
+    let arrived = |engine: &GpuEngine| {
+        (0..4).all(|block| engine.block(10 + block).iter().all(|&byte| byte == 60 + block as u8))
+    };
+    assert!(arrived(&engine));
+    assert!(!engine.worker.has_finished(), "the daemon may still write: the blocks are not free yet");
+    daemon.signal(Signal::CONT);
+    let ended = engine.finished();
+    assert_eq!((ended.kind, ended.ok, ended.blocks), (JobKind::Load, true, 4), "{ended:?}");
+    assert!(!engine.worker.has_outstanding_loads() && arrived(&engine));
+    drop(engine);
+    daemon.stop();
+}
+
+#[test]
+fn a_stopped_daemon_does_not_hold_up_a_released_load() {
+    taken_over(true);
+}
+
+#[test]
+fn a_stopped_daemon_does_not_keep_a_load_for_ever() {
+    taken_over(false);
 }
 
 #[test]

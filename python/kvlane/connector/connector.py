@@ -148,10 +148,10 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler role
 
-    @guarded(lambda: None, "nothing is saved")
+    @guarded(lambda: None, "nothing is saved or loaded")
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.saves.bind_pool(gpu_block_pool)
+            self._scheduler.pins.bind(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from kvlane.connector import events
 from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.jobs import SaveJob
+from kvlane.connector.pins import Pins
 from kvlane.connector.requests import NEVER, GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 
@@ -42,6 +43,7 @@ class Saves:
         emit_events: bool,
         counters: Counters,
         jobs: Iterator[int],
+        pins: Pins,
     ) -> None:
         self._groups = groups
         self._hashes = hashes
@@ -50,17 +52,15 @@ class Saves:
         self._emit_events = emit_events
         self._counters = counters
         self._jobs = jobs
-        self._pool: Any = None
-        self._max_pinned = 0
+        self._pins = pins
         self._pinned = 0
         self._open = _Save()
         self._open_groups: list[tuple[int, bytes, list[bytes], list[int]]] = []
         self._running: dict[int, _Save] = {}
 
-    def bind_pool(self, pool: Any) -> None:
-        """The engine's block pool; nothing is saved before."""
-        self._pool = pool
-        self._max_pinned = max(1, int(len(pool.blocks) * self._settings.max_pinned_share))
+    @property
+    def _max_pinned(self) -> int:
+        return max(1, int(len(self._pins.pool.blocks) * self._settings.max_pinned_share))
 
     @property
     def pending(self) -> bool:
@@ -89,7 +89,7 @@ class Saves:
         `tables` are its block ids by vLLM's groups; if not exact they may name blocks that have been reused since.
         With `wait`, blocks beyond the pin limit are left for a later call; otherwise they are counted as skipped.
         """
-        if self._pool is None or state.stale:
+        if self._pins.pool is None or state.stale:
             return
         if not self._settings.save_decode:
             computed_tokens = min(computed_tokens, state.request.num_prompt_tokens)
@@ -146,7 +146,7 @@ class Saves:
         parent = b""
         if first > 0 and group.window_blocks == 0:
             parent = self._hashes.stored(state, group, first - 1, first)[0]
-        self._pool.touch(blocks)
+        self._pins.pin(blocks)
         self._pinned += len(blocks)
         self._open.blocks += blocks
         hashes = stored[offset : offset + len(blocks)]
@@ -162,7 +162,7 @@ class Saves:
         Sliding windows replace blocks that fell out of them by the null block. A table that was put together from
         the scheduler's messages does not show that, so there the block must still carry the hash.
         """
-        block = self._pool.blocks[block_id]
+        block = self._pins.pool.blocks[block_id]
         if block.is_null or block.ref_cnt == 0:
             return None
         if exact or (group.window_blocks == 0 and block.block_hash is None):
@@ -203,6 +203,5 @@ class Saves:
 
     def _unpin(self, save: _Save) -> None:
         self._pinned -= len(save.blocks)
-        # The end of a prompt is worth the least without its beginning, so it is offered for reuse first.
-        self._pool.free_blocks(reversed(save.blocks))
+        self._pins.unpin(save.blocks)
         save.blocks = []

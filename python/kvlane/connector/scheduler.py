@@ -17,6 +17,7 @@ from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
+from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.saves import Saves
 from kvlane.connector.settings import Settings
@@ -62,6 +63,8 @@ class _Load:
     request_id: str
     boot: bytes
     lease: int
+    blocks: list[Any]
+    """Pinned until the end: a load may outlive its request."""
     ranks_left: int
     ok: bool = True
 
@@ -86,8 +89,16 @@ class SchedulerSide:
         jobs = itertools.count(1)
         self._jobs = jobs
         self._hashes = GroupHashes(shape.groups, shape.hash_block_size)
+        self.pins = Pins()
         self.saves = Saves(
-            shape.groups, self._hashes, shape.workers, settings, shape.emit_events, self.counters, jobs
+            shape.groups,
+            self._hashes,
+            shape.workers,
+            settings,
+            shape.emit_events,
+            self.counters,
+            jobs,
+            self.pins,
         )
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[int, _Load] = {}
@@ -125,6 +136,7 @@ class SchedulerSide:
         self._drop_hit(state)
         if (
             not self._shape.can_load
+            or self.pins.pool is None
             or self._reset_pending
             or state.load_failed
             or getattr(request, "skip_reading_prefix_cache", False)
@@ -211,20 +223,24 @@ class SchedulerSide:
         except Exception as error:  # noqa: BLE001
             # The engine already waits for this request, so its load has to be reported, as failed.
             self._failures.record("planning a load", error, "the request is reported as not loaded")
-        block_ids = frozenset(
-            block.block_id
+        local_tokens = state.local_tokens if state is not None else 0
+        written = [
+            block
             for group in self._shape.groups
-            for block in blocks.blocks[group.group_id][
-                (state.local_tokens if state else 0) // group.tokens_per_block :
-            ]
+            for block in blocks.blocks[group.group_id][local_tokens // group.tokens_per_block :]
             if not block.is_null
-        )
+        ]
+        block_ids = frozenset(block.block_id for block in written)
+        if self.pins.pool is None:
+            groups, written = None, []
+        else:
+            self.pins.pin(written)
         hit = state.hit if state is not None else None
         boot, lease = (hit.boot, hit.lease) if hit is not None else (b"", 0)
         if state is not None:
             state.hit = None  # the lease belongs to the load now
             state.loading = job
-        self._loads[job] = _Load(request.request_id, boot, lease, self._shape.workers)
+        self._loads[job] = _Load(request.request_id, boot, lease, written, self._shape.workers)
         self._loads_to_send.append(LoadJob(job, request.request_id, boot, groups, block_ids))
         self.counters.add("hit_tokens", external_tokens)
 
@@ -341,6 +357,7 @@ class SchedulerSide:
                 self._load_ended(job, load)
 
     def _load_ended(self, job: int, load: _Load) -> None:
+        self.pins.unpin(load.blocks)
         if load.lease:
             self._core.release(load.boot, load.lease)
         state = self._requests.get(load.request_id)

@@ -17,7 +17,9 @@ from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
 # With nothing to compute the worker waits this long for its copies instead of spinning through empty steps: for saves
 # not long, since a request that arrives meanwhile waits too.
 LOAD_WAIT_MS = 2.0
-SAVE_WAIT_MS = 0.2
+OTHER_WAIT_MS = 0.2
+# Empty steps after a load was released: the engine has planned one of them before it learns of it.
+STEPS_TO_A_RELEASED_REQUEST = 2
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 
 
@@ -48,6 +50,7 @@ class WorkerSide:
         self._seen_layers: dict[str, set[str]] = {}
         self._kind: str | None = None
         self._waited_layers: set[str] = set()
+        self._steps_at_once = 0
         self.on_layer: Callable[[str], None] | None = None
         """What vLLM's hook of each layer has to call, if anything."""
         self.counters = Counters()
@@ -201,16 +204,19 @@ class WorkerSide:
         """Notice the jobs that ended."""
         if self._core is None:
             return
-        # What was released is for the next step to compute with.
-        loading = bool(self._loads.keys() - self._released)
-        if self._jobs is not None and self._jobs.idle and (loading or self._saves):
-            self._core.wait(LOAD_WAIT_MS if loading else SAVE_WAIT_MS)
+        self._steps_at_once = max(0, self._steps_at_once - 1)
+        if self._jobs is not None and self._jobs.idle and not self._steps_at_once:
+            if self._loads.keys() - self._released:
+                self._core.wait(LOAD_WAIT_MS)
+            elif self._loads or self._saves:
+                self._core.wait(OTHER_WAIT_MS)
         self._collect(self._core)
 
     def _collect(self, core: Any) -> None:
         for finished in core.poll():
             if finished.kind == "released":
                 self._released.add(finished.job)
+                self._steps_at_once = STEPS_TO_A_RELEASED_REQUEST
                 self._loaded.add(self._loads[finished.job].request_id)
             elif finished.job in self._saves:
                 stored = finished.blocks + finished.present
