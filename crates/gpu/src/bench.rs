@@ -9,6 +9,7 @@ use crate::driver::{Copy, Priority};
 use crate::error::GpuError;
 use crate::pinned::HostBuffer;
 use crate::plan::Thresholds;
+use crate::rails::{RailOptions, Rails};
 use crate::stream::Stream;
 
 /// Measured rounds, after one that warms up.
@@ -28,6 +29,16 @@ pub enum Path {
     Peer(Gpu),
 }
 
+impl Path {
+    fn direction(&self) -> Direction {
+        match self {
+            Path::HostToDevice => Direction::HostToDevice,
+            Path::DeviceToHost => Direction::DeviceToHost,
+            Path::Peer(_) => Direction::Peer,
+        }
+    }
+}
+
 /// What is copied.
 #[derive(Debug, Clone)]
 pub struct Shape {
@@ -35,6 +46,8 @@ pub struct Shape {
     pub total_bytes: u64,
     /// Bytes that are contiguous.
     pub piece_bytes: u64,
+    /// Pieces that lie one after the other in the source, as a block's layers do in the pool; 1 for none.
+    pub joined: u64,
     /// Whether neighbouring pieces of the one side are far apart on the other.
     pub shuffled: bool,
     /// Between what.
@@ -62,27 +75,68 @@ pub enum CopyMethod {
 /// Measures copies of a shape from `gpu`'s point of view, in GB/s (10^9 bytes): the median of seven rounds, from the
 /// first call until the stream is done. The bytes are checked afterwards; a destination that holds others is an error.
 pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64, GpuError> {
-    let plan = Pieces::new(shape, method)?;
     let stream = Arc::new(Stream::new(gpu, Priority::High)?);
+    let options = options(gpu, method, shape.path.direction())?;
+    let mut copier = Copier::new(Arc::clone(&stream), options)?;
+    measure(gpu, shape, method, &stream, |copies, direction| {
+        // SAFETY: the ranges are those of `measure`, which waits for the stream.
+        unsafe { copier.enqueue(copies, direction) }.map(drop)
+    })
+}
+
+/// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose.
+pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape) -> Result<f64, GpuError> {
+    if !matches!(shape.path, Path::HostToDevice) {
+        return Err(GpuError::Invalid("rails are for copies from the host to a GPU".into()));
+    }
+    let rails = Rails::new(gpu.driver(), &[], RailOptions { least_bytes: 0, ..options })?;
+    let wanted = rails.chosen().iter().filter(|ordinal| **ordinal != gpu.info().ordinal).count();
+    let loader = rails.loader(gpu, "a benchmark");
+    let stream = Arc::new(Stream::new(gpu, Priority::High)?);
+    let direct = self::options(gpu, CopyMethod::Auto, Direction::HostToDevice)?;
+    let mut copier = Copier::new(Arc::clone(&stream), direct)?;
+    let pulls = Thresholds::idle(Direction::Peer);
+    measure(gpu, shape, CopyMethod::Auto, &stream, |copies, _| {
+        let mut loading = loader.begin(&stream, shape.total_bytes, &pulls);
+        if loading.rails() != wanted {
+            let reason = format!("{} of {wanted} GPUs can be used", loading.rails());
+            return Err(GpuError::Unsupported { operation: "a load over rails", reason });
+        }
+        // SAFETY: the ranges are those of `measure`; stream and rails are waited for.
+        let enqueued = unsafe { loading.enqueue(&mut copier, copies) };
+        stream.synchronize()?;
+        loading.synchronize()?;
+        enqueued.map(drop)
+    })
+}
+
+/// Copies the pieces of a shape by `enqueue`, whose work is over when the stream is.
+fn measure(
+    gpu: &Gpu,
+    shape: &Shape,
+    method: CopyMethod,
+    stream: &Stream,
+    mut enqueue: impl FnMut(&[Copy], Direction) -> Result<(), GpuError>,
+) -> Result<f64, GpuError> {
+    let plan = Pieces::new(shape, method)?;
     let places = Places::new(gpu, shape, plan.extent())?;
-    let mut copier = Copier::new(Arc::clone(&stream), options(gpu, method, places.direction)?)?;
     let staging = HostBuffer::new(gpu, plan.extent())?;
 
     let whole = |dst, src| Copy { dst, src, len: plan.extent() };
     // SAFETY: all three ranges have the extent's length, and each copy is waited for before they are used otherwise.
     unsafe {
         write_pattern(&staging);
-        run(&stream, whole(places.source(), staging.address()))?;
+        run(stream, whole(places.source(), staging.address()))?;
         poison(&staging);
-        run(&stream, whole(places.destination(), staging.address()))?;
+        run(stream, whole(places.destination(), staging.address()))?;
     }
 
     let copies = plan.copies(places.destination(), places.source());
     let mut seconds = Vec::with_capacity(ROUNDS);
     for round in 0..=ROUNDS {
         let start = Instant::now();
-        // SAFETY: the pieces lie in the source and the destination and do not overlap; the stream is waited for.
-        let enqueued = unsafe { copier.enqueue(&copies, places.direction) };
+        // The pieces lie in the source and the destination and do not overlap.
+        let enqueued = enqueue(&copies, places.direction);
         // Also after an error, since a part of it may be under way.
         stream.synchronize()?;
         enqueued?;
@@ -94,7 +148,7 @@ pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64,
     // SAFETY: as above; the stream is idle.
     unsafe {
         poison(&staging);
-        run(&stream, whole(staging.address(), places.destination()))?;
+        run(stream, whole(staging.address(), places.destination()))?;
         plan.check(&staging)?;
     }
     seconds.sort_by(f64::total_cmp);
@@ -146,15 +200,15 @@ impl Places {
     fn new(gpu: &Gpu, shape: &Shape, bytes: u64) -> Result<Places, GpuError> {
         let host = || HostBuffer::new(gpu, bytes).map(Memory::Host);
         let device = |gpu: &Gpu| gpu.alloc(bytes).map(Memory::Device);
-        let (direction, source, destination) = match &shape.path {
-            Path::HostToDevice => (Direction::HostToDevice, host()?, device(gpu)?),
-            Path::DeviceToHost => (Direction::DeviceToHost, device(gpu)?, host()?),
+        let (source, destination) = match &shape.path {
+            Path::HostToDevice => (host()?, device(gpu)?),
+            Path::DeviceToHost => (device(gpu)?, host()?),
             Path::Peer(peer) => {
                 gpu.enable_peer(peer)?;
-                (Direction::Peer, device(gpu)?, device(peer)?)
+                (device(gpu)?, device(peer)?)
             }
         };
-        Ok(Places { direction, source, destination })
+        Ok(Places { direction: shape.path.direction(), source, destination })
     }
 
     fn source(&self) -> u64 {
@@ -170,6 +224,7 @@ impl Places {
 struct Pieces {
     bytes: u64,
     stride: u64,
+    joined: u64,
     /// The slot of each piece in the destination.
     slots: Vec<u64>,
 }
@@ -181,7 +236,7 @@ impl Pieces {
             _ => shape.piece_bytes,
         };
         let count = shape.total_bytes.checked_div(bytes).unwrap_or(0);
-        if count == 0 || !bytes.is_multiple_of(8) {
+        if count == 0 || shape.joined == 0 || !bytes.is_multiple_of(8) {
             let asked = format!("{} bytes in pieces of {bytes}", shape.total_bytes);
             return Err(GpuError::Invalid(format!(
                 "{asked} cannot be measured: pieces are multiples of 8 bytes"
@@ -193,7 +248,7 @@ impl Pieces {
                 slots.swap(last, (word(last as u64) % (last as u64 + 1)) as usize);
             }
         }
-        Ok(Pieces { bytes, stride: bytes.next_multiple_of(GAP) + GAP, slots })
+        Ok(Pieces { bytes, stride: bytes.next_multiple_of(GAP) + GAP, joined: shape.joined, slots })
     }
 
     /// Bytes that are copied.
@@ -206,10 +261,15 @@ impl Pieces {
         self.stride * self.slots.len() as u64
     }
 
+    /// Where a piece lies in the source.
+    fn source(&self, piece: u64) -> u64 {
+        piece / self.joined * (self.joined * self.stride) + piece % self.joined * self.bytes
+    }
+
     fn copies(&self, destination: u64, source: u64) -> Vec<Copy> {
         let copy = |(piece, slot): (usize, &u64)| Copy {
             dst: destination + slot * self.stride,
-            src: source + piece as u64 * self.stride,
+            src: source + self.source(piece as u64),
             len: self.bytes,
         };
         self.slots.iter().enumerate().map(copy).collect()
@@ -222,7 +282,7 @@ impl Pieces {
     unsafe fn check(&self, arrived: &HostBuffer) -> Result<(), GpuError> {
         let words: *const u64 = arrived.as_ptr().cast();
         for (piece, slot) in self.slots.iter().enumerate() {
-            let (from, to) = (piece as u64 * self.stride / 8, slot * self.stride / 8);
+            let (from, to) = (self.source(piece as u64) / 8, slot * self.stride / 8);
             let copied = self.bytes / 8;
             for offset in 0..self.stride / 8 {
                 let expected = if offset < copied { word(from + offset) } else { POISON };
@@ -289,7 +349,13 @@ mod tests {
     #[test]
     fn a_byte_that_did_not_arrive_and_one_too_many_are_found() {
         let gpu = Gpu::open(driver_named(Some("fake")).unwrap(), 0).unwrap();
-        let shape = Shape { total_bytes: 4096, piece_bytes: 512, shuffled: true, path: Path::HostToDevice };
+        let shape = Shape {
+            total_bytes: 4096,
+            piece_bytes: 512,
+            joined: 1,
+            shuffled: true,
+            path: Path::HostToDevice,
+        };
         let pieces = Pieces::new(&shape, CopyMethod::Auto).unwrap();
         assert!(pieces.slots.iter().enumerate().any(|(piece, slot)| piece as u64 != *slot));
         let arrived = HostBuffer::new(&gpu, pieces.extent()).unwrap();

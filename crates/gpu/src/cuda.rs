@@ -13,7 +13,7 @@ use crate::error::{GpuError, code};
 use crate::kernel;
 
 /// Every function that is called here except the batch copy. A missing one would make cudarc panic at its first call.
-const REQUIRED: [&str; 46] = [
+const REQUIRED: [&str; 47] = [
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
@@ -24,6 +24,7 @@ const REQUIRED: [&str; 46] = [
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDeviceGetP2PAttribute",
     "cuDeviceGetPCIBusId",
     "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
@@ -608,6 +609,17 @@ impl Driver for CudaDriver {
             // SAFETY: the caller's promise.
             unsafe { sys::cuStreamWaitValue32_v2(handle(stream), address, value, WAIT_VALUE_GEQ) }
         })
+    }
+
+    fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError> {
+        // NVLink carries native atomics, PCIe does not.
+        let native = sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
+        let mut value = 0;
+        let (from, to) = (device_handle(device)?, device_handle(peer)?);
+        // SAFETY: the pointer is valid and both devices exist.
+        let asked = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, native, from, to) };
+        check("cuDeviceGetP2PAttribute", asked)?;
+        Ok(value != 0)
     }
 
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {

@@ -54,11 +54,22 @@ impl Gpu {
         (&*self.0.driver, self.0.info.ordinal)
     }
 
+    /// The driver, which other devices can be opened with.
+    pub fn driver(&self) -> Arc<dyn Driver> {
+        Arc::clone(&self.0.driver)
+    }
+
     /// Memory on this device.
     pub fn alloc(&self, bytes: u64) -> Result<DeviceMemory, GpuError> {
         let (driver, device) = self.raw();
         let address = driver.alloc(device, bytes)?;
         Ok(DeviceMemory { gpu: self.clone(), address, bytes })
+    }
+
+    /// Whether a link of their own, such as NVLink, joins this device and another of the same driver.
+    pub fn is_linked(&self, peer: &Gpu) -> Result<bool, GpuError> {
+        let (driver, device) = self.raw();
+        driver.is_linked(device, peer.info().ordinal)
     }
 
     /// Lets kernels that run here reach the memory of another device of the same driver.

@@ -248,6 +248,10 @@ pub trait Driver: Send + Sync + Debug {
     /// See [`Driver`].
     unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError>;
 
+    /// Whether a link of their own, such as NVLink, joins two devices: what goes over it takes nothing from the links to
+    /// the host.
+    fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError>;
+
     /// Lets kernels of `device` reach the memory of `peer`, also an open device. No error if they already can.
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError>;
 }

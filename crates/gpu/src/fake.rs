@@ -36,12 +36,14 @@ pub struct FakeOptions {
     pub device_bytes: u64,
     /// Ways to copy beside single copies.
     pub methods: CopyMethods,
+    /// Whether links of their own join the GPUs, as NVLink does.
+    pub linked: bool,
 }
 
 impl Default for FakeOptions {
     fn default() -> FakeOptions {
         let methods = CopyMethods { batch: true, kernel: true };
-        FakeOptions { devices: 2, device_bytes: 16 << 30, methods }
+        FakeOptions { devices: 2, device_bytes: 16 << 30, methods, linked: true }
     }
 }
 
@@ -113,8 +115,12 @@ impl FakeDriver {
 
     /// Makes every copy take this much longer for each MiB.
     pub fn slow_down(&self, per_mib: Duration) {
-        let nanos = u64::try_from(per_mib.as_nanos()).unwrap_or(u64::MAX);
-        self.machine.slowness.store(nanos, Ordering::Relaxed);
+        (0..self.options.devices).for_each(|device| self.slow_down_device(device, per_mib));
+    }
+
+    /// The same for the copies that one device does.
+    pub fn slow_down_device(&self, device: u32, per_mib: Duration) {
+        self.machine.slowness.lock().insert(device, per_mib);
     }
 
     /// Every call that enqueued copies since the last [`FakeDriver::clear_log`].
@@ -484,6 +490,13 @@ impl Driver for FakeDriver {
         self.begin(device, "cuStreamWaitValue32")?;
         self.stream(device, stream, "cuStreamWaitValue32")?.push(Work::WaitWord { address, value });
         Ok(())
+    }
+
+    fn is_linked(&self, device: u32, peer: u32) -> Result<bool, GpuError> {
+        match device.max(peer) < self.options.devices {
+            true => Ok(self.options.linked && device != peer),
+            false => Err(GpuError::NoSuchDevice(device.max(peer).to_string())),
+        }
     }
 
     fn enable_peer(&self, device: u32, peer: u32) -> Result<(), GpuError> {

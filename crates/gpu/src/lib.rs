@@ -18,9 +18,11 @@ mod import;
 mod kernel;
 mod pinned;
 pub mod plan;
+mod rails;
+pub mod split;
 mod stream;
 
-pub use bench::measure_copy;
+pub use bench::{measure_copy, measure_rails};
 pub use copier::{Copier, CopierOptions, Direction, Enqueued};
 pub use detect::{DRIVER_VARIABLE, NoDriver, detect, driver_named};
 pub use device::{DeviceMemory, Gpu, uuid_text};
@@ -29,4 +31,5 @@ pub use error::GpuError;
 pub use import::{AddressMap, Export, Imported, Mapped};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::Thresholds;
+pub use rails::{Loader, Loading, RailChoice, RailOptions, Rails};
 pub use stream::{Event, Stream};

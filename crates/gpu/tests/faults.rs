@@ -148,12 +148,24 @@ fn every_shape_and_method_is_measured_and_its_bytes_are_checked() {
     ];
     for path in [Path::HostToDevice, Path::DeviceToHost, Path::Peer(other)] {
         for method in every {
-            let shape = Shape { total_bytes: 1 << 18, piece_bytes: 4096, shuffled: true, path: path.clone() };
+            let shape = Shape {
+                total_bytes: 1 << 18,
+                piece_bytes: 4096,
+                joined: 1,
+                shuffled: true,
+                path: path.clone(),
+            };
             let rate = measure_copy(&gpu, &shape, method).unwrap();
             assert!(rate > 0.0 && rate.is_finite(), "{path:?} {method:?}: {rate}");
         }
     }
-    let shape = Shape { total_bytes: 1 << 18, piece_bytes: 4096, shuffled: false, path: Path::HostToDevice };
+    let shape = Shape {
+        total_bytes: 1 << 18,
+        piece_bytes: 4096,
+        joined: 1,
+        shuffled: false,
+        path: Path::HostToDevice,
+    };
     let wrong = Shape { piece_bytes: 4, ..shape.clone() };
     assert!(matches!(measure_copy(&gpu, &wrong, CopyMethod::Auto), Err(GpuError::Invalid(_))));
     driver.fail_call(0, Some("cuLaunchKernel"), 3, INVALID_VALUE);

@@ -145,7 +145,8 @@ fn rates_are_printed() {
     }
     for (name, path) in paths {
         for piece_bytes in [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20] {
-            let shape = Shape { total_bytes: 256 << 20, piece_bytes, shuffled: true, path: path.clone() };
+            let shape =
+                Shape { total_bytes: 256 << 20, piece_bytes, joined: 1, shuffled: true, path: path.clone() };
             let mut line = format!("{name:14} {:4} KiB", piece_bytes >> 10);
             for method in [
                 CopyMethod::Contiguous,

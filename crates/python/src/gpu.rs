@@ -48,7 +48,7 @@ pub(crate) fn bench_gpu_copy(
         "auto" => CopyMethod::Auto,
         other => return Err(value_error(format!("there is no way to copy called '{other}'"))),
     };
-    let shape = Shape { total_bytes, piece_bytes, shuffled: true, path };
+    let shape = Shape { total_bytes, piece_bytes, joined: 1, shuffled: true, path };
     py.detach(|| measure_copy(&device, &shape, method)).map_err(failed)
 }
 

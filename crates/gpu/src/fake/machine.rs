@@ -1,7 +1,7 @@
 //! What all devices and streams of a fake share, and how enqueued work is done.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -25,8 +25,8 @@ pub(super) struct Machine {
     pub(super) memory: Memory,
     pub(super) call_faults: Mutex<Faults>,
     pub(super) work_faults: Mutex<Faults>,
-    /// How long a copy of 1 MiB takes longer than it has to, in nanoseconds.
-    pub(super) slowness: AtomicU64,
+    /// How long a copy of 1 MiB takes longer than it has to, for each slow device.
+    pub(super) slowness: Mutex<BTreeMap<u32, Duration>>,
     /// The fake is going away: nothing more is done.
     pub(super) stopping: AtomicBool,
     /// Devices whose context is lost, and the error that they answer.
@@ -39,7 +39,7 @@ impl Machine {
             memory,
             call_faults: Mutex::default(),
             work_faults: Mutex::default(),
-            slowness: AtomicU64::new(0),
+            slowness: Mutex::default(),
             stopping: AtomicBool::new(false),
             lost: Mutex::default(),
         }
@@ -135,12 +135,13 @@ impl Machine {
             // SAFETY: both ranges are held mapped, or the caller of the driver vouches for them.
             unsafe { std::ptr::copy(pointer(copy.src), pointer(copy.dst), copy.len as usize) };
         }
-        self.dawdle(copies.iter().map(|copy| copy.len).sum());
+        self.dawdle(device, copies.iter().map(|copy| copy.len).sum());
         Ok(())
     }
 
-    fn dawdle(&self, bytes: u64) {
-        let nanos = (u128::from(self.slowness.load(Ordering::Relaxed)) * u128::from(bytes)) >> 20;
+    fn dawdle(&self, device: u32, bytes: u64) {
+        let per_mib = self.slowness.lock().get(&device).copied().unwrap_or_default();
+        let nanos = (per_mib.as_nanos() * u128::from(bytes)) >> 20;
         if nanos > 0 {
             thread::sleep(Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX)));
         }
