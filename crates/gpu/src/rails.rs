@@ -59,7 +59,8 @@ impl FromStr for RailChoice {
 }
 
 impl RailChoice {
-    fn among(&self, devices: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>, GpuError> {
+    /// Those of the devices that are chosen; an error where one is named that is not there.
+    pub fn among(&self, devices: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>, GpuError> {
         let names = match self {
             RailChoice::Off => return Ok(Vec::new()),
             RailChoice::Auto => return Ok(devices),
@@ -197,7 +198,7 @@ impl Rails {
         let own = target.info().ordinal;
         let others = self.chosen.iter().filter(|device| device.ordinal != own);
         let reached: Vec<Arc<Rail>> = others.filter_map(|device| self.reach(target, device)).collect();
-        if !self.chosen.is_empty() {
+        if self.chosen.iter().any(|device| device.ordinal != own) {
             let rails: Vec<u32> = reached.iter().map(|rail| rail.ordinal()).collect();
             tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
         }
@@ -297,7 +298,7 @@ impl Loader {
         match ready {
             Ok((ring, pull)) => {
                 let slot_bytes = self.rails.options.slot_bytes;
-                Some(Lent { rail, state, ring, pull, slot_bytes, last: None, failed: None })
+                Some(Lent { rail, state, ring, pull, slot_bytes, last: None, failed: false })
             }
             Err(error) => {
                 warn_of_rail(rail, &error);
@@ -367,7 +368,7 @@ struct Lent<'a> {
     slot_bytes: u64,
     /// The slot that was read last.
     last: Option<usize>,
-    failed: Option<GpuError>,
+    failed: bool,
 }
 
 impl Lent<'_> {
@@ -394,20 +395,21 @@ impl Lent<'_> {
         Ok(())
     }
 
-    fn synchronize(&mut self) -> Result<(), GpuError> {
-        // Both, whatever becomes of the first.
-        let (filled, read) = (self.ring.up.stream().synchronize(), self.pull.copier.stream().synchronize());
-        filled.and(read).inspect_err(|error| self.failed = Some(error.clone()))
+    /// Takes note of a failure: the rail is not used any more. Told at once, since what else waits for it may last.
+    fn note<T>(&mut self, outcome: Result<T, GpuError>) -> Result<T, GpuError> {
+        if let Err(error) = &outcome
+            && !std::mem::replace(&mut self.failed, true)
+        {
+            warn_of_rail(self.rail, error);
+        }
+        outcome
     }
 
     /// No work is under way.
     fn give_back(mut self, target: u32) {
-        match &self.failed {
-            Some(error) => warn_of_rail(self.rail, error),
-            None => {
-                self.ring.pulls.insert(target, self.pull);
-                *self.state = State::Ready(self.ring);
-            }
+        if !self.failed {
+            self.ring.pulls.insert(target, self.pull);
+            *self.state = State::Ready(self.ring);
         }
     }
 }
@@ -449,7 +451,8 @@ impl Loading<'_> {
             for (lent, chunks) in self.lent.iter_mut().zip(&shares.relayed) {
                 if let Some(chunk) = chunks.get(round) {
                     // SAFETY: the caller's promise: a share is a part of the copies.
-                    unsafe { lent.relay(chunk) }.inspect_err(|error| lent.failed = Some(error.clone()))?;
+                    let relayed = unsafe { lent.relay(chunk) };
+                    lent.note(relayed)?;
                     self.relayed += chunk.bytes();
                 }
             }
@@ -473,9 +476,14 @@ impl Loading<'_> {
         }
         let mut outcome = Ok(());
         for lent in &mut self.lent {
-            outcome = outcome.and(lent.synchronize());
+            let filled = lent.ring.up.stream().synchronize();
+            outcome = outcome.and(lent.note(filled));
         }
-        if outcome.is_ok() && self.lent.iter().all(|lent| lent.failed.is_none()) {
+        for lent in &mut self.lent {
+            let read = lent.pull.copier.stream().synchronize();
+            outcome = outcome.and(lent.note(read));
+        }
+        if outcome.is_ok() && self.lent.iter().all(|lent| !lent.failed) {
             self.loader.rails.relayed.fetch_add(std::mem::take(&mut self.relayed), Ordering::Relaxed);
         }
         outcome

@@ -5,7 +5,7 @@ use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Instant};
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
-    HostBuffer, Imported, Mapped, Pinned, Priority, Stream, Thresholds,
+    HostBuffer, Imported, Loader, Loading, Mapped, Pinned, Priority, RailOptions, Rails, Stream, Thresholds,
 };
 use kvlane_memory::{Arena, pidfd_exited};
 use kvlane_proto::v1;
@@ -29,6 +29,7 @@ pub(crate) struct Gpus {
     driver: Arc<dyn Driver>,
     /// Opened when the first engine on it registers, and kept.
     opened: Mutex<HashMap<[u8; 16], Gpu>>,
+    rails: Arc<Rails>,
     /// Before the arena, which it needs.
     pinned: Pinned,
     _arena: Arc<Arena>,
@@ -36,7 +37,11 @@ pub(crate) struct Gpus {
 
 impl Gpus {
     /// Pins the pool.
-    pub(crate) fn start(driver: Arc<dyn Driver>, arena: Arc<Arena>) -> Result<Self, GpuError> {
+    pub(crate) fn start(
+        driver: Arc<dyn Driver>,
+        arena: Arc<Arena>,
+        rails: RailOptions,
+    ) -> Result<Self, GpuError> {
         let start = Instant::now();
         let first = driver.devices()?.into_iter().next();
         let first = first.ok_or_else(|| GpuError::NoSuchDevice("at all".into()))?;
@@ -46,8 +51,13 @@ impl Gpus {
         // that work before they end.
         let pinned = unsafe { Pinned::new(&gpu, address, arena.bytes(), CHUNK_BYTES, |_| {})? };
         let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
-        let gpus = Self { driver, opened, pinned, _arena: arena };
+        let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
+        let gpus = Self { driver, opened, rails, pinned, _arena: arena };
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
+        let rails = gpus.rails.chosen();
+        if gpus.driver.devices()?.len() > 1 && !rails.is_empty() {
+            tracing::info!(gpus = ?rails, "GPUs that may lend their links to loads for others");
+        }
         Ok(gpus)
     }
 
@@ -62,6 +72,11 @@ impl Gpus {
         }
         let names: Vec<String> = names.into_iter().map(|(name, count)| format!("{count} x {name}")).collect();
         format!("{} ({})", names.join(", "), self.driver.name())
+    }
+
+    /// Bytes that loads moved over the links of other GPUs.
+    pub(crate) fn relayed_bytes(&self) -> u64 {
+        self.rails.relayed_bytes()
     }
 
     fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
@@ -101,6 +116,7 @@ pub(crate) struct GpuMemory {
     pidfd: OwnedFd,
     saving: Mutex<Lane>,
     loading: Mutex<Lane>,
+    loader: Loader,
     /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
     _imports: Vec<Imported>,
 }
@@ -114,6 +130,15 @@ pub(crate) struct Part {
 /// A part with the addresses that this process has for the engine's.
 type LocalPart = (Vec<Copy>, Option<(u64, u32)>);
 
+/// Which way a lane's copies go.
+#[derive(Debug)]
+enum Way {
+    /// To the pool.
+    Out,
+    /// From the pool, over the links of other GPUs too, whose memory is read as `pulls` says.
+    In { pulls: Thresholds },
+}
+
 /// A stream with what its copies need.
 struct Lane {
     stream: Arc<Stream>,
@@ -122,9 +147,10 @@ struct Lane {
 }
 
 impl GpuMemory {
-    /// Maps what a worker exported. Every region must lie in it.
+    /// Maps what a worker of an engine exported. Every region must lie in it.
     pub(crate) fn import(
         gpus: &Gpus,
+        engine_id: &str,
         worker: &v1::WorkerGpu,
         regions: &[&Region],
         nonce: [u8; 16],
@@ -167,6 +193,7 @@ impl GpuMemory {
             pidfd,
             saving: Mutex::new(Lane::new(&gpu, Priority::Normal, gpus.pinned.seams())?),
             loading: Mutex::new(Lane::new(&gpu, Priority::High, gpus.pinned.seams())?),
+            loader: gpus.rails.loader(&gpu, engine_id),
             _imports: imports,
         };
         let epoch = memory.fence_of(&mut memory.loading.lock());
@@ -194,7 +221,7 @@ impl GpuMemory {
             self.copies(runs, |engine, offset, len| Copy { dst: pool + offset, src: engine, len })?;
         let mut lane = self.saving.lock();
         // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
-        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Direction::DeviceToHost, event) };
+        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Way::Out, event) };
         self.judge(&lane, copied, epoch)
     }
 
@@ -219,17 +246,19 @@ impl GpuMemory {
         let mut lane = self.loading.lock();
         // An engine asks for flags only when it computes nothing else.
         let idle = parts.iter().any(|(_, flag)| flag.is_some());
-        lane.copier.set_thresholds(match idle {
-            true => Thresholds::idle(Direction::HostToDevice),
+        let thresholds = |direction| match idle {
+            true => Thresholds::idle(direction),
             false => Thresholds::beside_compute(),
-        });
+        };
+        lane.copier.set_thresholds(thresholds(Direction::HostToDevice));
         // A load that was given up while this process was stopped must not be started.
         let found = self.fence_of(&mut lane)?;
         if found != epoch {
             return Err(GpuCopyError::Cancelled { asked: epoch, found });
         }
+        let way = Way::In { pulls: thresholds(Direction::Peer) };
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &parts, Direction::HostToDevice, event) };
+        let copied = unsafe { self.run(&mut lane, &parts, way, event) };
         self.judge(&lane, copied, epoch)
     }
 
@@ -246,20 +275,31 @@ impl GpuMemory {
         &self,
         lane: &mut Lane,
         parts: &[LocalPart],
-        direction: Direction,
+        way: Way,
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
         if let Some(event) = event {
             let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
             lane.stream.wait(event)?;
         }
-        let enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
-            // SAFETY: the fence is mapped, and its buffer this lane's.
-            unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
+        // SAFETY: the fence is mapped, and its buffer this lane's.
+        unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
+        // Over several links, what is written comes after the event and the fence too.
+        let bytes = parts.iter().flat_map(|(copies, _)| copies).map(|copy| copy.len).sum();
+        let mut loading = match &way {
+            Way::In { pulls } => Some(self.loader.begin(&lane.stream, bytes, pulls)),
+            Way::Out => None,
+        };
+        let mut enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
             for (copies, flag) in parts {
-                // SAFETY: the caller's promise.
-                let how = unsafe { lane.copier.enqueue(copies, direction)? };
-                tracing::debug!(?direction, ?how, "copies of the GPU");
+                // SAFETY: the caller's promise; rails and lane are waited for below.
+                let how = unsafe {
+                    match &mut loading {
+                        Some(loading) => loading.enqueue(&mut lane.copier, copies)?,
+                        None => lane.copier.enqueue(copies, Direction::DeviceToHost)?,
+                    }
+                };
+                tracing::debug!(?way, ?how, "copies of the GPU");
                 if let Some((address, value)) = flag {
                     // SAFETY: the word is mapped, as the fence is.
                     unsafe { lane.stream.write_word(*address, *value)? };
@@ -270,8 +310,9 @@ impl GpuMemory {
         };
         let outcome = enqueue(lane);
         // Also after an error: what was enqueued runs.
-        lane.stream.synchronize()?;
-        Ok(outcome?)
+        let relayed = loading.as_mut().map_or(Ok(()), Loading::synchronize);
+        let done = lane.stream.synchronize();
+        Ok(outcome.and(relayed).and(done)?)
     }
 
     /// Whether the engine still wanted the copy at its end.

@@ -23,7 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_gpu::{Driver, GpuError};
+use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_proto::Address;
 use kvlane_store::{Background, Store, StoreOptions};
@@ -50,6 +50,8 @@ pub struct ServeOptions {
     pub sessions_max: usize,
     /// What copies for engines on GPUs; None serves engines in host memory only.
     pub gpu_driver: Option<Arc<dyn Driver>>,
+    /// How a load for one GPU uses the links of others.
+    pub rails: RailOptions,
 }
 
 /// Why a daemon does not start. Each names the offending value.
@@ -108,7 +110,9 @@ impl Daemon {
         let bound = listen::bind(&options.listen)?;
         let http_bound = options.http.map(http::bind).transpose()?;
         let arena = Arc::new(Arena::create(&options.arena, progress)?);
-        let pin = |driver: &Arc<dyn Driver>| Gpus::start(Arc::clone(driver), Arc::clone(&arena));
+        let pin = |driver: &Arc<dyn Driver>| {
+            Gpus::start(Arc::clone(driver), Arc::clone(&arena), options.rails.clone())
+        };
         let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
         let store = Store::new(
             Arc::clone(&arena),
@@ -140,6 +144,11 @@ impl Daemon {
     /// What copies for engines on GPUs, or None without one.
     pub fn gpus(&self) -> Option<String> {
         self.shared.gpus.as_ref().map(Gpus::describe)
+    }
+
+    /// Bytes that loads moved over the links of other GPUs so far.
+    pub fn relayed_bytes(&self) -> u64 {
+        self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
     }
 
     /// Bytes of the pool.

@@ -6,7 +6,7 @@ use kvlane_proto::v1::request::Body as Ask;
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
-use crate::Shared;
+use crate::{Shared, gpu::Gpus};
 
 /// What a metric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +90,12 @@ pub const METRICS: &[Metric] = &[
         Counter,
         "",
         "Leases freed because their living owner no longer named them.",
+    ),
+    metric(
+        "kvlane_loaded_over_rails_bytes_total",
+        Counter,
+        "",
+        "Bytes that loads for one GPU moved over the links of others.",
     ),
     metric("kvlane_scrub_blocks_total", Counter, "", "Blocks whose checksum was verified again."),
     metric("kvlane_scrub_bad_blocks_total", Counter, "", "Blocks dropped because their bytes had changed."),
@@ -248,6 +254,7 @@ fn record(shared: &Shared) {
         ("kvlane_save_no_room_blocks_total", stats.counters.no_room),
         ("kvlane_stale_commits_total", stats.counters.stale_commits),
         ("kvlane_lease_expired_total", stats.counters.expired_leases),
+        ("kvlane_loaded_over_rails_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)),
         ("kvlane_scrub_blocks_total", stats.counters.scrub_checked),
         ("kvlane_scrub_bad_blocks_total", stats.counters.scrub_bad),
     ] {

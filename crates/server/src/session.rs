@@ -514,9 +514,11 @@ fn register_worker(
             let gpu = register.gpu.as_ref().ok_or_else(|| invalid("method GPU needs the worker's GPU"))?;
             let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
             let regions: Vec<&Region> = regions.iter().flatten().collect();
-            let memory = GpuMemory::import(gpus, gpu, &regions, greeted.nonce, pidfd).map_err(|error| {
-                (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
-            })?;
+            let memory =
+                GpuMemory::import(gpus, &greeted.info.engine_id, gpu, &regions, greeted.nonce, pidfd)
+                    .map_err(|error| {
+                        (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
+                    })?;
             (Some(WorkerMemory::Gpu(Box::new(memory))), "the GPU copies".to_owned())
         }
         (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),

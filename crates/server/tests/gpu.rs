@@ -16,7 +16,7 @@ use kvlane_client::{
     Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_gpu::{
-    Copy, DeviceMemory, Gpu, Priority, Stream,
+    Copy, DeviceMemory, Gpu, Priority, RailOptions, Stream,
     fake::{FakeDriver, FakeOptions},
 };
 use kvlane_proto::Address;
@@ -53,6 +53,9 @@ const DAEMON: &str = "KVLANE_TEST_DAEMON_AT";
 /// How slow its GPU is, in microseconds for each MiB.
 const SLOW: &str = "KVLANE_TEST_DAEMON_SLOW";
 
+/// Set where loads are to come over the other GPU's link too.
+const RAILS: &str = "KVLANE_TEST_DAEMON_RAILS";
+
 /// Not a test: the daemon's process, which the tests start from this very binary. It ends with its standard input.
 #[test]
 fn daemon_process() {
@@ -60,9 +63,16 @@ fn daemon_process() {
     let address = Address::Unix(socket.into());
     let driver = driver();
     driver.slow_down(Duration::from_micros(std::env::var(SLOW).unwrap().parse().unwrap()));
-    let options = ServeOptions { gpu_driver: Some(driver), ..options(&address, 16 << 20) };
+    let over_rails = std::env::var_os(RAILS).is_some();
+    let rails = match over_rails {
+        // Of two layers of a block each: a load has more chunks than slots.
+        true => RailOptions { least_bytes: 0, slot_bytes: 2 * PIECE, slots: 2, ..RailOptions::default() },
+        false => RailOptions::default(),
+    };
+    let options = ServeOptions { gpu_driver: Some(driver), rails, ..options(&address, 16 << 20) };
     let daemon = kvlane_server::Daemon::start(&options, &|_| {}).unwrap();
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    assert_eq!(daemon.relayed_bytes() > 0, over_rails, "small loads stay on their own link");
     assert!(daemon.stop(PATIENCE));
 }
 
@@ -71,13 +81,23 @@ impl Daemon {
         Self::start_slow(address, 0)
     }
 
-    /// With a GPU that takes so many microseconds for each MiB.
+    /// With GPUs that take so many microseconds for each MiB.
     fn start_slow(address: &Address, microseconds: u64) -> Self {
+        Self::spawn(address, microseconds, None)
+    }
+
+    /// The same, and loads come over the other GPU's link too.
+    fn start_with_rails(address: &Address, microseconds: u64) -> Self {
+        Self::spawn(address, microseconds, Some((RAILS, "1")))
+    }
+
+    fn spawn(address: &Address, microseconds: u64, rails: Option<(&str, &str)>) -> Self {
         let Address::Unix(path) = address else { unreachable!() };
         let process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "daemon_process", "--nocapture"])
             .env(DAEMON, path)
             .env(SLOW, microseconds.to_string())
+            .envs(rails)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
@@ -233,17 +253,28 @@ impl GpuEngine {
 #[test]
 fn blocks_of_a_gpu_come_back_to_another_engine() {
     let folder = tempfile::tempdir().unwrap();
-    let (address, driver) = (address(&folder), driver());
-    let daemon = Daemon::start(&address);
-    let mut first = GpuEngine::new(&address, "first", &driver);
+    let address = address(&folder);
+    blocks_come_back(&address, Daemon::start(&address));
+}
+
+#[test]
+fn blocks_come_back_over_the_links_of_two_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    blocks_come_back(&address, Daemon::start_with_rails(&address, 0));
+}
+
+fn blocks_come_back(address: &Address, daemon: Daemon) {
+    let driver = driver();
+    let mut first = GpuEngine::new(address, "first", &driver);
     assert_eq!(first.worker.method().0, "gpu");
     let kept: Vec<Vec<u8>> = (0..8).map(|block| first.compute(block, block as u8 + 1)).collect();
     let saved = first.save(0, 0..8);
     assert!(saved.ok && saved.blocks == 8 && saved.bytes == 8 * BLOCK, "{saved:?}");
     drop(kept);
-    first.settle(&address);
+    first.settle(address);
 
-    let mut second = GpuEngine::new(&address, "second", &driver);
+    let mut second = GpuEngine::new(address, "second", &driver);
     let loaded = second.load(0, 20..28);
     assert!(loaded.ok && loaded.blocks == 8 && loaded.bytes == 8 * BLOCK, "{loaded:?}");
     for block in 0..8 {
@@ -325,15 +356,30 @@ fn released(engine: &mut GpuEngine, address: &Address) {
 #[test]
 fn a_stream_that_waits_for_a_released_load_sees_it_and_one_that_does_not_sees_what_was_before() {
     let folder = tempfile::tempdir().unwrap();
-    let (address, driver) = (address(&folder), driver());
-    let daemon = Daemon::start_slow(&address, VERY_SLOW);
-    let mut engine = GpuEngine::new(&address, "engine", &driver);
-    released(&mut engine, &address);
+    let address = address(&folder);
+    a_released_load_is_waited_for(&address, Daemon::start_slow(&address, VERY_SLOW));
+}
+
+#[test]
+fn a_released_load_over_two_links_is_waited_for_in_the_same_way() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    a_released_load_is_waited_for(&address, Daemon::start_with_rails(&address, VERY_SLOW));
+}
+
+fn a_released_load_is_waited_for(address: &Address, daemon: Daemon) {
+    let driver = driver();
+    let mut engine = GpuEngine::new(address, "engine", &driver);
+    released(&mut engine, address);
     assert!(engine.block(13).contains(&0), "the control: this stream has not waited");
     // Region by region, as a model does.
     for layer in 0..LAYERS as u32 {
         // SAFETY: the stream lives.
         unsafe { engine.worker.wait_for_loads(Some(layer), engine.stream.raw()) }.unwrap();
+        for block in 0..4 {
+            let bytes = &engine.block(10 + block)[layer as usize * PIECE as usize..][..PIECE as usize];
+            assert!(bytes.iter().all(|&byte| byte == 50 + block as u8), "layer {layer} of block {block}");
+        }
     }
     for block in 0..4 {
         assert!(engine.block(10 + block).iter().all(|&byte| byte == 50 + block as u8), "block {block}");
@@ -348,10 +394,21 @@ fn a_stream_that_waits_for_a_released_load_sees_it_and_one_that_does_not_sees_wh
 #[test]
 fn a_released_load_arrives_although_the_daemon_is_killed_in_the_middle() {
     let folder = tempfile::tempdir().unwrap();
-    let (address, driver) = (address(&folder), driver());
-    let daemon = Daemon::start_slow(&address, VERY_SLOW);
-    let mut engine = GpuEngine::new(&address, "engine", &driver);
-    released(&mut engine, &address);
+    let address = address(&folder);
+    a_released_load_arrives_without_the_daemon(&address, Daemon::start_slow(&address, VERY_SLOW));
+}
+
+#[test]
+fn a_released_load_over_two_links_arrives_although_the_daemon_is_killed_in_the_middle() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    a_released_load_arrives_without_the_daemon(&address, Daemon::start_with_rails(&address, VERY_SLOW));
+}
+
+fn a_released_load_arrives_without_the_daemon(address: &Address, daemon: Daemon) {
+    let driver = driver();
+    let mut engine = GpuEngine::new(address, "engine", &driver);
+    released(&mut engine, address);
     // SAFETY: the stream lives.
     unsafe { engine.worker.wait_for_loads(None, engine.stream.raw()) }.unwrap();
     daemon.kill();

@@ -26,6 +26,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         lease_ttl: Duration::from_secs(60),
         sessions_max: 64,
         gpu_driver: None,
+        rails: kvlane_gpu::RailOptions::default(),
     }
 }
 
