@@ -194,5 +194,20 @@ def bench_gpu_copy(
     """GB/s of copies of shuffled pieces. path: "h2d", "d2h", or "peer" with a second GPU; method: "contiguous",
     "engine", "batch", "kernel" or "auto". OSError where the bytes did not arrive as they were."""
 
+def bench_gpu_rails(gpu: int) -> list[int]:
+    """Ordinals of the GPUs whose links a load for this one can use too."""
+
+def bench_gpu_load(
+    gpu: int,
+    rails: list[int],
+    total_bytes: int,
+    piece_bytes: int,
+    joined: int = 4,
+    slot_bytes: int | None = None,
+    slots: int | None = None,
+) -> float:
+    """GB/s from the host to a GPU over its own link and those of `rails`, of shuffled pieces. So many of them as
+    `joined` lie one after the other in the host's memory. OSError where the bytes did not arrive as they were."""
+
 def bench_echo(socket: int, length: int) -> None:
     """Send back messages of `length` bytes until the peer closes the socket."""

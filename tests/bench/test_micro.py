@@ -55,6 +55,20 @@ def test_copy_compares_each_way_with_its_loop(tmp_path: Path) -> None:
     assert result["pages"]["engine"] in ("4 kB", "2 MB", "16 kB", "64 kB")
 
 
+def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
+    result = bench(tmp_path, "gpu-copy", "--mib", "2", "--rounds", "1")
+    assert {each["path"] for each in result["gb_per_s"]} == {"h2d", "d2h", "peer"}
+    assert [(each["bytes"], each["rails"]) for each in result["rails_gb_per_s"]] == [
+        (2 << 20, [1]),
+        (8 << 20, [1]),
+    ]
+    what = "h2d: 8 MiB in pieces of 64 KiB, 2 links / contiguous, 1 link"
+    assert value(result, what) > 0
+
+
 def test_idle_and_memory_use_look_at_the_daemon(tmp_path: Path) -> None:
     idle = bench(tmp_path, "idle", "--seconds", "0.5", "--engines", "2", "--pool-mib", "32")
     assert idle["blocks"] == (32 << 20) // (256 << 10)

@@ -4,6 +4,7 @@ use std::{fs, net::SocketAddr, net::ToSocketAddrs, path::PathBuf, time::Duration
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
+use kvlane_gpu::{RailChoice, RailOptions};
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_proto::{Address, default_address};
 use kvlane_server::ServeOptions;
@@ -18,6 +19,7 @@ const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
+const DEFAULT_RAILS: &str = "auto";
 const DEFAULT_LOG: &str = "info";
 
 /// Every flag is also an environment variable, and a key of the file given by --config (`pool-size = "4gb"`).
@@ -52,6 +54,11 @@ pub(crate) struct ServeArgs {
     /// Copy for engines on GPUs: auto where the host has them, on fails without [default: auto]
     #[arg(long, env = "KVLANE_GPU", value_enum, value_name = "MODE")]
     gpu: Option<GpuArg>,
+
+    /// GPUs whose links to the host a load for another GPU may use too, while they are idle: auto for all that NVLink
+    /// joins with it, off, or ordinals or UUIDs such as 1,2. Each takes a context and 64 MiB of its memory [default: auto]
+    #[arg(long, env = "KVLANE_RAILS", value_name = "GPUS")]
+    rails: Option<String>,
 
     /// Connections at the same time [default: 1024]
     #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
@@ -147,6 +154,11 @@ impl ServeArgs {
                 Err(reason) => (None, reason.to_string()),
             },
         };
+        let rails = self.rails.or(file.rails).unwrap_or_else(|| DEFAULT_RAILS.into());
+        let rails: RailChoice = rails.parse().context("in --rails")?;
+        if let Some(driver) = &gpu_driver {
+            rails.among(driver.devices()?).context("in --rails")?;
+        }
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
@@ -155,6 +167,7 @@ impl ServeArgs {
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
             gpu_driver,
+            rails: RailOptions { choice: rails, ..RailOptions::default() },
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };
         Ok(Resolved {
@@ -217,5 +230,7 @@ mod tests {
         assert!(http.resolve().unwrap_err().to_string().contains("'nowhere'"));
         let listen = ServeArgs { listen: Some(vec!["unix:".into()]), ..Default::default() };
         assert!(format!("{:#}", listen.resolve().unwrap_err()).contains("'unix:'"));
+        let rails = ServeArgs { rails: Some("some".into()), ..Default::default() };
+        assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("in --rails: 'some'"));
     }
 }

@@ -9,7 +9,10 @@ use std::sync::Arc;
 
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::plan::Thresholds;
-use kvlane_gpu::{Copier, CopierOptions, Copy, Direction, HostBuffer, Pinned, measure_copy};
+use kvlane_gpu::{
+    Copier, CopierOptions, Copy, Direction, HostBuffer, Pinned, RailChoice, RailOptions, Rails, measure_copy,
+    measure_rails,
+};
 use support::{device_memory, gpus, pattern, read, stream, tested_driver};
 
 const BYTES: usize = 8 << 20;
@@ -130,6 +133,36 @@ fn a_pool_that_is_pinned_in_chunks_is_copied_across_its_seams() {
         assert!(read(&stream, fresh.address(), BYTES) == content);
     }
     drop(pinned);
+}
+
+#[test]
+fn loads_over_several_links_bring_the_same_bytes() {
+    if !is_real() {
+        return;
+    }
+    let (gpu, peer) = gpus();
+    if peer.info().ordinal == gpu.info().ordinal {
+        return;
+    }
+    let rails = Rails::new(gpu.driver(), &[], RailOptions::default()).unwrap();
+    let reached = rails.loader(&gpu, "a test").reached();
+    println!("NVLink to GPU {}: {:?}; rails: {reached:?}", peer.info().ordinal, gpu.is_linked(&peer));
+    for total_bytes in [100 << 20, 1 << 30] {
+        let shape =
+            Shape { total_bytes, piece_bytes: 64 << 10, joined: 4, shuffled: true, path: Path::HostToDevice };
+        let one_link = measure_copy(&gpu, &shape, CopyMethod::Contiguous).unwrap();
+        println!("{} MiB, one link, contiguous: {one_link:.1} GB/s", total_bytes >> 20);
+        for (slot_mib, slots) in [(2, 8), (4, 8), (8, 4), (8, 8), (16, 4)] {
+            let rates = (1..=reached.len()).map(|count| {
+                let choice = RailChoice::List(reached[..count].iter().map(u32::to_string).collect());
+                let options =
+                    RailOptions { choice, slot_bytes: slot_mib << 20, slots, ..RailOptions::default() };
+                format!("{:.1}", measure_rails(&gpu, options, &shape).unwrap())
+            });
+            let rates: Vec<String> = rates.collect();
+            println!("  {slots} slots of {slot_mib} MiB, by number of rails: {}", rates.join(" "));
+        }
+    }
 }
 
 #[test]

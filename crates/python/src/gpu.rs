@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use kvlane_gpu::{
-    Driver, Gpu, GpuError, NoDriver,
-    bench::{CopyMethod, Path, Shape, measure_copy},
+    Driver, Gpu, GpuError, NoDriver, RailChoice, RailOptions, Rails,
+    bench::{CopyMethod, Path, Shape, measure_copy, measure_rails},
 };
 use pyo3::{exceptions::PyOSError, prelude::*};
 
@@ -50,6 +50,42 @@ pub(crate) fn bench_gpu_copy(
     };
     let shape = Shape { total_bytes, piece_bytes, joined: 1, shuffled: true, path };
     py.detach(|| measure_copy(&device, &shape, method)).map_err(failed)
+}
+
+/// Ordinals of the GPUs whose links a load for this one can use too.
+#[pyfunction]
+pub(crate) fn bench_gpu_rails(gpu: u32) -> PyResult<Vec<u32>> {
+    let driver = driver()?;
+    let device = Gpu::open(Arc::clone(&driver), gpu).map_err(failed)?;
+    let rails = Rails::new(driver, &[], RailOptions::default()).map_err(failed)?;
+    Ok(rails.loader(&device, "a benchmark").reached())
+}
+
+/// GB/s from the host to a GPU over its own link and those of `rails`. So many pieces as `joined` lie one after the other
+/// in the host's memory, as a block's layers do in the pool. The bytes are checked.
+#[pyfunction]
+#[pyo3(signature = (gpu, rails, total_bytes, piece_bytes, joined = 4, slot_bytes = None, slots = None))]
+#[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+pub(crate) fn bench_gpu_load(
+    py: Python<'_>,
+    gpu: u32,
+    rails: Vec<u32>,
+    total_bytes: u64,
+    piece_bytes: u64,
+    joined: u64,
+    slot_bytes: Option<u64>,
+    slots: Option<usize>,
+) -> PyResult<f64> {
+    let device = Gpu::open(driver()?, gpu).map_err(failed)?;
+    let usual = RailOptions::default();
+    let options = RailOptions {
+        choice: RailChoice::List(rails.iter().map(u32::to_string).collect()),
+        slot_bytes: slot_bytes.unwrap_or(usual.slot_bytes),
+        slots: slots.unwrap_or(usual.slots),
+        ..usual
+    };
+    let shape = Shape { total_bytes, piece_bytes, joined, shuffled: true, path: Path::HostToDevice };
+    py.detach(|| measure_rails(&device, options, &shape)).map_err(failed)
 }
 
 fn driver() -> PyResult<Arc<dyn Driver>> {

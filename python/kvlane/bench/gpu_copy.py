@@ -11,7 +11,7 @@ from kvlane.bench import report
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 
 NAME = "gpu-copy"
-HELP = "shuffled pieces between host and GPU, and between GPUs, against one contiguous copy; needs a GPU"
+HELP = "shuffled pieces between host and GPU, over one link and several, and between GPUs; needs a GPU"
 KIB, MIB = 1 << 10, 1 << 20
 # Share of the contiguous copy that pieces of a size are to reach, by path.
 GOALS = {
@@ -19,6 +19,9 @@ GOALS = {
     "d2h": {16 * KIB: 0.88, 64 * KIB: 0.93, MIB: 0.97, 2 * MIB: 0.97},
     "peer": {64 * KIB: 0.88},
 }
+# From the host over the links of other GPUs too: how much, in multiples of --mib, and in which pieces. Four of them lie
+# together in the host's memory, as the layers of a block do.
+RAIL_MULTIPLES, RAIL_PIECE, RAIL_JOINED = (1, 4), 64 * KIB, 4
 PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
 METHODS = ("auto", "kernel", "batch", "engine")
 
@@ -51,7 +54,10 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     others = [ordinal for ordinal, *_ in gpus if ordinal != arguments.gpu]
     peer = arguments.peer if arguments.peer is not None else next(iter(others), None)
     total = arguments.mib << 20
+    rails = _core.bench_gpu_rails(arguments.gpu)
+    over_rails = [(size, count) for size in RAIL_MULTIPLES for count in range(1, len(rails) + 1)]
     rates: dict[tuple[str, int, str], list[float]] = {}
+    rail_rates: dict[tuple[int, int], list[float]] = {}
     for _ in range(arguments.rounds):
         for path in GOALS:
             if path == "peer" and peer is None:
@@ -61,6 +67,9 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             for piece, way in ways:
                 rate = _core.bench_gpu_copy(arguments.gpu, path, total, piece or total, way, peer=second)
                 rates.setdefault((path, piece, way), []).append(rate)
+        for size, count in over_rails:
+            rate = _core.bench_gpu_load(arguments.gpu, rails[:count], size * total, RAIL_PIECE, RAIL_JOINED)
+            rail_rates.setdefault((size, count), []).append(rate)
     medians = {key: statistics.median(values) for key, values in rates.items()}
     figures = []
     for (path, piece, way), rate in medians.items():
@@ -72,11 +81,19 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         figures.append(
             Figure(f"{path}: pieces of {piece >> 10} KiB, {way} / contiguous", share, at_least=goal)
         )
+    for (size, count), values in rail_rates.items():
+        pieces = f"{size * arguments.mib} MiB in pieces of {RAIL_PIECE >> 10} KiB"
+        what = f"h2d: {pieces}, {count + 1} links / contiguous, 1 link"
+        figures.append(Figure(what, statistics.median(values) / medians["h2d", 0, "contiguous"]))
     details = {
         "gpus": [{"name": name, "pci": pci, "bytes": size} for _, name, pci, size in gpus],
         "gb_per_s": [
             {"path": path, "piece_bytes": piece, "method": way, "rounds": values}
             for (path, piece, way), values in rates.items()
+        ],
+        "rails_gb_per_s": [
+            {"bytes": size * total, "piece_bytes": RAIL_PIECE, "rails": rails[:count], "rounds": values}
+            for (size, count), values in rail_rates.items()
         ],
     }
     note = (
