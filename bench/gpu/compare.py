@@ -1,0 +1,270 @@
+"""All systems one after the other on this host, and what came out as ratios: JSON, a table and a picture.
+
+    python bench/gpu/compare.py --out out/gpu            # everything: about 12 minutes on an H200
+    python bench/gpu/compare.py --systems none kvlane --modes eager
+
+Every engine is a process of its own (`measure.py` says what it measures), so that nothing of one is left for the next.
+With `--repeat` the whole series runs several times and medians are taken over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import model
+from systems import SYSTEMS, running, versions
+
+from kvlane.bench import report
+from kvlane.bench.figures import Figure
+
+MODES = ("eager", "graphs")
+HERE = Path(__file__).resolve().parent
+PEERS = ("pegaflow", "offload")
+# vLLM takes the compute functions of `model` over its own calls, and hashes prompts alike in all processes.
+ENVIRONMENT = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "PYTHONHASHSEED": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine of the series."""
+
+    system: str
+    mode: str
+    repeat: int
+    found: dict[str, Any]
+
+
+def main() -> int:
+    arguments = _arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    runs: list[Run] = []
+    with report.CpuWatch() as watch:
+        series = [
+            (repeat, mode, system)
+            for repeat in range(arguments.repeat)
+            for mode in arguments.modes
+            for system in arguments.systems
+        ]
+        for number, (repeat, mode, system) in enumerate(series, 1):
+            report.say(f"[{number}/{len(series)}] {system}, {mode}: {SYSTEMS[system].what}")
+            found = _run(arguments, system, mode, repeat)
+            runs.append(Run(system, mode, repeat, found))
+            report.say(_line(found))
+    figures = [figure for mode in arguments.modes for figure in _figures(runs, mode)]
+    result = {
+        "benchmark": "gpu",
+        "date": datetime.date.today().isoformat(),
+        "host": _host(),
+        "versions": versions(),
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "commit": report.commit(),
+        "settings": {
+            key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
+        },
+        "runs": [vars(run) for run in runs],
+        "figures": [figure.facts() for figure in figures],
+    }
+    report.write_json(arguments.out / "gpu.json", result)
+    table = _table(figures)
+    (arguments.out / "gpu.md").write_text(table + "\n")
+    for mode in arguments.modes:
+        _picture(runs, mode, f"{result['host']['gpus']}, {result['date']}", arguments.out / f"gpu-{mode}.png")
+    print(f"\n{table}\n\nin {arguments.out}: gpu.json, gpu.md, gpu-MODE.png")
+    return 0 if _controls_hold(runs) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", choices=sorted(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="eager, CUDA graphs")
+    parser.add_argument("--repeat", type=int, default=1, help="times the series runs (default %(default)s)")
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
+    parser.add_argument("--prompts", type=int, default=8, help="default %(default)s")
+    parser.add_argument("--tokens", type=int, default=10_000, help="of a prompt (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=2_000, help="added to it (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="warm rounds (default %(default)s)")
+    parser.add_argument("--decodes", type=int, default=8, help="running requests (default %(default)s)")
+    parser.add_argument("--decode-tokens", type=int, default=400, help="of each (default %(default)s)")
+    parser.add_argument("--rate", type=float, default=4.0, help="prompts a second (default %(default)s)")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of each system")
+    parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
+    parser.add_argument("--kv-cache-bytes", type=int, default=0, help="vLLM's KV cache, instead of a share")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    return parser.parse_args()
+
+
+def _run(arguments: argparse.Namespace, system: str, mode: str, repeat: int) -> dict[str, Any]:
+    log = arguments.out / f"{system}-{mode}-{repeat}.log"
+    passed_on = (
+        *("shape", "prompts", "tokens", "new_tokens", "rounds", "decodes", "decode_tokens", "rate"),
+        *("tensor_parallel", "gpu_memory", "kv_cache_bytes"),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        result = folder / "result.json"
+        command = [sys.executable, str(HERE / "measure.py"), "--system", system, "--result", str(result)]
+        command += ["--scratch", scratch]
+        command += ["--connector", SYSTEMS[system].connector(arguments.cache_bytes, folder)]
+        command += ["--eager"] if mode == "eager" else []
+        for name in passed_on:
+            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        server_log = log.with_suffix(".server.log")
+        with running(SYSTEMS[system], arguments.cache_bytes, folder, server_log), log.open("wb") as written:
+            ended = subprocess.run(
+                command, stdout=written, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, check=False
+            )
+        if ended.returncode != 0 or not result.exists():
+            raise SystemExit(f"{system} ended with {ended.returncode}; see {log}")
+        return json.loads(result.read_text())
+
+
+def _line(found: dict[str, Any]) -> str:
+    warm = [part["p50"] for part in found.get("warm", [])]
+    return (
+        f"    ready {found['ready_s']} s, TTFT ms: cold {found['cold']['p50']}, in GPU {found['in_gpu']['p50']}"
+        + (f", warm {', '.join(map(str, warm))}" if warm else "")
+    )
+
+
+def _median(runs: list[Run], system: str, mode: str, name: str, part: str = "p50") -> float | None:
+    """Over rounds and repeats."""
+    values: list[float] = []
+    for run in runs:
+        if run.system == system and run.mode == mode and name in run.found:
+            found = run.found[name]
+            parts = found if isinstance(found, list) else [found]
+            values += [each[part] for each in parts if part in each]
+    return statistics.median(values) if values else None
+
+
+def _figures(runs: list[Run], mode: str) -> list[Figure]:
+    """kvlane against what the goals name; without the needed system, no figure."""
+
+    def of(system: str, name: str, part: str = "p50") -> float | None:
+        return _median(runs, system, mode, name, part)
+
+    def better_peer(name: str, part: str = "p50") -> float | None:
+        return min((value for peer in PEERS if (value := of(peer, name, part)) is not None), default=None)
+
+    figures: list[Figure] = []
+
+    def ratio(what: str, mine: float | None, other: float | None, at_most: float) -> None:
+        if mine is not None and other:
+            text = f"{mode}: {what}, {mine:.1f} / {other:.1f} ms"
+            figures.append(Figure(text, mine / other, at_most=at_most))
+
+    ratio(
+        "warm TTFT / better peer",
+        of("kvlane", "warm"),
+        better_peer("warm"),
+        0.72 if mode == "eager" else 0.78,
+    )
+    mine, plain = of("kvlane", "in_gpu"), of("none", "in_gpu")
+    if mine is not None and plain is not None:
+        what = f"{mode}: hit in GPU memory, above no connector ({mine:.1f} and {plain:.1f} ms)"
+        figures.append(Figure(what, mine - plain, "ms", at_most=1.0))
+    ratio("cold TTFT / no connector", of("kvlane", "cold"), of("none", "cold"), 1.01)
+    ratio(
+        "cached and new tokens, from kvlane / in GPU",
+        of("kvlane", "longer_warm"),
+        of("kvlane", "longer_in_gpu"),
+        1.15,
+    )
+    ratio(
+        "ITL p99 while prompts are loaded / hit in GPU memory",
+        of("kvlane", "decode_warm", "p99"),
+        of("kvlane", "decode_in_gpu", "p99"),
+        1.03,
+    )
+    for part in ("mean", "p99"):
+        ratio(
+            f"open loop, warm TTFT {part} / PegaFlow",
+            of("kvlane", "open_loop", part),
+            of("pegaflow", "open_loop", part),
+            0.85,
+        )
+    ready, plain_ready = _ready(runs, "kvlane", mode), _ready(runs, "none", mode)
+    if ready is not None and plain_ready is not None:
+        figures.append(
+            Figure(f"{mode}: engine start above no connector", ready - plain_ready, "s", at_most=1.0)
+        )
+    return figures
+
+
+def _ready(runs: list[Run], system: str, mode: str) -> float | None:
+    values = [run.found["ready_s"] for run in runs if run.system == system and run.mode == mode]
+    return statistics.median(values) if values else None
+
+
+def _controls_hold(runs: list[Run]) -> bool:
+    """Every system's answers and bytes; said if not."""
+    wrong = []
+    for run in runs:
+        controls = ("same_tokens", "control_distinct", "control_block_matters")
+        wrong += [
+            f"{run.system}, {run.mode}: {name} is false" for name in controls if run.found.get(name) is False
+        ]
+        # The last block of a prompt is computed again.
+        if run.found.get("loaded_blocks_that_differ", 0) > run.found["cold"]["count"]:
+            wrong.append(f"{run.system}, {run.mode}: {run.found['loaded_blocks_that_differ']} blocks differ")
+    for sentence in wrong:
+        report.say(f"WRONG: {sentence}")
+    return not wrong
+
+
+def _table(figures: list[Figure]) -> str:
+    lines = ["| what | measured | goal |", "|---|---|---|"]
+    lines += [
+        f"| {figure.what} | {figure.text}{'' if figure.passed else ' (missed)'} | {figure.goal} |"
+        for figure in figures
+    ]
+    return "\n".join(lines)
+
+
+def _host() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        gpus = []
+    return {"name": socket.gethostname(), "gpus": f"{len(gpus)} x {gpus[0]}" if gpus else "none"}
+
+
+def _picture(runs: list[Run], mode: str, host: str, path: Path) -> None:
+    """TTFT of each system: in GPU memory, from the system, open loop."""
+    parts = {
+        "in_gpu": "hit in GPU memory",
+        "warm": "from the cache outside",
+        "open_loop": "the same, open loop",
+    }
+    groups = {}
+    for name in SYSTEMS:
+        medians = {label: _median(runs, name, mode, part) for part, label in parts.items()}
+        known = {label: value for label, value in medians.items() if value is not None}
+        if known:
+            groups[name] = known
+    report.bars(path, f"TTFT, median, {mode}", "ms", groups, note=host)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

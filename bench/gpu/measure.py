@@ -1,0 +1,256 @@
+"""One engine of the comparison: starts vLLM with a connector, measures, writes one JSON file.
+
+`compare.py` runs this once for each system. What is measured, all of token ids and of one engine:
+
+| name | what |
+|---|---|
+| cold | a prompt that nobody has |
+| in_gpu | the same again: a hit in the engine's own prefix cache |
+| warm | after the engine's prefix cache was reset: the KV cache comes from the system, one round after the other |
+| longer | the prompt and as many new tokens as `--new-tokens`, with the prompt in GPU memory, and from the system |
+| decode | gaps between tokens of running requests while prompts come in that hit in GPU memory, and from the system |
+| open_loop | TTFT of prompts that come at a rate, from the system |
+
+Controls, without which equal answers prove nothing: every prompt has its own answer, and one changed block changes the
+answer. Before each check of bytes the GPU's blocks are poisoned; what is loaded is compared with what was computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import model
+
+POISON = 0xA5
+RESET_PATIENCE_S = 20.0
+
+
+class Engine:
+    """vLLM in its usual processes, asked one request at a time or many at once."""
+
+    def __init__(self, settings: argparse.Namespace) -> None:
+        from vllm import SamplingParams
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        options: dict[str, Any] = {}
+        if settings.connector:
+            options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
+        if settings.kv_cache_bytes:
+            options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        self._sampling = SamplingParams
+        self._kind = RequestOutputKind.DELTA
+        self._names = 0
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(model.write_config(settings.shape, Path(settings.scratch))),
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                enforce_eager=settings.eager,
+                max_model_len=settings.tokens + settings.new_tokens + 1024,
+                max_num_batched_tokens=max(16384, settings.tokens),
+                gpu_memory_utilization=settings.gpu_memory,
+                tensor_parallel_size=settings.tensor_parallel,
+                enable_prefix_caching=True,
+                seed=0,
+                **options,
+            )
+        )
+
+    async def answer(self, prompt: list[int], tokens: int = 1) -> tuple[list[float], tuple[int, ...]]:
+        """When each token came, in ms after it was asked for, and the tokens."""
+        self._names += 1
+        wanted = self._sampling(
+            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, output_kind=self._kind
+        )
+        times: list[float] = []
+        answer: list[int] = []
+        start = time.perf_counter()
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, wanted, f"r{self._names}"):
+            came = (time.perf_counter() - start) * 1e3
+            for token in output.outputs[0].token_ids:
+                times.append(came)
+                answer.append(token)
+        return times, tuple(answer)
+
+    async def ttft(self, prompt: list[int]) -> float:
+        """Milliseconds to the first token."""
+        return (await self.answer(prompt))[0][0]
+
+    async def forget(self) -> None:
+        """Empties the prefix cache of the engine; blocks that are still being saved keep it from that for a moment."""
+        deadline = time.monotonic() + RESET_PATIENCE_S
+        while not await self._llm.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise SystemExit("the engine's prefix cache could not be reset")
+            await asyncio.sleep(0.05)
+
+    async def on_workers(self, function: Any, *arguments: Any) -> list[Any]:
+        """Calls `function(worker, ...)` in every worker process."""
+        return await self._llm.collective_rpc(function, args=arguments)
+
+    def shutdown(self) -> None:
+        """Ends its processes."""
+        self._llm.shutdown()
+
+
+async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any]:
+    """All that the table above names."""
+    await engine.on_workers(model.redraw_weights)
+    source = random.Random(1)
+    vocabulary = model.SHAPES[settings.shape]["vocab_size"]
+
+    def draw(tokens: int) -> list[int]:
+        return [source.randrange(100, vocabulary) for _ in range(tokens)]
+
+    prompts = [draw(settings.tokens) for _ in range(settings.prompts)]
+    # Whatever the engine compiles or allocates at first.
+    await engine.ttft(draw(settings.tokens))
+    await engine.ttft(draw(64))
+
+    found: dict[str, Any] = {}
+    found["cold"] = summary([await engine.ttft(prompt) for prompt in prompts])
+    if settings.system != "none":
+        await loaded_bytes(engine, prompts, found)
+    found["in_gpu"] = summary([await engine.ttft(prompt) for prompt in prompts for _ in range(3)])
+    kept = [(await engine.answer(prompt, 16))[1] for prompt in prompts]
+
+    longer = [prompt + draw(settings.new_tokens) for prompt in prompts]
+    found["longer_in_gpu"] = summary([await engine.ttft(prompt) for prompt in longer])
+    if settings.system == "none":
+        return found
+
+    found["warm"] = []
+    for _ in range(settings.rounds):
+        await engine.forget()
+        found["warm"].append(summary([await engine.ttft(prompt) for prompt in prompts]))
+    await engine.forget()
+    back = [(await engine.answer(prompt, 16))[1] for prompt in prompts]
+    longer = [prompt + draw(settings.new_tokens) for prompt in prompts]
+    await engine.forget()
+    found["longer_warm"] = summary([await engine.ttft(prompt) for prompt in longer])
+
+    await engine.forget()
+    found["decode_warm"] = await gaps(engine, settings, prompts, draw)
+    found["decode_in_gpu"] = await gaps(engine, settings, prompts, draw)
+    await engine.forget()
+    found["open_loop"] = summary(await arrivals(engine, prompts, settings.rate))
+
+    changed = list(prompts[0])
+    changed[64:96] = [(token + 1) % vocabulary for token in changed[64:96]]
+    found["same_tokens"] = back == kept
+    found["control_distinct"] = len(set(kept)) == len(kept)
+    found["control_block_matters"] = (await engine.answer(changed, 16))[1] != kept[0]
+    return found
+
+
+async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str, Any]) -> None:
+    """Whether blocks that are loaded into poisoned memory are, byte by byte, those that were computed before.
+
+    The last block of each prompt is computed again, among fewer tokens, and may differ in its last bits.
+    """
+    computed = set((await engine.on_workers(model.block_hashes, POISON))[0])
+    await engine.forget()
+    await engine.on_workers(model.poison, POISON)
+    for prompt in prompts:
+        await engine.ttft(prompt)
+    loaded = (await engine.on_workers(model.block_hashes, POISON))[0]
+    found["loaded_blocks"] = len(loaded)
+    found["loaded_blocks_that_differ"] = len([block for block in loaded if block not in computed])
+
+
+async def gaps(
+    engine: Engine, settings: argparse.Namespace, prompts: list[list[int]], draw: Any
+) -> dict[str, float]:
+    """Gaps between the tokens of running requests while the prompts come in."""
+    begun = [asyncio.Event() for _ in range(settings.decodes)]
+
+    async def decode(index: int) -> list[float]:
+        task = asyncio.create_task(engine.answer(draw(512), settings.decode_tokens))
+        begun[index].set()
+        return (await task)[0]
+
+    start = time.perf_counter()
+    running = [asyncio.create_task(decode(index)) for index in range(settings.decodes)]
+    await asyncio.gather(*(event.wait() for event in begun))
+    await asyncio.sleep(1.0)  # all of them decode by then
+    first = (time.perf_counter() - start) * 1e3
+    await arrivals(engine, prompts, settings.rate)
+    last = (time.perf_counter() - start) * 1e3
+    between: list[float] = []
+    for times in await asyncio.gather(*running):
+        between += [b - a for a, b in itertools.pairwise(times) if first <= b <= last]
+    return summary(between)
+
+
+async def arrivals(engine: Engine, prompts: list[list[int]], rate: float) -> list[float]:
+    """TTFT of prompts that come `rate` a second, whatever became of those before."""
+
+    async def later(index: int, prompt: list[int]) -> float:
+        await asyncio.sleep(index / rate)
+        return await engine.ttft(prompt)
+
+    return list(await asyncio.gather(*(later(index, prompt) for index, prompt in enumerate(prompts))))
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    rank = max(0, -(-len(ordered) * 99 // 100) - 1)
+    figures = {
+        "mean": statistics.mean(ordered),
+        "p50": statistics.median(ordered),
+        "p99": ordered[rank],
+        "min": ordered[0],
+        "max": ordered[-1],
+        "count": len(ordered),
+    }
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--system", required=True)
+    parser.add_argument("--connector", default="", help="kv_transfer_config, JSON")
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--scratch", required=True, help="folder for the model's configuration")
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), required=True)
+    parser.add_argument("--eager", action="store_true")
+    for name in ("prompts", "tokens", "new-tokens", "rounds", "decodes", "decode-tokens"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--rate", type=float, required=True, help="prompts a second")
+    parser.add_argument("--gpu-memory", type=float, default=0.5)
+    parser.add_argument("--kv-cache-bytes", type=int, default=0)
+    settings = parser.parse_args()
+    # Worker processes unpickle functions of `model`.
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
+
+    async def run() -> dict[str, Any]:
+        start = time.perf_counter()
+        engine = Engine(settings)
+        ready = time.perf_counter() - start
+        try:
+            return {"ready_s": round(ready, 2)} | await measure(engine, settings)
+        finally:
+            engine.shutdown()
+
+    settings.result.write_text(json.dumps(asyncio.run(run())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The model of the comparison, and what is done to its memory in vLLM's worker processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    },
+    # Runs on a CPU in seconds: for trying the comparison out.
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "vocab_size": 32000,
+        "torch_dtype": "float32",
+    },
+}
+
+
+def write_config(shape: str, folder: Path) -> Path:
+    """The folder of a model of this shape without weights."""
+    target = folder / shape
+    target.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (target / "config.json").write_text(json.dumps(config | SHAPES[shape]))
+    return target
+
+
+def redraw_weights(worker: Any) -> None:
+    """vLLM's dummy weights are so small that the KV cache does not change the answer; these are not. The same in every
+    process, so that engines agree."""
+    import torch
+
+    weights = list(worker.model_runner.model.parameters())
+    generator = torch.Generator(device=weights[0].device).manual_seed(0)
+    for weight in weights:
+        if weight.dim() == 1:
+            weight.data.fill_(1)
+        else:
+            weight.data.normal_(0, 0.04, generator=generator)
+
+
+def _by_block(worker: Any) -> list[Any]:
+    """Each layer's KV cache as rows of bytes, one a block."""
+    import torch
+
+    rows = []
+    for cache in worker.model_runner.kv_caches:
+        blocks = worker.model_runner.kv_cache_config.num_blocks
+        axis = list(cache.shape).index(blocks)
+        rows.append(cache.movedim(axis, 0).view(torch.uint8) if axis else cache.view(torch.uint8))
+    return rows
+
+
+def poison(worker: Any, byte: int) -> None:
+    """Overwrites all blocks."""
+    import torch
+
+    for cache in worker.model_runner.kv_caches:
+        cache.view(torch.uint8).fill_(byte)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def block_hashes(worker: Any, byte: int) -> list[int]:
+    """A hash of the bytes that each block has in all layers; of those that are not poison in their first layer."""
+    import torch
+
+    total: Any = None
+    written: Any = None
+    for layer, rows in enumerate(_by_block(worker)):
+        words = rows.reshape(rows.shape[0], -1).contiguous().view(torch.int64)
+        if written is None:
+            poisoned = int.from_bytes(bytes([byte]) * 8, "little", signed=True)
+            written = (words != poisoned).any(dim=1)
+        # Odd factors by place: bytes that changed places change the sum. It wraps around, which does no harm.
+        places = torch.arange(words.shape[1], device=words.device, dtype=torch.int64)
+        factors = (places * 2654435761 + layer * 40503) * 2 + 1
+        # In parts, so that the products do not need the memory of a whole layer.
+        sums = torch.cat([(part * factors).sum(dim=1) for part in words.split(256)])
+        total = sums if total is None else total * 31 + sums
+    return total[written].tolist()

@@ -1,0 +1,137 @@
+"""The systems of the comparison: how each is turned on in vLLM, and the servers that some of them need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+START_PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class System:
+    """A KV cache beside vLLM."""
+
+    name: str
+    what: str
+    connector: Callable[[int, Path], str]
+    """vLLM's kv_transfer_config, for a cache of so many bytes, and a folder for sockets."""
+    server: Callable[[int, Path], list[str]] | None = None
+    is_up: Callable[[Path], bool] = lambda folder: True
+    package: str = "vllm"
+
+
+def _config(connector: str, module: str | None, extra: dict[str, object]) -> str:
+    config: dict[str, object] = {"kv_connector": connector, "kv_role": "kv_both"}
+    if module:
+        config["kv_connector_module_path"] = module
+    if extra:
+        config["kv_connector_extra_config"] = extra
+    return json.dumps(config)
+
+
+def _kvlane_answers(folder: Path) -> bool:
+    command = ["kvlane", "status", "--addr", f"unix:{folder / 'kvlane.sock'}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _http_answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("none", "vLLM without a connector", lambda size, folder: ""),
+        System(
+            "kvlane",
+            "kvlane, its daemon started before",
+            lambda size, folder: _config(
+                "KVLaneConnector", "kvlane.connector", {"kvlane.address": f"unix:{folder / 'kvlane.sock'}"}
+            ),
+            lambda size, folder: [
+                "kvlane",
+                "serve",
+                "--pool-size",
+                str(size),
+                "--listen",
+                f"unix:{folder / 'kvlane.sock'}",
+                "--http",
+                "off",
+            ],
+            _kvlane_answers,
+            package="kvlane",
+        ),
+        System(
+            "pegaflow",
+            "PegaFlow, its server started before",
+            lambda size, folder: _config("PegaKVConnector", "pegaflow.connector", {}),
+            lambda size, folder: [
+                sys.executable,
+                "-m",
+                "pegaflow._server",
+                "--pool-size",
+                f"{size // 10**9}gb",
+            ],
+            lambda folder: _http_answers("http://127.0.0.1:9091/health"),
+            package="pegaflow-llm-cu13",
+        ),
+        System(
+            "offload",
+            "vLLM's own OffloadingConnector",
+            lambda size, folder: _config(
+                "OffloadingConnector", None, {"cpu_bytes_to_use": size, "block_size": 64}
+            ),
+        ),
+    )
+}
+
+
+@contextmanager
+def running(system: System, size: int, folder: Path, log: Path) -> Iterator[None]:
+    """The system's server, if it has one; ready when this begins, gone when it ends."""
+    if system.server is None:
+        yield
+        return
+    with log.open("wb") as written:
+        server = subprocess.Popen(
+            system.server(size, folder), stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_PATIENCE_S
+        while not system.is_up(folder):
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server of {system.name} does not start; see {log}")
+            time.sleep(0.1)
+        yield
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def versions() -> dict[str, str]:
+    """Of all packages that took part and are installed as such."""
+    found = {}
+    for package in {"torch", *(system.package for system in SYSTEMS.values())}:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
