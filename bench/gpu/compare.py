@@ -2,6 +2,7 @@
 
     python bench/gpu/compare.py --out out/gpu            # everything: about 12 minutes on an H200
     python bench/gpu/compare.py --systems none kvlane --modes eager
+    python bench/gpu/compare.py --draw gpu.json --out .  # where the GPU host has no matplotlib
 
 Every engine is a process of its own (`measure.py` says what it measures), so that nothing of one is left for the next.
 With `--repeat` the whole series runs several times and medians are taken over it.
@@ -53,6 +54,9 @@ class Run:
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.draw:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        return publish(json.loads(arguments.draw.read_text()), arguments.out)
     arguments.out.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
     with report.CpuWatch() as watch:
@@ -67,26 +71,35 @@ def main() -> int:
             found = _run(arguments, system, mode, repeat)
             runs.append(Run(system, mode, repeat, found))
             report.say(_line(found))
-    figures = [figure for mode in arguments.modes for figure in _figures(runs, mode)]
     result = {
         "benchmark": "gpu",
         "date": datetime.date.today().isoformat(),
         "host": _host(),
         "versions": versions(),
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
-        "commit": report.commit(),
+        "commit": arguments.commit or report.commit(),
         "settings": {
             key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
         },
         "runs": [vars(run) for run in runs],
-        "figures": [figure.facts() for figure in figures],
     }
-    report.write_json(arguments.out / "gpu.json", result)
+    return publish(result, arguments.out)
+
+
+def publish(result: dict[str, Any], folder: Path) -> int:
+    """Writes gpu.json, gpu.md and a picture for each mode; 1 if a control failed."""
+    runs = [Run(**run) for run in result["runs"]]
+    modes = [mode for mode in MODES if any(run.mode == mode for run in runs)]
+    figures = [figure for mode in modes for figure in _figures(runs, mode)]
+    report.write_json(folder / "gpu.json", result | {"figures": [figure.facts() for figure in figures]})
     table = _table(figures)
-    (arguments.out / "gpu.md").write_text(table + "\n")
-    for mode in arguments.modes:
-        _picture(runs, mode, f"{result['host']['gpus']}, {result['date']}", arguments.out / f"gpu-{mode}.png")
-    print(f"\n{table}\n\nin {arguments.out}: gpu.json, gpu.md, gpu-MODE.png")
+    (folder / "gpu.md").write_text(table + "\n")
+    print(f"\n{table}\n\nin {folder}: gpu.json, gpu.md, gpu-MODE.png")
+    try:
+        for mode in modes:
+            _picture(runs, mode, f"{result['host']['gpus']}, {result['date']}", folder / f"gpu-{mode}.png")
+    except ImportError:
+        report.say("no picture: matplotlib is missing; draw it elsewhere with --draw gpu.json")
     return 0 if _controls_hold(runs) else 1
 
 
@@ -109,6 +122,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of each system")
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="vLLM's KV cache, instead of a share")
+    parser.add_argument("--commit", help="of the kvlane that is installed, where git does not know it")
+    parser.add_argument(
+        "--draw", type=Path, metavar="GPU.JSON", help="measure nothing: table and pictures of this result"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     return parser.parse_args()
 

@@ -107,7 +107,7 @@ class Engine:
 
 async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any]:
     """All that the table above names."""
-    await engine.on_workers(model.redraw_weights)
+    await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
     source = random.Random(1)
     vocabulary = model.SHAPES[settings.shape]["vocab_size"]
 

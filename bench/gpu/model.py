@@ -31,6 +31,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+# Of the weights, by shape: so that a changed block of the prompt changes the answer, which the controls check.
+DEVIATION = {"llama-8b": 0.04, "tiny": 0.2}
+
+
 def write_config(shape: str, folder: Path) -> Path:
     """The folder of a model of this shape without weights."""
     target = folder / shape
@@ -51,7 +55,7 @@ def write_config(shape: str, folder: Path) -> Path:
     return target
 
 
-def redraw_weights(worker: Any) -> None:
+def redraw_weights(worker: Any, deviation: float) -> None:
     """vLLM's dummy weights are so small that the KV cache does not change the answer; these are not. The same in every
     process, so that engines agree."""
     import torch
@@ -62,7 +66,7 @@ def redraw_weights(worker: Any) -> None:
         if weight.dim() == 1:
             weight.data.fill_(1)
         else:
-            weight.data.normal_(0, 0.04, generator=generator)
+            weight.data.normal_(0, deviation, generator=generator)
 
 
 def _by_block(worker: Any) -> list[Any]:
