@@ -121,14 +121,14 @@ pub(crate) struct GpuMemory {
     _imports: Vec<Imported>,
 }
 
-/// Runs, and the word (its address in the engine, and the value) that says that they are there.
+/// The word (its address in the engine, and the value) that says that a part is there.
+type Flag = Option<(u64, u32)>;
+
+/// Runs that are followed by a flag.
 pub(crate) struct Part {
     pub(crate) runs: Vec<Run>,
-    pub(crate) flag: Option<(u64, u32)>,
+    pub(crate) flag: Flag,
 }
-
-/// A part with the addresses that this process has for the engine's.
-type LocalPart = (Vec<Copy>, Option<(u64, u32)>);
 
 /// Which way a lane's copies go.
 #[derive(Debug)]
@@ -217,11 +217,9 @@ impl GpuMemory {
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
-        let copies =
-            self.copies(runs, |engine, offset, len| Copy { dst: pool + offset, src: engine, len })?;
         let mut lane = self.saving.lock();
         // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
-        let copied = unsafe { self.run(&mut lane, &[(copies, None)], Way::Out, event) };
+        let copied = unsafe { self.run(&mut lane, &[(runs, None)], pool, Way::Out, event) };
         self.judge(&lane, copied, epoch)
     }
 
@@ -237,12 +235,7 @@ impl GpuMemory {
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
-        let from_pool = |engine, offset, len| Copy { dst: engine, src: pool + offset, len };
-        let local = |part: &Part| {
-            let flag = part.flag.map(|(address, value)| Ok((self.map.local(address, 4)?, value)));
-            Ok((self.copies(&part.runs, from_pool)?, flag.transpose()?))
-        };
-        let parts = parts.iter().map(local).collect::<Result<Vec<LocalPart>, GpuError>>()?;
+        let parts: Vec<(&[Run], Flag)> = parts.iter().map(|part| (part.runs.as_slice(), part.flag)).collect();
         let mut lane = self.loading.lock();
         // An engine asks for flags only when it computes nothing else.
         let idle = parts.iter().any(|(_, flag)| flag.is_some());
@@ -258,23 +251,32 @@ impl GpuMemory {
         }
         let way = Way::In { pulls: thresholds(Direction::Peer) };
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &parts, way, event) };
+        let copied = unsafe { self.run(&mut lane, &parts, pool, way, event) };
         self.judge(&lane, copied, epoch)
     }
 
-    fn copies(&self, runs: &[Run], copy: impl Fn(u64, u64, u64) -> Copy) -> Result<Vec<Copy>, GpuError> {
-        let local = |run: &Run| self.map.local(run.engine_addr, run.len);
-        runs.iter().map(|run| Ok(copy(local(run)?, run.pool_offset, run.len))).collect()
+    /// What moves the runs, by the addresses of this process.
+    fn copies(&self, runs: &[Run], pool: u64, way: &Way) -> Result<Vec<Copy>, GpuError> {
+        let copy = |run: &Run| {
+            let (engine, pool, len) =
+                (self.map.local(run.engine_addr, run.len)?, pool + run.pool_offset, run.len);
+            Ok(match way {
+                Way::Out => Copy { dst: pool, src: engine, len },
+                Way::In { .. } => Copy { dst: engine, src: pool, len },
+            })
+        };
+        runs.iter().map(copy).collect()
     }
 
-    /// Everything in the lane's order, and waits for it.
+    /// Everything in the lane's order, and waits for it. Each part is planned when the one before is on its way.
     ///
     /// # Safety
     /// Both sides of the copies are valid and theirs until this returns.
     unsafe fn run(
         &self,
         lane: &mut Lane,
-        parts: &[LocalPart],
+        parts: &[(&[Run], Flag)],
+        pool: u64,
         way: Way,
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
@@ -285,24 +287,26 @@ impl GpuMemory {
         // SAFETY: the fence is mapped, and its buffer this lane's.
         unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
         // Over several links, what is written comes after the event and the fence too.
-        let bytes = parts.iter().flat_map(|(copies, _)| copies).map(|copy| copy.len).sum();
+        let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
         let mut loading = match &way {
             Way::In { pulls } => Some(self.loader.begin(&lane.stream, bytes, pulls)),
             Way::Out => None,
         };
         let mut enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
-            for (copies, flag) in parts {
+            for (runs, flag) in parts {
+                let copies = self.copies(runs, pool, &way)?;
                 // SAFETY: the caller's promise; rails and lane are waited for below.
                 let how = unsafe {
                     match &mut loading {
-                        Some(loading) => loading.enqueue(&mut lane.copier, copies)?,
-                        None => lane.copier.enqueue(copies, Direction::DeviceToHost)?,
+                        Some(loading) => loading.enqueue(&mut lane.copier, &copies)?,
+                        None => lane.copier.enqueue(&copies, Direction::DeviceToHost)?,
                     }
                 };
                 tracing::debug!(?way, ?how, "copies of the GPU");
                 if let Some((address, value)) = flag {
+                    let word = self.map.local(*address, 4)?;
                     // SAFETY: the word is mapped, as the fence is.
-                    unsafe { lane.stream.write_word(*address, *value)? };
+                    unsafe { lane.stream.write_word(word, *value)? };
                 }
             }
             // SAFETY: as above.
