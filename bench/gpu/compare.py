@@ -14,11 +14,13 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,7 @@ def main() -> int:
         return publish(json.loads(arguments.draw.read_text()), arguments.out)
     arguments.out.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
+    failures: list[str] = []
     with report.CpuWatch() as watch:
         series = [
             (repeat, mode, system)
@@ -68,7 +71,12 @@ def main() -> int:
         ]
         for number, (repeat, mode, system) in enumerate(series, 1):
             report.say(f"[{number}/{len(series)}] {system}, {mode}: {SYSTEMS[system].what}")
-            found = _run(arguments, system, mode, repeat)
+            try:
+                found = _run(arguments, system, mode, repeat)
+            except RuntimeError as error:
+                failures.append(f"{system}, {mode}: {error}")
+                report.say(f"    FAILED: {error}")
+                continue
             runs.append(Run(system, mode, repeat, found))
             report.say(_line(found))
     result = {
@@ -82,8 +90,9 @@ def main() -> int:
             key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
         },
         "runs": [vars(run) for run in runs],
+        "failures": failures,
     }
-    return publish(result, arguments.out)
+    return publish(result, arguments.out) or bool(failures)
 
 
 def publish(result: dict[str, Any], folder: Path) -> int:
@@ -122,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of each system")
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="vLLM's KV cache, instead of a share")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds that one engine may take")
     parser.add_argument("--commit", help="of the kvlane that is installed, where git does not know it")
     parser.add_argument(
         "--draw", type=Path, metavar="GPU.JSON", help="measure nothing: table and pictures of this result"
@@ -147,11 +157,25 @@ def _run(arguments: argparse.Namespace, system: str, mode: str, repeat: int) -> 
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
         server_log = log.with_suffix(".server.log")
         with running(SYSTEMS[system], arguments.cache_bytes, folder, server_log), log.open("wb") as written:
-            ended = subprocess.run(
-                command, stdout=written, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, check=False
+            engine = subprocess.Popen(
+                command,
+                stdout=written,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,
             )
-        if ended.returncode != 0 or not result.exists():
-            raise SystemExit(f"{system} ended with {ended.returncode}; see {log}")
+            try:
+                code = engine.wait(arguments.patience)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                # vLLM's own processes are in its group, and may outlive it.
+                with suppress(ProcessLookupError):
+                    os.killpg(engine.pid, signal.SIGKILL)
+                engine.wait()
+        if code != 0 or not result.exists():
+            ended = f"did not end within {arguments.patience} s" if code is None else f"ended with {code}"
+            raise RuntimeError(f"the engine {ended}; see {log}")
         return json.loads(result.read_text())
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -37,6 +39,13 @@ def _config(connector: str, module: str | None, extra: dict[str, object]) -> str
     if extra:
         config["kv_connector_extra_config"] = extra
     return json.dumps(config)
+
+
+def _libpython() -> str:
+    """Where the interpreter's shared library is: a server that embeds Python needs it."""
+    folder, triple = sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("MULTIARCH") or ""
+    known = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return ":".join(path for path in [*known, folder, f"{folder}/{triple}"] if path)
 
 
 def _kvlane_answers(folder: Path) -> bool:
@@ -108,13 +117,17 @@ def running(system: System, size: int, folder: Path, log: Path) -> Iterator[None
         return
     with log.open("wb") as written:
         server = subprocess.Popen(
-            system.server(size, folder), stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            system.server(size, folder),
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"LD_LIBRARY_PATH": _libpython()},
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + START_PATIENCE_S
         while not system.is_up(folder):
             if server.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server of {system.name} does not start; see {log}")
+                raise RuntimeError(f"the server of {system.name} does not start; see {log}")
             time.sleep(0.1)
         yield
     finally:

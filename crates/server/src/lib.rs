@@ -8,6 +8,8 @@ mod loads;
 mod metrics;
 mod peer;
 mod random;
+mod replies;
+mod save_thread;
 mod saves;
 mod session;
 mod sessions;

@@ -2,8 +2,8 @@
 
 use std::{
     collections::HashMap,
-    io::{self, ErrorKind, Read, Write},
-    os::fd::{AsFd, OwnedFd},
+    io::{self, ErrorKind, Read},
+    os::fd::OwnedFd,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -11,11 +11,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
 use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
-use kvlane_memory::{ProcessVm, send_with_fd};
+use kvlane_memory::ProcessVm;
 use kvlane_proto::{
-    FrameReader, MAX_FRAME_BYTES, Message, WIRE_MAX, WIRE_MIN, encode_frame, negotiate,
+    FrameReader, WIRE_MAX, WIRE_MIN, negotiate,
     v1::{
         self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer,
         request::Body as Ask,
@@ -30,8 +29,10 @@ use crate::{
     loads,
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
+    replies::Replies,
+    save_thread::SaveThread,
     saves::{Granted, Saver},
-    sessions::{Connected, Info, settle_session},
+    sessions::{Busy, Connected, Info, settle_session},
     status,
     worker_memory::WorkerMemory,
 };
@@ -49,7 +50,7 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 const CLAIMS_MAX: usize = 4096;
 
 /// A refusal: why, and the sentence.
-type Refusal = (Reason, String);
+pub(crate) type Refusal = (Reason, String);
 
 /// Serves a connection in a thread of its own.
 pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
@@ -63,7 +64,11 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                 Ok(peer) => peer,
                 Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
             };
-            let mut session = Session { stream, peer, shared, greeted: None, _connected: connected };
+            let replies = match stream.try_clone() {
+                Ok(clone) => Arc::new(Replies::new(clone, shared.boot)),
+                Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
+            };
+            let mut session = Session { stream, replies, peer, shared, greeted: None, _connected: connected };
             match session.serve() {
                 Ok(()) => {}
                 Err(error) => tracing::info!(session = session.id(), %error, "connection ended"),
@@ -76,6 +81,7 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
 
 struct Session {
     stream: Stream,
+    replies: Arc<Replies>,
     peer: Peer,
     shared: Arc<Shared>,
     greeted: Option<Greeted>,
@@ -104,13 +110,20 @@ struct Greeted {
 }
 
 struct WorkerState {
+    registered: Arc<Registered>,
+    /// For a worker on a GPU.
+    saves: Option<SaveThread>,
+    granted: HashMap<u64, Granted>,
+    next_claim: u64,
+}
+
+/// What a worker registered.
+pub(crate) struct Registered {
     owner: OwnerId,
     rank: u32,
     regions: Vec<Vec<Region>>,
     /// None where the worker copies by itself.
     memory: Option<WorkerMemory>,
-    granted: HashMap<u64, Granted>,
-    next_claim: u64,
 }
 
 impl Session {
@@ -166,12 +179,19 @@ impl Session {
         if let Some(greeted) = &self.greeted {
             greeted.heard.store(self.shared.sessions.now_ms(), Ordering::Relaxed);
         }
+        let shared = Arc::clone(&self.shared);
+        let body = match (body, self.save_thread()) {
+            (Ask::Save(save), Some(saves)) if !shared.is_stopping() => {
+                saves.push(&shared, request.id, save, call, start);
+                return Ok(true);
+            }
+            (body, _) => body,
+        };
         let is_greeting = matches!(body, Ask::Hello(_));
         let is_goodbye = matches!(body, Ask::Bye(_));
         let mut descriptor = None;
         // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
-        let shared = Arc::clone(&self.shared);
-        let _busy = shared.sessions.begin();
+        let _busy = Busy::new(&shared);
         let answer = self.answer(body, &mut descriptor);
         if is_goodbye {
             // Before the answer: who has it can rely on being gone.
@@ -182,6 +202,10 @@ impl Session {
         self.reply(request.id, body, descriptor)?;
         self.shared.metrics.answered(call, start.elapsed(), was_refused);
         Ok(!(is_goodbye || is_greeting && was_refused))
+    }
+
+    fn save_thread(&self) -> Option<&SaveThread> {
+        self.greeted.as_ref()?.worker.as_ref()?.saves.as_ref()
     }
 
     fn answer(&mut self, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
@@ -212,7 +236,7 @@ impl Session {
             Ask::DropNamespaces(drop) => drop_namespaces(&shared, greeted, &drop),
             Ask::MapPool(map) => {
                 let writer = greeted.info.role == Role::Tool
-                    || greeted.worker.as_ref().is_some_and(|worker| worker.memory.is_none());
+                    || greeted.worker.as_ref().is_some_and(|worker| worker.registered.memory.is_none());
                 if map.writable && !writer {
                     return Err((
                         Reason::NotAllowed,
@@ -237,7 +261,7 @@ impl Session {
             }
             // Also while stopping: it was promised.
             Ask::Load(load) => {
-                let worker = greeted.worker()?;
+                let worker = &greeted.worker()?.registered;
                 let Some(WorkerMemory::Gpu(memory)) = &worker.memory else {
                     let sentence = "this worker loads by itself, from its mapping of the pool";
                     return Err((Reason::NotAllowed, sentence.into()));
@@ -262,7 +286,9 @@ impl Session {
                 Err((Reason::Stopping, "the daemon is stopping and takes no new work".into()))
             }
             Ask::OpenEngine(open) => open_engine(&shared, greeted, open),
-            Ask::RegisterWorker(register) => register_worker(&shared, greeted, &self.peer, register),
+            Ask::RegisterWorker(register) => {
+                register_worker(&shared, greeted, &self.peer, &self.replies, register)
+            }
             Ask::PoolMapped(_) => {
                 shared.engines.mapped(&greeted.info.engine_id, greeted.id);
                 Ok(done())
@@ -273,15 +299,7 @@ impl Session {
             }
             Ask::Save(save) => {
                 let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
-                let worker = greeted.worker()?;
-                let memory = worker
-                    .memory
-                    .as_ref()
-                    .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
-                with_saver(&shared, id, &engine_id, worker, |saver| {
-                    let blocks = saver.parse(&save.groups)?;
-                    Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event)))
-                })
+                self::save(&shared, id, &engine_id, &greeted.worker()?.registered, &save)
             }
             Ask::Claim(claim) => {
                 let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
@@ -289,9 +307,10 @@ impl Session {
                 if worker.granted.len() >= CLAIMS_MAX {
                     return Err((Reason::Limit, format!("{CLAIMS_MAX} claims are open: commit some")));
                 }
-                let (mut result, granted) = with_saver(&shared, id, &engine_id, worker, |saver| {
-                    Ok(saver.grant(&saver.parse(&claim.groups)?))
-                })?;
+                let (mut result, granted) =
+                    with_saver(&shared, id, &engine_id, &worker.registered, |saver| {
+                        Ok(saver.grant(&saver.parse(&claim.groups)?))
+                    })?;
                 worker.next_claim += 1;
                 result.claim = worker.next_claim;
                 worker.granted.insert(worker.next_claim, granted);
@@ -398,11 +417,13 @@ impl Session {
     }
 
     fn reply(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
-        send(&self.stream, &self.shared.boot, id, body, descriptor)
+        self.replies.send(id, body, descriptor)
     }
 
     fn end(&mut self) {
-        let Some(greeted) = self.greeted.take() else { return };
+        let Some(mut greeted) = self.greeted.take() else { return };
+        // Its saves are over before its claims are settled.
+        greeted.worker = None;
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
@@ -422,36 +443,11 @@ impl Greeted {
 }
 
 /// Sends an answer.
-fn send(
-    stream: &Stream,
-    boot: &[u8; 16],
-    id: u64,
-    body: Answer,
-    descriptor: Option<OwnedFd>,
-) -> io::Result<()> {
-    let boot_id = Bytes::copy_from_slice(boot);
-    let mut reply = v1::Reply { id, boot_id, body: Some(body) };
-    if reply.encoded_len() > MAX_FRAME_BYTES {
-        let sentence = format!("the answer has {} bytes, more than a frame may have", reply.encoded_len());
-        reply.body = Some(refused((Reason::Limit, sentence)));
-    }
-    let frame = encode_frame(&reply);
-    match (stream, descriptor) {
-        (Stream::Unix(stream), Some(fd)) => {
-            // The descriptor rides on the first byte that is taken.
-            let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
-            (&mut &*stream).write_all(&frame[sent..])
-        }
-        (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
-        (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
-    }
-}
-
 fn done() -> Answer {
     Answer::Done(v1::Done {})
 }
 
-fn refused((reason, sentence): Refusal) -> Answer {
+pub(crate) fn refused((reason, sentence): Refusal) -> Answer {
     Answer::Refused(v1::Refused { reason: reason.into(), sentence })
 }
 
@@ -486,9 +482,10 @@ fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> 
 }
 
 fn register_worker(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     greeted: &mut Greeted,
     peer: &Peer,
+    replies: &Arc<Replies>,
     register: v1::RegisterWorker,
 ) -> Result<Answer, Refusal> {
     if greeted.info.role != Role::Worker {
@@ -553,14 +550,15 @@ fn register_worker(
     );
     shared.sessions.set_method(greeted.id, name, &reason);
     shared.metrics.worker_registered(name);
-    greeted.worker = Some(WorkerState {
-        owner,
-        rank: register.rank,
-        regions,
-        memory,
-        granted: HashMap::new(),
-        next_claim: 0,
-    });
+    let on_gpu = matches!(memory, Some(WorkerMemory::Gpu(_)));
+    let registered = Arc::new(Registered { owner, rank: register.rank, regions, memory });
+    let start = || {
+        let (shared, worker) = (Arc::clone(shared), Arc::clone(&registered));
+        SaveThread::start(shared, greeted.id, greeted.info.engine_id.clone(), worker, Arc::clone(replies))
+            .map_err(|error| (Reason::Limit, format!("no thread for the worker's saves: {error}")))
+    };
+    let saves = on_gpu.then(start).transpose()?;
+    greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
     Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
 }
 
@@ -659,11 +657,29 @@ fn look_up_ready(
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
 }
 
+/// Copies blocks out of a worker's memory.
+pub(crate) fn save(
+    shared: &Shared,
+    id: SessionId,
+    engine_id: &str,
+    worker: &Registered,
+    save: &v1::Save,
+) -> Result<Answer, Refusal> {
+    let memory = worker
+        .memory
+        .as_ref()
+        .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
+    with_saver(shared, id, engine_id, worker, |saver| {
+        let blocks = saver.parse(&save.groups)?;
+        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event)))
+    })
+}
+
 fn with_saver<T>(
     shared: &Shared,
     id: SessionId,
     engine_id: &str,
-    worker: &WorkerState,
+    worker: &Registered,
     save: impl FnOnce(&Saver<'_>) -> Result<T, String>,
 ) -> Result<T, Refusal> {
     shared

@@ -93,14 +93,23 @@ impl Drop for Connected {
 }
 
 /// Work under way, which a stopping daemon waits for.
-pub(crate) struct Busy<'a>(&'a Sessions);
+pub(crate) struct Busy(Arc<Shared>);
 
-impl Drop for Busy<'_> {
+impl Busy {
+    /// Marks work under way.
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        *shared.sessions.busy.lock() += 1;
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for Busy {
     fn drop(&mut self) {
-        let mut busy = self.0.busy.lock();
+        let sessions = &self.0.sessions;
+        let mut busy = sessions.busy.lock();
         *busy -= 1;
         if *busy == 0 {
-            self.0.idle.notify_all();
+            sessions.idle.notify_all();
         }
     }
 }
@@ -216,12 +225,6 @@ impl Sessions {
     /// Milliseconds since the daemon started, for `heard`.
     pub(crate) fn now_ms(&self) -> u64 {
         self.started.elapsed().as_millis() as u64
-    }
-
-    /// Marks work under way.
-    pub(crate) fn begin(&self) -> Busy<'_> {
-        *self.busy.lock() += 1;
-        Busy(self)
     }
 
     /// Waits until no work is under way. False at the timeout.

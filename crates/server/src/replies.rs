@@ -1,0 +1,51 @@
+//! The answering side of a connection, which more than one thread may use.
+
+use std::{
+    io::{self, Write},
+    os::fd::{AsFd, OwnedFd},
+};
+
+use bytes::Bytes;
+use kvlane_memory::send_with_fd;
+use kvlane_proto::{
+    MAX_FRAME_BYTES, Message, encode_frame,
+    v1::{self, refused::Reason, reply::Body as Answer},
+};
+use parking_lot::Mutex;
+
+use crate::peer::Stream;
+
+/// Sends whole frames, one after the other.
+pub(crate) struct Replies {
+    stream: Mutex<Stream>,
+    boot: [u8; 16],
+}
+
+impl Replies {
+    /// Answers of this run of the daemon.
+    pub(crate) fn new(stream: Stream, boot: [u8; 16]) -> Self {
+        Self { stream: Mutex::new(stream), boot }
+    }
+
+    /// Answers a request, with a descriptor if there is one.
+    pub(crate) fn send(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
+        let boot_id = Bytes::copy_from_slice(&self.boot);
+        let mut reply = v1::Reply { id, boot_id, body: Some(body) };
+        if reply.encoded_len() > MAX_FRAME_BYTES {
+            let sentence =
+                format!("the answer has {} bytes, more than a frame may have", reply.encoded_len());
+            reply.body = Some(Answer::Refused(v1::Refused { reason: Reason::Limit.into(), sentence }));
+        }
+        let frame = encode_frame(&reply);
+        let stream = self.stream.lock();
+        match (&*stream, descriptor) {
+            (Stream::Unix(stream), Some(fd)) => {
+                // The descriptor rides on the first byte that is taken.
+                let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
+                (&mut &*stream).write_all(&frame[sent..])
+            }
+            (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
+            (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
+        }
+    }
+}

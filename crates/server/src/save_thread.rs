@@ -1,0 +1,81 @@
+//! Saves of a worker on a GPU, in a thread of their own: a save waits for what the engine still computes, and loads must
+//! not wait with it.
+
+use std::{
+    io,
+    sync::{Arc, mpsc},
+    thread::JoinHandle,
+    time::Instant,
+};
+
+use kvlane_proto::v1;
+
+use crate::{
+    Shared,
+    engines::SessionId,
+    metrics::Call,
+    replies::Replies,
+    session::{Registered, refused, save},
+    sessions::Busy,
+};
+
+/// Carries saves out in the order in which they were asked for, and answers them.
+pub(crate) struct SaveThread {
+    /// None while it ends.
+    queue: Option<mpsc::Sender<Asked>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Asked {
+    id: u64,
+    save: v1::Save,
+    call: Call,
+    since: Instant,
+    _busy: Busy,
+}
+
+impl SaveThread {
+    /// For the session of one worker.
+    pub(crate) fn start(
+        shared: Arc<Shared>,
+        session: SessionId,
+        engine_id: String,
+        worker: Arc<Registered>,
+        replies: Arc<Replies>,
+    ) -> io::Result<Self> {
+        let (queue, asked) = mpsc::channel::<Asked>();
+        let run = move || {
+            for Asked { id, save: asked, call, since, _busy } in asked {
+                let answer = save(&shared, session, &engine_id, &worker, &asked);
+                let was_refused = answer.is_err();
+                if replies.send(id, answer.unwrap_or_else(refused), None).is_err() {
+                    // The connection is over: nobody wants the rest.
+                    return;
+                }
+                shared.metrics.answered(call, since.elapsed(), was_refused);
+            }
+        };
+        let thread = std::thread::Builder::new().name("kvlane-saves".into()).spawn(run)?;
+        Ok(Self { queue: Some(queue), thread: Some(thread) })
+    }
+
+    /// Queues a save. Its answer comes when it is done.
+    pub(crate) fn push(&self, shared: &Arc<Shared>, id: u64, save: v1::Save, call: Call, since: Instant) {
+        let asked = Asked { id, save, call, since, _busy: Busy::new(shared) };
+        if let Some(queue) = &self.queue {
+            // Fails only where the thread has seen the connection's end.
+            let _ = queue.send(asked);
+        }
+    }
+}
+
+impl Drop for SaveThread {
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a thread of saves had panicked");
+        }
+    }
+}
