@@ -62,37 +62,42 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
     failures: list[str] = []
-    with report.CpuWatch() as watch:
-        series = [
-            (repeat, mode, system)
-            for repeat in range(arguments.repeat)
-            for mode in arguments.modes
-            for system in arguments.systems
-        ]
-        for number, (repeat, mode, system) in enumerate(series, 1):
-            report.say(f"[{number}/{len(series)}] {system}, {mode}: {SYSTEMS[system].what}")
+    series = [
+        (repeat, mode, system)
+        for repeat in range(arguments.repeat)
+        for mode in arguments.modes
+        for system in arguments.systems
+    ]
+    settings = {
+        key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
+    }
+    result: dict[str, Any] = {
+        "benchmark": "gpu",
+        "date": datetime.date.today().isoformat(),
+        "host": _host(),
+        "versions": versions(),
+        "commit": arguments.commit or report.commit(),
+        "settings": settings,
+    }
+    for number, (repeat, mode, system) in enumerate(series, 1):
+        report.say(f"[{number}/{len(series)}] {system}, {mode}: {SYSTEMS[system].what}")
+        with report.CpuWatch() as watch:
             try:
                 found = _run(arguments, system, mode, repeat)
             except RuntimeError as error:
                 failures.append(f"{system}, {mode}: {error}")
                 report.say(f"    FAILED: {error}")
                 continue
-            runs.append(Run(system, mode, repeat, found))
-            report.say(_line(found))
-    result = {
-        "benchmark": "gpu",
-        "date": datetime.date.today().isoformat(),
-        "host": _host(),
-        "versions": versions(),
-        "machine": report.machine_facts() | {"cpu_use": watch.facts},
-        "commit": arguments.commit or report.commit(),
-        "settings": {
-            key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
-        },
-        "runs": [vars(run) for run in runs],
-        "failures": failures,
-    }
-    return publish(result, arguments.out) or bool(failures)
+        runs.append(Run(system, mode, repeat, found | {"cpu_use": watch.facts}))
+        report.say(_line(found))
+        # After each engine: what was measured stays, even if the rest is cut off.
+        result |= {
+            "machine": report.machine_facts(),
+            "runs": [vars(run) for run in runs],
+            "failures": failures,
+        }
+        report.write_json(arguments.out / "gpu.json", result)
+    return publish(result, arguments.out) or bool(failures) if runs else 1
 
 
 def publish(result: dict[str, Any], folder: Path) -> int:
@@ -126,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="warm rounds (default %(default)s)")
     parser.add_argument("--decodes", type=int, default=8, help="running requests (default %(default)s)")
     parser.add_argument("--decode-tokens", type=int, default=400, help="of each (default %(default)s)")
+    parser.add_argument("--decode-rounds", type=int, default=2, help="default %(default)s")
     parser.add_argument("--rate", type=float, default=4.0, help="prompts a second (default %(default)s)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of each system")
@@ -143,8 +149,8 @@ def _arguments() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace, system: str, mode: str, repeat: int) -> dict[str, Any]:
     log = arguments.out / f"{system}-{mode}-{repeat}.log"
     passed_on = (
-        *("shape", "prompts", "tokens", "new_tokens", "rounds", "decodes", "decode_tokens", "rate"),
-        *("tensor_parallel", "gpu_memory", "kv_cache_bytes"),
+        *("shape", "prompts", "tokens", "new_tokens", "rounds", "decodes", "decode_tokens", "decode_rounds"),
+        *("rate", "tensor_parallel", "gpu_memory", "kv_cache_bytes"),
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -141,9 +141,13 @@ async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any
     await engine.forget()
     found["longer_warm"] = summary([await engine.ttft(prompt) for prompt in longer])
 
-    await engine.forget()
-    found["decode_warm"] = await gaps(engine, settings, prompts, draw)
-    found["decode_in_gpu"] = await gaps(engine, settings, prompts, draw)
+    for _ in range(settings.decode_rounds):
+        for name in ("in_gpu", "warm"):
+            if name == "warm":
+                await engine.forget()
+            between, came = await gaps(engine, settings, prompts, draw)
+            found.setdefault(f"decode_{name}", []).append(summary(between))
+            found.setdefault(f"beside_decode_{name}", []).append(summary(came))
     await engine.forget()
     found["open_loop"] = summary(await arrivals(engine, prompts, settings.rate))
 
@@ -172,8 +176,8 @@ async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str
 
 async def gaps(
     engine: Engine, settings: argparse.Namespace, prompts: list[list[int]], draw: Any
-) -> dict[str, float]:
-    """Gaps between the tokens of running requests while the prompts come in."""
+) -> tuple[list[float], list[float]]:
+    """Gaps between the tokens of running requests while the prompts come in, and TTFT of the prompts."""
     begun = [asyncio.Event() for _ in range(settings.decodes)]
 
     async def decode(index: int) -> list[float]:
@@ -186,12 +190,12 @@ async def gaps(
     await asyncio.gather(*(event.wait() for event in begun))
     await asyncio.sleep(1.0)  # all of them decode by then
     first = (time.perf_counter() - start) * 1e3
-    await arrivals(engine, prompts, settings.rate)
+    came = await arrivals(engine, prompts, settings.rate)
     last = (time.perf_counter() - start) * 1e3
     between: list[float] = []
     for times in await asyncio.gather(*running):
         between += [b - a for a, b in itertools.pairwise(times) if first <= b <= last]
-    return summary(between)
+    return between, came
 
 
 async def arrivals(engine: Engine, prompts: list[list[int]], rate: float) -> list[float]:
@@ -229,7 +233,7 @@ def main() -> None:
     parser.add_argument("--scratch", required=True, help="folder for the model's configuration")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), required=True)
     parser.add_argument("--eager", action="store_true")
-    for name in ("prompts", "tokens", "new-tokens", "rounds", "decodes", "decode-tokens"):
+    for name in ("prompts", "tokens", "new-tokens", "rounds", "decodes", "decode-tokens", "decode-rounds"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--rate", type=float, required=True, help="prompts a second")
