@@ -238,21 +238,26 @@ impl Mover<'_> {
 
     /// Carries a load out in this process, and ends it.
     fn load_here(&self, job: &Job, flags: Option<&Flags>) {
-        self.shared.finish(self.carry_out(job, flags));
+        let end = self.carry_out(job);
+        // Whatever came of it: a stream that waits for ever would stop the engine.
+        self.lift(flags);
+        self.shared.finish(end);
     }
 
-    /// Copies a load in this process; its end is given. Flags are those that the engine's streams may be waiting for.
-    fn carry_out(&self, job: &Job, flags: Option<&Flags>) -> Finished {
+    /// Copies a load in this process; its end is given.
+    fn carry_out(&self, job: &Job) -> Finished {
         let Work::Load { boot, groups, .. } = &job.work else { return job.failed("not a load") };
-        let end = match self.load(boot, groups, job.after.as_ref()) {
+        match self.load(boot, groups, job.after.as_ref()) {
             Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
             Err(detail) => job.failed(detail),
-        };
+        }
+    }
+
+    /// Writes the flags that the engine's streams may be waiting for.
+    fn lift(&self, flags: Option<&Flags>) {
         if let (Some(gpu), Some(flags)) = (&self.options.gpu, flags) {
-            // Whatever came of it: a stream that waits for ever would stop the engine.
             gpu.lift(flags);
         }
-        end
     }
 
     /// Carries out the loads of a silent daemon.
@@ -267,16 +272,22 @@ impl Mover<'_> {
             else {
                 continue;
             };
-            let end = self.carry_out(&job, flags.as_ref());
-            tracing::warn!(
-                job = job.number,
-                ok = end.ok,
-                "kvlane does not answer; its load is carried out here"
-            );
-            if end.ok && flags.is_none() {
-                self.shared.release_loaded(&job);
-            }
-            let takeover = if end.ok { Takeover::Done(end) } else { Takeover::Failed };
+            let end = self.carry_out(&job);
+            let takeover = if end.ok {
+                tracing::warn!(job = job.number, "kvlane does not answer; its load was carried out here");
+                self.lift(flags.as_ref());
+                if flags.is_none() {
+                    self.shared.release_loaded(&job);
+                }
+                Takeover::Done(end)
+            } else {
+                tracing::warn!(
+                    job = job.number,
+                    detail = end.detail,
+                    "kvlane does not answer, nor can its load be done here"
+                );
+                Takeover::Failed
+            };
             if let Some(link) = &mut self.link {
                 link.asked.insert(id, Asked::Load { job, flags, takeover });
             }
@@ -631,9 +642,7 @@ impl Mover<'_> {
             for asked in asked.into_values() {
                 match asked {
                     Asked::Load { job, flags, .. } => {
-                        if let (Some(gpu), Some(flags)) = (&self.options.gpu, &flags) {
-                            gpu.lift(flags);
-                        }
+                        self.lift(flags.as_ref());
                         self.shared.finish(job.failed("the worker is closed"));
                     }
                     other => self.end(other, "the worker is closed"),
