@@ -15,7 +15,6 @@ import datetime
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -69,7 +68,9 @@ def main() -> int:
         for system in arguments.systems
     ]
     settings = {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()
+        key: value
+        for key, value in vars(arguments).items()
+        if not isinstance(value, Path)  # of no meaning elsewhere
     }
     result: dict[str, Any] = {
         "benchmark": "gpu",
@@ -294,7 +295,7 @@ def _host() -> dict[str, str]:
         gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
         gpus = []
-    return {"name": socket.gethostname(), "gpus": f"{len(gpus)} x {gpus[0]}" if gpus else "none"}
+    return {"gpus": f"{len(gpus)} x {gpus[0]}" if gpus else "none"}
 
 
 def _picture(runs: list[Run], mode: str, host: str, path: Path) -> None:
