@@ -1,0 +1,99 @@
+"""bench/gpu: what becomes of its measurements. The engines themselves need vLLM, and are measured by people."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("compare", "systems", "model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("compare")
+
+
+def timed(p50: float, p99: float | None = None) -> dict[str, float]:
+    return {"p50": p50, "mean": p50, "p99": p99 or p50, "count": 8}
+
+
+def run(system: str, warm: list[float] | None = None, **found: Any) -> dict[str, Any]:
+    measured: dict[str, Any] = {"ready_s": 7.0, "cold": timed(280), "in_gpu": timed(16)} | found
+    if warm is not None:
+        measured["warm"] = [timed(each) for each in warm]
+    return {"system": system, "mode": "eager", "repeat": 0, "found": measured}
+
+
+def published(compare: Any, runs: list[dict[str, Any]], folder: Path) -> tuple[int, dict[str, Any]]:
+    code = compare.publish({"runs": runs, "host": {"gpus": "a GPU"}, "date": "2026-11-21"}, folder)
+    return code, json.loads((folder / "gpu.json").read_text())
+
+
+def test_ratios_are_to_the_better_peer_of_the_same_series(compare: Any, tmp_path: Path) -> None:
+    runs = [
+        run("none"),
+        run("kvlane", [33, 31, 32], in_gpu=timed(16.5), open_loop=timed(40, 60)),
+        run("pegaflow", [45, 46, 44], open_loop=timed(50, 80)),
+        run("offload", [47, 48, 49]),
+    ]
+    code, result = published(compare, runs, tmp_path)
+    assert code == 0
+    figures = {figure["what"]: figure for figure in result["figures"]}
+    warm = figures["eager: warm TTFT / better peer, 32.0 / 45.0 ms"]
+    assert warm["value"] == pytest.approx(32 / 45)
+    assert warm["passed"]
+    assert figures["eager: hit in GPU memory, above no connector (16.5 and 16.0 ms)"]["value"] == 0.5
+    assert figures["eager: open loop, warm TTFT p99 / PegaFlow, 60.0 / 80.0 ms"]["value"] == 0.75
+    assert (tmp_path / "gpu-eager.png").stat().st_size > 1000
+    assert "0.711x" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_was_not_measured_is_no_figure(compare: Any, tmp_path: Path) -> None:
+    code, result = published(compare, [run("kvlane", [33], decode_warm=[{}])], tmp_path)
+    assert (code, result["figures"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"same_tokens": False},
+        {"control_distinct": False},
+        {"control_block_matters": False},
+        {"loaded_blocks_that_differ": 9},
+    ],
+)
+def test_a_series_with_a_control_that_fails_counts_for_nothing(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], found: dict[str, Any]
+) -> None:
+    code, _ = published(compare, [run("none"), run("kvlane", [33], **found)], tmp_path)
+    assert code == 1
+    assert "WRONG: kvlane" in capsys.readouterr().err
+
+
+def test_the_servers_flags_and_connectors_are_there(compare: Any, tmp_path: Path) -> None:
+    kvlane = compare.SYSTEMS["kvlane"]
+    command = kvlane.server(1 << 30, tmp_path)
+    known = subprocess.run(["kvlane", "serve", "--help"], capture_output=True, text=True, check=True).stdout
+    assert [flag for flag in command if flag.startswith("--") and flag not in known] == []
+    for system in compare.SYSTEMS.values():
+        config = system.connector(1 << 30, tmp_path)
+        assert not config or json.loads(config)["kv_role"] == "kv_both"
+
+
+def test_a_series_goes_on_when_one_engine_fails(compare: Any, tmp_path: Path) -> None:
+    """Here there is no vLLM, so each engine fails at once."""
+    command = [sys.executable, str(FOLDER / "compare.py"), "--systems", "none", "offload", "--modes", "eager"]
+    ended = subprocess.run(
+        [*command, "--shape", "tiny", "--out", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("FAILED: the engine ended with 1; see") == 2
