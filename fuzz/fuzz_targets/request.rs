@@ -20,8 +20,12 @@ fn save_groups(groups: &[v1::SaveGroup]) {
 
 fn worker_group(group: v1::WorkerGroup) {
     let _ = (Namespace::from_bytes(&group.namespace), LayoutDigest::from_bytes(&group.layout));
-    let regions: Vec<Region> = group
-        .regions
+    shard(group.regions);
+    group.slices.into_iter().for_each(|slice| shard(slice.regions));
+}
+
+fn shard(regions: Vec<v1::Region>) {
+    let regions: Vec<Region> = regions
         .into_iter()
         .map(|region| Region {
             base: region.base,

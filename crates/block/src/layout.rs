@@ -82,6 +82,14 @@ pub enum LayoutError {
         /// Blocks of the smallest region.
         blocks: u64,
     },
+    /// Fewer bytes than a block that several workers share must have.
+    #[error("a block of {bytes} bytes cannot be cut into {slices} slices of at least 512 bytes")]
+    TooSmall {
+        /// Bytes of the block.
+        bytes: u64,
+        /// Slices asked for.
+        slices: usize,
+    },
     /// An extent would end beyond the pool's address space.
     #[error("an extent at pool offset {pool_offset} of {shard_bytes} bytes ends beyond 2^64")]
     PoolOffset {

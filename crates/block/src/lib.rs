@@ -1,11 +1,13 @@
-//! What a KV block is: its name (hash and namespace), where its bytes lie in an engine (regions), and which copies
-//! move it into the pool (runs). Pure: no I/O, no clock, no unsafe.
+//! What a KV block is: its name (hash and namespace), where its bytes lie in an engine (regions), how workers that hold
+//! it alike share it (slices), and which copies move it into the pool (runs). Pure: no I/O, no clock, no unsafe.
 #![forbid(unsafe_code)]
 
 pub mod hash;
 pub mod layout;
 pub mod runs;
+pub mod slices;
 
 pub use hash::{BlockHash, Cut, CutDigest, HashError, LayoutDigest, Namespace, parse_hashes};
 pub use layout::{LayoutError, MAX_PIECES, Region, shard_bytes};
 pub use runs::{Run, plan};
+pub use slices::{SLICE_STEP, slice};

@@ -11,6 +11,8 @@ use kvlane_gpu::{Copy, DeviceMemory, Event, EventScope, Export, Gpu, GpuError, P
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 
+use crate::group::GroupMemory;
+
 /// Copies that may be under way: each holds an event.
 const EVENTS: u32 = 256;
 /// Smaller ones may share a page of the driver with memory of the engine, which the daemon has no business with.
@@ -29,8 +31,10 @@ pub(crate) struct Flags {
     /// Of the first word.
     address: u64,
     value: u32,
-    /// As [`v1::LoadFlags`] has them.
+    /// Flag i says that the block's first `region_ends[i]` regions are there.
     region_ends: Vec<u32>,
+    /// The same as [`v1::LoadFlags`] has it.
+    ends_in_slices: Vec<u32>,
 }
 
 impl Flags {
@@ -41,8 +45,7 @@ impl Flags {
     }
 
     pub(crate) fn to_wire(&self) -> v1::LoadFlags {
-        let Self { address, value, region_ends } = self.clone();
-        v1::LoadFlags { address, value, region_ends }
+        v1::LoadFlags { address: self.address, value: self.value, region_ends: self.ends_in_slices.clone() }
     }
 }
 
@@ -115,8 +118,9 @@ impl WorkerGpu {
         })
     }
 
-    /// Flags for a load of a group with these regions that waits for this event.
-    pub(crate) fn flags(&self, event: u32, regions: &[Region]) -> Option<Flags> {
+    /// Flags for a load of a group that waits for this event.
+    pub(crate) fn flags(&self, event: u32, group: &GroupMemory) -> Option<Flags> {
+        let regions = group.regions();
         let mut region_ends = Vec::new();
         let mut bytes = 0;
         for (end, region) in (1u32..).zip(regions) {
@@ -131,6 +135,7 @@ impl WorkerGpu {
         (!region_ends.is_empty() && region_ends.len() <= FLAGS_MAX).then_some(Flags {
             address,
             value,
+            ends_in_slices: group.ends_in_slices(&region_ends),
             region_ends,
         })
     }

@@ -56,7 +56,7 @@ impl Hit {
     }
 
     /// Pool pages of one rank's shards, little-endian `u32` a block, from the group's first block on. Empty when
-    /// the hit has no such group or rank.
+    /// the hit has no such group or rank. Those of several ranks one after the other load a block that they share.
     pub fn pages(&self, group: u32, rank: u32) -> Vec<u8> {
         let Some(group) = self.groups.iter().find(|g| g.index == group) else { return Vec::new() };
         let row_bytes = group.workers * PAGE_NUMBER_BYTES;

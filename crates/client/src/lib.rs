@@ -8,6 +8,7 @@ mod backoff;
 mod connection;
 mod fence;
 mod gpu;
+mod group;
 mod hit;
 mod mover;
 mod nonce;

@@ -14,7 +14,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use kvlane_block::{Region, plan, shard_bytes};
+use kvlane_block::{Region, plan};
 use kvlane_memory::{EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by};
 use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
@@ -25,6 +25,7 @@ use crate::{
     connection::{Connection, Lost, poll_for},
     fence::Fence,
     gpu::Flags,
+    group::{GroupMemory, Places},
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
     worker::{After, Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
@@ -44,7 +45,7 @@ const SLOW_LINK: f64 = 4e9;
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
 /// Runs until the handle says stop.
-pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
+pub(crate) fn run(options: WorkerOptions, groups: Vec<GroupMemory>, shared: &Shared) {
     let now = Instant::now();
     let mover = Mover {
         fence: Fence::new(random_nonce(), options.gpu.clone()),
@@ -53,6 +54,7 @@ pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
         pools: Pools::default(),
         round_at: now + ROUND,
         options,
+        groups,
         shared,
     };
     mover.run();
@@ -60,6 +62,7 @@ pub(crate) fn run(options: WorkerOptions, shared: &Shared) {
 
 struct Mover<'a> {
     options: WorkerOptions,
+    groups: Vec<GroupMemory>,
     shared: &'a Shared,
     fence: Fence,
     backoff: Backoff,
@@ -225,14 +228,13 @@ impl Mover<'_> {
     /// Flags for a load of one group; several groups are loaded as a whole.
     fn flags(&self, groups: &[LoadGroup], after: Option<&After>) -> Option<Flags> {
         let ([group], Some(after), Some(gpu)) = (groups, after, &self.options.gpu) else { return None };
-        gpu.flags(after.event, &self.options.groups.get(group.group as usize)?.regions)
+        gpu.flags(after.event, self.groups.get(group.group as usize)?)
     }
 
     /// Bytes of a load.
     fn bytes_of(&self, groups: &[LoadGroup]) -> u64 {
-        let block_bytes = |group: &LoadGroup| {
-            self.options.groups.get(group.group as usize).map_or(0, |known| shard_bytes(&known.regions))
-        };
+        let block_bytes =
+            |group: &LoadGroup| self.groups.get(group.group as usize).map_or(0, GroupMemory::block_bytes);
         groups.iter().map(|group| group.block_ids.len() as u64 * block_bytes(group)).sum()
     }
 
@@ -308,17 +310,11 @@ impl Mover<'_> {
         let mut blocks = 0;
         let mut bytes = 0;
         for group in groups {
-            if group.block_ids.len() != group.pages.len() {
-                return Err(format!(
-                    "{} block ids came with {} pages",
-                    group.block_ids.len(),
-                    group.pages.len()
-                ));
+            let memory = self.groups.get(group.group as usize).ok_or("no such group")?;
+            let mut runs = Vec::new();
+            for (regions, places) in memory.places(group)? {
+                runs.extend(plan_in_pool(regions, &places, &pool.reading)?);
             }
-            let regions = &self.options.groups.get(group.group as usize).ok_or("no such group")?.regions;
-            let places =
-                group.block_ids.iter().zip(&group.pages).map(|(&id, &page)| (id, page)).collect::<Vec<_>>();
-            let runs = plan_in_pool(regions, &places, &pool.reading)?;
             // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the pages are leased
             // until the scheduler hears of the end of this job, and `plan_in_pool` checked that they lie in the view.
             unsafe {
@@ -329,7 +325,7 @@ impl Mover<'_> {
                     None => OwnMemory.write(&runs, pool.reading.base()).map_err(|error| error.to_string())?,
                 }
             }
-            blocks += places.len() as u64;
+            blocks += group.block_ids.len() as u64;
             bytes += runs.iter().map(|run| run.len).sum::<u64>();
         }
         Ok((blocks, bytes))
@@ -396,7 +392,7 @@ impl Mover<'_> {
                     let _ = allow_ptrace_by(Some(credentials.pid).filter(|pid| *pid != 0));
                 }
                 link.stage = Stage::Registering;
-                let groups = self.options.groups.iter().map(wire_worker_group).collect();
+                let groups = self.groups.iter().map(GroupMemory::to_wire).collect();
                 let method = match self.options.save_method {
                     SaveMethod::Auto => v1::register_worker::Method::Auto,
                     SaveMethod::ProcessVm => v1::register_worker::Method::ProcessVm,
@@ -522,7 +518,7 @@ impl Mover<'_> {
     fn write_claimed(&mut self, job: Job, result: &v1::ClaimResult) -> Result<(), Lost> {
         let Some(link) = &mut self.link else { return Ok(()) };
         let Work::Save(groups) = &job.work else { return Ok(()) };
-        let written = write_groups(groups, result, &self.options, self.pools.present());
+        let written = write_groups(groups, result, &self.groups, self.pools.present());
         let (end, ok) = match written {
             Ok(written) => (
                 Finished {
@@ -686,15 +682,15 @@ const NO_ROOM: u8 = 3;
 fn write_groups(
     groups: &[SaveGroupSpec],
     result: &v1::ClaimResult,
-    options: &WorkerOptions,
+    known: &[GroupMemory],
     pool: Option<&Mapped>,
 ) -> Result<Written, String> {
     let view = pool.and_then(|pool| pool.writing.as_ref()).ok_or("the pool is not mapped writable")?;
     let mut answers = result.outcome.iter().zip(result.pages.chunks_exact(4));
     let mut written = Written::default();
     for group in groups {
-        let regions = &options.groups.get(group.group as usize).ok_or("no such group")?.regions;
-        let mut places = Vec::new();
+        let regions = known.get(group.group as usize).ok_or("no such group")?.shard();
+        let mut places = Places::new();
         for &block_id in &group.block_ids {
             let (&outcome, page) = answers.next().ok_or("the daemon answered for fewer blocks than asked")?;
             if outcome == CLAIMED {
@@ -735,23 +731,5 @@ fn wire_group(group: &SaveGroupSpec) -> v1::SaveGroup {
         parent: group.parent.map_or_else(Bytes::new, |parent| Bytes::copy_from_slice(&parent.0)),
         hashes: hashes.freeze(),
         block_ids: group.block_ids.clone(),
-    }
-}
-
-fn wire_worker_group(group: &crate::WorkerGroupSpec) -> v1::WorkerGroup {
-    v1::WorkerGroup {
-        namespace: Bytes::copy_from_slice(&group.namespace),
-        layout: Bytes::copy_from_slice(&group.layout),
-        regions: group
-            .regions
-            .iter()
-            .map(|region| v1::Region {
-                base: region.base,
-                block_stride: region.block_stride,
-                blocks: region.blocks,
-                piece_bytes: region.piece_bytes,
-                piece_offsets: region.piece_offsets.clone(),
-            })
-            .collect(),
     }
 }

@@ -20,6 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::{
     BootId,
     gpu::{Flags, WorkerGpu},
+    group::GroupMemory,
     mover,
 };
 
@@ -46,10 +47,13 @@ pub enum SaveMethod {
 pub struct WorkerGroupSpec {
     /// As the scheduler names it.
     pub namespace: [u8; 16],
-    /// Digest of the shard's shape.
+    /// Digest of the shard's shape; the same in all ranks that hold the same blocks.
     pub layout: [u8; 16],
     /// Where the blocks lie in this process.
     pub regions: Vec<Region>,
+    /// Consecutive ranks that hold the same blocks, this one among them: each saves a slice of a block, and loads all
+    /// slices. 1 for blocks of its own.
+    pub replicas: u32,
 }
 
 /// What a worker needs to know.
@@ -95,7 +99,8 @@ pub struct LoadGroup {
     pub group: u32,
     /// Block ids in the engine.
     pub block_ids: Vec<u32>,
-    /// Pool pages, one a block.
+    /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
+    /// second's, and so on.
     pub pages: Vec<u32>,
 }
 
@@ -268,15 +273,22 @@ impl Worker {
     /// Starts the mover, and waits up to five seconds for a first registration where a daemon answers.
     ///
     /// # Errors
-    /// [`LayoutError`] for regions that make no sense, or the kernel's refusal of a thread or descriptor.
+    /// [`LayoutError`] for regions that make no sense, replicas that do not divide the workers, or the kernel's refusal
+    /// of a thread or descriptor.
     ///
     /// # Safety
     /// The regions' memory must stay mapped and writable until [`close`](Self::close) has returned: the mover
     /// writes loads into it and reads saves from it.
-    pub unsafe fn start(options: WorkerOptions) -> Result<Self, StartError> {
-        for group in &options.groups {
-            group.regions.iter().try_for_each(Region::validate)?;
-        }
+    pub unsafe fn start(mut options: WorkerOptions) -> Result<Self, StartError> {
+        let groups = std::mem::take(&mut options.groups);
+        let groups = groups.into_iter().map(|group| {
+            let (replicas, workers) = (group.replicas, options.workers);
+            if replicas == 0 || !workers.is_multiple_of(replicas) {
+                return Err(StartError::Replicas { replicas, workers });
+            }
+            Ok(GroupMemory::new(group, options.rank)?)
+        });
+        let groups = groups.collect::<Result<Vec<_>, StartError>>()?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
         let shared = Arc::new(Shared {
             state: Mutex::default(),
@@ -288,7 +300,7 @@ impl Worker {
         let gpu = options.gpu.clone();
         let mover = std::thread::Builder::new()
             .name("kvlane-mover".into())
-            .spawn(move || mover::run(options, &for_mover))?;
+            .spawn(move || mover::run(options, groups, &for_mover))?;
         let worker = Self { shared, gpu, mover: Some(mover) };
         worker.wait_registered(FIRST_REGISTRATION);
         Ok(worker)
@@ -487,6 +499,14 @@ pub enum StartError {
     /// Regions that make no sense.
     #[error(transparent)]
     Layout(#[from] LayoutError),
+    /// Blocks shared by a number of ranks that the engine does not consist of.
+    #[error("{workers} workers cannot share the blocks of a group by {replicas}")]
+    Replicas {
+        /// Ranks that share a block.
+        replicas: u32,
+        /// Workers of the engine.
+        workers: u32,
+    },
     /// No thread or descriptor to be had.
     #[error("cannot start the mover: {0}")]
     Io(#[from] io::Error),

@@ -79,7 +79,7 @@ pub(crate) struct PyWorker(RwLock<Worker>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -92,14 +92,22 @@ impl PyWorker {
         save_method: &str,
         save_timeout_ms: f64,
         gpu: Option<Vec<u8>>,
+        replicas: Option<Vec<u32>>,
     ) -> PyResult<Self> {
+        let replicas = replicas.unwrap_or_else(|| vec![1; groups.len()]);
+        if replicas.len() != groups.len() {
+            let message = format!("replicas of {} groups came with {} groups", replicas.len(), groups.len());
+            return Err(value_error(message));
+        }
         let groups: Vec<WorkerGroupSpec> = groups
             .into_iter()
-            .map(|(namespace, layout, regions)| {
+            .zip(replicas)
+            .map(|((namespace, layout, regions), replicas)| {
                 Ok(WorkerGroupSpec {
                     namespace: bytes16("a namespace", &namespace)?,
                     layout: bytes16("a layout digest", &layout)?,
                     regions: regions.into_iter().map(region).collect(),
+                    replicas,
                 })
             })
             .collect::<PyResult<_>>()?;
@@ -137,7 +145,9 @@ impl PyWorker {
         // this worker; `_core.pyi` says so.
         let started = py.detach(|| unsafe { Worker::start(options) });
         started.map(|worker| Self(RwLock::new(worker))).map_err(|error| match error {
-            kvlane_client::StartError::Layout(error) => value_error(error),
+            error @ (kvlane_client::StartError::Layout(_) | kvlane_client::StartError::Replicas { .. }) => {
+                value_error(error)
+            }
             kvlane_client::StartError::Io(error) => PyOSError::new_err(error.to_string()),
         })
     }

@@ -57,7 +57,10 @@ pub(crate) struct GroupSpec {
 pub(crate) struct WorkerGroup {
     pub(crate) namespace: Namespace,
     pub(crate) layout: LayoutDigest,
+    /// Of the worker's shard.
     pub(crate) regions: Vec<Region>,
+    /// What a load brings: the shard alone, or the slices of all ranks that hold the same block.
+    pub(crate) slices: Vec<Vec<Region>>,
 }
 
 /// What a session needs to know to serve lookups and saves of a group.
@@ -90,6 +93,28 @@ impl Engine {
         !self.open.is_empty() && self.workers.values().all(|worker| worker.mapped)
     }
 
+    /// Ranks that share their blocks must cut them alike: each reads what the others saved.
+    fn check_slices(&self, index: usize, rank: u32, part: &WorkerGroup) -> Result<(), EngineError> {
+        if part.slices.len() < 2 {
+            return Ok(());
+        }
+        let first = rank - rank % part.slices.len() as u32;
+        for (peer, slice) in (first..).zip(&part.slices) {
+            let other = self.workers.get(&peer).and_then(|worker| worker.groups.get(index));
+            let agrees = |other: &WorkerGroup| {
+                other.slices.len() == part.slices.len()
+                    && other.layout == part.layout
+                    && shard_bytes(&other.regions) == shard_bytes(slice)
+            };
+            if !other.is_some_and(agrees) {
+                return Err(EngineError::Mismatch(format!(
+                    "rank {rank} shares the blocks of group {index} with rank {peer}, which cuts them differently"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Once scheduler and all workers are there, each group's space is known: its namespace and the cut that all
     /// shards together make.
     fn open_spaces(&mut self, store: &Store) -> Result<(), EngineError> {
@@ -113,6 +138,7 @@ impl Engine {
                         group.namespace
                     )));
                 };
+                self.check_slices(index, **rank, part)?;
                 layouts.push(part.layout);
                 sizes.push(shard_bytes(&part.regions));
             }
@@ -323,7 +349,13 @@ mod tests {
     fn worker_group(piece_bytes: u64) -> WorkerGroup {
         let region =
             Region { base: 4096, block_stride: 8192, blocks: 10, piece_bytes, piece_offsets: vec![0] };
-        WorkerGroup { namespace: Namespace([1; 16]), layout: LayoutDigest([2; 16]), regions: vec![region] }
+        let slices = vec![vec![region.clone()]];
+        WorkerGroup {
+            namespace: Namespace([1; 16]),
+            layout: LayoutDigest([2; 16]),
+            regions: vec![region],
+            slices,
+        }
     }
 
     #[test]
@@ -354,6 +386,31 @@ mod tests {
         let workers = engines.register("e", 7, 1, 2, vec![worker_group(2048)], &store).unwrap_err();
         assert!(matches!(workers, EngineError::Workers { now: 2, before: 1, .. }));
         assert!(engines.with_ready("e", |_, _| ()).is_some());
+    }
+
+    #[test]
+    fn ranks_that_share_blocks_must_cut_them_alike() {
+        let shared = |rank: usize, bytes: [u64; 2]| {
+            let slices = bytes.map(|bytes| worker_group(bytes).regions).to_vec();
+            WorkerGroup { regions: slices[rank].clone(), slices, ..worker_group(1) }
+        };
+        let other_layout = WorkerGroup { layout: LayoutDigest([3; 16]), ..shared(1, [4096, 2048]) };
+        let cases = [
+            (shared(1, [4096, 2048]), None),
+            (shared(1, [4096, 1024]), Some("rank 0 shares the blocks of group 0 with rank 1")),
+            (worker_group(2048), Some("rank 1")),
+            (other_layout, Some("rank 1")),
+        ];
+        for (second, sentence) in cases {
+            let (engines, store) = (Engines::default(), store());
+            engines.open("e", 9, 2, vec![scheduler_group()], &store).unwrap();
+            engines.register("e", 1, 0, 2, vec![shared(0, [4096, 2048])], &store).unwrap();
+            let registered = engines.register("e", 2, 1, 2, vec![second], &store);
+            match sentence {
+                None => assert!(registered.is_ok()),
+                Some(sentence) => assert!(registered.unwrap_err().to_string().contains(sentence)),
+            }
+        }
     }
 
     #[test]

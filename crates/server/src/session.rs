@@ -121,7 +121,10 @@ struct WorkerState {
 pub(crate) struct Registered {
     owner: OwnerId,
     rank: u32,
+    /// Of its shards, group by group.
     regions: Vec<Vec<Region>>,
+    /// What a load brings, group by group.
+    slices: Vec<Vec<Vec<Region>>>,
     /// None where the worker copies by itself.
     memory: Option<WorkerMemory>,
 }
@@ -266,7 +269,7 @@ impl Session {
                     let sentence = "this worker loads by itself, from its mapping of the pool";
                     return Err((Reason::NotAllowed, sentence.into()));
                 };
-                let result = loads::load(&shared, &worker.regions, memory, &load).map_err(invalid)?;
+                let result = loads::load(&shared, &worker.slices, memory, &load).map_err(invalid)?;
                 Ok(Answer::LoadResult(result))
             }
             Ask::Commit(commit) => {
@@ -495,7 +498,8 @@ fn register_worker(
     // meet that one's groups.
     greeted.worker = None;
     let method = register.method();
-    let groups = register.groups.into_iter().map(worker_group).collect::<Result<Vec<_>, Refusal>>()?;
+    let group = |group| worker_group(group, register.rank, register.workers);
+    let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
     let pool_bytes = shared.arena.bytes();
     if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
         return Err(invalid(format!(
@@ -503,6 +507,7 @@ fn register_worker(
         )));
     }
     let regions: Vec<Vec<Region>> = groups.iter().map(|group| group.regions.clone()).collect();
+    let slices: Vec<Vec<Vec<Region>>> = groups.iter().map(|group| group.slices.clone()).collect();
     let (memory, reason) = match (peer, method) {
         (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
             let gpus = shared.gpus.as_ref().ok_or_else(|| {
@@ -510,7 +515,7 @@ fn register_worker(
             })?;
             let gpu = register.gpu.as_ref().ok_or_else(|| invalid("method GPU needs the worker's GPU"))?;
             let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
-            let regions: Vec<&Region> = regions.iter().flatten().collect();
+            let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
             let memory =
                 GpuMemory::import(gpus, &greeted.info.engine_id, gpu, &regions, greeted.nonce, pidfd)
                     .map_err(|error| {
@@ -551,7 +556,7 @@ fn register_worker(
     shared.sessions.set_method(greeted.id, name, &reason);
     shared.metrics.worker_registered(name);
     let on_gpu = matches!(memory, Some(WorkerMemory::Gpu(_)));
-    let registered = Arc::new(Registered { owner, rank: register.rank, regions, memory });
+    let registered = Arc::new(Registered { owner, rank: register.rank, regions, slices, memory });
     let start = || {
         let (shared, worker) = (Arc::clone(shared), Arc::clone(&registered));
         SaveThread::start(shared, greeted.id, greeted.info.engine_id.clone(), worker, Arc::clone(replies))
@@ -562,35 +567,51 @@ fn register_worker(
     Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
 }
 
-fn worker_group(group: v1::WorkerGroup) -> Result<WorkerGroup, Refusal> {
+fn worker_group(group: v1::WorkerGroup, rank: u32, workers: u32) -> Result<WorkerGroup, Refusal> {
     let layout: [u8; 16] = group
         .layout
         .as_ref()
         .try_into()
         .map_err(|_| invalid(format!("a layout digest has 16 bytes, this one {}", group.layout.len())))?;
-    let regions = group
-        .regions
-        .into_iter()
-        .map(|region| {
-            let region = Region {
-                base: region.base,
-                block_stride: region.block_stride,
-                blocks: region.blocks,
-                piece_bytes: region.piece_bytes,
-                piece_offsets: region.piece_offsets,
-            };
-            region.validate().map_err(invalid)?;
-            Ok(region)
-        })
-        .collect::<Result<Vec<_>, Refusal>>()?;
-    if regions.is_empty() {
-        return Err(invalid("a group without regions has nothing to keep"));
+    let regions = valid_regions(group.regions)?;
+    let slices = group.slices.into_iter().map(|slice| valid_regions(slice.regions));
+    let mut slices = slices.collect::<Result<Vec<_>, Refusal>>()?;
+    match slices.len() {
+        0 => slices.push(regions.clone()),
+        count if !(workers as usize).is_multiple_of(count) => {
+            return Err(invalid(format!("{workers} workers cannot share blocks of {count} slices")));
+        }
+        count if slices[rank as usize % count] != regions => {
+            return Err(invalid(format!(
+                "the shard of rank {rank} is none of the {count} slices in its place"
+            )));
+        }
+        _ => {}
     }
     Ok(WorkerGroup {
         namespace: Namespace::from_bytes(&group.namespace).map_err(invalid)?,
         layout: LayoutDigest(layout),
         regions,
+        slices,
     })
+}
+
+fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
+    if regions.is_empty() {
+        return Err(invalid("a group or slice without regions has nothing to keep"));
+    }
+    let region = |region: v1::Region| {
+        let region = Region {
+            base: region.base,
+            block_stride: region.block_stride,
+            blocks: region.blocks,
+            piece_bytes: region.piece_bytes,
+            piece_offsets: region.piece_offsets,
+        };
+        region.validate().map_err(invalid)?;
+        Ok(region)
+    };
+    regions.into_iter().map(region).collect()
 }
 
 fn look_up(shared: &Shared, engine_id: &str, owner: OwnerId, lookup: &v1::Lookup) -> Result<Answer, Refusal> {

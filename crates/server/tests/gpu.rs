@@ -147,7 +147,7 @@ impl GpuEngine {
             client: "test".into(),
             rank: 0,
             workers: 1,
-            groups: vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions }],
+            groups: vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions, replicas: 1 }],
             save_method: SaveMethod::Auto,
             save_timeout: PATIENCE,
             gpu: Some(Arc::new(mine)),

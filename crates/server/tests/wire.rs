@@ -86,8 +86,20 @@ fn region() -> impl Strategy<Value = v1::Region> {
 }
 
 fn register_worker() -> impl Strategy<Value = Ask> {
-    let group = (name(), name(), proptest::collection::vec(region(), 0..3))
-        .prop_map(|(namespace, layout, regions)| v1::WorkerGroup { namespace, layout, regions });
+    let group = (name(), name(), proptest::collection::vec(region(), 0..3)).prop_flat_map(
+        |(namespace, layout, regions)| {
+            let slices = proptest::collection::vec(region(), 0..2).prop_map(|regions| v1::Slice { regions });
+            // Often its own regions for a slice, as it should be.
+            let own = v1::Slice { regions: regions.clone() };
+            let slices = proptest::collection::vec(prop_oneof![2 => Just(own), 1 => slices], 0..3);
+            slices.prop_map(move |slices| v1::WorkerGroup {
+                namespace: namespace.clone(),
+                layout: layout.clone(),
+                regions: regions.clone(),
+                slices,
+            })
+        },
+    );
     let gpu = proptest::option::weighted(0.3, worker_gpu());
     (small(), small(), proptest::collection::vec(group, 0..4), any::<u64>(), -1i32..5, gpu).prop_map(
         |(rank, workers, groups, fence_address, method, gpu)| {

@@ -96,6 +96,7 @@ impl Engine {
                 namespace: [3; 16],
                 layout: [4; 16],
                 regions: vec![first, second],
+                replicas: 1,
             }],
             save_method: method,
             save_timeout,

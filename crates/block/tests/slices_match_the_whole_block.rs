@@ -1,0 +1,61 @@
+//! Slices hold each byte of a block once, in the order of the whole.
+#![allow(clippy::unwrap_used)]
+
+use kvlane_block::{Region, Run, SLICE_STEP, plan, shard_bytes, slice};
+use proptest::prelude::*;
+
+/// Valid regions of pieces in any order, with gaps, or in rows behind each other.
+fn regions() -> impl Strategy<Value = Vec<Region>> {
+    let pieces = prop::sample::subsequence((0u64..6).collect::<Vec<_>>(), 1..=6).prop_shuffle();
+    let region = (1u64..3000, 1u64..9, pieces, 0u64..3, any::<bool>());
+    prop::collection::vec(region, 1..5).prop_map(|regions| {
+        let region =
+            |(base, (piece_bytes, blocks, slots, gap, rows)): (u64, (u64, u64, Vec<u64>, u64, bool))| {
+                let block_stride = if rows { piece_bytes } else { piece_bytes * 6 } + gap;
+                let slot_bytes = if rows { block_stride * blocks } else { piece_bytes };
+                let piece_offsets = slots.iter().map(|slot| slot * slot_bytes).collect();
+                Region { base: base << 32, block_stride, blocks, piece_bytes, piece_offsets }
+            };
+        (1..).zip(regions).map(region).collect()
+    })
+}
+
+/// Runs that follow each other on both sides as one.
+fn joined(runs: impl IntoIterator<Item = Run>) -> Vec<Run> {
+    let mut all: Vec<Run> = Vec::new();
+    for run in runs {
+        match all.last_mut() {
+            Some(last)
+                if last.engine_addr + last.len == run.engine_addr
+                    && last.pool_offset + last.len == run.pool_offset =>
+            {
+                last.len += run.len;
+            }
+            _ => all.push(run),
+        }
+    }
+    all
+}
+
+proptest! {
+    #[test]
+    fn slices_are_the_block_cut_into_even_parts(regions in regions(), count in 1usize..9, id in 0u32..9) {
+        let bytes = shard_bytes(&regions);
+        let id = id % regions.iter().map(|region| region.blocks).min().unwrap() as u32;
+        let sliced = slice(&regions, count);
+        prop_assert_eq!(sliced.is_ok(), bytes / SLICE_STEP >= count as u64);
+        let Ok(slices) = sliced else { return Ok(()) };
+        prop_assert_eq!(slices.len(), count);
+
+        let mut runs = Vec::new();
+        let mut at = 0;
+        for part in &slices {
+            part.iter().try_for_each(Region::validate).unwrap();
+            let share = bytes.abs_diff(shard_bytes(part) * count as u64);
+            prop_assert!(!part.is_empty() && share <= SLICE_STEP * count as u64, "{} of {}", shard_bytes(part), bytes);
+            runs.extend(plan(part, &[(id, at)]).unwrap());
+            at += shard_bytes(part);
+        }
+        prop_assert_eq!(joined(runs), joined(plan(&regions, &[(id, 0)]).unwrap()));
+    }
+}
