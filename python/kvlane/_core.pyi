@@ -18,7 +18,8 @@ class Hit:
     groups: list[tuple[int, int]]  # (group index, first block that the hit includes)
 
     def pages(self, group: int, rank: int) -> bytes:
-        """Pool pages of this rank's shards, little-endian u32 a block, from the group's first block on."""
+        """Pool pages of this rank's shards, little-endian u32 a block, from the group's first block on. Those of ranks
+        that hold the same blocks, one after the other, are what `Worker.load` wants for them."""
 
     def stored_blocks(self, group: int) -> int:
         """Blocks from the prompt's first one that need no saving: the hit's and those stored after it."""
@@ -102,6 +103,9 @@ class Worker:
         save_method: str = "auto",
         save_timeout_ms: float = 10000.0,
         gpu: bytes | None = None,  # UUID (16 bytes) of the GPU that the regions lie on
+        # Of each group, how many consecutive ranks hold the same blocks: each saves a slice of a block and loads all of
+        # it. A block has at least 512 bytes for each. None: 1, blocks of its own.
+        replicas: list[int] | None = None,
     ) -> None: ...
     def save(
         self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]], stream: int = 0
@@ -117,7 +121,8 @@ class Worker:
         stream: int = 0,
         early: bool = False,
     ) -> None:
-        """Queue a load from the mapped pool of that boot: (group, block ids, pages). Goes on without the daemon. On a
+        """Queue a load from the mapped pool of that boot: (group, block ids, pages). Where several ranks hold the same
+        blocks: the pages of all of them, rank after rank. Goes on without the daemon. On a
         GPU it starts after what the CUDA stream has been given so far, and an early one may be Finished twice: first
         as "released", when it can only succeed and streams can wait for it, then as "load" when every byte is there."""
 

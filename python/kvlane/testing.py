@@ -59,6 +59,8 @@ class _Engine:
     groups: list[tuple[bytes, str, int, int]] = field(default_factory=list)
     workers: int = 0
     ranks: dict[int, list[tuple[bytes, bytes, list[Region]]]] = field(default_factory=dict)
+    replicas: list[int] = field(default_factory=list)
+    """Of each group, how many consecutive ranks hold the same blocks."""
 
     @property
     def ready(self) -> bool:
@@ -122,11 +124,16 @@ class FakeCore:
         groups: list[tuple[bytes, bytes, list[Region]]],
         save_method: str = "auto",
         save_timeout_ms: float = 10000.0,
+        replicas: list[int] | None = None,
     ) -> FakeWorker:
         """See `kvlane._core.Worker`."""
         assert 0 <= rank < workers, f"rank {rank} of {workers} workers"
+        replicas = replicas or [1] * len(groups)
+        assert len(replicas) == len(groups) and all(workers % each == 0 for each in replicas)
         engine = self.engines.setdefault(engine_id, _Engine())
+        assert not engine.ranks or engine.replicas == replicas, "ranks that share blocks must agree"
         engine.ranks[rank] = groups
+        engine.replicas = replicas
         return FakeWorker(self, engine, rank)
 
     def restart(self) -> None:
@@ -350,7 +357,7 @@ class FakeWorker:
                 # As in the daemon: a block without its parent could never be found.
                 continue
             for each, block_id in zip(hashes, block_ids, strict=True):
-                data = read_block(regions, block_id)
+                data = self._slice(group, read_block(regions, block_id))
                 if self._store.put((namespace, space, each), self._rank, data):
                     done.blocks += 1
                     done.bytes += len(data)
@@ -366,11 +373,20 @@ class FakeWorker:
         for group, block_ids, pages in groups:
             regions = self._engine.ranks[self._rank][group][2]
             numbers = struct.unpack(f"<{len(pages) // 4}I", pages)
-            for block_id, page in zip(block_ids, numbers, strict=True):
-                write_block(regions, block_id, stored[page])
+            blocks = len(block_ids)
+            assert len(numbers) == blocks * self._engine.replicas[group], "a page for each slice of each block"
+            for index, block_id in enumerate(block_ids):
+                data = b"".join(stored[page] for page in numbers[index::blocks])
+                write_block(regions, block_id, data)
                 done.blocks += 1
-                done.bytes += len(stored[page])
+                done.bytes += len(data)
         return done
+
+    def _slice(self, group: int, data: bytes) -> bytes:
+        """This rank's part of a block that several ranks hold."""
+        count = self._engine.replicas[group]
+        index = self._rank % count
+        return data[len(data) * index // count : len(data) * (index + 1) // count]
 
 
 def read_block(regions: list[Region], block_id: int) -> bytes:

@@ -113,9 +113,11 @@ class Engine:
         engine_id: str = "engine",
         settings: dict[str, Any] | None = None,
         emit_events: bool = False,
+        replicas: int = 1,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
+        self.replicas = replicas
         self.now = 1000.0
         self.pool = Pool(blocks)
         self.memory = [bytearray(blocks * BLOCK_BYTES * len(self.groups)) for _ in range(workers)]
@@ -154,7 +156,10 @@ class Engine:
             for group, namespace in zip(self.groups, namespaces, strict=True):
                 base = address(self.memory[rank]) + group.index * blocks * BLOCK_BYTES
                 layout.append((namespace, b"l" * 16, [(base, BLOCK_BYTES, blocks, BLOCK_BYTES, [0])]))
-            worker.attach(store.Worker(None, engine_id, "test", rank, workers, layout))
+            shared = [replicas] * len(self.groups)
+            worker.attach(
+                store.Worker(None, engine_id, "test", rank, workers, layout, replicas=shared), replicas=shared
+            )
             self.workers.append(worker)
         self._next_block = 1
 
@@ -222,7 +227,8 @@ class Engine:
     def value(self, request: Request, group: CacheGroup, index: int, rank: int) -> int:
         """What a block of a request should hold; never 0."""
         scale = group.tokens_per_block // request._hash_block
-        return (request.block_hashes[(index + 1) * scale - 1][0] + group.index + rank) % 255 + 1
+        shard = rank // self.replicas
+        return (request.block_hashes[(index + 1) * scale - 1][0] + group.index + shard) % 255 + 1
 
     def run(self, request: Request) -> int:
         """A request from arrival to its whole prompt computed; gives the tokens that were loaded."""

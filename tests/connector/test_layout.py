@@ -133,6 +133,26 @@ def test_equal_digests_mean_equal_bytes(first: list[int], second: list[int], hea
     assert (layouts[0].digest == layouts[1].digest) == same
 
 
+def test_ranks_that_hold_the_same_blocks_share_one_layout_and_nobody_else_has_it() -> None:
+    array = strided((7, 16, 48), (0, 1, 2))  # 3 KiB a block
+
+    def layout(rank: int, tensor: int, pipeline: int = 1, holders: int = 1) -> GroupLayout:
+        return group_layout({"l.0": Tensor(array)}, ["l.0"], 7, {}, [rank, tensor, pipeline], holders)
+
+    shared = [layout(rank, 4, holders=4) for rank in range(4)]
+    assert {each.replicas for each in shared} == {4}
+    assert len({each.digest for each in shared}) == 1
+    others = [layout(0, 4), layout(0, 1), layout(0, 2, holders=2), layout(0, 4, 2, holders=4)]
+    assert len({each.digest for each in [shared[0], *others]}) == 5
+    # A pipeline's stages have blocks of their own.
+    stages = [layout(rank, 2, 2, holders=2).digest for rank in range(4)]
+    assert stages[0] == stages[1] != stages[2] == stages[3]
+    # All of it is stored where the slices would be tiny, as the same number of ranks did before.
+    tiny = [layout(rank, 8, holders=8) for rank in range(2)]
+    assert [each.replicas for each in tiny] == [1, 1]
+    assert tiny[0].digest == layout(0, 8).digest != tiny[1].digest
+
+
 def test_where_the_halves_stand_does_not_matter_if_the_bytes_agree() -> None:
     outside = strided((2, 7, 5, 3, 4), (0, 1, 2, 3, 4))
     inside = strided((7, 2, 5, 3, 4), (0, 1, 2, 3, 4))

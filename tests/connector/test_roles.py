@@ -50,6 +50,43 @@ def test_a_prompt_computed_once_is_loaded_by_the_next_engine() -> None:
     check_nothing_held(second)
 
 
+@pytest.mark.parametrize(("workers", "replicas"), [(4, 4), (4, 2), (3, 3)])
+def test_ranks_that_hold_the_same_blocks_store_them_once(workers: int, replicas: int) -> None:
+    alone, shared = FakeCore(), FakeCore()
+    for store, arguments in ((alone, {}), (shared, {"workers": workers, "replicas": replicas})):
+        first = Engine(store, groups=[full_group(), window_group(1, 2)], engine_id="first", **arguments)
+        cold = request()
+        assert first.run(cold) == 0
+        first.finish(cold)
+        check_nothing_held(first)
+
+    def stored(store: FakeCore) -> int:
+        return sum(len(data) for data in store.pages[store.boot].values())
+
+    assert stored(shared) == stored(alone) * workers // replicas
+    for worker in first.workers:
+        counted = worker.take_stats()
+        assert counted is not None
+        # 64 bytes by three: a byte more or less.
+        assert counted["save_bytes"] == pytest.approx(stored(shared) / workers, abs=2 * 5)
+
+    second = Engine(
+        shared,
+        groups=[full_group(), window_group(1, 2)],
+        engine_id="second",
+        workers=workers,
+        replicas=replicas,
+    )
+    warm = request()
+    assert second.run(warm) == 20
+    for rank in range(workers):
+        for index in range(5):
+            block = second.tables["r"][0][index]
+            assert second.content(rank, 0, block) == second.value(warm, second.groups[0], index, rank)
+    second.finish(warm)
+    check_nothing_held(second)
+
+
 def test_at_least_one_token_is_left_to_compute() -> None:
     store = FakeCore()
     engine = Engine(store)

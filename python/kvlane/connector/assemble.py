@@ -69,9 +69,9 @@ def build_scheduler_side(
 
 def build_worker_core(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: dict[str, Any]
-) -> tuple[Any, Stream | None]:
-    """The core's worker for this rank's KV caches, connecting in the background, and for caches on a GPU how the engine
-    computes there. Raises Unsupported."""
+) -> tuple[Any, Stream | None, list[int]]:
+    """The core's worker for this rank's KV caches, connecting in the background; for caches on a GPU how the engine
+    computes there; and of each group, how many ranks hold its blocks. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
     namespaces, _ = _namespaces(vllm_config, groups, settings)
     device = gpu_of(kv_caches)
@@ -79,12 +79,16 @@ def build_worker_core(
     parallel = vllm_config.parallel_config
     cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
     described = []
+    replicas = []
     last_region: dict[str, int] = {}
     for namespace, group in zip(namespaces, groups, strict=True):
-        layout = group_layout(kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut)
+        layout = group_layout(
+            kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut, holders(group, parallel)
+        )
         if not layout.regions:
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
+        replicas.append(layout.replicas)
         last_region = layout.last_region
     if device is not None:
         core = open_core(settings.address).Worker(
@@ -95,10 +99,11 @@ def build_worker_core(
             parallel.world_size,
             described,
             gpu=device_uuid(device),
+            replicas=replicas,
         )
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}
-        return core, Stream(compute_stream(device), regions, capabilities.step_kind)
+        return core, Stream(compute_stream(device), regions, capabilities.step_kind), replicas
     core = open_core(settings.address).Worker(
         settings.address,
         engine_id(vllm_config),
@@ -107,8 +112,17 @@ def build_worker_core(
         parallel.world_size,
         described,
         settings.save_method,
+        replicas=replicas,
     )
-    return core, None
+    return core, None, replicas
+
+
+def holders(group: CacheGroup, parallel: Any) -> int:
+    """How many consecutive ranks hold the same blocks of a group. Tensor-parallel ranks are neighbours in vLLM's order,
+    and so are those among them that hold the same shard."""
+    tensor = parallel.tensor_parallel_size
+    shards = group.tensor_shards
+    return tensor // shards if shards and tensor % shards == 0 else 1
 
 
 def engine_id(vllm_config: Any) -> str:

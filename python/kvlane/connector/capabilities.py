@@ -40,6 +40,18 @@ def cacheable_group_ids(kv_cache_config: Any) -> list[int]:
     return list(known) if known is not None else list(range(len(kv_cache_config.kv_cache_groups)))
 
 
+def tensor_shards(vllm_config: Any, spec: Any) -> int | None:
+    """Shards of a layer's cache that differ among all tensor-parallel ranks; further ranks hold copies. None where vLLM
+    does not tell."""
+    if hasattr(spec, "max_tp_shards"):
+        return spec.max_tp_shards
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    # Before, it is known of latent attention: one vector for all heads.
+    latent = get_kv_cache_spec_kind(spec).value in ("mla_attention", "sliding_window_mla")
+    return 1 if latent and vllm_config.model_config.use_mla else None
+
+
 def step_kind() -> str | None:
     """How the step that begins runs its forward pass, if its layers call the connector's hooks: without CUDA graphs, or
     with graphs between the attention layers. None for a full graph, and where vLLM does not tell."""

@@ -32,6 +32,9 @@ class CacheGroup:
     """Whether it holds the layers of a speculative drafter."""
     layer_names: tuple[str, ...]
     """Layers of this rank; another rank of a pipeline has others."""
+    tensor_shards: int | None = None
+    """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so all
+    may differ."""
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
@@ -45,7 +48,7 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
     if not ids:
         raise Unsupported("the model has no KV cache group whose blocks are found by their hash")
     groups = [
-        _cache_group(index, group_id, kv_cache_config.kv_cache_groups[group_id])
+        _cache_group(vllm_config, index, group_id, kv_cache_config.kv_cache_groups[group_id])
         for index, group_id in enumerate(ids)
     ]
     if any(group.window_blocks == 0 for group in groups):
@@ -53,14 +56,14 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
     raise Unsupported("the model has no full-attention group; kvlane needs one to know how long a prefix is")
 
 
-def _cache_group(index: int, group_id: int, group: Any) -> CacheGroup:
+def _cache_group(vllm_config: Any, index: int, group_id: int, group: Any) -> CacheGroup:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     spec = group.kv_cache_spec
     # Workers see the specs of all layers, the scheduler only the first; what is used here is the same in all.
     inner = getattr(spec, "kv_cache_specs", None)
-    if inner:
-        spec = next(iter(inner.values()))
+    specs = list(inner.values()) if inner else [spec]
+    spec = specs[0]
     kind = get_kv_cache_spec_kind(spec).value
     block = spec.block_size
     window = window_blocks = 0
@@ -86,7 +89,14 @@ def _cache_group(index: int, group_id: int, group: Any) -> CacheGroup:
         dtype=str(getattr(spec, "dtype", None) or getattr(spec, "dtypes", "")),
         is_draft=bool(getattr(group, "is_eagle_group", False)),
         layer_names=tuple(group.layer_names),
+        tensor_shards=_tensor_shards(vllm_config, specs),
     )
+
+
+def _tensor_shards(vllm_config: Any, specs: list[Any]) -> int | None:
+    """Of layers that are stored together; known only if they agree."""
+    found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}
+    return found.pop() if len(found) == 1 else None
 
 
 def _check_state_space(spec: Any) -> None:

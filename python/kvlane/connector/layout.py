@@ -19,6 +19,9 @@ from kvlane.connector.namespace import digest16
 # (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
 Region = tuple[int, int, int, int, list[int]]
 
+# Ranks share the blocks that all of them hold if there are so many bytes for each; the core asks for them.
+SLICE_BYTES_MIN = 512
+
 
 @dataclass(frozen=True)
 class TensorView:
@@ -60,9 +63,11 @@ class GroupLayout:
     regions: list[Region]
     digest: bytes
     block_bytes: int
-    """Bytes of this worker's shard of a block."""
+    """Bytes of a block in this worker."""
     last_region: dict[str, int]
     """Of each layer, the index of the last region that it reads."""
+    replicas: int
+    """Consecutive ranks that hold the same blocks and share them: each saves a slice of a block, and loads all of it."""
 
 
 def group_layout(
@@ -71,10 +76,12 @@ def group_layout(
     num_blocks: int,
     hints: Mapping[str, LayerHint],
     cut: Sequence[int],
+    holders: int = 1,
 ) -> GroupLayout:
     """The layout of the layers `names`. `layers` maps names to tensors, or lists of them (packed states).
 
-    `cut` says which part of the model this worker holds, for example its tensor-parallel rank and size.
+    `cut` says which part of the model this worker holds: its rank, and what else decides that. So many consecutive ranks
+    as `holders` hold the same bytes.
     Raises Unsupported.
     """
     regions: list[Region] = []
@@ -98,11 +105,17 @@ def group_layout(
             regions += found
             stored[place] = last_region[name] = len(regions) - 1
             description.append([name, part, view.dtype, view.element_bytes, shape, hint.backend])
+    block_bytes = sum(piece * len(offsets) for _, _, _, piece, offsets in regions)
+    replicas = holders if block_bytes >= holders * SLICE_BYTES_MIN else 1
+    rank, *rest = cut
+    # Equal in ranks that share blocks, and in nobody else.
+    which = [rank, *rest] if replicas == 1 else ["shared", rank // replicas, replicas, *rest]
     return GroupLayout(
         regions=regions,
-        digest=digest16(["layout", 1, list(cut), description]),
-        block_bytes=sum(piece * len(offsets) for _, _, _, piece, offsets in regions),
+        digest=digest16(["layout", 1, which, description]),
+        block_bytes=block_bytes,
         last_region=last_region,
+        replicas=replicas,
     )
 
 

@@ -6,7 +6,7 @@ pinned, and vLLM keeps a request waiting, until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class WorkerSide:
         self._failures = failures
         self._core: Any = None
         self._stream: Stream | None = None
+        self._replicas: Sequence[int] = ()
         # Loads that run on while their request computes already.
         self._released: set[int] = set()
         # By kind of step, the layers whose hook was called: with all of them, such steps can be trusted to call it.
@@ -63,10 +64,12 @@ class WorkerSide:
         self._jobs: StepJobs | None = None
         self._saves_started = False
 
-    def attach(self, core: Any, stream: Stream | None = None) -> None:
-        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU."""
+    def attach(self, core: Any, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
+        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas` says
+        how many consecutive ranks hold the same blocks, for each group, if any do."""
         self._core = core
         self._stream = stream
+        self._replicas = replicas
         self._seen_layers = {}
         self.on_layer = None
 
@@ -168,7 +171,7 @@ class WorkerSide:
         if load.groups is None or self._core is None:
             self._end(load.job, ok=False)
             return
-        groups = [(group, ids, pages[self._rank]) for group, ids, pages in load.groups if ids]
+        groups = [(group, ids, self._pages(group, pages)) for group, ids, pages in load.groups if ids]
         if not groups:
             self._end(load.job, ok=True)
             return
@@ -177,6 +180,12 @@ class WorkerSide:
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a load", error, "the request is reported as not loaded")
             self._end(load.job, ok=False)
+
+    def _pages(self, group: int, pages: list[bytes]) -> bytes:
+        """Of a group's blocks, where this rank's shards are; of blocks that several ranks hold, where all their slices are."""
+        replicas = self._replicas[group] if self._replicas else 1
+        first = self._rank - self._rank % replicas
+        return b"".join(pages[first : first + replicas])
 
     def _start_save(self, save: SaveJob) -> None:
         self._saves[save.job] = sum(len(ids) for _, _, _, ids in save.groups)
