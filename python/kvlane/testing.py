@@ -374,7 +374,9 @@ class FakeWorker:
             regions = self._engine.ranks[self._rank][group][2]
             numbers = struct.unpack(f"<{len(pages) // 4}I", pages)
             blocks = len(block_ids)
-            assert len(numbers) == blocks * self._engine.replicas[group], "a page for each slice of each block"
+            assert len(numbers) == blocks * self._engine.replicas[group], (
+                "a page for each slice of each block"
+            )
             for index, block_id in enumerate(block_ids):
                 data = b"".join(stored[page] for page in numbers[index::blocks])
                 write_block(regions, block_id, data)

@@ -53,12 +53,13 @@ def test_a_prompt_computed_once_is_loaded_by_the_next_engine() -> None:
 @pytest.mark.parametrize(("workers", "replicas"), [(4, 4), (4, 2), (3, 3)])
 def test_ranks_that_hold_the_same_blocks_store_them_once(workers: int, replicas: int) -> None:
     alone, shared = FakeCore(), FakeCore()
-    for store, arguments in ((alone, {}), (shared, {"workers": workers, "replicas": replicas})):
-        first = Engine(store, groups=[full_group(), window_group(1, 2)], engine_id="first", **arguments)
+    groups = [full_group(), window_group(1, 2)]
+    first = Engine(shared, groups, engine_id="first", workers=workers, replicas=replicas)
+    for engine in (Engine(alone, groups), first):
         cold = request()
-        assert first.run(cold) == 0
-        first.finish(cold)
-        check_nothing_held(first)
+        assert engine.run(cold) == 0
+        engine.finish(cold)
+        check_nothing_held(engine)
 
     def stored(store: FakeCore) -> int:
         return sum(len(data) for data in store.pages[store.boot].values())
@@ -70,13 +71,7 @@ def test_ranks_that_hold_the_same_blocks_store_them_once(workers: int, replicas:
         # 64 bytes by three: a byte more or less.
         assert counted["save_bytes"] == pytest.approx(stored(shared) / workers, abs=2 * 5)
 
-    second = Engine(
-        shared,
-        groups=[full_group(), window_group(1, 2)],
-        engine_id="second",
-        workers=workers,
-        replicas=replicas,
-    )
+    second = Engine(shared, groups, engine_id="second", workers=workers, replicas=replicas)
     warm = request()
     assert second.run(warm) == 20
     for rank in range(workers):

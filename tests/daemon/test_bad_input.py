@@ -543,6 +543,13 @@ def test_wrong_arguments_from_python(daemon: Daemon) -> None:
         _core.Scheduler(daemon.address, "py", "test", [(NAMESPACE, "n", 16, 0)], 1, -1.0)
     with pytest.raises(ValueError, match="'teleport'"):
         _core.Worker(daemon.address, "py", "test", 0, 1, [], "teleport")
+    latent = [(NAMESPACE, bytes(16), [(4096, 4096, 4, 1024, [0])])]
+    with pytest.raises(ValueError, match="2 groups came with 1 groups"):
+        _core.Worker(daemon.address, "py", "test", 0, 2, latent, replicas=[2, 2])
+    with pytest.raises(ValueError, match="3 workers cannot share the blocks of a group by 2"):
+        _core.Worker(daemon.address, "py", "test", 0, 3, latent, replicas=[2])
+    with pytest.raises(ValueError, match="1024 bytes cannot be cut into 4 slices"):
+        _core.Worker(daemon.address, "py", "test", 0, 4, latent, replicas=[4])
     with pytest.raises(ConnectionError, match="kvlane serve"):
         _core.Tool("unix:/nonexistent/kvlane.sock")
     tool = _core.Tool(daemon.address)

@@ -748,3 +748,46 @@ fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces
     }
     Ok(done())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_that_cannot_be_those_of_the_workers_are_refused() {
+        let slice = |bytes| {
+            let region = v1::Region {
+                base: 4096,
+                block_stride: 8192,
+                blocks: 4,
+                piece_bytes: bytes,
+                piece_offsets: vec![0],
+            };
+            v1::Slice { regions: vec![region] }
+        };
+        let group = |own: u64, slices: &[u64]| v1::WorkerGroup {
+            namespace: vec![1; 16].into(),
+            layout: vec![2; 16].into(),
+            regions: slice(own).regions,
+            slices: slices.iter().map(|bytes| slice(*bytes)).collect(),
+        };
+        let shared = worker_group(group(2048, &[4096, 2048]), 3, 4).unwrap();
+        assert_eq!(shared.slices.len(), 2);
+        assert_eq!(worker_group(group(2048, &[]), 3, 4).unwrap().slices, [shared.regions]);
+        let cases = [
+            (group(2048, &[4096, 2048]), 1, 3, "3 workers cannot share blocks of 2 slices"),
+            (group(2048, &[4096, 2048]), 2, 4, "rank 2 is none of the 2 slices"),
+            (group(2048, &[0, 2048]), 1, 2, "piece size is 0"),
+            (
+                v1::WorkerGroup { slices: vec![v1::Slice::default(); 2], ..group(2048, &[]) },
+                1,
+                2,
+                "without regions",
+            ),
+        ];
+        for (group, rank, workers, sentence) in cases {
+            let (reason, found) = worker_group(group, rank, workers).unwrap_err();
+            assert!(reason == Reason::Invalid && found.contains(sentence), "{found}");
+        }
+    }
+}

@@ -374,9 +374,9 @@ struct GpuDaemon(Child);
 const DAEMON: &str = "KVLANE_TEST_REPLICATED_DAEMON_AT";
 /// How slow its GPUs are, in microseconds for each MiB.
 const SLOW: &str = "KVLANE_TEST_REPLICATED_DAEMON_SLOW";
-/// A load of two blocks takes an eighth of a second: long enough to meet it under way, and shorter than the time after
+/// A load of two blocks takes a fifth of a second: long enough to meet it under way, and shorter than the time after
 /// which a worker carries it out itself.
-const VERY_SLOW: u64 = 60_000;
+const VERY_SLOW: u64 = 100_000;
 
 fn driver() -> Arc<FakeDriver> {
     Arc::new(FakeDriver::new(FakeOptions { devices: RANKS, ..FakeOptions::default() }).unwrap())

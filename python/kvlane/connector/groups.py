@@ -33,8 +33,8 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     """Layers of this rank; another rank of a pipeline has others."""
     tensor_shards: int | None = None
-    """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so all
-    may differ."""
+    """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so
+    all may differ."""
 
 
 def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:

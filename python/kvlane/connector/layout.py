@@ -67,7 +67,7 @@ class GroupLayout:
     last_region: dict[str, int]
     """Of each layer, the index of the last region that it reads."""
     replicas: int
-    """Consecutive ranks that hold the same blocks and share them: each saves a slice of a block, and loads all of it."""
+    """Consecutive ranks that hold the same blocks and share them: each saves a slice of a block, and loads all."""
 
 
 def group_layout(
@@ -80,8 +80,8 @@ def group_layout(
 ) -> GroupLayout:
     """The layout of the layers `names`. `layers` maps names to tensors, or lists of them (packed states).
 
-    `cut` says which part of the model this worker holds: its rank, and what else decides that. So many consecutive ranks
-    as `holders` hold the same bytes.
+    `cut` says which part of the model this worker holds: its rank, and what else decides that. As many consecutive
+    ranks as `holders` says hold the same bytes.
     Raises Unsupported.
     """
     regions: list[Region] = []

@@ -65,8 +65,8 @@ class WorkerSide:
         self._saves_started = False
 
     def attach(self, core: Any, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
-        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas` says
-        how many consecutive ranks hold the same blocks, for each group, if any do."""
+        """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas`
+        says for each group how many consecutive ranks hold the same blocks, if any do."""
         self._core = core
         self._stream = stream
         self._replicas = replicas
@@ -182,7 +182,7 @@ class WorkerSide:
             self._end(load.job, ok=False)
 
     def _pages(self, group: int, pages: list[bytes]) -> bytes:
-        """Of a group's blocks, where this rank's shards are; of blocks that several ranks hold, where all their slices are."""
+        """Where this rank's shards of a group's blocks are; of blocks that several ranks hold, where all slices are."""
         replicas = self._replicas[group] if self._replicas else 1
         first = self._rank - self._rank % replicas
         return b"".join(pages[first : first + replicas])

@@ -1,0 +1,66 @@
+"""KV cache groups as vLLM's own classes describe them; no engine is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvlane.connector.groups import CacheGroup, cache_groups
+
+pytestmark = pytest.mark.old_vllm
+
+# Newer versions say how many shards differ.
+TELLS = "max_tp_shards" in {field.name for field in dataclasses.fields(MLAAttentionSpec)}
+
+
+def latent(**more: Any) -> MLAAttentionSpec:
+    """As vLLM's layer of latent attention gives it."""
+    arguments: dict[str, Any] = {"head_size": 576, "max_tp_shards": 1} if TELLS else {"head_size": 576}
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, dtype=torch.bfloat16, **{**arguments, **more})
+
+
+def group(spec: Any, *, use_mla: bool = True) -> CacheGroup:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(), model_config=SimpleNamespace(use_mla=use_mla)
+    )
+    groups = [KVCacheGroupSpec(["a", "b"], spec)]
+    (found,) = cache_groups(config, SimpleNamespace(kv_cache_groups=groups))
+    return found
+
+
+def test_every_tensor_parallel_rank_holds_the_same_latent_vectors() -> None:
+    assert group(latent()).tensor_shards == 1
+    together = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": latent(), "b": latent(head_size=128)}
+    )
+    assert group(together).tensor_shards == 1
+
+
+def test_heads_may_differ_from_rank_to_rank() -> None:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    assert group(full, use_mla=False).tensor_shards is None
+
+
+@pytest.mark.skipif(not TELLS, reason="this vLLM says nothing of shards")
+def test_what_vllm_says_of_a_layer_counts_and_one_layer_that_is_not_known_leaves_the_group_unknown() -> None:
+    assert group(latent(max_tp_shards=None)).tensor_shards is None
+    assert group(latent(max_tp_shards=2)).tensor_shards == 2
+    mixed = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"a": latent(), "b": latent(max_tp_shards=None)}
+    )
+    assert group(mixed).tensor_shards is None
+
+
+@pytest.mark.skipif(TELLS, reason="this vLLM says it of each layer")
+def test_a_cache_of_one_vector_in_a_model_with_heads_may_differ() -> None:
+    assert group(latent(), use_mla=False).tensor_shards is None
