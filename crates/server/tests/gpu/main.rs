@@ -9,6 +9,7 @@
 mod daemon;
 mod driver;
 mod engine;
+mod kills;
 mod loads;
 mod process;
 #[path = "../support/mod.rs"]
