@@ -9,6 +9,7 @@
 mod daemon;
 mod driver;
 mod engine;
+mod faults;
 mod kills;
 mod loads;
 mod process;
