@@ -6,6 +6,7 @@
 #![allow(unreachable_pub, reason = "a test binary has no other crates")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail here")]
 
+mod canary;
 mod daemon;
 mod driver;
 mod engine;
