@@ -126,6 +126,7 @@ fn a_daemon_that_is_killed_in_the_middle_of_a_load_and_of_saves_costs_the_saves_
     loading.wait_for_loads(None);
     loading.synchronize();
     let held_up = start.elapsed();
+    println!("the engine's stream waited {held_up:?}");
     assert!(held_up < HELD_UP, "the engine's stream was held up for {held_up:?}");
     loading.assert_holds(16..16 + many(), 1);
     let loaded = loading.end(load);
@@ -164,6 +165,7 @@ fn a_daemon_that_is_stopped_in_the_middle_of_a_load_writes_nothing_after_its_end
     engine.wait_for_loads(None);
     engine.synchronize();
     let held_up = start.elapsed();
+    println!("the engine's stream waited {held_up:?}");
     assert!(held_up < HELD_UP, "the engine's stream was held up for {held_up:?}");
     engine.assert_holds(blocks.clone(), 1);
     // A real GPU may have been faster than the stop.
