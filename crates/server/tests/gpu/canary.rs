@@ -128,7 +128,7 @@ impl Rounds {
     fn play(&mut self) {
         // The costly ones every so often.
         let fate = match self.number % 20 {
-            3 => Fate::StoppedForLong,
+            3 | 12 => Fate::StoppedForLong,
             9 => Fate::Killed,
             15 => Fate::StoppedAndKilled,
             _ if self.below(2) == 0 => Fate::Stopped,
@@ -141,8 +141,9 @@ impl Rounds {
         if before {
             self.strike(fate);
         }
-        // A target that nothing is loaded into is saved, if there is one.
-        let free = (0..TARGETS.len()).find(|target| loads.iter().all(|load| load.target != *target));
+        // A target that nothing is loaded into may be saved. Giving that up keeps the daemon from loads too, so not always.
+        let targets = if self.below(2) == 0 { 0..TARGETS.len() } else { 0..0 };
+        let free = targets.into_iter().find(|target| loads.iter().all(|load| load.target != *target));
         let save = free.map(|target| {
             let name = 1000 * u64::from(self.number + 1);
             (target, name, self.engine.start_save(name, blocks_of(TARGETS.start + target as u32)))
@@ -171,18 +172,26 @@ impl Rounds {
             self.saved.push((name, self.targets[target]));
             self.write_canary(target);
         }
+        // So are the blocks of loads that have ended, while a stopped daemon may still have to come to them.
+        let (ended, open): (Vec<_>, Vec<_>) =
+            loads.into_iter().partition(|load| self.engine.has_ended(load.job));
+        let how = format!("{fate:?}, before: {before}, early: {early}");
+        ended.into_iter().for_each(|load| self.finish(load, &how));
         self.mend(fate);
-        for load in loads {
-            let ended = self.engine.end(load.job);
-            assert!(ended.ok, "{fate:?}, before: {before}, early: {early}: {ended:?}");
-            self.tally.loads += 1;
-            for (seed, block) in load.seeds.into_iter().zip(blocks_of(TARGETS.start + load.target as u32)) {
-                assert!(self.engine.holds(block, seed), "block {block} was loaded with other bytes");
-            }
-            self.write_canary(load.target);
-            self.engine.scheduler.release(load.hit.boot, load.hit.lease);
-        }
+        open.into_iter().for_each(|load| self.finish(load, &how));
         self.look();
+    }
+
+    /// Waits for a load's end, and uses its blocks for something else.
+    fn finish(&mut self, load: Load, how: &str) {
+        let ended = self.engine.end(load.job);
+        assert!(ended.ok, "{how}: {ended:?}");
+        self.tally.loads += 1;
+        for (seed, block) in load.seeds.into_iter().zip(blocks_of(TARGETS.start + load.target as u32)) {
+            assert!(self.engine.holds(block, seed), "{how}: block {block} was loaded with other bytes");
+        }
+        self.write_canary(load.target);
+        self.engine.scheduler.release(load.hit.boot, load.hit.lease);
     }
 
     /// The engine uses the blocks of a target for something else.
@@ -311,8 +320,8 @@ fn once_a_load_has_ended_nobody_writes_its_blocks() {
         game.play();
     }
     println!("{rounds} rounds of seed {seed}: {:?}", game.tally);
-    assert!(game.tally.loads > rounds && game.tally.loads_of_saves > rounds / 10);
-    assert!(game.tally.saves > rounds / 10 && game.tally.saves_given_up > rounds / 10);
+    assert!(game.tally.loads > rounds && game.tally.loads_of_saves > rounds / 20);
+    assert!(game.tally.saves > rounds / 20 && game.tally.saves_given_up > rounds / 20);
     let daemon = game.daemon.take().unwrap();
     drop(game);
     daemon.wait_until_gone(&["engine"]);
