@@ -12,8 +12,8 @@ use kvlane_proto::Address;
 use crate::{
     daemon::Daemon,
     driver::{BLOCKS, SMALL_PIECE, driver, engines_gpu},
-    engine::{GpuEngine, POISON, settle},
-    support::{PATIENCE, TOKENS, address, hashes},
+    engine::{GpuEngine, POISON},
+    support::{PATIENCE, TOKENS, address, hashes, settle},
 };
 
 /// How many rounds.

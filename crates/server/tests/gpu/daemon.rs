@@ -16,7 +16,7 @@ use kvlane_server::ServeOptions;
 use crate::{
     driver::{BLOCKS, LAYERS, driver, is_real, piece},
     process::{Process, say, told},
-    support::{PATIENCE, options},
+    support::{PATIENCE, options, settle},
 };
 
 /// Names the socket to the process that is to be a daemon.
@@ -159,7 +159,7 @@ impl Daemon {
             let is_there = |id: &&str| status.sessions.iter().any(|session| session.engine_id == **id);
             status.claimed_blocks == 0 && status.leased_blocks == 0 && !engines.iter().any(is_there)
         });
-        Tool::connect(&self.address, PATIENCE).unwrap().settle(PATIENCE).unwrap();
+        settle(&self.address);
         self.wait_until("free of extents that belong to nobody", |status| {
             status.used_bytes == status.namespaces.iter().map(|space| space.bytes).sum::<u64>()
         });

@@ -11,8 +11,7 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, GroupSpec, Hit, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions,
-    Tool, Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
+    Finished, Hit, JobKind, LoadGroup, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
 };
 use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
 use kvlane_proto::Address;
@@ -20,7 +19,7 @@ use kvlane_proto::Address;
 use crate::{
     driver::{BLOCKS, LAYERS, driver, engines_gpu, piece},
     process::{Process, say, told},
-    support::{PATIENCE, TOKENS, hashes},
+    support::{PATIENCE, TOKENS, hashes, scheduler, settle, worker_options},
 };
 
 /// What all blocks hold at first, and again before a load: neither zeros nor what any block was computed to be.
@@ -80,32 +79,11 @@ impl GpuEngine {
         let memory = gpu.alloc(u64::from(BLOCKS) * LAYERS * piece)?;
         let regions = regions(&memory, piece);
         let mine = WorkerGpu::with_driver(gpu.driver(), gpu.info().uuid, &regions)?;
-        let worker = WorkerOptions {
-            address: address.clone(),
-            engine_id: id.into(),
-            client: "test".into(),
-            rank: 0,
-            workers: 1,
-            groups: vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions }],
-            save_method: SaveMethod::Auto,
-            save_timeout,
-            gpu: Some(Arc::new(mine)),
-        };
+        let worker =
+            WorkerOptions { gpu: Some(Arc::new(mine)), ..worker_options(address, id, regions, save_timeout) };
         // SAFETY: the memory is freed after the worker: fields are dropped in order.
         let worker = unsafe { Worker::start(worker) }.unwrap();
-        let scheduler = Scheduler::new(SchedulerOptions {
-            address: address.clone(),
-            engine_id: id.into(),
-            client: "test".into(),
-            groups: vec![GroupSpec {
-                namespace: [3; 16],
-                name: "test".into(),
-                tokens_per_block: TOKENS,
-                window_blocks: 0,
-            }],
-            workers: 1,
-            lookup_timeout: PATIENCE,
-        });
+        let scheduler = scheduler(address, id, PATIENCE);
         let stream = Stream::new(gpu, Priority::Normal)?;
         let (sources, heard) = (Vec::new(), Vec::new());
         let mut engine = Self { scheduler, worker, stream, memory, piece, sources, heard, jobs: 0 };
@@ -285,10 +263,6 @@ impl Drop for GpuEngine {
         self.worker.close();
         let _ = self.stream.synchronize();
     }
-}
-
-pub fn settle(address: &Address) {
-    Tool::connect(address, PATIENCE).unwrap().settle(PATIENCE).unwrap();
 }
 
 /// Keeps a stream from going on, until it is opened or dropped.

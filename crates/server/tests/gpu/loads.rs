@@ -6,8 +6,8 @@ use kvlane_proto::Address;
 use crate::{
     daemon::Daemon,
     driver::{BLOCKS, LAYERS, VERY_SLOW, driver, is_real, many, piece, skip},
-    engine::{Gate, GpuEngine, POISON, settle},
-    support::{self, PATIENCE, address},
+    engine::{Gate, GpuEngine, POISON},
+    support::{self, PATIENCE, address, settle},
 };
 
 /// A daemon whose loads come over two links, if there are two.
