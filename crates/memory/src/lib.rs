@@ -23,6 +23,6 @@ pub use descriptor::{recv_with_fd, send_with_fd};
 pub use engine::{CopyError, EngineMemory};
 pub use extents::{ExtentAllocator, PAGE_BYTES};
 pub use own::OwnMemory;
-pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited};
+pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd_exited_within};
 pub use process_vm::{ProbeError, ProcessVm};
 pub use view::PoolView;

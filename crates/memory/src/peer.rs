@@ -3,6 +3,7 @@
 use std::io;
 use std::mem;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
@@ -74,9 +75,14 @@ pub fn peer_pidfd(stream: impl AsFd) -> io::Result<OwnedFd> {
 
 /// Whether the process of a pidfd has exited; a zombie has.
 pub fn pidfd_exited(pidfd: &OwnedFd) -> bool {
+    pidfd_exited_within(pidfd, Duration::ZERO)
+}
+
+/// Waits so long for the exit of a pidfd's process. Whether it has exited.
+pub fn pidfd_exited_within(pidfd: &OwnedFd, time: Duration) -> bool {
     let mut polled = [PollFd::new(pidfd, PollFlags::IN)];
-    let now = Timespec::default();
-    let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&now)));
+    let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: time.subsec_nanos().into() };
+    let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut polled, Some(&time)));
     matches!(ready, Ok(1..))
 }
 

@@ -1,13 +1,18 @@
 //! GPUs: the pool pinned for their driver, and the memory of engines that lives on them.
 
-use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
     HostBuffer, Imported, Loader, Loading, Mapped, Pinned, Priority, RailOptions, Rails, Stream, Thresholds,
 };
-use kvlane_memory::{Arena, pidfd_exited};
+use kvlane_memory::{Arena, pidfd_exited, pidfd_exited_within};
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -17,6 +22,8 @@ const FENCE_BYTES: u64 = 24;
 /// Where the second copy of the fence goes in its buffer.
 const FENCE_AFTER: u64 = 64;
 const FENCE_BUFFER_BYTES: u64 = 4096;
+/// Longest time between two looks at an event of an engine that is still computing; the first come sooner.
+const LOOK_EVERY: Duration = Duration::from_micros(500);
 /// Tables of copies that may be under way, 400 kB each.
 const TABLES: usize = 32;
 /// Most events that a worker may share: copies that it can have under way.
@@ -281,12 +288,11 @@ impl GpuMemory {
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
         if let Some(event) = event {
-            let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
-            lane.stream.wait(event)?;
+            self.wait_for_engine(self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?)?;
         }
         // SAFETY: the fence is mapped, and its buffer this lane's.
         unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
-        // Over several links, what is written comes after the event and the fence too.
+        // Over several links, what is written comes after the fence too.
         let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
         let mut loading = match &way {
             Way::In { pulls } => Some(self.loader.begin(&lane.stream, bytes, pulls)),
@@ -317,6 +323,19 @@ impl GpuMemory {
         let relayed = loading.as_mut().map_or(Ok(()), Loading::synchronize);
         let done = lane.stream.synchronize();
         Ok(outcome.and(relayed).and(done)?)
+    }
+
+    /// Waits until the engine's GPU work has come to an event. Not in the stream: that work ends with the engine's process,
+    /// and a stream that waits for an event of a dead process may wait for ever.
+    fn wait_for_engine(&self, event: &Event) -> Result<(), GpuCopyError> {
+        let mut pause = LOOK_EVERY / 32;
+        while !event.is_done()? {
+            if pidfd_exited_within(&self.pidfd, pause) {
+                return Err(GpuCopyError::Gone);
+            }
+            pause = LOOK_EVERY.min(pause * 2);
+        }
+        Ok(())
     }
 
     /// Whether the engine still wanted the copy at its end.

@@ -46,6 +46,43 @@ pub fn hashes(first: u64, count: u64) -> Vec<BlockHash> {
         .collect()
 }
 
+/// The only worker of an engine with one KV cache group.
+pub fn worker_options(
+    address: &Address,
+    id: &str,
+    regions: Vec<Region>,
+    save_timeout: Duration,
+) -> WorkerOptions {
+    WorkerOptions {
+        address: address.clone(),
+        engine_id: id.into(),
+        client: "test".into(),
+        rank: 0,
+        workers: 1,
+        groups: vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions, replicas: 1 }],
+        save_method: SaveMethod::Auto,
+        save_timeout,
+        gpu: None,
+    }
+}
+
+/// The scheduler of such an engine.
+pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Scheduler {
+    Scheduler::new(SchedulerOptions {
+        address: address.clone(),
+        engine_id: id.into(),
+        client: "test".into(),
+        groups: vec![GroupSpec {
+            namespace: [3; 16],
+            name: "test".into(),
+            tokens_per_block: TOKENS,
+            window_blocks: 0,
+        }],
+        workers: 1,
+        lookup_timeout,
+    })
+}
+
 /// An engine with one worker whose KV memory is two tensors.
 pub struct Engine {
     pub scheduler: Scheduler,
@@ -87,36 +124,12 @@ impl Engine {
             piece_offsets: vec![0, rest],
         };
         let worker = WorkerOptions {
-            address: address.clone(),
-            engine_id: id.into(),
-            client: "test".into(),
-            rank: 0,
-            workers: 1,
-            groups: vec![WorkerGroupSpec {
-                namespace: [3; 16],
-                layout: [4; 16],
-                regions: vec![first, second],
-                replicas: 1,
-            }],
             save_method: method,
-            save_timeout,
-            gpu: None,
+            ..worker_options(address, id, vec![first, second], save_timeout)
         };
         // SAFETY: `Drop` closes the worker before the memory goes.
         let worker = unsafe { Worker::start(worker) }.unwrap();
-        let scheduler = Scheduler::new(SchedulerOptions {
-            address: address.clone(),
-            engine_id: id.into(),
-            client: "test".into(),
-            groups: vec![GroupSpec {
-                namespace: [3; 16],
-                name: "test".into(),
-                tokens_per_block: TOKENS,
-                window_blocks: 0,
-            }],
-            workers: 1,
-            lookup_timeout,
-        });
+        let scheduler = scheduler(address, id, lookup_timeout);
         Self { scheduler, worker, memory, blocks, next_job: 0 }
     }
 

@@ -1,0 +1,357 @@
+//! An engine whose KV cache lies on a GPU, in the test's process or in one that can be killed.
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use kvlane_block::Region;
+use kvlane_client::{
+    Finished, Hit, JobKind, LoadGroup, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
+};
+use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
+use kvlane_proto::Address;
+
+use crate::{
+    driver::{BLOCKS, LAYERS, driver, engines_gpu, piece},
+    process::{Process, say, told},
+    support::{PATIENCE, TOKENS, hashes, scheduler, settle, worker_options},
+};
+
+/// What all blocks hold at first, and again before a load: neither zeros nor what any block was computed to be.
+pub const POISON: u8 = 0;
+
+/// Names the socket to the process that is to be an engine.
+const SOCKET: &str = "KVLANE_TEST_ENGINE_AT";
+const ID: &str = "KVLANE_TEST_ENGINE_ID";
+
+/// Bytes of a block: of another seed they are others in every page.
+pub fn content(seed: u8, bytes: u64) -> Vec<u8> {
+    let mut all = vec![0; bytes as usize];
+    let pages = all.chunks_mut(4096).enumerate();
+    pages.for_each(|(index, page)| page.fill(seed ^ (index as u8).wrapping_mul(37) ^ 0xa5));
+    all
+}
+
+/// A tensor a layer, in one allocation.
+pub struct GpuEngine {
+    pub scheduler: Scheduler,
+    pub worker: Worker,
+    pub stream: Stream,
+    memory: DeviceMemory,
+    piece: u64,
+    /// What enqueued copies may still read.
+    sources: Vec<HostBuffer>,
+    heard: Vec<Finished>,
+    jobs: u64,
+}
+
+/// Where the layers lie.
+pub fn regions(memory: &DeviceMemory, piece: u64) -> Vec<Region> {
+    let region = |layer| Region {
+        base: memory.address() + layer * u64::from(BLOCKS) * piece,
+        block_stride: piece,
+        blocks: BLOCKS.into(),
+        piece_bytes: piece,
+        piece_offsets: vec![0],
+    };
+    (0..LAYERS).map(region).collect()
+}
+
+impl GpuEngine {
+    pub fn new(address: &Address, id: &str, driver: &Arc<dyn Driver>) -> Self {
+        Self::on(&engines_gpu(driver), address, id, piece(), PATIENCE).unwrap()
+    }
+
+    /// On a GPU of the test's choice, with layers of a block of so many bytes. An error where the GPU's memory cannot be
+    /// shared.
+    pub fn on(
+        gpu: &Gpu,
+        address: &Address,
+        id: &str,
+        piece: u64,
+        save_timeout: Duration,
+    ) -> Result<Self, GpuError> {
+        let memory = gpu.alloc(u64::from(BLOCKS) * LAYERS * piece)?;
+        let regions = regions(&memory, piece);
+        let mine = WorkerGpu::with_driver(gpu.driver(), gpu.info().uuid, &regions)?;
+        let worker =
+            WorkerOptions { gpu: Some(Arc::new(mine)), ..worker_options(address, id, regions, save_timeout) };
+        // SAFETY: the memory is freed after the worker: fields are dropped in order.
+        let worker = unsafe { Worker::start(worker) }.unwrap();
+        let scheduler = scheduler(address, id, PATIENCE);
+        let stream = Stream::new(gpu, Priority::Normal)?;
+        let (sources, heard) = (Vec::new(), Vec::new());
+        let mut engine = Self { scheduler, worker, stream, memory, piece, sources, heard, jobs: 0 };
+        (0..BLOCKS).for_each(|block| engine.compute(block, POISON));
+        engine.synchronize();
+        Ok(engine)
+    }
+
+    pub fn block_bytes(&self) -> u64 {
+        LAYERS * self.piece
+    }
+
+    fn address(&self, layer: u64, block: u32) -> u64 {
+        self.memory.address() + (layer * u64::from(BLOCKS) + u64::from(block)) * self.piece
+    }
+
+    /// Enqueues, in the engine's stream, that a block gets the bytes of a seed.
+    pub fn compute(&mut self, block: u32, seed: u8) {
+        let bytes = content(seed, self.block_bytes());
+        let source = HostBuffer::new(self.stream.gpu(), bytes.len() as u64).unwrap();
+        // SAFETY: the buffer is as long as the bytes, and nobody else has it yet.
+        unsafe { source.as_ptr().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        for layer in 0..LAYERS {
+            let src = source.address() + layer * self.piece;
+            let copy = Copy { dst: self.address(layer, block), src, len: self.piece };
+            // SAFETY: the buffer is kept until the stream is synchronized; the block is the engine's.
+            unsafe { self.stream.copy(copy) }.unwrap();
+        }
+        self.sources.push(source);
+    }
+
+    pub fn synchronize(&mut self) {
+        self.stream.synchronize().unwrap();
+        self.sources.clear();
+    }
+
+    /// A block's bytes, layer by layer, after what the stream was given before.
+    pub fn block(&mut self, block: u32) -> Vec<u8> {
+        let mut all = vec![0u8; self.block_bytes() as usize];
+        let base = all.as_mut_ptr().expose_provenance() as u64;
+        for layer in 0..LAYERS {
+            let copy =
+                Copy { dst: base + layer * self.piece, src: self.address(layer, block), len: self.piece };
+            // SAFETY: both sides live until the stream is synchronized.
+            unsafe { self.stream.copy(copy) }.unwrap();
+        }
+        self.synchronize();
+        all
+    }
+
+    pub fn holds(&mut self, block: u32, seed: u8) -> bool {
+        self.block(block) == content(seed, self.block_bytes())
+    }
+
+    /// Blocks in a row hold the bytes of seeds in a row.
+    pub fn assert_holds(&mut self, blocks: Range<u32>, first_seed: u8) {
+        for (seed, block) in (first_seed..).zip(blocks) {
+            assert!(self.holds(block, seed), "block {block} does not hold the bytes of seed {seed}");
+        }
+    }
+
+    /// Asks for a save of a prompt's first blocks; the job.
+    pub fn start_save(&mut self, prompt: u64, blocks: Range<u32>) -> u64 {
+        self.jobs += 1;
+        let hashes = hashes(prompt, blocks.len() as u64);
+        let group = SaveGroupSpec { group: 0, parent: None, hashes, block_ids: blocks.collect() };
+        // SAFETY: the stream lives.
+        unsafe { self.worker.save_after(self.jobs, vec![group], self.stream.raw()) };
+        self.jobs
+    }
+
+    pub fn save(&mut self, prompt: u64, blocks: Range<u32>) -> Finished {
+        let job = self.start_save(prompt, blocks);
+        self.end(job)
+    }
+
+    /// Computes blocks from seeds in a row, and saves them so that they are visible.
+    pub fn compute_and_save(&mut self, address: &Address, prompt: u64, blocks: Range<u32>, first_seed: u8) {
+        (first_seed..).zip(blocks.clone()).for_each(|(seed, block)| self.compute(block, seed));
+        let saved = self.save(prompt, blocks);
+        assert!(saved.ok, "{saved:?} {}", self.worker.refusal());
+        settle(address);
+    }
+
+    /// A prompt's first blocks, all of which must be there.
+    pub fn look_up(&mut self, prompt: u64, count: u32) -> Hit {
+        let hit = self.scheduler.lookup(&[hashes(prompt, count.into())], u64::MAX, PATIENCE);
+        assert_eq!(hit.tokens, u64::from(count * TOKENS));
+        hit
+    }
+
+    /// How many of a prompt's first blocks are visible.
+    pub fn visible(&mut self, prompt: u64, count: u32) -> u32 {
+        let hit = self.scheduler.lookup(&[hashes(prompt, count.into())], u64::MAX, PATIENCE);
+        if hit.tokens > 0 {
+            self.scheduler.release(hit.boot, hit.lease);
+        }
+        hit.tokens as u32 / TOKENS
+    }
+
+    /// Asks for a load; the job.
+    pub fn start_load(&mut self, hit: &Hit, blocks: impl IntoIterator<Item = u32>, early: bool) -> u64 {
+        self.start_load_after(self.stream.raw(), hit, blocks, early)
+    }
+
+    /// Asks for a load into blocks that only this stream, which lives, may still be using; the job.
+    pub fn start_load_after(
+        &mut self,
+        stream: u64,
+        hit: &Hit,
+        blocks: impl IntoIterator<Item = u32>,
+        early: bool,
+    ) -> u64 {
+        let pages = hit.pages(0, 0);
+        let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
+        self.jobs += 1;
+        let groups = vec![LoadGroup { group: 0, block_ids: blocks.into_iter().collect(), pages }];
+        // SAFETY: the stream lives.
+        unsafe { self.worker.load_after(self.jobs, hit.boot, groups, stream, early) };
+        self.jobs
+    }
+
+    /// Loads a prompt's first blocks.
+    pub fn load(&mut self, prompt: u64, blocks: Range<u32>) -> Finished {
+        let hit = self.look_up(prompt, blocks.len() as u32);
+        let job = self.start_load(&hit, blocks, false);
+        let ended = self.end(job);
+        self.scheduler.release(hit.boot, hit.lease);
+        ended
+    }
+
+    /// The stream goes on when a region of all released loads is there; None is all regions.
+    pub fn wait_for_loads(&self, region: Option<u32>) {
+        // SAFETY: the stream lives.
+        unsafe { self.worker.wait_for_loads(region, self.stream.raw()) }.unwrap();
+    }
+
+    /// The job's end.
+    pub fn end(&mut self, job: u64) -> Finished {
+        self.hear_of(job, |kind| kind != JobKind::Released)
+    }
+
+    /// The load may be computed with, in streams that wait for it.
+    pub fn released(&mut self, job: u64) -> Finished {
+        self.hear_of(job, |kind| kind == JobKind::Released)
+    }
+
+    /// Whether a job has ended by now.
+    pub fn has_ended(&mut self, job: u64) -> bool {
+        self.heard.extend(self.worker.poll());
+        self.heard.iter().any(|heard| heard.job == job && heard.kind != JobKind::Released)
+    }
+
+    fn hear_of(&mut self, job: u64, of_kind: impl Fn(JobKind) -> bool) -> Finished {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            self.heard.extend(self.worker.poll());
+            if let Some(at) = self.heard.iter().position(|heard| heard.job == job && of_kind(heard.kind)) {
+                return self.heard.swap_remove(at);
+            }
+            assert!(
+                self.worker.wait(PATIENCE) && Instant::now() < deadline,
+                "nothing more is heard of job {job}: {:?}",
+                self.heard
+            );
+        }
+    }
+
+    /// Both sides have found the daemon again.
+    pub fn wait_connected(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            // It may not have noticed yet that the former daemon is gone.
+            self.scheduler.tick();
+            if self.scheduler.is_connected() && self.worker.is_connected() {
+                return;
+            }
+            assert!(Instant::now() < deadline, "not connected: {}", self.worker.refusal());
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Drop for GpuEngine {
+    fn drop(&mut self) {
+        self.scheduler.close();
+        // Lifts what the stream may be waiting for.
+        self.worker.close();
+        let _ = self.stream.synchronize();
+    }
+}
+
+/// Keeps a stream from going on, until it is opened or dropped.
+pub struct Gate(HostBuffer);
+
+impl Gate {
+    pub fn across(stream: &Stream) -> Self {
+        let word = HostBuffer::new(stream.gpu(), 4096).unwrap();
+        // SAFETY: the word is in the buffer, which freeing keeps until the stream is idle.
+        unsafe {
+            word.as_ptr().cast::<u32>().write(0);
+            stream.wait_word(word.address(), 1).unwrap();
+        }
+        Self(word)
+    }
+
+    pub fn open(&self) {
+        // SAFETY: the word is in the buffer; the stream too accesses it atomically.
+        unsafe { AtomicU32::from_ptr(self.0.as_ptr().cast()) }.store(1, Ordering::Release);
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.open();
+    }
+}
+
+/// Starts an engine in a process of its own.
+pub fn start_process(address: &Address, id: &str) -> Process {
+    let Address::Unix(path) = address else { unreachable!() };
+    let environment = [(SOCKET, path.to_str().unwrap().to_owned()), (ID, id.to_owned())];
+    let mut process = Process::start("engine::plays_the_engine", environment);
+    assert_eq!(process.hear(), "ready");
+    process
+}
+
+/// Not a test: an engine's process, which does what it is told until it is killed.
+#[test]
+fn plays_the_engine() {
+    let (Some(socket), Ok(id)) = (std::env::var_os(SOCKET), std::env::var(ID)) else { return };
+    let address = Address::Unix(socket.into());
+    let mut engine = GpuEngine::new(&address, &id, &driver());
+    assert!(engine.worker.is_connected(), "{}", engine.worker.refusal());
+    let mut gates = Vec::new();
+    say("ready");
+    for words in told() {
+        let number = |index: usize| words[index].parse::<u32>().unwrap();
+        match words[0].as_str() {
+            // prompt, blocks, first seed
+            "save" => {
+                engine.compute_and_save(&address, number(1).into(), 0..number(2), number(3) as u8);
+                say("saved");
+            }
+            "ask-for-a-save" => {
+                let seeds = number(3) as u8..;
+                seeds.zip(0..number(2)).for_each(|(seed, block)| engine.compute(block, seed));
+                engine.start_save(number(1).into(), 0..number(2));
+                say("asked");
+            }
+            // prompt, blocks
+            "ask-for-a-load" => {
+                let hit = engine.look_up(number(1).into(), number(2));
+                let job = engine.start_load(&hit, BLOCKS - number(2)..BLOCKS, true);
+                engine.released(job);
+                say("asked");
+            }
+            "wait-for-the-first-layer" => {
+                engine.wait_for_loads(Some(0));
+                engine.synchronize();
+                say("there");
+            }
+            // Nothing that is computed from here on ever happens.
+            "hang" => {
+                gates.push(Gate::across(&engine.stream));
+                say("hanging");
+            }
+            other => panic!("an engine cannot {other}"),
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Engines on a GPU: the daemon, in a process of its own, copies out of and into memory that it imported.
+//!
+//! They run on the fake driver, and where there is a GPU on that too:
+//!
+//!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-server --test gpu -- --nocapture --test-threads=1
+#![allow(unreachable_pub, reason = "a test binary has no other crates")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail here")]
+
+mod canary;
+mod daemon;
+mod driver;
+mod engine;
+mod faults;
+mod kills;
+mod loads;
+mod process;
+#[path = "../support/mod.rs"]
+mod support;
