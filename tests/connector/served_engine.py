@@ -61,11 +61,16 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tool.settle(10_000)
         stored = tool.status()["blocks"]
         warm = await answer(engine, "warm", prompt, 1 if arguments.data > 1 else None)
-        sessions: Any = tool.status()["sessions"]
+        status: Any = tool.status()
+        sessions = status["sessions"]
         return {
             "cold": cold,
             "warm": warm,
             "stored": stored,
+            # Of cold and warm together, for whoever looks at a failure.
+            "blocks_hit_and_missed": [
+                (each["hit_blocks"], each["missed_blocks"]) for each in status["namespaces"]
+            ],
             "engines": sorted({each["engine"] for each in sessions if each["engine"]}),
             "workers": sum(1 for each in sessions if each["role"] == "worker"),
         }
