@@ -31,9 +31,10 @@ use crate::{
     worker::{After, Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
 };
 
-/// How long a daemon whose connection ended is watched for its end, before its loads are done again here. Its GPU work
-/// ends with it; one that lives on has ended the session, and waited for its copies before.
-const PEERS_END: Duration = Duration::from_secs(1);
+/// How long a daemon whose connection ended is watched for its end, before the blocks of its loads count as free. Its GPU
+/// work ends with it, and unpinning a large pool takes a while; one that lives on has ended the session, and waited for
+/// its copies before.
+const PEERS_END: Duration = Duration::from_secs(10);
 /// A released load holds up what the engine computes, so a silent daemon is not waited for long: it was idle when it was
 /// asked, and needs only the time of the copy.
 const TAKE_OVER_RELEASED: Duration = Duration::from_millis(300);
@@ -274,26 +275,26 @@ impl Mover<'_> {
             else {
                 continue;
             };
-            let end = self.carry_out(&job);
-            let takeover = if end.ok {
-                tracing::warn!(job = job.number, "kvlane does not answer; its load was carried out here");
-                self.lift(flags.as_ref());
-                if flags.is_none() {
-                    self.shared.release_loaded(&job);
-                }
-                Takeover::Done(end)
-            } else {
-                tracing::warn!(
-                    job = job.number,
-                    detail = end.detail,
-                    "kvlane does not answer, nor can its load be done here"
-                );
-                Takeover::Failed
-            };
+            tracing::warn!(job = job.number, "kvlane does not answer; its load is carried out here");
+            let takeover = self.take_over(&job, flags.as_ref());
             if let Some(link) = &mut self.link {
                 link.asked.insert(id, Asked::Load { job, flags, takeover });
             }
         }
+    }
+
+    /// Gives the engine what a load was to bring, while the daemon may still bring it too.
+    fn take_over(&self, job: &Job, flags: Option<&Flags>) -> Takeover {
+        let end = self.carry_out(job);
+        if !end.ok {
+            tracing::warn!(job = job.number, detail = end.detail, "a load could not be carried out here");
+            return Takeover::Failed;
+        }
+        self.lift(flags);
+        if flags.is_none() {
+            self.shared.release_loaded(job);
+        }
+        Takeover::Done(end)
     }
 
     /// The daemon will not carry a load out any more.
@@ -584,10 +585,21 @@ impl Mover<'_> {
         // The connection may have ended without the daemon: what it still copies must not count.
         self.fence.raise();
         let open = link.stage == Stage::Open;
-        if link.asked.values().any(|asked| matches!(asked, Asked::Load { .. })) {
+        // The engine goes on first. Its blocks are free once nothing can write them any more.
+        let mut asked: Vec<Asked> = link.asked.into_values().collect();
+        let mut loads = false;
+        for asked in &mut asked {
+            if let Asked::Load { job, flags, takeover } = asked {
+                loads = true;
+                if matches!(takeover, Takeover::Due(_)) {
+                    *takeover = self.take_over(job, flags.as_ref());
+                }
+            }
+        }
+        if loads {
             link.connection.wait_for_peers_end(PEERS_END);
         }
-        link.asked.into_values().for_each(|asked| self.end(asked, "the daemon went away"));
+        asked.into_iter().for_each(|asked| self.end(asked, "the daemon went away"));
         self.backoff.failed(Instant::now());
         let mut state = self.shared.state.lock();
         if open {

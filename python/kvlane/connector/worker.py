@@ -241,9 +241,13 @@ class WorkerSide:
                 self.counters.add("load_bytes", finished.bytes)
                 self.counters.add("load_seconds", finished.seconds)
                 if not finished.ok:
-                    self._failures.record(
-                        "a load", RuntimeError(finished.detail), "the request is reported as not loaded"
+                    released = finished.job in self._released
+                    then = (
+                        "its request computes with wrong blocks"
+                        if released
+                        else "the request is reported as not loaded"
                     )
+                    self._failures.record("a load", RuntimeError(finished.detail), then)
                 self._end(finished.job, ok=finished.ok)
 
     def _end(self, job: int, ok: bool) -> None:
