@@ -1,6 +1,6 @@
 """The Rust side of an engine's process: connections to the daemon, the mapped pool, copies without the GIL."""
 
-from typing import final
+from typing import Literal, final
 
 __version__: str
 WIRE_VERSION: int
@@ -119,12 +119,13 @@ class Worker:
         boot: bytes,
         groups: list[tuple[int, list[int], bytes]],
         stream: int = 0,
-        early: bool = False,
+        release: Literal["at_end", "when_near", "at_once"] = "at_end",
     ) -> None:
         """Queue a load from the mapped pool of that boot: (group, block ids, pages). Where several ranks hold the same
         blocks: the pages of all of them, rank after rank. Goes on without the daemon. On a
-        GPU it starts after what the CUDA stream has been given so far, and an early one may be Finished twice: first
-        as "released", when it can only succeed and streams can wait for it, then as "load" when every byte is there."""
+        GPU it starts after what the CUDA stream has been given so far, and may be Finished twice: first as "released",
+        when it can only succeed and streams can wait for it, then as "load" when every byte is there. `release` says
+        when: at once, when the rest is predicted to take no longer than a step of the engine, or not before its end."""
 
     has_outstanding_loads: bool  # a load was released and has not ended
 
@@ -132,9 +133,9 @@ class Worker:
         """Later work of the CUDA stream starts once this region (None: all) of every released load is there. Does not
         wait itself."""
 
-    def step_begins(self) -> None:
-        """The engine begins a step, which ends with the next `poll`. During it the pool of a dead daemon stays mapped,
-        for loads that were promised on it."""
+    def step_begins(self, computes: bool) -> None:
+        """The engine begins a step, which ends with the next `poll`, and may compute in it. During it the pool of a
+        dead daemon stays mapped, for loads that were promised on it."""
 
     def poll(self) -> list[Finished]:
         """Jobs that ended since the last call. Costs nothing when there are none."""

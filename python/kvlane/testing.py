@@ -310,10 +310,12 @@ class FakeWorker:
 
     has_outstanding_loads = False
 
-    def load(self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, early: bool = False) -> None:
+    def load(
+        self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, release: str = "at_end"
+    ) -> None:
         self._loads.append((job, boot, groups))
 
-    def step_begins(self) -> None:
+    def step_begins(self, computes: bool) -> None:
         """Nothing to do: the fake's blocks stay where they are."""
 
     def poll(self) -> list[FakeFinished]:

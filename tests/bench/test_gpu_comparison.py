@@ -33,6 +33,17 @@ def run(system: str, warm: list[float] | None = None, **found: Any) -> dict[str,
     return {"system": system, "mode": "eager", "repeat": 0, "found": measured}
 
 
+def pair(**found: Any) -> dict[str, Any]:
+    both = {
+        "ready": {"kvlane": [7.0, 7.4], "none": [6.8, 6.8]},
+        "cold": {"kvlane": timed(281), "none": timed(280)},
+        "in_gpu": {"kvlane": timed(16.5), "none": timed(16)},
+        "decode": {"quiet": timed(8, 10), "beside": timed(8, 10.2)},
+        "client_gb_per_s": [10.0],
+    }
+    return {"system": "pair", "mode": "eager", "repeat": 0, "found": both | found}
+
+
 def published(compare: Any, runs: list[dict[str, Any]], folder: Path) -> tuple[int, dict[str, Any]]:
     code = compare.publish({"runs": runs, "host": {"gpus": "a GPU"}, "date": "2026-11-21"}, folder)
     return code, json.loads((folder / "gpu.json").read_text())
@@ -40,10 +51,10 @@ def published(compare: Any, runs: list[dict[str, Any]], folder: Path) -> tuple[i
 
 def test_ratios_are_to_the_better_peer_of_the_same_series(compare: Any, tmp_path: Path) -> None:
     runs = [
-        run("none"),
-        run("kvlane", [33, 31, 32], in_gpu=timed(16.5), open_loop=timed(40, 60)),
+        run("kvlane", [33, 31, 32], open_loop=timed(40, 60)),
         run("pegaflow", [45, 46, 44], open_loop=timed(50, 80)),
         run("offload", [47, 48, 49]),
+        pair(),
     ]
     code, result = published(compare, runs, tmp_path)
     assert code == 0
@@ -53,6 +64,9 @@ def test_ratios_are_to_the_better_peer_of_the_same_series(compare: Any, tmp_path
     assert warm["passed"]
     assert figures["eager: hit in GPU memory, above no connector (16.5 and 16.0 ms)"]["value"] == 0.5
     assert figures["eager: open loop, warm TTFT p99 / PegaFlow, 60.0 / 80.0 ms"]["value"] == 0.75
+    beside = figures["eager: ITL p99 beside another client of the daemon / quiet, 10.2 / 10.0 ms"]
+    assert beside["value"] == pytest.approx(1.02)
+    assert figures["eager: engine start above no connector (7.2 and 6.8 s)"]["value"] == pytest.approx(0.4)
     assert (tmp_path / "gpu-eager.png").stat().st_size > 1000
     assert "0.711x" in (tmp_path / "gpu.md").read_text()
 
@@ -87,6 +101,11 @@ def test_the_servers_flags_and_connectors_are_there(compare: Any, tmp_path: Path
     for system in compare.SYSTEMS.values():
         config = system.connector(1 << 30, tmp_path)
         assert not config or json.loads(config)["kv_role"] == "kv_both"
+
+
+def test_without_a_connector_an_engine_runs_beside_kvlane_where_both_are_asked_for(compare: Any) -> None:
+    assert compare._order(["none", "kvlane", "offload"]) == ["kvlane", "offload", "pair"]
+    assert compare._order(["none", "offload"]) == ["none", "offload"]
 
 
 def test_a_series_goes_on_when_one_engine_fails(compare: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker role with caches on a GPU: when a load is asked for early, and what waits for a released one."""
+"""The worker role with caches on a GPU: when a load is released, and what waits for a released one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Core:
     """Records what it is told; ends are put in by the test."""
 
     def __init__(self) -> None:
-        self.loads: list[tuple[int, int, bool]] = []  # (job, stream, early)
+        self.loads: list[tuple[int, int, str]] = []  # (job, stream, release)
         self.waits: list[tuple[int, int | None]] = []  # (stream, region)
         self.ends: list[Any] = []
         self.idle_waits = 0
         self.has_outstanding_loads = False
 
-    def step_begins(self) -> None: ...
+    def step_begins(self, computes: bool) -> None: ...
 
-    def load(self, job: int, boot: bytes, groups: Any, stream: int, early: bool) -> None:
-        self.loads.append((job, stream, early))
+    def load(self, job: int, boot: bytes, groups: Any, stream: int, release: str) -> None:
+        self.loads.append((job, stream, release))
 
     def wait(self, timeout_ms: float) -> None:
         self.idle_waits += 1
@@ -81,25 +81,27 @@ def step(
 def test_a_released_load_is_computed_with_at_once_and_ends_later() -> None:
     side, core = worker()
     assert step(side, load(1), idle=True) == (set(), {})
-    assert core.loads == [(1, 77, True)]
+    assert core.loads == [(1, 77, "at_once")]
     core.end(1, "released")
     assert step(side, idle=True) == ({"request 1"}, {}), "its lease is still needed"
     core.end(1, "load")
     assert step(side) == (set(), {1: JobEnd(1, ok=True)})
 
 
-def test_a_load_is_not_early_where_others_compute() -> None:
+def test_where_others_compute_a_load_is_released_when_it_is_near() -> None:
     side, core = worker()
     step(side, load(1), idle=False)
-    assert core.loads == [(1, 77, False)]
+    assert core.loads == [(1, 77, "when_near")]
+    core.end(1, "released")
+    assert step(side) == ({"request 1"}, {})
     core.end(1, "load")
-    assert step(side) == ({"request 1"}, {1: JobEnd(1, ok=True)})
+    assert step(side) == (set(), {1: JobEnd(1, ok=True)})
 
 
-def test_nothing_is_early_with_several_groups() -> None:
+def test_with_several_groups_nothing_is_released_before_its_end() -> None:
     side, core = worker(regions=False)
     step(side, load(1), idle=True)
-    assert core.loads == [(1, 77, False)]
+    assert core.loads == [(1, 77, "at_end")]
 
 
 def test_steps_wait_for_everything_where_graphs_leave_hooks_out() -> None:

@@ -12,6 +12,7 @@ mod group;
 mod hit;
 mod mover;
 mod nonce;
+mod pace;
 mod pools;
 mod scheduler;
 mod tool;
@@ -23,7 +24,7 @@ pub use hit::Hit;
 pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
 pub use tool::{Tool, ToolError};
 pub use worker::{
-    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, StartError, Worker, WorkerGroupSpec,
+    Finished, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, StartError, Worker, WorkerGroupSpec,
     WorkerOptions, WorkerStats,
 };
 

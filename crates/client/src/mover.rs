@@ -28,7 +28,9 @@ use crate::{
     group::{GroupMemory, Places},
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
-    worker::{After, Finished, Job, LoadGroup, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions},
+    worker::{
+        After, Finished, Job, LoadGroup, Release, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions,
+    },
 };
 
 /// How long a daemon whose connection ended is watched for its end, before the blocks of its loads count as free. Its GPU
@@ -96,15 +98,30 @@ enum Stage {
 enum Asked {
     /// Save by the daemon: the answer ends the job.
     Save { job: Job, deadline: Instant },
-    /// Load by the daemon, which was promised: it is carried out here if the daemon cannot. With flags the engine computes
-    /// already, and its streams wait for them.
-    Load { job: Job, flags: Option<Flags>, takeover: Takeover },
+    /// Load by the daemon, which was promised: it is carried out here if the daemon cannot.
+    Load(Loading),
     /// Save through the mapping: the answer says where to write.
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
     Commit { end: Finished, deadline: Instant },
     /// Given up; a claim that is granted now must be handed back.
     GivenUp,
+}
+
+/// A load that the daemon was asked for.
+struct Loading {
+    job: Job,
+    asked: Instant,
+    bytes: u64,
+    /// Other loads were under way.
+    queued: bool,
+    /// What the engine's streams wait for, once it is released.
+    flags: Option<Flags>,
+    /// When it is released, if it is to be and was not yet.
+    release_at: Option<Instant>,
+    /// The engine computes already, or may: everything is there.
+    released: bool,
+    takeover: Takeover,
 }
 
 /// What becomes of a load whose daemon is silent. The daemon may still come to it, so its blocks are not free before the
@@ -134,6 +151,7 @@ impl Mover<'_> {
             self.connect_if_due(now);
             self.take_replies();
             self.give_up_overdue(Instant::now());
+            self.release_near(Instant::now());
             self.take_over_overdue(Instant::now());
             if self.pools.has_former() && now >= self.round_at {
                 self.round_at = now + ROUND;
@@ -147,21 +165,14 @@ impl Mover<'_> {
 
     fn start(&mut self, job: Job) {
         match &job.work {
-            Work::Load { boot, groups, early } => {
-                let flags = self.flags(groups, job.after.as_ref()).filter(|_| *early);
-                match self.ask_for_load(boot, groups, job.after.as_ref(), flags.as_ref()) {
-                    Some(id) => {
-                        // It can only succeed from here on: by the daemon, or by this process.
-                        if let Some(flags) = &flags {
-                            self.shared.release(&job, flags.clone());
-                        }
-                        let bytes = self.bytes_of(groups);
-                        let patience = if flags.is_some() { TAKE_OVER_RELEASED } else { TAKE_OVER_WAITING };
-                        let due = job.queued + patience + Duration::from_secs_f64(bytes as f64 / SLOW_LINK);
-                        if let Some(link) = &mut self.link {
-                            link.asked.insert(id, Asked::Load { job, flags, takeover: Takeover::Due(due) });
-                        }
-                    }
+            Work::Load { boot, groups, release } => {
+                let flags = match release {
+                    Release::AtEnd => None,
+                    Release::WhenNear | Release::AtOnce => self.flags(groups, job.after.as_ref()),
+                };
+                let beside_compute = *release != Release::AtOnce;
+                match self.ask_for_load(boot, groups, job.after.as_ref(), flags.as_ref(), beside_compute) {
+                    Some(id) => self.asked_for_load(id, job, flags),
                     None => self.load_here(&job, None),
                 }
             }
@@ -196,6 +207,49 @@ impl Mover<'_> {
         }
     }
 
+    /// The daemon has to load now. It can only succeed from here on: by the daemon, or by this process.
+    fn asked_for_load(&mut self, id: u64, job: Job, flags: Option<Flags>) {
+        let Work::Load { groups, release, .. } = &job.work else { return };
+        let (now, bytes) = (Instant::now(), self.bytes_of(groups));
+        let queued = self.loads().next().is_some();
+        let mut state = self.shared.state.lock();
+        if !queued {
+            state.pace.is_idle();
+        }
+        let near = state.pace.asked(now, bytes);
+        drop(state);
+        let release_at = match release {
+            Release::AtEnd => None,
+            Release::WhenNear => near,
+            Release::AtOnce => Some(now),
+        };
+        let release_at = release_at.filter(|_| flags.is_some());
+        let takeover = Takeover::Due(job.queued + patience(TAKE_OVER_WAITING, bytes));
+        let mut load =
+            Loading { job, asked: now, bytes, queued, flags, release_at, released: false, takeover };
+        load.release_if_due(now, self.shared);
+        if let Some(link) = &mut self.link {
+            link.asked.insert(id, Asked::Load(load));
+        }
+    }
+
+    /// Releases the loads that are near their end.
+    fn release_near(&mut self, now: Instant) {
+        for asked in self.link.iter_mut().flat_map(|link| link.asked.values_mut()) {
+            if let Asked::Load(load) = asked {
+                load.release_if_due(now, self.shared);
+            }
+        }
+    }
+
+    /// Loads that the daemon was asked for.
+    fn loads(&self) -> impl Iterator<Item = &Loading> {
+        self.link.iter().flat_map(|link| link.asked.values()).filter_map(|asked| match asked {
+            Asked::Load(load) => Some(load),
+            _ => None,
+        })
+    }
+
     /// Asks the daemon to load, where it copies for this worker. None where this process has to.
     fn ask_for_load(
         &mut self,
@@ -203,6 +257,7 @@ impl Mover<'_> {
         groups: &[LoadGroup],
         after: Option<&After>,
         flags: Option<&Flags>,
+        beside_compute: bool,
     ) -> Option<u64> {
         let epoch = self.fence.epoch();
         let link = self.link.as_mut()?;
@@ -216,7 +271,7 @@ impl Mover<'_> {
         });
         let event = after.map(|after| after.event);
         let flags = flags.map(Flags::to_wire);
-        let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event, flags });
+        let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event, flags, beside_compute });
         match link.connection.send(ask) {
             Ok(id) => Some(id),
             Err(lost) => {
@@ -270,38 +325,41 @@ impl Mover<'_> {
         let overdue = link.asked.iter().filter(|(_, asked)| is_overdue(asked)).map(|(id, _)| *id);
         let overdue: Vec<u64> = overdue.collect();
         for id in overdue {
-            let Some(Asked::Load { job, flags, .. }) =
-                self.link.as_mut().and_then(|link| link.asked.remove(&id))
+            let Some(Asked::Load(mut load)) = self.link.as_mut().and_then(|link| link.asked.remove(&id))
             else {
                 continue;
             };
-            tracing::warn!(job = job.number, "kvlane does not answer; its load is carried out here");
-            let takeover = self.take_over(&job, flags.as_ref());
+            tracing::warn!(job = load.job.number, "kvlane does not answer; its load is carried out here");
+            self.take_over(&mut load);
             if let Some(link) = &mut self.link {
-                link.asked.insert(id, Asked::Load { job, flags, takeover });
+                link.asked.insert(id, Asked::Load(load));
             }
         }
     }
 
     /// Gives the engine what a load was to bring, while the daemon may still bring it too.
-    fn take_over(&self, job: &Job, flags: Option<&Flags>) -> Takeover {
-        let end = self.carry_out(job);
+    fn take_over(&self, load: &mut Loading) {
+        let end = self.carry_out(&load.job);
+        load.release_at = None;
         if !end.ok {
-            tracing::warn!(job = job.number, detail = end.detail, "a load could not be carried out here");
-            return Takeover::Failed;
+            let job = load.job.number;
+            tracing::warn!(job, detail = end.detail, "a load could not be carried out here");
+            load.takeover = Takeover::Failed;
+            return;
         }
-        self.lift(flags);
-        if flags.is_none() {
-            self.shared.release_loaded(job);
+        self.lift(load.flags.as_ref());
+        if !load.released {
+            self.shared.release_loaded(&load.job);
+            load.released = true;
         }
-        Takeover::Done(end)
+        load.takeover = Takeover::Done(end);
     }
 
     /// The daemon will not carry a load out any more.
-    fn end_load(&self, job: &Job, flags: Option<&Flags>, takeover: Takeover) {
-        match takeover {
+    fn end_load(&self, load: Loading) {
+        match load.takeover {
             Takeover::Done(end) => self.shared.finish(end),
-            Takeover::Due(_) | Takeover::Failed => self.load_here(job, flags),
+            Takeover::Due(_) | Takeover::Failed => self.load_here(&load.job, load.flags.as_ref()),
         }
     }
 
@@ -466,9 +524,12 @@ impl Mover<'_> {
                 }
             }
             Some(Answer::LoadResult(result)) => {
-                if let Some(Asked::Load { job, .. }) = asked {
+                if let Some(Asked::Load(load)) = asked {
                     let (blocks, bytes) = (result.blocks, result.bytes);
-                    self.shared.finish(Finished { ok: true, blocks, bytes, ..job.failed("") });
+                    if !load.queued {
+                        self.shared.state.lock().pace.ended(load.bytes, load.asked.elapsed());
+                    }
+                    self.shared.finish(Finished { ok: true, blocks, bytes, ..load.job.failed("") });
                 }
             }
             Some(Answer::ClaimResult(result)) => match asked {
@@ -558,7 +619,7 @@ impl Mover<'_> {
         self.fence.raise();
         link.silent = true;
         // Not loads: the daemon may still be about to write.
-        let saves = link.asked.values_mut().filter(|asked| !matches!(asked, Asked::Load { .. }));
+        let saves = link.asked.values_mut().filter(|asked| !matches!(asked, Asked::Load(_)));
         let given_up: Vec<Asked> = saves.map(|asked| std::mem::replace(asked, Asked::GivenUp)).collect();
         let mut ended = 0;
         for asked in given_up {
@@ -575,7 +636,7 @@ impl Mover<'_> {
             Asked::Commit { end, .. } => {
                 self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
             }
-            Asked::Load { job, flags, takeover } => self.end_load(&job, flags.as_ref(), takeover),
+            Asked::Load(load) => self.end_load(load),
             Asked::GivenUp => {}
         }
     }
@@ -589,10 +650,10 @@ impl Mover<'_> {
         let mut asked: Vec<Asked> = link.asked.into_values().collect();
         let mut loads = false;
         for asked in &mut asked {
-            if let Asked::Load { job, flags, takeover } = asked {
+            if let Asked::Load(load) = asked {
                 loads = true;
-                if matches!(takeover, Takeover::Due(_)) {
-                    *takeover = self.take_over(job, flags.as_ref());
+                if matches!(load.takeover, Takeover::Due(_)) {
+                    self.take_over(load);
                 }
             }
         }
@@ -624,7 +685,8 @@ impl Mover<'_> {
     fn wait(&self, busy: bool) {
         let now = Instant::now();
         let asked = self.link.iter().flat_map(|link| link.asked.values());
-        let deadlines = asked.filter_map(|asked| asked.deadline().or(asked.due()));
+        let deadlines =
+            asked.flat_map(|asked| asked.deadline().into_iter().chain(asked.due()).chain(asked.release_at()));
         let round = self.pools.has_former().then_some(self.round_at);
         let busy = busy.then_some(now);
         let deadline = deadlines.chain(round).chain(busy).min().map(|at| at.saturating_duration_since(now));
@@ -649,9 +711,9 @@ impl Mover<'_> {
             link.connection.say_goodbye();
             for asked in asked.into_values() {
                 match asked {
-                    Asked::Load { job, flags, .. } => {
-                        self.lift(flags.as_ref());
-                        self.shared.finish(job.failed("the worker is closed"));
+                    Asked::Load(load) => {
+                        self.lift(load.flags.as_ref());
+                        self.shared.finish(load.job.failed("the worker is closed"));
                     }
                     other => self.end(other, "the worker is closed"),
                 }
@@ -667,17 +729,45 @@ impl Asked {
             Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
                 Some(*deadline)
             }
-            Self::Load { .. } | Self::GivenUp => None,
+            Self::Load(_) | Self::GivenUp => None,
         }
     }
 
     /// When a load is carried out here.
     fn due(&self) -> Option<Instant> {
         match self {
-            Self::Load { takeover: Takeover::Due(due), .. } => Some(*due),
+            Self::Load(Loading { takeover: Takeover::Due(due), .. }) => Some(*due),
             _ => None,
         }
     }
+
+    /// When a load is released.
+    fn release_at(&self) -> Option<Instant> {
+        match self {
+            Self::Load(load) => load.release_at,
+            _ => None,
+        }
+    }
+}
+
+impl Loading {
+    /// Tells the engine that it may compute, if it is time.
+    fn release_if_due(&mut self, now: Instant, shared: &Shared) {
+        let (Some(at), Some(flags)) = (self.release_at, &self.flags) else { return };
+        if now < at {
+            return;
+        }
+        self.release_at = None;
+        self.released = true;
+        // From now on it may hold up what the engine computes.
+        self.takeover = Takeover::Due(now + patience(TAKE_OVER_RELEASED, self.bytes));
+        shared.release(&self.job, flags.clone());
+    }
+}
+
+/// How long a daemon may be silent about a load of so many bytes.
+fn patience(beside_the_copy: Duration, bytes: u64) -> Duration {
+    beside_the_copy + Duration::from_secs_f64(bytes as f64 / SLOW_LINK)
 }
 
 #[derive(Default)]

@@ -22,6 +22,7 @@ use crate::{
     gpu::{Flags, WorkerGpu},
     group::GroupMemory,
     mover,
+    pace::Pace,
 };
 
 /// Jobs that may be queued or under way; further ones end at once, as failed.
@@ -104,6 +105,18 @@ pub struct LoadGroup {
     pub pages: Vec<u32>,
 }
 
+/// When the request of a load may compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// When every byte has arrived.
+    AtEnd,
+    /// When what is left is predicted to take no longer than a step of the engine: for an engine that computes for other
+    /// requests, which would have to wait with this one.
+    WhenNear,
+    /// As soon as the load is under way: nothing else computes.
+    AtOnce,
+}
+
 /// What a job did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum JobKind {
@@ -116,7 +129,7 @@ pub enum JobKind {
     Load,
 }
 
-/// The end of a job; exactly one comes for each. Before that of an early load, one of [`JobKind::Released`] may come.
+/// The end of a job; exactly one comes for each. Before that of a load that is released, one of [`JobKind::Released`] comes.
 #[derive(Debug, Clone)]
 pub struct Finished {
     /// The caller's number.
@@ -151,7 +164,7 @@ pub struct WorkerStats {
 #[derive(Debug)]
 pub(crate) enum Work {
     Save(Vec<SaveGroupSpec>),
-    Load { boot: BootId, groups: Vec<LoadGroup>, early: bool },
+    Load { boot: BootId, groups: Vec<LoadGroup>, release: Release },
 }
 
 /// A load that was released and has not ended.
@@ -224,6 +237,7 @@ pub(crate) struct State {
     /// A step began and has not polled yet.
     pub(crate) in_step: bool,
     pub(crate) outstanding: Vec<Outstanding>,
+    pub(crate) pace: Pace,
     pub(crate) stats: WorkerStats,
 }
 
@@ -349,7 +363,7 @@ impl Worker {
     /// For a worker on a GPU: see [`load_after`](Self::load_after).
     pub fn load(&self, job: u64, boot: BootId, groups: Vec<LoadGroup>) {
         assert!(self.gpu.is_none(), "a worker on a GPU names the stream that used its blocks");
-        self.queue(job, Work::Load { boot, groups, early: false }, None);
+        self.queue(job, Work::Load { boot, groups, release: Release::AtEnd }, None);
     }
 
     /// Queues a save of blocks that `stream` has been told to compute.
@@ -361,8 +375,8 @@ impl Worker {
         unsafe { self.queue_after(job, Work::Save(groups), stream) };
     }
 
-    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using. One that is `early` may be
-    /// reported as released before it ends.
+    /// Queues a load from the pool of that boot, into blocks that `stream` may still be using. `release` says when it may be
+    /// reported as released, which it is not where its parts cannot be waited for.
     ///
     /// # Safety
     /// As for [`save_after`](Self::save_after).
@@ -372,10 +386,10 @@ impl Worker {
         boot: BootId,
         groups: Vec<LoadGroup>,
         stream: u64,
-        early: bool,
+        release: Release,
     ) {
         // SAFETY: the caller's promise.
-        unsafe { self.queue_after(job, Work::Load { boot, groups, early }, stream) };
+        unsafe { self.queue_after(job, Work::Load { boot, groups, release }, stream) };
     }
 
     /// Whether a load was released and has not ended.
@@ -419,10 +433,12 @@ impl Worker {
         }
     }
 
-    /// The engine begins a step, which ends with the next [`poll`](Self::poll). However long it takes, the pool of a
-    /// daemon that died stays mapped: loads that were promised on it may come with the next step.
-    pub fn step_begins(&self) {
-        self.shared.state.lock().in_step = true;
+    /// The engine begins a step, which ends with the next [`poll`](Self::poll), and may compute in it. However long it
+    /// takes, the pool of a daemon that died stays mapped: loads that were promised on it may come with the next step.
+    pub fn step_begins(&self, computes: bool) {
+        let mut state = self.shared.state.lock();
+        state.in_step = true;
+        state.pace.step_began(Instant::now(), computes);
     }
 
     /// Jobs that ended since the last call.

@@ -4,7 +4,7 @@ use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::BlockHash;
 use kvlane_client::{
-    Finished, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Worker, WorkerGpu, WorkerGroupSpec,
+    Finished, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu, WorkerGroupSpec,
     WorkerOptions,
 };
 use parking_lot::RwLock;
@@ -192,15 +192,25 @@ impl PyWorker {
         Ok(())
     }
 
-    #[pyo3(signature = (job, boot, groups, stream = 0, early = false))]
+    #[pyo3(signature = (job, boot, groups, stream = 0, release = "at_end"))]
     fn load(
         &self,
         job: u64,
         boot: &[u8],
         groups: Vec<PyLoadGroup>,
         stream: u64,
-        early: bool,
+        release: &str,
     ) -> PyResult<()> {
+        let release = match release {
+            "at_end" => Release::AtEnd,
+            "when_near" => Release::WhenNear,
+            "at_once" => Release::AtOnce,
+            other => {
+                return Err(value_error(format!(
+                    "release '{other}' is none of at_end, when_near and at_once"
+                )));
+            }
+        };
         let boot = bytes16("a boot id", boot)?;
         let groups = groups
             .into_iter()
@@ -212,7 +222,7 @@ impl PyWorker {
             })
             .collect::<PyResult<_>>()?;
         // SAFETY: as in `save`.
-        unsafe { self.0.read().load_after(job, boot, groups, stream, early) };
+        unsafe { self.0.read().load_after(job, boot, groups, stream, release) };
         Ok(())
     }
 
@@ -228,8 +238,8 @@ impl PyWorker {
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 
-    fn step_begins(&self) {
-        self.0.read().step_begins();
+    fn step_begins(&self, computes: bool) {
+        self.0.read().step_begins(computes);
     }
 
     fn poll(&self) -> Vec<PyFinished> {

@@ -240,15 +240,14 @@ impl GpuMemory {
         pool_base: *const u8,
         epoch: u64,
         event: Option<u32>,
+        beside_compute: bool,
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
         let parts: Vec<(&[Run], Flag)> = parts.iter().map(|part| (part.runs.as_slice(), part.flag)).collect();
         let mut lane = self.loading.lock();
-        // An engine asks for flags only when it computes nothing else.
-        let idle = parts.iter().any(|(_, flag)| flag.is_some());
-        let thresholds = |direction| match idle {
-            true => Thresholds::idle(direction),
-            false => Thresholds::beside_compute(),
+        let thresholds = |direction| match beside_compute {
+            true => Thresholds::beside_compute(),
+            false => Thresholds::idle(direction),
         };
         lane.copier.set_thresholds(thresholds(Direction::HostToDevice));
         // A load that was given up while this process was stopped must not be started.

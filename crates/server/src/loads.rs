@@ -57,7 +57,7 @@ pub(crate) fn load(
     // SAFETY: the runs lie in the arena, as checked above. The engine's scheduler holds a lease on the blocks until it
     // hears of the end of this load, so nobody writes them; what a wrong page names is only read. The engine set the
     // destination blocks aside, and the map lets nothing be written outside what it exported.
-    unsafe { memory.copy_in(&parts, shared.arena.base(), load.epoch, load.event) }
+    unsafe { memory.copy_in(&parts, shared.arena.base(), load.epoch, load.event, load.beside_compute) }
         .map_err(|error| error.to_string())?;
     Ok(result)
 }

@@ -13,8 +13,8 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, GroupSpec, Hit, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions,
-    Tool, Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
+    Finished, GroupSpec, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Scheduler,
+    SchedulerOptions, Tool, Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_gpu::{
     Copy, DeviceMemory, Gpu, Priority, Stream,
@@ -236,8 +236,9 @@ impl Engine {
                 (first..first + self.replicas).flat_map(|peer| hit.pages(0, peer)).collect::<Vec<u8>>();
             let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
             let groups = vec![LoadGroup { group: 0, block_ids: blocks.clone().collect(), pages }];
+            let release = if early { Release::AtOnce } else { Release::AtEnd };
             // SAFETY: the stream lives.
-            unsafe { rank.worker.load_after(self.jobs, hit.boot, groups, rank.memory.stream(), early) };
+            unsafe { rank.worker.load_after(self.jobs, hit.boot, groups, rank.memory.stream(), release) };
         }
     }
 

@@ -137,8 +137,12 @@ fn load() -> impl Strategy<Value = Ask> {
         region_ends,
     });
     let (event, flags) = (proptest::option::of(small()), proptest::option::of(flags));
-    (proptest::collection::vec(group, 0..3), number(), event, flags)
-        .prop_map(|(groups, epoch, event, flags)| Ask::Load(v1::Load { groups, epoch, event, flags }))
+    let groups = proptest::collection::vec(group, 0..3);
+    (groups, number(), event, flags, any::<bool>()).prop_map(
+        |(groups, epoch, event, flags, beside_compute)| {
+            Ask::Load(v1::Load { groups, epoch, event, flags, beside_compute })
+        },
+    )
 }
 
 fn save_groups() -> impl Strategy<Value = Vec<v1::SaveGroup>> {

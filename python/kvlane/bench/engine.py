@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvlane import _core
-from kvlane.bench.memory import Memory
 
 TOKENS_PER_BLOCK = 16
 _TIMEOUT_MS = 120_000.0
@@ -18,9 +18,19 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{prompt}/{block}".encode()).digest() for block in range(count)]
 
 
+class Blocks(Protocol):
+    """Where an engine's blocks lie."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
 class Engine:
     """A scheduler and one worker. Blocks are of `pieces` equal pieces; piece p of all blocks lie together, as the
-    layers of a model do. With one piece, blocks are contiguous."""
+    layers of a model do. With one piece, blocks are contiguous. `gpu` is the UUID of the GPU that they lie on, if any;
+    what comes before a save or load there is in its default stream."""
 
     def __init__(
         self,
@@ -28,9 +38,10 @@ class Engine:
         name: str,
         *,
         block_bytes: int,
-        memory: Memory,
+        memory: Blocks,
         pieces: int = 1,
         save_method: str = "auto",
+        gpu: bytes | None = None,
     ) -> None:
         blocks = memory.size // block_bytes
         piece_bytes = block_bytes // pieces
@@ -50,6 +61,7 @@ class Engine:
             [(namespace, namespace, [region])],
             save_method=save_method,
             save_timeout_ms=_TIMEOUT_MS,
+            gpu=gpu,
         )
         self.scheduler = _core.Scheduler(
             address, name, "kvlane bench", groups, 1, lookup_timeout_ms=_TIMEOUT_MS

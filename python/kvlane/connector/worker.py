@@ -94,7 +94,7 @@ class WorkerSide:
         self._saves_started = False
         self.on_layer = None
         if self._core is not None:
-            self._core.step_begins()
+            self._core.step_begins(jobs.computes)
             if jobs.computes:
                 self._wait_for_released()
         for load in jobs.loads:
@@ -176,7 +176,7 @@ class WorkerSide:
             self._end(load.job, ok=True)
             return
         try:
-            self._core.load(load.job, load.boot, groups, self._stream_handle(), self._may_release)
+            self._core.load(load.job, load.boot, groups, self._stream_handle(), self._release)
         except Exception as error:  # noqa: BLE001
             self._failures.record("starting a load", error, "the request is reported as not loaded")
             self._end(load.job, ok=False)
@@ -202,12 +202,12 @@ class WorkerSide:
         return self._stream.handle() if self._stream is not None else 0
 
     @property
-    def _may_release(self) -> bool:
-        """Whether a load's request may compute while it is loaded: where nothing else runs that would have to wait
-        with it, and every step can be made to wait."""
+    def _release(self) -> str:
+        """When a load's request may compute. Before its end only where every step can be made to wait; where others
+        run that would have to wait with it, not long before."""
         if self._stream is None or not self._stream.last_region:
-            return False
-        return self._jobs is not None and self._jobs.idle
+            return "at_end"
+        return "at_once" if self._jobs is not None and self._jobs.idle else "when_near"
 
     def poll(self) -> None:
         """Notice the jobs that ended."""

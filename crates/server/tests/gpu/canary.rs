@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use kvlane_client::Hit;
+use kvlane_client::{Hit, Release};
 use kvlane_proto::Address;
 
 use crate::{
@@ -135,7 +135,11 @@ impl Rounds {
             _ => Fate::None,
         };
         let mut loads = self.promised_loads();
-        let early = self.below(3) > 0 || matches!(fate, Fate::StoppedForLong);
+        let release = [Release::AtEnd, Release::WhenNear, Release::AtOnce][self.below(3) as usize];
+        // Steps as long as some of the loads: those are released at once, others before their end.
+        (0..3).for_each(|_| self.engine.worker.step_begins(true));
+        self.dawdle();
+        self.engine.worker.step_begins(true);
         // Stopped or killed already when they are asked for, or in the middle.
         let before = self.below(3) == 0;
         if before {
@@ -151,7 +155,7 @@ impl Rounds {
         for load in &mut loads {
             let blocks = blocks_of(TARGETS.start + load.target as u32);
             blocks.clone().for_each(|block| self.engine.compute(block, POISON));
-            load.job = self.engine.start_load(&load.hit, blocks, early);
+            load.job = self.engine.start_load(&load.hit, blocks, release);
         }
         if !before {
             self.dawdle();
@@ -159,7 +163,7 @@ impl Rounds {
         }
         self.dawdle();
         if matches!(fate, Fate::StoppedForLong) {
-            loads.iter().for_each(|load| assert!(self.engine.released(load.job).ok));
+            loads.iter().for_each(|load| self.engine.wait_usable(load.job));
             // Then those that the daemon cannot come to have been carried out.
             self.engine.wait_for_loads(None);
             self.engine.synchronize();
@@ -175,7 +179,7 @@ impl Rounds {
         // So are the blocks of loads that have ended, while a stopped daemon may still have to come to them.
         let (ended, open): (Vec<_>, Vec<_>) =
             loads.into_iter().partition(|load| self.engine.has_ended(load.job));
-        let how = format!("{fate:?}, before: {before}, early: {early}");
+        let how = format!("{fate:?}, before: {before}, {release:?}");
         ended.into_iter().for_each(|load| self.finish(load, &how));
         self.mend(fate);
         open.into_iter().for_each(|load| self.finish(load, &how));
@@ -338,7 +342,7 @@ fn before_a_load_has_ended_its_blocks_may_be_written_late() {
     engine.compute_and_save(&address, 0, 0..PROMPT, 1);
     let hit = engine.look_up(0, PROMPT);
     daemon.pause();
-    let job = engine.start_load(&hit, 16..16 + PROMPT, true);
+    let job = engine.start_load(&hit, 16..16 + PROMPT, Release::AtOnce);
     assert!(engine.released(job).ok);
     engine.wait_for_loads(None);
     (16..16 + PROMPT).for_each(|block| engine.compute(block, FIRST_CANARY));

@@ -11,7 +11,7 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, Hit, JobKind, LoadGroup, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
+    Finished, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
 };
 use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
 use kvlane_proto::Address;
@@ -185,8 +185,8 @@ impl GpuEngine {
     }
 
     /// Asks for a load; the job.
-    pub fn start_load(&mut self, hit: &Hit, blocks: impl IntoIterator<Item = u32>, early: bool) -> u64 {
-        self.start_load_after(self.stream.raw(), hit, blocks, early)
+    pub fn start_load(&mut self, hit: &Hit, blocks: impl IntoIterator<Item = u32>, release: Release) -> u64 {
+        self.start_load_after(self.stream.raw(), hit, blocks, release)
     }
 
     /// Asks for a load into blocks that only this stream, which lives, may still be using; the job.
@@ -195,21 +195,21 @@ impl GpuEngine {
         stream: u64,
         hit: &Hit,
         blocks: impl IntoIterator<Item = u32>,
-        early: bool,
+        release: Release,
     ) -> u64 {
         let pages = hit.pages(0, 0);
         let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
         self.jobs += 1;
         let groups = vec![LoadGroup { group: 0, block_ids: blocks.into_iter().collect(), pages }];
         // SAFETY: the stream lives.
-        unsafe { self.worker.load_after(self.jobs, hit.boot, groups, stream, early) };
+        unsafe { self.worker.load_after(self.jobs, hit.boot, groups, stream, release) };
         self.jobs
     }
 
     /// Loads a prompt's first blocks.
     pub fn load(&mut self, prompt: u64, blocks: Range<u32>) -> Finished {
         let hit = self.look_up(prompt, blocks.len() as u32);
-        let job = self.start_load(&hit, blocks, false);
+        let job = self.start_load(&hit, blocks, Release::AtEnd);
         let ended = self.end(job);
         self.scheduler.release(hit.boot, hit.lease);
         ended
@@ -229,6 +229,17 @@ impl GpuEngine {
     /// The load may be computed with, in streams that wait for it.
     pub fn released(&mut self, job: u64) -> Finished {
         self.hear_of(job, |kind| kind == JobKind::Released)
+    }
+
+    /// Waits until a load was released or has ended.
+    pub fn wait_usable(&mut self, job: u64) {
+        let heard = self.hear_of(job, |_| true);
+        self.heard.push(heard);
+    }
+
+    /// Whether a load that has ended was released before.
+    pub fn was_released(&self, job: u64) -> bool {
+        self.heard.iter().any(|heard| heard.job == job && heard.kind == JobKind::Released)
     }
 
     /// Whether a job has ended by now.
@@ -337,7 +348,7 @@ fn plays_the_engine() {
             // prompt, blocks
             "ask-for-a-load" => {
                 let hit = engine.look_up(number(1).into(), number(2));
-                let job = engine.start_load(&hit, BLOCKS - number(2)..BLOCKS, true);
+                let job = engine.start_load(&hit, BLOCKS - number(2)..BLOCKS, Release::AtOnce);
                 engine.released(job);
                 say("asked");
             }

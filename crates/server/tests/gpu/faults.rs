@@ -6,6 +6,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use kvlane_client::Release;
 use kvlane_gpu::{DeviceMemory, Event, EventScope, Gpu};
 use kvlane_proto::{
     Address, FrameReader, Message, WIRE_MAX, WIRE_MIN, encode_frame, v1, v1::reply::Body as Answer,
@@ -238,10 +239,10 @@ fn a_copy_that_fails_costs_its_save_or_a_detour_of_its_load() {
     assert!(!saved.ok, "{saved:?}");
     assert_eq!(engine.visible(200, 4), 0);
     assert_eq!(engine.save(200, 8..12).blocks, 4);
-    for early in [false, true] {
+    for release in [Release::AtEnd, Release::AtOnce] {
         daemon.fail_next_copy(gpu, INVALID_VALUE);
         let hit = engine.look_up(0, 4);
-        let job = engine.start_load(&hit, 20..24, early);
+        let job = engine.start_load(&hit, 20..24, release);
         let loaded = engine.end(job);
         assert!(loaded.ok, "{loaded:?}");
         engine.assert_holds(20..24, 1);
@@ -266,9 +267,9 @@ fn a_gpu_that_is_lost_costs_its_engines_their_saves_and_no_others() {
     let mut lost = GpuEngine::on(&gpu(1), &address, "lost", piece(), PATIENCE).unwrap();
     lost.compute_and_save(&address, 0, 0..4, 1);
     daemon.fail_next_copy(1, ILLEGAL_ADDRESS);
-    for early in [true, false] {
+    for release in [Release::AtOnce, Release::AtEnd] {
         let hit = lost.look_up(0, 4);
-        let job = lost.start_load(&hit, 16..20, early);
+        let job = lost.start_load(&hit, 16..20, release);
         let loaded = lost.end(job);
         assert!(loaded.ok, "a load that was promised arrives: {loaded:?}");
         lost.assert_holds(16..20, 1);

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvlane_client::Release;
 use kvlane_proto::Address;
 
 use crate::{
@@ -115,7 +116,7 @@ fn a_daemon_that_is_killed_in_the_middle_of_a_load_and_of_saves_costs_the_saves_
     saving.synchronize();
     let save = saving.start_save(200, 0..12);
     daemon.wait_until("saving", |status| status.claimed_blocks > 0 || is_real());
-    let load = loading.start_load(&hit, 16..16 + many(), true);
+    let load = loading.start_load(&hit, 16..16 + many(), Release::AtOnce);
     // Behind the load, in the same session.
     let queued = loading.start_save(300, 12..14);
     assert!(loading.released(load).ok);
@@ -156,7 +157,7 @@ fn a_daemon_that_is_stopped_in_the_middle_of_a_load_writes_nothing_after_its_end
     engine.compute_and_save(&address, 0, 0..many(), 1);
     let hit = engine.look_up(0, many());
     let blocks = 16..16 + many();
-    let job = engine.start_load(&hit, blocks.clone(), true);
+    let job = engine.start_load(&hit, blocks.clone(), Release::AtOnce);
     assert!(engine.released(job).ok);
     engine.wait_for_loads(Some(0));
     engine.synchronize();

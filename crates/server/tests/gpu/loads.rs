@@ -1,12 +1,12 @@
 //! Saves and loads, of healthy daemons and of one that is killed or stopped.
 
-use kvlane_client::JobKind;
+use kvlane_client::{JobKind, Release};
 use kvlane_gpu::{Priority, Stream};
 use kvlane_proto::Address;
 
 use crate::{
     daemon::Daemon,
-    driver::{BLOCKS, LAYERS, VERY_SLOW, driver, is_real, many, piece, skip},
+    driver::{BLOCKS, LAYERS, VERY_SLOW, driver, engines_gpu, is_real, many, piece, skip},
     engine::{Gate, GpuEngine, POISON},
     support::{self, PATIENCE, address, settle},
 };
@@ -94,7 +94,7 @@ fn a_load_does_not_wait_behind_a_save_that_waits_for_the_engine() {
     let saving = engine.start_save(100, 5..6);
     daemon.wait_until("saving", |status| status.claimed_blocks == 1);
     let other = Stream::new(engine.stream.gpu(), Priority::Normal).unwrap();
-    let loading = engine.start_load_after(other.raw(), &hit, 10..14, false);
+    let loading = engine.start_load_after(other.raw(), &hit, 10..14, Release::AtEnd);
     let loaded = engine.end(loading);
     assert!(loaded.ok && loaded.blocks == 4, "{loaded:?}");
     assert!(!engine.has_ended(saving));
@@ -114,7 +114,7 @@ fn a_promised_load_arrives_without_the_daemon() {
     engine.compute_and_save(&address, 0, 0..4, 40);
     let hit = engine.look_up(0, 4);
     daemon.kill();
-    let job = engine.start_load(&hit, 10..14, false);
+    let job = engine.start_load(&hit, 10..14, Release::AtEnd);
     let loaded = engine.end(job);
     assert!(loaded.ok && loaded.blocks == 4, "{loaded:?}");
     engine.assert_holds(10..14, 40);
@@ -124,7 +124,7 @@ fn a_promised_load_arrives_without_the_daemon() {
 fn load_released(engine: &mut GpuEngine, address: &Address) -> u64 {
     engine.compute_and_save(address, 0, 0..many(), 50);
     let hit = engine.look_up(0, many());
-    let job = engine.start_load(&hit, 16..16 + many(), true);
+    let job = engine.start_load(&hit, 16..16 + many(), Release::AtOnce);
     let released = engine.released(job);
     assert_eq!((released.kind, released.ok), (JobKind::Released, true), "{released:?}");
     assert!(engine.worker.has_outstanding_loads() || is_real());
@@ -200,7 +200,7 @@ fn a_released_load_arrives_without_the_daemon(address: &Address, daemon: Daemon)
 }
 
 /// A load that a stopped daemon cannot come to: the engine has it all the same, and its end comes with the daemon.
-fn taken_over(early: bool) {
+fn taken_over(release: Release) {
     let folder = tempfile::tempdir().unwrap();
     let address = address(&folder);
     let daemon = Daemon::start(&address);
@@ -208,7 +208,7 @@ fn taken_over(early: bool) {
     engine.compute_and_save(&address, 0, 0..4, 60);
     let hit = engine.look_up(0, 4);
     daemon.pause();
-    let job = engine.start_load(&hit, 10..14, early);
+    let job = engine.start_load(&hit, 10..14, release);
     let released = engine.released(job);
     assert!(released.ok, "{released:?}");
     engine.wait_for_loads(None);
@@ -225,12 +225,58 @@ fn taken_over(early: bool) {
 
 #[test]
 fn a_stopped_daemon_does_not_hold_up_a_released_load() {
-    taken_over(true);
+    taken_over(Release::AtOnce);
 }
 
 #[test]
 fn a_stopped_daemon_does_not_keep_a_load_for_ever() {
-    taken_over(false);
+    taken_over(Release::AtEnd);
+}
+
+/// Nothing tells how long a load or a step takes, so the request computes when every byte is there.
+#[test]
+fn a_load_beside_other_requests_is_not_released_before_anything_is_known() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start(&address);
+    let mut engine = GpuEngine::new(&address, "engine", &driver());
+    engine.compute_and_save(&address, 0, 0..4, 60);
+    let hit = engine.look_up(0, 4);
+    let job = engine.start_load(&hit, 10..14, Release::WhenNear);
+    assert!(engine.end(job).ok);
+    assert!(!engine.was_released(job));
+    drop(engine);
+    daemon.stop();
+}
+
+/// The load waits for work of the engine that goes on for as long as the test wants; predicted it is from the load before.
+#[test]
+fn a_load_beside_other_requests_is_released_when_it_is_near() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start(&address);
+    let mut engine = GpuEngine::new(&address, "engine", &driver());
+    engine.compute_and_save(&address, 0, 0..4, 60);
+    let hit = engine.look_up(0, 4);
+    let before = engine.start_load(&hit, 20..24, Release::AtEnd);
+    assert!(engine.end(before).ok);
+    (0..2).for_each(|_| engine.worker.step_begins(true));
+    let other = Stream::new(engine.stream.gpu(), Priority::Normal).unwrap();
+    let gate = Gate::across(&other);
+    let job = engine.start_load_after(other.raw(), &hit, 10..14, Release::WhenNear);
+    assert!(engine.released(job).ok);
+    assert!(!engine.has_ended(job) && engine.worker.has_outstanding_loads());
+    gate.open();
+    engine.wait_for_loads(None);
+    engine.assert_holds(10..14, 60);
+    assert!(engine.end(job).ok);
+    drop(engine);
+    daemon.stop();
+}
+
+#[test]
+fn a_stopped_daemon_does_not_hold_up_a_load_that_was_released_when_it_was_near() {
+    taken_over(Release::WhenNear);
 }
 
 #[test]
@@ -238,7 +284,9 @@ fn memory_of_a_gpu_is_refused_where_the_daemon_has_none() {
     let folder = tempfile::tempdir().unwrap();
     let address = address(&folder);
     let daemon = support::start(&address);
-    let engine = GpuEngine::new(&address, "engine", &driver());
+    // A small block, so that the pool is not what refuses it.
+    let gpu = engines_gpu(&driver());
+    let engine = GpuEngine::on(&gpu, &address, "engine", 64 << 10, PATIENCE).unwrap();
     assert!(!engine.worker.is_connected());
     assert!(engine.worker.refusal().contains("GPU"), "{}", engine.worker.refusal());
     drop(engine);
