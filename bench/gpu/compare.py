@@ -5,7 +5,9 @@
     python bench/gpu/compare.py --draw gpu.json --out .  # where the GPU host has no matplotlib
 
 Every engine is a process of its own (`measure.py` says what it measures), so that nothing of one is left for the next.
-With `--repeat` the whole series runs several times and medians are taken over it.
+An engine without a connector runs beside one with kvlane instead (`pair.py`): what a connector costs is less than the
+speed of a host changes within minutes. With `--repeat` the whole series runs several times, and medians are taken over
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from systems import SYSTEMS, running, versions
+from systems import SYSTEMS, kvlane_address, running, versions
 
 from kvlane.bench import report
 from kvlane.bench.figures import Figure
@@ -33,6 +35,8 @@ from kvlane.bench.figures import Figure
 MODES = ("eager", "graphs")
 HERE = Path(__file__).resolve().parent
 PEERS = ("pegaflow", "offload")
+# kvlane and none at the same time.
+PAIR = "pair"
 # vLLM takes the compute functions of `model` over its own calls, and hashes prompts alike in all processes.
 ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -65,7 +69,7 @@ def main() -> int:
         (repeat, mode, system)
         for repeat in range(arguments.repeat)
         for mode in arguments.modes
-        for system in arguments.systems
+        for system in _order(arguments.systems)
     ]
     settings = {
         key: value
@@ -81,7 +85,8 @@ def main() -> int:
         "settings": settings,
     }
     for number, (repeat, mode, system) in enumerate(series, 1):
-        report.say(f"[{number}/{len(series)}] {system}, {mode}: {SYSTEMS[system].what}")
+        what = SYSTEMS[system].what if system != PAIR else "with kvlane and without a connector, in turns"
+        report.say(f"[{number}/{len(series)}] {system}, {mode}: {what}")
         with report.CpuWatch() as watch:
             try:
                 found = _run(arguments, system, mode, repeat)
@@ -90,7 +95,7 @@ def main() -> int:
                 report.say(f"    FAILED: {error}")
                 continue
         runs.append(Run(system, mode, repeat, found | {"cpu_use": watch.facts}))
-        report.say(_line(found))
+        report.say(_pair_line(found) if system == PAIR else _line(found))
         # After each engine: what was measured stays, even if the rest is cut off.
         result |= {
             "machine": report.machine_facts(),
@@ -134,6 +139,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--decode-tokens", type=int, default=400, help="of each (default %(default)s)")
     parser.add_argument("--decode-rounds", type=int, default=2, help="default %(default)s")
     parser.add_argument("--rate", type=float, default=4.0, help="prompts a second (default %(default)s)")
+    parser.add_argument(
+        "--starts", type=int, default=2, help="of each engine of the pair (default %(default)s)"
+    )
+    parser.add_argument(
+        "--client-rate",
+        type=float,
+        default=10.0,
+        help="GB/s of the pair's second client (default %(default)s)",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--cache-bytes", type=int, default=32_000_000_000, help="of each system")
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share that vLLM may use")
@@ -147,17 +161,30 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _order(systems: list[str]) -> list[str]:
+    """What runs: where both are asked for, an engine without a connector runs in the pair only."""
+    if not {"kvlane", "none"} <= set(systems):
+        return systems
+    return [*(system for system in systems if system != "none"), PAIR]
+
+
 def _run(arguments: argparse.Namespace, system: str, mode: str, repeat: int) -> dict[str, Any]:
     log = arguments.out / f"{system}-{mode}-{repeat}.log"
-    passed_on = (
+    passed_on = [
         *("shape", "prompts", "tokens", "new_tokens", "rounds", "decodes", "decode_tokens", "decode_rounds"),
-        *("rate", "tensor_parallel", "gpu_memory", "kv_cache_bytes"),
-    )
+        *("tensor_parallel", "gpu_memory", "kv_cache_bytes"),
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         result = folder / "result.json"
-        command = [sys.executable, str(HERE / "measure.py"), "--system", system, "--result", str(result)]
-        command += ["--scratch", scratch]
+        if system == PAIR:
+            system = "kvlane"
+            command = [sys.executable, str(HERE / "pair.py"), "--address", kvlane_address(folder)]
+            passed_on += ["starts", "client_rate"]
+        else:
+            command = [sys.executable, str(HERE / "measure.py"), "--system", system]
+            passed_on += ["rate"]
+        command += ["--result", str(result), "--scratch", scratch]
         command += ["--connector", SYSTEMS[system].connector(arguments.cache_bytes, folder)]
         command += ["--eager"] if mode == "eager" else []
         for name in passed_on:
@@ -194,6 +221,18 @@ def _line(found: dict[str, Any]) -> str:
     )
 
 
+def _pair_line(found: dict[str, Any]) -> str:
+    parts = [
+        f"{what} {found[name]['kvlane']['p50']} and {found[name]['none']['p50']} ms"
+        for name, what in (("cold", "cold"), ("in_gpu", "in GPU"))
+    ]
+    return (
+        f"    ready {found['ready']['kvlane']} and {found['ready']['none']} s, {', '.join(parts)}, ITL p99 "
+        f"{found['decode']['quiet']['p99']} ms, beside a client at {found['client_gb_per_s']} GB/s "
+        f"{found['decode']['beside']['p99']} ms"
+    )
+
+
 def _median(runs: list[Run], system: str, mode: str, name: str, part: str = "p50") -> float | None:
     """Over rounds and repeats."""
     values: list[float] = []
@@ -227,11 +266,16 @@ def _figures(runs: list[Run], mode: str) -> list[Figure]:
         better_peer("warm"),
         0.72 if mode == "eager" else 0.78,
     )
-    mine, plain = of("kvlane", "in_gpu"), of("none", "in_gpu")
+    mine, plain = _of_pair(runs, mode, "in_gpu", "kvlane"), _of_pair(runs, mode, "in_gpu", "none")
     if mine is not None and plain is not None:
         what = f"{mode}: hit in GPU memory, above no connector ({mine:.1f} and {plain:.1f} ms)"
         figures.append(Figure(what, mine - plain, "ms", at_most=1.0))
-    ratio("cold TTFT / no connector", of("kvlane", "cold"), of("none", "cold"), 1.01)
+    ratio(
+        "cold TTFT / no connector",
+        _of_pair(runs, mode, "cold", "kvlane"),
+        _of_pair(runs, mode, "cold", "none"),
+        1.01,
+    )
     ratio(
         "cached and new tokens, from kvlane / in GPU",
         of("kvlane", "longer_warm"),
@@ -251,16 +295,30 @@ def _figures(runs: list[Run], mode: str) -> list[Figure]:
             of("pegaflow", "open_loop", part),
             0.85,
         )
+    ratio(
+        "ITL p99 beside another client of the daemon / quiet",
+        _of_pair(runs, mode, "decode", "beside", "p99"),
+        _of_pair(runs, mode, "decode", "quiet", "p99"),
+        1.03,
+    )
     ready, plain_ready = _ready(runs, "kvlane", mode), _ready(runs, "none", mode)
     if ready is not None and plain_ready is not None:
-        figures.append(
-            Figure(f"{mode}: engine start above no connector", ready - plain_ready, "s", at_most=1.0)
-        )
+        what = f"{mode}: engine start above no connector ({ready:.1f} and {plain_ready:.1f} s)"
+        figures.append(Figure(what, ready - plain_ready, "s", at_most=1.0))
     return figures
 
 
+def _pairs(runs: list[Run], mode: str) -> list[Run]:
+    return [run for run in runs if run.system == PAIR and run.mode == mode]
+
+
+def _of_pair(runs: list[Run], mode: str, name: str, of: str, part: str = "p50") -> float | None:
+    values = [run.found[name][of][part] for run in _pairs(runs, mode)]
+    return statistics.median(values) if values else None
+
+
 def _ready(runs: list[Run], system: str, mode: str) -> float | None:
-    values = [run.found["ready_s"] for run in runs if run.system == system and run.mode == mode]
+    values = [seconds for run in _pairs(runs, mode) for seconds in run.found["ready"][system]]
     return statistics.median(values) if values else None
 
 
@@ -273,8 +331,9 @@ def _controls_hold(runs: list[Run]) -> bool:
             f"{run.system}, {run.mode}: {name} is false" for name in controls if run.found.get(name) is False
         ]
         # The last block of a prompt is computed again.
-        if run.found.get("loaded_blocks_that_differ", 0) > run.found["cold"]["count"]:
-            wrong.append(f"{run.system}, {run.mode}: {run.found['loaded_blocks_that_differ']} blocks differ")
+        differ = run.found.get("loaded_blocks_that_differ", 0)
+        if differ and differ > run.found["cold"]["count"]:
+            wrong.append(f"{run.system}, {run.mode}: {differ} blocks differ")
     for sentence in wrong:
         report.say(f"WRONG: {sentence}")
     return not wrong
@@ -308,6 +367,8 @@ def _picture(runs: list[Run], mode: str, host: str, path: Path) -> None:
     groups = {}
     for name in SYSTEMS:
         medians = {label: _median(runs, name, mode, part) for part, label in parts.items()}
+        if name == "none":
+            medians[parts["in_gpu"]] = medians[parts["in_gpu"]] or _of_pair(runs, mode, "in_gpu", name)
         known = {label: value for label, value in medians.items() if value is not None}
         if known:
             groups[name] = known

@@ -105,6 +105,13 @@ class Engine:
         self._llm.shutdown()
 
 
+def start(settings: argparse.Namespace) -> tuple[Engine, float]:
+    """An engine, and the seconds until it was ready."""
+    begun = time.perf_counter()
+    engine = Engine(settings)
+    return engine, time.perf_counter() - begun
+
+
 async def measure(engine: Engine, settings: argparse.Namespace) -> dict[str, Any]:
     """All that the table above names."""
     await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
@@ -185,13 +192,13 @@ async def gaps(
         begun[index].set()
         return (await task)[0]
 
-    start = time.perf_counter()
+    begun_at = time.perf_counter()
     running = [asyncio.create_task(decode(index)) for index in range(settings.decodes)]
     await asyncio.gather(*(event.wait() for event in begun))
     await asyncio.sleep(1.0)  # all of them decode by then
-    first = (time.perf_counter() - start) * 1e3
+    first = (time.perf_counter() - begun_at) * 1e3
     came = await arrivals(engine, prompts, settings.rate)
-    last = (time.perf_counter() - start) * 1e3
+    last = (time.perf_counter() - begun_at) * 1e3
     between: list[float] = []
     for times in await asyncio.gather(*running):
         between += [b - a for a, b in itertools.pairwise(times) if first <= b <= last]
@@ -245,9 +252,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (here, os.environ.get("PYTHONPATH")) if p)
 
     async def run() -> dict[str, Any]:
-        start = time.perf_counter()
-        engine = Engine(settings)
-        ready = time.perf_counter() - start
+        engine, ready = start(settings)
         try:
             return {"ready_s": round(ready, 2)} | await measure(engine, settings)
         finally:

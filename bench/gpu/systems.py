@@ -48,8 +48,13 @@ def _libpython() -> str:
     return ":".join(path for path in [*known, folder, f"{folder}/{triple}"] if path)
 
 
+def kvlane_address(folder: Path) -> str:
+    """Of the daemon whose socket is in this folder."""
+    return f"unix:{folder / 'kvlane.sock'}"
+
+
 def _kvlane_answers(folder: Path) -> bool:
-    command = ["kvlane", "status", "--addr", f"unix:{folder / 'kvlane.sock'}"]
+    command = ["kvlane", "status", "--addr", kvlane_address(folder)]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
@@ -69,7 +74,7 @@ SYSTEMS = {
             "kvlane",
             "kvlane, its daemon started before",
             lambda size, folder: _config(
-                "KVLaneConnector", "kvlane.connector", {"kvlane.address": f"unix:{folder / 'kvlane.sock'}"}
+                "KVLaneConnector", "kvlane.connector", {"kvlane.address": kvlane_address(folder)}
             ),
             lambda size, folder: [
                 "kvlane",
@@ -77,7 +82,7 @@ SYSTEMS = {
                 "--pool-size",
                 str(size),
                 "--listen",
-                f"unix:{folder / 'kvlane.sock'}",
+                kvlane_address(folder),
                 "--http",
                 "off",
             ],
