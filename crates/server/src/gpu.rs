@@ -10,12 +10,15 @@ use std::{
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
-    HostBuffer, Imported, Loader, Loading, Mapped, Pinned, Priority, RailOptions, Rails, Stream, Thresholds,
+    HostBuffer, Imported, ImportedChunks, Loader, Loading, Mapped, Pinned, Priority, RailOptions, Rails,
+    Stream, Thresholds,
 };
 use kvlane_memory::{Arena, pidfd_exited, pidfd_exited_within};
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 use thiserror::Error;
+
+use crate::chunks::SharedChunks;
 
 /// Bytes of a fence: nonce, then a little-endian epoch.
 const FENCE_BYTES: u64 = 24;
@@ -29,7 +32,7 @@ const TABLES: usize = 32;
 /// Most events that a worker may share: copies that it can have under way.
 const EVENTS_MAX: usize = 1024;
 /// Most allocations that a worker's regions may lie in.
-const ALLOCATIONS_MAX: usize = 4096;
+pub(crate) const ALLOCATIONS_MAX: usize = 4096;
 
 /// The GPU driver, with the pool pinned for it.
 pub(crate) struct Gpus {
@@ -86,7 +89,8 @@ impl Gpus {
         self.rails.relayed_bytes()
     }
 
-    fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
+    /// The GPU with this UUID.
+    pub(crate) fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
         let mut opened = self.opened.lock();
         if let Some(gpu) = opened.get(&uuid) {
             return Ok(gpu.clone());
@@ -126,6 +130,7 @@ pub(crate) struct GpuMemory {
     loader: Loader,
     /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
     _imports: Vec<Imported>,
+    _chunks: Vec<ImportedChunks>,
 }
 
 /// The word (its address in the engine, and the value) that says that a part is there.
@@ -154,11 +159,12 @@ struct Lane {
 }
 
 impl GpuMemory {
-    /// Maps what a worker of an engine exported. Every region must lie in it.
+    /// Maps what a worker of an engine exported, and takes what it shared chunk by chunk. Every region must lie in it.
     pub(crate) fn import(
         gpus: &Gpus,
         engine_id: &str,
         worker: &v1::WorkerGpu,
+        mut chunks: SharedChunks,
         regions: &[&Region],
         nonce: [u8; 16],
         pidfd: OwnedFd,
@@ -177,14 +183,19 @@ impl GpuMemory {
         }
         let gpu = gpus.open(uuid)?;
         let fence = worker.fence.as_ref().ok_or_else(|| GpuError::Invalid("the fence is missing".into()))?;
-        let exports = worker.allocations.iter().chain([fence]).map(|allocation| export(allocation, uuid));
+        let (chunked, whole): (Vec<_>, Vec<_>) =
+            worker.allocations.iter().partition(|allocation| allocation.handle.is_empty());
+        let exports = whole.into_iter().chain([fence]).map(|allocation| export(allocation, uuid));
         let imports = exports.map(|export| gpu.import(&export?)).collect::<Result<Vec<_>, _>>()?;
-        let map = AddressMap::new(imports.iter().map(Mapped::from))?;
+        let chunks = chunked
+            .into_iter()
+            .map(|allocation| chunks.take(allocation, uuid))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mapped = chunks.iter().map(ImportedChunks::mapped).collect::<Result<Vec<_>, _>>()?;
+        let map = AddressMap::new(imports.iter().map(Mapped::from).chain(mapped))?;
         for region in regions {
-            // Validated before: the sum is inside the address space.
-            let last_piece = region.piece_offsets.iter().copied().max().unwrap_or(0);
-            let bytes = (region.blocks - 1) * region.block_stride + last_piece + region.piece_bytes;
-            map.local(region.base, bytes)?;
+            // Validated before: it ends inside the address space.
+            map.local(region.base, region.span_bytes().unwrap_or(u64::MAX))?;
         }
         let fence = map.local(fence.base, FENCE_BYTES)?;
         let handles = worker.events.iter().map(|handle| {
@@ -202,6 +213,7 @@ impl GpuMemory {
             loading: Mutex::new(Lane::new(&gpu, Priority::High, gpus.pinned.seams())?),
             loader: gpus.rails.loader(&gpu, engine_id),
             _imports: imports,
+            _chunks: chunks,
         };
         let epoch = memory.fence_of(&mut memory.loading.lock());
         match epoch {

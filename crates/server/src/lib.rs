@@ -1,5 +1,6 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
 
+mod chunks;
 mod engines;
 mod gpu;
 mod http;

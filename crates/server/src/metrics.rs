@@ -124,7 +124,7 @@ pub const METRICS: &[Metric] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call(usize);
 
-const CALLS: [&str; 16] = [
+const CALLS: [&str; 17] = [
     "Hello",
     "OpenEngine",
     "RegisterWorker",
@@ -141,6 +141,7 @@ const CALLS: [&str; 16] = [
     "GetStatus",
     "Bye",
     "Load",
+    "ShareChunks",
 ];
 
 impl Call {
@@ -162,6 +163,7 @@ impl Call {
             Ask::GetStatus(_) => 13,
             Ask::Bye(_) => 14,
             Ask::Load(_) => 15,
+            Ask::ShareChunks(_) => 16,
         })
     }
 }
