@@ -147,8 +147,6 @@ impl CudaDriver {
             check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&mut uuid, device))?;
             check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&mut total_bytes, device))?;
         }
-        let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        let minor = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
         Ok(DeviceInfo {
             ordinal,
             uuid: uuid.bytes.map(|byte| byte as u8),
@@ -156,7 +154,7 @@ impl CudaDriver {
             total_bytes: total_bytes as u64,
             // As the kernel writes it in sysfs.
             pci_bus_id: text(&bus).to_lowercase(),
-            compute_capability: (attribute(device, major)?, attribute(device, minor)?),
+            compute_capability: compute_capability(device)?,
         })
     }
 
@@ -270,6 +268,13 @@ fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Resul
     Ok(value as u32)
 }
 
+/// Major and minor number.
+fn compute_capability(device: sys::CUdevice) -> Result<(u32, u32), GpuError> {
+    let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let minor = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+    Ok((attribute(device, major)?, attribute(device, minor)?))
+}
+
 fn text(buffer: &[std::ffi::c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -283,8 +288,9 @@ fn load_kernel(device: sys::CUdevice) -> Result<Kernel, GpuError> {
         return Err(GpuError::Unsupported { operation: "the copy kernel", reason });
     }
     let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the image is one that nvcc made, which says itself how long it is.
-    check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, kernel::FATBIN.as_ptr().cast()) })?;
+    let image = kernel::image(compute_capability(device)?);
+    // SAFETY: the image is machine code, which says itself how long it is, or text that ends in a zero.
+    check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
     // SAFETY: the module is loaded and the name ends in a zero.
     let found = unsafe { sys::cuModuleGetFunction(&mut function, module, kernel::NAME.as_ptr()) };
     if let Err(error) = check("cuModuleGetFunction", found) {
