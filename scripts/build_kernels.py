@@ -2,9 +2,9 @@
 
     python scripts/build_kernels.py
 
-Needs neither a GPU nor a compiler: NVRTC comes from a package, into .venvs/kernels. Of each kernel it makes machine code
-for some architectures and PTX for the rest, and writes what they were made from, which a test of the crate compares with
-the source.
+Needs neither a GPU nor a compiler: NVRTC comes from a package, into .venvs/kernels. Of each kernel it makes machine
+code for some architectures and PTX for the rest, and writes what they were made from, which a test of the crate
+compares with the source.
 """
 
 from __future__ import annotations
