@@ -386,10 +386,10 @@ impl Driver for CudaDriver {
 
     fn is_ipc_capable(&self, device: u32, address: u64) -> Result<bool, GpuError> {
         let capable = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
-        // The attribute is a C bool.
-        let mut value = 0u8;
+        // A boolean, of whatever width the driver writes.
+        let mut value = 0u64;
         self.call(device, "cuPointerGetAttribute", || {
-            // SAFETY: the pointer is valid for what the attribute is, and the driver checks the address.
+            // SAFETY: there is room for the attribute, and the driver checks the address.
             unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), capable, address) }
         })?;
         Ok(value != 0)
