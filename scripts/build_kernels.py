@@ -2,35 +2,37 @@
 
     python scripts/build_kernels.py
 
-Needs a C++ compiler and no GPU: nvcc comes from packages, into .venvs/kernels. Beside each binary it writes what the
-binary was made from, which a test of the crate compares with the source.
+Needs neither a GPU nor a compiler: NVRTC comes from a package, into .venvs/kernels. Of each kernel it makes machine
+code for some architectures and PTX for the rest, and writes what they were made from, which a test of the crate
+compares with the source.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venvs/kernels"
 REQUIREMENTS = ROOT / "requirements/kernels.txt"
 KERNELS = ROOT / "crates/gpu/kernels"
-# Machine code for A100, H100 and H200, B200; PTX for everything else since A100.
-TARGETS = (
-    ("compute_80", "sm_80"),
-    ("compute_90", "sm_90"),
-    ("compute_100", "sm_100"),
-    ("compute_80", "compute_80"),
-)
+# Machine code for A100, H100 and H200, B200; PTX for everything else since A100. NVRTC optimises as -O3 does.
+CUBINS = ("sm_80", "sm_90", "sm_100")
+PTX = "compute_80"
+# The one header that kernels include; NVRTC has none of its own.
+HEADERS = {"cstdint": "namespace std { typedef unsigned long uint64_t; }"}
 
 
 def main() -> None:
     _environment()
+    nvrtc = Nvrtc()
     for source in sorted(KERNELS.glob("*.cu")):
-        _compile(source)
+        _compile(nvrtc, source)
 
 
 def _environment() -> None:
@@ -38,34 +40,78 @@ def _environment() -> None:
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     _run(sys.executable, "-m", "venv", "--clear", str(VENV))
-    # Everything is pinned: the packages' own wishes would bring parts of other releases.
     _run(str(VENV / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(REQUIREMENTS))
     stamp.write_text(wanted)
 
 
-def _compile(source: Path) -> None:
-    binary = source.with_suffix(".fatbin")
-    (nvcc,) = VENV.glob("lib/python*/site-packages/nvidia/cu13/bin/nvcc")
-    options = ["-std=c++17", "-O3", "-Werror", "all-warnings", "--fatbin"]
-    options += [f"-gencode=arch={arch},code={code}" for arch, code in TARGETS]
-    # Names without directories, so that the same source gives the same bytes wherever it is compiled.
-    command = ["nvcc", *options, "-o", binary.name, source.name]
-    _run(str(nvcc), *command[1:], directory=source.parent)
+class Nvrtc:
+    """The compiler."""
+
+    def __init__(self) -> None:
+        (path,) = VENV.glob("lib/python*/site-packages/nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
+        self._library = ctypes.CDLL(str(path))
+
+    def version(self) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def compile(self, source: Path, options: list[str], kind: str) -> bytes:
+        """Machine code (`kind` is CUBIN) or PTX of a source."""
+        program = ctypes.c_void_p()
+        # A name without directories, so that the same source gives the same bytes wherever it is compiled.
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            source.read_bytes(),
+            source.name.encode(),
+            len(HEADERS),
+            _strings(HEADERS.values()),
+            _strings(HEADERS.keys()),
+        )
+        done = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
+        said = self._get(program, "ProgramLog").rstrip(b"\0").decode()
+        if done != 0 or said:
+            sys.exit(f"{source.name} with {' '.join(options)}:\n{said}")
+        return self._get(program, kind)
+
+    def _get(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        done = getattr(self._library, function)(*arguments)
+        if done != 0:
+            sys.exit(f"{function} failed with {done}")
+
+
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
+def _compile(nvrtc: Nvrtc, source: Path) -> None:
+    options = ["--std=c++17"]
+    made = {}
+    for architecture in CUBINS:
+        code = nvrtc.compile(source, [*options, f"--gpu-architecture={architecture}"], "CUBIN")
+        made[source.with_suffix(f".{architecture}.cubin")] = code
+    # A string of C; the zero at its end does not belong into a text file.
+    text = nvrtc.compile(source, [*options, f"--gpu-architecture={PTX}"], "PTX").rstrip(b"\0")
+    made[source.with_suffix(".ptx")] = text
+    for path, content in made.items():
+        path.write_bytes(content)
+        print(f"{path.relative_to(ROOT)}: {len(content)} bytes")
     made_from = {
-        "command": " ".join(command),
-        "command_sha256": _sha256(" ".join(command).encode()),
-        "nvcc": _version(nvcc),
-        "source_sha256": _sha256(source.read_bytes()),
+        "nvrtc": nvrtc.version(),
+        "options": options,
         "source_xxh3_128": _xxh3_128(source),
-        "fatbin_xxh3_128": _xxh3_128(binary),
+        "xxh3_128": {path.name: _xxh3_128(path) for path in made},
     }
-    binary.with_suffix(".fatbin.json").write_text(json.dumps(made_from, indent=2) + "\n")
-    print(f"{binary.relative_to(ROOT)}: {binary.stat().st_size} bytes")
-
-
-def _version(nvcc: Path) -> str:
-    said = subprocess.run([str(nvcc), "--version"], check=True, capture_output=True, text=True).stdout
-    return said.strip().splitlines()[-1]
+    source.with_suffix(".json").write_text(json.dumps(made_from, indent=2) + "\n")
 
 
 def _sha256(content: bytes) -> str:

@@ -200,6 +200,10 @@ def bench_gpu_copy(
     """GB/s of copies of shuffled pieces. path: "h2d", "d2h", or "peer" with a second GPU; method: "contiguous",
     "engine", "batch", "kernel" or "auto". OSError where the bytes did not arrive as they were."""
 
+def bench_gpu_calibrate(gpu: int) -> tuple[list[tuple[str, int, str, float]], list[tuple[str, int, int]]]:
+    """What the daemon measures at its start: path, bytes of a piece, way to copy and GB/s of each; and for each path
+    from how many bytes on batch calls of copy engines are chosen, and single copies."""
+
 def bench_gpu_rails(gpu: int) -> list[int]:
     """Ordinals of the GPUs whose links a load for this one can use too."""
 

@@ -38,6 +38,15 @@ pub struct Region {
     pub piece_offsets: Vec<u64>,
 }
 
+impl Region {
+    /// Bytes from the first block's start to the last piece's end; None where they exceed the address space.
+    pub fn span_bytes(&self) -> Option<u64> {
+        let last_block = self.blocks.checked_sub(1)?.checked_mul(self.block_stride)?;
+        let last_piece = self.piece_offsets.iter().copied().max().unwrap_or(0);
+        last_block.checked_add(last_piece)?.checked_add(self.piece_bytes)
+    }
+}
+
 /// Why a region or a plan over regions is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum LayoutError {

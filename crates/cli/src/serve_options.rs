@@ -60,6 +60,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_RAILS", value_name = "GPUS")]
     rails: Option<String>,
 
+    /// Measure at start, for about 0.2 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
+    /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
+    #[arg(long, env = "KVLANE_CALIBRATE", value_enum, value_name = "MODE")]
+    calibrate: Option<CalibrateArg>,
+
     /// Connections at the same time [default: 1024]
     #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
     max_sessions: Option<usize>,
@@ -91,6 +96,13 @@ enum HugePagesArg {
 enum GpuArg {
     Auto,
     On,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum CalibrateArg {
+    Auto,
     Off,
 }
 
@@ -159,6 +171,8 @@ impl ServeArgs {
         if let Some(driver) = &gpu_driver {
             rails.among(driver.devices()?).context("in --rails")?;
         }
+        let wanted = self.calibrate.or(file.calibrate) != Some(CalibrateArg::Off);
+        let calibrate = wanted && gpu_driver.as_ref().is_some_and(|driver| driver.name() == "cuda");
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
@@ -168,6 +182,7 @@ impl ServeArgs {
             lease_ttl: Duration::from_secs(60),
             gpu_driver,
             rails: RailOptions { choice: rails, ..RailOptions::default() },
+            calibrate,
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };
         Ok(Resolved {

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_memory::{peer_pidfd, recv_with_fd};
+use kvlane_memory::{peer_pidfd, recv_with_fds, send_with_fds};
 use kvlane_proto::{Address, FrameError, FrameReader, MAX_FRAME_BYTES, Message, encode_frame, v1};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -76,6 +76,8 @@ pub(crate) struct Connection {
     scratch: Box<[u8]>,
     out: Vec<u8>,
     sent: usize,
+    /// Descriptors that ride on the byte at this place of `out`.
+    riding: Option<(usize, Vec<OwnedFd>)>,
     next_id: u64,
     descriptors: Vec<OwnedFd>,
     /// The last read took all that had arrived: asking again at once would be a system call for nothing.
@@ -99,6 +101,7 @@ impl Connection {
             scratch: vec![0; RECEIVE_BYTES].into(),
             out: Vec::new(),
             sent: 0,
+            riding: None,
             next_id: 0,
             descriptors: Vec::new(),
             drained: false,
@@ -115,6 +118,16 @@ impl Connection {
 
     /// Sends a request as far as the socket takes it and returns its id.
     pub(crate) fn send(&mut self, body: v1::request::Body) -> Result<u64, Lost> {
+        self.send_with(body, Vec::new())
+    }
+
+    /// The same with descriptors, which are closed once they are sent. Only one request with descriptors is under way at a
+    /// time.
+    pub(crate) fn send_with(
+        &mut self,
+        body: v1::request::Body,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<u64, Lost> {
         self.next_id += 1;
         let waiting = self.out.len() - self.sent;
         if waiting > OUT_BYTES_MAX {
@@ -125,6 +138,9 @@ impl Connection {
             return Err(Lost::TooLong(request.encoded_len()));
         }
         let frame = encode_frame(&request);
+        if !descriptors.is_empty() {
+            self.riding = Some((self.out.len(), descriptors));
+        }
         if self.out.is_empty() {
             self.out = frame;
         } else {
@@ -137,13 +153,24 @@ impl Connection {
     /// Sends what waits, as far as the socket takes it.
     pub(crate) fn flush(&mut self) -> Result<(), Lost> {
         while self.sent < self.out.len() {
-            let written = match &mut self.stream {
-                Stream::Unix(stream) => stream.write(&self.out[self.sent..]),
-                Stream::Tcp(stream) => stream.write(&self.out[self.sent..]),
+            let written = match (&mut self.stream, &self.riding) {
+                (Stream::Unix(stream), Some((at, descriptors))) if *at == self.sent => {
+                    let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+                    send_with_fds(stream, &self.out[self.sent..], &borrowed)
+                }
+                (Stream::Unix(stream), Some((at, _))) if *at > self.sent => {
+                    stream.write(&self.out[self.sent..*at])
+                }
+                (Stream::Unix(stream), _) => stream.write(&self.out[self.sent..]),
+                (Stream::Tcp(stream), _) => stream.write(&self.out[self.sent..]),
             };
             match written {
                 Ok(0) => return Err(Lost::Closed),
-                Ok(n) => self.sent += n,
+                Ok(n) => {
+                    // They went with the first byte.
+                    self.riding.take_if(|(at, _)| *at == self.sent);
+                    self.sent += n;
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
@@ -164,7 +191,7 @@ impl Connection {
                 return Ok(None);
             }
             let received = match &mut self.stream {
-                Stream::Unix(stream) => recv_with_fd(stream, &mut self.scratch, &mut self.descriptors),
+                Stream::Unix(stream) => recv_with_fds(stream, &mut self.scratch, &mut self.descriptors),
                 Stream::Tcp(stream) => stream.read(&mut self.scratch),
             };
             match received {

@@ -1,13 +1,20 @@
 //! A worker whose blocks lie on a GPU: what it shares with the daemon, and its own copies without the daemon.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, AtomicU64, Ordering},
+use std::{
+    ops::Range,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
 };
 
 use bytes::Bytes;
 use kvlane_block::{Region, Run};
-use kvlane_gpu::{Copy, DeviceMemory, Event, EventScope, Export, Gpu, GpuError, Priority, Stream};
+use kvlane_gpu::{
+    ChunkRange, Copy, DeviceMemory, Event, EventScope, Export, Gpu, GpuError, Priority, Stream,
+};
+use kvlane_memory::DESCRIPTORS_MAX;
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 
@@ -54,6 +61,8 @@ impl Flags {
 pub struct WorkerGpu {
     gpu: Gpu,
     exports: Vec<Export>,
+    /// Shared chunk by chunk, with every registration anew: the descriptors are not kept.
+    chunk_ranges: Vec<ChunkRange>,
     fence: DeviceMemory,
     fence_export: Export,
     events: Vec<Event>,
@@ -86,11 +95,24 @@ impl WorkerGpu {
     ) -> Result<Self, GpuError> {
         let gpu = Gpu::open_uuid(driver, device_uuid)?;
         let mut exports: Vec<Export> = Vec::new();
+        let mut chunked = Vec::new();
         for region in regions {
             let known = |export: &Export| (export.base..export.base + export.bytes).contains(&region.base);
-            if !exports.iter().any(known) {
+            if exports.iter().any(known) {
+                continue;
+            }
+            if gpu.is_chunked(region.base)? {
+                let bytes = region.span_bytes();
+                let wrong = || GpuError::Invalid(format!("a region at {:#x} has no end", region.base));
+                chunked.push((region.base, bytes.ok_or_else(wrong)?));
+            } else {
                 exports.push(gpu.export(region.base)?);
             }
+        }
+        let chunk_ranges = gpu.chunk_ranges(&chunked)?;
+        for range in &chunk_ranges {
+            // Whether it can be shared at all is to be known now.
+            gpu.export_chunk(range.base)?;
         }
         let fence = gpu.alloc(FENCE_ALLOCATION)?;
         let fence_export = gpu.export(fence.address())?;
@@ -108,6 +130,7 @@ impl WorkerGpu {
         Ok(Self {
             gpu,
             exports,
+            chunk_ranges,
             fence,
             fence_export,
             events,
@@ -242,14 +265,58 @@ impl WorkerGpu {
         enqueued
     }
 
+    /// What has to be shared chunk by chunk before this is registered.
+    pub(crate) fn chunk_batches(&self) -> Vec<ChunkBatch> {
+        let batches = |(range, ChunkRange { chunks, .. }): (usize, &ChunkRange)| {
+            let starts = (0..chunks.len()).step_by(DESCRIPTORS_MAX);
+            let batch = |start| start..chunks.len().min(start + DESCRIPTORS_MAX);
+            starts.map(|start| ChunkBatch { range, chunks: batch(start) }).collect::<Vec<_>>()
+        };
+        self.chunk_ranges.iter().enumerate().flat_map(batches).collect()
+    }
+
+    /// The message that shares a batch, and the descriptors that ride on it.
+    ///
+    /// # Errors
+    /// As for [`Gpu::export_chunk`].
+    pub(crate) fn share(&self, batch: &ChunkBatch) -> Result<(v1::ShareChunks, Vec<OwnedFd>), GpuError> {
+        let range = &self.chunk_ranges[batch.range];
+        let mut address = range.base + range.chunks[..batch.chunks.start].iter().sum::<u64>();
+        let mut descriptors = Vec::with_capacity(batch.chunks.len());
+        for bytes in &range.chunks[batch.chunks.clone()] {
+            descriptors.push(self.gpu.export_chunk(address)?);
+            address += bytes;
+        }
+        let message = v1::ShareChunks {
+            device_uuid: Bytes::copy_from_slice(&self.gpu.info().uuid),
+            base: range.base,
+            bytes: range.bytes(),
+            chunk_bytes: range.chunks[batch.chunks.clone()].to_vec(),
+        };
+        Ok((message, descriptors))
+    }
+
     pub(crate) fn to_wire(&self) -> v1::WorkerGpu {
+        let chunked = |range: &ChunkRange| v1::GpuAllocation {
+            base: range.base,
+            bytes: range.bytes(),
+            handle: Bytes::new(),
+        };
+        let exported = self.exports.iter().map(allocation);
         v1::WorkerGpu {
             device_uuid: Bytes::copy_from_slice(&self.gpu.info().uuid),
-            allocations: self.exports.iter().map(allocation).collect(),
+            allocations: exported.chain(self.chunk_ranges.iter().map(chunked)).collect(),
             fence: Some(allocation(&self.fence_export)),
             events: self.event_handles.iter().map(|handle| Bytes::copy_from_slice(handle)).collect(),
         }
     }
+}
+
+/// Chunks that are shared by one message, of one range.
+#[derive(Debug)]
+pub(crate) struct ChunkBatch {
+    range: usize,
+    chunks: Range<usize>,
 }
 
 fn allocation(export: &Export) -> v1::GpuAllocation {

@@ -1,9 +1,9 @@
 //! The worker's thread: connects and registers, asks for saves, copies loads, gives up on a silent daemon.
 //!
 //! ```text
-//!   Down --connect--> Greeting --Welcome--> Registering --WorkerRegistered--> Mapping --descriptor--> Confirming
-//!    ^                                                                                                    |
-//!    +------------------------------ lost, refused (backoff) <--------------- Open <------- Done ---------+
+//!   Down --connect--> Greeting --Welcome--> Sharing --Done of each--> Registering --WorkerRegistered--> Mapping
+//!    ^                                                                                                    | descriptor
+//!    +------------------------------ lost, refused (backoff) <------- Open <----- Done ----- Confirming <-+
 //! ```
 
 use std::{
@@ -24,7 +24,7 @@ use crate::{
     backoff::Backoff,
     connection::{Connection, Lost, poll_for},
     fence::Fence,
-    gpu::Flags,
+    gpu::{ChunkBatch, Flags},
     group::{GroupMemory, Places},
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
@@ -79,6 +79,8 @@ struct Link {
     connection: Connection,
     boot: BootId,
     stage: Stage,
+    /// What is still to be shared before registering.
+    batches: std::vec::IntoIter<ChunkBatch>,
     method: SaveMethod,
     asked: BTreeMap<u64, Asked>,
     /// A save timed out and nothing was heard since: do not ask for more.
@@ -88,6 +90,8 @@ struct Link {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Greeting,
+    /// GPU memory, chunk by chunk, where it consists of chunks.
+    Sharing,
     Registering,
     Mapping,
     Confirming,
@@ -418,6 +422,7 @@ impl Mover<'_> {
             connection,
             boot: [0; 16],
             stage: Stage::Greeting,
+            batches: self.options.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.chunk_batches()).into_iter(),
             method: self.options.save_method,
             asked: BTreeMap::new(),
             silent: false,
@@ -450,23 +455,7 @@ impl Mover<'_> {
                     // Without Yama there is nothing to allow; refused elsewhere, the daemon's probe will tell.
                     let _ = allow_ptrace_by(Some(credentials.pid).filter(|pid| *pid != 0));
                 }
-                link.stage = Stage::Registering;
-                let groups = self.groups.iter().map(GroupMemory::to_wire).collect();
-                let method = match self.options.save_method {
-                    SaveMethod::Auto => v1::register_worker::Method::Auto,
-                    SaveMethod::ProcessVm => v1::register_worker::Method::ProcessVm,
-                    SaveMethod::Mapped => v1::register_worker::Method::Mapped,
-                    SaveMethod::Gpu => v1::register_worker::Method::Gpu,
-                };
-                let gpu = self.options.gpu.as_ref().map(|gpu| gpu.to_wire());
-                link.connection.send(Ask::RegisterWorker(v1::RegisterWorker {
-                    rank: self.options.rank,
-                    workers: self.options.workers,
-                    groups,
-                    fence_address: self.fence.address(),
-                    method: method.into(),
-                    gpu,
-                }))?;
+                return self.share_or_register();
             }
             Some(Answer::WorkerRegistered(registered)) => {
                 let method;
@@ -497,6 +486,7 @@ impl Mover<'_> {
                     return Err(Lost::Closed);
                 }
             },
+            Some(Answer::Done(_)) if link.stage == Stage::Sharing => return self.share_or_register(),
             Some(Answer::Done(_)) if link.stage == Stage::Confirming => {
                 link.stage = Stage::Open;
                 self.backoff.succeeded();
@@ -550,6 +540,42 @@ impl Mover<'_> {
             }
             _ => {}
         }
+        Ok(())
+    }
+
+    /// Shares the next chunks of GPU memory, or registers when all are shared.
+    fn share_or_register(&mut self) -> Result<(), Lost> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        if let (Some(gpu), Some(batch)) = (&self.options.gpu, link.batches.next()) {
+            link.stage = Stage::Sharing;
+            return match gpu.share(&batch) {
+                Ok((message, descriptors)) => {
+                    link.connection.send_with(Ask::ShareChunks(message), descriptors)?;
+                    Ok(())
+                }
+                Err(error) => {
+                    self.note_refusal(&error.to_string());
+                    Err(Lost::Closed)
+                }
+            };
+        }
+        link.stage = Stage::Registering;
+        let groups = self.groups.iter().map(GroupMemory::to_wire).collect();
+        let method = match self.options.save_method {
+            SaveMethod::Auto => v1::register_worker::Method::Auto,
+            SaveMethod::ProcessVm => v1::register_worker::Method::ProcessVm,
+            SaveMethod::Mapped => v1::register_worker::Method::Mapped,
+            SaveMethod::Gpu => v1::register_worker::Method::Gpu,
+        };
+        let gpu = self.options.gpu.as_ref().map(|gpu| gpu.to_wire());
+        link.connection.send(Ask::RegisterWorker(v1::RegisterWorker {
+            rank: self.options.rank,
+            workers: self.options.workers,
+            groups,
+            fence_address: self.fence.address(),
+            method: method.into(),
+            gpu,
+        }))?;
         Ok(())
     }
 

@@ -156,7 +156,11 @@ fn measure(
 }
 
 /// The copier that does nothing but this method.
-fn options(gpu: &Gpu, method: CopyMethod, direction: Direction) -> Result<CopierOptions, GpuError> {
+pub(crate) fn options(
+    gpu: &Gpu,
+    method: CopyMethod,
+    direction: Direction,
+) -> Result<CopierOptions, GpuError> {
     let never = Thresholds { engine_bytes: u64::MAX, batch_bytes: u64::MAX, ..Thresholds::default() };
     let only = |use_batch, use_kernel| CopierOptions { use_batch, use_kernel, ..CopierOptions::default() };
     let lacks = |operation| GpuError::Unsupported { operation, reason: "this device cannot".into() };

@@ -1,19 +1,23 @@
 //! The CUDA driver, opened at run time through cudarc.
 
+mod allocation;
+
 use std::collections::HashMap;
 use std::ffi::{CStr, c_int, c_uint, c_void};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
 
 use cudarc::driver::sys::{self, CUresult};
 use parking_lot::RwLock;
 
+use self::allocation::AllocationHandle;
 use crate::detect::NoDriver;
 use crate::driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
 use crate::error::{GpuError, code};
 use crate::kernel;
 
 /// Every function that is called here except the batch copy. A missing one would make cudarc panic at its first call.
-const REQUIRED: [&str; 47] = [
+const REQUIRED: [&str; 58] = [
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
     "cuCtxGetStreamPriorityRange",
@@ -43,17 +47,28 @@ const REQUIRED: [&str; 47] = [
     "cuIpcOpenEventHandle",
     "cuIpcOpenMemHandle_v2",
     "cuLaunchKernel",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
     "cuMemAlloc_v2",
+    "cuMemCreate",
+    "cuMemExportToShareableHandle",
     "cuMemFreeHost",
     "cuMemFree_v2",
     "cuMemGetAddressRange_v2",
     "cuMemHostAlloc",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemRetainAllocationHandle",
+    "cuMemSetAccess",
+    "cuMemUnmap",
     "cuMemcpyAsync",
     "cuModuleGetFunction",
     "cuModuleLoadData",
     "cuModuleUnload",
+    "cuPointerGetAttribute",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamQuery",
@@ -132,8 +147,6 @@ impl CudaDriver {
             check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&mut uuid, device))?;
             check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&mut total_bytes, device))?;
         }
-        let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        let minor = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
         Ok(DeviceInfo {
             ordinal,
             uuid: uuid.bytes.map(|byte| byte as u8),
@@ -141,7 +154,7 @@ impl CudaDriver {
             total_bytes: total_bytes as u64,
             // As the kernel writes it in sysfs.
             pci_bus_id: text(&bus).to_lowercase(),
-            compute_capability: (attribute(device, major)?, attribute(device, minor)?),
+            compute_capability: compute_capability(device)?,
         })
     }
 
@@ -255,6 +268,13 @@ fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Resul
     Ok(value as u32)
 }
 
+/// Major and minor number.
+fn compute_capability(device: sys::CUdevice) -> Result<(u32, u32), GpuError> {
+    let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let minor = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+    Ok((attribute(device, major)?, attribute(device, minor)?))
+}
+
 fn text(buffer: &[std::ffi::c_char]) -> String {
     let bytes: Vec<u8> = buffer.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -268,8 +288,9 @@ fn load_kernel(device: sys::CUdevice) -> Result<Kernel, GpuError> {
         return Err(GpuError::Unsupported { operation: "the copy kernel", reason });
     }
     let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
-    // SAFETY: the image is one that nvcc made, which says itself how long it is.
-    check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, kernel::FATBIN.as_ptr().cast()) })?;
+    let image = kernel::image(compute_capability(device)?);
+    // SAFETY: the image is machine code, which says itself how long it is, or text that ends in a zero.
+    check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
     // SAFETY: the module is loaded and the name ends in a zero.
     let found = unsafe { sys::cuModuleGetFunction(&mut function, module, kernel::NAME.as_ptr()) };
     if let Err(error) = check("cuModuleGetFunction", found) {
@@ -363,6 +384,17 @@ impl Driver for CudaDriver {
         Ok((base, bytes as u64))
     }
 
+    fn is_ipc_capable(&self, device: u32, address: u64) -> Result<bool, GpuError> {
+        let capable = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
+        // A boolean, of whatever width the driver writes.
+        let mut value = 0u64;
+        self.call(device, "cuPointerGetAttribute", || {
+            // SAFETY: there is room for the attribute, and the driver checks the address.
+            unsafe { sys::cuPointerGetAttribute((&raw mut value).cast(), capable, address) }
+        })?;
+        Ok(value != 0)
+    }
+
     fn ipc_export(&self, device: u32, address: u64) -> Result<IpcHandle, GpuError> {
         let mut exported = sys::CUipcMemHandle { reserved: [0; 64] };
         self.call(device, "cuIpcGetMemHandle", || {
@@ -385,6 +417,68 @@ impl Driver for CudaDriver {
     unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
         self.call(device, "cuIpcCloseMemHandle", || unsafe { sys::cuIpcCloseMemHandle(base) })
+    }
+
+    fn reserve(&self, device: u32, bytes: u64) -> Result<u64, GpuError> {
+        let mut address = 0;
+        self.call(device, "cuMemAddressReserve", || {
+            // SAFETY: the pointer is valid; the driver picks unused addresses.
+            unsafe { sys::cuMemAddressReserve(&mut address, bytes as usize, 0, 0, 0) }
+        })?;
+        Ok(address)
+    }
+
+    unsafe fn unreserve(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {
+        self.call(device, "cuMemAddressFree", || {
+            // SAFETY: the caller's promise.
+            unsafe { sys::cuMemAddressFree(address, bytes as usize) }
+        })
+    }
+
+    unsafe fn chunk_create(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        shareable: bool,
+    ) -> Result<(), GpuError> {
+        let _current = self.enter(device, "cuMemCreate")?;
+        let memory = AllocationHandle::create(device, bytes, shareable)?;
+        // SAFETY: the caller's promise.
+        unsafe { memory.map(device, address, bytes) }
+    }
+
+    fn chunk_export(&self, device: u32, address: u64) -> Result<OwnedFd, GpuError> {
+        let _current = self.enter(device, "cuMemExportToShareableHandle")?;
+        AllocationHandle::at(address).and_then(|memory| memory.export()).map_err(|error| match error {
+            GpuError::Cuda { operation, code: code::OPERATING_SYSTEM, .. } => {
+                GpuError::NoDescriptor { operation }
+            }
+            GpuError::Cuda {
+                operation,
+                code: code::INVALID_VALUE | code::NOT_PERMITTED | code::NOT_SUPPORTED,
+                name,
+            } => GpuError::NotShareable { address, operation, name },
+            error => error,
+        })
+    }
+
+    unsafe fn chunk_import(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), GpuError> {
+        let _current = self.enter(device, "cuMemImportFromShareableHandle")?;
+        let memory = AllocationHandle::import(descriptor)?;
+        // SAFETY: the caller's promise.
+        unsafe { memory.map(device, address, bytes) }
+    }
+
+    unsafe fn chunk_unmap(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {
+        // SAFETY: the caller's promise.
+        self.call(device, "cuMemUnmap", || unsafe { sys::cuMemUnmap(address, bytes as usize) })
     }
 
     unsafe fn host_register(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {

@@ -1,6 +1,7 @@
 //! The few operations of a GPU driver that everything here is built from.
 
 use std::fmt::Debug;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::error::GpuError;
 
@@ -109,8 +110,11 @@ pub trait Driver: Send + Sync + Debug {
     /// See [`Driver`].
     unsafe fn free(&self, device: u32, address: u64) -> Result<(), GpuError>;
 
-    /// First address and bytes of the device allocation that holds an address.
+    /// First address and bytes of the device allocation, or chunk, that holds an address.
     fn address_range(&self, device: u32, address: u64) -> Result<(u64, u64), GpuError>;
+
+    /// Whether [`Driver::ipc_export`] is the way to share the memory at an address; else it consists of chunks.
+    fn is_ipc_capable(&self, device: u32, address: u64) -> Result<bool, GpuError>;
 
     /// A handle for the whole allocation that holds an address.
     fn ipc_export(&self, device: u32, address: u64) -> Result<IpcHandle, GpuError>;
@@ -123,6 +127,49 @@ pub trait Driver: Send + Sync + Debug {
     /// # Safety
     /// See [`Driver`].
     unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError>;
+
+    /// Addresses without memory, to map chunks at. Both the bytes here and those of chunks are multiples of 2 MiB.
+    fn reserve(&self, device: u32, bytes: u64) -> Result<u64, GpuError>;
+
+    /// Gives up what [`Driver::reserve`] gave.
+    ///
+    /// # Safety
+    /// See [`Driver`]. No chunk is mapped there.
+    unsafe fn unreserve(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError>;
+
+    /// New device memory, mapped at free addresses of a reservation. Only where it is `shareable` other processes can be
+    /// given it.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn chunk_create(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        shareable: bool,
+    ) -> Result<(), GpuError>;
+
+    /// A descriptor of the chunk that holds an address. It keeps the memory, and is good in every process of the host.
+    fn chunk_export(&self, device: u32, address: u64) -> Result<OwnedFd, GpuError>;
+
+    /// Maps a chunk that a process exported at free addresses of a reservation; the descriptor is not needed afterwards.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn chunk_import(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), GpuError>;
+
+    /// Unmaps one chunk; its memory is freed with its last mapping and descriptor anywhere.
+    ///
+    /// # Safety
+    /// See [`Driver`].
+    unsafe fn chunk_unmap(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError>;
 
     /// Pins host memory, for all devices.
     ///

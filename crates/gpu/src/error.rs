@@ -45,6 +45,28 @@ pub enum GpuError {
     /// Two imports claim the same addresses of the exporting process.
     #[error("two imported allocations overlap at {0:#x}")]
     ImportsOverlap(u64),
+    /// Memory that its allocator did not make for sharing.
+    #[error(
+        "the memory at {address:#x} cannot be shared with another process ({operation}: {name}): start the engine without \
+         expandable_segments:True or backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF (or with TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1, where torch \
+         knows it; torch before 2.5 cannot share such memory) and without vLLM's sleep mode"
+    )]
+    NotShareable {
+        /// Where it lies in this process.
+        address: u64,
+        /// The call that refused.
+        operation: &'static str,
+        /// The driver's name of the error.
+        name: String,
+    },
+    /// The process may open no more files, and a chunk of memory needs one for a moment.
+    #[error(
+        "{operation}: no descriptor is left for a chunk of memory: raise the limit of open files (ulimit -n)"
+    )]
+    NoDescriptor {
+        /// The call that needed one.
+        operation: &'static str,
+    },
     /// A request that makes no sense whatever the hardware.
     #[error("{0}")]
     Invalid(String),
@@ -91,7 +113,9 @@ pub(crate) mod code {
     pub(crate) const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
     pub(crate) const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
     pub(crate) const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
+    pub(crate) const OPERATING_SYSTEM: u32 = 304;
     pub(crate) const NOT_READY: u32 = 600;
+    pub(crate) const NOT_PERMITTED: u32 = 800;
     pub(crate) const NOT_SUPPORTED: u32 = 801;
 }
 

@@ -14,6 +14,7 @@ mod stream;
 
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -234,6 +235,7 @@ fn error(operation: &'static str, code: u32) -> GpuError {
         code::OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
         code::INVALID_CONTEXT => "CUDA_ERROR_INVALID_CONTEXT",
         code::MAP_FAILED => "CUDA_ERROR_MAP_FAILED",
+        code::OPERATING_SYSTEM => "CUDA_ERROR_OPERATING_SYSTEM",
         code::INVALID_HANDLE => "CUDA_ERROR_INVALID_HANDLE",
         code::ILLEGAL_ADDRESS => "CUDA_ERROR_ILLEGAL_ADDRESS",
         code::HOST_MEMORY_ALREADY_REGISTERED => "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
@@ -312,6 +314,11 @@ impl Driver for FakeDriver {
         self.machine.memory.address_range(address).map_err(|code| error("cuMemGetAddressRange", code))
     }
 
+    fn is_ipc_capable(&self, device: u32, address: u64) -> Result<bool, GpuError> {
+        self.begin(device, "cuPointerGetAttribute")?;
+        self.machine.memory.is_ipc_capable(address).map_err(|code| error("cuPointerGetAttribute", code))
+    }
+
     fn ipc_export(&self, device: u32, address: u64) -> Result<IpcHandle, GpuError> {
         self.begin(device, "cuIpcGetMemHandle")?;
         self.machine.memory.export(address).map_err(|code| error("cuIpcGetMemHandle", code))
@@ -325,6 +332,55 @@ impl Driver for FakeDriver {
     unsafe fn ipc_close(&self, device: u32, base: u64) -> Result<(), GpuError> {
         self.begin(device, "cuIpcCloseMemHandle")?;
         self.machine.memory.close(device, base).map_err(|code| error("cuIpcCloseMemHandle", code))
+    }
+
+    fn reserve(&self, device: u32, bytes: u64) -> Result<u64, GpuError> {
+        self.begin(device, "cuMemAddressReserve")?;
+        self.machine.memory.reserve(device, bytes).map_err(|code| error("cuMemAddressReserve", code))
+    }
+
+    unsafe fn unreserve(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemAddressFree")?;
+        let given_up = self.machine.memory.unreserve(device, address, bytes);
+        given_up.map_err(|code| error("cuMemAddressFree", code))
+    }
+
+    unsafe fn chunk_create(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        shareable: bool,
+    ) -> Result<(), GpuError> {
+        self.begin(device, "cuMemCreate")?;
+        let made = self.machine.memory.chunk_create(device, address, bytes, shareable);
+        made.map_err(|code| error("cuMemCreate", code))
+    }
+
+    fn chunk_export(&self, device: u32, address: u64) -> Result<OwnedFd, GpuError> {
+        self.begin(device, "cuMemExportToShareableHandle")?;
+        self.machine.memory.chunk_export(address).map_err(|(operation, code)| match error(operation, code) {
+            GpuError::Cuda { code: code::OPERATING_SYSTEM, .. } => GpuError::NoDescriptor { operation },
+            GpuError::Cuda { name, .. } => GpuError::NotShareable { address, operation, name },
+            other => other,
+        })
+    }
+
+    unsafe fn chunk_import(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<(), GpuError> {
+        self.begin(device, "cuMemImportFromShareableHandle")?;
+        let imported = self.machine.memory.chunk_import(device, address, bytes, descriptor);
+        imported.map_err(|code| error("cuMemImportFromShareableHandle", code))
+    }
+
+    unsafe fn chunk_unmap(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {
+        self.begin(device, "cuMemUnmap")?;
+        self.machine.memory.chunk_unmap(device, address, bytes).map_err(|code| error("cuMemUnmap", code))
     }
 
     unsafe fn host_register(&self, device: u32, address: u64, bytes: u64) -> Result<(), GpuError> {

@@ -7,6 +7,8 @@
 compile_error!("kvlane runs on 64-bit Linux");
 
 pub mod bench;
+pub mod calibrate;
+mod chunks;
 pub mod copier;
 mod cuda;
 mod detect;
@@ -23,6 +25,8 @@ pub mod split;
 mod stream;
 
 pub use bench::{measure_copy, measure_rails};
+pub use calibrate::Calibration;
+pub use chunks::{ChunkRange, Chunks, ImportedChunks};
 pub use copier::{Copier, CopierOptions, Direction, Enqueued};
 pub use detect::{DRIVER_VARIABLE, NoDriver, detect, driver_named};
 pub use device::{DeviceMemory, Gpu, uuid_text};

@@ -5,77 +5,16 @@
 
 mod support;
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 
 use kvlane_gpu::{
     AddressMap, Copier, CopierOptions, Copy, DRIVER_VARIABLE, Direction, Event, EventScope, Export, Gpu,
     GpuError, HostBuffer, IpcHandle, Mapped, NoDriver, detect, driver_named,
 };
+use support::role::{Role, asked_role, listen, say};
 use support::{Gate, device_memory, gpus, pattern, read, stream, tested_driver};
 
-const ROLE: &str = "KVLANE_TEST_ROLE";
-/// Before what a role says, among what the test harness says.
-const SAYS: &str = "role: ";
 const BYTES: usize = 3 << 20;
-
-// ---- the other process ----
-
-struct Role {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Role {
-    fn start(role: &str, driver: &str) -> Role {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "plays_the_role_it_was_started_for", "--nocapture"])
-            .env(ROLE, role)
-            .env(DRIVER_VARIABLE, driver)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let input = child.stdin.take().unwrap();
-        Role { child, input, output }
-    }
-
-    fn tell(&mut self, words: &[String]) {
-        writeln!(self.input, "{}", words.join(" ")).unwrap();
-    }
-
-    /// The next line of the role, in words.
-    fn hear(&mut self) -> Vec<String> {
-        let mut line = String::new();
-        while self.output.read_line(&mut line).unwrap() > 0 {
-            // The harness does not end its line before the role speaks.
-            if let Some((_, said)) = line.split_once(SAYS) {
-                return said.split_whitespace().map(str::to_owned).collect();
-            }
-            line.clear();
-        }
-        panic!("the other process ended: {:?}", self.child.wait());
-    }
-
-    fn end(mut self) {
-        drop(self.input);
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
-fn say(words: &[String]) {
-    println!("{SAYS}{}", words.join(" "));
-}
-
-/// A line of the process that started this one; no words at its end.
-fn listen() -> Vec<String> {
-    let mut line = String::new();
-    std::io::stdin().read_line(&mut line).unwrap();
-    line.split_whitespace().map(str::to_owned).collect()
-}
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
@@ -105,12 +44,12 @@ fn export(words: &[String]) -> Export {
 
 #[test]
 fn plays_the_role_it_was_started_for() {
-    match std::env::var(ROLE).as_deref() {
-        Ok("engine") => engine(),
-        Ok("exporter") => exporter(),
-        Ok("detector") => detector(),
-        Ok(other) => panic!("there is no role {other}"),
-        Err(_) => {}
+    match asked_role().as_deref() {
+        Some("engine") => engine(),
+        Some("exporter") => exporter(),
+        Some("detector") => detector(),
+        Some(other) => panic!("there is no role {other}"),
+        None => {}
     }
 }
 

@@ -1,42 +1,48 @@
-//! Sending bytes together with a descriptor over a Unix socket.
+//! Sending bytes together with descriptors over a Unix socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
 
-/// Most descriptors that one message may carry.
-const MAX_DESCRIPTORS: usize = 4;
+/// Most descriptors that one message may carry. The kernel takes up to 253.
+pub const DESCRIPTORS_MAX: usize = 128;
 
-/// Sends some of `bytes`, the descriptor with the first of them, and returns how many were sent. The rest, if any, is
-/// to be sent without the descriptor. A closed peer is an error and no signal.
+/// Sends some of `bytes`, the descriptors with the first of them, and returns how many were sent. The rest, if any, is
+/// to be sent without the descriptors. A closed peer is an error and no signal.
 ///
 /// # Panics
-/// If there are no bytes: a descriptor cannot travel alone on a stream.
-pub fn send_with_fd(stream: impl AsFd, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+/// If there are no bytes, since descriptors cannot travel alone on a stream, or more than [`DESCRIPTORS_MAX`] descriptors.
+pub fn send_with_fds(stream: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
     assert!(!bytes.is_empty(), "a descriptor travels with at least one byte");
-    let descriptors = fd.as_slice();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !descriptors.is_empty() {
-        let fits = ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
-        assert!(fits, "the buffer is made for one descriptor");
+    if !fds.is_empty() {
+        let fits = fds.len() <= DESCRIPTORS_MAX && ancillary.push(SendAncillaryMessage::ScmRights(fds));
+        assert!(fits, "{} descriptors do not fit into a message", fds.len());
     }
     let sent = retry_on_intr(|| {
         rustix::net::sendmsg(&stream, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL)
-    })?;
-    Ok(sent)
+    });
+    sent.map_err(|error| match error {
+        // The kernel counts what a user has sent and nobody received yet against the sender's limit.
+        Errno::TOOMANYREFS => {
+            io::Error::other("too many descriptors are under way: raise the limit of open files (ulimit -n)")
+        }
+        error => error.into(),
+    })
 }
 
 /// Receives bytes into `buf` and appends the descriptors that came with them, closed on exec. Returns the number of
-/// bytes; 0 means that the peer closed. More descriptors than a message of kvlane carries are an error.
-pub fn recv_with_fd(stream: impl AsFd, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+/// bytes; 0 means that the peer closed. More descriptors than a message of kvlane carries, or than this process may open,
+/// are an error.
+pub fn recv_with_fds(stream: impl AsFd, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = retry_on_intr(|| {
         rustix::net::recvmsg(&stream, &mut [IoSliceMut::new(buf)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
@@ -49,7 +55,10 @@ pub fn recv_with_fd(stream: impl AsFd, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -
     if received.flags.contains(ReturnFlags::CTRUNC) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("the peer sent more than {MAX_DESCRIPTORS} descriptors in one message"),
+            format!(
+                "descriptors of the peer were lost: it sent more than {DESCRIPTORS_MAX} in one message, or this process may \
+                 open no more files (ulimit -n)"
+            ),
         ));
     }
     Ok(received.bytes)
@@ -68,13 +77,13 @@ mod tests {
         let (left, right) = UnixStream::pair().unwrap();
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(b"through the socket").unwrap();
-        assert_eq!(send_with_fd(&left, b"plain", None).unwrap(), 5);
-        assert_eq!(send_with_fd(&left, b"frame", Some(file.as_fd())).unwrap(), 5);
+        assert_eq!(send_with_fds(&left, b"plain", &[]).unwrap(), 5);
+        assert_eq!(send_with_fds(&left, b"frame", &[file.as_fd()]).unwrap(), 5);
         let mut buffer = [0; 64];
         let mut fds = Vec::new();
         let mut bytes = 0;
         while bytes < 10 {
-            bytes += recv_with_fd(&right, &mut buffer[bytes..], &mut fds).unwrap();
+            bytes += recv_with_fds(&right, &mut buffer[bytes..], &mut fds).unwrap();
         }
         assert_eq!(&buffer[..bytes], b"plainframe");
         assert_eq!(fds.len(), 1);
@@ -91,19 +100,19 @@ mod tests {
     fn a_closed_peer_is_an_error_for_the_sender_and_the_end_for_the_receiver() {
         let (left, right) = UnixStream::pair().unwrap();
         drop(right);
-        assert_eq!(send_with_fd(&left, b"x", None).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
-        assert_eq!(recv_with_fd(&left, &mut [0; 8], &mut Vec::new()).unwrap(), 0);
+        assert_eq!(send_with_fds(&left, b"x", &[]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        assert_eq!(recv_with_fds(&left, &mut [0; 8], &mut Vec::new()).unwrap(), 0);
     }
 
     #[test]
     fn a_flood_of_descriptors_is_refused() {
         let (left, right) = UnixStream::pair().unwrap();
-        let many = [left.as_fd(); MAX_DESCRIPTORS * 3];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS * 3))];
+        let many = [left.as_fd(); DESCRIPTORS_MAX + 100];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX + 100))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(&many)));
         rustix::net::sendmsg(&left, &[IoSlice::new(b"x")], &mut ancillary, SendFlags::empty()).unwrap();
-        let error = recv_with_fd(&right, &mut [0; 8], &mut Vec::new()).unwrap_err();
-        assert!(error.to_string().contains("more than 4"), "{error}");
+        let error = recv_with_fds(&right, &mut [0; 8], &mut Vec::new()).unwrap_err();
+        assert!(error.to_string().contains("more than 128"), "{error}");
     }
 }

@@ -19,7 +19,7 @@ pub mod view;
 
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
 pub use available::{Available, available_memory};
-pub use descriptor::{recv_with_fd, send_with_fd};
+pub use descriptor::{DESCRIPTORS_MAX, recv_with_fds, send_with_fds};
 pub use engine::{CopyError, EngineMemory};
 pub use extents::{ExtentAllocator, PAGE_BYTES};
 pub use own::OwnMemory;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kvlane_gpu::{
-    Driver, Gpu, GpuError, NoDriver, RailChoice, RailOptions, Rails,
+    Calibration, Direction, Driver, Gpu, GpuError, HostBuffer, NoDriver, RailChoice, RailOptions, Rails,
     bench::{CopyMethod, Path, Shape, measure_copy, measure_rails},
+    calibrate::CALIBRATION_BYTES,
 };
 use pyo3::{exceptions::PyOSError, prelude::*};
 
@@ -50,6 +51,44 @@ pub(crate) fn bench_gpu_copy(
     };
     let shape = Shape { total_bytes, piece_bytes, joined: 1, shuffled: true, path };
     py.detach(|| measure_copy(&device, &shape, method)).map_err(failed)
+}
+
+/// (path, bytes of a piece, way to copy, GB/s) for each, and (path, bytes from which on a batch call of copy engines is
+/// chosen, the same for single copies), as the daemon measures at its start.
+#[pyfunction]
+#[allow(clippy::type_complexity, reason = "tuples for Python")]
+pub(crate) fn bench_gpu_calibrate(
+    py: Python<'_>,
+    gpu: u32,
+) -> PyResult<(Vec<(&'static str, u64, &'static str, f64)>, Vec<(&'static str, u64, u64)>)> {
+    let device = Gpu::open(driver()?, gpu).map_err(failed)?;
+    let measured = py.detach(|| {
+        let host = HostBuffer::new(&device, CALIBRATION_BYTES)?;
+        // SAFETY: the buffer is pinned, and ours alone.
+        unsafe { Calibration::measure(&device, host.address(), host.bytes()) }
+    });
+    let measured = measured.map_err(failed)?;
+    let rates = measured.rates().iter().map(|rate| {
+        let method = match rate.method {
+            CopyMethod::Kernel { .. } => "kernel",
+            CopyMethod::Batch => "batch",
+            _ => "engine",
+        };
+        (path_name(rate.direction), rate.piece_bytes, method, rate.gb_per_s)
+    });
+    let thresholds = [Direction::HostToDevice, Direction::DeviceToHost].map(|direction| {
+        let chosen = measured.thresholds(direction);
+        (path_name(direction), chosen.batch_bytes, chosen.engine_bytes)
+    });
+    Ok((rates.collect(), thresholds.to_vec()))
+}
+
+fn path_name(direction: Direction) -> &'static str {
+    match direction {
+        Direction::HostToDevice => "h2d",
+        Direction::DeviceToHost => "d2h",
+        Direction::Peer => "peer",
+    }
 }
 
 /// Ordinals of the GPUs whose links a load for this one can use too.

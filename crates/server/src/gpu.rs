@@ -9,13 +9,16 @@ use std::{
 
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
-    AddressMap, CHUNK_BYTES, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu, GpuError,
-    HostBuffer, Imported, Loader, Loading, Mapped, Pinned, Priority, RailOptions, Rails, Stream, Thresholds,
+    AddressMap, CHUNK_BYTES, Calibration, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu,
+    GpuError, HostBuffer, Imported, ImportedChunks, Loader, Loading, Mapped, Pinned, Priority, RailOptions,
+    Rails, Stream, Thresholds,
 };
 use kvlane_memory::{Arena, pidfd_exited, pidfd_exited_within};
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 use thiserror::Error;
+
+use crate::chunks::SharedChunks;
 
 /// Bytes of a fence: nonce, then a little-endian epoch.
 const FENCE_BYTES: u64 = 24;
@@ -29,7 +32,7 @@ const TABLES: usize = 32;
 /// Most events that a worker may share: copies that it can have under way.
 const EVENTS_MAX: usize = 1024;
 /// Most allocations that a worker's regions may lie in.
-const ALLOCATIONS_MAX: usize = 4096;
+pub(crate) const ALLOCATIONS_MAX: usize = 4096;
 
 /// The GPU driver, with the pool pinned for it.
 pub(crate) struct Gpus {
@@ -37,17 +40,20 @@ pub(crate) struct Gpus {
     /// Opened when the first engine on it registers, and kept.
     opened: Mutex<HashMap<[u8; 16], Gpu>>,
     rails: Arc<Rails>,
+    /// For GPUs of this name: those of one host and model are alike.
+    calibrated: (String, Calibration),
     /// Before the arena, which it needs.
     pinned: Pinned,
     _arena: Arc<Arena>,
 }
 
 impl Gpus {
-    /// Pins the pool.
+    /// Pins the pool, and measures the first GPU if it is to.
     pub(crate) fn start(
         driver: Arc<dyn Driver>,
         arena: Arc<Arena>,
         rails: RailOptions,
+        calibrate: bool,
     ) -> Result<Self, GpuError> {
         let start = Instant::now();
         let first = driver.devices()?.into_iter().next();
@@ -57,9 +63,12 @@ impl Gpus {
         // SAFETY: the arena is kept below for as long as it is pinned; sessions, which enqueue work on it, wait for
         // that work before they end.
         let pinned = unsafe { Pinned::new(&gpu, address, arena.bytes(), CHUNK_BYTES, |_| {})? };
+        // SAFETY: the pool is pinned, and nobody uses it yet.
+        let measured = calibrate.then(|| unsafe { Calibration::measure(&gpu, address, arena.bytes()) });
+        let calibrated = (first.name, calibration(measured));
         let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
         let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
-        let gpus = Self { driver, opened, rails, pinned, _arena: arena };
+        let gpus = Self { driver, opened, rails, calibrated, pinned, _arena: arena };
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
         let rails = gpus.rails.chosen();
         if gpus.driver.devices()?.len() > 1 && !rails.is_empty() {
@@ -86,7 +95,20 @@ impl Gpus {
         self.rails.relayed_bytes()
     }
 
-    fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
+    /// The directions, and from how many bytes on copy engines copy while a GPU is idle.
+    pub(crate) fn engine_bytes(&self) -> [(&'static str, u64); 2] {
+        let of = |direction| self.calibrated.1.thresholds(direction).batch_bytes;
+        [("host_to_device", of(Direction::HostToDevice)), ("device_to_host", of(Direction::DeviceToHost))]
+    }
+
+    /// What was measured of GPUs like this one.
+    fn calibration(&self, gpu: &Gpu) -> Calibration {
+        let (name, calibration) = &self.calibrated;
+        if *name == gpu.info().name { calibration.clone() } else { Calibration::default() }
+    }
+
+    /// The GPU with this UUID.
+    pub(crate) fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
         let mut opened = self.opened.lock();
         if let Some(gpu) = opened.get(&uuid) {
             return Ok(gpu.clone());
@@ -94,6 +116,27 @@ impl Gpus {
         let gpu = Gpu::open_uuid(Arc::clone(&self.driver), uuid)?;
         opened.insert(uuid, gpu.clone());
         Ok(gpu)
+    }
+}
+
+/// What was measured, or the usual where it was not, or failed.
+fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
+    match measured {
+        Some(Ok(measured)) => {
+            let of = |direction| measured.thresholds(direction).batch_bytes >> 10;
+            let (to_device, to_host) = (of(Direction::HostToDevice), of(Direction::DeviceToHost));
+            tracing::info!(
+                host_to_device_kib = to_device,
+                device_to_host_kib = to_host,
+                "measured from which length on copy engines are as fast as the kernel"
+            );
+            measured
+        }
+        Some(Err(error)) => {
+            tracing::warn!(%error, "the GPU could not be measured; copies go as on an H200");
+            Calibration::default()
+        }
+        None => Calibration::default(),
     }
 }
 
@@ -124,8 +167,11 @@ pub(crate) struct GpuMemory {
     saving: Mutex<Lane>,
     loading: Mutex<Lane>,
     loader: Loader,
+    /// For loads while nothing computes.
+    idle: Calibration,
     /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
     _imports: Vec<Imported>,
+    _chunks: Vec<ImportedChunks>,
 }
 
 /// The word (its address in the engine, and the value) that says that a part is there.
@@ -154,11 +200,12 @@ struct Lane {
 }
 
 impl GpuMemory {
-    /// Maps what a worker of an engine exported. Every region must lie in it.
+    /// Maps what a worker of an engine exported, and takes what it shared chunk by chunk. Every region must lie in it.
     pub(crate) fn import(
         gpus: &Gpus,
         engine_id: &str,
         worker: &v1::WorkerGpu,
+        mut chunks: SharedChunks,
         regions: &[&Region],
         nonce: [u8; 16],
         pidfd: OwnedFd,
@@ -177,14 +224,19 @@ impl GpuMemory {
         }
         let gpu = gpus.open(uuid)?;
         let fence = worker.fence.as_ref().ok_or_else(|| GpuError::Invalid("the fence is missing".into()))?;
-        let exports = worker.allocations.iter().chain([fence]).map(|allocation| export(allocation, uuid));
+        let (chunked, whole): (Vec<_>, Vec<_>) =
+            worker.allocations.iter().partition(|allocation| allocation.handle.is_empty());
+        let exports = whole.into_iter().chain([fence]).map(|allocation| export(allocation, uuid));
         let imports = exports.map(|export| gpu.import(&export?)).collect::<Result<Vec<_>, _>>()?;
-        let map = AddressMap::new(imports.iter().map(Mapped::from))?;
+        let chunks = chunked
+            .into_iter()
+            .map(|allocation| chunks.take(allocation, uuid))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mapped = chunks.iter().map(ImportedChunks::mapped).collect::<Result<Vec<_>, _>>()?;
+        let map = AddressMap::new(imports.iter().map(Mapped::from).chain(mapped))?;
         for region in regions {
-            // Validated before: the sum is inside the address space.
-            let last_piece = region.piece_offsets.iter().copied().max().unwrap_or(0);
-            let bytes = (region.blocks - 1) * region.block_stride + last_piece + region.piece_bytes;
-            map.local(region.base, bytes)?;
+            // Validated before: it ends inside the address space.
+            map.local(region.base, region.span_bytes().unwrap_or(u64::MAX))?;
         }
         let fence = map.local(fence.base, FENCE_BYTES)?;
         let handles = worker.events.iter().map(|handle| {
@@ -201,7 +253,9 @@ impl GpuMemory {
             saving: Mutex::new(Lane::new(&gpu, Priority::Normal, gpus.pinned.seams())?),
             loading: Mutex::new(Lane::new(&gpu, Priority::High, gpus.pinned.seams())?),
             loader: gpus.rails.loader(&gpu, engine_id),
+            idle: gpus.calibration(&gpu),
             _imports: imports,
+            _chunks: chunks,
         };
         let epoch = memory.fence_of(&mut memory.loading.lock());
         match epoch {
@@ -247,7 +301,7 @@ impl GpuMemory {
         let mut lane = self.loading.lock();
         let thresholds = |direction| match beside_compute {
             true => Thresholds::beside_compute(),
-            false => Thresholds::idle(direction),
+            false => self.idle.thresholds(direction),
         };
         lane.copier.set_thresholds(thresholds(Direction::HostToDevice));
         // A load that was given up while this process was stopped must not be started.
@@ -397,4 +451,42 @@ fn export(allocation: &v1::GpuAllocation, device_uuid: [u8; 16]) -> Result<Expor
     let handle = allocation.handle.as_ref().try_into();
     let handle = handle.map_err(|_| GpuError::Invalid("an allocation's handle has 64 bytes".into()))?;
     Ok(Export { handle, base: allocation.base, bytes: allocation.bytes, device_uuid })
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+    use kvlane_memory::{ArenaOptions, HugePages, Numa};
+
+    use super::*;
+
+    /// Starts on a pool of so many bytes, and on a fake GPU whose `nth` allocation fails, if one does.
+    fn engine_bytes(pool_bytes: u64, calibrate: bool, fails: Option<u64>) -> [(&'static str, u64); 2] {
+        let options =
+            ArenaOptions { bytes: pool_bytes, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let fake = Arc::new(FakeDriver::new(FakeOptions::default()).unwrap());
+        if let Some(nth) = fails {
+            fake.fail_call(0, Some("cuMemAlloc"), nth, 2);
+        }
+        let driver = Arc::clone(&fake) as Arc<dyn Driver>;
+        let gpus = Gpus::start(driver, arena, RailOptions::default(), calibrate).unwrap();
+        assert_eq!(calibrate && fails.is_none() && pool_bytes > 2 << 20, !fake.log().is_empty());
+        gpus.engine_bytes()
+    }
+
+    #[test]
+    fn a_gpu_is_measured_where_that_is_wanted_and_works_and_taken_as_usual_elsewhere() {
+        let of = |direction| Thresholds::idle(direction).batch_bytes;
+        let usual = [
+            ("host_to_device", of(Direction::HostToDevice)),
+            ("device_to_host", of(Direction::DeviceToHost)),
+        ];
+        assert_eq!(engine_bytes(4 << 20, false, None), usual);
+        assert_eq!(engine_bytes(4 << 20, true, Some(1)), usual);
+        assert_eq!(engine_bytes(1 << 20, true, None), usual);
+        for (_, bytes) in engine_bytes(4 << 20, true, None) {
+            assert!((16 << 10..=2 << 20).contains(&bytes) && bytes.is_power_of_two(), "{bytes}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
 
+mod chunks;
 mod engines;
 mod gpu;
 mod http;
@@ -54,6 +55,8 @@ pub struct ServeOptions {
     pub gpu_driver: Option<Arc<dyn Driver>>,
     /// How a load for one GPU uses the links of others.
     pub rails: RailOptions,
+    /// Whether to measure at start which way of copying is the fastest on this host's GPUs; else the usual is taken.
+    pub calibrate: bool,
 }
 
 /// Why a daemon does not start. Each names the offending value.
@@ -113,7 +116,7 @@ impl Daemon {
         let http_bound = options.http.map(http::bind).transpose()?;
         let arena = Arc::new(Arena::create(&options.arena, progress)?);
         let pin = |driver: &Arc<dyn Driver>| {
-            Gpus::start(Arc::clone(driver), Arc::clone(&arena), options.rails.clone())
+            Gpus::start(Arc::clone(driver), Arc::clone(&arena), options.rails.clone(), options.calibrate)
         };
         let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
         let store = Store::new(

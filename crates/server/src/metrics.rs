@@ -97,6 +97,12 @@ pub const METRICS: &[Metric] = &[
         "",
         "Bytes that loads for one GPU moved over the links of others.",
     ),
+    metric(
+        "kvlane_gpu_engine_bytes",
+        Gauge,
+        "direction",
+        "Runs from this length on are left to copy engines while a GPU is idle; measured at start.",
+    ),
     metric("kvlane_scrub_blocks_total", Counter, "", "Blocks whose checksum was verified again."),
     metric("kvlane_scrub_bad_blocks_total", Counter, "", "Blocks dropped because their bytes had changed."),
     metric(
@@ -124,7 +130,7 @@ pub const METRICS: &[Metric] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call(usize);
 
-const CALLS: [&str; 16] = [
+const CALLS: [&str; 17] = [
     "Hello",
     "OpenEngine",
     "RegisterWorker",
@@ -141,6 +147,7 @@ const CALLS: [&str; 16] = [
     "GetStatus",
     "Bye",
     "Load",
+    "ShareChunks",
 ];
 
 impl Call {
@@ -162,6 +169,7 @@ impl Call {
             Ask::GetStatus(_) => 13,
             Ask::Bye(_) => 14,
             Ask::Load(_) => 15,
+            Ask::ShareChunks(_) => 16,
         })
     }
 }
@@ -273,6 +281,9 @@ fn record(shared: &Shared) {
         counter!("kvlane_missed_blocks_total", &labels).absolute(missed_blocks);
         gauge!("kvlane_namespace_blocks", &labels).set(blocks as f64);
         gauge!("kvlane_namespace_bytes", &labels).set(bytes as f64);
+    }
+    for (direction, bytes) in shared.gpus.iter().flat_map(Gpus::engine_bytes) {
+        gauge!("kvlane_gpu_engine_bytes", "direction" => direction).set(bytes as f64);
     }
     let sessions = shared.sessions.list();
     for role in ["scheduler", "worker", "tool"] {

@@ -6,7 +6,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use kvlane_memory::send_with_fd;
+use kvlane_memory::send_with_fds;
 use kvlane_proto::{
     MAX_FRAME_BYTES, Message, encode_frame,
     v1::{self, refused::Reason, reply::Body as Answer},
@@ -41,7 +41,7 @@ impl Replies {
         match (&*stream, descriptor) {
             (Stream::Unix(stream), Some(fd)) => {
                 // The descriptor rides on the first byte that is taken.
-                let sent = send_with_fd(stream, &frame, Some(fd.as_fd()))?;
+                let sent = send_with_fds(stream, &frame, &[fd.as_fd()])?;
                 (&mut &*stream).write_all(&frame[sent..])
             }
             (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),

@@ -1,7 +1,7 @@
 //! One connection: reads requests, answers each, and cleans up after itself.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     io::{self, ErrorKind, Read},
     os::fd::OwnedFd,
     sync::{
@@ -12,7 +12,7 @@ use std::{
 };
 
 use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
-use kvlane_memory::ProcessVm;
+use kvlane_memory::{DESCRIPTORS_MAX, ProcessVm, recv_with_fds};
 use kvlane_proto::{
     FrameReader, WIRE_MAX, WIRE_MIN, negotiate,
     v1::{
@@ -24,6 +24,7 @@ use kvlane_store::{LeaseId, LookupGroup, OwnerId, WriterId};
 
 use crate::{
     Shared,
+    chunks::SharedChunks,
     engines::{GroupSpec, OpenGroup, SessionId, WorkerGroup},
     gpu::GpuMemory,
     loads,
@@ -46,6 +47,8 @@ const NAME_BYTES_MAX: usize = 512;
 const PAGES_BYTES_MAX: usize = 32 << 20;
 /// A peer that does not take its answers for so long is cut off.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// Descriptors that may have come before their requests are handled: those of a request and of the next.
+const DESCRIPTORS_PENDING_MAX: usize = 2 * DESCRIPTORS_MAX;
 /// Claims that a mapped worker may hold without committing them.
 const CLAIMS_MAX: usize = 4096;
 
@@ -68,7 +71,15 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                 Ok(clone) => Arc::new(Replies::new(clone, shared.boot)),
                 Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
             };
-            let mut session = Session { stream, replies, peer, shared, greeted: None, _connected: connected };
+            let mut session = Session {
+                stream,
+                replies,
+                peer,
+                shared,
+                greeted: None,
+                descriptors: VecDeque::new(),
+                _connected: connected,
+            };
             match session.serve() {
                 Ok(()) => {}
                 Err(error) => tracing::info!(session = session.id(), %error, "connection ended"),
@@ -85,6 +96,8 @@ struct Session {
     peer: Peer,
     shared: Arc<Shared>,
     greeted: Option<Greeted>,
+    /// Received, of requests that were not handled yet.
+    descriptors: VecDeque<OwnedFd>,
     _connected: Connected,
 }
 
@@ -105,6 +118,8 @@ struct Greeted {
     said_bye: bool,
     /// A scheduler that has opened its engine.
     opened: Option<OwnerId>,
+    /// Of a worker that is about to register.
+    chunks: SharedChunks,
     /// A worker that has registered.
     worker: Option<WorkerState>,
 }
@@ -138,9 +153,10 @@ impl Session {
         self.stream.set_timeouts(Some(GREETING_TIMEOUT), SEND_TIMEOUT)?;
         let mut reader = FrameReader::default();
         let mut scratch = vec![0; READ_BYTES];
+        let mut descriptors = Vec::new();
         loop {
             let received = match &mut self.stream {
-                Stream::Unix(stream) => stream.read(&mut scratch),
+                Stream::Unix(stream) => recv_with_fds(stream, &mut scratch, &mut descriptors),
                 Stream::Tcp(stream) => stream.read(&mut scratch),
             };
             match received {
@@ -148,6 +164,10 @@ impl Session {
                 Ok(count) => reader.push(&scratch[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
+            }
+            self.descriptors.extend(descriptors.drain(..));
+            if self.descriptors.len() > DESCRIPTORS_PENDING_MAX {
+                return Err(io::Error::new(ErrorKind::InvalidData, "descriptors came that nobody announced"));
             }
             loop {
                 match reader.next_message::<v1::Request>() {
@@ -289,6 +309,13 @@ impl Session {
                 Err((Reason::Stopping, "the daemon is stopping and takes no new work".into()))
             }
             Ask::OpenEngine(open) => open_engine(&shared, greeted, open),
+            Ask::ShareChunks(share) => {
+                if greeted.info.role != Role::Worker {
+                    return Err((Reason::NotAllowed, "only workers share memory".into()));
+                }
+                let count = share.chunk_bytes.len().min(self.descriptors.len());
+                share_chunks(&shared, greeted, &share, self.descriptors.drain(..count).collect())
+            }
             Ask::RegisterWorker(register) => {
                 register_worker(&shared, greeted, &self.peer, &self.replies, register)
             }
@@ -387,6 +414,7 @@ impl Session {
             heard,
             said_bye: false,
             opened: None,
+            chunks: SharedChunks::default(),
             worker: None,
         });
         if role != Role::Tool {
@@ -484,6 +512,25 @@ fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> 
     Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
 }
 
+fn share_chunks(
+    shared: &Shared,
+    greeted: &mut Greeted,
+    share: &v1::ShareChunks,
+    descriptors: Vec<OwnedFd>,
+) -> Result<Answer, Refusal> {
+    let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
+    greeted.chunks.push(gpus, share, descriptors).map_err(|error| {
+        // A part of a range is good for nothing.
+        greeted.chunks = SharedChunks::default();
+        (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
+    })?;
+    Ok(done())
+}
+
+fn no_gpu() -> Refusal {
+    (Reason::NotAllowed, "the worker's blocks lie on a GPU, and this daemon has none".into())
+}
+
 fn register_worker(
     shared: &Arc<Shared>,
     greeted: &mut Greeted,
@@ -497,6 +544,7 @@ fn register_worker(
     // Where it fails the engine may end, and another shape come under its name: what was registered before must not
     // meet that one's groups.
     greeted.worker = None;
+    let chunks = std::mem::take(&mut greeted.chunks);
     let method = register.method();
     let group = |group| worker_group(group, register.rank, register.workers);
     let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
@@ -510,14 +558,12 @@ fn register_worker(
     let slices: Vec<Vec<Vec<Region>>> = groups.iter().map(|group| group.slices.clone()).collect();
     let (memory, reason) = match (peer, method) {
         (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
-            let gpus = shared.gpus.as_ref().ok_or_else(|| {
-                (Reason::NotAllowed, "the worker's blocks lie on a GPU, and this daemon has none".to_owned())
-            })?;
+            let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
             let gpu = register.gpu.as_ref().ok_or_else(|| invalid("method GPU needs the worker's GPU"))?;
             let pidfd = pidfd.try_clone().map_err(|e| (Reason::Limit, format!("no descriptor left: {e}")))?;
             let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
             let memory =
-                GpuMemory::import(gpus, &greeted.info.engine_id, gpu, &regions, greeted.nonce, pidfd)
+                GpuMemory::import(gpus, &greeted.info.engine_id, gpu, chunks, &regions, greeted.nonce, pidfd)
                     .map_err(|error| {
                         (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
                     })?;

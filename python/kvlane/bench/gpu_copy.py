@@ -35,14 +35,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=3, help="of all ways, interleaved (default %(default)s)"
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["auto"], help="ways to copy")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="only what `kvlane serve` measures at its start, and the thresholds that follow",
+    )
     add_out(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and publish."""
     with report.CpuWatch() as watch:
-        outcome = measure(arguments)
+        outcome = calibrate(arguments) if arguments.calibrate else measure(arguments)
     return publish(arguments, outcome, watch)
+
+
+def calibrate(arguments: argparse.Namespace) -> Outcome:
+    """What the daemon measures at its start."""
+    try:
+        rates, thresholds = _core.bench_gpu_calibrate(arguments.gpu)
+    except OSError as error:
+        sys.exit(f"kvlane bench gpu-copy needs a GPU: {error}")
+    figures = [
+        Figure(f"{path}: pieces of {piece >> 10} KiB, {way}", rate, "GB/s")
+        for path, piece, way, rate in rates
+    ]
+    for path, batch_bytes, engine_bytes in thresholds:
+        figures.append(Figure(f"{path}: copy engines from, batch calls", batch_bytes >> 10, "KiB"))
+        figures.append(Figure(f"{path}: copy engines from, single copies", engine_bytes >> 10, "KiB"))
+    details = {
+        "gb_per_s": [
+            {"path": path, "piece_bytes": piece, "method": way, "median": rate}
+            for path, piece, way, rate in rates
+        ],
+        "thresholds": [
+            {"path": path, "batch_bytes": batch_bytes, "engine_bytes": engine_bytes}
+            for path, batch_bytes, engine_bytes in thresholds
+        ],
+    }
+    note = f"64 MiB in pieces that are not adjacent, GPU {arguments.gpu}; medians over interleaved rounds."
+    return Outcome(NAME, figures, details, note)
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:

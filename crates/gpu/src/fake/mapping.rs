@@ -12,7 +12,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 const RESERVED: u64 = 1 << 40;
 
 /// Allocations begin at multiples of this.
-const GRAIN: u64 = 2 << 20;
+pub(super) const GRAIN: u64 = 2 << 20;
 
 /// A range of addresses that is not accessible except where an allocation was mapped into it.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Arena {
         address.wrapping_sub(self.base) < RESERVED
     }
 
-    fn take(&self, bytes: u64) -> io::Result<u64> {
+    pub(super) fn take(&self, bytes: u64) -> io::Result<u64> {
         let bytes = bytes.checked_next_multiple_of(GRAIN).ok_or(io::ErrorKind::OutOfMemory)?;
         let fits = |start: u64| start.checked_add(bytes).filter(|end| *end - self.base <= RESERVED);
         self.next
@@ -66,13 +66,16 @@ pub(super) struct DeviceMapping {
 
 impl DeviceMapping {
     pub(super) fn new(arena: &Arc<Arena>, bytes: u64) -> io::Result<DeviceMapping> {
-        let file = File::from(rustix::fs::memfd_create("kvlane-fake-gpu", MemfdFlags::CLOEXEC)?);
-        file.set_len(bytes)?;
-        DeviceMapping::of(arena, file, bytes)
+        DeviceMapping::of(arena, device_file(bytes)?, bytes)
     }
 
     pub(super) fn of(arena: &Arc<Arena>, file: File, bytes: u64) -> io::Result<DeviceMapping> {
         let base = arena.take(bytes)?;
+        DeviceMapping::at(arena, base, file, bytes)
+    }
+
+    /// At addresses that were taken from the arena for it.
+    pub(super) fn at(arena: &Arc<Arena>, base: u64, file: File, bytes: u64) -> io::Result<DeviceMapping> {
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: the range was taken from the arena for this mapping alone.
@@ -94,6 +97,13 @@ impl Drop for DeviceMapping {
             tracing::error!(%error, "cannot unmap memory of a fake device");
         }
     }
+}
+
+/// Device memory without addresses.
+pub(super) fn device_file(bytes: u64) -> io::Result<File> {
+    let file = File::from(rustix::fs::memfd_create("kvlane-fake-gpu", MemfdFlags::CLOEXEC)?);
+    file.set_len(bytes)?;
+    Ok(file)
 }
 
 /// Host memory of the fake.

@@ -1,12 +1,14 @@
 //! What is allocated, imported and pinned on the fake's devices, and who may touch it.
 
 use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::handle::{Handle, MEMORY};
-use super::mapping::{Arena, DeviceMapping, HostMapping};
+use super::mapping::{Arena, DeviceMapping, GRAIN, HostMapping, device_file};
 use crate::driver::IpcHandle;
 use crate::error::code;
 
@@ -24,6 +26,8 @@ pub(super) struct Memory {
 struct Tables {
     device: BTreeMap<u64, Allocation>,
     host: BTreeMap<u64, HostRange>,
+    /// Addresses for chunks: device and bytes.
+    reserved: BTreeMap<u64, (u32, u64)>,
     /// (device, peer): kernels of the one reach memory of the other.
     peers: HashSet<(u32, u32)>,
 }
@@ -32,8 +36,25 @@ struct Tables {
 struct Allocation {
     device: u32,
     mapping: Arc<DeviceMapping>,
-    /// For memory of another process: its handle, and how often it was opened.
-    imported: Option<(IpcHandle, usize)>,
+    origin: Origin,
+}
+
+/// Where memory comes from.
+#[derive(Debug, PartialEq, Eq)]
+enum Origin {
+    /// It was allocated here.
+    Own,
+    /// From another process, by its handle; and how often it was opened.
+    Imported(IpcHandle, usize),
+    /// A chunk at addresses that were reserved before.
+    Chunk(Chunk),
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Chunk {
+    Shareable,
+    NotShareable,
+    Imported,
 }
 
 #[derive(Debug)]
@@ -57,6 +78,9 @@ pub(super) enum Hold {
     Device {
         _mapping: Arc<DeviceMapping>,
     },
+    Chunks {
+        _mappings: Vec<Arc<DeviceMapping>>,
+    },
     Host {
         _mapping: Arc<HostMapping>,
     },
@@ -74,21 +98,27 @@ impl Memory {
             return Err(code::INVALID_VALUE);
         }
         let mut tables = self.tables.lock();
-        let own = |allocation: &&Allocation| allocation.device == device && allocation.imported.is_none();
-        let used: u64 = tables.device.values().filter(own).map(|allocation| allocation.mapping.bytes).sum();
-        if used.checked_add(bytes).is_none_or(|used| used > self.device_bytes) {
-            return Err(code::OUT_OF_MEMORY);
-        }
+        self.check_room(&tables, device, bytes)?;
         let mapping = DeviceMapping::new(&self.arena, bytes).map_err(|_| code::OUT_OF_MEMORY)?;
         let base = mapping.base;
-        tables.device.insert(base, Allocation { device, mapping: Arc::new(mapping), imported: None });
+        tables.device.insert(base, Allocation { device, mapping: Arc::new(mapping), origin: Origin::Own });
         Ok(base)
+    }
+
+    fn check_room(&self, tables: &Tables, device: u32, bytes: u64) -> Outcome<()> {
+        let used =
+            tables.device.values().filter(|allocation| allocation.device == device && allocation.is_own());
+        let used: u64 = used.map(|allocation| allocation.mapping.bytes).sum();
+        match used.checked_add(bytes).is_some_and(|used| used <= self.device_bytes) {
+            true => Ok(()),
+            false => Err(code::OUT_OF_MEMORY),
+        }
     }
 
     pub(super) fn free(&self, device: u32, base: u64) -> Outcome<()> {
         let mut tables = self.tables.lock();
         match tables.device.get(&base) {
-            Some(allocation) if allocation.device == device && allocation.imported.is_none() => {
+            Some(allocation) if allocation.device == device && allocation.origin == Origin::Own => {
                 tables.device.remove(&base);
                 Ok(())
             }
@@ -102,10 +132,16 @@ impl Memory {
         Ok((allocation.mapping.base, allocation.mapping.bytes))
     }
 
+    pub(super) fn is_ipc_capable(&self, address: u64) -> Outcome<bool> {
+        let tables = self.tables.lock();
+        let allocation = tables.allocation(address).ok_or(code::INVALID_VALUE)?;
+        Ok(!matches!(allocation.origin, Origin::Chunk(_)))
+    }
+
     pub(super) fn export(&self, address: u64) -> Outcome<IpcHandle> {
         let tables = self.tables.lock();
         match tables.allocation(address) {
-            Some(Allocation { mapping, imported: None, .. }) => {
+            Some(Allocation { mapping, origin: Origin::Own, .. }) => {
                 Ok(Handle::new(&mapping.file, mapping.bytes)?.encode(MEMORY))
             }
             _ => Err(code::INVALID_VALUE),
@@ -114,8 +150,8 @@ impl Memory {
 
     pub(super) fn import(&self, device: u32, handle: &IpcHandle) -> Outcome<u64> {
         let mut tables = self.tables.lock();
-        let opened = tables.device.values_mut().find_map(|allocation| match &mut allocation.imported {
-            Some((known, count)) if known == handle && allocation.device == device => {
+        let opened = tables.device.values_mut().find_map(|allocation| match &mut allocation.origin {
+            Origin::Imported(known, count) if known == handle && allocation.device == device => {
                 *count += 1;
                 Some(allocation.mapping.base)
             }
@@ -128,15 +164,15 @@ impl Memory {
         let mapping =
             DeviceMapping::of(&self.arena, named.open()?, named.bytes).map_err(|_| code::MAP_FAILED)?;
         let base = mapping.base;
-        let imported = Some((*handle, 1));
-        tables.device.insert(base, Allocation { device, mapping: Arc::new(mapping), imported });
+        let origin = Origin::Imported(*handle, 1);
+        tables.device.insert(base, Allocation { device, mapping: Arc::new(mapping), origin });
         Ok(base)
     }
 
     pub(super) fn close(&self, device: u32, base: u64) -> Outcome<()> {
         let mut tables = self.tables.lock();
         let allocation = tables.device.get_mut(&base).filter(|allocation| allocation.device == device);
-        let Some((_, count)) = allocation.and_then(|allocation| allocation.imported.as_mut()) else {
+        let Some(Origin::Imported(_, count)) = allocation.map(|allocation| &mut allocation.origin) else {
             return Err(code::INVALID_VALUE);
         };
         *count -= 1;
@@ -144,6 +180,102 @@ impl Memory {
             tables.device.remove(&base);
         }
         Ok(())
+    }
+
+    pub(super) fn reserve(&self, device: u32, bytes: u64) -> Outcome<u64> {
+        if bytes == 0 || !bytes.is_multiple_of(GRAIN) {
+            return Err(code::INVALID_VALUE);
+        }
+        let base = self.arena.take(bytes).map_err(|_| code::OUT_OF_MEMORY)?;
+        self.tables.lock().reserved.insert(base, (device, bytes));
+        Ok(base)
+    }
+
+    pub(super) fn unreserve(&self, device: u32, address: u64, bytes: u64) -> Outcome<()> {
+        let mut tables = self.tables.lock();
+        let whole = tables.reserved.get(&address) == Some(&(device, bytes));
+        if !whole || tables.device.range(address..address + bytes).next().is_some() {
+            return Err(code::INVALID_VALUE);
+        }
+        tables.reserved.remove(&address);
+        Ok(())
+    }
+
+    pub(super) fn chunk_create(&self, device: u32, address: u64, bytes: u64, shareable: bool) -> Outcome<()> {
+        let mut tables = self.tables.lock();
+        self.check_room(&tables, device, bytes)?;
+        let file = device_file(bytes).map_err(|_| code::OUT_OF_MEMORY)?;
+        let chunk = if shareable { Chunk::Shareable } else { Chunk::NotShareable };
+        self.map_chunk(&mut tables, device, address, bytes, file, chunk)
+    }
+
+    /// Says which call refuses, as CUDA does.
+    pub(super) fn chunk_export(&self, address: u64) -> Result<OwnedFd, (&'static str, u32)> {
+        let tables = self.tables.lock();
+        match tables.allocation(address) {
+            Some(Allocation {
+                mapping, origin: Origin::Chunk(Chunk::Shareable | Chunk::Imported), ..
+            }) => {
+                let copied = mapping.file.try_clone().map(OwnedFd::from);
+                copied.map_err(|_| ("cuMemExportToShareableHandle", code::OPERATING_SYSTEM))
+            }
+            Some(Allocation { origin: Origin::Chunk(Chunk::NotShareable), .. }) => {
+                Err(("cuMemExportToShareableHandle", code::INVALID_VALUE))
+            }
+            _ => Err(("cuMemRetainAllocationHandle", code::INVALID_VALUE)),
+        }
+    }
+
+    pub(super) fn chunk_import(
+        &self,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        descriptor: BorrowedFd<'_>,
+    ) -> Outcome<()> {
+        let file = descriptor.try_clone_to_owned().map_err(|_| code::OPERATING_SYSTEM)?;
+        let status = rustix::fs::fstat(&file).map_err(|_| code::INVALID_VALUE)?;
+        // A chunk is mapped as a whole.
+        if status.st_size as u64 != bytes {
+            return Err(code::INVALID_VALUE);
+        }
+        self.map_chunk(&mut self.tables.lock(), device, address, bytes, file.into(), Chunk::Imported)
+    }
+
+    fn map_chunk(
+        &self,
+        tables: &mut Tables,
+        device: u32,
+        address: u64,
+        bytes: u64,
+        file: File,
+        chunk: Chunk,
+    ) -> Outcome<()> {
+        let end = address.checked_add(bytes).ok_or(code::INVALID_VALUE)?;
+        let reserved = tables.reserved.range(..=address).next_back();
+        let inside = reserved.is_some_and(|(base, (owner, room))| *owner == device && end <= base + room);
+        let last = tables.device.range(..end).next_back();
+        let free = last.is_none_or(|(base, taken)| base + taken.mapping.bytes <= address);
+        if bytes == 0 || !(address | bytes).is_multiple_of(GRAIN) || !inside || !free {
+            return Err(code::INVALID_VALUE);
+        }
+        let mapping = DeviceMapping::at(&self.arena, address, file, bytes).map_err(|_| code::MAP_FAILED)?;
+        let origin = Origin::Chunk(chunk);
+        tables.device.insert(address, Allocation { device, mapping: Arc::new(mapping), origin });
+        Ok(())
+    }
+
+    pub(super) fn chunk_unmap(&self, device: u32, address: u64, bytes: u64) -> Outcome<()> {
+        let mut tables = self.tables.lock();
+        match tables.device.get(&address) {
+            Some(Allocation { device: owner, mapping, origin: Origin::Chunk(_) })
+                if *owner == device && mapping.bytes == bytes =>
+            {
+                tables.device.remove(&address);
+                Ok(())
+            }
+            _ => Err(code::INVALID_VALUE),
+        }
     }
 
     pub(super) fn register(&self, address: u64, bytes: u64) -> Outcome<()> {
@@ -214,10 +346,17 @@ impl Memory {
             let reached =
                 reach == Reach::CopyEngine || owner == device || tables.peers.contains(&(device, owner));
             let mapping = &allocation.mapping;
-            if !reached || end > mapping.base + mapping.bytes {
+            if !reached {
                 return Err(refused);
             }
-            return Ok(Hold::Device { _mapping: Arc::clone(mapping) });
+            if end <= mapping.base + mapping.bytes {
+                return Ok(Hold::Device { _mapping: Arc::clone(mapping) });
+            }
+            // Chunks that follow each other are one range; other allocations are not.
+            return tables
+                .chunks(address, end, owner)
+                .map(|_mappings| Hold::Chunks { _mappings })
+                .ok_or(refused);
         }
         if self.arena.contains(address) {
             return Err(code::ILLEGAL_ADDRESS);
@@ -237,7 +376,29 @@ impl Memory {
     }
 }
 
+impl Allocation {
+    /// Whether it takes memory of the device here.
+    fn is_own(&self) -> bool {
+        !matches!(self.origin, Origin::Imported(..) | Origin::Chunk(Chunk::Imported))
+    }
+}
+
 impl Tables {
+    /// The chunks of a device that hold a range without a gap.
+    fn chunks(&self, start: u64, end: u64, device: u32) -> Option<Vec<Arc<DeviceMapping>>> {
+        let mut reached = start;
+        let mut mappings = Vec::new();
+        while reached < end {
+            let allocation = self.allocation(reached)?;
+            if allocation.device != device || !matches!(allocation.origin, Origin::Chunk(_)) {
+                return None;
+            }
+            reached = allocation.mapping.base + allocation.mapping.bytes;
+            mappings.push(Arc::clone(&allocation.mapping));
+        }
+        Some(mappings)
+    }
+
     fn allocation(&self, address: u64) -> Option<&Allocation> {
         let (base, allocation) = self.device.range(..=address).next_back()?;
         (address < base + allocation.mapping.bytes).then_some(allocation)

@@ -1,6 +1,8 @@
 //! Fake GPUs, memory to copy between, and a gate that keeps a stream from going on.
 #![allow(dead_code, reason = "every test binary uses a part")]
-#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
+
+pub(crate) mod role;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

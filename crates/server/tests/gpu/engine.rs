@@ -13,11 +13,11 @@ use kvlane_block::Region;
 use kvlane_client::{
     Finished, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
 };
-use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
+use kvlane_gpu::{Chunks, Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
 use kvlane_proto::Address;
 
 use crate::{
-    driver::{BLOCKS, LAYERS, driver, engines_gpu, piece},
+    driver::{BLOCKS, LAYERS, SMALL_PIECE, driver, engines_gpu, piece},
     process::{Process, say, told},
     support::{PATIENCE, TOKENS, hashes, scheduler, settle, worker_options},
 };
@@ -28,6 +28,8 @@ pub const POISON: u8 = 0;
 /// Names the socket to the process that is to be an engine.
 const SOCKET: &str = "KVLANE_TEST_ENGINE_AT";
 const ID: &str = "KVLANE_TEST_ENGINE_ID";
+/// Set where its memory is to consist of chunks.
+const IN_CHUNKS: &str = "KVLANE_TEST_ENGINE_IN_CHUNKS";
 
 /// Bytes of a block: of another seed they are others in every page.
 pub fn content(seed: u8, bytes: u64) -> Vec<u8> {
@@ -37,12 +39,12 @@ pub fn content(seed: u8, bytes: u64) -> Vec<u8> {
     all
 }
 
-/// A tensor a layer, in one allocation.
+/// A tensor a layer, in one allocation or in chunks.
 pub struct GpuEngine {
     pub scheduler: Scheduler,
     pub worker: Worker,
     pub stream: Stream,
-    memory: DeviceMemory,
+    memory: Memory,
     piece: u64,
     /// What enqueued copies may still read.
     sources: Vec<HostBuffer>,
@@ -50,11 +52,45 @@ pub struct GpuEngine {
     jobs: u64,
 }
 
+/// What an engine's tensors lie in.
+pub enum Memory {
+    Whole(DeviceMemory),
+    Chunks(Chunks),
+}
+
+/// Bytes of a chunk: the smallest.
+pub const CHUNK: u64 = 2 << 20;
+/// Bytes from one block to the next in chunks: far apart, so that there are more chunks than a message carries.
+const APART: u64 = 5 << 20;
+
+impl Memory {
+    pub fn whole(gpu: &Gpu, piece: u64) -> Result<Self, GpuError> {
+        gpu.alloc(u64::from(BLOCKS) * LAYERS * piece).map(Self::Whole)
+    }
+
+    /// Chunks that pieces of at most 1 MiB cross.
+    pub fn in_chunks(gpu: &Gpu, shareable: bool) -> Result<Self, GpuError> {
+        let bytes = (u64::from(BLOCKS) * LAYERS + 1) * APART;
+        let sizes = vec![CHUNK; bytes.div_ceil(CHUNK) as usize];
+        Chunks::alloc(gpu, &sizes, shareable).map(Self::Chunks)
+    }
+
+    /// Where a layer of a block lies.
+    fn address(&self, layer: u64, block: u64, piece: u64) -> u64 {
+        let index = layer * u64::from(BLOCKS) + block;
+        match self {
+            Self::Whole(memory) => memory.address() + index * piece,
+            // Every second one lies across two chunks.
+            Self::Chunks(chunks) => chunks.base() + CHUNK - piece / 2 + index * APART,
+        }
+    }
+}
+
 /// Where the layers lie.
-pub fn regions(memory: &DeviceMemory, piece: u64) -> Vec<Region> {
+pub fn regions(memory: &Memory, piece: u64) -> Vec<Region> {
     let region = |layer| Region {
-        base: memory.address() + layer * u64::from(BLOCKS) * piece,
-        block_stride: piece,
+        base: memory.address(layer, 0, piece),
+        block_stride: memory.address(0, 1, piece) - memory.address(0, 0, piece),
         blocks: BLOCKS.into(),
         piece_bytes: piece,
         piece_offsets: vec![0],
@@ -67,6 +103,13 @@ impl GpuEngine {
         Self::on(&engines_gpu(driver), address, id, piece(), PATIENCE).unwrap()
     }
 
+    /// With blocks of [`SMALL_PIECE`] a layer, in memory that consists of chunks.
+    pub fn with_chunks(address: &Address, id: &str, driver: &Arc<dyn Driver>) -> Self {
+        let gpu = engines_gpu(driver);
+        let memory = Memory::in_chunks(&gpu, true).unwrap();
+        Self::in_memory(&gpu, address, id, memory, SMALL_PIECE, PATIENCE).unwrap()
+    }
+
     /// On a GPU of the test's choice, with layers of a block of so many bytes. An error where the GPU's memory cannot be
     /// shared.
     pub fn on(
@@ -76,7 +119,18 @@ impl GpuEngine {
         piece: u64,
         save_timeout: Duration,
     ) -> Result<Self, GpuError> {
-        let memory = gpu.alloc(u64::from(BLOCKS) * LAYERS * piece)?;
+        Self::in_memory(gpu, address, id, Memory::whole(gpu, piece)?, piece, save_timeout)
+    }
+
+    /// The same in memory of the test's choice.
+    pub fn in_memory(
+        gpu: &Gpu,
+        address: &Address,
+        id: &str,
+        memory: Memory,
+        piece: u64,
+        save_timeout: Duration,
+    ) -> Result<Self, GpuError> {
         let regions = regions(&memory, piece);
         let mine = WorkerGpu::with_driver(gpu.driver(), gpu.info().uuid, &regions)?;
         let worker =
@@ -97,7 +151,7 @@ impl GpuEngine {
     }
 
     fn address(&self, layer: u64, block: u32) -> u64 {
-        self.memory.address() + (layer * u64::from(BLOCKS) + u64::from(block)) * self.piece
+        self.memory.address(layer, block.into(), self.piece)
     }
 
     /// Enqueues, in the engine's stream, that a block gets the bytes of a seed.
@@ -315,8 +369,18 @@ impl Drop for Gate {
 
 /// Starts an engine in a process of its own.
 pub fn start_process(address: &Address, id: &str) -> Process {
+    start_process_with(address, id, None)
+}
+
+/// The same with memory in chunks.
+pub fn start_process_in_chunks(address: &Address, id: &str) -> Process {
+    start_process_with(address, id, Some((IN_CHUNKS, "1".into())))
+}
+
+fn start_process_with(address: &Address, id: &str, more: Option<(&'static str, String)>) -> Process {
     let Address::Unix(path) = address else { unreachable!() };
     let environment = [(SOCKET, path.to_str().unwrap().to_owned()), (ID, id.to_owned())];
+    let environment = environment.into_iter().chain(more);
     let mut process = Process::start("engine::plays_the_engine", environment);
     assert_eq!(process.hear(), "ready");
     process
@@ -327,7 +391,10 @@ pub fn start_process(address: &Address, id: &str) -> Process {
 fn plays_the_engine() {
     let (Some(socket), Ok(id)) = (std::env::var_os(SOCKET), std::env::var(ID)) else { return };
     let address = Address::Unix(socket.into());
-    let mut engine = GpuEngine::new(&address, &id, &driver());
+    let mut engine = match std::env::var_os(IN_CHUNKS) {
+        Some(_) => GpuEngine::with_chunks(&address, &id, &driver()),
+        None => GpuEngine::new(&address, &id, &driver()),
+    };
     assert!(engine.worker.is_connected(), "{}", engine.worker.refusal());
     let mut gates = Vec::new();
     say("ready");

@@ -15,8 +15,8 @@ use kvlane_proto::{
 
 use crate::{
     daemon::Daemon,
-    driver::{BLOCKS, LAYERS, SMALL_PIECE, driver, engines_gpu, is_real, many, piece, skip},
-    engine::{GpuEngine, regions},
+    driver::{SMALL_PIECE, driver, engines_gpu, is_real, many, piece, skip},
+    engine::{GpuEngine, Memory, regions},
     process::{Process, say, told},
     support::{PATIENCE, address},
 };
@@ -30,7 +30,7 @@ const ILLEGAL_ADDRESS: u32 = 700;
 /// Names the socket to the process that registers, and goes.
 const SOCKET: &str = "KVLANE_TEST_EXPORTER_AT";
 /// A worker's nonce.
-const NONCE: [u8; 16] = [9; 16];
+pub const NONCE: [u8; 16] = [9; 16];
 
 /// Not a test: a process that exports memory as a worker does. Told so, it asks the daemon to register it without waiting
 /// for an answer, or frees what it exported.
@@ -38,7 +38,7 @@ const NONCE: [u8; 16] = [9; 16];
 fn plays_the_exporter() {
     let Some(socket) = std::env::var_os(SOCKET) else { return };
     let gpu = engines_gpu(&driver());
-    let tensors = gpu.alloc(u64::from(BLOCKS) * LAYERS * SMALL_PIECE).unwrap();
+    let tensors = Memory::whole(&gpu, SMALL_PIECE).unwrap();
     let fence = gpu.alloc(2 << 20).unwrap();
     let event = Event::new(&gpu, EventScope::Host).unwrap();
     let register = registration(&gpu, &tensors, &fence, &event);
@@ -65,12 +65,7 @@ fn plays_the_exporter() {
     drop(stream);
 }
 
-fn registration(
-    gpu: &Gpu,
-    tensors: &DeviceMemory,
-    fence: &DeviceMemory,
-    event: &Event,
-) -> v1::RegisterWorker {
+pub fn registration(gpu: &Gpu, tensors: &Memory, fence: &DeviceMemory, event: &Event) -> v1::RegisterWorker {
     let allocation = |memory: &DeviceMemory| {
         let export = gpu.export(memory.address()).unwrap();
         let handle = Bytes::copy_from_slice(&export.handle);
@@ -96,14 +91,23 @@ fn registration(
         method: v1::register_worker::Method::Gpu.into(),
         gpu: Some(v1::WorkerGpu {
             device_uuid: Bytes::copy_from_slice(&gpu.info().uuid),
-            allocations: vec![allocation(tensors)],
+            allocations: match tensors {
+                Memory::Whole(memory) => vec![allocation(memory)],
+                Memory::Chunks(chunks) => {
+                    vec![v1::GpuAllocation {
+                        base: chunks.base(),
+                        bytes: chunks.bytes(),
+                        handle: Bytes::new(),
+                    }]
+                }
+            },
             fence: Some(allocation(fence)),
             events: vec![Bytes::copy_from_slice(&event.export().unwrap())],
         }),
     }
 }
 
-fn hello(engine_id: &str) -> Ask {
+pub fn hello(engine_id: &str) -> Ask {
     Ask::Hello(v1::Hello {
         wire_min: WIRE_MIN,
         wire_max: WIRE_MAX,
@@ -115,11 +119,11 @@ fn hello(engine_id: &str) -> Ask {
     })
 }
 
-fn send(stream: &mut UnixStream, id: u64, body: Ask) {
+pub fn send(stream: &mut UnixStream, id: u64, body: Ask) {
     stream.write_all(&encode_frame(&v1::Request { id, body: Some(body) })).unwrap();
 }
 
-fn receive(stream: &mut UnixStream, reader: &mut FrameReader) -> Answer {
+pub fn receive(stream: &mut UnixStream, reader: &mut FrameReader) -> Answer {
     let mut bytes = vec![0; 64 << 10];
     loop {
         if let Some(reply) = reader.next_message::<v1::Reply>().unwrap() {
@@ -165,13 +169,13 @@ impl Exporter {
 }
 
 /// An engine that saved blocks 0 to 3, of seeds 1 to 4.
-fn engine_with_blocks(address: &Address) -> GpuEngine {
+pub fn engine_with_blocks(address: &Address) -> GpuEngine {
     let mut engine = GpuEngine::new(address, "other", &driver());
     engine.compute_and_save(address, 0, 0..4, 1);
     engine
 }
 
-fn goes_on(mut engine: GpuEngine) {
+pub fn goes_on(mut engine: GpuEngine) {
     assert!(engine.load(0, 16..20).ok);
     engine.assert_holds(16..20, 1);
 }
@@ -316,7 +320,7 @@ fn a_worker_for_whose_fence_no_memory_is_left_hears_so() {
     let daemon = Daemon::start(&address);
     let mut engine = engine_with_blocks(&address);
     let gpu = engines_gpu(&driver());
-    let tensors = gpu.alloc(u64::from(BLOCKS) * LAYERS * SMALL_PIECE).unwrap();
+    let tensors = Memory::whole(&gpu, SMALL_PIECE).unwrap();
     let rest = rest_of(&gpu);
     let regions = regions(&tensors, SMALL_PIECE);
     let error = kvlane_client::WorkerGpu::with_driver(gpu.driver(), gpu.info().uuid, &regions).unwrap_err();

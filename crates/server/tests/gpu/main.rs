@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail here")]
 
 mod canary;
+mod chunks;
 mod daemon;
 mod driver;
 mod engine;

@@ -1,0 +1,240 @@
+//! From which length on a copy engine is as fast as the kernel on this machine: measured, then decided.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::bench::{CopyMethod, options};
+use crate::copier::{Copier, CopierOptions, Direction};
+use crate::device::{DeviceMemory, Gpu};
+use crate::driver::{Copy, Priority};
+use crate::error::GpuError;
+use crate::plan::Thresholds;
+use crate::stream::Stream;
+
+/// Lengths of the pieces that are measured, ascending.
+pub const LENGTHS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
+
+/// Bytes of one measured copy, where the host's range has as many: larger ones do not get faster.
+pub const CALIBRATION_BYTES: u64 = 64 << 20;
+
+/// Rounds over everything, of which the median counts. With 64 MiB over a link of 50 GB/s all of it takes 0.2 s.
+const ROUNDS: usize = 5;
+
+/// A copy engine that is this close to the kernel is preferred: it takes nothing from the compute.
+const AS_FAST: f64 = 0.98;
+
+const DIRECTIONS: [Direction; 2] = [Direction::HostToDevice, Direction::DeviceToHost];
+
+/// How fast pieces of one length were.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate {
+    /// Which way.
+    pub direction: Direction,
+    /// Bytes of a piece.
+    pub piece_bytes: u64,
+    /// How they were copied.
+    pub method: CopyMethod,
+    /// 10^9 bytes a second, the median of the rounds.
+    pub gb_per_s: f64,
+}
+
+/// What was measured, and the thresholds for a GPU on which nothing computes. The default is what [`Thresholds::idle`] says.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Calibration {
+    rates: Vec<Rate>,
+}
+
+impl Calibration {
+    /// Measures copies between pinned host memory, from `host` on, and a GPU on which nothing else runs; for the time
+    /// being it needs as much memory of the GPU. The host's bytes stay what they are.
+    ///
+    /// # Errors
+    /// Less memory than two of the longest pieces, and what the driver says.
+    ///
+    /// # Safety
+    /// The range is pinned for the GPU, and nobody else touches it until this returns.
+    pub unsafe fn measure(gpu: &Gpu, host: u64, host_bytes: u64) -> Result<Calibration, GpuError> {
+        let longest = LENGTHS[LENGTHS.len() - 1];
+        let bytes = host_bytes.min(CALIBRATION_BYTES) / longest * longest;
+        if bytes < 2 * longest {
+            return Err(GpuError::Invalid(format!("{host_bytes} bytes are too few to measure copies with")));
+        }
+        let scratch = gpu.alloc(bytes)?;
+        let stream = Arc::new(Stream::new(gpu, Priority::High)?);
+        let methods = methods(gpu);
+        let mut ways = Vec::new();
+        // To the device first: what comes back later is what was there.
+        for direction in DIRECTIONS {
+            for method in &methods {
+                let mut copier = Copier::new(Arc::clone(&stream), options(gpu, *method, direction)?)?;
+                // The first copy makes the tables of the kernel, and does not count.
+                let copies = pieces(direction, LENGTHS[0], host, &scratch);
+                // SAFETY: the caller's promise is passed on.
+                unsafe { timed(&mut copier, &copies, direction)? };
+                ways.push((direction, *method, copier, [[0.0; ROUNDS]; LENGTHS.len()]));
+            }
+        }
+        for round in 0..ROUNDS {
+            for (direction, _, copier, seconds) in &mut ways {
+                for (piece_bytes, seconds) in LENGTHS.into_iter().zip(seconds) {
+                    let copies = pieces(*direction, piece_bytes, host, &scratch);
+                    // SAFETY: the caller's promise is passed on.
+                    seconds[round] = unsafe { timed(copier, &copies, *direction)? };
+                }
+            }
+        }
+        let mut rates = Vec::new();
+        for (direction, method, _, seconds) in ways {
+            for (piece_bytes, mut seconds) in LENGTHS.into_iter().zip(seconds) {
+                seconds.sort_by(f64::total_cmp);
+                let gb_per_s = bytes as f64 / seconds[ROUNDS / 2] / 1e9;
+                rates.push(Rate { direction, piece_bytes, method, gb_per_s });
+            }
+        }
+        Ok(Calibration { rates })
+    }
+
+    /// Everything that was measured.
+    pub fn rates(&self) -> &[Rate] {
+        &self.rates
+    }
+
+    /// What decides between the ways to copy while nothing computes on the GPU.
+    pub fn thresholds(&self, direction: Direction) -> Thresholds {
+        let usual = Thresholds::idle(direction);
+        Thresholds {
+            batch_bytes: engine_from(&self.rates, direction, CopyMethod::Batch).unwrap_or(usual.batch_bytes),
+            engine_bytes: engine_from(&self.rates, direction, CopyMethod::CopyEngine)
+                .unwrap_or(usual.engine_bytes),
+            ..usual
+        }
+    }
+}
+
+/// The ways to copy that this GPU has.
+fn methods(gpu: &Gpu) -> Vec<CopyMethod> {
+    let has = gpu.methods();
+    let kernel = CopyMethod::Kernel { blocks: CopierOptions::default().host_blocks };
+    let all = [(has.kernel, kernel), (has.batch, CopyMethod::Batch), (true, CopyMethod::CopyEngine)];
+    all.into_iter().filter(|(there, _)| *there).map(|(_, method)| method).collect()
+}
+
+/// Copies, and gives the seconds until they are done.
+///
+/// # Safety
+/// As for [`Copier::enqueue`]; the stream is idle.
+unsafe fn timed(copier: &mut Copier, copies: &[Copy], direction: Direction) -> Result<f64, GpuError> {
+    let start = Instant::now();
+    // SAFETY: the caller's promise.
+    let enqueued = unsafe { copier.enqueue(copies, direction) };
+    // Also after an error, since a part of it may be under way.
+    copier.stream().synchronize()?;
+    enqueued?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// Pieces that fill both ranges, in reverse order on one side, so that none continues another.
+fn pieces(direction: Direction, piece_bytes: u64, host: u64, scratch: &DeviceMemory) -> Vec<Copy> {
+    let count = scratch.bytes() / piece_bytes;
+    let piece = |index| {
+        // The order is the same both ways: each piece comes back from where it went to.
+        let there = scratch.address() + index * piece_bytes;
+        let here = host + (count - 1 - index) * piece_bytes;
+        match direction {
+            Direction::DeviceToHost => Copy { dst: here, src: there, len: piece_bytes },
+            Direction::HostToDevice | Direction::Peer => Copy { dst: there, src: here, len: piece_bytes },
+        }
+    };
+    (0..count).map(piece).collect()
+}
+
+/// The shortest length from which on this way, which is a copy engine's, is at least as fast as the kernel, within 2 %.
+/// Where it never is, a length beyond those that were measured; None where one of the two was not measured.
+fn engine_from(rates: &[Rate], direction: Direction, method: CopyMethod) -> Option<u64> {
+    let of = |wanted: &dyn Fn(CopyMethod) -> bool| -> Vec<(u64, f64)> {
+        let rates = rates.iter().filter(|rate| rate.direction == direction && wanted(rate.method));
+        rates.map(|rate| (rate.piece_bytes, rate.gb_per_s)).collect()
+    };
+    let kernel = of(&|method| matches!(method, CopyMethod::Kernel { .. }));
+    let engine = of(&|other| other == method);
+    let longest = engine.last()?.0;
+    kernel.last()?;
+    let mut from = 2 * longest;
+    for ((bytes, engine), (_, kernel)) in engine.iter().zip(&kernel).rev() {
+        if *engine < AS_FAST * kernel {
+            break;
+        }
+        from = *bytes;
+    }
+    Some(from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::detect::driver_named;
+    use crate::pinned::HostBuffer;
+
+    const KERNEL: CopyMethod = CopyMethod::Kernel { blocks: 8 };
+
+    fn rates(direction: Direction, method: CopyMethod, gb_per_s: [f64; 4]) -> Vec<Rate> {
+        let rate = |(piece_bytes, gb_per_s)| Rate { direction, piece_bytes, method, gb_per_s };
+        LENGTHS.into_iter().zip(gb_per_s).map(rate).collect()
+    }
+
+    fn threshold(kernel: [f64; 4], batch: [f64; 4]) -> u64 {
+        let direction = Direction::HostToDevice;
+        let rates = [rates(direction, KERNEL, kernel), rates(direction, CopyMethod::Batch, batch)].concat();
+        Calibration { rates }.thresholds(direction).batch_bytes >> 10
+    }
+
+    #[test]
+    fn the_engine_begins_where_it_is_as_fast_for_all_longer_pieces() {
+        assert_eq!(threshold([50.0; 4], [20.0, 52.0, 54.0, 55.0]), 64);
+        // Two percent less is as fast, three are not.
+        assert_eq!(threshold([50.0; 4], [20.0, 49.1, 54.0, 55.0]), 64);
+        assert_eq!(threshold([50.0; 4], [20.0, 48.5, 54.0, 55.0]), 256);
+        // Fast, but not faster than what follows.
+        assert_eq!(threshold([50.0; 4], [60.0, 40.0, 54.0, 55.0]), 256);
+        assert_eq!(threshold([50.0; 4], [60.0; 4]), 16);
+        assert_eq!(threshold([50.0; 4], [40.0; 4]), 2048);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_what_it_usually_is() {
+        let direction = Direction::DeviceToHost;
+        let usual = Thresholds::idle(direction);
+        assert_eq!(Calibration::default().thresholds(direction), usual);
+        let without_kernel = Calibration { rates: rates(direction, CopyMethod::Batch, [60.0; 4]) };
+        assert_eq!(without_kernel.thresholds(direction), usual);
+        let single = [
+            rates(direction, KERNEL, [50.0; 4]),
+            rates(direction, CopyMethod::CopyEngine, [1.0, 2.0, 50.0, 55.0]),
+        ];
+        let measured = Calibration { rates: single.concat() };
+        let wanted = Thresholds { engine_bytes: 256 << 10, ..usual };
+        assert_eq!(measured.thresholds(direction), wanted);
+        // The other directions were not measured.
+        assert_eq!(measured.thresholds(Direction::Peer), Thresholds::idle(Direction::Peer));
+    }
+
+    #[test]
+    fn a_gpu_is_measured_in_every_way_and_the_host_keeps_its_bytes() {
+        let gpu = Gpu::open(driver_named(Some("fake")).unwrap(), 0).unwrap();
+        let bytes = 2 * LENGTHS[3];
+        let host = HostBuffer::new(&gpu, bytes + 100).unwrap();
+        let content: Vec<u8> = (0..bytes).map(|index| (index / 4096 * 7 + index) as u8).collect();
+        // SAFETY: the buffer is longer than the content, and nothing is enqueued but by `measure`, which waits.
+        let (measured, kept) = unsafe {
+            host.as_ptr().copy_from_nonoverlapping(content.as_ptr(), content.len());
+            let measured = Calibration::measure(&gpu, host.address(), host.bytes()).unwrap();
+            (measured, std::slice::from_raw_parts(host.as_ptr(), content.len()))
+        };
+        assert!(kept == content);
+        assert_eq!(measured.rates().len(), 2 * 3 * LENGTHS.len());
+        assert!(measured.rates().iter().all(|rate| rate.gb_per_s > 0.0));
+        // SAFETY: as above.
+        let few = unsafe { Calibration::measure(&gpu, host.address(), bytes - 1) };
+        assert!(matches!(few, Err(GpuError::Invalid(_))));
+    }
+}

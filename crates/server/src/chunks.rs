@@ -1,0 +1,109 @@
+//! GPU memory that a worker shares chunk by chunk, before it registers.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use kvlane_gpu::{GpuError, ImportedChunks};
+use kvlane_proto::v1;
+
+use crate::gpu::{ALLOCATIONS_MAX, Gpus};
+
+/// Most chunks of a worker: 128 GiB in chunks of 2 MiB, which are the smallest.
+const CHUNKS_MAX: usize = 1 << 16;
+
+/// What one worker has shared so far.
+#[derive(Default)]
+pub(crate) struct SharedChunks {
+    ranges: Vec<ImportedChunks>,
+    count: usize,
+}
+
+impl SharedChunks {
+    /// Maps the next chunks of a range; the descriptors are closed.
+    pub(crate) fn push(
+        &mut self,
+        gpus: &Gpus,
+        share: &v1::ShareChunks,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(), GpuError> {
+        self.check_count(share.chunk_bytes.len(), descriptors.len())?;
+        let uuid = share.device_uuid.as_ref().try_into();
+        let uuid = uuid.map_err(|_| GpuError::Invalid("a GPU's UUID has 16 bytes".into()))?;
+        let known = self.ranges.iter().position(|range| range.engine_base() == share.base);
+        let range = match known {
+            Some(index) => &mut self.ranges[index],
+            None if self.ranges.len() == ALLOCATIONS_MAX => {
+                return Err(GpuError::Invalid(format!("more than {ALLOCATIONS_MAX} ranges of chunks")));
+            }
+            None => {
+                let gpu = gpus.open(uuid)?;
+                // Addresses are taken for no more than the GPU has memory, whatever is said.
+                let taken: u64 = self.ranges.iter().map(|range| range.chunks().bytes()).sum();
+                let total = gpu.info().total_bytes;
+                if taken.saturating_add(share.bytes) > total {
+                    return Err(GpuError::Invalid(format!(
+                        "ranges of chunks exceed the GPU's {total} bytes of memory"
+                    )));
+                }
+                self.ranges.push(ImportedChunks::begin(&gpu, uuid, share.base, share.bytes)?);
+                let last = self.ranges.len() - 1;
+                &mut self.ranges[last]
+            }
+        };
+        for (bytes, descriptor) in share.chunk_bytes.iter().zip(descriptors) {
+            range.push(*bytes, descriptor.as_fd())?;
+            self.count += 1;
+        }
+        Ok(())
+    }
+
+    fn check_count(&self, chunks: usize, descriptors: usize) -> Result<(), GpuError> {
+        if chunks == 0 || chunks != descriptors {
+            return Err(GpuError::Invalid(format!("{chunks} chunks came with {descriptors} descriptors")));
+        }
+        if self.count + chunks > CHUNKS_MAX {
+            return Err(GpuError::Invalid(format!(
+                "a worker can share {CHUNKS_MAX} chunks of memory, not more"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Takes the range that was shared as this allocation, all of whose chunks must be there.
+    pub(crate) fn take(
+        &mut self,
+        allocation: &v1::GpuAllocation,
+        device_uuid: [u8; 16],
+    ) -> Result<ImportedChunks, GpuError> {
+        let is_it = |range: &ImportedChunks| {
+            let chunks = range.chunks();
+            let device = chunks.gpu().info().uuid;
+            range.engine_base() == allocation.base
+                && chunks.bytes() == allocation.bytes
+                && device == device_uuid
+        };
+        let at = self.ranges.iter().position(is_it).ok_or_else(|| {
+            GpuError::Invalid(format!(
+                "the {} bytes at {:#x} have neither a handle nor chunks",
+                allocation.bytes, allocation.base
+            ))
+        })?;
+        let range = self.ranges.swap_remove(at);
+        range.mapped()?;
+        Ok(range)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_counted_over_all_messages() {
+        let nearly = SharedChunks { ranges: Vec::new(), count: CHUNKS_MAX - 1 };
+        assert_eq!(nearly.check_count(1, 1), Ok(()));
+        assert!(nearly.check_count(2, 2).unwrap_err().to_string().contains("65536"));
+        for (chunks, descriptors) in [(0, 0), (1, 0), (1, 2)] {
+            assert!(nearly.check_count(chunks, descriptors).is_err());
+        }
+    }
+}
