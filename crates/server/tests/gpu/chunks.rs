@@ -9,7 +9,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use kvlane_client::WorkerGpu;
+use kvlane_client::{Release, WorkerGpu};
 use kvlane_gpu::{Chunks, DeviceMemory, Event, EventScope, Gpu, GpuError, Priority, Stream};
 use kvlane_memory::send_with_fds;
 use kvlane_proto::{
@@ -38,7 +38,7 @@ fn blocks_that_cross_chunks_are_saved_and_loaded() {
     engine.assert_holds(16..24, 1);
     // Early, with flags.
     let hit = engine.look_up(0, 8);
-    let job = engine.start_load(&hit, 8..16, true);
+    let job = engine.start_load(&hit, 8..16, Release::AtOnce);
     assert!(engine.released(job).ok);
     engine.wait_for_loads(None);
     engine.assert_holds(8..16, 1);
