@@ -69,6 +69,18 @@ def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
     assert value(result, what) > 0
 
 
+def test_gpu_copy_shows_what_the_daemon_measures_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
+    result = bench(tmp_path, "gpu-copy", "--calibrate")
+    ways = {(each["path"], each["method"]) for each in result["gb_per_s"]}
+    assert ways == {(path, way) for path in ("h2d", "d2h") for way in ("kernel", "batch", "engine")}
+    for each in result["thresholds"]:
+        assert 16 << 10 <= each["batch_bytes"] <= 2 << 20
+        assert value(result, f"{each['path']}: copy engines from, batch calls") == each["batch_bytes"] >> 10
+
+
 def test_idle_and_memory_use_look_at_the_daemon(tmp_path: Path) -> None:
     idle = bench(tmp_path, "idle", "--seconds", "0.5", "--engines", "2", "--pool-mib", "32")
     assert idle["blocks"] == (32 << 20) // (256 << 10)

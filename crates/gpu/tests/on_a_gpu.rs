@@ -1,4 +1,5 @@
-//! What only a real GPU can show: set KVLANE_TEST_DRIVER=cuda where there is one, else there is nothing to do here.
+//! What only a real GPU can show: set KVLANE_TEST_DRIVER=cuda where there is one, else there is nothing to do here. The same
+//! command runs what the other tests show of any driver, chunks.rs (memory by the driver's API for virtual memory) above all.
 //!
 //!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-gpu -- --nocapture --test-threads=1
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
@@ -6,12 +7,14 @@
 mod support;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
+use kvlane_gpu::calibrate::CALIBRATION_BYTES;
 use kvlane_gpu::plan::Thresholds;
 use kvlane_gpu::{
-    Copier, CopierOptions, Copy, Direction, HostBuffer, Pinned, RailChoice, RailOptions, Rails, measure_copy,
-    measure_rails,
+    Calibration, Copier, CopierOptions, Copy, Direction, HostBuffer, Pinned, RailChoice, RailOptions, Rails,
+    measure_copy, measure_rails,
 };
 use support::{device_memory, gpus, pattern, read, stream, tested_driver};
 
@@ -162,6 +165,26 @@ fn loads_over_several_links_bring_the_same_bytes() {
             let rates: Vec<String> = rates.collect();
             println!("  {slots} slots of {slot_mib} MiB, by number of rails: {}", rates.join(" "));
         }
+    }
+}
+
+#[test]
+fn what_a_daemon_measures_at_its_start_is_printed() {
+    if !is_real() {
+        return;
+    }
+    let (gpu, _) = gpus();
+    let host = HostBuffer::new(&gpu, CALIBRATION_BYTES).unwrap();
+    let start = Instant::now();
+    // SAFETY: the buffer is pinned, and the test's own.
+    let measured = unsafe { Calibration::measure(&gpu, host.address(), host.bytes()).unwrap() };
+    println!("calibrated in {:.3} s", start.elapsed().as_secs_f64());
+    for rate in measured.rates() {
+        println!("{rate:?}");
+        assert!(rate.gb_per_s > 0.0);
+    }
+    for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
+        println!("{direction:?}: {:?}", measured.thresholds(direction));
     }
 }
 
