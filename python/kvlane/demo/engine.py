@@ -32,6 +32,10 @@ class _Engine:
         from vllm import LLM, SamplingParams
 
         options: dict[str, Any] = {}
+        if settings.device == "cuda":
+            # The cache has a size of its own; this share must be free at the start, beside another engine. Steps are
+            # asked for one by one, so none is planned ahead.
+            options |= {"gpu_memory_utilization": 0.3, "async_scheduling": False}
         if settings.connector:
             options["kv_transfer_config"] = json.loads(settings.connector)
         self._sampling = SamplingParams
@@ -126,9 +130,8 @@ class _Engine:
             heads = []
             content = b""
             for layer in layers:
-                content = (
-                    layer[cached[0].block_id].contiguous().flatten().view(_bytes_dtype()).numpy().tobytes()
-                )
+                block = layer[cached[0].block_id].cpu().contiguous().flatten()
+                content = block.view(_bytes_dtype()).numpy().tobytes()
                 digest.update(content)
                 heads.append(content[:FINGERPRINT_BYTES].hex())
             blocks.append({"digest": digest.hexdigest(), "layers": heads, "layer_bytes": len(content)})
@@ -154,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One vLLM engine of the demo; commands on stdin.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--connector", help="kv_transfer_config as JSON; without it plain vLLM")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what this vLLM is for")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument(
         "--dtype", default="float32", help="vLLM's auto would turn float32 weights to bfloat16"
