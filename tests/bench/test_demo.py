@@ -69,6 +69,29 @@ def test_a_deviating_answer_fails(demo: Demo, change: dict[str, Any], sentence: 
     assert demo.tokens_equal == ("tokens" not in change)
 
 
+class FakeEngine:
+    """Holds these blocks, by their digests."""
+
+    name = "A"
+
+    def __init__(self, *digests: str) -> None:
+        self._digests = digests
+
+    def ask(self, op: str, **_: Any) -> dict[str, Any]:
+        assert op == "blocks"
+        return {"blocks": [{"digest": digest} for digest in self._digests]}
+
+
+def test_the_block_of_the_last_token_is_computed_again_and_not_compared(demo: Demo) -> None:
+    """The prompt fills four blocks; three can hit."""
+    assert (demo.hit_blocks, demo.hit_tokens) == (3, 96)
+    reference = Reference([], ANSWER, ["a", "b", "c", "d"], ANSWER)
+    for digests, passes in (("abcx", True), ("abc", True), ("abxd", False), ("ab", False)):
+        scenario = Scenario("x")
+        demo._compare_bytes(scenario, FakeEngine(*digests), reference)  # type: ignore[arg-type]
+        assert scenario.passed == passes, digests
+
+
 OTHER_TOKEN = {"tokens": [5, 8, 9], "logprobs": [-1.0, -2.3, -0.1]}
 
 
