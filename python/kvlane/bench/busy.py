@@ -103,10 +103,12 @@ def _figures(us: dict[str, dict[str, dict[str, float]]], blocks: int) -> list[Fi
         Figure("busy engine: ping-pong from Python, p99 / quiet", ratio("python", "p99")),
         Figure("busy engine: ping-pong in Rust, p99 / quiet", ratio("rust", "p99")),
         *(
-            Figure(f"{phase} engine: lookup / ping-pong from Python, p99", lookup / ping)
-            for phase, lookup, ping in (
-                (phase, us[phase]["lookup"]["p99"], us[phase]["python"]["p99"]) for phase in _PHASES
+            Figure(
+                f"{phase} engine: lookup / ping-pong {words}, p99",
+                us[phase]["lookup"]["p99"] / us[phase][kind]["p99"],
             )
+            for phase in _PHASES
+            for kind, words in (("python", "from Python"), ("rust", "in Rust"))
         ),
     ]
 
