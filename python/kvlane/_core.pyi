@@ -48,7 +48,8 @@ class Scheduler:
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None:
         """None while pending. After the lookup timeout, or with the daemon down, a miss. Consumes the answer:
-        the caller now owns the hit's lease. An unknown request id is a miss."""
+        the caller now owns the hit's lease. An unknown request id is a miss. Waits up to `wait_us`, the first
+        millisecond without letting other Python threads run: getting the interpreter back would take longer."""
 
     def lookup(self, hashes: list[list[bytes]], max_tokens: int, timeout_ms: float = 1000.0) -> Hit:
         """Ask and wait; for tools and benchmarks."""

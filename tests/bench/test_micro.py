@@ -18,8 +18,8 @@ from kvlane.bench import daemon, overhead, trace
 from kvlane.bench.__main__ import main
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure
-from kvlane.bench.lookup import echo_process, ping_pong
 from kvlane.bench.memory import Memory
+from kvlane.bench.roundtrip import echo_process, ping_pong
 
 
 def bench(out: Path, name: str, *flags: str) -> dict[str, Any]:
@@ -44,6 +44,23 @@ def test_lookup_compares_with_two_ping_pongs_and_with_sessions(tmp_path: Path) -
         assert math.isclose(ratio, p50["lookup"] / p50["python"])
     assert result["sessions"]["lookups"] == {"one": 40, "many": 80, "many_while_saving": 80}
     assert result["sessions"]["blocks_saved_meanwhile"] > 0
+
+
+def test_lookup_beside_saves_and_computing_threads_has_a_control(tmp_path: Path) -> None:
+    flags = ["--rounds", "0", "--busy", "--busy-rounds", "4", "--busy-phases", "2", "--blocks", "50"]
+    result = bench(tmp_path, "lookup", *flags)
+    busy = result["busy"]
+    assert busy["threads"] == 4 and busy["blocks_saved_meanwhile"] > 0
+    for phase in ("quiet", "busy"):
+        for kind in ("lookup", "python", "rust"):
+            p99s = sorted(each["p99"] for each in busy["phases"][phase][kind])
+            assert len(p99s) == 2 and p99s[0] > 0
+            assert math.isclose(busy["microseconds"][phase][kind]["p99"], sum(p99s) / 2)
+    p99 = {phase: busy["microseconds"][phase]["lookup"]["p99"] for phase in ("quiet", "busy")}
+    ratio = value(result, "busy engine: lookup of 50 hashes, p99 / quiet")
+    assert math.isclose(ratio, p99["busy"] / p99["quiet"])
+    # The interpreter is handed on every 5 ms, and a bare ping-pong waits for it.
+    assert busy["microseconds"]["busy"]["python"]["p50"] > 2000
 
 
 def test_copy_compares_each_way_with_its_loop(tmp_path: Path) -> None:

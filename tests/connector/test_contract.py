@@ -21,6 +21,7 @@ NOT_EVERYWHERE = {
     "get_transfer_results",
     "has_pending_block_frees",
     "prefer_cross_layer_blocks",
+    "register_cross_layers_kv_cache",
     "requires_kv_delivery",
     "restore_kv_caches",
     "unregister_kv_caches",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import Tensor, strided
 
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.layout import (
@@ -21,30 +22,6 @@ from kvlane.connector.layout import (
     natural_order,
 )
 from kvlane.testing import read_block, write_block
-
-
-class Tensor:
-    """A numpy array that answers like a torch tensor."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
-        self.shape = array.shape
-        self.dtype = f"torch.{array.dtype}"
-
-    def data_ptr(self) -> int:
-        return self.array.__array_interface__["data"][0]
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(stride // self.array.itemsize for stride in self.array.strides)
-
-
-def strided(shape: tuple[int, ...], order: tuple[int, ...], dtype: str = "float32") -> np.ndarray[Any, Any]:
-    """An array of that shape whose dimensions lie in memory in that order, the outermost first."""
-    memory = np.arange(int(np.prod(shape)), dtype=dtype).reshape([shape[dim] for dim in order])
-    return memory.transpose(np.argsort(order))
 
 
 def one_layer(

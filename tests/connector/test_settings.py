@@ -28,6 +28,7 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
         ({"kvlane.lookup_timeout_ms": 0}, ["kvlane.lookup_timeout_ms", "1 to 60000", "0.0"]),
         ({"kvlane.max_pinned_share": 1.5}, ["kvlane.max_pinned_share", "0.9", "1.5"]),
         ({"kvlane.save_method": "rdma"}, ["kvlane.save_method", "process_vm", "'rdma'"]),
+        ({"kvlane.layout": "blocks"}, ["kvlane.layout", "auto, block, layer", "'blocks'"]),
         ({"kvlane.namespace": 7}, ["kvlane.namespace", "a string", "7"]),
     ],
 )

@@ -126,6 +126,19 @@ def test_another_engine_finds_it(make: Make, store: Any, model: Path) -> None:
     assert salted.generate(prompt(3)) == (cold, 0)
 
 
+@pytest.mark.parametrize("layout", ["block", "layer"])
+def test_a_layout_that_the_backend_cannot_have_is_no_obstacle(
+    make: Make, store: Any, model: Path, layout: str
+) -> None:
+    """The CPU's attention has its layers apart in every version."""
+    engine = make(model, extra={"kvlane.layout": layout})
+    cold, _ = engine.generate(prompt(11))
+    engine.forget()
+    store.settle()
+    assert engine.generate(prompt(11)) == (cold, 288)
+    assert engine.errors() == 0
+
+
 def test_chunked_prefill(make: Make, store: Any, model: Path) -> None:
     engine = make(model, max_num_batched_tokens=48, max_num_seqs=4, enable_chunked_prefill=True)
     prompts = [prompt(seed, 200 + seed) for seed in range(4)]

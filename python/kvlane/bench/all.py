@@ -16,7 +16,7 @@ NAME = "all"
 HELP = "all benchmarks with a goal, one after the other; writes the figures of the README"
 # Modules and the flags that they run with.
 BENCHMARKS: dict[str, list[str]] = {
-    "lookup": ["--sessions", "64"],
+    "lookup": ["--sessions", "64", "--busy"],
     "copy": [],
     "hooks": [],
     "idle": [],

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from kvlane import _core
-from kvlane.bench import daemon, report, sessions
+from kvlane.bench import busy, daemon, report, sessions
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.roundtrip import echo_process, ping_pong
 
 NAME = "lookup"
 HELP = (
-    "625 block hashes from Python against a bare 20 kB ping-pong; with --sessions also many engines at once"
+    "625 block hashes from Python against a bare 20 kB ping-pong; with --sessions also many engines at once, with "
+    "--busy also beside saves, evictions and threads that compute"
 )
 BLOCK_BYTES = 4096
 # So large that saves at full speed do not evict a prompt between two lookups of it.
@@ -29,13 +29,25 @@ _WARM_UP = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench lookup`."""
     parser.add_argument("--blocks", type=int, default=625, help="hashes a lookup (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3000, help="of each kind, interleaved")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3000,
+        help="of each kind, interleaved; 0 leaves these out (default %(default)s)",
+    )
     parser.add_argument("--sessions", type=int, default=0, help="engines that ask at once; 0 leaves this out")
     parser.add_argument(
         "--rate", type=float, default=1000.0, help="lookups a second of all sessions together"
     )
     parser.add_argument("--processes", type=int, default=4, help="that the sessions are spread over")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase with sessions")
+    parser.add_argument("--busy", action="store_true", help="also in a busy engine on a busy host")
+    parser.add_argument(
+        "--busy-rounds", type=int, default=300, help="of each kind in a phase (default %(default)s)"
+    )
+    parser.add_argument(
+        "--busy-phases", type=int, default=5, help="quiet ones, and as many busy ones (default %(default)s)"
+    )
     add_out(parser)
 
 
@@ -47,21 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
-    """The round trips, and the sessions where they are asked for."""
+    """The round trips; the sessions and the busy engine where they are asked for."""
+    figures: list[Figure] = []
+    details: dict[str, object] = {}
+    notes: list[str] = []
     with daemon.running(_POOL_BYTES) as serve:
-        figures: list[Figure] = []
-        details: dict[str, object] = {}
-        for placement, (near, far) in _placements().items():
-            with _pinned(os.getpid(), near), _pinned(serve.pid, far):
-                found, detail = _round_trips(serve, placement, far, arguments.blocks, arguments.rounds)
-            figures += found
-            details[placement] = detail
-        note = (
-            f"{arguments.blocks} hashes of 32 bytes from Python; the lease is released after each lookup, outside the "
-            "timing; ping-pong: as many bytes there and back, blocking, between two processes, rounds interleaved. "
-            "Where the kernel puts the two sides decides half of either figure, so both are pinned: on two cores, as "
-            "an engine and a daemon at work are, and on one, where waking the other side is cheapest."
-        )
+        if arguments.rounds:
+            for placement, (near, far) in _placements().items():
+                with _pinned(os.getpid(), near), _pinned(serve.pid, far):
+                    found, detail = _round_trips(serve, placement, far, arguments.blocks, arguments.rounds)
+                figures += found
+                details[placement] = detail
+            notes.append(
+                f"{arguments.blocks} hashes of 32 bytes from Python; the lease is released after each lookup, outside "
+                "the timing; ping-pong: as many bytes there and back, blocking, between two processes, rounds "
+                "interleaved. Where the kernel puts the two sides decides half of either figure, so both are pinned: "
+                "on two cores, as an engine and a daemon at work are, and on one, where waking the other side is "
+                "cheapest."
+            )
         if arguments.sessions:
             load = sessions.Load(
                 serve.address,
@@ -75,8 +90,13 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             found, phases = sessions.measure(load)
             figures += found
             details |= {"sessions": phases}
-            note += f" Sessions: {sessions.NOTE}"
-    return Outcome(NAME, figures, details, note)
+            notes.append(f"Sessions: {sessions.NOTE}")
+    if arguments.busy:
+        found, phases = busy.measure(arguments.blocks, arguments.busy_rounds, arguments.busy_phases)
+        figures += found
+        details |= {"busy": phases}
+        notes.append(f"Busy engine: {busy.NOTE}")
+    return Outcome(NAME, figures, details, " ".join(notes))
 
 
 def _placements() -> dict[str, tuple[set[int], set[int]]]:
@@ -148,42 +168,3 @@ def _round_trips(
         Figure(f"{placement}: lookup / ping-pong in Rust, p50", us["lookup"]["p50"] / us["rust"]["p50"]),
     ]
     return figures, {"microseconds": us}
-
-
-def ping_pong(peer: socket.socket, size: int) -> float:
-    """Seconds of one blocking round trip of `size` bytes each way."""
-    message = bytes(size)
-    start = time.perf_counter()
-    peer.sendall(message)
-    answer = peer.recv(size, socket.MSG_WAITALL)
-    seconds = time.perf_counter() - start
-    assert len(answer) == size, f"{len(answer)} bytes came back and not {size}"
-    return seconds
-
-
-@contextmanager
-def echo_process(size: int, cores: set[int], *, in_rust: bool) -> Iterator[socket.socket]:
-    """A process on `cores` at the other end of a socket that sends messages of `size` bytes back."""
-    near, far = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            near.close()
-            os.sched_setaffinity(0, cores)
-            if in_rust:
-                _core.bench_echo(far.fileno(), size)
-            else:
-                while message := far.recv(size, socket.MSG_WAITALL):
-                    far.sendall(message)
-            status = 0
-        finally:
-            os._exit(status)
-    far.close()
-    try:
-        yield near
-    finally:
-        near.close()
-        # A later child may hold a copy of our end, so closing it may not be enough.
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)

@@ -47,7 +47,7 @@ def measure(load: Load) -> tuple[list[Figure], dict[str, Any]]:
     """One session, all sessions, all sessions while another process saves into a full pool; one session again."""
     lone = [_phase(load, 1)]
     many = _phase(load, load.sessions)
-    with _saver(load) as saved:
+    with saver(load.address, load.pool_bytes) as saved:
         many_saving = _phase(load, load.sessions)
         saved_blocks = saved()
     lone.append(_phase(load, 1))
@@ -178,11 +178,12 @@ def _ask(
 
 
 @contextmanager
-def _saver(load: Load) -> Iterator[Any]:
-    """A process that saves new blocks all the time; yields a function that ends it and says how many."""
+def saver(address: str, pool_bytes: int) -> Iterator[Any]:
+    """A process that saves new blocks all the time, into a pool that is full; yields a function that ends it and says
+    how many."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    child = context.Process(target=_save_until_told, args=(far, load), daemon=True)
+    child = context.Process(target=_save_until_told, args=(far, address, pool_bytes), daemon=True)
     child.start()
     far.close()
     assert near.recv() == "full"
@@ -199,9 +200,9 @@ def _saver(load: Load) -> Iterator[Any]:
         child.kill()
 
 
-def _save_until_told(pipe: Connection, load: Load) -> None:
+def _save_until_told(pipe: Connection, address: str, pool_bytes: int) -> None:
     engine = Engine(
-        load.address,
+        address,
         "saver",
         block_bytes=_SAVED_BLOCK_BYTES,
         memory=Memory(_SAVED_BLOCK_BYTES * _SAVED_BLOCKS),
@@ -213,7 +214,7 @@ def _save_until_told(pipe: Connection, load: Load) -> None:
         job += 1
         saved += finished.blocks
         # From here on each save evicts.
-        if not told_full and saved * _SAVED_BLOCK_BYTES > load.pool_bytes * 2:
+        if not told_full and saved * _SAVED_BLOCK_BYTES > pool_bytes * 2:
             told_full = True
             saved = 0
             pipe.send("full")

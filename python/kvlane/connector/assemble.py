@@ -13,7 +13,7 @@ from kvlane.connector import capabilities, events
 from kvlane.connector.core import open_core
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
-from kvlane.connector.layout import group_layout, layer_hints
+from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
 from kvlane.connector.namespace import engine_meaning, fix_hash_seed, group_namespace
 from kvlane.connector.scheduler import EngineShape, SchedulerSide
 from kvlane.connector.settings import Settings
@@ -88,6 +88,7 @@ def build_worker_core(
         if not layout.regions:
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
+        _tell_layout(parallel.rank, group, layout, settings)
         replicas.append(layout.replicas)
         last_region = layout.last_region
     if device is not None:
@@ -115,6 +116,23 @@ def build_worker_core(
         replicas=replicas,
     )
     return core, None, replicas
+
+
+def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Settings) -> None:
+    logger.info(
+        "kvlane: rank %d, %s: a block of %d bytes in %d runs",
+        rank,
+        group.kind,
+        layout.block_bytes,
+        layout.runs,
+    )
+    if settings.layout == "block" and layout.runs > 1:
+        logger.warning(
+            "kvlane: kvlane.layout is 'block', but vLLM keeps the layers of a block apart: %d runs a block in rank %d "
+            "(its attention backend, its model runner or its own settings do not allow it)",
+            layout.runs,
+            rank,
+        )
 
 
 def holders(group: CacheGroup, parallel: Any) -> int:

@@ -24,6 +24,25 @@ def host_hit_source() -> Any | None:
     return CacheHitSource.HOST
 
 
+def layout_name(wanted: str) -> str | None:
+    """What a connector answers when vLLM asks for its layout; `wanted` is one of the setting's words. None leaves vLLM
+    the choice, and is the only answer before 0.29, where other names than NHD and HND stop the engine."""
+    if wanted == "auto" or hears_cross_layer_wish():
+        return None
+    try:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+    except ImportError:
+        return None
+    # Inside a layer the order that most attention backends can use, the same in both: they share blocks.
+    name = {"block": "BLHNC", "layer": "LBHNC"}[wanted]
+    return name if name in KVCacheLayout.__members__ else None
+
+
+def hears_cross_layer_wish() -> bool:
+    """Whether a block's layers come together by `prefer_cross_layer_blocks`, as before layouts had names."""
+    return hasattr(_base(), "register_cross_layers_kv_cache")
+
+
 def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     """Tokens that one entry of `request.block_hashes` covers."""
     known = getattr(kv_cache_config, "hash_block_size", None)

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvlane.connector import capabilities
 from kvlane.connector.assemble import build_scheduler_side, build_worker_core
+from kvlane.connector.cross_layers import layer_caches
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
@@ -75,6 +76,14 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
+
+    @guarded(lambda: None, "this worker takes no part in the cache")
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """For versions before 0.29, where `prefer_cross_layer_blocks` was granted."""
+        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        config = self._kv_cache_config
+        layers = [tensor.shared_by for tensor in config.kv_cache_tensors]
+        self.register_kv_caches(layer_caches(kv_cache, order, layers, config.num_blocks))
 
     @guarded(lambda: None)
     def unregister_kv_caches(self) -> None:
@@ -225,8 +234,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Any layout is taken as it is."""
-        return False
+        """For versions before 0.29; later ones ask by `get_required_kvcache_layout`."""
+        return self._settings.layout == "block"
 
     # Both roles
 
@@ -258,7 +267,10 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return None
+        """A wish: any layout is taken as it is. Raises ValueError for a wrong setting."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        return capabilities.layout_name(Settings.parse(transfer.kv_connector_extra_config).layout)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -66,6 +66,8 @@ class GroupLayout:
     """Bytes of a block in this worker."""
     last_region: dict[str, int]
     """Of each layer, the index of the last region that it reads."""
+    runs: int
+    """Contiguous runs of a block in this worker's memory: 1 where all its layers lie one after the other."""
     replicas: int
     """Consecutive ranks that hold the same blocks and share them: each saves a slice of a block, and loads all."""
 
@@ -115,8 +117,23 @@ def group_layout(
         digest=digest16(["layout", 1, which, description]),
         block_bytes=block_bytes,
         last_region=last_region,
+        runs=len(block_runs(regions)),
         replicas=replicas,
     )
+
+
+def block_runs(regions: Iterable[Region]) -> list[int]:
+    """The lengths of the contiguous runs that a block is copied in: pieces that follow each other are one."""
+    runs: list[int] = []
+    end = None
+    for address, _, _, piece, offsets in regions:
+        for offset in offsets:
+            if address + offset == end:
+                runs[-1] += piece
+            else:
+                runs.append(piece)
+            end = address + offset + piece
+    return runs
 
 
 def tensor_regions(
@@ -207,8 +224,10 @@ def layer_hints(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerHint]:
         inner = getattr(spec, "kv_cache_specs", {})
         for name in group.layer_names:
             page = inner.get(name, spec).page_size_bytes
-            # A page, or half of one where keys and values are two halves of the tensor.
-            strides = [packed.get(name, 0), page, page // 2]
+            # The pages of all layers, where one tensor before 0.29 holds them; a page; or half of one, where keys and
+            # values are two halves of the tensor. Caches apart step nowhere as far as all pages, so the order is safe.
+            all_pages = page * len(kv_cache_config.kv_cache_tensors)
+            strides = [packed.get(name, 0), all_pages, page, page // 2]
             hints[name] = LayerHint(
                 block_strides=tuple(dict.fromkeys(stride for stride in strides if stride)),
                 backend=_backend_name(modules.get(name)),

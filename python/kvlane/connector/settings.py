@@ -8,6 +8,7 @@ from typing import Any
 
 PREFIX = "kvlane."
 SAVE_METHODS = ("auto", "process_vm", "mapped")
+LAYOUTS = ("auto", "block", "layer")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Settings:
     """Share of the engine's blocks that unfinished saves may pin at most."""
     save_method: str = "auto"
     """How saves travel: one of SAVE_METHODS."""
+    layout: str = "auto"
+    """How vLLM is asked to lay out its KV cache, one of LAYOUTS: as it likes, a block's layers together, or apart."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
 
@@ -61,9 +64,10 @@ class Settings:
             raise ValueError(
                 f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share!r}"
             )
-        if self.save_method not in SAVE_METHODS:
-            methods = ", ".join(SAVE_METHODS)
-            raise ValueError(f"kvlane.save_method must be one of {methods}, not {self.save_method!r}")
+        for name, words in (("save_method", SAVE_METHODS), ("layout", LAYOUTS)):
+            value = getattr(self, name)
+            if value not in words:
+                raise ValueError(f"kvlane.{name} must be one of {', '.join(words)}, not {value!r}")
 
 
 def _checked(key: str, default: Any, value: Any) -> Any:

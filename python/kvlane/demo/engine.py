@@ -10,7 +10,7 @@ around an in-process vLLM `LLM`. Every command is one line `{"id": 1, "op": "gen
 | drain | | steps the engine until the connector has nothing left to save |
 | reset_prefix_cache | | reset: false while blocks are still in use |
 | blocks | prompt: token ids | blocks: see `_Engine.blocks` |
-| metrics | | counters of vLLM by name |
+| metrics | | counters: of vLLM by name; external_hits: tokens that the connector gave |
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ class _Engine:
         from vllm import LLM, SamplingParams
 
         options: dict[str, Any] = {}
+        if settings.device == "cuda":
+            # The cache has a size of its own; this share must be free at the start, beside another engine. Steps are
+            # asked for one by one, so none is planned ahead.
+            options |= {"gpu_memory_utilization": 0.3, "async_scheduling": False}
         if settings.connector:
             options["kv_transfer_config"] = json.loads(settings.connector)
         self._sampling = SamplingParams
@@ -53,6 +57,21 @@ class _Engine:
         )
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
+        self._external_hits = 0
+        self._count_external_hits()
+
+    def _count_external_hits(self) -> None:
+        """Where vLLM makes its numbers: before 0.30 those of steps without an output reach no counter, and the step
+        that starts a load is one of them."""
+        make_stats = self._core.scheduler.make_stats
+
+        def make_and_count(*arguments: Any, **named: Any) -> Any:
+            stats = make_stats(*arguments, **named)
+            external = getattr(stats, "connector_prefix_cache_stats", None)
+            self._external_hits += external.hits if external is not None else 0
+            return stats
+
+        self._core.scheduler.make_stats = make_and_count
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
         """Answer all prompts together, greedily.
@@ -126,9 +145,8 @@ class _Engine:
             heads = []
             content = b""
             for layer in layers:
-                content = (
-                    layer[cached[0].block_id].contiguous().flatten().view(_bytes_dtype()).numpy().tobytes()
-                )
+                block = layer[cached[0].block_id].cpu().contiguous().flatten()
+                content = block.view(_bytes_dtype()).numpy().tobytes()
                 digest.update(content)
                 heads.append(content[:FINGERPRINT_BYTES].hex())
             blocks.append({"digest": digest.hexdigest(), "layers": heads, "layer_bytes": len(content)})
@@ -140,7 +158,7 @@ class _Engine:
             value = getattr(metric, "value", None)
             if value is not None:
                 counters[metric.name] = counters.get(metric.name, 0) + value
-        return {"counters": counters}
+        return {"counters": counters, "external_hits": self._external_hits}
 
 
 def _bytes_dtype() -> Any:
@@ -154,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One vLLM engine of the demo; commands on stdin.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--connector", help="kv_transfer_config as JSON; without it plain vLLM")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what this vLLM is for")
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument(
         "--dtype", default="float32", help="vLLM's auto would turn float32 weights to bfloat16"

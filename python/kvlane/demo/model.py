@@ -30,6 +30,8 @@ class ModelShape:
     vocab: int = 32_000
     max_tokens: int = 4096
     dtype: str = "float32"
+    std: float = WEIGHT_STD
+    """Of the weights. With the width its square grows what comes out, so wider models take smaller weights."""
 
     def parameters(self) -> int:
         """Number of weights."""
@@ -42,7 +44,19 @@ TINY = ModelShape(layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, interm
 # A 2,000-token prefill takes seconds on two CPU cores. In float32, because bfloat16 is fast on some CPUs only, and
 # because rounding then does not change an answer between a computed and a loaded prefix.
 DEMO = ModelShape(layers=6, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=2816)
-SHAPES = {"tiny": TINY, "demo": DEMO}
+# For a GPU, which knows no float32 attention: 1.1 billion weights, 64 KiB of KV cache a token.
+GPU_DEMO = ModelShape(
+    layers=16,
+    hidden=2048,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=8192,
+    max_tokens=16_384,
+    dtype="bfloat16",
+    std=0.07,
+)
+SHAPES = {"tiny": TINY, "demo": DEMO, "gpu": GPU_DEMO}
 
 
 def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
@@ -50,9 +64,7 @@ def build_model(directory: Path, shape: ModelShape, seed: int = 0) -> Path:
 
     The directory appears as a whole or not at all, so an interrupted build leaves nothing half written.
     """
-    recipe = json.dumps(
-        {"shape": asdict(shape), "seed": seed, "std": WEIGHT_STD, "format": 1}, sort_keys=True
-    )
+    recipe = json.dumps({"shape": asdict(shape), "seed": seed, "format": 2}, sort_keys=True)
     stamp = directory / "recipe.json"
     if stamp.is_file() and stamp.read_text() == recipe:
         return directory
@@ -141,7 +153,7 @@ def _write_weights(directory: Path, shape: ModelShape, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * WEIGHT_STD).to(dtype)
+        return (torch.randn(rows, columns, generator=generator) * shape.std).to(dtype)
 
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norm = torch.ones(shape.hidden, dtype=dtype)

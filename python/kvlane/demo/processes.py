@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.bench.processes import beside_python, connector_config, free_port, wait_for_health
+from kvlane.demo.device import Setup
 
 _ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # The scheduler and the worker in the one process that the demo kills and looks into.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TOKENIZERS_PARALLELISM": "false",
@@ -32,24 +32,25 @@ class ProcessFailed(Exception):
 class Engine:
     """One vLLM with the connector; see `kvlane.demo.engine` for what it can be asked."""
 
-    def __init__(self, name: str, model: Path, address: str, logs: Path) -> None:
+    def __init__(self, name: str, model: Path, address: str, logs: Path, setup: Setup) -> None:
         self.name = name
         self.log = logs / f"engine-{name}.log"
         self._asked = 0
         self._received = b""
         command = [sys.executable, "-m", "kvlane.demo.engine", "--model", str(model)]
+        command += ["--device", setup.device, "--dtype", setup.shape.dtype]
+        command += ["--max-tokens", str(setup.max_tokens), "--kv-cache-bytes", str(setup.kv_cache_bytes)]
         # Two engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default; that
         # would be a miss, which is right, but not what the demo is to show.
         connector = connector_config(address, lookup_timeout_ms=5000.0)
         command += ["--connector", json.dumps(connector)]
-        threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **_ENGINE_ENVIRONMENT, **threads},
+                env={**os.environ, **_ENGINE_ENVIRONMENT, **_device_environment(setup.device)},
                 start_new_session=True,
             )
 
@@ -137,21 +138,29 @@ class Engine:
         return json.loads(line)
 
 
+def _device_environment(device: str) -> dict[str, str]:
+    if device == "cuda":
+        # FlashInfer's sampler is compiled at its first use, which needs a whole CUDA toolkit.
+        return {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+
+
 class Daemon:
     """A `kvlane serve`; can be killed and started again at the same address."""
 
-    def __init__(self, folder: Path, pool_size: str, logs: Path) -> None:
+    def __init__(self, folder: Path, pool_size: str, logs: Path, gpu: str = "off") -> None:
         self.address = f"unix:{folder}/kvlane.sock"
         self.log = logs / "kvlane.log"
         self._http = f"127.0.0.1:{free_port()}"
         self._pool_size = pool_size
+        self._gpu = gpu
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Return when it answers."""
         assert self._process is None, "the daemon runs already"
         command = [beside_python("kvlane"), "serve", "--listen", self.address, "--http", self._http]
-        command += ["--pool-size", self._pool_size]
+        command += ["--pool-size", self._pool_size, "--gpu", self._gpu]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_for_health(f"http://{self._http}", self._process, self.log)
