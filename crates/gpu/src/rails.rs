@@ -379,8 +379,8 @@ impl Loading<'_> {
         self.relay.wait_until(|_| direct.has_room(&own))?;
         // SAFETY: as above.
         let enqueued = unsafe { direct.enqueue(&own, Direction::HostToDevice)? };
-        // SAFETY: as above.
         for turn in 1.. {
+            // SAFETY: as above.
             if !unsafe { self.relay.turn(&shares, turn)? } {
                 break;
             }

@@ -36,7 +36,8 @@ impl<'a> Together<'a> {
     ) -> Option<Together<'a>> {
         let rails = loaders.first()?.rails();
         let count = loaders.len();
-        if count < 2 || count > READERS_MAX || streams.len() != count || bytes < rails.options().least_bytes {
+        let too_small = bytes < rails.options().least_bytes;
+        if too_small || !(2..=READERS_MAX).contains(&count) || streams.len() != count {
             return None;
         }
         let links: Vec<&Rail> = loaders.iter().map(|loader| loader.own()).collect::<Option<_>>()?;

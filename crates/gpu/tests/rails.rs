@@ -322,6 +322,21 @@ fn the_workers_of_an_engine_share_the_links_that_none_of_them_needs() {
 }
 
 #[test]
+fn gpus_are_opened_before_they_are_needed_and_one_that_cannot_be_is_left_out() {
+    let driver = driver(3);
+    let rails = rails(&driver, small());
+    assert!(!driver.methods(1).kernel, "not open yet");
+    driver.fail_call(2, Some("cuDevicePrimaryCtxRetain"), 1, OUT_OF_MEMORY);
+    rails.open_all();
+    assert!(driver.methods(1).kernel && !driver.methods(2).kernel);
+    let mut target = Target::new(&driver, 0);
+    let loader = rails.loader(&target.gpu, "engine");
+    assert_eq!(loader.reached(), [1]);
+    assert_eq!(target.load(&loader), 1);
+    target.assert_loaded();
+}
+
+#[test]
 fn a_gpu_without_memory_for_a_ring_lends_nothing() {
     let driver = driver(3);
     let rails = rails(&driver, small());
