@@ -23,6 +23,8 @@ const DAEMON: &str = "KVLANE_TEST_REPLICATED_DAEMON_AT";
 const SLOW: &str = "KVLANE_TEST_REPLICATED_DAEMON_SLOW";
 /// How long loads wait for each other, in milliseconds: then small loads share links too.
 const MEET: &str = "KVLANE_TEST_REPLICATED_DAEMON_MEET";
+/// The error in which its third wait of one GPU for another ends: so one in the middle of a shared load.
+const FAIL: &str = "KVLANE_TEST_REPLICATED_DAEMON_FAIL";
 /// Begins the line that it says at its end: bytes by link.
 const LINKS: &str = "bytes by link:";
 
@@ -35,6 +37,9 @@ fn daemon_process() {
     let number = |name| std::env::var(name).ok().map(|text| text.parse::<u64>().unwrap());
     let driver = driver();
     driver.slow_down(Duration::from_micros(number(SLOW).unwrap()));
+    if let Some(code) = number(FAIL) {
+        driver.fail_call(1, Some("cuStreamWaitValue32"), 3, code as u32);
+    }
     let rails = number(MEET).map_or_else(RailOptions::default, |meet| RailOptions {
         slot_bytes: 64 << 10,
         slots: 3,
@@ -58,21 +63,26 @@ fn daemon_process() {
 impl GpuDaemon {
     /// In which small loads share nothing.
     pub fn start(address: &Address, microseconds: u64) -> Self {
-        Self::start_with(address, microseconds, None)
+        Self::start_with(address, microseconds, &[])
     }
 
     /// In which loads of any size share the links of those that come within the time.
     pub fn start_sharing(address: &Address, microseconds: u64, within: Duration) -> Self {
-        Self::start_with(address, microseconds, Some(within))
+        Self::start_with(address, microseconds, &[(MEET, within.as_millis() as u64)])
     }
 
-    fn start_with(address: &Address, microseconds: u64, meet: Option<Duration>) -> Self {
+    /// As the one before, with all the time for a meeting; its first shared load fails with this error.
+    pub fn start_failing(address: &Address, code: u32) -> Self {
+        Self::start_with(address, 0, &[(MEET, PATIENCE.as_millis() as u64), (FAIL, code.into())])
+    }
+
+    fn start_with(address: &Address, microseconds: u64, more: &[(&str, u64)]) -> Self {
         let Address::Unix(path) = address else { unreachable!() };
         let process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "daemon::daemon_process", "--nocapture"])
             .env(DAEMON, path)
             .env(SLOW, microseconds.to_string())
-            .envs(meet.map(|meet| (MEET, meet.as_millis().to_string())))
+            .envs(more.iter().map(|(name, value)| (name, value.to_string())))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -82,6 +82,28 @@ fn a_rank_whose_siblings_do_not_come_loads_alone_and_so_does_one_that_is_late() 
     assert_eq!(links.values().sum::<u64>(), u64::from(RANKS) * 2 * BLOCK_BYTES as u64, "{links:?}");
 }
 
+#[test]
+fn ranks_that_load_different_blocks_do_not_share() {
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = GpuDaemon::start_sharing(&address, 0, Duration::from_millis(20));
+    let (engine, hit) = saved(&address, &driver, 2);
+    // Two ranks both blocks, and two the first one.
+    for (number, rank) in (0..).zip(&engine.ranks) {
+        let blocks = if number < 2 { 2 } else { 1 };
+        let pages =
+            engine.pages(&hit, number).chunks(2).flat_map(|slice| &slice[..blocks]).copied().collect();
+        rank.load(2, hit.boot, 6..6 + blocks as u32, pages, false);
+    }
+    let ends = engine.finished();
+    assert_ended(&ends[..2], JobKind::Load, 2);
+    assert_ended(&ends[2..], JobKind::Load, 1);
+    engine.ranks[..2].iter().enumerate().for_each(|(number, rank)| rank.check(number, 6..8));
+    engine.ranks[2..].iter().enumerate().for_each(|(number, rank)| rank.check(2 + number, 6..7));
+    drop(engine);
+    assert_eq!(daemon.stop().values().sum::<u64>(), 6 * BLOCK_BYTES as u64);
+}
+
 /// Waits until a rank has got the first layer of block 6, and not yet the last.
 fn wait_until_under_way(engine: &Engine, rank: usize) {
     let memory = &engine.ranks[rank].memory;
@@ -159,4 +181,39 @@ fn a_flag_of_a_shared_load_says_that_all_layers_up_to_it_are_there() {
     engine.check(6..8);
     drop(engine);
     assert_shared(&daemon.stop(), 2);
+}
+
+#[test]
+fn a_shared_load_that_fails_arrives_from_the_mapping_and_the_next_by_the_daemon() {
+    const INVALID_VALUE: u32 = 1;
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = GpuDaemon::start_failing(&address, INVALID_VALUE);
+    let (mut engine, hit) = saved(&address, &driver, 2);
+    engine.start_load(&hit, 6..8, false);
+    assert_ended(&engine.finished(), JobKind::Load, 2);
+    engine.check(6..8);
+    engine.start_load(&hit, 8..10, false);
+    assert_ended(&engine.finished(), JobKind::Load, 2);
+    engine.check(8..10);
+    drop(engine);
+    let links = daemon.stop();
+    assert_shared(&links, 2);
+}
+
+#[test]
+fn when_the_daemon_loses_a_gpu_the_ranks_load_by_themselves_and_nothing_is_written_late() {
+    const ILLEGAL_ADDRESS: u32 = 700;
+    let folder = tempfile::tempdir().unwrap();
+    let (address, driver) = (address(&folder), driver());
+    let daemon = GpuDaemon::start_failing(&address, ILLEGAL_ADDRESS);
+    let (mut engine, hit) = saved(&address, &driver, 2);
+    engine.start_load(&hit, 6..8, false);
+    for end in engine.finished() {
+        // Loaded, while the daemon may still come to it; or the daemon has said that it failed.
+        assert!(end.ok, "{end:?}");
+    }
+    engine.check(6..8);
+    daemon.kill();
+    engine.check(6..8);
 }
