@@ -185,9 +185,15 @@ impl Rails {
         &self.options
     }
 
-    /// Opens all chosen GPUs now, so that no engine's start waits for it. One that cannot be opened is left out.
-    pub fn open_all(&self) {
-        self.chosen.iter().for_each(|device| drop(self.opened(device.ordinal)));
+    /// Opens the chosen GPUs now, so that no engine's start waits for it; of [`RailChoice::Auto`] those that NVLink joins
+    /// with another one. One that cannot be opened is left out. The ordinals of those that are open are answered.
+    pub fn open_all(&self) -> Vec<u32> {
+        let chosen = self.chosen();
+        let is_named = matches!(self.options.choice, RailChoice::List(_));
+        let linked = |gpu: &u32, other: &u32| self.driver.is_linked(*gpu, *other).unwrap_or(false);
+        let is_joined = |gpu: &u32| chosen.iter().any(|other| other != gpu && linked(gpu, other));
+        let wanted = chosen.iter().copied().filter(|gpu| is_named || is_joined(gpu));
+        wanted.filter(|gpu| self.opened(*gpu).is_some()).collect()
     }
 
     fn opened(&self, gpu: u32) -> Option<Arc<Rail>> {
@@ -222,13 +228,13 @@ impl Rails {
     /// A rail, if it can be one for this GPU.
     fn reach(&self, target: &Gpu, device: &DeviceInfo) -> Option<Arc<Rail>> {
         let gpu = device.ordinal;
-        let rail = self.opened(gpu)?;
         let is_named = matches!(self.options.choice, RailChoice::List(_));
-        let reached = match is_named || target.is_linked(&rail.gpu).unwrap_or(false) {
-            true => target.enable_peer(&rail.gpu),
-            false => Err(GpuError::Unsupported { operation: "a rail", reason: "no NVLink".into() }),
-        };
-        match reached {
+        // Looked at first: the context of a GPU that cannot be used would only take memory.
+        if !is_named && !self.driver.is_linked(target.info().ordinal, gpu).unwrap_or(false) {
+            return None;
+        }
+        let rail = self.opened(gpu)?;
+        match target.enable_peer(&rail.gpu) {
             Ok(()) => Some(rail),
             Err(error) => {
                 tracing::debug!(gpu, target = target.info().ordinal, %error, "a GPU is no rail");

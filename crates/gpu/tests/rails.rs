@@ -327,13 +327,20 @@ fn gpus_are_opened_before_they_are_needed_and_one_that_cannot_be_is_left_out() {
     let rails = rails(&driver, small());
     assert!(!driver.methods(1).kernel, "not open yet");
     driver.fail_call(2, Some("cuDevicePrimaryCtxRetain"), 1, OUT_OF_MEMORY);
-    rails.open_all();
+    assert_eq!(rails.open_all(), [0, 1]);
     assert!(driver.methods(1).kernel && !driver.methods(2).kernel);
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     assert_eq!(loader.reached(), [1]);
     assert_eq!(target.load(&loader), 1);
     target.assert_loaded();
+    // Where nothing joins them they would only take memory.
+    let apart = FakeDriver::new(FakeOptions { devices: 3, linked: false, ..FakeOptions::default() }).unwrap();
+    let apart = Arc::new(apart);
+    let none: [u32; 0] = [];
+    assert_eq!(self::rails(&apart, small()).open_all(), none);
+    let named = RailOptions { choice: "1,2".parse().unwrap(), ..small() };
+    assert_eq!(self::rails(&apart, named).open_all(), [1, 2]);
 }
 
 #[test]

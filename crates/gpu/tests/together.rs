@@ -1,19 +1,23 @@
 //! Loads of the same bytes to several GPUs: every GPU gets them all, and each link brings an even share.
+//!
+//! On a machine with two GPUs or more, its GPUs and what sharing is worth there:
+//!
+//!     KVLANE_TEST_DRIVER=cuda cargo test --release -p kvlane-gpu --test together -- --nocapture of_this_machine
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 mod support;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_gpu::fake::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
-    Copy, CopyMethods, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Loader, RailOptions, Rails, Stream,
-    Thresholds, Together,
+    Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Direction, Driver, Gpu, GpuError, HostBuffer,
+    Loader, RailOptions, Rails, Stream, Thresholds, Together, driver_named,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
-use support::{Gate, device_memory, pattern, read, stream};
+use support::{Gate, device_memory, pattern, read, stream, tested_driver};
 
 const BYTES: usize = 128 << 10;
 const PIECE: u64 = 512;
@@ -315,7 +319,7 @@ fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
             let pool = team.pool.address();
             for (gpu, loader) in team.loaders.iter().enumerate() {
                 let stream = &team.streams[gpu];
-                let mut copier = kvlane_gpu::Copier::new(Arc::clone(stream), Default::default()).unwrap();
+                let mut copier = Copier::new(Arc::clone(stream), Default::default()).unwrap();
                 let mut loading = loader.begin(stream, BYTES as u64, &PULLS);
                 let copies = [Copy { dst: team.memories[gpu].address(), src: pool, len: BYTES as u64 }];
                 // SAFETY: as in `Team::enqueue`.
@@ -357,4 +361,96 @@ fn a_gpu_that_is_lost_under_way_brings_no_wrong_bytes_to_the_others() {
     let rest = Team::of(&driver, &[0, 2], Arc::clone(&team.rails));
     rest.load(&reversal()).unwrap();
     rest.assert_loaded(&reversed());
+}
+
+/// Blocks of 61 layers, together in the pool and apart in the engine, as of a latent cache.
+fn latent_blocks(blocks: u64) -> Vec<Copy> {
+    const LAYERS: u64 = 61;
+    const LEN: u64 = 64 * 576 * 2;
+    let copy = |at: u64| {
+        let (block, layer) = (at / LAYERS, at % LAYERS);
+        Copy { dst: (layer * blocks + block) * LEN, src: at * LEN, len: LEN }
+    };
+    (0..blocks * LAYERS).map(copy).collect()
+}
+
+#[test]
+fn gpus_of_this_machine_share_a_load() {
+    let driver = driver_named(Some(&tested_driver())).unwrap();
+    let gpus: Vec<Gpu> = driver
+        .devices()
+        .unwrap()
+        .iter()
+        .map(|device| Gpu::open(Arc::clone(&driver), device.ordinal).unwrap())
+        .collect();
+    let part = latent_blocks(if driver.name() == "cuda" { 256 } else { 2 });
+    let bytes: u64 = part.iter().map(|copy| copy.len).sum();
+    let pool = HostBuffer::new(&gpus[0], bytes).unwrap();
+    let content = pattern(1, bytes as usize);
+    // SAFETY: the buffer has these bytes, and nothing is enqueued.
+    unsafe { pool.as_ptr().copy_from_nonoverlapping(content.as_ptr(), content.len()) };
+    let options = RailOptions { least_bytes: 0, ..RailOptions::default() };
+    let rails = Rails::new(driver, &[], options).unwrap();
+    rails.open_all();
+    let streams: Vec<Arc<Stream>> = gpus.iter().map(stream).collect();
+    let queues: Vec<&Stream> = streams.iter().map(Arc::as_ref).collect();
+    let loaders: Vec<Loader> = gpus.iter().map(|gpu| rails.loader(gpu, "engine")).collect();
+    let poison = vec![0xee; content.len()];
+    let memories: Vec<DeviceMemory> = streams.iter().map(|stream| device_memory(stream, &poison)).collect();
+    let moved = |memory: &DeviceMemory| {
+        let to =
+            |copy: &Copy| Copy { dst: memory.address() + copy.dst, src: pool.address() + copy.src, ..*copy };
+        part.iter().map(to).collect::<Vec<Copy>>()
+    };
+    let copies: Vec<Vec<Copy>> = memories.iter().map(moved).collect();
+    let mut copiers: Vec<Copier> = streams
+        .iter()
+        .map(|stream| Copier::new(Arc::clone(stream), CopierOptions::default()).unwrap())
+        .collect();
+    let rate = |start: Instant| bytes as f64 / 1e9 / start.elapsed().as_secs_f64();
+    let modes =
+        [("idle", Thresholds::idle as fn(_) -> _), ("beside compute", |_| Thresholds::beside_compute())];
+    for (mode, thresholds) in modes {
+        // The second round of each is the one that counts.
+        for _ in 0..2 {
+            let start = Instant::now();
+            for (copier, copies) in copiers.iter_mut().zip(&copies) {
+                copier.set_thresholds(thresholds(Direction::HostToDevice));
+                // SAFETY: all memory is this test's, and is not used before the streams are waited for.
+                unsafe { copier.enqueue(copies, Direction::HostToDevice).unwrap() };
+            }
+            streams.iter().for_each(|stream| stream.synchronize().unwrap());
+            let alone = rate(start);
+            streams
+                .iter()
+                .zip(&memories)
+                .for_each(|(stream, memory)| support::write(stream, memory.address(), &poison));
+            let loaders: Vec<&Loader> = loaders.iter().collect();
+            let start = Instant::now();
+            let pulls = thresholds(Direction::Peer);
+            let Some(mut together) = Together::begin(&loaders, &queues, bytes, &pulls) else {
+                println!("the GPUs of this machine cannot share loads");
+                assert!(tested_driver() != "fake");
+                return;
+            };
+            // SAFETY: as above.
+            unsafe { together.enqueue(&queues, &copies).unwrap() };
+            let enqueued = start.elapsed().as_secs_f64() * 1e3;
+            together.synchronize_or(|| false).unwrap();
+            streams.iter().for_each(|stream| stream.synchronize().unwrap());
+            let shared = rate(start);
+            println!(
+                "{} GPUs, {mode}: {alone:.1} GB/s each by itself, {shared:.1} GB/s each shared, enqueued in {enqueued:.2} ms",
+                gpus.len(),
+            );
+            for (stream, memory) in streams.iter().zip(&memories) {
+                let arrived = read(stream, memory.address(), content.len());
+                for Copy { dst, src, len } in part.iter().copied() {
+                    let (there, here) = (&arrived[dst as usize..][..len as usize], &content[src as usize..]);
+                    assert!(there == &here[..len as usize], "wrong bytes on {}", stream.gpu().info().ordinal);
+                }
+            }
+        }
+    }
+    println!("bytes by link: {:?}", rails.bytes_by_link());
 }

@@ -69,12 +69,12 @@ impl Gpus {
         let meetings = Meetings::default();
         let gpus = Self { driver, opened, rails, meetings, meet_within, pinned, _arena: arena };
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
-        let rails = gpus.rails.chosen();
-        if gpus.driver.devices()?.len() > 1 && !rails.is_empty() {
+        let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
+        if several {
             let start = Instant::now();
-            gpus.rails.open_all();
+            let opened = gpus.rails.open_all();
             let seconds = start.elapsed().as_secs_f64();
-            tracing::info!(gpus = ?rails, seconds, "opened the GPUs that may lend their links to loads for others");
+            tracing::info!(gpus = ?opened, seconds, "opened the GPUs that may lend their links to loads for others");
         }
         Ok(gpus)
     }
