@@ -104,8 +104,8 @@ pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape) -> Result<f
         }
         // SAFETY: the ranges are those of `measure`; stream and rails are waited for.
         let enqueued = unsafe { loading.enqueue(&mut copier, copies) };
-        stream.synchronize()?;
         loading.synchronize()?;
+        stream.synchronize()?;
         enqueued.map(drop)
     })
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::driver::{Copy, CopyMethods, EventScope, TableEntry};
 use crate::error::GpuError;
 use crate::pinned::HostBuffer;
-use crate::plan::{Thresholds, plan};
+use crate::plan::{KERNEL_ALIGNMENT, Thresholds, plan};
 use crate::stream::{Event, Stream};
 
 /// Copies of a long list that are planned and enqueued before the rest is looked at, so that the device starts early.
@@ -143,6 +143,29 @@ impl Copier {
     /// The ways to copy beside single copies that are in use.
     pub fn methods(&self) -> &CopyMethods {
         &self.methods
+    }
+
+    /// Whether [`Copier::enqueue`] would not block.
+    pub(crate) fn has_room(&self, copies: &[Copy]) -> Result<bool, GpuError> {
+        if !self.methods.kernel {
+            return Ok(true);
+        }
+        // At least as many launches as there will be: each part of the list ends with one that is not full.
+        let piece_bytes = self.options.thresholds.piece_bytes.max(KERNEL_ALIGNMENT);
+        let entries: u64 = copies.iter().map(|copy| copy.len.div_ceil(piece_bytes) + 1).sum();
+        let parts = 2 + copies.len() / self.options.table_entries;
+        let launches = entries as usize / self.options.table_entries + parts;
+        if launches > self.options.tables {
+            return self.stream.is_idle();
+        }
+        let mut free = self.options.tables.saturating_sub(self.tables.len());
+        for table in &self.tables {
+            if free >= launches || !table.read.is_done()? {
+                break;
+            }
+            free += 1;
+        }
+        Ok(free >= launches)
     }
 
     /// Enqueues all copies, in no order among themselves, after what is in the stream already. It blocks only while all

@@ -277,6 +277,9 @@ impl Driver for FakeDriver {
         if device >= self.options.devices {
             return Err(GpuError::NoSuchDevice(device.to_string()));
         }
+        if let Some(code) = self.machine.call_faults.lock().next(device, "cuDevicePrimaryCtxRetain") {
+            return Err(error("cuDevicePrimaryCtxRetain", code));
+        }
         *self.open.lock().entry(device).or_default() += 1;
         Ok(())
     }

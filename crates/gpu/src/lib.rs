@@ -21,8 +21,12 @@ mod kernel;
 mod pinned;
 pub mod plan;
 mod rails;
+mod relay;
+mod ring;
 pub mod split;
 mod stream;
+mod together;
+mod words;
 
 pub use bench::{measure_copy, measure_rails};
 pub use calibrate::Calibration;
@@ -37,3 +41,4 @@ pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::Thresholds;
 pub use rails::{Loader, Loading, RailChoice, RailOptions, Rails};
 pub use stream::{Event, Stream};
+pub use together::Together;

@@ -8,25 +8,23 @@
 //! Everything is enqueued in streams that wait for each other, nothing on the host does: a slot is filled after its last
 //! content was read, and read after it was filled.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
-use crate::copier::{Copier, CopierOptions, Direction, Enqueued};
-use crate::device::{DeviceMemory, Gpu, uuid_text};
-use crate::driver::{Copy, DeviceInfo, Driver, EventScope, Priority};
+use crate::copier::{Copier, Direction, Enqueued};
+use crate::device::{Gpu, uuid_text};
+use crate::driver::{Copy, DeviceInfo, Driver};
 use crate::error::GpuError;
 use crate::plan::{KERNEL_ALIGNMENT, Thresholds};
-use crate::split::{Chunk, split};
-use crate::stream::{Event, Stream};
-
-/// Entries of a table of the kernel: more than a slot of the default size has pieces.
-const TABLE_ENTRIES: usize = 1024;
-/// Tables of one rail in use at a time; made as they are needed.
-const TABLES: usize = 256;
+use crate::relay::Relay;
+use crate::ring::{Making, Rail, Target};
+use crate::split::{Shares, split};
+use crate::stream::Stream;
 
 /// Which GPUs lend their links.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -90,6 +88,10 @@ pub struct RailOptions {
     pub slots: usize,
     /// Smaller loads use no rails.
     pub least_bytes: u64,
+    /// How long the load of one of several ranks that hold the same blocks waits for the others' loads, to share the links
+    /// with them. The ranks of an engine start a step within a fraction of a millisecond of each other; a load that is
+    /// large enough for this takes longer than what a missing rank costs.
+    pub meet_within: Duration,
     /// Thread blocks of the kernel that reads a slot: few, since the rail's link is slow and the compute wants the rest.
     pub blocks: u32,
 }
@@ -101,6 +103,7 @@ impl Default for RailOptions {
             slot_bytes: 8 << 20,
             slots: 8,
             least_bytes: 32 << 20,
+            meet_within: Duration::from_millis(5),
             blocks: 8,
         }
     }
@@ -117,6 +120,8 @@ pub struct Rails {
     opened: Mutex<HashMap<u32, Option<Arc<Rail>>>>,
     traffic: Mutex<Traffic>,
     relayed: AtomicU64,
+    /// Bytes that loads brought, by the ordinal of the GPU whose link they came over.
+    by_link: Mutex<BTreeMap<u32, u64>>,
 }
 
 #[derive(Debug, Default)]
@@ -125,45 +130,6 @@ struct Traffic {
     loads: HashMap<u32, u32>,
     /// The GPU of each loader of a team.
     teams: HashMap<String, Vec<u32>>,
-}
-
-/// A GPU that lends its link, to one load at a time.
-#[derive(Debug)]
-struct Rail {
-    gpu: Gpu,
-    ring: Mutex<State>,
-}
-
-#[derive(Debug)]
-enum State {
-    Unused,
-    /// No work on it is under way.
-    Ready(Box<Ring>),
-    /// In use while it is locked; else something failed, and it is not used any more.
-    Taken,
-}
-
-/// Memory of a rail that bytes pass through. Fields are dropped in order: the memory last.
-#[derive(Debug)]
-struct Ring {
-    /// By the ordinal of the GPU that reads.
-    pulls: HashMap<u32, Pull>,
-    up: Copier,
-    /// When each slot was filled.
-    filled: Vec<Event>,
-    /// The slot that is filled next.
-    next: usize,
-    memory: DeviceMemory,
-}
-
-/// How a target reads a ring.
-#[derive(Debug)]
-struct Pull {
-    copier: Copier,
-    /// When each slot was read.
-    drained: Vec<Event>,
-    /// What has to be over before the target's memory is written.
-    start: Event,
 }
 
 impl Rails {
@@ -176,9 +142,10 @@ impl Rails {
             return Err(GpuError::Invalid(format!("{asked}, make no ring")));
         }
         let chosen = options.choice.among(driver.devices()?)?;
-        let (opened, traffic) = (Mutex::default(), Mutex::default());
+        let (opened, traffic, by_link) = (Mutex::default(), Mutex::default(), Mutex::default());
         let seams = seams.to_vec();
-        Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed: AtomicU64::new(0) }))
+        let relayed = AtomicU64::new(0);
+        Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed, by_link }))
     }
 
     /// The ordinals of the GPUs that were chosen.
@@ -189,6 +156,56 @@ impl Rails {
     /// Bytes that came over rails so far, in loads that succeeded.
     pub fn relayed_bytes(&self) -> u64 {
         self.relayed.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that came up the link of each GPU so far, by ordinal, in loads that succeeded.
+    pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
+        self.by_link.lock().clone()
+    }
+
+    fn count(&self, link: u32, bytes: u64) {
+        *self.by_link.lock().entry(link).or_default() += bytes;
+    }
+
+    /// Counts what went through the rings of a load that succeeded; as relayed where they were `rails` of others.
+    pub(crate) fn count_rings(&self, relay: &mut Relay<'_>, rails: bool) {
+        for (link, bytes) in relay.take_bytes() {
+            self.count(link, bytes);
+            if rails {
+                self.relayed.fetch_add(bytes, Ordering::Relaxed);
+            }
+        }
+    }
+
+    pub(crate) fn making<'a>(&'a self, pulls: &'a Thresholds) -> Making<'a> {
+        Making { options: &self.options, seams: &self.seams, pulls }
+    }
+
+    pub(crate) fn options(&self) -> &RailOptions {
+        &self.options
+    }
+
+    /// Opens the chosen GPUs now, so that no engine's start waits for it; of [`RailChoice::Auto`] those that NVLink joins
+    /// with another one. One that cannot be opened is left out. The ordinals of those that are open are answered.
+    pub fn open_all(&self) -> Vec<u32> {
+        let chosen = self.chosen();
+        let is_named = matches!(self.options.choice, RailChoice::List(_));
+        let linked = |gpu: &u32, other: &u32| self.driver.is_linked(*gpu, *other).unwrap_or(false);
+        let is_joined = |gpu: &u32| chosen.iter().any(|other| other != gpu && linked(gpu, other));
+        let wanted = chosen.iter().copied().filter(|gpu| is_named || is_joined(gpu));
+        wanted.filter(|gpu| self.opened(*gpu).is_some()).collect()
+    }
+
+    fn opened(&self, gpu: u32) -> Option<Arc<Rail>> {
+        let mut opened = self.opened.lock();
+        let rail = opened.entry(gpu).or_insert_with(|| match Gpu::open(Arc::clone(&self.driver), gpu) {
+            Ok(gpu) => Some(Arc::new(Rail::new(gpu))),
+            Err(error) => {
+                tracing::warn!(gpu, %error, "a GPU lends its link to no load, since it cannot be opened");
+                None
+            }
+        });
+        rail.clone()
     }
 
     /// For loads to one GPU. Loaders of a `team` load at the same time, as the workers of an engine do: none uses the
@@ -203,39 +220,27 @@ impl Rails {
             tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
-        Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached }
+        let own = self.chosen.iter().find(|device| device.ordinal == own);
+        let own = own.and_then(|device| self.opened(device.ordinal));
+        Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached, own }
     }
 
     /// A rail, if it can be one for this GPU.
     fn reach(&self, target: &Gpu, device: &DeviceInfo) -> Option<Arc<Rail>> {
         let gpu = device.ordinal;
-        let mut opened = self.opened.lock();
-        let rail = opened.entry(gpu).or_insert_with(|| match Gpu::open(Arc::clone(&self.driver), gpu) {
-            Ok(gpu) => Some(Arc::new(Rail { gpu, ring: Mutex::new(State::Unused) })),
-            Err(error) => {
-                tracing::warn!(gpu, %error, "a GPU lends its link to no load, since it cannot be opened");
-                None
-            }
-        });
-        let rail = Arc::clone(rail.as_ref()?);
         let is_named = matches!(self.options.choice, RailChoice::List(_));
-        let reached = match is_named || target.is_linked(&rail.gpu).unwrap_or(false) {
-            true => target.enable_peer(&rail.gpu),
-            false => Err(GpuError::Unsupported { operation: "a rail", reason: "no NVLink".into() }),
-        };
-        match reached {
+        // Looked at first: the context of a GPU that cannot be used would only take memory.
+        if !is_named && !self.driver.is_linked(target.info().ordinal, gpu).unwrap_or(false) {
+            return None;
+        }
+        let rail = self.opened(gpu)?;
+        match target.enable_peer(&rail.gpu) {
             Ok(()) => Some(rail),
             Err(error) => {
                 tracing::debug!(gpu, target = target.info().ordinal, %error, "a GPU is no rail");
                 None
             }
         }
-    }
-}
-
-impl Rail {
-    fn ordinal(&self) -> u32 {
-        self.gpu.info().ordinal
     }
 }
 
@@ -246,9 +251,35 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
+    /// The same GPU, where it lends its link.
+    own: Option<Arc<Rail>>,
 }
 
 impl Loader {
+    /// Whether a load of so many bytes is worth sharing, and its GPU is joined with enough others to share it among so many
+    /// ([`crate::Together`]).
+    pub fn may_share(&self, bytes: u64, gpus: usize) -> bool {
+        bytes >= self.rails.options.least_bytes && self.own.is_some() && self.reached.len() + 1 >= gpus
+    }
+
+    pub(crate) fn rails(&self) -> &Arc<Rails> {
+        &self.rails
+    }
+
+    pub(crate) fn target(&self) -> &Gpu {
+        &self.target
+    }
+
+    /// The ring on the target itself, where it lends its link.
+    pub(crate) fn own(&self) -> Option<&Rail> {
+        self.own.as_deref()
+    }
+
+    /// Whether the target can read the ring of this GPU.
+    pub(crate) fn reads(&self, gpu: u32) -> bool {
+        self.target.info().ordinal == gpu || self.reached().contains(&gpu)
+    }
+
     /// The ordinals of the GPUs whose links its loads may use.
     pub fn reached(&self) -> Vec<u32> {
         self.reached.iter().map(|rail| rail.ordinal()).collect()
@@ -259,52 +290,36 @@ impl Loader {
     /// with this one. `pulls` decides how the target reads a rail's memory.
     pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds) -> Loading<'_> {
         let (idle, most) = self.count_and_choose();
-        let mut loading = Loading { loader: self, lent: Vec::new(), relayed: 0, under_way: false };
+        let mut rings = Vec::new();
         if bytes >= self.rails.options.least_bytes {
-            loading
-                .lent
-                .extend(idle.into_iter().filter_map(|rail| self.take(rail, stream, pulls)).take(most));
+            let targets = [Target { gpu: &self.target, stream }];
+            let making = self.rails.making(pulls);
+            rings.extend(idle.into_iter().filter_map(|rail| rail.take(&targets, making)).take(most));
         }
-        loading
+        Loading { loader: self, relay: Relay::new(rings), direct_bytes: 0, failed: false }
+    }
+
+    /// A load to this GPU is over.
+    pub(crate) fn uncount(&self) {
+        if let Some(loads) = self.rails.traffic.lock().loads.get_mut(&self.target.info().ordinal) {
+            *loads -= 1;
+        }
+    }
+
+    /// A load to this GPU begins.
+    pub(crate) fn count(&self) {
+        *self.rails.traffic.lock().loads.entry(self.target.info().ordinal).or_default() += 1;
     }
 
     /// Counts a load, and answers the rails whose own link is idle and how many of them this load may take.
     fn count_and_choose(&self) -> (Vec<&Rail>, usize) {
-        let mut traffic = self.rails.traffic.lock();
-        *traffic.loads.entry(self.target.info().ordinal).or_default() += 1;
+        self.count();
+        let traffic = self.rails.traffic.lock();
         let team: &[u32] = traffic.teams.get(&self.team).map_or(&[], Vec::as_slice);
         let outside = self.reached.iter().filter(|rail| !team.contains(&rail.ordinal()));
         let most = outside.clone().count() / team.len().max(1);
         let is_idle = |rail: &&Arc<Rail>| traffic.loads.get(&rail.ordinal()).is_none_or(|loads| *loads == 0);
         (outside.filter(is_idle).map(Arc::as_ref).collect(), most)
-    }
-
-    /// A rail with all that this load needs, unless another load uses it.
-    fn take<'a>(&'a self, rail: &'a Rail, stream: &Stream, pulls: &Thresholds) -> Option<Lent<'a>> {
-        let mut state = rail.ring.try_lock()?;
-        let ring = match std::mem::replace(&mut *state, State::Taken) {
-            State::Ready(ring) => Ok(ring),
-            State::Unused => Ring::new(rail, &self.rails).map(Box::new),
-            State::Taken => return None,
-        };
-        let ready = ring.and_then(|mut ring| {
-            let known = ring.pulls.remove(&self.target.info().ordinal);
-            let mut pull = known.map_or_else(|| Pull::new(&self.target, &self.rails.options), Ok)?;
-            pull.copier.set_thresholds(pulls.clone());
-            pull.start.record(stream)?;
-            pull.copier.stream().wait(&pull.start)?;
-            Ok((ring, pull))
-        });
-        match ready {
-            Ok((ring, pull)) => {
-                let slot_bytes = self.rails.options.slot_bytes;
-                Some(Lent { rail, state, ring, pull, slot_bytes, last: None, failed: false })
-            }
-            Err(error) => {
-                warn_of_rail(rail, &error);
-                None
-            }
-        }
     }
 }
 
@@ -321,113 +336,20 @@ impl Drop for Loader {
     }
 }
 
-/// Told once of each rail, since it is not used any more.
-fn warn_of_rail(rail: &Rail, error: &GpuError) {
-    tracing::warn!(gpu = rail.ordinal(), %error, "a GPU lends its link to no load any more");
-}
-
-impl Ring {
-    fn new(rail: &Rail, rails: &Rails) -> Result<Ring, GpuError> {
-        let RailOptions { slot_bytes, slots, .. } = rails.options;
-        let memory = rail.gpu.alloc(slot_bytes * slots as u64)?;
-        // Its GPU's own engine comes first.
-        let stream = Arc::new(Stream::new(&rail.gpu, Priority::Normal)?);
-        let options =
-            CopierOptions { use_kernel: false, seams: rails.seams.clone(), ..CopierOptions::default() };
-        let filled = events(&rail.gpu, slots)?;
-        Ok(Ring { pulls: HashMap::new(), up: Copier::new(stream, options)?, filled, next: 0, memory })
-    }
-}
-
-impl Pull {
-    fn new(target: &Gpu, options: &RailOptions) -> Result<Pull, GpuError> {
-        let stream = Arc::new(Stream::new(target, Priority::High)?);
-        let drained = events(target, options.slots)?;
-        let start = Event::new(target, EventScope::Process)?;
-        let options = CopierOptions {
-            peer_blocks: options.blocks,
-            table_entries: TABLE_ENTRIES,
-            tables: TABLES,
-            ..CopierOptions::default()
-        };
-        Ok(Pull { copier: Copier::new(stream, options)?, drained, start })
-    }
-}
-
-fn events(gpu: &Gpu, count: usize) -> Result<Vec<Event>, GpuError> {
-    (0..count).map(|_| Event::new(gpu, EventScope::Process)).collect()
-}
-
-/// A rail in the hands of one load.
-#[derive(Debug)]
-struct Lent<'a> {
-    rail: &'a Rail,
-    state: MutexGuard<'a, State>,
-    ring: Box<Ring>,
-    pull: Pull,
-    slot_bytes: u64,
-    /// The slot that was read last.
-    last: Option<usize>,
-    failed: bool,
-}
-
-impl Lent<'_> {
-    /// Enqueues a chunk's way through a slot.
-    ///
-    /// # Safety
-    /// As for [`Copier::enqueue`], of the chunk's copies before they were split.
-    unsafe fn relay(&mut self, chunk: &Chunk) -> Result<(), GpuError> {
-        let Lent { ring, pull, slot_bytes, .. } = self;
-        let slot = ring.next;
-        ring.next = (slot + 1) % ring.filled.len();
-        let address = ring.memory.address() + slot as u64 * *slot_bytes;
-        ring.up.stream().wait(&pull.drained[slot])?;
-        // SAFETY: the chunk lies inside the slot, which only this load uses and which has been read by then; the caller
-        // vouches for the host's side.
-        unsafe { ring.up.enqueue(&chunk.gather(address), Direction::HostToDevice)? };
-        ring.filled[slot].record(ring.up.stream())?;
-        pull.copier.stream().wait(&ring.filled[slot])?;
-        // SAFETY: the slot is filled by then and not written again before the event that follows; the target reaches it;
-        // the caller vouches for the destinations.
-        unsafe { pull.copier.enqueue(&chunk.scatter(address), Direction::Peer)? };
-        pull.drained[slot].record(pull.copier.stream())?;
-        self.last = Some(slot);
-        Ok(())
-    }
-
-    /// Takes note of a failure: the rail is not used any more. Told at once, since what else waits for it may last.
-    fn note<T>(&mut self, outcome: Result<T, GpuError>) -> Result<T, GpuError> {
-        if let Err(error) = &outcome
-            && !std::mem::replace(&mut self.failed, true)
-        {
-            warn_of_rail(self.rail, error);
-        }
-        outcome
-    }
-
-    /// No work is under way.
-    fn give_back(mut self, target: u32) {
-        if !self.failed {
-            self.ring.pulls.insert(target, self.pull);
-            *self.state = State::Ready(self.ring);
-        }
-    }
-}
-
 /// A load under way. Whoever enqueued copies calls [`Loading::synchronize`] before the memory is used otherwise; dropping
 /// it waits too.
 #[derive(Debug)]
 pub struct Loading<'a> {
     loader: &'a Loader,
-    lent: Vec<Lent<'a>>,
-    relayed: u64,
-    under_way: bool,
+    relay: Relay<'a>,
+    direct_bytes: u64,
+    failed: bool,
 }
 
 impl Loading<'_> {
     /// How many rails this load uses.
     pub fn rails(&self) -> usize {
-        self.lent.len()
+        self.relay.rings().len()
     }
 
     /// Enqueues copies from pinned host memory to the target: some by `direct`, the rest over the rails. What is enqueued
@@ -435,56 +357,58 @@ impl Loading<'_> {
     /// error some copies may have been enqueued.
     ///
     /// # Safety
-    /// As for [`Copier::enqueue`], until the copier's stream and [`Loading::synchronize`] have been waited for. The
-    /// copier's stream is the one that the load began with.
+    /// As for [`Copier::enqueue`], until [`Loading::synchronize`] and the copier's stream have been waited for, in this
+    /// order. The copier's stream is the one that the load began with.
     pub unsafe fn enqueue(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
-        if self.lent.is_empty() {
+        // SAFETY: the caller's promise.
+        let enqueued = unsafe { self.enqueue_all(direct, copies) };
+        self.failed |= enqueued.is_err();
+        enqueued
+    }
+
+    /// # Safety
+    /// As for [`Loading::enqueue`].
+    unsafe fn enqueue_all(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
+        let bytes = |copies: &[Copy]| copies.iter().map(|copy| copy.len).sum::<u64>();
+        if self.rails() == 0 {
+            self.direct_bytes += bytes(copies);
             // SAFETY: the caller's promise.
             return unsafe { direct.enqueue(copies, Direction::HostToDevice) };
         }
-        self.under_way = true;
-        let shares = split(copies, self.lent.len(), self.loader.rails.options.slot_bytes);
-        let mut enqueued = Enqueued::default();
-        let rounds = shares.relayed.iter().map(Vec::len).max().unwrap_or(0);
-        for round in 0..rounds.max(1) {
-            // Turn by turn, so that every link soon has something to do.
-            for (lent, chunks) in self.lent.iter_mut().zip(&shares.relayed) {
-                if let Some(chunk) = chunks.get(round) {
-                    // SAFETY: the caller's promise: a share is a part of the copies.
-                    let relayed = unsafe { lent.relay(chunk) };
-                    lent.note(relayed)?;
-                    self.relayed += chunk.bytes();
-                }
-            }
-            if round == 0 {
-                // SAFETY: as above.
-                enqueued = unsafe { direct.enqueue(&shares.direct, Direction::HostToDevice)? };
+        let Shares { direct: own, relayed } =
+            split(copies, self.rails(), self.loader.rails.options.slot_bytes);
+        self.direct_bytes += bytes(&own);
+        let shares = [relayed];
+        // SAFETY: the caller's promise, also below.
+        unsafe { self.relay.turn(&shares, 0)? };
+        // What is in its stream already waits for rails: a rail that is lost must not block it.
+        self.relay.wait_until(|_| direct.has_room(&own))?;
+        // SAFETY: as above.
+        let enqueued = unsafe { direct.enqueue(&own, Direction::HostToDevice)? };
+        for turn in 1.. {
+            // SAFETY: as above.
+            if !unsafe { self.relay.turn(&shares, turn)? } {
+                break;
             }
         }
-        for lent in &self.lent {
-            if let Some(slot) = lent.last {
-                direct.stream().wait(&lent.pull.drained[slot])?;
-            }
-        }
+        self.relay.join(0, direct.stream())?;
         Ok(enqueued)
     }
 
     /// Waits for what goes over the rails, and reports what failed.
     pub fn synchronize(&mut self) -> Result<(), GpuError> {
-        if !std::mem::take(&mut self.under_way) {
-            return Ok(());
-        }
-        let mut outcome = Ok(());
-        for lent in &mut self.lent {
-            let filled = lent.ring.up.stream().synchronize();
-            outcome = outcome.and(lent.note(filled));
-        }
-        for lent in &mut self.lent {
-            let read = lent.pull.copier.stream().synchronize();
-            outcome = outcome.and(lent.note(read));
-        }
-        if outcome.is_ok() && self.lent.iter().all(|lent| !lent.failed) {
-            self.loader.rails.relayed.fetch_add(std::mem::take(&mut self.relayed), Ordering::Relaxed);
+        self.synchronize_or(|| false)
+    }
+
+    /// The same. When a rail is lost, what waits for it in the target's streams does so until `abandoned` tells that
+    /// nobody minds wrong bytes in the target's memory.
+    pub fn synchronize_or(&mut self, abandoned: impl FnMut() -> bool) -> Result<(), GpuError> {
+        let outcome = self.relay.finish(abandoned);
+        self.failed |= outcome.is_err();
+        if !self.failed {
+            let own = self.loader.target.info().ordinal;
+            self.loader.rails.count(own, std::mem::take(&mut self.direct_bytes));
+            self.loader.rails.count_rings(&mut self.relay, true);
         }
         outcome
     }
@@ -494,11 +418,8 @@ impl Drop for Loading<'_> {
     fn drop(&mut self) {
         // Whoever cares for the outcome has asked.
         let _ = self.synchronize();
-        let target = self.loader.target.info().ordinal;
-        self.lent.drain(..).for_each(|lent| lent.give_back(target));
-        if let Some(loads) = self.loader.rails.traffic.lock().loads.get_mut(&target) {
-            *loads -= 1;
-        }
+        self.relay.give_back();
+        self.loader.uncount();
     }
 }
 

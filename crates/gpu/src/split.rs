@@ -60,27 +60,48 @@ impl Chunk {
 /// between two copies, and only a copy that no slot holds is cut.
 pub fn split(copies: &[Copy], rails: usize, slot_bytes: u64) -> Shares {
     let mut shares = Shares { direct: Vec::new(), relayed: vec![Vec::new(); rails] };
-    let total: u128 = copies.iter().map(|copy| u128::from(copy.len)).sum();
-    let mut before: u128 = 0;
-    for copy in copies.iter().flat_map(|copy| pieces(*copy, slot_bytes)) {
-        // Below `rails + 1`: what lies before a copy that is not empty is less than the total.
-        let link = (before * (rails as u128 + 1) / total) as usize;
-        before += u128::from(copy.len);
-        let Some(chunks) = link.checked_sub(1).and_then(|rail| shares.relayed.get_mut(rail)) else {
-            shares.direct.push(copy);
-            continue;
-        };
-        let left = match chunks.last_mut() {
-            Some(chunk) => chunk.push(copy, slot_bytes),
-            None => Some(copy),
-        };
-        if let Some(copy) = left {
-            let mut chunk = Chunk::default();
-            chunk.push(copy, slot_bytes);
-            chunks.push(chunk);
+    for (link, copy) in deal(copies, rails + 1, slot_bytes) {
+        match link.checked_sub(1).and_then(|rail| shares.relayed.get_mut(rail)) {
+            Some(chunks) => append(chunks, copy, slot_bytes),
+            None => shares.direct.push(copy),
         }
     }
     shares
+}
+
+/// The same where each share goes over a GPU's memory. Lists of equal sources and lengths are cut alike.
+pub fn split_among(copies: &[Copy], rings: usize, slot_bytes: u64) -> Vec<Vec<Chunk>> {
+    let mut shares = vec![Vec::new(); rings];
+    for (link, copy) in deal(copies, rings, slot_bytes) {
+        if let Some(chunks) = shares.get_mut(link) {
+            append(chunks, copy, slot_bytes);
+        }
+    }
+    shares
+}
+
+/// The link of each copy, none of which is longer than a slot.
+fn deal(copies: &[Copy], links: usize, slot_bytes: u64) -> impl Iterator<Item = (usize, Copy)> {
+    let total: u128 = copies.iter().map(|copy| u128::from(copy.len)).sum();
+    let mut before: u128 = 0;
+    copies.iter().flat_map(move |copy| pieces(*copy, slot_bytes)).map(move |copy| {
+        // Below `links`: what lies before a copy that is not empty is less than the total.
+        let link = (before * links as u128 / total) as usize;
+        before += u128::from(copy.len);
+        (link, copy)
+    })
+}
+
+fn append(chunks: &mut Vec<Chunk>, copy: Copy, slot_bytes: u64) {
+    let left = match chunks.last_mut() {
+        Some(chunk) => chunk.push(copy, slot_bytes),
+        None => Some(copy),
+    };
+    if let Some(copy) = left {
+        let mut chunk = Chunk::default();
+        chunk.push(copy, slot_bytes);
+        chunks.push(chunk);
+    }
 }
 
 /// A copy in pieces that a slot holds; none of an empty one.

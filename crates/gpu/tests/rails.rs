@@ -83,8 +83,8 @@ impl Target {
     fn load(&mut self, loader: &Loader) -> usize {
         let mut loading = loader.begin(&self.stream, BYTES as u64, &PULLS);
         self.enqueue(&mut loading);
-        self.stream.synchronize().unwrap();
         loading.synchronize().unwrap();
+        self.stream.synchronize().unwrap();
         loading.rails()
     }
 
@@ -177,8 +177,8 @@ fn check(case: &Case) {
             reader.copy(Copy { dst: seen, src: memory.address(), len: BYTES as u64 }).unwrap();
         }
     }
-    main.synchronize().unwrap();
     loading.synchronize().unwrap();
+    main.synchronize().unwrap();
     reader.synchronize().unwrap();
 
     let mut expected = pattern(2, BYTES);
@@ -194,6 +194,9 @@ fn check(case: &Case) {
     assert!(read(&main, memory.address(), BYTES) == expected, "wrong bytes");
     let relayed = rails.relayed_bytes();
     assert!(relayed <= bytes && (wanted > 0 || relayed == 0));
+    let by_link = rails.bytes_by_link();
+    assert_eq!(by_link.values().sum::<u64>(), bytes);
+    assert_eq!(bytes - by_link.get(&0).unwrap_or(&0), relayed);
 }
 
 proptest! {
@@ -319,6 +322,28 @@ fn the_workers_of_an_engine_share_the_links_that_none_of_them_needs() {
 }
 
 #[test]
+fn gpus_are_opened_before_they_are_needed_and_one_that_cannot_be_is_left_out() {
+    let driver = driver(3);
+    let rails = rails(&driver, small());
+    assert!(!driver.methods(1).kernel, "not open yet");
+    driver.fail_call(2, Some("cuDevicePrimaryCtxRetain"), 1, OUT_OF_MEMORY);
+    assert_eq!(rails.open_all(), [0, 1]);
+    assert!(driver.methods(1).kernel && !driver.methods(2).kernel);
+    let mut target = Target::new(&driver, 0);
+    let loader = rails.loader(&target.gpu, "engine");
+    assert_eq!(loader.reached(), [1]);
+    assert_eq!(target.load(&loader), 1);
+    target.assert_loaded();
+    // Where nothing joins them they would only take memory.
+    let apart = FakeDriver::new(FakeOptions { devices: 3, linked: false, ..FakeOptions::default() }).unwrap();
+    let apart = Arc::new(apart);
+    let none: [u32; 0] = [];
+    assert_eq!(self::rails(&apart, small()).open_all(), none);
+    let named = RailOptions { choice: "1,2".parse().unwrap(), ..small() };
+    assert_eq!(self::rails(&apart, named).open_all(), [1, 2]);
+}
+
+#[test]
 fn a_gpu_without_memory_for_a_ring_lends_nothing() {
     let driver = driver(3);
     let rails = rails(&driver, small());
@@ -367,7 +392,7 @@ fn a_copy_that_fails_on_a_rail_fails_the_load_and_not_the_next() {
 #[test]
 fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
     let driver = driver(2);
-    for operation in ["cuMemcpyAsync", "cuStreamWaitEvent", "cuEventRecord"] {
+    for operation in ["cuMemcpyAsync", "cuStreamWaitValue32", "cuStreamWriteValue32"] {
         let rails = rails(&driver, small());
         let mut target = Target::new(&driver, 0);
         let loader = rails.loader(&target.gpu, "engine");
@@ -402,6 +427,34 @@ fn a_gpu_that_is_lost_lends_nothing() {
     assert!(loading.synchronize().unwrap_err().is_sticky());
     drop(loading);
     assert_eq!(target.load(&loader), 0);
+    target.assert_loaded();
+}
+
+#[test]
+fn a_rail_that_is_lost_under_way_holds_the_load_up_only_until_nobody_minds_wrong_bytes() {
+    let driver = driver(3);
+    let rails = rails(&driver, small());
+    let mut target = Target::new(&driver, 0);
+    let loader = rails.loader(&target.gpu, "engine");
+    driver.fail_work(1, 3, ILLEGAL_ADDRESS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    assert_eq!(loading.rails(), 2);
+    target.enqueue(&mut loading);
+    let observer = stream(&target.gpu);
+    // What the lost rail was to bring: the middle third of the load, which the reversal leaves there.
+    let third = BYTES / 3 + 2 * PIECE as usize..2 * BYTES / 3 - 3 * 4096;
+    let mut looks = 0;
+    let failed = loading.synchronize_or(|| {
+        looks += 1;
+        let now = read(&observer, target.memory.address(), BYTES);
+        assert!(now[third.clone()] == pattern(2, BYTES)[third.clone()], "bytes that nothing brought");
+        looks >= 3
+    });
+    assert!(failed.unwrap_err().is_sticky() && looks >= 3);
+    target.stream.synchronize().unwrap();
+    drop(loading);
+    assert_eq!(rails.relayed_bytes(), 0);
+    assert_eq!(target.load(&loader), 1, "the other rail goes on");
     target.assert_loaded();
 }
 

@@ -1,7 +1,7 @@
 //! GPUs: the pool pinned for their driver, and the memory of engines that lives on them.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
@@ -10,8 +10,8 @@ use std::{
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Calibration, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu,
-    GpuError, HostBuffer, Imported, ImportedChunks, Loader, Loading, Mapped, Pinned, Priority, RailOptions,
-    Rails, Stream, Thresholds,
+    GpuError, HostBuffer, Imported, ImportedChunks, Loader, Mapped, Pinned, Priority, RailOptions, Rails,
+    Stream, Thresholds, Together,
 };
 use kvlane_memory::{Arena, pidfd_exited, pidfd_exited_within};
 use kvlane_proto::v1;
@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use crate::chunks::SharedChunks;
+use crate::meetings::{Meetings, Member};
 
 /// Bytes of a fence: nonce, then a little-endian epoch.
 const FENCE_BYTES: u64 = 24;
@@ -42,6 +43,10 @@ pub(crate) struct Gpus {
     rails: Arc<Rails>,
     /// For GPUs of this name: those of one host and model are alike.
     calibrated: (String, Calibration),
+    /// Loads of ranks that hold the same blocks.
+    pub(crate) meetings: Meetings,
+    /// How long they wait for each other.
+    pub(crate) meet_within: Duration,
     /// Before the arena, which it needs.
     pinned: Pinned,
     _arena: Arc<Arena>,
@@ -67,12 +72,17 @@ impl Gpus {
         let measured = calibrate.then(|| unsafe { Calibration::measure(&gpu, address, arena.bytes()) });
         let calibrated = (first.name, calibration(measured));
         let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
+        let meet_within = rails.meet_within;
         let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
-        let gpus = Self { driver, opened, rails, calibrated, pinned, _arena: arena };
+        let meetings = Meetings::default();
+        let gpus = Self { driver, opened, rails, meetings, meet_within, calibrated, pinned, _arena: arena };
         tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
-        let rails = gpus.rails.chosen();
-        if gpus.driver.devices()?.len() > 1 && !rails.is_empty() {
-            tracing::info!(gpus = ?rails, "GPUs that may lend their links to loads for others");
+        let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
+        if several {
+            let start = Instant::now();
+            let opened = gpus.rails.open_all();
+            let seconds = start.elapsed().as_secs_f64();
+            tracing::info!(gpus = ?opened, seconds, "opened the GPUs that may lend their links to loads for others");
         }
         Ok(gpus)
     }
@@ -105,6 +115,11 @@ impl Gpus {
     fn calibration(&self, gpu: &Gpu) -> Calibration {
         let (name, calibration) = &self.calibrated;
         if *name == gpu.info().name { calibration.clone() } else { Calibration::default() }
+    }
+
+    /// Bytes that loads brought over the link of each GPU, by ordinal.
+    pub(crate) fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
+        self.rails.bytes_by_link()
     }
 
     /// The GPU with this UUID.
@@ -284,35 +299,113 @@ impl GpuMemory {
         self.judge(&lane, copied, epoch)
     }
 
-    /// Scatters the parts' runs from the pool after `event`, one part after the other, for a request made at `epoch`.
-    ///
-    /// # Safety
-    /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
-    pub(crate) unsafe fn copy_in(
-        &self,
-        parts: &[Part],
-        pool_base: *const u8,
-        epoch: u64,
-        event: Option<u32>,
-        beside_compute: bool,
-    ) -> Result<(), GpuCopyError> {
-        let pool = pool_base.expose_provenance() as u64;
-        let parts: Vec<(&[Run], Flag)> = parts.iter().map(|part| (part.runs.as_slice(), part.flag)).collect();
-        let mut lane = self.loading.lock();
-        let thresholds = |direction| match beside_compute {
-            true => Thresholds::beside_compute(),
-            false => self.idle.thresholds(direction),
-        };
-        lane.copier.set_thresholds(thresholds(Direction::HostToDevice));
+    /// Waits until a load for a request made at `epoch` may begin: after `event`.
+    pub(crate) fn wait_until_wanted(&self, epoch: u64, event: Option<u32>) -> Result<(), GpuCopyError> {
         // A load that was given up while this process was stopped must not be started.
-        let found = self.fence_of(&mut lane)?;
+        let found = self.fence_of(&mut self.loading.lock())?;
         if found != epoch {
             return Err(GpuCopyError::Cancelled { asked: epoch, found });
         }
-        let way = Way::In { pulls: thresholds(Direction::Peer) };
+        self.wait_for_event(event)
+    }
+
+    /// Scatters a load's runs from the pool, one part after the other, once it has been waited for
+    /// ([`Self::wait_until_wanted`]). `load` is of this memory.
+    ///
+    /// # Safety
+    /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
+    pub(crate) unsafe fn copy_in(&self, load: &Member, pool_base: *const u8) -> Result<(), GpuCopyError> {
+        let pool = pool_base.expose_provenance() as u64;
+        let parts: Vec<(&[Run], Flag)> =
+            load.parts.iter().map(|part| (part.runs.as_slice(), part.flag)).collect();
+        let mut lane = self.loading.lock();
+        lane.copier.set_thresholds(self.thresholds(load, Direction::HostToDevice));
+        let way = Way::In { pulls: self.thresholds(load, Direction::Peer) };
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &parts, pool, way, event) };
-        self.judge(&lane, copied, epoch)
+        let copied = unsafe { self.run(&mut lane, &parts, pool, way, None) };
+        self.judge(&lane, copied, load.epoch)
+    }
+
+    /// What decides between the ways to copy for this load.
+    fn thresholds(&self, load: &Member, direction: Direction) -> Thresholds {
+        match load.beside_compute {
+            true => Thresholds::beside_compute(),
+            false => self.idle.thresholds(direction),
+        }
+    }
+
+    /// Whether loads of so many bytes, the same for so many ranks, may share the ranks' links.
+    pub(crate) fn may_share(&self, bytes: u64, ranks: usize) -> bool {
+        self.loader.may_share(bytes, ranks)
+    }
+
+    /// As [`Self::copy_in`] for each member, which all load the same bytes: each link brings a share of them for all. None
+    /// where each has to load by itself; then nothing was written.
+    ///
+    /// # Safety
+    /// As for [`Self::copy_in`].
+    pub(crate) unsafe fn copy_in_together(
+        members: &[Arc<Member>],
+        pool_base: *const u8,
+    ) -> Option<Vec<Result<(), GpuCopyError>>> {
+        let pool = pool_base.expose_provenance() as u64;
+        let first = members.first()?;
+        let lanes: Vec<_> = members.iter().map(|member| member.memory.loading.lock()).collect();
+        let streams: Vec<&Stream> = lanes.iter().map(|lane| &*lane.stream).collect();
+        let loaders: Vec<&Loader> = members.iter().map(|member| &member.memory.loader).collect();
+        // A member's wrong address must fail that member's load only.
+        let words: Vec<Vec<Option<(u64, u32)>>> =
+            members.iter().map(|member| member.memory.words(&member.parts)).collect::<Result<_, _>>().ok()?;
+        let look = |at| {
+            members.iter().zip(&lanes).try_for_each(|(member, lane)| {
+                // SAFETY: the fence is mapped, and its buffer the lane's; all streams are waited for below.
+                unsafe { lane.stream.copy(lane.fence_copy(member.memory.fence, at)) }
+            })
+        };
+        let looked = look(0);
+        let bytes = first.parts.iter().flat_map(|part| &part.runs).map(|run| run.len).sum();
+        let pulls = first.memory.thresholds(first, Direction::Peer);
+        let begun = looked.ok().and_then(|()| Together::begin(&loaders, &streams, bytes, &pulls));
+        let Some(mut together) = begun else {
+            streams.iter().for_each(|stream| drop(stream.synchronize()));
+            return None;
+        };
+        let way = Way::In { pulls };
+        let mut enqueue = || -> Result<(), GpuError> {
+            for index in 0..first.parts.len() {
+                let copies =
+                    |member: &Arc<Member>| member.memory.copies(&member.parts[index].runs, pool, &way);
+                let copies = members.iter().map(copies).collect::<Result<Vec<_>, _>>()?;
+                // SAFETY: the caller's promise; everything is waited for below.
+                unsafe { together.enqueue(&streams, &copies)? };
+                for (stream, words) in streams.iter().zip(&words) {
+                    if let Some((word, value)) = words[index] {
+                        // SAFETY: the word is mapped, as the fence is.
+                        unsafe { stream.write_word(word, value)? };
+                    }
+                }
+            }
+            look(FENCE_AFTER)
+        };
+        let enqueued = enqueue();
+        // Also after an error: what was enqueued runs.
+        let gone = || members.iter().all(|member| pidfd_exited(&member.memory.pidfd));
+        let outcome = enqueued.and(together.synchronize_or(gone));
+        tracing::debug!(ranks = members.len(), bytes, ?outcome, "ranks shared a load");
+        let judge = |(member, lane): (&Arc<Member>, &_)| {
+            let lane: &Lane = lane;
+            let copied = lane.stream.synchronize();
+            member.memory.judge(lane, outcome.clone().and(copied).map_err(GpuCopyError::from), member.epoch)
+        };
+        Some(members.iter().zip(lanes.iter().map(|lane| &**lane)).map(judge).collect())
+    }
+
+    /// The words of the parts' flags, by the addresses of this process.
+    fn words(&self, parts: &[Part]) -> Result<Vec<Flag>, GpuError> {
+        let word = |part: &Part| {
+            part.flag.map(|(address, value)| Ok((self.map.local(address, 4)?, value))).transpose()
+        };
+        parts.iter().map(word).collect()
     }
 
     /// What moves the runs, by the addresses of this process.
@@ -340,9 +433,7 @@ impl GpuMemory {
         way: Way,
         event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
-        if let Some(event) = event {
-            self.wait_for_engine(self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?)?;
-        }
+        self.wait_for_event(event)?;
         // SAFETY: the fence is mapped, and its buffer this lane's.
         unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
         // Over several links, what is written comes after the fence too.
@@ -373,14 +464,17 @@ impl GpuMemory {
         };
         let outcome = enqueue(lane);
         // Also after an error: what was enqueued runs.
-        let relayed = loading.as_mut().map_or(Ok(()), Loading::synchronize);
+        let gone = || pidfd_exited(&self.pidfd);
+        let relayed = loading.as_mut().map_or(Ok(()), |loading| loading.synchronize_or(gone));
         let done = lane.stream.synchronize();
         Ok(outcome.and(relayed).and(done)?)
     }
 
     /// Waits until the engine's GPU work has come to an event. Not in the stream: that work ends with the engine's process,
     /// and a stream that waits for an event of a dead process may wait for ever.
-    fn wait_for_engine(&self, event: &Event) -> Result<(), GpuCopyError> {
+    fn wait_for_event(&self, event: Option<u32>) -> Result<(), GpuCopyError> {
+        let Some(event) = event else { return Ok(()) };
+        let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
         let mut pause = LOOK_EVERY / 32;
         while !event.is_done()? {
             if pidfd_exited_within(&self.pidfd, pause) {

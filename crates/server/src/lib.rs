@@ -6,6 +6,7 @@ mod gpu;
 mod http;
 mod listen;
 mod loads;
+mod meetings;
 mod metrics;
 mod peer;
 mod random;
@@ -18,6 +19,7 @@ mod status;
 mod worker_memory;
 
 use std::{
+    collections::BTreeMap,
     net::SocketAddr,
     sync::{
         Arc,
@@ -154,6 +156,11 @@ impl Daemon {
     /// Bytes that loads moved over the links of other GPUs so far.
     pub fn relayed_bytes(&self) -> u64 {
         self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
+    }
+
+    /// Bytes that loads brought over the link of each GPU so far, by its ordinal.
+    pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
+        self.shared.gpus.as_ref().map_or_else(BTreeMap::new, Gpus::bytes_by_link)
     }
 
     /// Bytes of the pool.

@@ -1,6 +1,6 @@
 //! Loads that the daemon carries out: pool to GPU.
 
-use std::ops::Range;
+use std::{ops::Range, sync::Arc};
 
 use kvlane_block::{Region, Run, plan, shard_bytes};
 use kvlane_memory::PAGE_BYTES;
@@ -8,7 +8,8 @@ use kvlane_proto::v1;
 
 use crate::{
     Shared,
-    gpu::{GpuMemory, Part},
+    gpu::{GpuCopyError, GpuMemory, Part},
+    meetings::{Member, Seat},
 };
 
 /// Most flags that one load may have.
@@ -17,11 +18,12 @@ const FLAGS_MAX: usize = 4096;
 /// Where the blocks of a load go, and where one slice of each lies in the pool: block id and byte offset.
 type Places = Vec<(u32, u64)>;
 
-/// Copies leased blocks into a worker's GPU. `slices` are the worker's, group by group.
+/// Copies leased blocks into the GPU of a rank of an engine. `slices` are the worker's, group by group.
 pub(crate) fn load(
     shared: &Shared,
+    (engine_id, rank): (&str, u32),
     slices: &[Vec<Vec<Region>>],
-    memory: &GpuMemory,
+    memory: &Arc<GpuMemory>,
     load: &v1::Load,
 ) -> Result<v1::LoadResult, String> {
     if load.flags.is_some() && load.groups.len() != 1 {
@@ -54,12 +56,50 @@ pub(crate) fn load(
         parts.extend(cut(slices, &places, load.flags.as_ref())?);
         result.blocks += blocks as u64;
     }
-    // SAFETY: the runs lie in the arena, as checked above. The engine's scheduler holds a lease on the blocks until it
+    let ranks = ranks_that_share(slices, &load.groups);
+    let seat = memory.may_share(result.bytes, ranks).then(|| Seat {
+        engine_id: engine_id.to_owned(),
+        first: rank - rank % ranks as u32,
+        ranks: ranks as u32,
+        rank,
+    });
+    let member = Arc::new(Member {
+        memory: Arc::clone(memory),
+        parts,
+        epoch: load.epoch,
+        beside_compute: load.beside_compute,
+    });
+    carry_out(shared, &member, load.event, seat).map_err(|error| error.to_string())?;
+    Ok(result)
+}
+
+/// How many ranks hold all these groups' blocks alike; 1 for blocks of its own.
+fn ranks_that_share(slices: &[Vec<Vec<Region>>], groups: &[v1::LoadGroup]) -> usize {
+    let mut counts = groups.iter().map(|group| slices.get(group.group as usize).map_or(1, Vec::len));
+    let first = counts.next().unwrap_or(1);
+    if counts.all(|count| count == first) { first } else { 1 }
+}
+
+/// With the other ranks that have a seat, or alone.
+fn carry_out(
+    shared: &Shared,
+    member: &Arc<Member>,
+    event: Option<u32>,
+    seat: Option<Seat>,
+) -> Result<(), GpuCopyError> {
+    member.memory.wait_until_wanted(member.epoch, event)?;
+    let base = shared.arena.base();
+    if let (Some(seat), Some(gpus)) = (seat.filter(|seat| seat.ranks > 1), &shared.gpus) {
+        // SAFETY: as below, for each of them: none ends its load before this is over.
+        let conduct = |members: &[Arc<Member>]| unsafe { GpuMemory::copy_in_together(members, base) };
+        if let Some(loaded) = gpus.meetings.meet(seat, member, gpus.meet_within, conduct) {
+            return loaded;
+        }
+    }
+    // SAFETY: the runs lie in the arena, as checked before. The engine's scheduler holds a lease on the blocks until it
     // hears of the end of this load, so nobody writes them; what a wrong page names is only read. The engine set the
     // destination blocks aside, and the map lets nothing be written outside what it exported.
-    unsafe { memory.copy_in(&parts, shared.arena.base(), load.epoch, load.event, load.beside_compute) }
-        .map_err(|error| error.to_string())?;
-    Ok(result)
+    unsafe { member.memory.copy_in(member, base) }
 }
 
 /// The runs of a group's blocks, cut where a flag follows.

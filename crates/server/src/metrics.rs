@@ -103,6 +103,12 @@ pub const METRICS: &[Metric] = &[
         "direction",
         "Runs from this length on are left to copy engines while a GPU is idle; measured at start.",
     ),
+    metric(
+        "kvlane_loaded_by_link_bytes_total",
+        Counter,
+        "gpu",
+        "Bytes that loads brought from the host over the link of each GPU, by its ordinal in the daemon.",
+    ),
     metric("kvlane_scrub_blocks_total", Counter, "", "Blocks whose checksum was verified again."),
     metric("kvlane_scrub_bad_blocks_total", Counter, "", "Blocks dropped because their bytes had changed."),
     metric(
@@ -267,6 +273,9 @@ fn record(shared: &Shared) {
         ("kvlane_scrub_bad_blocks_total", stats.counters.scrub_bad),
     ] {
         counter!(name).absolute(value);
+    }
+    for (gpu, bytes) in shared.gpus.as_ref().map_or_else(BTreeMap::new, Gpus::bytes_by_link) {
+        counter!("kvlane_loaded_by_link_bytes_total", "gpu" => gpu.to_string()).absolute(bytes);
     }
     // A namespace has a space for each cut; its metrics are their sum.
     let mut namespaces: BTreeMap<(String, String), [u64; 4]> = BTreeMap::new();

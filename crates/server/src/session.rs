@@ -284,12 +284,13 @@ impl Session {
             }
             // Also while stopping: it was promised.
             Ask::Load(load) => {
-                let worker = &greeted.worker()?.registered;
+                let worker = Arc::clone(&greeted.worker()?.registered);
                 let Some(WorkerMemory::Gpu(memory)) = &worker.memory else {
                     let sentence = "this worker loads by itself, from its mapping of the pool";
                     return Err((Reason::NotAllowed, sentence.into()));
                 };
-                let result = loads::load(&shared, &worker.slices, memory, &load).map_err(invalid)?;
+                let who = (greeted.info.engine_id.as_str(), worker.rank);
+                let result = loads::load(&shared, who, &worker.slices, memory, &load).map_err(invalid)?;
                 Ok(Answer::LoadResult(result))
             }
             Ask::Commit(commit) => {
@@ -567,7 +568,7 @@ fn register_worker(
                     .map_err(|error| {
                         (Reason::Invalid, format!("the worker's GPU memory cannot be used: {error}"))
                     })?;
-            (Some(WorkerMemory::Gpu(Box::new(memory))), "the GPU copies".to_owned())
+            (Some(WorkerMemory::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
         }
         (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
         (Peer::Local { credentials, pidfd }, _) => {

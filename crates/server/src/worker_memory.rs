@@ -1,5 +1,7 @@
 //! The memory of a worker that the daemon itself copies from and to.
 
+use std::sync::Arc;
+
 use kvlane_block::Run;
 use kvlane_memory::ProcessVm;
 
@@ -15,7 +17,7 @@ pub(crate) enum WorkerMemory {
     /// Host memory, by process_vm.
     ProcessVm(ProcessVm),
     /// GPU memory, by the GPU.
-    Gpu(Box<GpuMemory>),
+    Gpu(Arc<GpuMemory>),
 }
 
 impl WorkerMemory {

@@ -1,0 +1,339 @@
+//! Memory of a GPU that bytes pass through on their way from the host to other GPUs.
+//!
+//! ```text
+//!  up (the GPU of the ring):  wait until all have read slot s | fill s | filled[s] = n | ...
+//!  pull (each target):        wait until filled[s] = n | scatter | drained[target][s] = n | ...
+//! ```
+//! What one waits for was enqueued before it, so that no order in which streams share the hardware makes a circle.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::copier::{Copier, CopierOptions, Direction};
+use crate::device::{DeviceMemory, Gpu};
+use crate::driver::{EventScope, Priority};
+use crate::error::GpuError;
+use crate::plan::Thresholds;
+use crate::rails::RailOptions;
+use crate::split::Chunk;
+use crate::stream::{Event, Stream};
+use crate::words::Words;
+
+/// Entries of a table of the kernel: more than a slot of the default size has pieces.
+const TABLE_ENTRIES: usize = 1024;
+/// Tables of one pull in use at a time; made as they are needed.
+const TABLES: usize = 256;
+/// Most targets of a load: more GPUs than one host has.
+pub(crate) const READERS_MAX: usize = 16;
+
+/// A GPU that lends its link, to one load at a time.
+#[derive(Debug)]
+pub(crate) struct Rail {
+    pub(crate) gpu: Gpu,
+    ring: Mutex<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    Unused,
+    /// No work on it is under way.
+    Ready(Box<Ring>),
+    /// In use while it is locked; else something failed, and it is not used any more.
+    Taken,
+}
+
+/// Fields are dropped in order: the memory last.
+#[derive(Debug)]
+struct Ring {
+    /// By the ordinal of the GPU that reads.
+    pulls: HashMap<u32, Pull>,
+    up: Copier,
+    words: Words,
+    memory: DeviceMemory,
+}
+
+/// How a target reads a ring.
+#[derive(Debug)]
+struct Pull {
+    copier: Copier,
+    /// What has to be over before the target's memory is written.
+    start: Event,
+    /// What has been read.
+    joined: Event,
+    failed: bool,
+}
+
+/// Where a load's bytes go, and the stream of that GPU which they belong to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub(crate) gpu: &'a Gpu,
+    pub(crate) stream: &'a Stream,
+}
+
+/// How rings are made and read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Making<'a> {
+    pub(crate) options: &'a RailOptions,
+    pub(crate) seams: &'a [u64],
+    pub(crate) pulls: &'a Thresholds,
+}
+
+impl Rail {
+    pub(crate) fn new(gpu: Gpu) -> Rail {
+        Rail { gpu, ring: Mutex::new(State::Unused) }
+    }
+
+    pub(crate) fn ordinal(&self) -> u32 {
+        self.gpu.info().ordinal
+    }
+
+    /// The ring with all that a load to these targets needs of it, unless another load uses it. What the load writes comes
+    /// after what is in the targets' streams by now.
+    pub(crate) fn take<'a>(&'a self, targets: &[Target<'_>], making: Making<'_>) -> Option<Lent<'a>> {
+        let mut state = self.ring.try_lock()?;
+        let ring = match std::mem::replace(&mut *state, State::Taken) {
+            State::Taken => return None,
+            State::Ready(ring) => ring,
+            State::Unused => match Ring::new(self, making) {
+                Ok(ring) => Box::new(ring),
+                Err(error) => {
+                    self.warn(&error);
+                    return None;
+                }
+            },
+        };
+        let RailOptions { slot_bytes, slots, .. } = *making.options;
+        let mut lent = Lent {
+            rail: self,
+            state,
+            ring,
+            pulls: Vec::new(),
+            slot_bytes,
+            slots,
+            chunks: 0,
+            bytes: 0,
+            failed: false,
+        };
+        match lent.begin(targets, making) {
+            Ok(()) => Some(lent),
+            Err(error) => {
+                tracing::warn!(gpu = self.ordinal(), %error, "a GPU's link is not used, since its memory cannot be read");
+                lent.give_back();
+                None
+            }
+        }
+    }
+
+    /// Told once of each rail, since it is not used any more.
+    fn warn(&self, error: &GpuError) {
+        tracing::warn!(gpu = self.ordinal(), %error, "a GPU lends its link to no load any more");
+    }
+}
+
+impl Ring {
+    fn new(rail: &Rail, making: Making<'_>) -> Result<Ring, GpuError> {
+        let RailOptions { slot_bytes, slots, .. } = *making.options;
+        let memory = rail.gpu.alloc(slot_bytes * slots as u64)?;
+        let words = Words::new(&rail.gpu, slots * (1 + READERS_MAX))?;
+        // Its GPU's own engine comes first.
+        let stream = Arc::new(Stream::new(&rail.gpu, Priority::Normal)?);
+        let options =
+            CopierOptions { use_kernel: false, seams: making.seams.to_vec(), ..CopierOptions::default() };
+        Ok(Ring { pulls: HashMap::new(), up: Copier::new(stream, options)?, words, memory })
+    }
+}
+
+impl Pull {
+    fn new(target: &Gpu, options: &RailOptions) -> Result<Pull, GpuError> {
+        let stream = Arc::new(Stream::new(target, Priority::High)?);
+        let event = || Event::new(target, EventScope::Process);
+        let (start, joined) = (event()?, event()?);
+        let options = CopierOptions {
+            peer_blocks: options.blocks,
+            table_entries: TABLE_ENTRIES,
+            tables: TABLES,
+            ..CopierOptions::default()
+        };
+        Ok(Pull { copier: Copier::new(stream, options)?, start, joined, failed: false })
+    }
+}
+
+/// A ring in the hands of one load.
+#[derive(Debug)]
+pub(crate) struct Lent<'a> {
+    rail: &'a Rail,
+    state: MutexGuard<'a, State>,
+    ring: Box<Ring>,
+    /// One for each target.
+    pulls: Vec<Pull>,
+    slot_bytes: u64,
+    slots: usize,
+    /// How many went through.
+    chunks: u64,
+    bytes: u64,
+    failed: bool,
+}
+
+impl Lent<'_> {
+    fn begin(&mut self, targets: &[Target<'_>], making: Making<'_>) -> Result<(), GpuError> {
+        // Nobody waits for them now.
+        (0..self.slots * (1 + targets.len())).for_each(|word| self.ring.words.set(word, 0));
+        for target in targets {
+            let known = self.ring.pulls.remove(&target.gpu.info().ordinal);
+            let mut pull = known.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
+            pull.copier.set_thresholds(making.pulls.clone());
+            pull.start.record(target.stream)?;
+            pull.copier.stream().wait(&pull.start)?;
+            self.pulls.push(pull);
+        }
+        Ok(())
+    }
+
+    /// The ordinal of the GPU whose link this is, and the bytes that went over it since the last call.
+    pub(crate) fn take_bytes(&mut self) -> (u32, u64) {
+        (self.rail.ordinal(), std::mem::take(&mut self.bytes))
+    }
+
+    fn filled(&self, slot: usize) -> usize {
+        slot
+    }
+
+    fn drained(&self, reader: usize, slot: usize) -> usize {
+        self.slots * (1 + reader) + slot
+    }
+
+    /// Whether [`Lent::pass`] would not wait on the host.
+    pub(crate) fn has_room(&self, chunks: &[&Chunk]) -> Result<bool, GpuError> {
+        for (pull, chunk) in self.pulls.iter().zip(chunks) {
+            if !pull.copier.has_room(&chunk.scatter(0))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Enqueues a chunk's way through a slot to all targets: as each of them scatters it, and all gather it alike.
+    ///
+    /// # Safety
+    /// As for [`Copier::enqueue`], of the chunk's copies before they were split.
+    pub(crate) unsafe fn pass(&mut self, chunks: &[&Chunk]) -> Result<(), GpuError> {
+        let Some(first) = chunks.first() else { return Ok(()) };
+        let slot = (self.chunks % self.slots as u64) as usize;
+        let number = (self.chunks / self.slots as u64 + 1) as u32;
+        let address = self.ring.memory.address() + slot as u64 * self.slot_bytes;
+        self.chunks += 1;
+        self.bytes += first.bytes();
+        // SAFETY: the caller's promise.
+        let filled = unsafe { self.fill(first, slot, number, address) };
+        self.note(filled)?;
+        for (reader, chunk) in chunks.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            let drained = unsafe { self.drain(chunk, reader, slot, number, address) };
+            self.pulls[reader].failed |= drained.is_err();
+            drained?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`Lent::pass`].
+    unsafe fn fill(&mut self, chunk: &Chunk, slot: usize, number: u32, address: u64) -> Result<(), GpuError> {
+        let (filled, words) = (self.filled(slot), &self.ring.words);
+        let stream = Arc::clone(self.ring.up.stream());
+        let before = if number > 1 { self.pulls.len() } else { 0 };
+        for reader in 0..before {
+            let drained = words.address(self.drained(reader, slot));
+            // SAFETY: the words live as long as the ring, which is kept until its streams are idle.
+            unsafe { stream.wait_word(drained, number - 1)? };
+        }
+        let filled = words.address(filled);
+        // SAFETY: the chunk lies inside the slot, which only this load uses and which all have read by then; the caller
+        // vouches for the host's side; the word as above.
+        unsafe {
+            self.ring.up.enqueue(&chunk.gather(address), Direction::HostToDevice)?;
+            stream.write_word(filled, number)
+        }
+    }
+
+    /// # Safety
+    /// As for [`Lent::pass`].
+    unsafe fn drain(
+        &mut self,
+        chunk: &Chunk,
+        reader: usize,
+        slot: usize,
+        number: u32,
+        address: u64,
+    ) -> Result<(), GpuError> {
+        let words = &self.ring.words;
+        let filled = words.address(self.filled(slot));
+        let drained = words.address(self.drained(reader, slot));
+        let copier = &mut self.pulls[reader].copier;
+        let stream = Arc::clone(copier.stream());
+        // SAFETY: the slot is filled by then and not written again before all have said that they have read it; the
+        // target reaches it; the caller vouches for the destinations; the words live as long as the ring.
+        unsafe {
+            stream.wait_word(filled, number)?;
+            copier.enqueue(&chunk.scatter(address), Direction::Peer)?;
+            stream.write_word(drained, number)
+        }
+    }
+
+    /// Later work of a target's stream comes after what it was given of this ring so far.
+    pub(crate) fn join(&mut self, reader: usize, stream: &Stream) -> Result<(), GpuError> {
+        let pull = &mut self.pulls[reader];
+        let joined = pull.joined.record(pull.copier.stream()).and_then(|()| stream.wait(&pull.joined));
+        pull.failed |= joined.is_err();
+        joined
+    }
+
+    /// Whether nothing is under way any more. A GPU that is lost does nothing more either.
+    pub(crate) fn is_idle(&mut self) -> (bool, Result<(), GpuError>) {
+        let mut idle = true;
+        let mut outcome = Ok(());
+        let filled = over(self.ring.up.stream(), &mut idle);
+        outcome = outcome.and(self.note(filled));
+        for pull in &mut self.pulls {
+            let drained = over(pull.copier.stream(), &mut idle);
+            pull.failed |= drained.is_err();
+            outcome = outcome.and(drained);
+        }
+        (idle, outcome)
+    }
+
+    /// Ends all waits, whoever should have done so.
+    pub(crate) fn release(&self) {
+        (0..self.slots * (1 + self.pulls.len())).for_each(|word| self.ring.words.release(word));
+    }
+
+    /// Takes note of a failure: the rail is not used any more. Told at once, since what else waits for it may last.
+    fn note(&mut self, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
+        if let Err(error) = &outcome
+            && !std::mem::replace(&mut self.failed, true)
+        {
+            self.rail.warn(error);
+        }
+        outcome
+    }
+
+    /// No work is under way.
+    pub(crate) fn give_back(mut self) {
+        if self.failed {
+            return;
+        }
+        for pull in self.pulls.drain(..).filter(|pull| !pull.failed) {
+            let target = pull.copier.stream().gpu().info().ordinal;
+            self.ring.pulls.insert(target, pull);
+        }
+        *self.state = State::Ready(self.ring);
+    }
+}
+
+/// Looks at a stream: what failed, and whether it is still busy.
+fn over(stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
+    let looked = stream.is_idle();
+    *idle &= looked.as_ref().map_or_else(GpuError::is_sticky, |idle| *idle);
+    looked.map(drop)
+}

@@ -1,0 +1,181 @@
+//! Where the loads of ranks that hold the same blocks meet: of those that come in time the last carries out all.
+//!
+//! ```text
+//!  rank 0: wanted, its event is there --> gathering --.               .--> judged by its own fence
+//!  rank 1:                                   wait ----+-- all here -- +--> the same
+//!  rank 2: the last to come ----------------> full ---'  one thread   '--> the same
+//!                                              |
+//!                          not all in time --> ended: each loads by itself
+//! ```
+//! Whoever waits here holds no lock, and its session does not go on before nothing is written to its memory any more.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvlane_block::Run;
+use parking_lot::{Condvar, Mutex};
+
+use crate::gpu::{GpuCopyError, GpuMemory, Part};
+
+/// A load that one rank was asked for.
+pub(crate) struct Member {
+    pub(crate) memory: Arc<GpuMemory>,
+    pub(crate) parts: Vec<Part>,
+    pub(crate) epoch: u64,
+    /// The engine computes for other requests meanwhile.
+    pub(crate) beside_compute: bool,
+}
+
+/// What became of a rank's load in a meeting; None where it has to load by itself.
+pub(crate) type Answer = Option<Result<(), GpuCopyError>>;
+
+/// A rank among those of its engine that hold the same blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Seat {
+    pub(crate) engine_id: String,
+    /// The first of these ranks.
+    pub(crate) first: u32,
+    /// How many they are.
+    pub(crate) ranks: u32,
+    pub(crate) rank: u32,
+}
+
+/// The meetings that others may still join.
+#[derive(Default)]
+pub(crate) struct Meetings {
+    open: Mutex<Vec<Arc<Meeting>>>,
+}
+
+struct Meeting {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    members: Vec<(Seat, Arc<Member>)>,
+    phase: Phase,
+    /// In the order of the members; empty if all load by themselves.
+    answers: Vec<Answer>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Gathering,
+    Full,
+    Ended,
+}
+
+impl Meetings {
+    /// Meets the same load of the other ranks, for which it waits no longer than `within`. The last to come carries out
+    /// all by `conduct`, which answers for each or for nobody; the others wait until it is over.
+    pub(crate) fn meet(
+        &self,
+        seat: Seat,
+        member: &Arc<Member>,
+        within: Duration,
+        conduct: impl FnOnce(&[Arc<Member>]) -> Option<Vec<Result<(), GpuCopyError>>>,
+    ) -> Answer {
+        let deadline = Instant::now() + within;
+        let is_last = |index: usize| index + 1 == seat.ranks as usize;
+        let (meeting, index) = self.join(&seat, member);
+        if is_last(index) {
+            // Whatever happens, the others go on.
+            let mut end = End { meeting: &meeting, answers: Vec::new() };
+            let members: Vec<_> =
+                meeting.state.lock().members.iter().map(|(_, member)| Arc::clone(member)).collect();
+            end.answers = conduct(&members).unwrap_or_default().into_iter().map(Some).collect();
+        } else {
+            self.wait(&meeting, deadline);
+        }
+        meeting.state.lock().answers.get_mut(index).and_then(Option::take)
+    }
+
+    /// Joins a meeting, and closes it where it is full. The place in it is answered too.
+    fn join(&self, seat: &Seat, member: &Arc<Member>) -> (Arc<Meeting>, usize) {
+        let mut open = self.open.lock();
+        let found = open.iter().position(|meeting| meeting.state.lock().has_room_for(seat, member));
+        let index = found.unwrap_or_else(|| {
+            let state = State { members: Vec::new(), phase: Phase::Gathering, answers: Vec::new() };
+            open.push(Arc::new(Meeting { state: Mutex::new(state), changed: Condvar::new() }));
+            open.len() - 1
+        });
+        let meeting = Arc::clone(&open[index]);
+        let mut state = meeting.state.lock();
+        let ranks = seat.ranks as usize;
+        state.members.push((seat.clone(), Arc::clone(member)));
+        let place = state.members.len() - 1;
+        if state.members.len() == ranks {
+            state.phase = Phase::Full;
+            open.swap_remove(index);
+        }
+        drop(state);
+        (meeting, place)
+    }
+
+    /// Waits until the meeting is over, one way or the other.
+    fn wait(&self, meeting: &Arc<Meeting>, deadline: Instant) {
+        let mut state = meeting.state.lock();
+        while state.phase == Phase::Gathering {
+            if meeting.changed.wait_until(&mut state, deadline).timed_out() {
+                break;
+            }
+        }
+        drop(state);
+        // Under the lock of those that join: nobody joins what is given up.
+        let mut open = self.open.lock();
+        let mut state = meeting.state.lock();
+        if state.phase == Phase::Gathering {
+            open.retain(|other| !Arc::ptr_eq(other, meeting));
+            state.end(Vec::new());
+            meeting.changed.notify_all();
+        }
+        drop(open);
+        while state.phase != Phase::Ended {
+            meeting.changed.wait(&mut state);
+        }
+    }
+}
+
+impl State {
+    /// The members are let go: each keeps its memory itself.
+    fn end(&mut self, answers: Vec<Answer>) {
+        self.phase = Phase::Ended;
+        self.answers = answers;
+        self.members.clear();
+    }
+
+    fn has_room_for(&self, seat: &Seat, member: &Member) -> bool {
+        let same_team = |(other, _): &(Seat, _)| {
+            (&other.engine_id, other.first, other.ranks) == (&seat.engine_id, seat.first, seat.ranks)
+                && other.rank != seat.rank
+        };
+        self.members.iter().all(same_team)
+            && self.members.first().is_some_and(|(_, first)| bring_the_same(&first.parts, &member.parts))
+    }
+}
+
+/// Whether two loads bring the same bytes of the pool in the same parts.
+fn bring_the_same(one: &[Part], other: &[Part]) -> bool {
+    let bytes = |run: &Run| (run.pool_offset, run.len);
+    let the_same = |(one, other): (&Part, &Part)| {
+        one.flag.is_some() == other.flag.is_some()
+            && one.runs.iter().map(bytes).eq(other.runs.iter().map(bytes))
+    };
+    one.len() == other.len() && one.iter().zip(other).all(the_same)
+}
+
+/// Ends a meeting when it is dropped.
+struct End<'a> {
+    meeting: &'a Meeting,
+    answers: Vec<Answer>,
+}
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        let mut state = self.meeting.state.lock();
+        state.end(std::mem::take(&mut self.answers));
+        self.meeting.changed.notify_all();
+    }
+}
