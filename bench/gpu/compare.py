@@ -165,7 +165,7 @@ def _order(systems: list[str]) -> list[str]:
     """What runs: where both are asked for, an engine without a connector runs in the pair only."""
     if not {"kvlane", "none"} <= set(systems):
         return systems
-    return [*(system for system in systems if system != "none"), PAIR]
+    return [PAIR if system == "none" else system for system in systems]
 
 
 def _run(arguments: argparse.Namespace, system: str, mode: str, repeat: int) -> dict[str, Any]:

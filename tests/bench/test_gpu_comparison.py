@@ -104,7 +104,7 @@ def test_the_servers_flags_and_connectors_are_there(compare: Any, tmp_path: Path
 
 
 def test_without_a_connector_an_engine_runs_beside_kvlane_where_both_are_asked_for(compare: Any) -> None:
-    assert compare._order(["none", "kvlane", "offload"]) == ["kvlane", "offload", "pair"]
+    assert compare._order(["none", "kvlane", "offload"]) == ["pair", "kvlane", "offload"]
     assert compare._order(["none", "offload"]) == ["none", "offload"]
 
 
