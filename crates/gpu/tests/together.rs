@@ -336,12 +336,12 @@ fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
 fn a_gpu_that_is_lost_under_way_brings_no_wrong_bytes_to_the_others() {
     let driver = driver(3);
     let team = Team::new(&driver, &[0, 1, 2], small());
+    let gates: Vec<Gate> = team.streams.iter().map(|stream| Gate::across(stream)).collect();
     let mut together = team.begin().unwrap();
+    team.enqueue(&mut together, &reversal()).unwrap();
     // In the middle of filling its ring, or of reading those of the others.
-    driver.fail_work(1, 5, ILLEGAL_ADDRESS);
-    team.enqueue(&mut together, &reversal())
-        .or_else(|error| error.is_sticky().then_some(()).ok_or(error))
-        .unwrap();
+    driver.fail_work(1, 3, ILLEGAL_ADDRESS);
+    gates.iter().for_each(Gate::open);
     let (observer, memory) = (stream(team.streams[0].gpu()), team.memories[0].address());
     let (poison, whole) = (pattern(2, BYTES), reversed());
     let mut looks = 0;
@@ -349,7 +349,8 @@ fn a_gpu_that_is_lost_under_way_brings_no_wrong_bytes_to_the_others() {
         looks += 1;
         let now = read(&observer, memory, BYTES);
         let right = |at: usize| now[at] == poison[at] || now[at] == whole[at];
-        assert!((0..BYTES).all(right), "bytes that nothing brought");
+        // The first two times nobody has ended a wait yet, and the third time it is about to happen.
+        assert!((0..BYTES).all(right) || looks > 3, "bytes that nothing brought");
         looks >= 3
     });
     assert!(failed.unwrap_err().is_sticky());
