@@ -47,7 +47,7 @@ async def measure(engines: dict[str, Engine], settings: argparse.Namespace) -> d
         await engine.ttft(draw(settings.tokens))
         await engine.ttft(draw(64))
     prompts = [draw(settings.tokens) for _ in range(settings.prompts)]
-    for what, rounds in (("cold", 1), ("in_gpu", settings.rounds)):
+    for what, rounds in (("cold", 1), ("in_gpu", 4 * settings.rounds)):
         times: dict[str, list[float]] = {name: [] for name in SYSTEMS}
         for _ in range(rounds):
             for prompt in prompts:

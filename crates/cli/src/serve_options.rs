@@ -19,7 +19,7 @@ const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
-const DEFAULT_RAILS: &str = "auto";
+const DEFAULT_RAILS: &str = "off";
 const DEFAULT_LOG: &str = "info";
 
 /// Every flag is also an environment variable, and a key of the file given by --config (`pool-size = "4gb"`).
@@ -56,11 +56,11 @@ pub(crate) struct ServeArgs {
     gpu: Option<GpuArg>,
 
     /// GPUs whose links to the host a load for another GPU may use too, while they are idle: auto for all that NVLink
-    /// joins with it, off, or ordinals or UUIDs such as 1,2. Each takes a context and 64 MiB of its memory [default: auto]
+    /// joins with it, off, or ordinals or UUIDs such as 1,2. Each takes a context and 64 MiB of its memory [default: off]
     #[arg(long, env = "KVLANE_RAILS", value_name = "GPUS")]
     rails: Option<String>,
 
-    /// Measure at start, for about 0.2 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
+    /// Measure at start, for about 0.3 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
     /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
     #[arg(long, env = "KVLANE_CALIBRATE", value_enum, value_name = "MODE")]
     calibrate: Option<CalibrateArg>,

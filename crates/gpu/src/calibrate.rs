@@ -14,14 +14,18 @@ use crate::stream::Stream;
 /// Lengths of the pieces that are measured, ascending.
 pub const LENGTHS: [u64; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
 
-/// Bytes of one measured copy, where the host's range has as many: larger ones do not get faster.
-pub const CALIBRATION_BYTES: u64 = 64 << 20;
+/// Bytes of one measured copy, where the host's range has as many. With less, the time until the first call is made counts
+/// too much: of 64 MiB on an H200, pieces of 256 KiB were slower by copy engines than by the kernel, which they are not.
+pub const CALIBRATION_BYTES: u64 = 256 << 20;
 
-/// Rounds over everything, of which the median counts. With 64 MiB over a link of 50 GB/s all of it takes 0.2 s.
-const ROUNDS: usize = 5;
+/// Rounds over everything, of which the median counts. Over a link of 50 GB/s all of it takes 0.3 s.
+const ROUNDS: usize = 3;
 
-/// A copy engine that is this close to the kernel is preferred: it takes nothing from the compute.
-const AS_FAST: f64 = 0.98;
+/// A copy engine that is this close to the kernel is preferred. Even a load for which nothing else computes has its own
+/// request computing beside it, once it is released, and kernels of two processes take turns: with a kernel for pieces of
+/// 64 KiB, 10,000 cached and 2,000 new tokens took 1.34 times as long on an H200 as with everything in GPU memory, and
+/// 1.05 times with copy engines, although alone the kernel is as fast.
+const AS_FAST: f64 = 0.85;
 
 const DIRECTIONS: [Direction; 2] = [Direction::HostToDevice, Direction::DeviceToHost];
 
@@ -111,11 +115,12 @@ impl Calibration {
     }
 }
 
-/// The ways to copy that this GPU has.
+/// The ways to copy that are used on this GPU.
 fn methods(gpu: &Gpu) -> Vec<CopyMethod> {
     let has = gpu.methods();
     let kernel = CopyMethod::Kernel { blocks: CopierOptions::default().host_blocks };
-    let all = [(has.kernel, kernel), (has.batch, CopyMethod::Batch), (true, CopyMethod::CopyEngine)];
+    // Calls of one copy each are made only where there is no call for many.
+    let all = [(has.kernel, kernel), (has.batch, CopyMethod::Batch), (!has.batch, CopyMethod::CopyEngine)];
     all.into_iter().filter(|(there, _)| *there).map(|(_, method)| method).collect()
 }
 
@@ -148,7 +153,7 @@ fn pieces(direction: Direction, piece_bytes: u64, host: u64, scratch: &DeviceMem
     (0..count).map(piece).collect()
 }
 
-/// The shortest length from which on this way, which is a copy engine's, is at least as fast as the kernel, within 2 %.
+/// The shortest length from which on this way, which is a copy engine's, is about as fast as the kernel.
 /// Where it never is, a length beyond those that were measured; None where one of the two was not measured.
 fn engine_from(rates: &[Rate], direction: Direction, method: CopyMethod) -> Option<u64> {
     let of = |wanted: &dyn Fn(CopyMethod) -> bool| -> Vec<(u64, f64)> {
@@ -191,9 +196,9 @@ mod tests {
     #[test]
     fn the_engine_begins_where_it_is_as_fast_for_all_longer_pieces() {
         assert_eq!(threshold([50.0; 4], [20.0, 52.0, 54.0, 55.0]), 64);
-        // Two percent less is as fast, three are not.
-        assert_eq!(threshold([50.0; 4], [20.0, 49.1, 54.0, 55.0]), 64);
-        assert_eq!(threshold([50.0; 4], [20.0, 48.5, 54.0, 55.0]), 256);
+        // Somewhat less is fast enough.
+        assert_eq!(threshold([50.0; 4], [20.0, 43.0, 54.0, 55.0]), 64);
+        assert_eq!(threshold([50.0; 4], [20.0, 42.0, 54.0, 55.0]), 256);
         // Fast, but not faster than what follows.
         assert_eq!(threshold([50.0; 4], [60.0, 40.0, 54.0, 55.0]), 256);
         assert_eq!(threshold([50.0; 4], [60.0; 4]), 16);
@@ -231,7 +236,7 @@ mod tests {
             (measured, std::slice::from_raw_parts(host.as_ptr(), content.len()))
         };
         assert!(kept == content);
-        assert_eq!(measured.rates().len(), 2 * 3 * LENGTHS.len());
+        assert_eq!(measured.rates().len(), 2 * 2 * LENGTHS.len());
         assert!(measured.rates().iter().all(|rate| rate.gb_per_s > 0.0));
         // SAFETY: as above.
         let few = unsafe { Calibration::measure(&gpu, host.address(), bytes - 1) };
