@@ -72,7 +72,7 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWatch) -> int:
     """Table to stdout, NAME.json and NAME.png to --out. A missed goal is a result, not a failure: always 0."""
-    settings = {key: value for key, value in vars(arguments).items() if key != "run"}
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("run", "out")}
     result = {
         "benchmark": outcome.name,
         "settings": {
