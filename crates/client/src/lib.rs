@@ -10,6 +10,7 @@ mod fence;
 mod gpu;
 mod group;
 mod hit;
+mod loading;
 mod mover;
 mod nonce;
 mod pace;

@@ -26,6 +26,7 @@ use crate::{
     fence::Fence,
     gpu::{ChunkBatch, Flags},
     group::{GroupMemory, Places},
+    loading::{Loading, Takeover},
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
     worker::{
@@ -37,13 +38,6 @@ use crate::{
 /// work ends with it, and unpinning a large pool takes a while; one that lives on has ended the session, and waited for
 /// its copies before.
 const PEERS_END: Duration = Duration::from_secs(10);
-/// A released load holds up what the engine computes, so a silent daemon is not waited for long: it was idle when it was
-/// asked, and needs only the time of the copy.
-const TAKE_OVER_RELEASED: Duration = Duration::from_millis(300);
-/// Other loads hold up only their request, and may stand behind saves and long steps.
-const TAKE_OVER_WAITING: Duration = Duration::from_secs(5);
-/// Bytes a second that any link brings.
-const SLOW_LINK: f64 = 4e9;
 /// Blocks of one save; their hashes and ids have to fit into a frame.
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
@@ -110,34 +104,6 @@ enum Asked {
     Commit { end: Finished, deadline: Instant },
     /// Given up; a claim that is granted now must be handed back.
     GivenUp,
-}
-
-/// A load that the daemon was asked for.
-struct Loading {
-    job: Job,
-    asked: Instant,
-    bytes: u64,
-    /// Other loads were under way.
-    queued: bool,
-    /// What the engine's streams wait for, once it is released.
-    flags: Option<Flags>,
-    /// When it is released, if it is to be and was not yet.
-    release_at: Option<Instant>,
-    /// The engine computes already, or may: everything is there.
-    released: bool,
-    takeover: Takeover,
-}
-
-/// What becomes of a load whose daemon is silent. The daemon may still come to it, so its blocks are not free before the
-/// daemon has answered or is gone; but the same bytes written twice do no harm, so this process writes them first.
-#[derive(Clone)]
-enum Takeover {
-    /// At that time.
-    Due(Instant),
-    /// It could not be carried out here: only the daemon is left.
-    Failed,
-    /// The engine has everything. This is the end of the job, for when the daemon has answered or is gone.
-    Done(Finished),
 }
 
 impl Mover<'_> {
@@ -213,25 +179,10 @@ impl Mover<'_> {
 
     /// The daemon has to load now. It can only succeed from here on: by the daemon, or by this process.
     fn asked_for_load(&mut self, id: u64, job: Job, flags: Option<Flags>) {
-        let Work::Load { groups, release, .. } = &job.work else { return };
+        let Work::Load { groups, .. } = &job.work else { return };
         let (now, bytes) = (Instant::now(), self.bytes_of(groups));
-        let queued = self.loads().next().is_some();
-        let mut state = self.shared.state.lock();
-        if !queued {
-            state.pace.is_idle();
-        }
-        let near = state.pace.asked(now, bytes);
-        drop(state);
-        let release_at = match release {
-            Release::AtEnd => None,
-            Release::WhenNear => near,
-            Release::AtOnce => Some(now),
-        };
-        let release_at = release_at.filter(|_| flags.is_some());
-        let takeover = Takeover::Due(job.queued + patience(TAKE_OVER_WAITING, bytes));
-        let mut load =
-            Loading { job, asked: now, bytes, queued, flags, release_at, released: false, takeover };
-        load.release_if_due(now, self.shared);
+        let alone = self.loads().next().is_none();
+        let load = Loading::asked(job, flags, bytes, now, alone, self.shared);
         if let Some(link) = &mut self.link {
             link.asked.insert(id, Asked::Load(load));
         }
@@ -516,9 +467,7 @@ impl Mover<'_> {
             Some(Answer::LoadResult(result)) => {
                 if let Some(Asked::Load(load)) = asked {
                     let (blocks, bytes) = (result.blocks, result.bytes);
-                    if !load.queued {
-                        self.shared.state.lock().pace.ended(load.bytes, load.asked.elapsed());
-                    }
+                    load.note_pace(self.shared);
                     self.shared.finish(Finished { ok: true, blocks, bytes, ..load.job.failed("") });
                 }
             }
@@ -774,26 +723,6 @@ impl Asked {
             _ => None,
         }
     }
-}
-
-impl Loading {
-    /// Tells the engine that it may compute, if it is time.
-    fn release_if_due(&mut self, now: Instant, shared: &Shared) {
-        let (Some(at), Some(flags)) = (self.release_at, &self.flags) else { return };
-        if now < at {
-            return;
-        }
-        self.release_at = None;
-        self.released = true;
-        // From now on it may hold up what the engine computes.
-        self.takeover = Takeover::Due(now + patience(TAKE_OVER_RELEASED, self.bytes));
-        shared.release(&self.job, flags.clone());
-    }
-}
-
-/// How long a daemon may be silent about a load of so many bytes.
-fn patience(beside_the_copy: Duration, bytes: u64) -> Duration {
-    beside_the_copy + Duration::from_secs_f64(bytes as f64 / SLOW_LINK)
 }
 
 #[derive(Default)]

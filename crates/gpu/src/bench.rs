@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::copier::{Copier, CopierOptions, Direction};
+use crate::copier::{Copier, CopierOptions};
 use crate::device::Gpu;
 use crate::driver::{Copy, Priority};
 use crate::error::GpuError;
 use crate::pinned::HostBuffer;
-use crate::plan::Thresholds;
+use crate::plan::{Direction, Thresholds};
 use crate::rails::{RailOptions, Rails};
 use crate::stream::Stream;
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::bench::{CopyMethod, options};
-use crate::copier::{Copier, CopierOptions, Direction};
+use crate::copier::{Copier, CopierOptions};
 use crate::device::{DeviceMemory, Gpu};
 use crate::driver::{Copy, Priority};
 use crate::error::GpuError;
-use crate::plan::Thresholds;
+use crate::plan::{Direction, Thresholds};
 use crate::stream::Stream;
 
 /// Lengths of the pieces that are measured, ascending.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::driver::{Copy, CopyMethods, EventScope, TableEntry};
 use crate::error::GpuError;
 use crate::pinned::HostBuffer;
-use crate::plan::{KERNEL_ALIGNMENT, Thresholds, plan};
+use crate::plan::{Direction, KERNEL_ALIGNMENT, Thresholds, plan};
 use crate::stream::{Event, Stream};
 
 /// Copies of a long list that are planned and enqueued before the rest is looked at, so that the device starts early.
@@ -15,17 +15,6 @@ const FIRST_COPIES: usize = 2048;
 /// Copies that one batch call takes: the device starts with the first call while the next is made. On an H200, 64 KiB
 /// from the host: 0.97 of the contiguous copy with 512, 0.92 with 2048, 0.85 with 20,000.
 const BATCH_COPIES: usize = 512;
-
-/// Between what the bytes move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// From pinned host memory.
-    HostToDevice,
-    /// To pinned host memory.
-    DeviceToHost,
-    /// Between two GPUs, or within one.
-    Peer,
-}
 
 /// How a copier works.
 #[derive(Debug, Clone)]

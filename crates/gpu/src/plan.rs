@@ -1,10 +1,20 @@
 //! Which copies go which way: pure.
 
-use crate::copier::Direction;
 use crate::driver::{Copy, CopyMethods, TableEntry};
 
 /// What the kernel loads and stores at once, in bytes; its addresses and lengths are multiples of this.
 pub const KERNEL_ALIGNMENT: u64 = 16;
+
+/// Between what the bytes move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From pinned host memory.
+    HostToDevice,
+    /// To pinned host memory.
+    DeviceToHost,
+    /// Between two GPUs, or within one.
+    Peer,
+}
 
 /// What decides between the ways to copy.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -16,11 +16,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::copier::{Copier, Direction, Enqueued};
+use crate::copier::{Copier, Enqueued};
 use crate::device::{Gpu, uuid_text};
 use crate::driver::{Copy, DeviceInfo, Driver};
 use crate::error::GpuError;
-use crate::plan::{KERNEL_ALIGNMENT, Thresholds};
+use crate::plan::{Direction, KERNEL_ALIGNMENT, Thresholds};
 use crate::relay::Relay;
 use crate::ring::{Making, Rail, Target};
 use crate::split::{Shares, split};

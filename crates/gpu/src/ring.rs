@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::copier::{Copier, CopierOptions, Direction};
+use crate::copier::{Copier, CopierOptions};
 use crate::device::{DeviceMemory, Gpu};
 use crate::driver::{EventScope, Priority};
 use crate::error::GpuError;
-use crate::plan::Thresholds;
+use crate::plan::{Direction, Thresholds};
 use crate::rails::RailOptions;
 use crate::split::Chunk;
 use crate::stream::{Event, Stream};
