@@ -92,7 +92,7 @@ def test_gpu_copy_shows_what_the_daemon_measures_at_its_start(
     monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
     result = bench(tmp_path, "gpu-copy", "--calibrate")
     ways = {(each["path"], each["method"]) for each in result["gb_per_s"]}
-    assert ways == {(path, way) for path in ("h2d", "d2h") for way in ("kernel", "batch", "engine")}
+    assert ways == {(path, way) for path in ("h2d", "d2h") for way in ("kernel", "batch")}
     for each in result["thresholds"]:
         assert 16 << 10 <= each["batch_bytes"] <= 2 << 20
         assert value(result, f"{each['path']}: copy engines from, batch calls") == each["batch_bytes"] >> 10

@@ -142,7 +142,9 @@ impl Rails {
             return Err(GpuError::Invalid(format!("{asked}, make no ring")));
         }
         let chosen = options.choice.among(driver.devices()?)?;
-        let (opened, traffic, by_link) = (Mutex::default(), Mutex::default(), Mutex::default());
+        let (opened, traffic) = (Mutex::default(), Mutex::default());
+        let by_link = driver.devices()?.into_iter().map(|device| (device.ordinal, 0)).collect();
+        let by_link = Mutex::new(by_link);
         let seams = seams.to_vec();
         let relayed = AtomicU64::new(0);
         Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed, by_link }))

@@ -73,7 +73,7 @@ def calibrate(arguments: argparse.Namespace) -> Outcome:
             for path, batch_bytes, engine_bytes in thresholds
         ],
     }
-    note = f"64 MiB in pieces that are not adjacent, GPU {arguments.gpu}; medians over interleaved rounds."
+    note = f"256 MiB in pieces that are not adjacent, GPU {arguments.gpu}; medians over interleaved rounds."
     return Outcome(NAME, figures, details, note)
 
 
