@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -11,53 +12,43 @@ from processes import Daemon
 
 from kvlane import _core
 
-TRIES = 20
-
-
-class Counter:
-    """A Python thread that counts whenever it has the interpreter."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.stopped = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self.stopped:
-            self.count += 1
-
-    def stop(self) -> None:
-        self.stopped = True
-        self._thread.join()
+MINUTE_US = 60_000_000
 
 
 @pytest.fixture
-def counter() -> Iterator[Counter]:
-    made = Counter()
-    yield made
-    made.stop()
+def no_switches() -> Iterator[None]:
+    """The interpreter changes hands only where it is let go."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(600)
+    yield
+    sys.setswitchinterval(interval)
 
 
-def test_another_thread_runs_only_during_a_long_wait(daemon: Daemon, counter: Counter) -> None:
+@pytest.mark.usefixtures("no_switches")
+def test_another_thread_runs_only_during_a_long_wait(daemon: Daemon) -> None:
     scheduler = _core.Scheduler(
         daemon.address, "engine", "test", [(bytes(16), "group", 16, 0)], 1, lookup_timeout_ms=600_000
     )
     assert scheduler.connected
+    held = threading.Lock()
+    held.acquire()
+    turns: list[str] = []
+
+    def take_a_turn() -> None:
+        with held:
+            turns.append("had one")
+            # Only now there can be an answer.
+            daemon.signal(signal.SIGCONT)
+
+    other = threading.Thread(target=take_a_turn)
+    other.start()
     daemon.signal(signal.SIGSTOP)
     scheduler.lookup_start("request", [[bytes(16)]], 16)
-
-    def turns(wait_us: int) -> int:
-        """In how many of some polls without an answer the other thread had a turn."""
-        found = 0
-        for _ in range(TRIES):
-            before = counter.count
-            assert scheduler.lookup_poll("request", wait_us) is None
-            found += counter.count != before
-        return found
-
-    # The interpreter also changes hands between two lines of Python, every 5 ms or more.
-    assert turns(300) <= TRIES / 2
-    assert turns(10_000) == TRIES
-    daemon.signal(signal.SIGCONT)
+    held.release()
+    for _ in range(20):
+        assert scheduler.lookup_poll("request", 300) is None
+    assert turns == []
+    assert scheduler.lookup_poll("request", MINUTE_US) is not None
+    assert turns == ["had one"]
+    other.join()
     scheduler.close()
