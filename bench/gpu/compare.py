@@ -1,6 +1,6 @@
 """All systems one after the other on this host, and what came out as ratios: JSON, a table and a picture.
 
-    python bench/gpu/compare.py --out out/gpu            # everything: about 12 minutes on an H200
+    python bench/gpu/compare.py --out out/gpu            # everything: about a quarter of an hour on an H200
     python bench/gpu/compare.py --systems none kvlane --modes eager
     python bench/gpu/compare.py --draw gpu.json --out .  # where the GPU host has no matplotlib
 
