@@ -216,9 +216,11 @@ def bench_gpu_load(
     joined: int = 4,
     slot_bytes: int | None = None,
     slots: int | None = None,
+    staged: bool = False,
 ) -> float:
     """GB/s from the host to a GPU over its own link and those of `rails`, of shuffled pieces. So many of them as
-    `joined` lie one after the other in the host's memory. OSError where the bytes did not arrive as they were."""
+    `joined` lie one after the other in the host's memory; `staged`: in long runs through a ring on the GPU. OSError
+    where the bytes did not arrive as they were."""
 
 def bench_echo(socket: int, length: int) -> None:
     """Send back messages of `length` bytes until the peer closes the socket."""

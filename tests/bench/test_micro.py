@@ -78,12 +78,13 @@ def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
     monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
     result = bench(tmp_path, "gpu-copy", "--mib", "2", "--rounds", "1")
     assert {each["path"] for each in result["gb_per_s"]} == {"h2d", "d2h", "peer"}
-    assert [(each["bytes"], each["rails"]) for each in result["rails_gb_per_s"]] == [
-        (2 << 20, [1]),
-        (8 << 20, [1]),
-    ]
-    what = "h2d: 8 MiB in pieces of 64 KiB, 2 links / contiguous, 1 link"
-    assert value(result, what) > 0
+    ways = [([], True), ([1], False), ([1], True)]
+    assert [
+        (each["piece_bytes"] >> 10, each["bytes"] >> 20, each["rails"], each["staged"])
+        for each in result["rings_gb_per_s"]
+    ] == [(piece, mib, *way) for piece, mib in ((16, 2), (64, 2), (64, 8)) for way in ways]
+    assert value(result, "h2d: 8 MiB in pieces of 64 KiB, 2 links / contiguous, 1 link") > 0
+    assert value(result, "h2d: 2 MiB in pieces of 16 KiB, 1 link, staged / contiguous, 1 link") > 0
 
 
 def test_gpu_copy_shows_what_the_daemon_measures_at_its_start(

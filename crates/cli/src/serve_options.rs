@@ -60,6 +60,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_RAILS", value_name = "GPUS")]
     rails: Option<String>,
 
+    /// Bring loads of short pieces (under 32 KiB, as with tensor parallelism) in long runs to 64 MiB of the GPU's memory,
+    /// from where a kernel scatters them: auto, or off for one piece at a time [default: auto]
+    #[arg(long, env = "KVLANE_STAGING", value_enum, value_name = "MODE")]
+    staging: Option<StagingArg>,
+
     /// Measure at start, for about 0.3 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
     /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
     #[arg(long, env = "KVLANE_CALIBRATE", value_enum, value_name = "MODE")]
@@ -102,6 +107,13 @@ enum GpuArg {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum CalibrateArg {
+    Auto,
+    Off,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum StagingArg {
     Auto,
     Off,
 }
@@ -171,6 +183,7 @@ impl ServeArgs {
         if let Some(driver) = &gpu_driver {
             rails.among(driver.devices()?).context("in --rails")?;
         }
+        let staging = self.staging.or(file.staging) != Some(StagingArg::Off);
         let wanted = self.calibrate.or(file.calibrate) != Some(CalibrateArg::Off);
         let calibrate = wanted && gpu_driver.as_ref().is_some_and(|driver| driver.name() == "cuda");
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
@@ -181,7 +194,7 @@ impl ServeArgs {
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
             gpu_driver,
-            rails: RailOptions { choice: rails, ..RailOptions::default() },
+            rails: RailOptions { choice: rails, staging, ..RailOptions::default() },
             calibrate,
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };

@@ -84,8 +84,9 @@ pub fn measure_copy(gpu: &Gpu, shape: &Shape, method: CopyMethod) -> Result<f64,
     })
 }
 
-/// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose.
-pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape) -> Result<f64, GpuError> {
+/// As [`measure_copy`], over the GPU's own link and those of all other GPUs that the options choose; what comes over its
+/// own link goes through a ring on the GPU where that is `staged`.
+pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape, staged: bool) -> Result<f64, GpuError> {
     if !matches!(shape.path, Path::HostToDevice) {
         return Err(GpuError::Invalid("rails are for copies from the host to a GPU".into()));
     }
@@ -97,8 +98,8 @@ pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape) -> Result<f
     let mut copier = Copier::new(Arc::clone(&stream), direct)?;
     let pulls = Thresholds::idle(Direction::Peer);
     measure(gpu, shape, CopyMethod::Auto, &stream, |copies, _| {
-        let mut loading = loader.begin(&stream, shape.total_bytes, &pulls);
-        if loading.rails() != wanted {
+        let mut loading = loader.begin(&stream, shape.total_bytes, &pulls, staged);
+        if loading.rails() != wanted || loading.is_staged() != staged {
             let reason = format!("{} of {wanted} GPUs can be used", loading.rails());
             return Err(GpuError::Unsupported { operation: "a load over rails", reason });
         }

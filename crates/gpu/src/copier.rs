@@ -1,6 +1,7 @@
 //! Enqueues lists of copies of any length and shape.
 
 use std::collections::VecDeque;
+use std::ops::AddAssign;
 use std::sync::Arc;
 
 use crate::driver::{Copy, CopyMethods, EventScope, TableEntry};
@@ -44,7 +45,7 @@ impl Default for CopierOptions {
             use_kernel: true,
             use_batch: true,
             host_blocks: 8,
-            peer_blocks: 32,
+            peer_blocks: 48,
             table_entries: 16384,
             tables: 4,
             seams: Vec::new(),
@@ -73,7 +74,15 @@ impl Amount {
     }
 }
 
-/// What one list of copies became.
+impl AddAssign for Amount {
+    fn add_assign(&mut self, more: Amount) {
+        self.calls += more.calls;
+        self.copies += more.copies;
+        self.bytes += more.bytes;
+    }
+}
+
+/// What a list of copies became.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Enqueued {
     /// Single copies.
@@ -82,6 +91,14 @@ pub struct Enqueued {
     pub batch: Amount,
     /// Launches of the kernel.
     pub kernel: Amount,
+}
+
+impl AddAssign for Enqueued {
+    fn add_assign(&mut self, more: Enqueued) {
+        self.single += more.single;
+        self.batch += more.batch;
+        self.kernel += more.kernel;
+    }
 }
 
 /// Enqueues copies in one stream, by the best way for each.
@@ -132,6 +149,12 @@ impl Copier {
     /// The ways to copy beside single copies that are in use.
     pub fn methods(&self) -> &CopyMethods {
         &self.methods
+    }
+
+    /// Whether the kernel may copy some of these.
+    pub(crate) fn may_launch(&self, copies: &[Copy]) -> bool {
+        let longest = self.options.thresholds.kernel_below(&self.methods);
+        self.methods.kernel && copies.iter().any(|copy| copy.len < longest)
     }
 
     /// Whether [`Copier::enqueue`] would not block.

@@ -7,6 +7,9 @@
 //! ```
 //! Everything is enqueued in streams that wait for each other, nothing on the host does: a slot is filled after its last
 //! content was read, and read after it was filled.
+//!
+//! A load of short pieces goes through a ring on the target itself in the same way: copy engines bring long runs over the
+//! link, which they move at its full rate, and the pieces are scattered within the GPU's memory, in a fraction of the time.
 
 use std::collections::{BTreeMap, HashMap};
 use std::str::FromStr;
@@ -23,7 +26,7 @@ use crate::error::GpuError;
 use crate::plan::{Direction, KERNEL_ALIGNMENT, Thresholds};
 use crate::relay::Relay;
 use crate::ring::{Making, Rail, Target};
-use crate::split::{Shares, split};
+use crate::split::{Shares, parts, split, split_among};
 use crate::stream::Stream;
 
 /// Which GPUs lend their links.
@@ -92,8 +95,15 @@ pub struct RailOptions {
     /// with them. The ranks of an engine start a step within a fraction of a millisecond of each other; a load that is
     /// large enough for this takes longer than what a missing rank costs.
     pub meet_within: Duration,
-    /// Thread blocks of the kernel that reads a slot: few, since the rail's link is slow and the compute wants the rest.
+    /// Thread blocks of the kernel that reads a slot. Kernels of two processes take turns on a GPU, so that few blocks would
+    /// only keep the engine's kernels waiting for longer: between H200s 48 read 0.85 of what a contiguous copy moves, 16
+    /// read 0.73, more than 48 no more.
     pub blocks: u32,
+    /// Whether loads of short pieces go through a ring on the target itself.
+    pub staging: bool,
+    /// Pieces that are shorter than this on average are short. From 32 KiB on copy engines bring each piece for itself at
+    /// most of the link's rate; of 16 KiB, on an H200, at 0.12 to 0.5 of it.
+    pub stage_below: u64,
 }
 
 impl Default for RailOptions {
@@ -104,7 +114,9 @@ impl Default for RailOptions {
             slots: 8,
             least_bytes: 32 << 20,
             meet_within: Duration::from_millis(5),
-            blocks: 8,
+            blocks: 48,
+            staging: true,
+            stage_below: 32 << 10,
         }
     }
 }
@@ -120,6 +132,7 @@ pub struct Rails {
     opened: Mutex<HashMap<u32, Option<Arc<Rail>>>>,
     traffic: Mutex<Traffic>,
     relayed: AtomicU64,
+    staged: AtomicU64,
     /// Bytes that loads brought, by the ordinal of the GPU whose link they came over.
     by_link: Mutex<BTreeMap<u32, u64>>,
 }
@@ -146,8 +159,8 @@ impl Rails {
         let by_link = driver.devices()?.into_iter().map(|device| (device.ordinal, 0)).collect();
         let by_link = Mutex::new(by_link);
         let seams = seams.to_vec();
-        let relayed = AtomicU64::new(0);
-        Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed, by_link }))
+        let (relayed, staged) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed, staged, by_link }))
     }
 
     /// The ordinals of the GPUs that were chosen.
@@ -160,6 +173,11 @@ impl Rails {
         self.relayed.load(Ordering::Relaxed)
     }
 
+    /// Bytes that came through a ring on the GPU that they were for so far, in loads that succeeded.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged.load(Ordering::Relaxed)
+    }
+
     /// Bytes that came up the link of each GPU so far, by ordinal, in loads that succeeded.
     pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
         self.by_link.lock().clone()
@@ -169,14 +187,11 @@ impl Rails {
         *self.by_link.lock().entry(link).or_default() += bytes;
     }
 
-    /// Counts what went through the rings of a load that succeeded; as relayed where they were `rails` of others.
-    pub(crate) fn count_rings(&self, relay: &mut Relay<'_>, rails: bool) {
-        for (link, bytes) in relay.take_bytes() {
-            self.count(link, bytes);
-            if rails {
-                self.relayed.fetch_add(bytes, Ordering::Relaxed);
-            }
-        }
+    /// Counts what went through the rings of a load that succeeded, and gives the bytes of each link.
+    pub(crate) fn count_rings(&self, relay: &mut Relay<'_>) -> Vec<(u32, u64)> {
+        let by_link = relay.take_bytes();
+        by_link.iter().for_each(|(link, bytes)| self.count(*link, *bytes));
+        by_link
     }
 
     pub(crate) fn making<'a>(&'a self, pulls: &'a Thresholds) -> Making<'a> {
@@ -222,9 +237,11 @@ impl Rails {
             tracing::info!(gpu = own, ?rails, "GPUs whose links loads may use too");
         }
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
-        let own = self.chosen.iter().find(|device| device.ordinal == own);
-        let own = own.and_then(|device| self.opened(device.ordinal));
-        Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached, own }
+        let lends = self.chosen.iter().any(|device| device.ordinal == own);
+        // It is open already.
+        let rail = || Some(Arc::new(Rail::new(target.clone())));
+        let own = self.opened.lock().entry(own).or_insert_with(rail).clone();
+        Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached, own, lends }
     }
 
     /// A rail, if it can be one for this GPU.
@@ -253,15 +270,25 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
-    /// The same GPU, where it lends its link.
+    /// The same GPU; None where it could not be opened as a rail before.
     own: Option<Arc<Rail>>,
+    /// Whether the same GPU lends its link.
+    lends: bool,
 }
 
 impl Loader {
     /// Whether a load of so many bytes is worth sharing, and its GPU is joined with enough others to share it among so many
     /// ([`crate::Together`]).
     pub fn may_share(&self, bytes: u64, gpus: usize) -> bool {
-        bytes >= self.rails.options.least_bytes && self.own.is_some() && self.reached.len() + 1 >= gpus
+        bytes >= self.rails.options.least_bytes && self.own().is_some() && self.reached.len() + 1 >= gpus
+    }
+
+    /// Whether a load of so many bytes in so many pieces is brought in long runs and scattered on the GPU: pieces that are
+    /// too short for copy engines would need a kernel for as long as the load takes over the link, and the kernels of an
+    /// engine, which computes on what has come already, take turns with it.
+    pub fn stages(&self, bytes: u64, pieces: usize) -> bool {
+        let RailOptions { staging, stage_below, .. } = self.rails.options;
+        staging && bytes < stage_below.saturating_mul(pieces as u64)
     }
 
     pub(crate) fn rails(&self) -> &Arc<Rails> {
@@ -274,7 +301,7 @@ impl Loader {
 
     /// The ring on the target itself, where it lends its link.
     pub(crate) fn own(&self) -> Option<&Rail> {
-        self.own.as_deref()
+        self.own.as_deref().filter(|_| self.lends)
     }
 
     /// Whether the target can read the ring of this GPU.
@@ -289,16 +316,21 @@ impl Loader {
 
     /// Begins a load of so many bytes. What it writes comes after what is in the target's `stream` by now. It takes the
     /// rails that no other load uses and whose own GPU is not being loaded; a load that begins later shares the links
-    /// with this one. `pulls` decides how the target reads a rail's memory.
-    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds) -> Loading<'_> {
+    /// with this one. `pulls` decides how the target reads a ring. A load that is `staged` ([`Loader::stages`]) goes
+    /// through a ring on the target too, if no other load uses that.
+    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staged: bool) -> Loading<'_> {
         let (idle, most) = self.count_and_choose();
         let mut rings = Vec::new();
+        let mut staging = false;
         if bytes >= self.rails.options.least_bytes {
             let targets = [Target { gpu: &self.target, stream }];
             let making = self.rails.making(pulls);
+            let own = self.own.as_ref().filter(|_| staged);
+            rings.extend(own.and_then(|own| own.take(&targets, making)));
+            staging = !rings.is_empty();
             rings.extend(idle.into_iter().filter_map(|rail| rail.take(&targets, making)).take(most));
         }
-        Loading { loader: self, relay: Relay::new(rings), direct_bytes: 0, failed: false }
+        Loading { loader: self, relay: Relay::new(rings), staging, direct_bytes: 0, failed: false }
     }
 
     /// A load to this GPU is over.
@@ -344,6 +376,8 @@ impl Drop for Loader {
 pub struct Loading<'a> {
     loader: &'a Loader,
     relay: Relay<'a>,
+    /// Whether the first ring is on the target.
+    staging: bool,
     direct_bytes: u64,
     failed: bool,
 }
@@ -351,11 +385,16 @@ pub struct Loading<'a> {
 impl Loading<'_> {
     /// How many rails this load uses.
     pub fn rails(&self) -> usize {
-        self.relay.rings().len()
+        self.relay.rings().len() - usize::from(self.staging)
     }
 
-    /// Enqueues copies from pinned host memory to the target: some by `direct`, the rest over the rails. What is enqueued
-    /// in its stream afterwards comes after all of them. It blocks only while all tables of a kernel are in use. After an
+    /// Whether it goes through a ring on the target.
+    pub fn is_staged(&self) -> bool {
+        self.staging
+    }
+
+    /// Enqueues copies from pinned host memory to the target: some by `direct` or through a ring on the target, the rest
+    /// over the rails. What is enqueued in its stream afterwards comes after all of them. It blocks only while all tables of a kernel are in use. After an
     /// error some copies may have been enqueued.
     ///
     /// # Safety
@@ -372,25 +411,38 @@ impl Loading<'_> {
     /// As for [`Loading::enqueue`].
     unsafe fn enqueue_all(&mut self, direct: &mut Copier, copies: &[Copy]) -> Result<Enqueued, GpuError> {
         let bytes = |copies: &[Copy]| copies.iter().map(|copy| copy.len).sum::<u64>();
-        if self.rails() == 0 {
+        if self.relay.rings().is_empty() {
             self.direct_bytes += bytes(copies);
             // SAFETY: the caller's promise.
             return unsafe { direct.enqueue(copies, Direction::HostToDevice) };
         }
-        let Shares { direct: own, relayed } =
-            split(copies, self.rails(), self.loader.rails.options.slot_bytes);
+        let slot_bytes = self.loader.rails.options.slot_bytes;
+        let (own, relayed) = match self.staging {
+            true => (Vec::new(), split_among(copies, self.relay.rings().len(), slot_bytes)),
+            false => {
+                let Shares { direct, relayed } = split(copies, self.rails(), slot_bytes);
+                (direct, relayed)
+            }
+        };
         self.direct_bytes += bytes(&own);
         let shares = [relayed];
-        // SAFETY: the caller's promise, also below.
-        unsafe { self.relay.turn(&shares, 0)? };
-        // What is in its stream already waits for rails: a rail that is lost must not block it.
-        self.relay.wait_until(|_| direct.has_room(&own))?;
-        // SAFETY: as above.
-        let enqueued = unsafe { direct.enqueue(&own, Direction::HostToDevice)? };
-        for turn in 1.. {
-            // SAFETY: as above.
-            if !unsafe { self.relay.turn(&shares, turn)? } {
-                break;
+        // In turns, since the calls for so many copies must not keep the other links idle. A launch of the kernel is one
+        // call for thousands of them.
+        let part_bytes = if direct.may_launch(&own) { u64::MAX } else { slot_bytes };
+        let mut direct_parts = parts(&own, part_bytes);
+        let mut enqueued = Enqueued::default();
+        for turn in 0.. {
+            // SAFETY: the caller's promise, also below.
+            let relayed = unsafe { self.relay.turn(&shares, turn)? };
+            match direct_parts.next() {
+                Some(part) => {
+                    // What is in its stream already waits for rails: a rail that is lost must not block it.
+                    self.relay.wait_until(|_| direct.has_room(part))?;
+                    // SAFETY: as above.
+                    enqueued += unsafe { direct.enqueue(part, Direction::HostToDevice)? };
+                }
+                None if !relayed => break,
+                None => {}
             }
         }
         self.relay.join(0, direct.stream())?;
@@ -410,7 +462,10 @@ impl Loading<'_> {
         if !self.failed {
             let own = self.loader.target.info().ordinal;
             self.loader.rails.count(own, std::mem::take(&mut self.direct_bytes));
-            self.loader.rails.count_rings(&mut self.relay, true);
+            for (link, bytes) in self.loader.rails.count_rings(&mut self.relay) {
+                let kind = if link == own { &self.loader.rails.staged } else { &self.loader.rails.relayed };
+                kind.fetch_add(bytes, Ordering::Relaxed);
+            }
         }
         outcome
     }

@@ -128,7 +128,7 @@ impl Rail {
 
     /// Told once of each rail, since it is not used any more.
     fn warn(&self, error: &GpuError) {
-        tracing::warn!(gpu = self.ordinal(), %error, "a GPU lends its link to no load any more");
+        tracing::warn!(gpu = self.ordinal(), %error, "no load goes through a ring on this GPU any more");
     }
 }
 

@@ -80,6 +80,19 @@ pub fn split_among(copies: &[Copy], rings: usize, slot_bytes: u64) -> Vec<Vec<Ch
     shares
 }
 
+/// A list in parts of at least `part_bytes`, but for the last; the order is kept.
+pub fn parts(copies: &[Copy], part_bytes: u64) -> impl Iterator<Item = &[Copy]> {
+    let mut bytes = 0;
+    copies.split_inclusive(move |copy| {
+        bytes += copy.len;
+        let full = bytes >= part_bytes;
+        if full {
+            bytes = 0;
+        }
+        full
+    })
+}
+
 /// The link of each copy, none of which is longer than a slot.
 fn deal(copies: &[Copy], links: usize, slot_bytes: u64) -> impl Iterator<Item = (usize, Copy)> {
     let total: u128 = copies.iter().map(|copy| u128::from(copy.len)).sum();

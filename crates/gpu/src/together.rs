@@ -106,7 +106,7 @@ impl<'a> Together<'a> {
         let outcome = self.relay.finish(abandoned);
         self.failed |= outcome.is_err();
         if !self.failed {
-            self.loaders[0].rails().count_rings(&mut self.relay, false);
+            self.loaders[0].rails().count_rings(&mut self.relay);
         }
         outcome
     }

@@ -155,15 +155,18 @@ fn loads_over_several_links_bring_the_same_bytes() {
             Shape { total_bytes, piece_bytes: 64 << 10, joined: 4, shuffled: true, path: Path::HostToDevice };
         let one_link = measure_copy(&gpu, &shape, CopyMethod::Contiguous).unwrap();
         println!("{} MiB, one link, contiguous: {one_link:.1} GB/s", total_bytes >> 20);
-        for (slot_mib, slots) in [(2, 8), (4, 8), (8, 4), (8, 8), (16, 4)] {
-            let rates = (1..=reached.len()).map(|count| {
-                let choice = RailChoice::List(reached[..count].iter().map(u32::to_string).collect());
-                let options =
-                    RailOptions { choice, slot_bytes: slot_mib << 20, slots, ..RailOptions::default() };
-                format!("{:.1}", measure_rails(&gpu, options, &shape).unwrap())
-            });
-            let rates: Vec<String> = rates.collect();
-            println!("  {slots} slots of {slot_mib} MiB, by number of rails: {}", rates.join(" "));
+        for (slot_mib, slots) in [(2, 8), (4, 8), (8, 8), (16, 4), (16, 8), (32, 4)] {
+            for staged in [false, true] {
+                let rates = (0..=reached.len()).map(|count| {
+                    let choice = RailChoice::List(reached[..count].iter().map(u32::to_string).collect());
+                    let options =
+                        RailOptions { choice, slot_bytes: slot_mib << 20, slots, ..RailOptions::default() };
+                    format!("{:.1}", measure_rails(&gpu, options, &shape, staged).unwrap())
+                });
+                let rates: Vec<String> = rates.collect();
+                let how = if staged { "staged" } else { "direct" };
+                println!("  {slots} slots of {slot_mib} MiB, {how}, by number of rails: {}", rates.join(" "));
+            }
         }
     }
 }

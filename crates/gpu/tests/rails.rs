@@ -81,7 +81,7 @@ impl Target {
 
     /// A whole load; how many rails it used.
     fn load(&mut self, loader: &Loader) -> usize {
-        let mut loading = loader.begin(&self.stream, BYTES as u64, &PULLS);
+        let mut loading = loader.begin(&self.stream, BYTES as u64, &PULLS, false);
         self.enqueue(&mut loading);
         loading.synchronize().unwrap();
         self.stream.synchronize().unwrap();
@@ -107,6 +107,7 @@ struct Case {
     chunk_bytes: u64,
     /// A device that takes longer.
     slow: Option<u32>,
+    staged: bool,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -128,12 +129,14 @@ fn case() -> impl Strategy<Value = Case> {
         parts.into_iter().map(|part| part.into_iter().filter_map(&mut place).collect()).collect()
     });
     let ring = (1..600u64, 1..4usize, prop_oneof![Just(0), 0..100_000u64]);
-    let how = (any::<bool>(), any::<bool>(), 1..40_000u64, proptest::option::of(0..4u32));
-    (parts, 0..4u32, ring, how).prop_map(|(parts, rails, ring, (batch, kernel, chunk_bytes, slow))| {
-        let (units, slots, least_bytes) = ring;
-        let options = RailOptions { slot_bytes: units * 16, slots, least_bytes, ..small() };
-        Case { parts, rails, options, methods: CopyMethods { batch, kernel }, chunk_bytes, slow }
-    })
+    let how = (any::<bool>(), any::<bool>(), 1..40_000u64, proptest::option::of(0..4u32), any::<bool>());
+    (parts, 0..4u32, ring, how).prop_map(
+        |(parts, rails, ring, (batch, kernel, chunk_bytes, slow, staged))| {
+            let (units, slots, least_bytes) = ring;
+            let options = RailOptions { slot_bytes: units * 16, slots, least_bytes, ..small() };
+            Case { parts, rails, options, methods: CopyMethods { batch, kernel }, chunk_bytes, slow, staged }
+        },
+    )
 }
 
 /// Loads the parts, each followed by a flag. Another stream reads a part's bytes as soon as its flag is there.
@@ -161,9 +164,10 @@ fn check(case: &Case) {
     let bytes: u64 = case.parts.iter().flatten().map(|copy| copy.len).sum();
     let options = CopierOptions { seams: pinned.seams().to_vec(), ..CopierOptions::default() };
     let mut copier = Copier::new(Arc::clone(&main), options).unwrap();
-    let mut loading = loader.begin(&main, bytes, &PULLS);
-    let wanted = if bytes < case.options.least_bytes { 0 } else { case.rails as usize };
-    assert_eq!(loading.rails(), wanted);
+    let mut loading = loader.begin(&main, bytes, &PULLS, case.staged);
+    let is_large = bytes >= case.options.least_bytes;
+    let wanted = if is_large { case.rails as usize } else { 0 };
+    assert_eq!((loading.rails(), loading.is_staged()), (wanted, is_large && case.staged));
     for (index, part) in (0..).zip(&case.parts) {
         let moved =
             |copy: &Copy| Copy { dst: memory.address() + copy.dst, src: base + copy.src, len: copy.len };
@@ -213,7 +217,7 @@ fn a_load_is_enqueued_at_once_although_it_has_more_chunks_than_slots() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     assert_eq!(loading.rails(), 2);
     driver.clear_log();
     target.enqueue(&mut loading);
@@ -231,6 +235,84 @@ fn a_load_is_enqueued_at_once_although_it_has_more_chunks_than_slots() {
 }
 
 #[test]
+fn no_link_waits_until_the_calls_for_another_one_are_made() {
+    let driver = driver(3);
+    let rails = rails(&driver, small());
+    let mut target = Target::new(&driver, 0);
+    let options = CopierOptions { use_kernel: false, ..CopierOptions::default() };
+    target.copier = Copier::new(Arc::clone(&target.stream), options).unwrap();
+    let loader = rails.loader(&target.gpu, "engine");
+    driver.clear_log();
+    read(&target.stream, target.memory.address(), 1);
+    let main = driver.log()[0].stream;
+    let gate = Gate::across(&target.stream);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    driver.clear_log();
+    target.enqueue(&mut loading);
+    let (mut bytes, mut apart) = ([0u64; 3], 0);
+    // All but the target's reads of the rings.
+    for call in driver.log().iter().filter(|call| call.device != 0 || call.stream == main) {
+        bytes[call.device as usize] += call.bytes;
+        apart = apart.max(bytes.iter().max().unwrap() - bytes.iter().min().unwrap());
+    }
+    gate.open();
+    target.stream.synchronize().unwrap();
+    loading.synchronize().unwrap();
+    target.assert_loaded();
+    assert_eq!(bytes.iter().sum::<u64>(), BYTES as u64);
+    // A slot each, and one more for those whose turn has come.
+    assert!(apart <= 2 * 4096, "{apart} bytes apart");
+}
+
+#[test]
+fn a_staged_load_comes_in_long_runs_and_one_that_finds_the_ring_in_use_piece_by_piece() {
+    let driver = driver(1);
+    let rails = rails(&driver, small());
+    let mut target = Target::new(&driver, 0);
+    let loader = rails.loader(&target.gpu, "engine");
+    assert!(loader.stages(BYTES as u64, BYTES / PIECE as usize));
+    assert!(!loader.stages(1 << 20, 32), "pieces of 32 KiB are brought each for itself");
+    for in_use in [false, true] {
+        let other = stream(&target.gpu);
+        let under_way = in_use.then(|| loader.begin(&other, BYTES as u64, &PULLS, true));
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        assert_eq!((loading.rails(), loading.is_staged()), (0, !in_use));
+        driver.clear_log();
+        target.enqueue(&mut loading);
+        loading.synchronize().unwrap();
+        target.stream.synchronize().unwrap();
+        drop((loading, under_way));
+        // The pieces lie one after the other in the pool: a run for each slot.
+        let log = driver.log();
+        let in_runs: u64 =
+            log.iter().filter(|call| call.bytes / call.copies == 4096).map(|call| call.bytes).sum();
+        assert_eq!(in_runs, if in_use { 0 } else { BYTES as u64 });
+        let all: u64 = log.iter().map(|call| call.bytes).sum();
+        assert_eq!(all - in_runs, BYTES as u64, "and each piece is written once");
+        target.assert_loaded();
+    }
+    assert_eq!((rails.staged_bytes(), rails.relayed_bytes()), (BYTES as u64, 0));
+    assert_eq!(rails.bytes_by_link()[&0], 2 * BYTES as u64);
+}
+
+#[test]
+fn a_gpu_without_memory_for_its_own_ring_is_loaded_piece_by_piece() {
+    let driver = driver(1);
+    let rails = rails(&driver, small());
+    let mut target = Target::new(&driver, 0);
+    let loader = rails.loader(&target.gpu, "engine");
+    driver.fail_call(0, Some("cuMemAlloc"), 1, OUT_OF_MEMORY);
+    for _ in 0..2 {
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        target.enqueue(&mut loading);
+        loading.synchronize().unwrap();
+        target.stream.synchronize().unwrap();
+        drop(loading);
+        target.assert_loaded();
+    }
+}
+
+#[test]
 fn nothing_is_written_before_what_the_load_comes_after() {
     let driver = driver(2);
     // More slots than chunks: the rail can do all its part behind the gate.
@@ -239,7 +321,7 @@ fn nothing_is_written_before_what_the_load_comes_after() {
     let loader = rails.loader(&target.gpu, "engine");
     let observer = stream(&target.gpu);
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     target.enqueue(&mut loading);
     let up = driver.log().iter().find(|call| call.device == 1).map(|call| call.stream).unwrap();
     // SAFETY: the stream lives as long as the load.
@@ -269,7 +351,7 @@ fn a_rail_serves_one_load_at_a_time() {
     let rails = rails(&driver, small());
     let (mut first, mut second) = (Target::new(&driver, 0), Target::new(&driver, 1));
     let loaders = [rails.loader(&first.gpu, "first"), rails.loader(&second.gpu, "second")];
-    let mut under_way = loaders[0].begin(&first.stream, BYTES as u64, &PULLS);
+    let mut under_way = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, false);
     assert_eq!(under_way.rails(), 2);
     first.enqueue(&mut under_way);
     assert_eq!(second.load(&loaders[1]), 0, "one link is lent, the other is the first load's own");
@@ -287,7 +369,7 @@ fn a_gpu_that_is_being_loaded_lends_nothing() {
     let (first, mut second) = (Target::new(&driver, 0), Target::new(&driver, 1));
     let loaders = [rails.loader(&first.gpu, "first"), rails.loader(&second.gpu, "second")];
     // Too small for rails, but on its own link.
-    let little = loaders[0].begin(&first.stream, 1, &PULLS);
+    let little = loaders[0].begin(&first.stream, 1, &PULLS, false);
     assert_eq!(little.rails(), 0);
     assert_eq!(second.load(&loaders[1]), 1);
     drop(little);
@@ -304,8 +386,8 @@ fn the_workers_of_an_engine_share_the_links_that_none_of_them_needs() {
     // Three others for two workers: one each, and never the link of the other worker.
     driver.clear_log();
     let [first, second] = &mut workers;
-    let mut one = loaders[0].begin(&first.stream, BYTES as u64, &PULLS);
-    let mut other = loaders[1].begin(&second.stream, BYTES as u64, &PULLS);
+    let mut one = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, false);
+    let mut other = loaders[1].begin(&second.stream, BYTES as u64, &PULLS, false);
     assert_eq!((one.rails(), other.rails()), (1, 1));
     first.enqueue(&mut one);
     second.enqueue(&mut other);
@@ -379,7 +461,7 @@ fn a_copy_that_fails_on_a_rail_fails_the_load_and_not_the_next() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     driver.fail_work(1, 3, INVALID_VALUE);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     target.enqueue(&mut loading);
     target.stream.synchronize().unwrap();
     assert_eq!(loading.synchronize().unwrap_err().code(), Some(INVALID_VALUE));
@@ -396,7 +478,7 @@ fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
         let rails = rails(&driver, small());
         let mut target = Target::new(&driver, 0);
         let loader = rails.loader(&target.gpu, "engine");
-        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
         assert_eq!(loading.rails(), 1);
         driver.fail_call(1, Some(operation), 5, INVALID_VALUE);
         let copies = target.reversal();
@@ -419,7 +501,7 @@ fn a_gpu_that_is_lost_lends_nothing() {
     let loader = rails.loader(&target.gpu, "engine");
     assert_eq!(target.load(&loader), 1);
     driver.fail_call(1, None, 1, ILLEGAL_ADDRESS);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     let copies = target.reversal();
     // SAFETY: pool and memory are the target's, and are not used before the streams are waited for.
     assert!(unsafe { loading.enqueue(&mut target.copier, &copies) }.unwrap_err().is_sticky());
@@ -437,7 +519,7 @@ fn a_rail_that_is_lost_under_way_holds_the_load_up_only_until_nobody_minds_wrong
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     assert_eq!(loading.rails(), 2);
     target.enqueue(&mut loading);
     // Two slots are full, or will be: it is lost with one of the first chunks, or with the third.
@@ -470,7 +552,7 @@ fn a_load_that_nobody_waited_for_is_over_when_its_rails_serve_the_next() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     driver.slow_down_device(1, Duration::from_millis(200));
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
     target.enqueue(&mut loading);
     drop(loading);
     driver.slow_down_device(1, Duration::ZERO);
@@ -495,17 +577,19 @@ fn rates_over_rails_are_measured_and_the_bytes_checked() {
         path: Path::HostToDevice,
     };
     let options = RailOptions { choice: "1,3".parse().unwrap(), ..small() };
-    let rate = measure_rails(&gpu, options.clone(), &shape).unwrap();
-    assert!(rate > 0.0 && rate.is_finite());
+    for staged in [false, true] {
+        let rate = measure_rails(&gpu, options.clone(), &shape, staged).unwrap();
+        assert!(rate > 0.0 && rate.is_finite());
+    }
     assert!(
         driver.log().iter().any(|call| call.device == 3) && driver.log().iter().all(|call| call.device != 2)
     );
     driver.fail_work(3, 4, INVALID_VALUE);
-    let failed = measure_rails(&gpu, options.clone(), &shape);
+    let failed = measure_rails(&gpu, options.clone(), &shape, true);
     assert_eq!(failed.unwrap_err().code(), Some(INVALID_VALUE));
     // Fewer rails than were asked for would be measured as if they were slow.
     driver.fail_call(1, Some("cuMemAlloc"), 1, OUT_OF_MEMORY);
-    assert!(matches!(measure_rails(&gpu, options.clone(), &shape), Err(GpuError::Unsupported { .. })));
+    assert!(matches!(measure_rails(&gpu, options.clone(), &shape, true), Err(GpuError::Unsupported { .. })));
     let from_the_gpu = Shape { path: Path::DeviceToHost, ..shape };
-    assert!(matches!(measure_rails(&gpu, options, &from_the_gpu), Err(GpuError::Invalid(_))));
+    assert!(matches!(measure_rails(&gpu, options, &from_the_gpu, false), Err(GpuError::Invalid(_))));
 }

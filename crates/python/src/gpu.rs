@@ -101,9 +101,10 @@ pub(crate) fn bench_gpu_rails(gpu: u32) -> PyResult<Vec<u32>> {
 }
 
 /// GB/s from the host to a GPU over its own link and those of `rails`. So many pieces as `joined` lie one after the other
-/// in the host's memory, as a block's layers do in the pool. The bytes are checked.
+/// in the host's memory, as a block's layers do in the pool. What is `staged` goes through a ring on the GPU in long runs.
+/// The bytes are checked.
 #[pyfunction]
-#[pyo3(signature = (gpu, rails, total_bytes, piece_bytes, joined = 4, slot_bytes = None, slots = None))]
+#[pyo3(signature = (gpu, rails, total_bytes, piece_bytes, joined = 4, slot_bytes = None, slots = None, staged = false))]
 #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
 pub(crate) fn bench_gpu_load(
     py: Python<'_>,
@@ -114,6 +115,7 @@ pub(crate) fn bench_gpu_load(
     joined: u64,
     slot_bytes: Option<u64>,
     slots: Option<usize>,
+    staged: bool,
 ) -> PyResult<f64> {
     let device = Gpu::open(driver()?, gpu).map_err(failed)?;
     let usual = RailOptions::default();
@@ -124,7 +126,7 @@ pub(crate) fn bench_gpu_load(
         ..usual
     };
     let shape = Shape { total_bytes, piece_bytes, joined, shuffled: true, path: Path::HostToDevice };
-    py.detach(|| measure_rails(&device, options, &shape)).map_err(failed)
+    py.detach(|| measure_rails(&device, options, &shape, staged)).map_err(failed)
 }
 
 fn driver() -> PyResult<Arc<dyn Driver>> {

@@ -105,6 +105,11 @@ impl Gpus {
         self.rails.relayed_bytes()
     }
 
+    /// Bytes that loads moved through a ring on the GPU that they were for.
+    pub(crate) fn staged_bytes(&self) -> u64 {
+        self.rails.staged_bytes()
+    }
+
     /// The directions, and from how many bytes on copy engines copy while a GPU is idle.
     pub(crate) fn engine_bytes(&self) -> [(&'static str, u64); 2] {
         let of = |direction| self.calibrated.1.thresholds(direction).batch_bytes;
@@ -203,7 +208,8 @@ pub(crate) struct Part {
 enum Way {
     /// To the pool.
     Out,
-    /// From the pool, over the links of other GPUs too, whose memory is read as `pulls` says.
+    /// From the pool, perhaps over the links of other GPUs too and through a ring on this one. How rings are read is
+    /// decided by `pulls`.
     In { pulls: Thresholds },
 }
 
@@ -329,8 +335,8 @@ impl GpuMemory {
     /// What decides between the ways to copy for this load.
     fn thresholds(&self, load: &Member, direction: Direction) -> Thresholds {
         match load.beside_compute {
-            true => Thresholds::beside_compute(),
-            false => self.idle.thresholds(direction),
+            true if direction != Direction::Peer => Thresholds::beside_compute(direction),
+            _ => self.idle.thresholds(direction),
         }
     }
 
@@ -438,8 +444,12 @@ impl GpuMemory {
         unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
         // Over several links, what is written comes after the fence too.
         let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
+        let pieces = parts.iter().map(|(runs, _)| runs.len()).sum();
         let mut loading = match &way {
-            Way::In { pulls } => Some(self.loader.begin(&lane.stream, bytes, pulls)),
+            Way::In { pulls } => {
+                let staged = self.loader.stages(bytes, pieces);
+                Some(self.loader.begin(&lane.stream, bytes, pulls, staged))
+            }
             Way::Out => None,
         };
         let mut enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
@@ -517,7 +527,8 @@ impl Lane {
         let options = CopierOptions {
             seams: seams.to_vec(),
             tables: TABLES,
-            thresholds: Thresholds::beside_compute(),
+            // Of the lane that saves; loads choose for themselves.
+            thresholds: Thresholds::beside_compute(Direction::DeviceToHost),
             ..CopierOptions::default()
         };
         let copier = Copier::new(Arc::clone(&stream), options)?;

@@ -158,6 +158,11 @@ impl Daemon {
         self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
     }
 
+    /// Bytes that loads moved through a ring on the GPU that they were for so far.
+    pub fn staged_bytes(&self) -> u64 {
+        self.shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)
+    }
+
     /// Bytes that loads brought over the link of each GPU so far, by its ordinal.
     pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
         self.shared.gpus.as_ref().map_or_else(BTreeMap::new, Gpus::bytes_by_link)

@@ -98,6 +98,12 @@ pub const METRICS: &[Metric] = &[
         "Bytes that loads for one GPU moved over the links of others.",
     ),
     metric(
+        "kvlane_loaded_staged_bytes_total",
+        Counter,
+        "",
+        "Bytes of short pieces that loads brought in long runs to a ring on their GPU, and scattered there.",
+    ),
+    metric(
         "kvlane_gpu_engine_bytes",
         Gauge,
         "direction",
@@ -269,6 +275,7 @@ fn record(shared: &Shared) {
         ("kvlane_stale_commits_total", stats.counters.stale_commits),
         ("kvlane_lease_expired_total", stats.counters.expired_leases),
         ("kvlane_loaded_over_rails_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)),
+        ("kvlane_loaded_staged_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)),
         ("kvlane_scrub_blocks_total", stats.counters.scrub_checked),
         ("kvlane_scrub_bad_blocks_total", stats.counters.scrub_bad),
     ] {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from typing import NamedTuple
 
 from kvlane import _core
 from kvlane.bench import report
@@ -19,11 +20,26 @@ GOALS = {
     "d2h": {16 * KIB: 0.88, 64 * KIB: 0.93, MIB: 0.97, 2 * MIB: 0.97},
     "peer": {64 * KIB: 0.88},
 }
-# From the host over the links of other GPUs too: how much, in multiples of --mib, and in which pieces. Four of them lie
-# together in the host's memory, as the layers of a block do.
-RAIL_MULTIPLES, RAIL_PIECE, RAIL_JOINED = (1, 4), 64 * KIB, 4
+# From the host through rings, on other GPUs and on the same one: in which pieces, and how much, in multiples of --mib.
+# Pieces of so many bytes lie together in the host's memory, as the layers of a block do.
+RING_SHAPES = ((16 * KIB, 1), (64 * KIB, 1), (64 * KIB, 4))
+RING_JOINED = 256 * KIB
+# Of one link, by four.
+FOUR_LINKS_GOAL = 2.2
 PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
 METHODS = ("auto", "kernel", "batch", "engine")
+
+
+class Rings(NamedTuple):
+    """A load from the host through rings."""
+
+    piece: int
+    size: int
+    """In multiples of --mib."""
+    rails: int
+    """Other GPUs whose links bring a part."""
+    staged: bool
+    """Whether what its own link brings goes through a ring on the same GPU, in long runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +103,15 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     peer = arguments.peer if arguments.peer is not None else next(iter(others), None)
     total = arguments.mib << 20
     rails = _core.bench_gpu_rails(arguments.gpu)
-    over_rails = [(size, count) for size in RAIL_MULTIPLES for count in range(1, len(rails) + 1)]
+    through_rings = [
+        Rings(piece, size, count, staged)
+        for piece, size in RING_SHAPES
+        for count in range(len(rails) + 1)
+        for staged in (False, True)
+        if count or staged
+    ]
     rates: dict[tuple[str, int, str], list[float]] = {}
-    rail_rates: dict[tuple[int, int], list[float]] = {}
+    ring_rates: dict[Rings, list[float]] = {}
     for _ in range(arguments.rounds):
         for path in GOALS:
             if path == "peer" and peer is None:
@@ -99,9 +121,16 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             for piece, way in ways:
                 rate = _core.bench_gpu_copy(arguments.gpu, path, total, piece or total, way, peer=second)
                 rates.setdefault((path, piece, way), []).append(rate)
-        for size, count in over_rails:
-            rate = _core.bench_gpu_load(arguments.gpu, rails[:count], size * total, RAIL_PIECE, RAIL_JOINED)
-            rail_rates.setdefault((size, count), []).append(rate)
+        for way in through_rings:
+            rate = _core.bench_gpu_load(
+                arguments.gpu,
+                rails[: way.rails],
+                way.size * total,
+                way.piece,
+                RING_JOINED // way.piece,
+                staged=way.staged,
+            )
+            ring_rates.setdefault(way, []).append(rate)
     medians = {key: statistics.median(values) for key, values in rates.items()}
     figures = []
     for (path, piece, way), rate in medians.items():
@@ -113,19 +142,27 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         figures.append(
             Figure(f"{path}: pieces of {piece >> 10} KiB, {way} / contiguous", share, at_least=goal)
         )
-    for (size, count), values in rail_rates.items():
-        pieces = f"{size * arguments.mib} MiB in pieces of {RAIL_PIECE >> 10} KiB"
-        what = f"h2d: {pieces}, {count + 1} links / contiguous, 1 link"
-        figures.append(Figure(what, statistics.median(values) / medians["h2d", 0, "contiguous"]))
+    for way, values in ring_rates.items():
+        pieces = f"{way.size * arguments.mib} MiB in pieces of {way.piece >> 10} KiB"
+        links = f"{way.rails + 1} link{'s' if way.rails else ''}" + (", staged" if way.staged else "")
+        share = statistics.median(values) / medians["h2d", 0, "contiguous"]
+        goal = FOUR_LINKS_GOAL if way.rails == 3 else None
+        figures.append(Figure(f"h2d: {pieces}, {links} / contiguous, 1 link", share, at_least=goal))
     details = {
         "gpus": [{"name": name, "pci": pci, "bytes": size} for _, name, pci, size in gpus],
         "gb_per_s": [
             {"path": path, "piece_bytes": piece, "method": way, "rounds": values}
             for (path, piece, way), values in rates.items()
         ],
-        "rails_gb_per_s": [
-            {"bytes": size * total, "piece_bytes": RAIL_PIECE, "rails": rails[:count], "rounds": values}
-            for (size, count), values in rail_rates.items()
+        "rings_gb_per_s": [
+            {
+                "bytes": way.size * total,
+                "piece_bytes": way.piece,
+                "rails": rails[: way.rails],
+                "staged": way.staged,
+                "rounds": values,
+            }
+            for way, values in ring_rates.items()
         ],
     }
     note = (

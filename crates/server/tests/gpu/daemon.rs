@@ -45,9 +45,13 @@ fn plays_the_daemon() {
     let driver = fake.as_ref().map_or_else(driver, |fake| Arc::clone(fake) as Arc<dyn Driver>);
     let rails = match std::env::var_os(RAILS) {
         // Of two layers of a block each: a load has more chunks than slots.
-        Some(_) => {
-            RailOptions { least_bytes: 0, slot_bytes: 2 * piece(), slots: 2, ..RailOptions::default() }
-        }
+        Some(choice) => RailOptions {
+            choice: choice.to_str().unwrap().parse().unwrap(),
+            least_bytes: 0,
+            slot_bytes: 2 * piece(),
+            slots: 2,
+            ..RailOptions::default()
+        },
         None => RailOptions { choice: RailChoice::Off, ..RailOptions::default() },
     };
     let pool_bytes = u64::from(BLOCKS) * LAYERS * piece();
@@ -57,6 +61,7 @@ fn plays_the_daemon() {
     for words in told() {
         match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
             ["relayed"] => say(&daemon.relayed_bytes().to_string()),
+            ["staged"] => say(&daemon.staged_bytes().to_string()),
             ["fail", device, code] => {
                 let fake = fake.as_ref().unwrap();
                 fake.fail_work(device.parse().unwrap(), 1, code.parse().unwrap());
@@ -90,12 +95,20 @@ impl Daemon {
 
     /// The same, and loads come over the other GPU's link too.
     pub fn start_with_rails(address: &Address, microseconds: u64) -> Self {
-        Self::start_with(address, [(SLOW, microseconds.to_string()), (RAILS, "1".into())])
+        Self::start_with(address, [(SLOW, microseconds.to_string()), (RAILS, "auto".into())])
+    }
+
+    /// Loads of any size go through a ring on their GPU.
+    pub fn start_staging(address: &Address) -> Self {
+        Self::start_with(address, [(SLOW, "0".into()), (RAILS, "off".into())])
     }
 
     /// With rails that have no memory for what passes through them.
     pub fn start_with_rails_without_memory(address: &Address) -> Self {
-        Self::start_with(address, [(SLOW, "0".into()), (RAILS, "1".into()), (MEMORY, (1 << 16).to_string())])
+        Self::start_with(
+            address,
+            [(SLOW, "0".into()), (RAILS, "auto".into()), (MEMORY, (1 << 16).to_string())],
+        )
     }
 
     fn start_with(address: &Address, environment: impl IntoIterator<Item = (&'static str, String)>) -> Self {
@@ -113,6 +126,10 @@ impl Daemon {
     }
 
     /// What it moved over the links of other GPUs.
+    pub fn staged_bytes(&mut self) -> u64 {
+        self.process.ask("staged").parse().unwrap()
+    }
+
     pub fn relayed_bytes(&mut self) -> u64 {
         self.process.ask("relayed").parse().unwrap()
     }

@@ -1,7 +1,7 @@
 //! Saves and loads, of healthy daemons and of one that is killed or stopped.
 
 use kvlane_client::{JobKind, Release};
-use kvlane_gpu::{Priority, Stream};
+use kvlane_gpu::{Priority, RailOptions, Stream};
 use kvlane_proto::Address;
 
 use crate::{
@@ -26,7 +26,19 @@ fn blocks_of_a_gpu_come_back_to_another_engine() {
     let address = address(&folder);
     let mut daemon = Daemon::start(&address);
     blocks_come_back(&address);
-    assert_eq!(daemon.relayed_bytes(), 0);
+    assert_eq!((daemon.relayed_bytes(), daemon.staged_bytes()), (0, 0));
+    daemon.stop();
+}
+
+#[test]
+fn blocks_of_short_pieces_come_back_through_a_ring_on_their_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let mut daemon = Daemon::start_staging(&address);
+    blocks_come_back(&address);
+    let short = piece() < RailOptions::default().stage_below;
+    let expected = if short { 8 * LAYERS * piece() } else { 0 };
+    assert_eq!((daemon.relayed_bytes(), daemon.staged_bytes()), (0, expected));
     daemon.stop();
 }
 
