@@ -151,7 +151,8 @@ class Daemon:
         )
         assert self.process.stderr is not None
         self.log = _Lines(self.process.stderr)
-        ready = self.log.wait_for(" serves ")
+        # Not "serves": of a stale socket the log says that nobody serves it.
+        ready = self.log.wait_for("ready after")
         until("SIGTERM is handled", lambda: _handles(self.pid, signal.SIGTERM))
         return ready
 
