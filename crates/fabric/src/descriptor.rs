@@ -1,0 +1,215 @@
+//! What a process tells its peers about the memory that they may write or read.
+//!
+//! ```text
+//!  0      4      5      6        8             16                            32         34         36
+//!  +------+------+------+--------+-------------+-----------------------------+----------+----------+
+//!  | KVFD | ver  |  0   | 0      | boot nonce  | engine id                   | addresses| regions  |
+//!  +------+------+------+--------+-------------+-----------------------------+----------+----------+
+//!  addresses, each:  | kind u8 | len u8 | len bytes |
+//!  regions, each:    | number u32 | generation u32 | kind u8 | access u8 | 0 u16 | 0 u32 | base u64 | len u64 | key u64 |
+//! ```
+//! All numbers are little-endian. Bytes that are 0 here may mean something in a later version, which then has another
+//! number; kinds that a reader does not know are left out, since a newer peer may have more.
+
+use thiserror::Error;
+
+/// Longest descriptor that is read.
+pub const DESCRIPTOR_BYTES_MAX: usize = 1 << 20;
+const MAGIC: [u8; 4] = *b"KVFD";
+const VERSION: u8 = 1;
+const HEAD_BYTES: usize = 36;
+const REGION_BYTES: usize = 40;
+
+/// Where memory lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// In the host's memory.
+    Host,
+    /// On a CUDA device.
+    Cuda,
+}
+
+/// What a peer may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Read.
+    Read,
+    /// Read and write.
+    ReadWrite,
+}
+
+/// How the process is reached: the provider's name for it, and what only that provider understands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// Which provider, a number of the provider's.
+    pub kind: u8,
+    /// At most 255 bytes.
+    pub bytes: Vec<u8>,
+}
+
+/// A registered region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RegionDescriptor {
+    /// Its number at its owner.
+    pub number: u32,
+    /// Counts how often the number was used; a request for another generation is refused.
+    pub generation: u32,
+    /// Where it lies.
+    pub kind: MemoryKind,
+    /// What a peer may do.
+    pub access: Access,
+    /// Its address at its owner.
+    pub base: u64,
+    /// Its bytes.
+    pub len: u64,
+    /// What the owner's provider wants to see with each request (the rkey).
+    pub key: u64,
+}
+
+/// What a process tells its peers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Descriptor {
+    /// Drawn when the process started: a peer that restarted at the same address has another one.
+    pub boot_nonce: u64,
+    /// Of the process.
+    pub engine_id: u128,
+    /// All ways to reach it.
+    pub addresses: Vec<Address>,
+    /// Its memory.
+    pub regions: Vec<RegionDescriptor>,
+}
+
+/// Why bytes are no descriptor, or a descriptor cannot be written.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum DescriptorError {
+    /// Something else, or a part of one.
+    #[error("not a memory descriptor of kvlane: {0}")]
+    Malformed(&'static str),
+    /// A newer peer.
+    #[error(
+        "a memory descriptor of version {0}, this is version {VERSION}: use the same version of kvlane on both sides"
+    )]
+    Version(u8),
+    /// Too much for one.
+    #[error("a memory descriptor holds {0}")]
+    TooLarge(&'static str),
+}
+
+impl Descriptor {
+    /// As bytes. Fails with more than 65,535 addresses or regions, or an address of more than 255 bytes.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, DescriptorError> {
+        let count = |len: usize| {
+            u16::try_from(len).map_err(|_| DescriptorError::TooLarge("at most 65535 addresses and regions"))
+        };
+        let mut bytes = Vec::with_capacity(HEAD_BYTES + self.regions.len() * REGION_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend([VERSION, 0, 0, 0]);
+        bytes.extend(self.boot_nonce.to_le_bytes());
+        bytes.extend(self.engine_id.to_le_bytes());
+        bytes.extend(count(self.addresses.len())?.to_le_bytes());
+        bytes.extend(count(self.regions.len())?.to_le_bytes());
+        for Address { kind, bytes: address } in &self.addresses {
+            let len = u8::try_from(address.len());
+            let len = len.map_err(|_| DescriptorError::TooLarge("addresses of at most 255 bytes"))?;
+            bytes.extend([*kind, len]);
+            bytes.extend(address);
+        }
+        for region in &self.regions {
+            bytes.extend(region.number.to_le_bytes());
+            bytes.extend(region.generation.to_le_bytes());
+            bytes.push(match region.kind {
+                MemoryKind::Host => 0,
+                MemoryKind::Cuda => 1,
+            });
+            bytes.push(match region.access {
+                Access::Read => 0,
+                Access::ReadWrite => 1,
+            });
+            bytes.extend([0; 6]);
+            for number in [region.base, region.len, region.key] {
+                bytes.extend(number.to_le_bytes());
+            }
+        }
+        match bytes.len() {
+            0..=DESCRIPTOR_BYTES_MAX => Ok(bytes),
+            _ => Err(DescriptorError::TooLarge("at most 1 MiB")),
+        }
+    }
+
+    /// From bytes of any origin.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Descriptor, DescriptorError> {
+        if bytes.len() > DESCRIPTOR_BYTES_MAX {
+            return Err(DescriptorError::TooLarge("at most 1 MiB"));
+        }
+        let mut reader = Reader(bytes);
+        if reader.array()? != MAGIC {
+            return Err(DescriptorError::Malformed("it begins with something else"));
+        }
+        let [version, ..] = reader.array::<4>()?;
+        if version != VERSION {
+            return Err(DescriptorError::Version(version));
+        }
+        let boot_nonce = u64::from_le_bytes(reader.array()?);
+        let engine_id = u128::from_le_bytes(reader.array()?);
+        let addresses = u16::from_le_bytes(reader.array()?);
+        let regions = u16::from_le_bytes(reader.array()?);
+        let mut descriptor = Descriptor { boot_nonce, engine_id, addresses: Vec::new(), regions: Vec::new() };
+        for _ in 0..addresses {
+            let [kind, len] = reader.array()?;
+            let bytes = reader.take(usize::from(len))?.to_vec();
+            descriptor.addresses.push(Address { kind, bytes });
+        }
+        for _ in 0..regions {
+            descriptor.regions.extend(reader.region()?);
+        }
+        match reader.0 {
+            [] => Ok(descriptor),
+            _ => Err(DescriptorError::Malformed("bytes are left over")),
+        }
+    }
+
+    /// The region of a number.
+    pub fn region(&self, number: u32) -> Option<&RegionDescriptor> {
+        self.regions.iter().find(|region| region.number == number)
+    }
+}
+
+/// The bytes that have not been read.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, len: usize) -> Result<&'a [u8], DescriptorError> {
+        let (taken, rest) =
+            self.0.split_at_checked(len).ok_or(DescriptorError::Malformed("it is cut off"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], DescriptorError> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    /// None of a kind that is not known here.
+    fn region(&mut self) -> Result<Option<RegionDescriptor>, DescriptorError> {
+        let number = u32::from_le_bytes(self.array()?);
+        let generation = u32::from_le_bytes(self.array()?);
+        let [kind, access, ..] = self.array::<8>()?;
+        let [base, len, key] = [self.array()?, self.array()?, self.array()?].map(u64::from_le_bytes);
+        if base.checked_add(len).is_none() {
+            return Err(DescriptorError::Malformed("a region ends beyond the address space"));
+        }
+        let kind = match kind {
+            0 => MemoryKind::Host,
+            1 => MemoryKind::Cuda,
+            _ => return Ok(None),
+        };
+        let access = match access {
+            0 => Access::Read,
+            1 => Access::ReadWrite,
+            _ => return Ok(None),
+        };
+        Ok(Some(RegionDescriptor { number, generation, kind, access, base, len, key }))
+    }
+}

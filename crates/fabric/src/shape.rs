@@ -1,0 +1,152 @@
+//! What a transfer moves, as it is asked for.
+
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::runs::{Place, Run, append};
+
+/// Pages of one region: page `i` begins at `offset + stride * i`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pages {
+    /// The region, by its number at its owner.
+    pub region: u32,
+    /// Where page 0 begins in the region, in bytes.
+    pub offset: u64,
+    /// Bytes from one page to the next; 0 where all pages are the same.
+    pub stride: u64,
+    /// Which pages, in the order of the transfer.
+    pub indices: Arc<[u32]>,
+}
+
+/// What a transfer moves. Lists have any length.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Pieces {
+    /// One range.
+    Contiguous(Run),
+    /// The n-th page here is the n-th page there, `page_bytes` each.
+    Paged {
+        /// Bytes of a page.
+        page_bytes: u64,
+        /// The pages here.
+        local: Pages,
+        /// The pages at the peer.
+        remote: Pages,
+    },
+    /// Ranges of any length.
+    Runs(Vec<Run>),
+}
+
+/// On which side of a transfer something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// In memory of this process.
+    Local,
+    /// In memory of the peer.
+    Remote,
+}
+
+/// Why a shape cannot be transferred.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ShapeError {
+    /// The two page lists pair nothing.
+    #[error("{local} pages here and {remote} at the peer; each page needs its counterpart")]
+    UnequalPages {
+        /// How many here.
+        local: usize,
+        /// How many there.
+        remote: usize,
+    },
+    /// Nobody registered this.
+    #[error("region {region} of the {side:?} side is not registered")]
+    NoSuchRegion {
+        /// Whose.
+        side: Side,
+        /// Its number.
+        region: u32,
+    },
+    /// Bytes beyond the region's end, or the address space's.
+    #[error(
+        "{len} bytes from byte {offset} of region {region} of the {side:?} side, which has {region_bytes} bytes"
+    )]
+    OutOfBounds {
+        /// Whose.
+        side: Side,
+        /// Its number.
+        region: u32,
+        /// Where the bytes begin.
+        offset: u64,
+        /// How many.
+        len: u64,
+        /// The region's length.
+        region_bytes: u64,
+    },
+}
+
+/// The lengths of the regions of both sides.
+pub trait RegionLengths {
+    /// Bytes of a region; None if there is no such region.
+    fn region_bytes(&self, side: Side, region: u32) -> Option<u64>;
+}
+
+impl Pieces {
+    /// All bytes as runs, neighbours that continue each other on both sides made one. Checked: each run lies inside its
+    /// regions.
+    pub fn runs(&self, regions: &impl RegionLengths) -> Result<Vec<Run>, ShapeError> {
+        let mut runs = Vec::new();
+        match self {
+            Pieces::Contiguous(run) => add(&mut runs, *run, regions)?,
+            Pieces::Runs(list) => {
+                for run in list {
+                    add(&mut runs, *run, regions)?;
+                }
+            }
+            Pieces::Paged { page_bytes, local, remote } => {
+                if local.indices.len() != remote.indices.len() {
+                    return Err(ShapeError::UnequalPages {
+                        local: local.indices.len(),
+                        remote: remote.indices.len(),
+                    });
+                }
+                for (here, there) in local.indices.iter().zip(remote.indices.iter()) {
+                    let local = local.place(*here, *page_bytes, Side::Local, regions)?;
+                    let remote = remote.place(*there, *page_bytes, Side::Remote, regions)?;
+                    append(&mut runs, Run { local, remote, len: *page_bytes });
+                }
+            }
+        }
+        Ok(runs)
+    }
+}
+
+impl Pages {
+    /// Where a page begins; the whole page lies inside the region.
+    fn place(
+        &self,
+        index: u32,
+        len: u64,
+        side: Side,
+        regions: &impl RegionLengths,
+    ) -> Result<Place, ShapeError> {
+        let offset = u64::from(index).checked_mul(self.stride).and_then(|far| far.checked_add(self.offset));
+        let place = Place { region: self.region, offset: offset.unwrap_or(u64::MAX) };
+        check(place, len, side, regions)?;
+        Ok(place)
+    }
+}
+
+fn add(runs: &mut Vec<Run>, run: Run, regions: &impl RegionLengths) -> Result<(), ShapeError> {
+    check(run.local, run.len, Side::Local, regions)?;
+    check(run.remote, run.len, Side::Remote, regions)?;
+    append(runs, run);
+    Ok(())
+}
+
+fn check(place: Place, len: u64, side: Side, regions: &impl RegionLengths) -> Result<(), ShapeError> {
+    let Place { region, offset } = place;
+    let region_bytes = regions.region_bytes(side, region).ok_or(ShapeError::NoSuchRegion { side, region })?;
+    match offset.checked_add(len) {
+        Some(end) if end <= region_bytes => Ok(()),
+        _ => Err(ShapeError::OutOfBounds { side, region, offset, len, region_bytes }),
+    }
+}
