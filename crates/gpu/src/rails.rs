@@ -239,8 +239,8 @@ impl Rails {
         self.traffic.lock().teams.entry(team.to_owned()).or_default().push(own);
         let lends = self.chosen.iter().any(|device| device.ordinal == own);
         // It is open already.
-        let rail = || Some(Arc::new(Rail::new(target.clone())));
-        let own = self.opened.lock().entry(own).or_insert_with(rail).clone();
+        let rail = || Arc::new(Rail::new(target.clone()));
+        let own = self.opened.lock().entry(own).or_default().get_or_insert_with(rail).clone();
         Loader { rails: Arc::clone(self), target: target.clone(), team: team.to_owned(), reached, own, lends }
     }
 
@@ -270,8 +270,8 @@ pub struct Loader {
     target: Gpu,
     team: String,
     reached: Vec<Arc<Rail>>,
-    /// The same GPU; None where it could not be opened as a rail before.
-    own: Option<Arc<Rail>>,
+    /// The same GPU.
+    own: Arc<Rail>,
     /// Whether the same GPU lends its link.
     lends: bool,
 }
@@ -283,12 +283,14 @@ impl Loader {
         bytes >= self.rails.options.least_bytes && self.own().is_some() && self.reached.len() + 1 >= gpus
     }
 
-    /// Whether a load of so many bytes in so many pieces is brought in long runs and scattered on the GPU: pieces that are
-    /// too short for copy engines would need a kernel for as long as the load takes over the link, and the kernels of an
-    /// engine, which computes on what has come already, take turns with it.
-    pub fn stages(&self, bytes: u64, pieces: usize) -> bool {
+    /// Whether a load of so many bytes in so many pieces, which form so many `runs` in the host's memory, is brought in
+    /// these runs and scattered on the GPU: pieces that are too short for copy engines would need a kernel for as long as
+    /// the load takes over the link, and the kernels of an engine, which computes on what has come already, take turns with
+    /// it. Where the runs are as short, or no kernel scatters, nothing would be won.
+    pub fn stages(&self, bytes: u64, pieces: usize, runs: usize) -> bool {
         let RailOptions { staging, stage_below, .. } = self.rails.options;
-        staging && bytes < stage_below.saturating_mul(pieces as u64)
+        let are_short = |count: usize| bytes < stage_below.saturating_mul(count as u64);
+        staging && self.target.methods().kernel && are_short(pieces) && !are_short(runs)
     }
 
     pub(crate) fn rails(&self) -> &Arc<Rails> {
@@ -301,7 +303,7 @@ impl Loader {
 
     /// The ring on the target itself, where it lends its link.
     pub(crate) fn own(&self) -> Option<&Rail> {
-        self.own.as_deref().filter(|_| self.lends)
+        self.lends.then_some(&*self.own)
     }
 
     /// Whether the target can read the ring of this GPU.
@@ -325,9 +327,14 @@ impl Loader {
         if bytes >= self.rails.options.least_bytes {
             let targets = [Target { gpu: &self.target, stream }];
             let making = self.rails.making(pulls);
-            let own = self.own.as_ref().filter(|_| staged);
-            rings.extend(own.and_then(|own| own.take(&targets, making)));
+            rings.extend(staged.then(|| self.own.take(&targets, making)).flatten());
             staging = !rings.is_empty();
+            if staged && !staging {
+                tracing::debug!(
+                    gpu = self.target.info().ordinal,
+                    "a load is not staged: its ring is in use, or failed"
+                );
+            }
             rings.extend(idle.into_iter().filter_map(|rail| rail.take(&targets, making)).take(most));
         }
         Loading { loader: self, relay: Relay::new(rings), staging, direct_bytes: 0, failed: false }
@@ -428,7 +435,7 @@ impl Loading<'_> {
         let shares = [relayed];
         // In turns, since the calls for so many copies must not keep the other links idle. A launch of the kernel is one
         // call for thousands of them.
-        let part_bytes = if direct.may_launch(&own) { u64::MAX } else { slot_bytes };
+        let part_bytes = if direct.may_launch(&own) { 16 * slot_bytes } else { slot_bytes };
         let mut direct_parts = parts(&own, part_bytes);
         let mut enqueued = Enqueued::default();
         for turn in 0.. {

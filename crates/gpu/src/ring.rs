@@ -1,4 +1,4 @@
-//! Memory of a GPU that bytes pass through on their way from the host to other GPUs.
+//! Memory of a GPU that bytes pass through on their way from the host to other GPUs, or to where they belong on the same.
 //!
 //! ```text
 //!  up (the GPU of the ring):  wait until all have read slot s | fill s | filled[s] = n | ...
@@ -21,10 +21,12 @@ use crate::split::Chunk;
 use crate::stream::{Event, Stream};
 use crate::words::Words;
 
-/// Entries of a table of the kernel: more than a slot of the default size has pieces.
+/// Entries of a table of the kernel: as many as a slot of the default size has pieces of 8 KiB. More take more launches.
 const TABLE_ENTRIES: usize = 1024;
 /// Tables of one pull in use at a time; made as they are needed.
 const TABLES: usize = 256;
+/// So many looks in a row at a stream that only tell an error mean that its GPU is lost, whatever the error says of itself.
+const LOST_AFTER_LOOKS: u32 = 100;
 /// Most targets of a load: more GPUs than one host has.
 pub(crate) const READERS_MAX: usize = 16;
 
@@ -63,7 +65,12 @@ struct Pull {
     /// What has been read.
     joined: Event,
     failed: bool,
+    looks: Looks,
 }
+
+/// Looks at a stream that told an error, since the last one that did not.
+#[derive(Debug, Default)]
+struct Looks(u32);
 
 /// Where a load's bytes go, and the stream of that GPU which they belong to.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +117,7 @@ impl Rail {
             state,
             ring,
             pulls: Vec::new(),
+            looks: Looks::default(),
             slot_bytes,
             slots,
             chunks: 0,
@@ -119,7 +127,7 @@ impl Rail {
         match lent.begin(targets, making) {
             Ok(()) => Some(lent),
             Err(error) => {
-                tracing::warn!(gpu = self.ordinal(), %error, "a GPU's link is not used, since its memory cannot be read");
+                tracing::warn!(gpu = self.ordinal(), %error, "a load does without the ring of a GPU, since it cannot be read");
                 lent.give_back();
                 None
             }
@@ -156,7 +164,13 @@ impl Pull {
             tables: TABLES,
             ..CopierOptions::default()
         };
-        Ok(Pull { copier: Copier::new(stream, options)?, start, joined, failed: false })
+        Ok(Pull {
+            copier: Copier::new(stream, options)?,
+            start,
+            joined,
+            failed: false,
+            looks: Looks::default(),
+        })
     }
 }
 
@@ -168,6 +182,7 @@ pub(crate) struct Lent<'a> {
     ring: Box<Ring>,
     /// One for each target.
     pulls: Vec<Pull>,
+    looks: Looks,
     slot_bytes: u64,
     slots: usize,
     /// How many went through.
@@ -231,8 +246,7 @@ impl Lent<'_> {
         for (reader, chunk) in chunks.iter().enumerate() {
             // SAFETY: the caller's promise.
             let drained = unsafe { self.drain(chunk, reader, slot, number, address) };
-            self.pulls[reader].failed |= drained.is_err();
-            drained?;
+            self.note_pull(reader, drained)?;
         }
         Ok(())
     }
@@ -285,20 +299,19 @@ impl Lent<'_> {
     pub(crate) fn join(&mut self, reader: usize, stream: &Stream) -> Result<(), GpuError> {
         let pull = &mut self.pulls[reader];
         let joined = pull.joined.record(pull.copier.stream()).and_then(|()| stream.wait(&pull.joined));
-        pull.failed |= joined.is_err();
-        joined
+        self.note_pull(reader, joined)
     }
 
     /// Whether nothing is under way any more. A GPU that is lost does nothing more either.
     pub(crate) fn is_idle(&mut self) -> (bool, Result<(), GpuError>) {
         let mut idle = true;
         let mut outcome = Ok(());
-        let filled = over(self.ring.up.stream(), &mut idle);
+        let filled = self.looks.at(self.ring.up.stream(), &mut idle);
         outcome = outcome.and(self.note(filled));
-        for pull in &mut self.pulls {
-            let drained = over(pull.copier.stream(), &mut idle);
-            pull.failed |= drained.is_err();
-            outcome = outcome.and(drained);
+        for reader in 0..self.pulls.len() {
+            let pull = &mut self.pulls[reader];
+            let drained = pull.looks.at(pull.copier.stream(), &mut idle);
+            outcome = outcome.and(self.note_pull(reader, drained));
         }
         (idle, outcome)
     }
@@ -318,6 +331,16 @@ impl Lent<'_> {
         outcome
     }
 
+    /// Takes note of a failure to read: this target reads the ring no more, and on the ring's own GPU nobody does.
+    fn note_pull(&mut self, reader: usize, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
+        let pull = &mut self.pulls[reader];
+        pull.failed |= outcome.is_err();
+        match pull.copier.stream().gpu().info().ordinal == self.rail.ordinal() {
+            true => self.note(outcome),
+            false => outcome,
+        }
+    }
+
     /// No work is under way.
     pub(crate) fn give_back(mut self) {
         if self.failed {
@@ -331,9 +354,13 @@ impl Lent<'_> {
     }
 }
 
-/// Looks at a stream: what failed, and whether it is still busy.
-fn over(stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
-    let looked = stream.is_idle();
-    *idle &= looked.as_ref().map_or_else(GpuError::is_sticky, |idle| *idle);
-    looked.map(drop)
+impl Looks {
+    /// Looks at a stream: what failed, and whether it is still busy.
+    fn at(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
+        let looked = stream.is_idle();
+        self.0 = if looked.is_err() { self.0 + 1 } else { 0 };
+        let lost = self.0 >= LOST_AFTER_LOOKS;
+        *idle &= looked.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
+        looked.map(drop)
+    }
 }

@@ -270,8 +270,9 @@ fn a_staged_load_comes_in_long_runs_and_one_that_finds_the_ring_in_use_piece_by_
     let rails = rails(&driver, small());
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
-    assert!(loader.stages(BYTES as u64, BYTES / PIECE as usize));
-    assert!(!loader.stages(1 << 20, 32), "pieces of 32 KiB are brought each for itself");
+    assert!(loader.stages(1 << 20, 64, 4));
+    assert!(!loader.stages(1 << 20, 32, 1), "pieces of 32 KiB are brought each for itself");
+    assert!(!loader.stages(1 << 20, 64, 64), "what lies apart in the host's memory too gains nothing");
     for in_use in [false, true] {
         let other = stream(&target.gpu);
         let under_way = in_use.then(|| loader.begin(&other, BYTES as u64, &PULLS, true));
@@ -309,6 +310,34 @@ fn a_gpu_without_memory_for_its_own_ring_is_loaded_piece_by_piece() {
         target.stream.synchronize().unwrap();
         drop(loading);
         target.assert_loaded();
+    }
+}
+
+#[test]
+fn a_staged_load_that_fails_ends_and_its_ring_is_not_used_again() {
+    for code in [INVALID_VALUE, ILLEGAL_ADDRESS] {
+        let driver = driver(1);
+        let rails = rails(&driver, small());
+        let mut target = Target::new(&driver, 0);
+        let loader = rails.loader(&target.gpu, "engine");
+        driver.fail_work(0, 3, code);
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        assert!(loading.is_staged());
+        let copies = target.reversal();
+        // SAFETY: pool and memory are this target's, and are not used before the streams are waited for.
+        let enqueued = unsafe { loading.enqueue(&mut target.copier, &copies) };
+        // Whoever notices first.
+        let over = loading.synchronize();
+        assert_eq!(enqueued.map(drop).and(over).unwrap_err().code(), Some(code));
+        let _ = target.stream.synchronize();
+        drop(loading);
+        let next = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        assert!(!next.is_staged());
+        drop(next);
+        if code == INVALID_VALUE {
+            assert_eq!(target.load(&loader), 0);
+            target.assert_loaded();
+        }
     }
 }
 

@@ -10,8 +10,8 @@ use std::{
 use kvlane_block::{Region, Run};
 use kvlane_gpu::{
     AddressMap, CHUNK_BYTES, Calibration, Copier, CopierOptions, Copy, Direction, Driver, Event, Export, Gpu,
-    GpuError, HostBuffer, Imported, ImportedChunks, Loader, Mapped, Pinned, Priority, RailOptions, Rails,
-    Stream, Thresholds, Together,
+    GpuError, HostBuffer, Imported, ImportedChunks, Loader, Loading, Mapped, Pinned, Priority, RailOptions,
+    Rails, Stream, Thresholds, Together,
 };
 use kvlane_memory::{Arena, pidfd_exited, pidfd_exited_within};
 use kvlane_proto::v1;
@@ -445,9 +445,10 @@ impl GpuMemory {
         // Over several links, what is written comes after the fence too.
         let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
         let pieces = parts.iter().map(|(runs, _)| runs.len()).sum();
+        let pool_runs = parts.iter().map(|(runs, _)| pool_runs(runs)).sum();
         let mut loading = match &way {
             Way::In { pulls } => {
-                let staged = self.loader.stages(bytes, pieces);
+                let staged = self.loader.stages(bytes, pieces, pool_runs);
                 Some(self.loader.begin(&lane.stream, bytes, pulls, staged))
             }
             Way::Out => None,
@@ -462,7 +463,8 @@ impl GpuMemory {
                         None => lane.copier.enqueue(&copies, Direction::DeviceToHost)?,
                     }
                 };
-                tracing::debug!(?way, ?how, "copies of the GPU");
+                let staged = loading.as_ref().is_some_and(Loading::is_staged);
+                tracing::debug!(?way, ?how, staged, "copies of the GPU");
                 if let Some((address, value)) = flag {
                     let word = self.map.local(*address, 4)?;
                     // SAFETY: the word is mapped, as the fence is.
@@ -550,6 +552,12 @@ impl Lane {
         halves.1.copy_from_slice(&bytes[16..]);
         (halves.0, u64::from_le_bytes(halves.1))
     }
+}
+
+/// In how many ranges of the pool these runs lie, taken in their order.
+fn pool_runs(runs: &[Run]) -> usize {
+    let breaks = runs.windows(2).filter(|pair| pair[0].pool_offset + pair[0].len != pair[1].pool_offset);
+    breaks.count() + usize::from(!runs.is_empty())
 }
 
 fn export(allocation: &v1::GpuAllocation, device_uuid: [u8; 16]) -> Result<Export, GpuError> {
