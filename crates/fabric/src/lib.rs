@@ -13,10 +13,10 @@ mod transfers;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
-pub use immediates::{Arrival, Immediates};
+pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
 pub use transfers::{
-    Action, Completion, Failure, Op, Options, PathId, PeerId, Post, Priority, Request, Ticket, Token,
+    Action, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request, Ticket, Token,
     Transfers, Work,
 };

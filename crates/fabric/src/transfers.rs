@@ -17,14 +17,20 @@
 //! Immediates are told apart by the receiver ([`crate::Immediates`]).
 //!
 //! ```text
-//!  path:  down --Connect--> (connecting) --path_up--> up --path_broke, or Close asked for--> closing --all given back--> down
+//!          tick: Connect              path_up             path_broke, an unknown completion, a post that
+//!  down -----------------> connecting -------> up -----------------> closing     takes too long, a drain that does:
+//!   ^                          | path_broke                             |        Close
+//!   '--------------------------+<------ everything posted is back ------'
 //! ```
+//! Each connection of a path has a number, so that late news of a former one are told apart.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::ops::Bound;
 use std::time::Duration;
 
 use thiserror::Error;
 
+use crate::immediates::IMMEDIATES_AHEAD;
 use crate::runs::Run;
 
 /// A process that bytes move to or from.
@@ -57,7 +63,7 @@ pub enum Op {
 pub enum Priority {
     /// Somebody waits for it.
     High,
-    /// Everything else. It is not starved: of [`Options::bulk_every`] posts one is of this kind, if there are any.
+    /// Everything else. It is not starved: of [`Options::bulk_every`] posts to a peer one is of this kind, if there are any.
     Bulk,
 }
 
@@ -106,6 +112,8 @@ pub struct Post {
     pub path: PathId,
     /// By which its completion is told.
     pub token: Token,
+    /// Of which transfer it is a part.
+    pub ticket: Ticket,
     /// What.
     pub work: Work,
 }
@@ -133,21 +141,29 @@ pub enum Failure {
     /// The peer refused a part: its descriptor is out of date, or does not cover the bytes.
     #[error("the peer refused the transfer: describe its memory again")]
     Refused,
-    /// No path to the peer has been up for too long.
+    /// No path to the peer has been up for too long, or the peer was removed.
     #[error("the peer cannot be reached any more")]
     PeerLost,
+    /// Paths broke again and again while they carried it, and nothing of it was placed in between.
+    #[error("every path broke that carried the transfer")]
+    PathsBreak,
 }
+
+/// So many transfers are under way that no more can begin: wait for one to be over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("{0} transfers are under way, as many as can be")]
+pub struct Full(pub usize);
 
 /// What else is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// A transfer is over. Told once for each.
     Over(Ticket, Result<(), Failure>),
-    /// End this path's connection: everything posted on it is to complete, as [`Completion::Unknown`] unless it is known
-    /// better, once nothing touches its memory any more.
-    Close(PathId),
-    /// Connect this path again; answer [`Transfers::path_up`] or [`Transfers::path_broke`].
-    Connect(PathId),
+    /// End this path's connection of that number, if that has not happened yet: everything posted on it is to complete, as
+    /// [`Completion::Unknown`] unless it is known better, once nothing touches its memory any more.
+    Close(PathId, u32),
+    /// Connect this path, as the connection of that number; answer [`Transfers::path_up`] or [`Transfers::path_broke`].
+    Connect(PathId, u32),
     /// No path to the peer has been up for [`Options::peer_patience`]; all its transfers are failed.
     Lost(PeerId),
 }
@@ -157,15 +173,22 @@ pub enum Action {
 pub struct Options {
     /// Most bytes of one post.
     pub chunk_bytes: u64,
-    /// Most posts under way on one path.
+    /// Most posts under way on one path. A path whose rate is not known yet gets one.
     pub credits: u32,
-    /// Of so many posts to a peer one is of [`Priority::Bulk`].
+    /// Of so many posts to a peer one is of [`Priority::Bulk`]; at least 2.
     pub bulk_every: u32,
+    /// Most transfers that are not over.
+    pub live_max: usize,
+    /// How many connections in a row may break that carried a transfer, with nothing of it placed in between.
+    pub breaks_max: u32,
     /// How long a transfer that was given up waits for what was posted, before its paths are closed.
     pub drain_patience: Duration,
+    /// How long a post may take before its path is closed.
+    pub post_patience: Duration,
     /// How long a peer may have no path that is up before it counts as lost.
     pub peer_patience: Duration,
-    /// The first pause before a broken path is connected again; it doubles.
+    /// The first pause before a broken path is connected again. It doubles until something has been placed over the path,
+    /// and is up to a quarter longer, another part for each path.
     pub backoff: Duration,
     /// The longest pause.
     pub backoff_max: Duration,
@@ -177,7 +200,10 @@ impl Default for Options {
             chunk_bytes: 512 << 10,
             credits: 16,
             bulk_every: 8,
+            live_max: 65_536,
+            breaks_max: 8,
             drain_patience: Duration::from_secs(1),
+            post_patience: Duration::from_secs(5),
             peer_patience: Duration::from_secs(5),
             backoff: Duration::from_millis(20),
             backoff_max: Duration::from_secs(2),
@@ -186,59 +212,85 @@ impl Default for Options {
 }
 
 /// All transfers of this process.
+///
+/// A path or peer that was removed, or never was, is passed over silently: late news of it may still come.
 #[derive(Debug)]
 pub struct Transfers {
     options: Options,
-    peers: Vec<Peer>,
-    paths: Vec<Path>,
+    peers: BTreeMap<PeerId, Peer>,
+    paths: BTreeMap<PathId, Path>,
     live: HashMap<Ticket, Transfer>,
     posted: HashMap<Token, Posted>,
-    /// When a transfer is given up.
-    deadlines: BTreeSet<(Duration, Ticket)>,
-    /// When a transfer that drains has its paths closed.
-    drains: BTreeSet<(Duration, Ticket)>,
+    /// Peers with something to post; they take turns.
+    waiting: BTreeSet<PeerId>,
+    last: PeerId,
+    /// What happens when, if nothing else does.
+    timers: BTreeSet<(Duration, Timer)>,
     actions: VecDeque<Action>,
-    tickets: u64,
-    tokens: u64,
+    next_peer: u32,
+    next_path: u32,
+    next_ticket: u64,
+    next_token: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    /// A transfer is given up.
+    Deadline(Ticket),
+    /// The paths of a transfer that drains are closed.
+    Drain(Ticket),
+    /// A path is looked at for posts that take too long.
+    Stall(PathId),
+    /// A path is connected again.
+    Retry(PathId),
+    /// A peer counts as lost.
+    Lost(PeerId),
 }
 
 #[derive(Debug)]
 struct Peer {
     paths: Vec<PathId>,
-    /// Transfers with something to post.
+    /// Transfers with something to post, and some that were given up since.
     high: VecDeque<Ticket>,
     bulk: VecDeque<Ticket>,
+    /// Of the transfers in the two queues, those that were given up.
+    dead: usize,
     live: BTreeSet<Ticket>,
     posts: u32,
-    immediates: u64,
+    /// The number of the next immediate, those that are not settled, and who waits for the oldest of them.
+    next_immediate: u64,
+    unsettled: BTreeSet<u64>,
+    blocked: VecDeque<Ticket>,
     /// Since when no path is up.
     unreachable: Option<Duration>,
     lost: bool,
+    removed: bool,
 }
 
 #[derive(Debug)]
 struct Path {
     peer: PeerId,
     state: PathState,
+    /// Counts the connections.
+    connection: u32,
     under_way: BTreeMap<Token, u64>,
     bytes: u64,
-    /// Bytes a second over the last posts; 0 until it is known.
-    rate: f64,
+    /// Bytes a second over the last posts; None until it is known.
+    rate: Option<f64>,
     /// Before it is connected again.
     pause: Duration,
     /// It handed a post back.
     full: bool,
+    /// A timer looks at it.
+    watched: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PathState {
     Up,
-    /// Everything posted is given back.
+    /// Everything posted is coming back.
     Closing,
-    Down {
-        /// When it is connected again.
-        retry: Duration,
-    },
+    Down,
     Connecting,
 }
 
@@ -254,21 +306,23 @@ struct Transfer {
     deadline: Option<Duration>,
     drain: Option<Duration>,
     failure: Option<Failure>,
+    /// In a queue of its peer.
     queued: bool,
+    /// How many connections broke in a row that carried it, and the last of them.
+    breaks: u32,
+    broken: Option<(PathId, u32)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Immediate {
     None,
-    /// Its number once it was posted for the first time.
     Due {
         counter: u32,
         generation: u32,
+        /// Once it was posted for the first time.
         number: Option<u64>,
     },
     Posted {
-        counter: u32,
-        generation: u32,
         number: u64,
     },
     Placed,
@@ -286,62 +340,95 @@ impl Transfers {
     /// None yet.
     ///
     /// # Panics
-    /// If a limit is 0 that would keep everything from moving.
+    /// If a limit would keep everything, or bulk transfers, from moving, or paths from ever being left alone.
     pub fn new(options: Options) -> Transfers {
-        assert!(options.chunk_bytes > 0 && options.credits > 0 && options.bulk_every > 0, "{options:?}");
+        assert!(options.chunk_bytes > 0 && options.credits > 0 && options.bulk_every > 1, "{options:?}");
+        assert!(options.backoff > Duration::ZERO && options.live_max > 0, "{options:?}");
         Transfers {
             options,
-            peers: Vec::new(),
-            paths: Vec::new(),
+            peers: BTreeMap::new(),
+            paths: BTreeMap::new(),
             live: HashMap::new(),
             posted: HashMap::new(),
-            deadlines: BTreeSet::new(),
-            drains: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+            last: PeerId(0),
+            timers: BTreeSet::new(),
             actions: VecDeque::new(),
-            tickets: 0,
-            tokens: 0,
+            next_peer: 0,
+            next_path: 0,
+            next_ticket: 0,
+            next_token: 0,
         }
     }
 
     /// A peer with so many paths, none of which is up; [`Transfers::next_action`] asks to connect them.
     pub fn add_peer(&mut self, now: Duration, paths: usize) -> (PeerId, Vec<PathId>) {
-        let peer = PeerId(self.peers.len() as u32);
-        let ids: Vec<PathId> =
-            (self.paths.len()..self.paths.len() + paths).map(|id| PathId(id as u32)).collect();
-        for id in &ids {
-            self.paths.push(Path {
+        let peer = PeerId(self.next_peer);
+        self.next_peer += 1;
+        let mut ids = Vec::with_capacity(paths);
+        for _ in 0..paths {
+            let id = PathId(self.next_path);
+            self.next_path += 1;
+            let path = Path {
                 peer,
                 state: PathState::Connecting,
+                connection: 0,
                 under_way: BTreeMap::new(),
                 bytes: 0,
-                rate: 0.0,
+                rate: None,
                 pause: self.options.backoff,
                 full: false,
-            });
-            self.actions.push_back(Action::Connect(*id));
+                watched: false,
+            };
+            self.paths.insert(id, path);
+            self.actions.push_back(Action::Connect(id, 0));
+            ids.push(id);
         }
-        self.peers.push(Peer {
+        let known = Peer {
             paths: ids.clone(),
             high: VecDeque::new(),
             bulk: VecDeque::new(),
+            dead: 0,
             live: BTreeSet::new(),
             posts: 0,
-            immediates: 0,
+            next_immediate: 0,
+            unsettled: BTreeSet::new(),
+            blocked: VecDeque::new(),
             unreachable: Some(now),
             lost: false,
-        });
+            removed: false,
+        };
+        self.peers.insert(peer, known);
+        self.timers.insert((now.saturating_add(self.options.peer_patience), Timer::Lost(peer)));
         (peer, ids)
+    }
+
+    /// Gives up all transfers of a peer and closes its paths; it is forgotten when nothing is under way any more.
+    pub fn remove_peer(&mut self, now: Duration, peer: PeerId) {
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.removed = true;
+        let (live, paths) = (known.live.clone(), known.paths.clone());
+        live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
+        for path in paths {
+            self.close(now, path);
+            self.settle(now, path);
+        }
+        self.forget(peer);
     }
 
     /// The paths of a peer.
     pub fn paths(&self, peer: PeerId) -> &[PathId] {
-        &self.peers[peer.0 as usize].paths
+        self.peers.get(&peer).map_or(&[], |peer| &peer.paths)
     }
 
-    /// Begins a transfer. Its memory belongs to it until [`Action::Over`].
-    pub fn submit(&mut self, now: Duration, request: Request) -> Ticket {
-        let ticket = Ticket(self.tickets);
-        self.tickets += 1;
+    /// Begins a transfer. Its memory belongs to it until [`Action::Over`]. With a peer that is lost or gone it fails at
+    /// once.
+    pub fn submit(&mut self, now: Duration, request: Request) -> Result<Ticket, Full> {
+        if self.live.len() >= self.options.live_max {
+            return Err(Full(self.live.len()));
+        }
+        let ticket = Ticket(self.next_ticket);
+        self.next_ticket += 1;
         let Request { peer, op, mut runs, immediate, deadline, priority } = request;
         runs.retain(|run| run.len > 0);
         runs.reverse();
@@ -361,18 +448,21 @@ impl Transfers {
             drain: None,
             failure: None,
             queued: false,
+            breaks: 0,
+            broken: None,
         };
         self.live.insert(ticket, transfer);
-        self.peer_mut(peer).live.insert(ticket);
         if let Some(deadline) = deadline {
-            self.deadlines.insert((deadline, ticket));
+            self.timers.insert((deadline, Timer::Deadline(ticket)));
         }
-        if self.peer_mut(peer).lost {
-            self.give_up(now, ticket, Failure::PeerLost);
-        } else {
-            self.go_on(ticket);
+        match self.peers.get_mut(&peer) {
+            Some(known) if !known.lost && !known.removed => {
+                known.live.insert(ticket);
+                self.go_on(ticket);
+            }
+            _ => self.give_up(now, ticket, Failure::PeerLost),
         }
-        ticket
+        Ok(ticket)
     }
 
     /// Gives a transfer up. It is over when [`Action::Over`] says so; nothing happens if it is over already.
@@ -380,121 +470,122 @@ impl Transfers {
         self.give_up(now, ticket, Failure::Cancelled);
     }
 
-    /// A path is connected.
-    pub fn path_up(&mut self, path: PathId) {
-        let known = &mut self.paths[path.0 as usize];
-        if known.state != PathState::Connecting {
+    /// A path's connection of that number is there. False if it is not wanted any more: end it.
+    pub fn path_up(&mut self, path: PathId, connection: u32) -> bool {
+        let Some(known) = self.paths.get_mut(&path) else { return false };
+        if (known.state, known.connection) != (PathState::Connecting, connection) {
+            return false;
+        }
+        (known.state, known.full) = (PathState::Up, false);
+        let id = known.peer;
+        if let Some(peer) = self.peers.get_mut(&id) {
+            if let Some(since) = peer.unreachable.take() {
+                self.timers.remove(&(since.saturating_add(self.options.peer_patience), Timer::Lost(id)));
+            }
+            peer.lost = false;
+        }
+        true
+    }
+
+    /// A path's connection of that number broke, or could not be made. What was posted on it is still to complete.
+    pub fn path_broke(&mut self, now: Duration, path: PathId, connection: u32) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        if known.connection != connection {
             return;
         }
-        (known.state, known.pause, known.full) = (PathState::Up, self.options.backoff, false);
-        let peer = known.peer;
-        let peer = self.peer_mut(peer);
-        (peer.unreachable, peer.lost) = (None, false);
-    }
-
-    /// A path broke, or could not be connected. What was posted on it is still to complete.
-    pub fn path_broke(&mut self, now: Duration, path: PathId) {
-        let backoff_max = self.options.backoff_max;
-        let known = &mut self.paths[path.0 as usize];
         match known.state {
             PathState::Up => known.state = PathState::Closing,
-            PathState::Connecting => {
-                known.state = PathState::Down { retry: now + known.pause };
-                known.pause = (known.pause * 2).min(backoff_max);
-            }
-            PathState::Closing | PathState::Down { .. } => {}
+            PathState::Connecting => self.put_down(now, path),
+            PathState::Closing | PathState::Down => {}
         }
-        self.settle_path(now, path);
+        self.settle(now, path);
     }
 
-    /// What is to be posted now, if anything. A post that the path does not take at the moment is handed back by
-    /// [`Transfers::hand_back`].
+    /// What is to be posted now, if anything; peers take turns. A post that the path does not take at the moment is handed
+    /// back by [`Transfers::hand_back`].
     pub fn next_post(&mut self, now: Duration) -> Option<Post> {
-        (0..self.peers.len()).find_map(|peer| self.next_of_peer(now, PeerId(peer as u32)))
+        let mut peer = self.last;
+        for _ in 0..self.waiting.len() {
+            let after = (Bound::Excluded(peer), Bound::Unbounded);
+            peer = *self.waiting.range(after).next().or_else(|| self.waiting.first())?;
+            if let Some(post) = self.next_of_peer(now, peer) {
+                self.last = peer;
+                return Some(post);
+            }
+        }
+        None
     }
 
     /// The path cannot take this post now: nothing of it is under way. It gets no other one before a completion, or
     /// [`Transfers::path_ready`].
-    pub fn hand_back(&mut self, token: Token) {
+    pub fn hand_back(&mut self, now: Duration, token: Token) {
         let Some(posted) = self.take_posted(token) else { return };
-        self.paths[posted.path.0 as usize].full = true;
+        let path = posted.path;
+        if let Some(known) = self.paths.get_mut(&path) {
+            known.full = true;
+            // It was nobody's turn.
+            if let Some(peer) = self.peers.get_mut(&known.peer) {
+                peer.posts = peer.posts.wrapping_sub(1);
+            }
+        }
         self.post_again(posted);
+        self.settle(now, path);
     }
 
     /// A path that handed a post back takes one again.
     pub fn path_ready(&mut self, path: PathId) {
-        self.paths[path.0 as usize].full = false;
+        if let Some(path) = self.paths.get_mut(&path) {
+            path.full = false;
+        }
     }
 
     /// Something posted is over. Told twice it counts once.
     pub fn complete(&mut self, now: Duration, token: Token, completion: Completion) {
         let Some(posted) = self.take_posted(token) else { return };
-        let path = &mut self.paths[posted.path.0 as usize];
-        path.full = false;
-        match (completion, posted.work) {
-            (Completion::Placed, Work::Move { run, .. }) => {
-                let seconds = now.saturating_sub(posted.at).as_secs_f64().max(1e-9);
-                let rate = run.len as f64 / seconds;
-                path.rate = if path.rate == 0.0 { rate } else { path.rate * 0.875 + rate * 0.125 };
-                self.go_on(posted.ticket);
-            }
-            (Completion::Placed, Work::Tell { .. }) => {
-                if let Some(transfer) = self.live.get_mut(&posted.ticket) {
-                    transfer.immediate = Immediate::Placed;
-                }
-                self.go_on(posted.ticket);
-            }
-            (Completion::Refused, _) => self.give_up(now, posted.ticket, Failure::Refused),
-            (Completion::Unknown, _) => {
-                let path = posted.path;
-                self.post_again(posted);
-                self.path_broke(now, path);
-                return;
+        let (path, ticket) = (posted.path, posted.ticket);
+        if let Some(known) = self.paths.get_mut(&path) {
+            known.full = false;
+            if completion == Completion::Placed {
+                known.note(&posted, now, self.options.backoff);
             }
         }
-        self.settle_path(now, posted.path);
+        if let (Completion::Placed, Some(transfer)) = (completion, self.live.get_mut(&ticket)) {
+            transfer.breaks = 0;
+            if let Work::Tell { number, .. } = posted.work {
+                transfer.immediate = Immediate::Placed;
+                let peer = transfer.peer;
+                self.settle_immediate(peer, number);
+            }
+        }
+        match completion {
+            Completion::Placed => self.go_on(ticket),
+            Completion::Refused => self.give_up(now, ticket, Failure::Refused),
+            Completion::Unknown => {
+                self.post_again(posted);
+                self.count_break(now, ticket, path);
+                self.close(now, path);
+            }
+        }
+        self.settle(now, path);
     }
 
     /// Does what is due by now.
     pub fn tick(&mut self, now: Duration) {
-        while let Some((at, ticket)) = self.deadlines.first().copied().filter(|(at, _)| *at <= now) {
-            self.deadlines.remove(&(at, ticket));
-            self.give_up(now, ticket, Failure::DeadlineExceeded);
-        }
-        while let Some((at, ticket)) = self.drains.first().copied().filter(|(at, _)| *at <= now) {
-            self.drains.remove(&(at, ticket));
-            self.close_paths_of(ticket);
-        }
-        for index in 0..self.paths.len() {
-            let path = &mut self.paths[index];
-            if matches!(path.state, PathState::Down { retry } if retry <= now) {
-                path.state = PathState::Connecting;
-                self.actions.push_back(Action::Connect(PathId(index as u32)));
+        while let Some((at, timer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
+            self.timers.remove(&(at, timer));
+            match timer {
+                Timer::Deadline(ticket) => self.give_up(now, ticket, Failure::DeadlineExceeded),
+                Timer::Drain(ticket) => self.close_paths_of(now, ticket),
+                Timer::Stall(path) => self.look_for_stall(now, path),
+                Timer::Retry(path) => self.connect(path),
+                Timer::Lost(peer) => self.lose(now, peer),
             }
-        }
-        for index in 0..self.peers.len() {
-            let patience = self.options.peer_patience;
-            let peer = &mut self.peers[index];
-            if peer.lost || peer.unreachable.is_none_or(|since| now < since + patience) {
-                continue;
-            }
-            peer.lost = true;
-            let (id, live) = (PeerId(index as u32), peer.live.clone());
-            self.actions.push_back(Action::Lost(id));
-            live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
         }
     }
 
     /// When [`Transfers::tick`] has something to do next, if nothing else happens.
     pub fn next_tick(&self) -> Option<Duration> {
-        let first = |set: &BTreeSet<(Duration, Ticket)>| set.first().map(|(at, _)| *at);
-        let retries = self.paths.iter().filter_map(|path| match path.state {
-            PathState::Down { retry } => Some(retry),
-            _ => None,
-        });
-        let lost = self.peers.iter().filter(|peer| !peer.lost).filter_map(|peer| peer.unreachable);
-        let lost = lost.map(|since| since + self.options.peer_patience);
-        first(&self.deadlines).into_iter().chain(first(&self.drains)).chain(retries).chain(lost).min()
+        self.timers.first().map(|(at, _)| *at)
     }
 
     /// What is to be done next beside posting.
@@ -504,7 +595,12 @@ impl Transfers {
 
     /// Posts under way on a path.
     pub fn under_way(&self, path: PathId) -> usize {
-        self.paths[path.0 as usize].under_way.len()
+        self.paths.get(&path).map_or(0, |path| path.under_way.len())
+    }
+
+    /// Entries of a peer's queues: its transfers with something to post, and some that were given up.
+    pub fn queued(&self, peer: PeerId) -> usize {
+        self.peers.get(&peer).map_or(0, |peer| peer.high.len() + peer.bulk.len())
     }
 
     /// Transfers that are not over.
@@ -512,105 +608,108 @@ impl Transfers {
         self.live.len()
     }
 
-    fn peer_mut(&mut self, peer: PeerId) -> &mut Peer {
-        &mut self.peers[peer.0 as usize]
-    }
-
-    fn next_of_peer(&mut self, now: Duration, peer: PeerId) -> Option<Post> {
-        let path = self.best_path(peer)?;
-        let bulk_every = self.options.bulk_every;
+    fn next_of_peer(&mut self, now: Duration, id: PeerId) -> Option<Post> {
+        let path = self.best_path(id)?;
         loop {
-            let state = self.peer_mut(peer);
-            let bulk_first = state.posts.is_multiple_of(bulk_every);
-            let queue = match (state.high.is_empty(), state.bulk.is_empty()) {
-                (true, true) => return None,
-                (false, false) if bulk_first => &mut state.bulk,
-                (false, _) => &mut state.high,
-                (true, false) => &mut state.bulk,
+            let peer = self.peers.get_mut(&id)?;
+            let bulk_first = peer.posts.is_multiple_of(self.options.bulk_every);
+            let queue = match (peer.high.is_empty(), peer.bulk.is_empty()) {
+                (true, true) => {
+                    self.waiting.remove(&id);
+                    return None;
+                }
+                (false, false) if bulk_first => &mut peer.bulk,
+                (false, _) => &mut peer.high,
+                (true, false) => &mut peer.bulk,
             };
             let ticket = queue.pop_front()?;
+            if !self.live.get(&ticket).is_some_and(|transfer| transfer.queued) {
+                peer.dead = peer.dead.saturating_sub(1);
+                continue;
+            }
             let Some(work) = self.next_work(ticket) else { continue };
-            self.peer_mut(peer).posts = self.peer_mut(peer).posts.wrapping_add(1);
-            return Some(self.post(now, ticket, path, work));
+            if let Some(peer) = self.peers.get_mut(&id) {
+                peer.posts = peer.posts.wrapping_add(1);
+            }
+            let post = self.post(now, ticket, path, work);
+            self.queue(ticket, false);
+            return Some(post);
         }
     }
 
     /// The path that would be done first with one more chunk, of those that take one.
     fn best_path(&self, peer: PeerId) -> Option<PathId> {
-        let credits = self.options.credits as usize;
-        let usable = |path: &&PathId| {
-            let path = &self.paths[path.0 as usize];
-            path.state == PathState::Up && !path.full && path.under_way.len() < credits
+        let chunk_bytes = self.options.chunk_bytes;
+        let usable = |(id, path): (&PathId, &Path)| {
+            let most = if path.rate.is_none() { 1 } else { self.options.credits as usize };
+            let takes = path.state == PathState::Up && !path.full && path.under_way.len() < most;
+            // One whose rate is not known is tried.
+            let seconds = path.rate.map_or(0.0, |rate| path.bytes.saturating_add(chunk_bytes) as f64 / rate);
+            takes.then_some((seconds, *id))
         };
-        let done = |path: &PathId| {
-            let path = &self.paths[path.0 as usize];
-            // An unknown path is tried; among those, the one with less to do.
-            let seconds = if path.rate == 0.0 {
-                0.0
-            } else {
-                (path.bytes + self.options.chunk_bytes) as f64 / path.rate
-            };
-            (seconds, path.bytes)
-        };
-        let paths = self.peers[peer.0 as usize].paths.iter();
-        paths.filter(usable).copied().min_by(|one, other| {
-            let (one, other) = (done(one), done(other));
-            one.0.total_cmp(&other.0).then(one.1.cmp(&other.1))
-        })
+        let paths = self.peers.get(&peer)?.paths.iter().filter_map(|id| self.paths.get_key_value(id));
+        let best = paths.filter_map(usable).min_by(|one, other| one.0.total_cmp(&other.0));
+        best.map(|(_, path)| path)
     }
 
-    /// Takes what a transfer posts next; it stays in its queue while it has more.
+    /// Takes what a transfer posts next, if it has something to post now.
     fn next_work(&mut self, ticket: Ticket) -> Option<Work> {
-        let chunk_bytes = self.options.chunk_bytes;
         let transfer = self.live.get_mut(&ticket)?;
         transfer.queued = false;
-        if transfer.failure.is_some() {
+        if let Some(run) = transfer.runs.pop() {
+            let (run, rest) = run.split(run.len.min(self.options.chunk_bytes));
+            if rest.len > 0 {
+                transfer.runs.push(rest);
+            }
+            return Some(Work::Move { op: transfer.op, run });
+        }
+        let Immediate::Due { counter, generation, number } = transfer.immediate else { return None };
+        if !transfer.under_way.is_empty() {
             return None;
         }
-        let work = match transfer.runs.pop() {
-            Some(run) => {
-                let (run, rest) = run.split(run.len.min(chunk_bytes));
-                if rest.len > 0 {
-                    transfer.runs.push(rest);
-                }
-                Work::Move { op: transfer.op, run }
+        let peer = self.peers.get_mut(&transfer.peer)?;
+        let number = match number {
+            Some(number) => number,
+            // The receiver could not tell the oldest from one that it has forgotten.
+            None if peer.next_immediate - peer.unsettled.first().unwrap_or(&peer.next_immediate)
+                >= IMMEDIATES_AHEAD =>
+            {
+                peer.blocked.push_back(ticket);
+                return None;
             }
             None => {
-                let Immediate::Due { counter, generation, number } = transfer.immediate else { return None };
-                if !transfer.under_way.is_empty() {
-                    return None;
-                }
-                let peer = &mut self.peers[transfer.peer.0 as usize];
-                let number = number.unwrap_or_else(|| {
-                    peer.immediates += 1;
-                    peer.immediates - 1
-                });
-                transfer.immediate = Immediate::Posted { counter, generation, number };
-                Work::Tell { number, counter, generation }
+                let number = peer.next_immediate;
+                peer.next_immediate += 1;
+                peer.unsettled.insert(number);
+                number
             }
         };
-        self.queue(ticket);
-        Some(work)
+        transfer.immediate = Immediate::Posted { number };
+        Some(Work::Tell { number, counter, generation })
     }
 
     fn post(&mut self, now: Duration, ticket: Ticket, path: PathId, work: Work) -> Post {
-        let token = Token(self.tokens);
-        self.tokens += 1;
+        let token = Token(self.next_token);
+        self.next_token += 1;
         if let Some(transfer) = self.live.get_mut(&ticket) {
             transfer.under_way.insert(token);
         }
-        let bytes = work.bytes();
-        let known = &mut self.paths[path.0 as usize];
-        known.under_way.insert(token, bytes);
-        known.bytes += bytes;
+        if let Some(known) = self.paths.get_mut(&path) {
+            known.under_way.insert(token, work.bytes());
+            known.bytes += work.bytes();
+            if !std::mem::replace(&mut known.watched, true) {
+                self.timers.insert((now.saturating_add(self.options.post_patience), Timer::Stall(path)));
+            }
+        }
         self.posted.insert(token, Posted { ticket, path, work, at: now });
-        Post { path, token, work }
+        Post { path, token, ticket, work }
     }
 
     fn take_posted(&mut self, token: Token) -> Option<Posted> {
         let posted = self.posted.remove(&token)?;
-        let path = &mut self.paths[posted.path.0 as usize];
-        path.bytes -= path.under_way.remove(&token).unwrap_or(0);
+        if let Some(path) = self.paths.get_mut(&posted.path) {
+            path.bytes -= path.under_way.remove(&token).unwrap_or(0);
+        }
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             transfer.under_way.remove(&token);
         }
@@ -627,88 +726,217 @@ impl Transfers {
                 }
             }
         }
+        // What was begun comes first.
+        self.queue(posted.ticket, true);
         self.go_on(posted.ticket);
+    }
+
+    fn count_break(&mut self, now: Duration, ticket: Ticket, path: PathId) {
+        let broken = self.paths.get(&path).map(|known| (path, known.connection));
+        let Some(transfer) = self.live.get_mut(&ticket) else { return };
+        // All that one connection carried comes back.
+        transfer.breaks += u32::from(transfer.broken != broken);
+        transfer.broken = broken;
+        if transfer.breaks > self.options.breaks_max {
+            self.give_up(now, ticket, Failure::PathsBreak);
+        }
     }
 
     /// Ends a transfer if it is over, or sees to it that it is asked for its next post.
     fn go_on(&mut self, ticket: Ticket) {
         let Some(transfer) = self.live.get(&ticket) else { return };
-        if !transfer.under_way.is_empty() {
-            return self.queue(ticket);
-        }
         let outcome = match transfer.failure {
+            _ if !transfer.under_way.is_empty() => return self.queue(ticket, false),
             Some(failure) => Err(failure),
-            None if transfer.has_more() => return self.queue(ticket),
+            None if transfer.has_more() => return self.queue(ticket, false),
             None => Ok(()),
         };
-        if let Some(transfer) = self.live.remove(&ticket) {
-            self.peer_mut(transfer.peer).live.remove(&ticket);
-            transfer.deadline.map(|at| self.deadlines.remove(&(at, ticket)));
-            transfer.drain.map(|at| self.drains.remove(&(at, ticket)));
-            self.actions.push_back(Action::Over(ticket, outcome));
+        let Some(transfer) = self.live.remove(&ticket) else { return };
+        transfer.deadline.map(|at| self.timers.remove(&(at, Timer::Deadline(ticket))));
+        transfer.drain.map(|at| self.timers.remove(&(at, Timer::Drain(ticket))));
+        if let Immediate::Due { number: Some(number), .. } | Immediate::Posted { number } = transfer.immediate
+        {
+            self.settle_immediate(transfer.peer, number);
+        }
+        if let Some(peer) = self.peers.get_mut(&transfer.peer) {
+            peer.live.remove(&ticket);
+        }
+        self.actions.push_back(Action::Over(ticket, outcome));
+        self.forget(transfer.peer);
+    }
+
+    /// An immediate was placed, or never will be: the next ones may go ahead of it.
+    fn settle_immediate(&mut self, peer: PeerId, number: u64) {
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        let was_oldest = known.unsettled.first() == Some(&number);
+        known.unsettled.remove(&number);
+        if was_oldest {
+            let blocked = std::mem::take(&mut known.blocked);
+            blocked.into_iter().for_each(|ticket| self.queue(ticket, false));
         }
     }
 
-    fn queue(&mut self, ticket: Ticket) {
+    fn queue(&mut self, ticket: Ticket, first: bool) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         if transfer.queued || transfer.failure.is_some() || !transfer.can_post() {
             return;
         }
+        let Some(peer) = self.peers.get_mut(&transfer.peer) else { return };
         transfer.queued = true;
-        let (peer, priority) = (transfer.peer, transfer.priority);
-        let peer = self.peer_mut(peer);
-        match priority {
-            Priority::High => peer.high.push_back(ticket),
-            Priority::Bulk => peer.bulk.push_back(ticket),
+        let queue = match transfer.priority {
+            Priority::High => &mut peer.high,
+            Priority::Bulk => &mut peer.bulk,
+        };
+        if first {
+            queue.push_front(ticket)
+        } else {
+            queue.push_back(ticket)
         }
+        self.waiting.insert(transfer.peer);
     }
 
     /// From now on a transfer posts nothing; the first reason counts.
     fn give_up(&mut self, now: Duration, ticket: Ticket, failure: Failure) {
-        let drain = now + self.options.drain_patience;
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         if transfer.failure.is_none() {
             transfer.failure = Some(failure);
-            transfer.runs.clear();
+            transfer.runs = Vec::new();
             if !transfer.under_way.is_empty() {
+                let drain = now.saturating_add(self.options.drain_patience);
                 transfer.drain = Some(drain);
-                self.drains.insert((drain, ticket));
+                self.timers.insert((drain, Timer::Drain(ticket)));
+            }
+            let queued = std::mem::take(&mut transfer.queued);
+            let peer = transfer.peer;
+            if queued {
+                self.drop_from_queue(peer);
             }
         }
         self.go_on(ticket);
     }
 
-    fn close_paths_of(&mut self, ticket: Ticket) {
+    /// One more entry of a peer's queues is of a transfer that was given up. They are cleared away by the half.
+    fn drop_from_queue(&mut self, peer: PeerId) {
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.dead += 1;
+        if known.dead * 2 <= known.high.len() + known.bulk.len() {
+            return;
+        }
+        let live = |ticket: &Ticket| self.live.get(ticket).is_some_and(|transfer| transfer.queued);
+        known.high.retain(live);
+        known.bulk.retain(live);
+        known.dead = 0;
+    }
+
+    fn close_paths_of(&mut self, now: Duration, ticket: Ticket) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         transfer.drain = None;
-        let paths: BTreeSet<PathId> = transfer
-            .under_way
-            .iter()
-            .filter_map(|token| self.posted.get(token))
-            .map(|posted| posted.path)
-            .collect();
+        let tokens = transfer.under_way.iter().filter_map(|token| self.posted.get(token));
+        let paths: BTreeSet<PathId> = tokens.map(|posted| posted.path).collect();
         for path in paths {
-            let known = &mut self.paths[path.0 as usize];
-            if known.state == PathState::Up {
-                known.state = PathState::Closing;
-                self.actions.push_back(Action::Close(path));
-            }
+            self.close(now, path);
         }
     }
 
-    /// A closing path is down when everything has been given back.
-    fn settle_path(&mut self, now: Duration, path: PathId) {
-        let known = &mut self.paths[path.0 as usize];
-        if known.state == PathState::Closing && known.under_way.is_empty() {
-            known.state = PathState::Down { retry: now + known.pause };
-            known.pause = (known.pause * 2).min(self.options.backoff_max);
+    /// Closes a path that has a post which takes too long; else looks again when one might.
+    fn look_for_stall(&mut self, now: Duration, path: PathId) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        let oldest = known.under_way.keys().next().and_then(|token| self.posted.get(token));
+        let Some(oldest) = oldest else {
+            known.watched = false;
+            return;
+        };
+        let at = oldest.at.saturating_add(self.options.post_patience);
+        if at <= now {
+            known.watched = false;
+            self.close(now, path);
+        } else {
+            self.timers.insert((at, Timer::Stall(path)));
         }
-        let peer = known.peer;
-        let is_up = |path: &PathId| self.paths[path.0 as usize].state == PathState::Up;
-        let reachable = self.peers[peer.0 as usize].paths.iter().any(is_up);
-        let peer = self.peer_mut(peer);
-        if !reachable && peer.unreachable.is_none() {
+    }
+
+    /// Ends a path's connection, if it has one.
+    fn close(&mut self, now: Duration, path: PathId) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        if known.state == PathState::Up {
+            known.state = PathState::Closing;
+            self.actions.push_back(Action::Close(path, known.connection));
+            self.settle(now, path);
+        }
+    }
+
+    /// A path is connected again when its pause is over.
+    fn put_down(&mut self, now: Duration, path: PathId) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        known.state = PathState::Down;
+        if self.peers.get(&known.peer).is_none_or(|peer| peer.removed) {
+            return;
+        }
+        // Not all paths of a host that is back at the same instant.
+        let part =
+            path.0.wrapping_mul(0x9e37_79b9).wrapping_add(known.connection.wrapping_mul(0x85eb_ca6b)) >> 24;
+        let pause = known.pause.saturating_add(known.pause / 1024 * part);
+        known.pause = known.pause.saturating_mul(2).min(self.options.backoff_max);
+        self.timers.insert((now.saturating_add(pause), Timer::Retry(path)));
+    }
+
+    fn connect(&mut self, path: PathId) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        if known.state == PathState::Down {
+            known.state = PathState::Connecting;
+            known.connection = known.connection.wrapping_add(1);
+            self.actions.push_back(Action::Connect(path, known.connection));
+        }
+    }
+
+    /// A closing path is down when everything has come back. Notes when a peer cannot be reached any more.
+    fn settle(&mut self, now: Duration, path: PathId) {
+        let Some(known) = self.paths.get(&path) else { return };
+        let id = known.peer;
+        if known.state == PathState::Closing && known.under_way.is_empty() {
+            self.put_down(now, path);
+        }
+        let is_up = |path: &PathId| self.paths.get(path).is_some_and(|path| path.state == PathState::Up);
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if peer.unreachable.is_none() && !peer.paths.iter().any(is_up) {
             peer.unreachable = Some(now);
+            self.timers.insert((now.saturating_add(self.options.peer_patience), Timer::Lost(id)));
+        }
+        self.forget(id);
+    }
+
+    fn lose(&mut self, now: Duration, id: PeerId) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if peer.removed {
+            return;
+        }
+        peer.lost = true;
+        let live = peer.live.clone();
+        self.actions.push_back(Action::Lost(id));
+        live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
+    }
+
+    /// Forgets a removed peer of which nothing is under way.
+    fn forget(&mut self, id: PeerId) {
+        let Some(peer) = self.peers.get(&id) else { return };
+        let idle = |path: &PathId| self.paths.get(path).is_none_or(|path| path.under_way.is_empty());
+        if !peer.removed || !peer.live.is_empty() || !peer.paths.iter().all(idle) {
+            return;
+        }
+        let Some(peer) = self.peers.remove(&id) else { return };
+        peer.paths.iter().for_each(|path| drop(self.paths.remove(path)));
+        self.waiting.remove(&id);
+    }
+}
+
+impl Path {
+    /// A post was placed.
+    fn note(&mut self, posted: &Posted, now: Duration, backoff: Duration) {
+        self.pause = backoff;
+        if let Work::Move { run, .. } = posted.work {
+            let seconds = now.saturating_sub(posted.at).as_secs_f64().max(1e-9);
+            let rate = run.len as f64 / seconds;
+            self.rate = Some(self.rate.map_or(rate, |known| known * 0.875 + rate * 0.125));
         }
     }
 }

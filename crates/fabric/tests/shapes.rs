@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvlane_fabric::{
-    Access, Address, Arrival, Descriptor, DescriptorError, Immediates, MemoryKind, Pages, Pieces, Place,
-    RegionDescriptor, RegionLengths, Run, ShapeError, Side,
+    Access, Address, Arrival, COUNTERS_MAX, Descriptor, DescriptorError, Immediates, MemoryKind, Pages,
+    Pieces, Place, RegionDescriptor, RegionLengths, Run, ShapeError, Side,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -161,7 +161,8 @@ fn a_gap_that_never_closes_costs_bounded_memory_and_holds_nothing_up() {
 #[test]
 fn what_arrives_for_a_counter_whose_use_is_over_does_not_count_for_the_next() {
     let mut immediates = Immediates::default();
-    assert_eq!(immediates.arrive(7, 0, 3, 0), Arrival::Counted(1));
+    assert_eq!(immediates.arrive(7, 0, 3, 0), Arrival::Counted(1), "before anybody here has named it");
+    assert_eq!((immediates.open(3), immediates.count(3, 0)), (0, 1));
     assert_eq!(immediates.retire(3, 0), 1);
     assert_eq!(immediates.arrive(7, 1, 3, 0), Arrival::Stale);
     assert_eq!((immediates.count(3, 0), immediates.count(3, 1)), (0, 0));
@@ -169,10 +170,28 @@ fn what_arrives_for_a_counter_whose_use_is_over_does_not_count_for_the_next() {
     // Retired twice it is retired once.
     assert_eq!(immediates.retire(3, 0), 1);
     assert_eq!(immediates.count(3, 1), 1);
-    // A peer may use a counter before anybody here has named it.
-    assert_eq!(immediates.arrive(7, 3, 9, 4), Arrival::Counted(1));
     immediates.forget(7);
-    assert_eq!(immediates.arrive(7, 0, 9, 4), Arrival::Counted(2));
+    assert_eq!(immediates.arrive(7, 0, 3, 1), Arrival::Counted(2));
+}
+
+#[test]
+fn a_peer_can_neither_end_a_use_of_a_counter_nor_fill_the_memory() {
+    let mut immediates = Immediates::default();
+    for generation in [1, u32::MAX] {
+        assert_eq!(immediates.arrive(7, 0, 3, generation), Arrival::Refused);
+    }
+    assert_eq!(immediates.arrive(7, u64::MAX, 3, 0), Arrival::Refused);
+    assert_eq!(immediates.arrive(7, u64::MAX - 1, 3, 0), Arrival::Counted(1));
+    assert_eq!(immediates.arrive(7, 0, 3, 0), Arrival::Counted(2));
+    for number in 1..COUNTERS_MAX as u32 {
+        assert_eq!(immediates.arrive(8, number.into(), 1_000_000 + number, 0), Arrival::Counted(1));
+    }
+    assert_eq!(immediates.arrive(9, 0, 1, 0), Arrival::Refused, "one counter too many");
+    assert_eq!(immediates.open(1), 0);
+    assert_eq!(immediates.arrive(9, 0, 1, 0), Arrival::Counted(1), "unless this process knows it");
+    assert_eq!(immediates.arrive(9, 1, 2, 0), Arrival::Refused);
+    immediates.open(3);
+    assert_eq!(immediates.arrive(9, 1, 2, 0), Arrival::Counted(1), "a counter is no peer's any more");
 }
 
 #[test]

@@ -1,0 +1,205 @@
+//! What the simulation cannot show, or only rarely: one story each.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
+
+use std::time::Duration;
+
+use kvlane_fabric::{
+    Action, Completion, Failure, Op, Options, PathId, PeerId, Place, Post, Priority, Request, Run, Ticket,
+    Transfers, Work,
+};
+
+fn at(micros: u64) -> Duration {
+    Duration::from_micros(micros)
+}
+
+fn request(peer: PeerId, bytes: u64, priority: Priority) -> Request {
+    let place = Place { region: 0, offset: 0 };
+    let runs = vec![Run { local: place, remote: place, len: bytes }];
+    Request { peer, op: Op::Write, runs, immediate: None, deadline: None, priority }
+}
+
+fn actions(transfers: &mut Transfers) -> Vec<Action> {
+    std::iter::from_fn(|| transfers.next_action()).collect()
+}
+
+/// A peer whose paths are all up.
+fn connected(options: Options, paths: usize) -> (Transfers, PeerId, Vec<PathId>) {
+    let mut transfers = Transfers::new(options);
+    let (peer, paths) = transfers.add_peer(at(0), paths);
+    let connects: Vec<Action> = paths.iter().map(|path| Action::Connect(*path, 0)).collect();
+    assert_eq!(actions(&mut transfers), connects);
+    assert!(paths.iter().all(|path| transfers.path_up(*path, 0)));
+    (transfers, peer, paths)
+}
+
+/// Posts one chunk over each path, so that the rates of all are known.
+fn warm_up(transfers: &mut Transfers, peer: PeerId, paths: usize) {
+    let bytes = paths as u64 * Options::default().chunk_bytes;
+    transfers.submit(at(1), request(peer, bytes, Priority::High)).unwrap();
+    let posts: Vec<Post> = std::iter::from_fn(|| transfers.next_post(at(1))).collect();
+    assert_eq!(posts.len(), paths);
+    posts.iter().for_each(|post| transfers.complete(at(2), post.token, Completion::Placed));
+    assert!(matches!(actions(transfers)[..], [Action::Over(_, Ok(()))]));
+}
+
+#[test]
+fn a_post_handed_back_by_a_path_that_has_broken_does_not_keep_the_path_closing() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 1);
+    transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    transfers.path_broke(at(2), paths[0], 0);
+    assert_eq!(transfers.next_post(at(2)), None);
+    transfers.hand_back(at(3), post.token);
+    let retry = transfers.next_tick().unwrap();
+    transfers.tick(retry);
+    assert_eq!(actions(&mut transfers), [Action::Connect(paths[0], 1)]);
+    assert!(transfers.path_up(paths[0], 1));
+    assert!(transfers.next_post(retry).is_some());
+}
+
+#[test]
+fn late_news_of_a_former_connection_are_told_apart() {
+    let (mut transfers, _, paths) = connected(Options::default(), 1);
+    transfers.path_broke(at(2), paths[0], 0);
+    let retry = transfers.next_tick().unwrap();
+    transfers.tick(retry);
+    assert_eq!(actions(&mut transfers), [Action::Connect(paths[0], 1)]);
+    transfers.path_broke(retry, paths[0], 0);
+    assert!(!transfers.path_up(paths[0], 0), "a connection that is not wanted any more");
+    assert!(transfers.path_up(paths[0], 1));
+    transfers.path_broke(retry, paths[0], 0);
+    assert_eq!(actions(&mut transfers), []);
+}
+
+#[test]
+fn bulk_gets_its_share_although_every_other_post_is_handed_back() {
+    let options = Options { chunk_bytes: 1, bulk_every: 4, ..Options::default() };
+    let (mut transfers, peer, paths) = connected(options, 1);
+    let high = transfers.submit(at(1), request(peer, 10_000, Priority::High)).unwrap();
+    transfers.submit(at(1), request(peer, 10_000, Priority::Bulk)).unwrap();
+    let mut taken = [0, 0];
+    for turn in 0..2000 {
+        transfers.path_ready(paths[0]);
+        let post = transfers.next_post(at(turn)).unwrap();
+        if turn % 2 == 1 {
+            transfers.hand_back(at(turn), post.token);
+            continue;
+        }
+        taken[usize::from(post.ticket != high)] += 1;
+        transfers.complete(at(turn), post.token, Completion::Placed);
+    }
+    assert_eq!(taken, [750, 250]);
+}
+
+#[test]
+fn what_a_path_keeps_for_too_long_goes_over_another() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 2);
+    warm_up(&mut transfers, peer, 2);
+    let ticket = transfers.submit(at(10), request(peer, 1, Priority::High)).unwrap();
+    let stuck = transfers.next_post(at(10)).unwrap();
+    let (closed, now) = loop {
+        let now = transfers.next_tick().unwrap();
+        assert!(now <= at(10) + Options::default().post_patience);
+        transfers.tick(now);
+        match &actions(&mut transfers)[..] {
+            [] => {}
+            [Action::Close(path, 0)] => break (*path, now),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((closed, now), (stuck.path, at(10) + Options::default().post_patience));
+    assert_eq!(transfers.next_post(now), None, "not before nothing touches the memory any more");
+    transfers.complete(now, stuck.token, Completion::Unknown);
+    let again = transfers.next_post(now).unwrap();
+    assert!(again.path != stuck.path && again.work == stuck.work && paths.contains(&again.path));
+    transfers.complete(now, again.token, Completion::Placed);
+    assert_eq!(actions(&mut transfers), [Action::Over(ticket, Ok(()))]);
+}
+
+#[test]
+fn a_removed_peer_is_forgotten_when_nothing_of_it_is_under_way() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 1);
+    let posted = transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    let waiting = transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    transfers.remove_peer(at(2), peer);
+    let lost = Err(Failure::PeerLost);
+    assert_eq!(actions(&mut transfers), [Action::Over(waiting, lost), Action::Close(paths[0], 0)]);
+    assert_eq!(transfers.paths(peer), paths);
+    transfers.complete(at(3), post.token, Completion::Unknown);
+    assert_eq!(actions(&mut transfers), [Action::Over(posted, lost)]);
+    assert_eq!((transfers.paths(peer), transfers.live()), (&[][..], 0));
+    let late = transfers.submit(at(4), request(peer, 1, Priority::High)).unwrap();
+    assert_eq!(actions(&mut transfers), [Action::Over(late, lost)]);
+    assert!(!transfers.path_up(paths[0], 1));
+    transfers.tick(at(100_000_000));
+    assert_eq!((actions(&mut transfers), transfers.next_tick()), (vec![], None), "nothing is left of it");
+}
+
+#[test]
+fn no_immediate_runs_so_far_ahead_that_the_receiver_would_forget_the_oldest() {
+    const MANY: u64 = 70_000;
+    let options = Options { live_max: MANY as usize, ..Options::default() };
+    let (mut transfers, peer, _) = connected(options, 2);
+    warm_up(&mut transfers, peer, 2);
+    for counter in 0..MANY as u32 {
+        let empty =
+            Request { runs: Vec::new(), immediate: Some((counter, 0)), ..request(peer, 0, Priority::High) };
+        transfers.submit(at(10), empty).unwrap();
+    }
+    let full = transfers.submit(at(10), request(peer, 1, Priority::High));
+    assert_eq!(full.unwrap_err().0, MANY as usize);
+    let oldest = transfers.next_post(at(10)).unwrap();
+    let mut told = 0;
+    let mut tell_all = |transfers: &mut Transfers| {
+        while let Some(post) = transfers.next_post(at(11)) {
+            let Work::Tell { number, .. } = post.work else { panic!("{post:?}") };
+            told = told.max(number);
+            transfers.complete(at(11), post.token, Completion::Placed);
+        }
+        told
+    };
+    assert_eq!(tell_all(&mut transfers), 65_535);
+    transfers.complete(at(12), oldest.token, Completion::Placed);
+    assert_eq!(tell_all(&mut transfers), MANY - 1);
+    assert_eq!(transfers.live(), 0);
+}
+
+#[test]
+fn transfers_that_are_given_up_leave_nothing_in_the_queues() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 1);
+    transfers.path_broke(at(1), paths[0], 0);
+    let keep: Vec<Ticket> =
+        (0..3).map(|_| transfers.submit(at(1), request(peer, 1, Priority::Bulk)).unwrap()).collect();
+    for _ in 0..100_000 {
+        let ticket = transfers.submit(at(1), request(peer, 1, Priority::Bulk)).unwrap();
+        transfers.cancel(at(1), ticket);
+    }
+    assert_eq!(actions(&mut transfers).len(), 100_000);
+    assert!(transfers.queued(peer) <= 2 * keep.len() + 2, "{}", transfers.queued(peer));
+}
+
+#[test]
+fn peers_take_turns() {
+    let options = Options { chunk_bytes: 1, ..Options::default() };
+    let mut transfers = Transfers::new(options);
+    let peers: Vec<PeerId> = (0..3)
+        .map(|_| {
+            let (peer, paths) = transfers.add_peer(at(0), 1);
+            transfers.path_up(paths[0], 0);
+            transfers.submit(at(0), request(peer, 100, Priority::Bulk)).unwrap();
+            peer
+        })
+        .collect();
+    let mut order = Vec::new();
+    for _ in 0..9 {
+        let post = transfers.next_post(at(1)).unwrap();
+        order.push(peers.iter().position(|peer| transfers.paths(*peer).contains(&post.path)).unwrap());
+        transfers.complete(at(1), post.token, Completion::Placed);
+    }
+    for turn in order.chunks(3) {
+        let mut turn = turn.to_vec();
+        turn.sort_unstable();
+        assert_eq!(turn, [0, 1, 2]);
+    }
+}
