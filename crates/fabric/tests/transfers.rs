@@ -72,6 +72,21 @@ fn late_news_of_a_former_connection_are_told_apart() {
 }
 
 #[test]
+fn a_post_that_comes_back_ends_the_connection_for_the_others_too() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 1);
+    warm_up(&mut transfers, peer, 1);
+    let [first, second] =
+        [(); 2].map(|()| transfers.submit(at(10), request(peer, 1, Priority::High)).unwrap());
+    let posts = [(); 2].map(|()| transfers.next_post(at(10)).unwrap());
+    assert_eq!(posts.map(|post| post.ticket), [first, second]);
+    transfers.complete(at(11), posts[0].token, Completion::Unknown);
+    assert_eq!(actions(&mut transfers), [Action::Close(paths[0], 0)]);
+    assert_eq!((transfers.next_post(at(11)), transfers.under_way(paths[0])), (None, 1));
+    transfers.complete(at(12), posts[1].token, Completion::Placed);
+    assert_eq!(actions(&mut transfers), [Action::Over(second, Ok(()))]);
+}
+
+#[test]
 fn bulk_gets_its_share_although_every_other_post_is_handed_back() {
     let options = Options { chunk_bytes: 1, bulk_every: 4, ..Options::default() };
     let (mut transfers, peer, paths) = connected(options, 1);
