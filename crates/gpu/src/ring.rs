@@ -331,14 +331,10 @@ impl Lent<'_> {
         outcome
     }
 
-    /// Takes note of a failure to read: this target reads the ring no more, and on the ring's own GPU nobody does.
+    /// Takes note of a failure to read: the next load of this target reads the ring by a new stream.
     fn note_pull(&mut self, reader: usize, outcome: Result<(), GpuError>) -> Result<(), GpuError> {
-        let pull = &mut self.pulls[reader];
-        pull.failed |= outcome.is_err();
-        match pull.copier.stream().gpu().info().ordinal == self.rail.ordinal() {
-            true => self.note(outcome),
-            false => outcome,
-        }
+        self.pulls[reader].failed |= outcome.is_err();
+        outcome
     }
 
     /// No work is under way.
