@@ -311,7 +311,10 @@ impl Lent<'_> {
         for reader in 0..self.pulls.len() {
             let pull = &mut self.pulls[reader];
             let drained = pull.looks.at(pull.copier.stream(), &mut idle);
-            outcome = outcome.and(self.note_pull(reader, drained));
+            // Whether it still reads the ring and writes its words nobody knows: the ring goes with it.
+            let lost = pull.looks.are_lost();
+            let drained = self.note_pull(reader, drained);
+            outcome = outcome.and(if lost { self.note(drained) } else { drained });
         }
         (idle, outcome)
     }
@@ -355,8 +358,12 @@ impl Looks {
     fn at(&mut self, stream: &Stream, idle: &mut bool) -> Result<(), GpuError> {
         let looked = stream.is_idle();
         self.0 = if looked.is_err() { self.0 + 1 } else { 0 };
-        let lost = self.0 >= LOST_AFTER_LOOKS;
+        let lost = self.are_lost();
         *idle &= looked.as_ref().map_or_else(|error| error.is_sticky() || lost, |idle| *idle);
         looked.map(drop)
+    }
+
+    fn are_lost(&self) -> bool {
+        self.0 >= LOST_AFTER_LOOKS
     }
 }
