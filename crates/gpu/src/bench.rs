@@ -9,7 +9,7 @@ use crate::driver::{Copy, Priority};
 use crate::error::GpuError;
 use crate::pinned::HostBuffer;
 use crate::plan::{Direction, Thresholds};
-use crate::rails::{RailOptions, Rails};
+use crate::rails::{RailOptions, Rails, Staging};
 use crate::stream::Stream;
 
 /// Measured rounds, after one that warms up.
@@ -98,7 +98,8 @@ pub fn measure_rails(gpu: &Gpu, options: RailOptions, shape: &Shape, staged: boo
     let mut copier = Copier::new(Arc::clone(&stream), direct)?;
     let pulls = Thresholds::idle(Direction::Peer);
     measure(gpu, shape, CopyMethod::Auto, &stream, |copies, _| {
-        let mut loading = loader.begin(&stream, shape.total_bytes, &pulls, staged);
+        let staging = if staged { Staging::On } else { Staging::Off };
+        let mut loading = loader.begin(&stream, shape.total_bytes, &pulls, staging);
         if loading.rails() != wanted || loading.is_staged() != staged {
             let reason = format!("{} of {wanted} GPUs can be used", loading.rails());
             return Err(GpuError::Unsupported { operation: "a load over rails", reason });

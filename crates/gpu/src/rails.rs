@@ -104,6 +104,20 @@ pub struct RailOptions {
     /// Pieces that are shorter than this on average are short. From 32 KiB on copy engines bring each piece for itself at
     /// most of the link's rate; of 16 KiB, on an H200, at 0.12 to 0.5 of it.
     pub stage_below: u64,
+    /// The same for a load that uses rails too. The calls for single pieces keep the rails waiting for theirs: 256 MiB in
+    /// pieces of 64 KiB came over four H200s' links at 2.06 times the rate of one, staged at 2.47.
+    pub stage_beside_rails_below: u64,
+}
+
+/// Which loads go through a ring on the GPU that they are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Staging {
+    /// Not this one.
+    Off,
+    /// This one if it uses rails.
+    BesideRails,
+    /// This one.
+    On,
 }
 
 impl Default for RailOptions {
@@ -117,6 +131,7 @@ impl Default for RailOptions {
             blocks: 48,
             staging: true,
             stage_below: 32 << 10,
+            stage_beside_rails_below: 128 << 10,
         }
     }
 }
@@ -133,6 +148,8 @@ pub struct Rails {
     traffic: Mutex<Traffic>,
     relayed: AtomicU64,
     staged: AtomicU64,
+    /// Loads that were to be staged and found their ring in use, or failed.
+    unstaged: AtomicU64,
     /// Bytes that loads brought, by the ordinal of the GPU whose link they came over.
     by_link: Mutex<BTreeMap<u32, u64>>,
 }
@@ -159,8 +176,19 @@ impl Rails {
         let by_link = driver.devices()?.into_iter().map(|device| (device.ordinal, 0)).collect();
         let by_link = Mutex::new(by_link);
         let seams = seams.to_vec();
-        let (relayed, staged) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Rails { driver, options, seams, chosen, opened, traffic, relayed, staged, by_link }))
+        let [relayed, staged, unstaged] = [const { AtomicU64::new(0) }; 3];
+        Ok(Arc::new(Rails {
+            driver,
+            options,
+            seams,
+            chosen,
+            opened,
+            traffic,
+            relayed,
+            staged,
+            unstaged,
+            by_link,
+        }))
     }
 
     /// The ordinals of the GPUs that were chosen.
@@ -176,6 +204,22 @@ impl Rails {
     /// Bytes that came through a ring on the GPU that they were for so far, in loads that succeeded.
     pub fn staged_bytes(&self) -> u64 {
         self.staged.load(Ordering::Relaxed)
+    }
+
+    /// Loads so far that were to be staged, and came piece by piece since their ring was in use or failed.
+    pub fn unstaged_loads(&self) -> u64 {
+        self.unstaged.load(Ordering::Relaxed)
+    }
+
+    /// Says so the first time.
+    fn count_unstaged(&self, gpu: u32) {
+        if self.unstaged.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::info!(
+                gpu,
+                "a load of short pieces comes piece by piece, which is slower: another load uses the ring on its GPU, or \
+                 the ring failed; further ones are counted in kvlane_loads_unstaged_total"
+            );
+        }
     }
 
     /// Bytes that came up the link of each GPU so far, by ordinal, in loads that succeeded.
@@ -287,10 +331,18 @@ impl Loader {
     /// these runs and scattered on the GPU: pieces that are too short for copy engines would need a kernel for as long as
     /// the load takes over the link, and the kernels of an engine, which computes on what has come already, take turns with
     /// it. Where the runs are as short, or no kernel scatters, nothing would be won.
-    pub fn stages(&self, bytes: u64, pieces: usize, runs: usize) -> bool {
-        let RailOptions { staging, stage_below, .. } = self.rails.options;
-        let are_short = |count: usize| bytes < stage_below.saturating_mul(count as u64);
-        staging && self.target.methods().kernel && are_short(pieces) && !are_short(runs)
+    pub fn staging(&self, bytes: u64, pieces: usize, runs: usize) -> Staging {
+        let RailOptions { staging, stage_below, stage_beside_rails_below, .. } = self.rails.options;
+        let wins_below = |limit: u64| {
+            let are_short = |count: usize| bytes < limit.saturating_mul(count as u64);
+            are_short(pieces) && !are_short(runs)
+        };
+        match () {
+            () if !staging || !self.target.methods().kernel => Staging::Off,
+            () if wins_below(stage_below) => Staging::On,
+            () if wins_below(stage_beside_rails_below) => Staging::BesideRails,
+            () => Staging::Off,
+        }
     }
 
     pub(crate) fn rails(&self) -> &Arc<Rails> {
@@ -318,26 +370,31 @@ impl Loader {
 
     /// Begins a load of so many bytes. What it writes comes after what is in the target's `stream` by now. It takes the
     /// rails that no other load uses and whose own GPU is not being loaded; a load that begins later shares the links
-    /// with this one. `pulls` decides how the target reads a ring. A load that is `staged` ([`Loader::stages`]) goes
+    /// with this one. `pulls` decides how the target reads a ring. A load that is staged ([`Loader::staging`]) goes
     /// through a ring on the target too, if no other load uses that.
-    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staged: bool) -> Loading<'_> {
+    pub fn begin(&self, stream: &Stream, bytes: u64, pulls: &Thresholds, staging: Staging) -> Loading<'_> {
         let (idle, most) = self.count_and_choose();
-        let mut rings = Vec::new();
-        let mut staging = false;
+        let mut relay = Relay::new(Vec::new());
+        let mut is_staged = false;
         if bytes >= self.rails.options.least_bytes {
             let targets = [Target { gpu: &self.target, stream }];
             let making = self.rails.making(pulls);
-            rings.extend(staged.then(|| self.own.take(&targets, making)).flatten());
-            staging = !rings.is_empty();
-            if staged && !staging {
-                tracing::debug!(
-                    gpu = self.target.info().ordinal,
-                    "a load is not staged: its ring is in use, or failed"
-                );
+            let mut rings: Vec<_> =
+                idle.into_iter().filter_map(|rail| rail.take(&targets, making)).take(most).collect();
+            let wanted = match staging {
+                Staging::Off => false,
+                Staging::BesideRails => !rings.is_empty(),
+                Staging::On => true,
+            };
+            let own = wanted.then(|| self.own.take(&targets, making)).flatten();
+            is_staged = own.is_some();
+            if wanted && !is_staged {
+                self.rails.count_unstaged(self.target.info().ordinal);
             }
-            rings.extend(idle.into_iter().filter_map(|rail| rail.take(&targets, making)).take(most));
+            rings.splice(0..0, own);
+            relay = Relay::new(rings);
         }
-        Loading { loader: self, relay: Relay::new(rings), staging, direct_bytes: 0, failed: false }
+        Loading { loader: self, relay, staging: is_staged, direct_bytes: 0, failed: false }
     }
 
     /// A load to this GPU is over.

@@ -10,7 +10,7 @@ use kvlane_gpu::bench::{Path, Shape};
 use kvlane_gpu::fake::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Loader,
-    Loading, Pinned, RailOptions, Rails, Stream, Thresholds, measure_rails,
+    Loading, Pinned, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -81,7 +81,7 @@ impl Target {
 
     /// A whole load; how many rails it used.
     fn load(&mut self, loader: &Loader) -> usize {
-        let mut loading = loader.begin(&self.stream, BYTES as u64, &PULLS, false);
+        let mut loading = loader.begin(&self.stream, BYTES as u64, &PULLS, Staging::Off);
         self.enqueue(&mut loading);
         loading.synchronize().unwrap();
         self.stream.synchronize().unwrap();
@@ -107,7 +107,7 @@ struct Case {
     chunk_bytes: u64,
     /// A device that takes longer.
     slow: Option<u32>,
-    staged: bool,
+    staging: Staging,
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -129,12 +129,13 @@ fn case() -> impl Strategy<Value = Case> {
         parts.into_iter().map(|part| part.into_iter().filter_map(&mut place).collect()).collect()
     });
     let ring = (1..600u64, 1..4usize, prop_oneof![Just(0), 0..100_000u64]);
-    let how = (any::<bool>(), any::<bool>(), 1..40_000u64, proptest::option::of(0..4u32), any::<bool>());
+    let staging = prop_oneof![Just(Staging::Off), Just(Staging::BesideRails), Just(Staging::On)];
+    let how = (any::<bool>(), any::<bool>(), 1..40_000u64, proptest::option::of(0..4u32), staging);
     (parts, 0..4u32, ring, how).prop_map(
-        |(parts, rails, ring, (batch, kernel, chunk_bytes, slow, staged))| {
+        |(parts, rails, ring, (batch, kernel, chunk_bytes, slow, staging))| {
             let (units, slots, least_bytes) = ring;
             let options = RailOptions { slot_bytes: units * 16, slots, least_bytes, ..small() };
-            Case { parts, rails, options, methods: CopyMethods { batch, kernel }, chunk_bytes, slow, staged }
+            Case { parts, rails, options, methods: CopyMethods { batch, kernel }, chunk_bytes, slow, staging }
         },
     )
 }
@@ -164,10 +165,15 @@ fn check(case: &Case) {
     let bytes: u64 = case.parts.iter().flatten().map(|copy| copy.len).sum();
     let options = CopierOptions { seams: pinned.seams().to_vec(), ..CopierOptions::default() };
     let mut copier = Copier::new(Arc::clone(&main), options).unwrap();
-    let mut loading = loader.begin(&main, bytes, &PULLS, case.staged);
+    let mut loading = loader.begin(&main, bytes, &PULLS, case.staging);
     let is_large = bytes >= case.options.least_bytes;
     let wanted = if is_large { case.rails as usize } else { 0 };
-    assert_eq!((loading.rails(), loading.is_staged()), (wanted, is_large && case.staged));
+    let staged = match case.staging {
+        Staging::Off => false,
+        Staging::BesideRails => wanted > 0,
+        Staging::On => is_large,
+    };
+    assert_eq!((loading.rails(), loading.is_staged()), (wanted, staged));
     for (index, part) in (0..).zip(&case.parts) {
         let moved =
             |copy: &Copy| Copy { dst: memory.address() + copy.dst, src: base + copy.src, len: copy.len };
@@ -217,7 +223,7 @@ fn a_load_is_enqueued_at_once_although_it_has_more_chunks_than_slots() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     assert_eq!(loading.rails(), 2);
     driver.clear_log();
     target.enqueue(&mut loading);
@@ -246,7 +252,7 @@ fn no_link_waits_until_the_calls_for_another_one_are_made() {
     read(&target.stream, target.memory.address(), 1);
     let main = driver.log()[0].stream;
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     driver.clear_log();
     target.enqueue(&mut loading);
     let (mut bytes, mut apart) = ([0u64; 3], 0);
@@ -270,13 +276,21 @@ fn a_staged_load_comes_in_long_runs_and_one_that_finds_the_ring_in_use_piece_by_
     let rails = rails(&driver, small());
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
-    assert!(loader.stages(1 << 20, 64, 4));
-    assert!(!loader.stages(1 << 20, 32, 1), "pieces of 32 KiB are brought each for itself");
-    assert!(!loader.stages(1 << 20, 64, 64), "what lies apart in the host's memory too gains nothing");
+    assert_eq!(loader.staging(1 << 20, 64, 4), Staging::On);
+    assert_eq!(
+        loader.staging(1 << 20, 32, 1),
+        Staging::BesideRails,
+        "pieces of 32 KiB wait for nobody but rails"
+    );
+    assert_eq!(loader.staging(1 << 20, 8, 1), Staging::Off, "pieces of 128 KiB are brought each for itself");
+    for pieces in [64, 32] {
+        let apart = loader.staging(1 << 20, pieces, 64);
+        assert_eq!(apart, Staging::Off, "what lies apart in the host's memory too gains nothing");
+    }
     for in_use in [false, true] {
         let other = stream(&target.gpu);
-        let under_way = in_use.then(|| loader.begin(&other, BYTES as u64, &PULLS, true));
-        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        let under_way = in_use.then(|| loader.begin(&other, BYTES as u64, &PULLS, Staging::On));
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::On);
         assert_eq!((loading.rails(), loading.is_staged()), (0, !in_use));
         driver.clear_log();
         target.enqueue(&mut loading);
@@ -291,6 +305,7 @@ fn a_staged_load_comes_in_long_runs_and_one_that_finds_the_ring_in_use_piece_by_
         let all: u64 = log.iter().map(|call| call.bytes).sum();
         assert_eq!(all - in_runs, BYTES as u64, "and each piece is written once");
         target.assert_loaded();
+        assert_eq!(rails.unstaged_loads(), u64::from(in_use));
     }
     assert_eq!((rails.staged_bytes(), rails.relayed_bytes()), (BYTES as u64, 0));
     assert_eq!(rails.bytes_by_link()[&0], 2 * BYTES as u64);
@@ -304,7 +319,7 @@ fn a_gpu_without_memory_for_its_own_ring_is_loaded_piece_by_piece() {
     let loader = rails.loader(&target.gpu, "engine");
     driver.fail_call(0, Some("cuMemAlloc"), 1, OUT_OF_MEMORY);
     for _ in 0..2 {
-        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::On);
         target.enqueue(&mut loading);
         loading.synchronize().unwrap();
         target.stream.synchronize().unwrap();
@@ -321,7 +336,7 @@ fn a_staged_load_that_fails_ends_and_the_next_arrives() {
         let mut target = Target::new(&driver, 0);
         let loader = rails.loader(&target.gpu, "engine");
         driver.fail_work(0, 3, code);
-        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::On);
         assert!(loading.is_staged());
         let copies = target.reversal();
         // SAFETY: pool and memory are this target's, and are not used before the streams are waited for.
@@ -332,7 +347,7 @@ fn a_staged_load_that_fails_ends_and_the_next_arrives() {
         let _ = target.stream.synchronize();
         drop(loading);
         if code == INVALID_VALUE {
-            let mut next = loader.begin(&target.stream, BYTES as u64, &PULLS, true);
+            let mut next = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::On);
             target.enqueue(&mut next);
             next.synchronize().unwrap();
             target.stream.synchronize().unwrap();
@@ -351,7 +366,7 @@ fn nothing_is_written_before_what_the_load_comes_after() {
     let loader = rails.loader(&target.gpu, "engine");
     let observer = stream(&target.gpu);
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     target.enqueue(&mut loading);
     let up = driver.log().iter().find(|call| call.device == 1).map(|call| call.stream).unwrap();
     // SAFETY: the stream lives as long as the load.
@@ -381,7 +396,7 @@ fn a_rail_serves_one_load_at_a_time() {
     let rails = rails(&driver, small());
     let (mut first, mut second) = (Target::new(&driver, 0), Target::new(&driver, 1));
     let loaders = [rails.loader(&first.gpu, "first"), rails.loader(&second.gpu, "second")];
-    let mut under_way = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, false);
+    let mut under_way = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, Staging::Off);
     assert_eq!(under_way.rails(), 2);
     first.enqueue(&mut under_way);
     assert_eq!(second.load(&loaders[1]), 0, "one link is lent, the other is the first load's own");
@@ -399,7 +414,7 @@ fn a_gpu_that_is_being_loaded_lends_nothing() {
     let (first, mut second) = (Target::new(&driver, 0), Target::new(&driver, 1));
     let loaders = [rails.loader(&first.gpu, "first"), rails.loader(&second.gpu, "second")];
     // Too small for rails, but on its own link.
-    let little = loaders[0].begin(&first.stream, 1, &PULLS, false);
+    let little = loaders[0].begin(&first.stream, 1, &PULLS, Staging::Off);
     assert_eq!(little.rails(), 0);
     assert_eq!(second.load(&loaders[1]), 1);
     drop(little);
@@ -416,8 +431,8 @@ fn the_workers_of_an_engine_share_the_links_that_none_of_them_needs() {
     // Three others for two workers: one each, and never the link of the other worker.
     driver.clear_log();
     let [first, second] = &mut workers;
-    let mut one = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, false);
-    let mut other = loaders[1].begin(&second.stream, BYTES as u64, &PULLS, false);
+    let mut one = loaders[0].begin(&first.stream, BYTES as u64, &PULLS, Staging::Off);
+    let mut other = loaders[1].begin(&second.stream, BYTES as u64, &PULLS, Staging::Off);
     assert_eq!((one.rails(), other.rails()), (1, 1));
     first.enqueue(&mut one);
     second.enqueue(&mut other);
@@ -491,7 +506,7 @@ fn a_copy_that_fails_on_a_rail_fails_the_load_and_not_the_next() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     driver.fail_work(1, 3, INVALID_VALUE);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     target.enqueue(&mut loading);
     target.stream.synchronize().unwrap();
     assert_eq!(loading.synchronize().unwrap_err().code(), Some(INVALID_VALUE));
@@ -508,7 +523,7 @@ fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
         let rails = rails(&driver, small());
         let mut target = Target::new(&driver, 0);
         let loader = rails.loader(&target.gpu, "engine");
-        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+        let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
         assert_eq!(loading.rails(), 1);
         driver.fail_call(1, Some(operation), 5, INVALID_VALUE);
         let copies = target.reversal();
@@ -531,7 +546,7 @@ fn a_gpu_that_is_lost_lends_nothing() {
     let loader = rails.loader(&target.gpu, "engine");
     assert_eq!(target.load(&loader), 1);
     driver.fail_call(1, None, 1, ILLEGAL_ADDRESS);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     let copies = target.reversal();
     // SAFETY: pool and memory are the target's, and are not used before the streams are waited for.
     assert!(unsafe { loading.enqueue(&mut target.copier, &copies) }.unwrap_err().is_sticky());
@@ -549,7 +564,7 @@ fn a_rail_that_is_lost_under_way_holds_the_load_up_only_until_nobody_minds_wrong
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     let gate = Gate::across(&target.stream);
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     assert_eq!(loading.rails(), 2);
     target.enqueue(&mut loading);
     // Two slots are full, or will be: it is lost with one of the first chunks, or with the third.
@@ -582,7 +597,7 @@ fn a_load_that_nobody_waited_for_is_over_when_its_rails_serve_the_next() {
     let mut target = Target::new(&driver, 0);
     let loader = rails.loader(&target.gpu, "engine");
     driver.slow_down_device(1, Duration::from_millis(200));
-    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, false);
+    let mut loading = loader.begin(&target.stream, BYTES as u64, &PULLS, Staging::Off);
     target.enqueue(&mut loading);
     drop(loading);
     driver.slow_down_device(1, Duration::ZERO);

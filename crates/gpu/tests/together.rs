@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvlane_gpu::fake::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Direction, Driver, Gpu, GpuError, HostBuffer,
-    Loader, RailOptions, Rails, Stream, Thresholds, Together, driver_named,
+    Loader, RailOptions, Rails, Staging, Stream, Thresholds, Together, driver_named,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -260,7 +260,7 @@ fn gpus_that_cannot_share_load_by_themselves_and_their_rings_stay_usable() {
     assert!(!begin(&[loaders[0], loaders[0]], &[streams[0], streams[0]], BYTES as u64), "one GPU twice");
     // A link in use: here by a load of the first GPU alone that belongs to another engine.
     let other = team.rails.loader(team.streams[0].gpu(), "another");
-    let busy = other.begin(&team.streams[0], BYTES as u64, &PULLS, false);
+    let busy = other.begin(&team.streams[0], BYTES as u64, &PULLS, Staging::Off);
     assert_eq!(busy.rails(), 2);
     assert!(!begin(&loaders, &streams, BYTES as u64));
     drop(busy);
@@ -320,7 +320,7 @@ fn a_call_that_fails_in_the_middle_leaves_nothing_under_way() {
             for (gpu, loader) in team.loaders.iter().enumerate() {
                 let stream = &team.streams[gpu];
                 let mut copier = Copier::new(Arc::clone(stream), Default::default()).unwrap();
-                let mut loading = loader.begin(stream, BYTES as u64, &PULLS, false);
+                let mut loading = loader.begin(stream, BYTES as u64, &PULLS, Staging::Off);
                 let copies = [Copy { dst: team.memories[gpu].address(), src: pool, len: BYTES as u64 }];
                 // SAFETY: as in `Team::enqueue`.
                 unsafe { loading.enqueue(&mut copier, &copies).unwrap() };

@@ -110,6 +110,11 @@ impl Gpus {
         self.rails.staged_bytes()
     }
 
+    /// [`Rails::unstaged_loads`]
+    pub(crate) fn unstaged_loads(&self) -> u64 {
+        self.rails.unstaged_loads()
+    }
+
     /// The directions, and from how many bytes on copy engines copy while a GPU is idle.
     pub(crate) fn engine_bytes(&self) -> [(&'static str, u64); 2] {
         let of = |direction| self.calibrated.1.thresholds(direction).batch_bytes;
@@ -448,8 +453,8 @@ impl GpuMemory {
         let pool_runs = parts.iter().map(|(runs, _)| pool_runs(runs)).sum();
         let mut loading = match &way {
             Way::In { pulls } => {
-                let staged = self.loader.stages(bytes, pieces, pool_runs);
-                Some(self.loader.begin(&lane.stream, bytes, pulls, staged))
+                let staging = self.loader.staging(bytes, pieces, pool_runs);
+                Some(self.loader.begin(&lane.stream, bytes, pulls, staging))
             }
             Way::Out => None,
         };

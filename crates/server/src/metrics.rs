@@ -104,6 +104,12 @@ pub const METRICS: &[Metric] = &[
         "Bytes of short pieces that loads brought in long runs to a ring on their GPU, and scattered there.",
     ),
     metric(
+        "kvlane_loads_unstaged_total",
+        Counter,
+        "",
+        "Loads of short pieces that came piece by piece, since the ring on their GPU was in use or had failed.",
+    ),
+    metric(
         "kvlane_gpu_engine_bytes",
         Gauge,
         "direction",
@@ -276,6 +282,7 @@ fn record(shared: &Shared) {
         ("kvlane_lease_expired_total", stats.counters.expired_leases),
         ("kvlane_loaded_over_rails_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)),
         ("kvlane_loaded_staged_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)),
+        ("kvlane_loads_unstaged_total", shared.gpus.as_ref().map_or(0, Gpus::unstaged_loads)),
         ("kvlane_scrub_blocks_total", stats.counters.scrub_checked),
         ("kvlane_scrub_bad_blocks_total", stats.counters.scrub_bad),
     ] {
