@@ -29,6 +29,9 @@ const FIRST_OPENING: Duration = Duration::from_secs(3);
 /// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
 /// well below its lease time.
 const HEARTBEAT: Duration = Duration::from_secs(10);
+/// How often the daemon is asked whether the workers are ready, until they are. Until then nothing is saved, and while no
+/// new request comes no other answer tells.
+const READY_PROBE: Duration = Duration::from_millis(20);
 /// Lookups that wait for their answer; beyond it new ones are misses.
 const PENDING_MAX: usize = 4096;
 /// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
@@ -112,6 +115,7 @@ struct Up {
     /// Unanswered lookups in the order they were sent. An entry without a name was given up.
     asked: BTreeMap<u64, Asked>,
     heartbeat_at: Instant,
+    probe_at: Instant,
 }
 
 #[derive(Debug)]
@@ -333,6 +337,7 @@ impl Scheduler {
             }
         }
         self.heartbeat_if_due(now);
+        self.probe_if_due(now);
     }
 
     fn connect_if_due(&mut self, now: Instant) {
@@ -367,6 +372,7 @@ impl Scheduler {
             ready: false,
             asked: BTreeMap::new(),
             heartbeat_at: now + HEARTBEAT,
+            probe_at: now,
         });
     }
 
@@ -489,6 +495,24 @@ impl Scheduler {
         up.heartbeat_at = now + HEARTBEAT;
         let live_leases = self.leases.values().flatten().copied().collect();
         self.send(Ask::Heartbeat(v1::Heartbeat { live_leases }));
+    }
+
+    /// Looks up nothing, to hear whether the workers are ready.
+    fn probe_if_due(&mut self, now: Instant) {
+        let groups = self.options.groups.len() as u32;
+        let Some(up) = &mut self.up else { return };
+        // Any answer that is still to come tells it too.
+        if up.phase != Phase::Open || up.ready || !up.asked.is_empty() || now < up.probe_at {
+            return;
+        }
+        up.probe_at = now + READY_PROBE;
+        let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
+        let ask = v1::Lookup { groups: (0..groups).map(nothing).collect(), max_tokens: 0 };
+        if let Some(id) = self.send(Ask::Lookup(ask))
+            && let Some(up) = &mut self.up
+        {
+            up.asked.insert(id, Asked { request: None, since: now });
+        }
     }
 
     fn lose(&mut self, lost: &Lost, now: Instant) {

@@ -4,7 +4,7 @@
 
 mod support;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_client::{SaveMethod, Tool};
 use support::*;
@@ -60,6 +60,27 @@ fn a_second_engine_hits_what_the_first_saved_and_after_the_first_left() {
     assert_eq!(hit.tokens, 64);
     assert!(second.load(&hit, 10..14).ok);
     assert!(second.block(12) == wanted);
+}
+
+/// A worker that mapped the pool after the first prompt had been looked up was heard of with the next prompt only, and
+/// nothing was saved until then.
+#[test]
+fn a_scheduler_hears_that_its_workers_are_ready_while_no_new_request_comes() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let _daemon = start(&address);
+    let mut early = scheduler(&address, "a", PATIENCE);
+    assert!(early.is_connected());
+    assert_eq!(early.lookup(&[hashes(0, 4)], 64, PATIENCE).tokens, 0);
+    assert!(!early.is_ready());
+    let mut engine = Engine::with_scheduler(&address, "a", early);
+    let deadline = Instant::now() + PATIENCE;
+    while !engine.scheduler.is_ready() {
+        assert!(Instant::now() < deadline, "not ready: {}", engine.worker.refusal());
+        engine.scheduler.tick();
+        std::thread::yield_now();
+    }
+    assert!(engine.save(0, 0..4).ok);
 }
 
 #[test]

@@ -105,6 +105,21 @@ impl Engine {
         lookup_timeout: Duration,
         save_timeout: Duration,
     ) -> Self {
+        Self::new(address, id, method, save_timeout, || scheduler(address, id, lookup_timeout))
+    }
+
+    /// Of which the scheduler is there already.
+    pub fn with_scheduler(address: &Address, id: &str, scheduler: Scheduler) -> Self {
+        Self::new(address, id, SaveMethod::Auto, Duration::from_secs(5), || scheduler)
+    }
+
+    fn new(
+        address: &Address,
+        id: &str,
+        method: SaveMethod,
+        save_timeout: Duration,
+        scheduler: impl FnOnce() -> Scheduler,
+    ) -> Self {
         let blocks = 64;
         let memory: Vec<u8> = (0..blocks * BLOCK_BYTES).map(|i| (i * 31 + i / 4096) as u8).collect();
         let base = memory.as_ptr() as u64;
@@ -130,8 +145,7 @@ impl Engine {
         };
         // SAFETY: `Drop` closes the worker before the memory goes.
         let worker = unsafe { Worker::start(worker) }.unwrap();
-        let scheduler = scheduler(address, id, lookup_timeout);
-        Self { scheduler, worker, memory, blocks, next_job: 0 }
+        Self { scheduler: scheduler(), worker, memory, blocks, next_job: 0 }
     }
 
     /// Both sides have found the daemon again.
