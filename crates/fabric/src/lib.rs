@@ -1,18 +1,24 @@
-//! Moves bytes between processes and hosts: the parts that decide.
+//! Moves bytes between processes and hosts.
 //!
-//! Pure: no I/O, no clock, no threads; time comes in as an argument. [`Transfers`] tells what to post where, and is told
-//! what became of it; whoever owns sockets, queue pairs or shared memory carries it out.
-#![forbid(unsafe_code)]
+//! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. An
+//! [`Engine`] carries that out over TCP.
+#![deny(unsafe_code)]
 
+mod completion;
 mod descriptor;
+mod engine;
+mod hub;
 mod immediates;
+mod regions;
 mod runs;
 mod shape;
+mod tcp;
 mod transfers;
 
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
+pub use engine::{Engine, EngineOptions, FabricError, Handle, Transfer};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};

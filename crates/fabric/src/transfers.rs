@@ -49,6 +49,18 @@ pub struct Ticket(u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(u64);
 
+impl Token {
+    /// As it goes over the wire.
+    pub(crate) fn number(self) -> u64 {
+        self.0
+    }
+
+    /// That a peer sent back; it may be nobody's.
+    pub(crate) fn from_number(number: u64) -> Token {
+        Token(number)
+    }
+}
+
 /// Which way bytes move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
@@ -85,14 +97,14 @@ pub struct Request {
 }
 
 /// What is done on a path at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Work {
     /// Bytes.
     Move {
         /// Which way.
         op: Op,
-        /// Which.
-        run: Run,
+        /// Which; none is empty.
+        runs: Vec<Run>,
     },
     /// An immediate, the `number`-th for this peer.
     Tell {
@@ -106,7 +118,7 @@ pub enum Work {
 }
 
 /// Something to be posted now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Post {
     /// Where.
     pub path: PathId,
@@ -173,6 +185,8 @@ pub enum Action {
 pub struct Options {
     /// Most bytes of one post.
     pub chunk_bytes: u64,
+    /// Most runs of one post.
+    pub chunk_runs: usize,
     /// Most posts under way on one path. A path whose rate is not known yet gets one.
     pub credits: u32,
     /// Of so many posts to a peer one is of [`Priority::Bulk`]; at least 2.
@@ -198,6 +212,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             chunk_bytes: 512 << 10,
+            chunk_runs: 256,
             credits: 16,
             bulk_every: 8,
             live_max: 65_536,
@@ -342,7 +357,8 @@ impl Transfers {
     /// # Panics
     /// If a limit would keep everything, or bulk transfers, from moving, or paths from ever being left alone.
     pub fn new(options: Options) -> Transfers {
-        assert!(options.chunk_bytes > 0 && options.credits > 0 && options.bulk_every > 1, "{options:?}");
+        assert!(options.chunk_bytes > 0 && options.chunk_runs > 0 && options.credits > 0, "{options:?}");
+        assert!(options.bulk_every > 1, "{options:?}");
         assert!(options.backoff > Duration::ZERO && options.live_max > 0, "{options:?}");
         Transfers {
             options,
@@ -656,12 +672,8 @@ impl Transfers {
     fn next_work(&mut self, ticket: Ticket) -> Option<Work> {
         let transfer = self.live.get_mut(&ticket)?;
         transfer.queued = false;
-        if let Some(run) = transfer.runs.pop() {
-            let (run, rest) = run.split(run.len.min(self.options.chunk_bytes));
-            if rest.len > 0 {
-                transfer.runs.push(rest);
-            }
-            return Some(Work::Move { op: transfer.op, run });
+        if !transfer.runs.is_empty() {
+            return Some(Work::Move { op: transfer.op, runs: transfer.take_chunk(&self.options) });
         }
         let Immediate::Due { counter, generation, number } = transfer.immediate else { return None };
         if !transfer.under_way.is_empty() {
@@ -701,7 +713,7 @@ impl Transfers {
                 self.timers.insert((now.saturating_add(self.options.post_patience), Timer::Stall(path)));
             }
         }
-        self.posted.insert(token, Posted { ticket, path, work, at: now });
+        self.posted.insert(token, Posted { ticket, path, work: work.clone(), at: now });
         Post { path, token, ticket, work }
     }
 
@@ -720,7 +732,7 @@ impl Transfers {
     fn post_again(&mut self, posted: Posted) {
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             match posted.work {
-                Work::Move { run, .. } => transfer.runs.push(run),
+                Work::Move { runs, .. } => transfer.runs.extend(runs.into_iter().rev()),
                 Work::Tell { number, counter, generation } => {
                     transfer.immediate = Immediate::Due { counter, generation, number: Some(number) };
                 }
@@ -933,15 +945,31 @@ impl Path {
     /// A post was placed.
     fn note(&mut self, posted: &Posted, now: Duration, backoff: Duration) {
         self.pause = backoff;
-        if let Work::Move { run, .. } = posted.work {
+        if let Work::Move { .. } = posted.work {
             let seconds = now.saturating_sub(posted.at).as_secs_f64().max(1e-9);
-            let rate = run.len as f64 / seconds;
+            let rate = posted.work.bytes() as f64 / seconds;
             self.rate = Some(self.rate.map_or(rate, |known| known * 0.875 + rate * 0.125));
         }
     }
 }
 
 impl Transfer {
+    /// The next runs, within the limits of one post.
+    fn take_chunk(&mut self, options: &Options) -> Vec<Run> {
+        let mut chunk = Vec::new();
+        let mut left = options.chunk_bytes;
+        while left > 0 && chunk.len() < options.chunk_runs {
+            let Some(run) = self.runs.pop() else { break };
+            let (run, rest) = run.split(run.len.min(left));
+            if rest.len > 0 {
+                self.runs.push(rest);
+            }
+            left -= run.len;
+            chunk.push(run);
+        }
+        chunk
+    }
+
     fn has_more(&self) -> bool {
         !self.runs.is_empty() || matches!(self.immediate, Immediate::Due { .. })
     }
@@ -954,7 +982,7 @@ impl Transfer {
 impl Work {
     fn bytes(&self) -> u64 {
         match self {
-            Work::Move { run, .. } => run.len,
+            Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),
             Work::Tell { .. } => 0,
         }
     }

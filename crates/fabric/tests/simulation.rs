@@ -60,7 +60,7 @@ enum Event {
 }
 
 /// Something that the network has taken.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Taken {
     ticket: Ticket,
     path: PathId,
@@ -134,6 +134,7 @@ impl World {
         let mut dice = Dice(seed);
         let options = Options {
             chunk_bytes: 64 + dice.below(1000),
+            chunk_runs: 1 + dice.below(6) as usize,
             credits: 1 + dice.below(4) as u32,
             bulk_every: 2 + dice.below(4) as u32,
             live_max: 100,
@@ -329,7 +330,7 @@ impl World {
             Event::Apply(token) => self.apply(token)?,
             Event::ApplyLate(index) => {
                 self.late_pending -= 1;
-                let Taken { path, work, .. } = self.late[index];
+                let Taken { path, work, .. } = self.late[index].clone();
                 self.take_effect(path, work)?;
             }
             Event::Complete(token) => {
@@ -405,7 +406,7 @@ impl World {
             let Some(taken) = self.taken.remove(&token) else { continue };
             if self.fault == Fault::LateWrite && !taken.applied {
                 self.soon(2000, Event::ApplyLate(self.late.len()));
-                self.late.push(taken);
+                self.late.push(taken.clone());
                 self.late_pending += 1;
             }
             self.known.get_mut(&taken.ticket).unwrap().breaks += 1;
@@ -422,7 +423,7 @@ impl World {
             return Ok(());
         }
         taken.applied = true;
-        let (path, work) = (taken.path, taken.work);
+        let (path, work) = (taken.path, taken.work.clone());
         if fault == Fault::LostWrite && self.dice.one_in(3) {
             return Ok(());
         }
@@ -432,14 +433,16 @@ impl World {
     fn take_effect(&mut self, path: PathId, work: Work) -> Result<(), String> {
         let peer = self.peer_of(path);
         match work {
-            Work::Move { op, run } => {
-                let (here, there, len) =
-                    (run.local.offset as usize, run.remote.offset as usize, run.len as usize);
-                let (here, there) =
-                    (&mut self.local[here..here + len], &mut self.remote[peer][there..there + len]);
-                match op {
-                    Op::Write => there.copy_from_slice(here),
-                    Op::Read => here.copy_from_slice(there),
+            Work::Move { op, runs } => {
+                for run in runs {
+                    let (here, there, len) =
+                        (run.local.offset as usize, run.remote.offset as usize, run.len as usize);
+                    let (here, there) =
+                        (&mut self.local[here..here + len], &mut self.remote[peer][there..there + len]);
+                    match op {
+                        Op::Write => there.copy_from_slice(here),
+                        Op::Read => here.copy_from_slice(there),
+                    }
                 }
             }
             Work::Tell { number, counter, generation } => {
@@ -563,10 +566,14 @@ impl World {
         if self.transfers.under_way(path) > self.options.credits as usize {
             return Err("more posts than credits".into());
         }
-        if let Work::Move { run, .. } = work
-            && !(1..=self.options.chunk_bytes).contains(&run.len)
-        {
-            return Err(format!("a post of {} bytes", run.len));
+        if let Work::Move { runs, .. } = &work {
+            let bytes: u64 = runs.iter().map(|run| run.len).sum();
+            if !(1..=self.options.chunk_bytes).contains(&bytes) || runs.iter().any(|run| run.len == 0) {
+                return Err(format!("a post of {bytes} bytes"));
+            }
+            if runs.len() > self.options.chunk_runs {
+                return Err(format!("a post of {} runs", runs.len()));
+            }
         }
         if !self.up.contains_key(&path) || (!self.calm && self.dice.one_in(10)) {
             if self.dice.one_in(3) {

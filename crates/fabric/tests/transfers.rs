@@ -78,7 +78,7 @@ fn a_post_that_comes_back_ends_the_connection_for_the_others_too() {
     let [first, second] =
         [(); 2].map(|()| transfers.submit(at(10), request(peer, 1, Priority::High)).unwrap());
     let posts = [(); 2].map(|()| transfers.next_post(at(10)).unwrap());
-    assert_eq!(posts.map(|post| post.ticket), [first, second]);
+    assert_eq!(posts.each_ref().map(|post| post.ticket), [first, second]);
     transfers.complete(at(11), posts[0].token, Completion::Unknown);
     assert_eq!(actions(&mut transfers), [Action::Close(paths[0], 0)]);
     assert_eq!((transfers.next_post(at(11)), transfers.under_way(paths[0])), (None, 1));

@@ -1,0 +1,432 @@
+//! The transfer engine of a process: memory, peers, transfers, counters.
+
+#![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
+
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, Event};
+use thiserror::Error;
+
+use crate::descriptor::{Access, Descriptor};
+use crate::hub::{Hub, random};
+use crate::shape::{Pieces, ShapeError};
+use crate::tcp::Identity;
+use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
+
+/// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
+const SPIN: Duration = Duration::from_micros(50);
+/// How long the thread behind leaves the work to those who wait, before it looks whether they still do.
+const PARK: Duration = Duration::from_micros(200);
+/// How long memory that is given back may still be read or written for peers, before their connections are ended.
+const LET_GO: Duration = Duration::from_secs(1);
+const EVENTS: usize = 64;
+
+/// How an engine is set up.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Where peers find it: port 0 for any. Each address is a path of its own for those who connect.
+    pub listen: Vec<SocketAddr>,
+    /// What both sides of a connection have to know. Needed where an address is not of this host only.
+    pub token: String,
+    /// Connections to each address of a peer.
+    pub connections: usize,
+    /// The limits of transfers.
+    pub transfers: Options,
+}
+
+impl Default for EngineOptions {
+    fn default() -> EngineOptions {
+        EngineOptions {
+            listen: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)],
+            token: String::new(),
+            connections: 1,
+            transfers: Options::default(),
+        }
+    }
+}
+
+/// Why something cannot be done.
+#[derive(Debug, Error)]
+pub enum FabricError {
+    /// An address that other hosts reach, without a token.
+    #[error(
+        "{0} can be reached from other hosts: give a token that only your processes know, or listen on 127.0.0.1"
+    )]
+    NoToken(SocketAddr),
+    /// Of the operating system.
+    #[error("the fabric cannot be opened: {0}")]
+    Io(#[from] io::Error),
+    /// The descriptor names no address that can be reached from here.
+    #[error("the peer's descriptor has no address of a kind that is known here")]
+    NoAddress,
+    /// A transfer that does not fit the memory of both sides.
+    #[error(transparent)]
+    Shape(#[from] ShapeError),
+    /// No such peer, or a descriptor of another process.
+    #[error("no such peer: it was removed, or restarted; connect with its new descriptor")]
+    NoSuchPeer,
+    /// Nobody registered this.
+    #[error("region {0} is not registered")]
+    NoSuchRegion(u32),
+    /// Transfers under way use it.
+    #[error("region {region} is in use by {transfers} transfers: wait for them or cancel them first")]
+    RegionInUse {
+        /// The region.
+        region: u32,
+        /// How many.
+        transfers: usize,
+    },
+    /// As many transfers as can be.
+    #[error("{0} transfers are under way, as many as can be: wait for one to be over")]
+    Full(usize),
+}
+
+/// What to move.
+#[derive(Debug, Clone)]
+pub struct Transfer {
+    /// Which way.
+    pub op: Op,
+    /// What.
+    pub pieces: Pieces,
+    /// A counter at the peer, and its generation there, that counts once all bytes are in place.
+    pub immediate: Option<(u32, u32)>,
+    /// After so long it is given up.
+    pub timeout: Option<Duration>,
+    /// Its turn.
+    pub priority: Priority,
+}
+
+impl Transfer {
+    /// All bytes to the peer, with no time limit.
+    pub fn write(pieces: Pieces) -> Transfer {
+        Transfer { op: Op::Write, pieces, immediate: None, timeout: None, priority: Priority::High }
+    }
+
+    /// All bytes from the peer, with no time limit.
+    pub fn read(pieces: Pieces) -> Transfer {
+        Transfer { op: Op::Read, ..Transfer::write(pieces) }
+    }
+}
+
+/// Moves bytes between registered memory of this process and its peers'.
+///
+/// One thread serves peers and carries transfers on; whoever waits for one does that work meanwhile, so that a small
+/// transfer needs no switch of threads. Idle, nothing runs.
+#[derive(Debug)]
+pub struct Engine {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    hub: Mutex<Hub>,
+    /// Something that a sleeper may wait for has happened.
+    changed: Condvar,
+    /// How many wait and do the work; the thread behind rests until there are none.
+    pollers: AtomicUsize,
+    sleepers: AtomicUsize,
+    stop: AtomicBool,
+}
+
+impl Engine {
+    /// Listens, and starts its thread.
+    pub fn new(options: EngineOptions) -> Result<Engine, FabricError> {
+        let is_open = |address: &&SocketAddr| !address.ip().is_loopback() && options.token.is_empty();
+        if let Some(open) = options.listen.iter().find(is_open) {
+            return Err(FabricError::NoToken(*open));
+        }
+        let engine = u128::from(random()?) << 64 | u128::from(random()?);
+        let me = Identity { engine, boot: random()? };
+        let transfers = Transfers::new(options.transfers);
+        let hub = Hub::new(me, &options.token, transfers, &options.listen, options.connections)?;
+        let shared = Arc::new(Shared {
+            hub: Mutex::new(hub),
+            changed: Condvar::new(),
+            pollers: AtomicUsize::new(0),
+            sleepers: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+        });
+        let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.serve()
+        })?;
+        Ok(Engine { shared, thread: Some(thread) })
+    }
+
+    /// Lets transfers touch memory: those of this process both ways, those of peers as `access` says. Answers its number.
+    ///
+    /// # Safety
+    /// The memory is valid for reads and writes until [`Engine::unregister`] has given it back, or the engine was dropped.
+    /// Others may write it at any time, so that it is read and written only as such memory may be.
+    pub unsafe fn register(&self, memory: *mut u8, len: u64, access: Access) -> u32 {
+        self.shared.hub.lock().regions.add(memory.expose_provenance(), len, access)
+    }
+
+    /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
+    pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
+        let mut hub = self.shared.hub.lock();
+        match hub.regions.uses(region) {
+            0 => {}
+            transfers => return Err(FabricError::RegionInUse { region, transfers }),
+        }
+        if !hub.regions.stop_serving(region) {
+            return Err(FabricError::NoSuchRegion(region));
+        }
+        let deadline = Instant::now() + LET_GO;
+        let let_go =
+            self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.is_touched(region)).then_some(()));
+        if let_go.is_none() {
+            hub.end_links_that_touch(region);
+        }
+        hub.regions.remove(region);
+        Ok(())
+    }
+
+    /// What peers have to know of this process and all memory that is registered now.
+    pub fn describe(&self) -> Result<Descriptor, FabricError> {
+        Ok(self.shared.hub.lock().descriptor()?)
+    }
+
+    /// A peer, by what it tells of itself. Connections are made meanwhile.
+    pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
+        let mut hub = self.shared.hub.lock();
+        let peer = hub.add_peer(descriptor).ok_or(FabricError::NoAddress)?;
+        self.shared.wake_if_needed(&hub);
+        Ok(peer)
+    }
+
+    /// Takes note of what memory a peer has registered since.
+    pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
+        let known = self.shared.hub.lock().update_peer(peer, descriptor);
+        known.then_some(()).ok_or(FabricError::NoSuchPeer)
+    }
+
+    /// Ends all transfers with a peer as failed, and its connections.
+    pub fn disconnect(&self, peer: PeerId) {
+        let mut hub = self.shared.hub.lock();
+        hub.remove_peer(peer);
+        self.shared.tell(&mut hub);
+    }
+
+    /// Begins a transfer. Its memory of both sides belongs to it until it is over.
+    pub fn begin(&self, peer: PeerId, transfer: Transfer) -> Result<Handle, FabricError> {
+        let mut hub = self.shared.hub.lock();
+        let now = hub.now();
+        let sides = hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
+        let runs = transfer.pieces.runs(&sides)?;
+        let regions: Vec<u32> = runs.iter().map(|run| run.local.region).collect();
+        let request = Request {
+            peer,
+            op: transfer.op,
+            runs,
+            immediate: transfer.immediate,
+            deadline: transfer.timeout.map(|timeout| now.saturating_add(timeout)),
+            priority: transfer.priority,
+        };
+        let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
+        hub.outcomes.want(ticket);
+        hub.note_use(ticket, regions);
+        hub.pump();
+        self.shared.tell(&mut hub);
+        self.shared.wake_if_needed(&hub);
+        Ok(Handle { shared: Arc::clone(&self.shared), ticket })
+    }
+
+    /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
+    pub fn open_counter(&self, counter: u32) -> u32 {
+        self.shared.hub.lock().immediates.open(counter)
+    }
+
+    /// How many immediates have arrived for a counter of this generation.
+    pub fn count(&self, counter: u32, generation: u32) -> u64 {
+        self.shared.hub.lock().immediates.count(counter, generation)
+    }
+
+    /// Ends a counter's use, and answers the generation of the next.
+    pub fn retire_counter(&self, counter: u32, generation: u32) -> u32 {
+        self.shared.hub.lock().immediates.retire(counter, generation)
+    }
+
+    /// Waits until so many immediates have arrived. False: not in this time.
+    pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
+        let mut hub = self.shared.hub.lock();
+        let reached = |hub: &mut Hub| (hub.immediates.count(counter, generation) >= target).then_some(());
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self.shared.wait(&mut hub, deadline, reached).is_some()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        let mut hub = self.shared.hub.lock();
+        hub.close();
+        self.shared.tell(&mut hub);
+        hub.wake();
+        drop(hub);
+        if let Some(thread) = self.thread.take() {
+            // It does not panic; if it did, there is nothing left to end.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A transfer that was begun. Dropping it changes nothing for the transfer.
+#[derive(Debug)]
+pub struct Handle {
+    shared: Arc<Shared>,
+    ticket: Ticket,
+}
+
+impl Handle {
+    /// The outcome, if it is over.
+    pub fn outcome(&self) -> Option<Result<(), Failure>> {
+        self.shared.hub.lock().outcomes.of(self.ticket)
+    }
+
+    /// Waits until it is over. None: not in this time.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Failure>> {
+        let mut hub = self.shared.hub.lock();
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        self.shared.wait(&mut hub, deadline, |hub| hub.outcomes.of(self.ticket))
+    }
+
+    /// Gives it up. It is over when [`Handle::wait`] says so: its memory belongs to it until then.
+    pub fn cancel(&self) {
+        let mut hub = self.shared.hub.lock();
+        let now = hub.now();
+        hub.transfers.cancel(now, self.ticket);
+        hub.pump();
+        self.shared.tell(&mut hub);
+        self.shared.wake_if_needed(&hub);
+    }
+}
+
+impl Future for Handle {
+    type Output = Result<(), Failure>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut hub = self.shared.hub.lock();
+        match hub.outcomes.of(self.ticket) {
+            Some(outcome) => Poll::Ready(outcome),
+            None => {
+                hub.outcomes.wake_with(self.ticket, context.waker());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.hub.lock().outcomes.forget(self.ticket);
+    }
+}
+
+impl Shared {
+    /// Waits until `found` finds something, and does the engine's work meanwhile. None: not by the deadline.
+    fn wait<T>(
+        &self,
+        hub: &mut MutexGuard<'_, Hub>,
+        deadline: Option<Instant>,
+        mut found: impl FnMut(&mut Hub) -> Option<T>,
+    ) -> Option<T> {
+        if let Some(found) = found(hub) {
+            return Some(found);
+        }
+        let mut events = Vec::<Event>::with_capacity(EVENTS);
+        self.pollers.fetch_add(1, Ordering::AcqRel);
+        let mut spin_until = Instant::now() + SPIN;
+        let answer = loop {
+            if hub.poll(&mut events) {
+                spin_until = Instant::now() + SPIN;
+                self.tell(hub);
+            }
+            if let Some(found) = found(hub) {
+                break Some(found);
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                break None;
+            }
+            if now < spin_until {
+                // Others may begin transfers meanwhile.
+                MutexGuard::bump(hub);
+                continue;
+            }
+            // The thread behind goes on.
+            self.pollers.fetch_sub(1, Ordering::AcqRel);
+            self.sleepers.fetch_add(1, Ordering::AcqRel);
+            self.wake_if_needed(hub);
+            match deadline {
+                Some(deadline) => drop(self.changed.wait_until(hub, deadline)),
+                None => self.changed.wait(hub),
+            }
+            self.sleepers.fetch_sub(1, Ordering::AcqRel);
+            if let Some(found) = found(hub) {
+                return Some(found);
+            }
+            self.pollers.fetch_add(1, Ordering::AcqRel);
+            spin_until = Instant::now() + SPIN;
+        };
+        self.pollers.fetch_sub(1, Ordering::AcqRel);
+        answer
+    }
+
+    /// Wakes those who sleep, if anything happened that they may wait for.
+    fn tell(&self, hub: &mut Hub) {
+        if hub.outcomes.take_changed() && self.sleepers.load(Ordering::Acquire) > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Wakes the thread behind if something is due before it looks by itself.
+    fn wake_if_needed(&self, hub: &Hub) {
+        if hub.asleep_until.is_some_and(|until| hub.next_tick() < until) {
+            hub.wake();
+        }
+    }
+
+    /// What the thread behind does.
+    fn serve(&self) {
+        let epoll = self.hub.lock().epoll();
+        let mut events = Vec::<Event>::with_capacity(EVENTS);
+        let mut busy_until = Instant::now();
+        while !self.stop.load(Ordering::Acquire) {
+            if self.pollers.load(Ordering::Acquire) > 0 {
+                std::thread::sleep(PARK);
+                continue;
+            }
+            let mut hub = self.hub.lock();
+            if hub.poll(&mut events) {
+                busy_until = Instant::now() + SPIN;
+                self.tell(&mut hub);
+            }
+            if Instant::now() < busy_until {
+                continue;
+            }
+            let until = hub.next_tick();
+            let timeout = until.saturating_sub(hub.now());
+            hub.asleep_until = Some(until);
+            drop(hub);
+            // What comes is taken above.
+            events.clear();
+            let timeout =
+                Timespec { tv_sec: timeout.as_secs().min(60) as i64, tv_nsec: timeout.subsec_nanos().into() };
+            let _ = epoll::wait(&*epoll, spare_capacity(&mut events), Some(&timeout));
+            self.hub.lock().asleep_until = None;
+        }
+    }
+}

@@ -1,0 +1,956 @@
+//! All that one process has open: its connections, what goes over them, and what came of it. Nothing here blocks.
+//!
+//! ```text
+//!  connecting side:   TCP connect --> challenge --> Hello sent --> Welcome: up --> (fence) --> gone
+//!  listening side:    accepted: challenge sent --> Hello --> Welcome sent: serving --> gone
+//! ```
+//! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
+//! only when the peer has said over another connection that it reads the broken one no more (a fence), or when the peer's
+//! process is gone: bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
+
+#![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+use crate::completion::Outcomes;
+use crate::descriptor::{Address, Descriptor, RegionDescriptor};
+use crate::immediates::{Arrival, Immediates};
+use crate::regions::{Piece, Regions};
+use crate::runs::Run;
+use crate::shape::{RegionLengths, Side};
+use crate::tcp::{
+    Answer, BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome, Purpose, WireRun,
+    decode_challenge, decode_welcome, encode_challenge, encode_welcome,
+};
+use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Token, Transfers, Work};
+
+/// How often connections are looked at, and how long one may say nothing.
+const LOOK: Duration = Duration::from_secs(1);
+const SILENT: Duration = Duration::from_secs(5);
+/// The first pause before a fence is tried again, and the longest.
+const FENCE_PAUSE: Duration = Duration::from_millis(20);
+const FENCE_PAUSE_MAX: Duration = Duration::from_millis(500);
+/// Answers that a peer may leave unread before it is not served any more: more than any peer's credits ask for.
+const QUEUED_MAX: usize = 1 << 20;
+/// Frames of one connection before the others have their turn.
+const FRAMES_A_TURN: usize = 64;
+/// The provider's number in an [`Address`].
+const TCP: u8 = 1;
+
+const WAKE: u64 = u64::MAX;
+/// Listeners are told from connections by this bit.
+const LISTENER: u64 = 1 << 63;
+
+/// A number of a connection, not used twice.
+type LinkId = u64;
+
+#[derive(Debug)]
+pub(crate) struct Hub {
+    pub(crate) me: Identity,
+    key: Key,
+    begun: Instant,
+    pub(crate) transfers: Transfers,
+    pub(crate) immediates: Immediates,
+    pub(crate) regions: Regions,
+    pub(crate) outcomes: Outcomes,
+    epoll: Arc<OwnedFd>,
+    wake: OwnedFd,
+    listeners: Vec<TcpListener>,
+    /// Paths to each address of a peer.
+    connections: usize,
+    links: HashMap<LinkId, Entry>,
+    next_link: LinkId,
+    /// Links with something to write that has not been tried.
+    dirty: Vec<LinkId>,
+    peers: HashMap<PeerId, Peer>,
+    paths: HashMap<PathId, PathAt>,
+    posted: HashMap<Token, Posted>,
+    fences: Vec<Fence>,
+    /// Regions of this process that transfers under way use.
+    used: HashMap<Ticket, Vec<u32>>,
+    look_at: Duration,
+    /// Until when the thread behind this sleeps if nothing happens.
+    pub(crate) asleep_until: Option<Duration>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    link: Link,
+    role: Role,
+    /// Whether epoll tells when it can be written to.
+    waits_to_write: bool,
+    heard: Duration,
+    acks: Vec<Outcome>,
+}
+
+#[derive(Debug)]
+enum Role {
+    /// Of a peer that has not said who it is.
+    Accepted {
+        challenge: [u8; 16],
+    },
+    /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
+    Serving {
+        from: Identity,
+        connection: u64,
+        body: Option<(u64, bool)>,
+    },
+    /// Ends when all is written.
+    Leaving,
+    /// Ours, on its way: TCP connects, then the peer's challenge comes, then its welcome.
+    Connecting {
+        to: Goal,
+        connection: u64,
+    },
+    Greeted {
+        to: Goal,
+        connection: u64,
+        nonce: [u8; 16],
+    },
+    /// Ours; and the read whose bytes are coming.
+    Up {
+        path: PathId,
+        number: u32,
+        connection: u64,
+        body: Option<Token>,
+    },
+}
+
+/// What a connection of ours is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Goal {
+    /// A path's connection of that number.
+    Path(PathId, u32),
+    /// That nothing more is read of an earlier connection.
+    Fence(u64),
+}
+
+#[derive(Debug)]
+struct Peer {
+    identity: Identity,
+    regions: HashMap<u32, RegionDescriptor>,
+}
+
+#[derive(Debug)]
+struct PathAt {
+    peer: PeerId,
+    address: SocketAddr,
+    link: Option<LinkId>,
+}
+
+#[derive(Debug)]
+struct Posted {
+    link: LinkId,
+    what: Asked,
+}
+
+#[derive(Debug)]
+enum Asked {
+    Write,
+    Read(Vec<Piece>),
+    Tell,
+}
+
+#[derive(Debug)]
+struct Fence {
+    /// The broken connection.
+    connection: u64,
+    path: PathId,
+    peer: PeerId,
+    tokens: Vec<Token>,
+    link: Option<LinkId>,
+    retry_at: Duration,
+    pause: Duration,
+}
+
+/// The lengths of this process's regions and those of a peer.
+pub(crate) struct BothSides<'a> {
+    own: &'a Regions,
+    peer: &'a HashMap<u32, RegionDescriptor>,
+}
+
+impl RegionLengths for BothSides<'_> {
+    fn region_bytes(&self, side: Side, region: u32) -> Option<u64> {
+        match side {
+            Side::Local => self.own.bytes(region),
+            Side::Remote => self.peer.get(&region).map(|region| region.len),
+        }
+    }
+}
+
+impl Hub {
+    pub(crate) fn new(
+        me: Identity,
+        token: &str,
+        transfers: Transfers,
+        listen: &[SocketAddr],
+        connections: usize,
+    ) -> io::Result<Hub> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+        let mut listeners = Vec::new();
+        for (index, address) in (0..).zip(listen) {
+            let listener = TcpListener::bind(address)
+                .map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
+            listener.set_nonblocking(true)?;
+            epoll::add(&epoll, &listener, EventData::new_u64(LISTENER | index), EventFlags::IN)?;
+            listeners.push(listener);
+        }
+        Ok(Hub {
+            me,
+            key: Key::new(token),
+            begun: Instant::now(),
+            transfers,
+            immediates: Immediates::default(),
+            regions: Regions::default(),
+            outcomes: Outcomes::default(),
+            epoll: Arc::new(epoll),
+            wake,
+            listeners,
+            connections: connections.max(1),
+            links: HashMap::new(),
+            next_link: 0,
+            dirty: Vec::new(),
+            peers: HashMap::new(),
+            paths: HashMap::new(),
+            posted: HashMap::new(),
+            fences: Vec::new(),
+            used: HashMap::new(),
+            look_at: LOOK,
+            asleep_until: None,
+        })
+    }
+
+    pub(crate) fn epoll(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.epoll)
+    }
+
+    pub(crate) fn now(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    pub(crate) fn descriptor(&self) -> io::Result<Descriptor> {
+        let address = |listener: &TcpListener| Ok(encode_address(listener.local_addr()?));
+        Ok(Descriptor {
+            boot_nonce: self.me.boot,
+            engine_id: self.me.engine,
+            addresses: self.listeners.iter().map(address).collect::<io::Result<_>>()?,
+            regions: self.regions.descriptors(),
+        })
+    }
+
+    /// A peer; none if it has no address that is known here.
+    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> Option<PeerId> {
+        let addresses: Vec<SocketAddr> = descriptor.addresses.iter().filter_map(decode_address).collect();
+        if addresses.is_empty() {
+            return None;
+        }
+        let now = self.now();
+        let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
+        for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
+            self.paths.insert(path, PathAt { peer, address: *address, link: None });
+        }
+        let identity = Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce };
+        let regions = by_number(descriptor);
+        self.peers.insert(peer, Peer { identity, regions });
+        self.pump();
+        Some(peer)
+    }
+
+    /// The peer's memory, as it is now. False if it is another process's descriptor, or no such peer is known.
+    pub(crate) fn update_peer(&mut self, peer: PeerId, descriptor: &Descriptor) -> bool {
+        let identity = Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce };
+        match self.peers.get_mut(&peer).filter(|peer| peer.identity == identity) {
+            Some(peer) => {
+                peer.regions = by_number(descriptor);
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(crate) fn remove_peer(&mut self, peer: PeerId) {
+        let now = self.now();
+        self.transfers.remove_peer(now, peer);
+        self.pump();
+        self.peers.remove(&peer);
+        // Links of paths that were still connecting.
+        let left: Vec<LinkId> =
+            self.paths.values().filter(|path| path.peer == peer).filter_map(|path| path.link).collect();
+        left.into_iter().for_each(|link| drop(self.links.remove(&link)));
+        self.finish_fences(|fence| fence.peer == peer);
+        self.paths.retain(|_, path| path.peer != peer);
+        self.pump();
+    }
+
+    /// What both sides have registered, if the peer is known.
+    pub(crate) fn both_sides(&self, peer: PeerId) -> Option<BothSides<'_>> {
+        let peer = &self.peers.get(&peer)?.regions;
+        Some(BothSides { own: &self.regions, peer })
+    }
+
+    /// Notes which regions a transfer uses.
+    pub(crate) fn note_use(&mut self, ticket: Ticket, mut regions: Vec<u32>) {
+        regions.sort_unstable();
+        regions.dedup();
+        regions.iter().for_each(|region| self.regions.count_use(*region, 1));
+        self.used.insert(ticket, regions);
+    }
+
+    /// Ends the connections that move bytes of a region for a peer. Whether there were any.
+    pub(crate) fn end_links_that_touch(&mut self, region: u32) -> bool {
+        let busy = self.links_that_touch(region);
+        for link in &busy {
+            self.end(
+                *link,
+                &Ended::Bad(BadFrame("it was too slow to let go of memory that is not shared any more")),
+            );
+        }
+        !busy.is_empty()
+    }
+
+    pub(crate) fn is_touched(&self, region: u32) -> bool {
+        !self.links_that_touch(region).is_empty()
+    }
+
+    fn links_that_touch(&self, region: u32) -> Vec<LinkId> {
+        let Some(memory) = self.regions.all_of(region) else { return Vec::new() };
+        self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link).collect()
+    }
+
+    /// Ends everything; transfers under way are over as failed.
+    pub(crate) fn close(&mut self) {
+        let peers: Vec<PeerId> = self.peers.keys().copied().collect();
+        peers.into_iter().for_each(|peer| self.remove_peer(peer));
+        self.links.clear();
+        self.listeners.clear();
+    }
+
+    /// Lets whoever sleeps for this hub look again.
+    pub(crate) fn wake(&self) {
+        // A counter that is full wakes too.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Takes what came, without waiting. Whether anything happened.
+    pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
+        events.clear();
+        // An interrupted call brought nothing.
+        let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
+        self.handle(events)
+    }
+
+    /// Takes what came, and does what is due. Whether anything happened.
+    fn handle(&mut self, events: &[Event]) -> bool {
+        let mut any = false;
+        for event in events {
+            any = true;
+            match event.data.u64() {
+                WAKE => {
+                    let mut count = [0; 8];
+                    let _ = rustix::io::read(&self.wake, &mut count);
+                }
+                listener if listener & LISTENER != 0 => self.accept((listener ^ LISTENER) as usize),
+                link => self.take(link),
+            }
+        }
+        let now = self.now();
+        if now >= self.look_at {
+            self.look_at = now + LOOK;
+            self.look(now);
+        }
+        self.retry_fences(now);
+        self.pump() || any
+    }
+
+    /// When there is something to do if nothing comes.
+    pub(crate) fn next_tick(&self) -> Duration {
+        let fences =
+            self.fences.iter().filter(|fence| fence.link.is_none()).map(|fence| fence.retry_at).min();
+        let look = (!self.links.is_empty()).then_some(self.look_at);
+        [self.transfers.next_tick(), fences, look].into_iter().flatten().min().unwrap_or(Duration::MAX)
+    }
+
+    /// Posts and does whatever is due now. Whether that was anything.
+    pub(crate) fn pump(&mut self) -> bool {
+        let mut any = false;
+        loop {
+            let now = self.now();
+            self.transfers.tick(now);
+            let mut more = false;
+            while let Some(action) = self.transfers.next_action() {
+                more = true;
+                self.act(action);
+            }
+            while let Some(post) = self.transfers.next_post(now) {
+                more = true;
+                self.post(post);
+            }
+            for link in std::mem::take(&mut self.dirty) {
+                self.flush(link);
+            }
+            any |= more;
+            if !more && self.dirty.is_empty() {
+                return any;
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Over(ticket, outcome) => {
+                for region in self.used.remove(&ticket).unwrap_or_default() {
+                    self.regions.count_use(region, -1);
+                }
+                self.outcomes.tell(ticket, outcome);
+            }
+            Action::Close(path, number) => {
+                let link = self.paths.get(&path).and_then(|path| path.link);
+                let is_it = |entry: &Entry| matches!(entry.role, Role::Up { number: of, .. } if of == number);
+                if let Some(link) = link.filter(|link| self.links.get(link).is_some_and(is_it)) {
+                    self.end(link, &Ended::Bad(BadFrame("a part of a transfer took too long")));
+                }
+            }
+            Action::Connect(path, number) => {
+                let Some(at) = self.paths.get(&path) else { return };
+                let (peer, address) = (at.peer, at.address);
+                match self.connect(address, Goal::Path(path, number)) {
+                    Ok(link) => {
+                        if let Some(path) = self.paths.get_mut(&path) {
+                            path.link = Some(link);
+                        }
+                    }
+                    Err(error) => {
+                        tracing::debug!(?peer, %address, %error, "cannot connect");
+                        let now = self.now();
+                        self.transfers.path_broke(now, path, number);
+                    }
+                }
+            }
+            Action::Lost(peer) => {
+                tracing::warn!(?peer, "a peer cannot be reached any more");
+                self.finish_fences(|fence| fence.peer == peer);
+            }
+        }
+    }
+
+    fn connect(&mut self, address: SocketAddr, to: Goal) -> io::Result<LinkId> {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) | Err(Errno::INPROGRESS) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let role = Role::Connecting { to, connection: random()? };
+        // Told when it is connected, or is not going to be.
+        self.add(socket.into(), role, true)
+    }
+
+    fn add(&mut self, socket: TcpStream, role: Role, waits_to_write: bool) -> io::Result<LinkId> {
+        socket.set_nodelay(true)?;
+        let id = self.next_link;
+        self.next_link += 1;
+        let heard = self.now();
+        let link = Link::new(socket)?;
+        epoll::add(&self.epoll, &link, EventData::new_u64(id), interest(waits_to_write))?;
+        self.links.insert(id, Entry { link, role, waits_to_write, heard, acks: Vec::new() });
+        self.look_at = self.look_at.min(heard + LOOK);
+        Ok(id)
+    }
+
+    fn accept(&mut self, index: usize) {
+        loop {
+            let Some(listener) = self.listeners.get(index) else { return };
+            let socket = match listener.accept() {
+                Ok((socket, _)) => socket,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    // Of the one connection, or of too many descriptors: others go on.
+                    tracing::warn!(%error, "a connection cannot be accepted");
+                    return;
+                }
+            };
+            let added = random().and_then(|challenge| {
+                let challenge = challenge_of(challenge, random()?);
+                let link = self.add(socket, Role::Accepted { challenge }, false)?;
+                self.say(link, encode_challenge(&challenge));
+                Ok(())
+            });
+            if let Err(error) = added {
+                tracing::warn!(%error, "a connection cannot be accepted");
+            }
+        }
+    }
+
+    fn say(&mut self, link: LinkId, bytes: Vec<u8>) {
+        if let Some(entry) = self.links.get_mut(&link) {
+            entry.link.say(bytes);
+            self.dirty.push(link);
+        }
+    }
+
+    fn flush(&mut self, id: LinkId) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if matches!(entry.role, Role::Connecting { .. }) {
+            return;
+        }
+        // SAFETY: memory that is queued belongs to a registered region: of a transfer under way, or served to a peer;
+        // a region is not given back before no link touches it.
+        if let Err(ended) = unsafe { entry.link.flush() } {
+            return self.end(id, &ended);
+        }
+        let waits = !entry.link.is_flushed();
+        if matches!(entry.role, Role::Leaving) && !waits {
+            self.links.remove(&id);
+        } else if waits != entry.waits_to_write {
+            entry.waits_to_write = waits;
+            let changed = epoll::modify(&self.epoll, &entry.link, EventData::new_u64(id), interest(waits));
+            if let Err(errno) = changed {
+                self.end(id, &Ended::Io(errno.into()));
+            }
+        }
+    }
+
+    /// A connection can be read or written.
+    fn take(&mut self, id: LinkId) {
+        let now = self.now();
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if entry.waits_to_write {
+            self.dirty.push(id);
+        }
+        for _ in 0..FRAMES_A_TURN {
+            match self.take_next(id, now) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(ended) => return self.end(id, &ended),
+            }
+        }
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if !entry.acks.is_empty() {
+            for outcomes in std::mem::take(&mut entry.acks).chunks(ENTRIES_MAX) {
+                let mut frame = Head::Ack { outcomes: outcomes.len() }.encode().to_vec();
+                outcomes.iter().for_each(|outcome| outcome.encode(&mut frame));
+                entry.link.say(frame);
+            }
+            self.dirty.push(id);
+        }
+    }
+
+    /// Takes the next thing that came over a connection. False: there is nothing, or the connection is gone.
+    fn take_next(&mut self, id: LinkId, now: Duration) -> Result<bool, Ended> {
+        let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
+        match &mut entry.role {
+            Role::Accepted { challenge } => {
+                let Some(hello) = entry.link.greeting()? else { return Ok(false) };
+                let hello = Hello::decode(&hello, &self.key, challenge)?;
+                self.greet(id, hello, now);
+                Ok(true)
+            }
+            Role::Connecting { to, connection } => {
+                if let Ok(Err(errno)) | Err(errno) = sockopt::socket_error(&entry.link) {
+                    return Err(Ended::Io(errno.into()));
+                }
+                let Some(challenge) = entry.link.greeting()? else { return Ok(false) };
+                let challenge = decode_challenge(&challenge)?;
+                let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
+                entry.role = Role::Greeted { to, connection, nonce };
+                entry.heard = now;
+                let (purpose, peer) = match to {
+                    Goal::Path(path, _) => (Purpose::Path, self.paths.get(&path).map(|path| path.peer)),
+                    Goal::Fence(of) => {
+                        let fence = self.fences.iter().find(|fence| fence.connection == of);
+                        (Purpose::Fence(of), fence.map(|fence| fence.peer))
+                    }
+                };
+                let Some(peer) = peer.and_then(|peer| self.peers.get(&peer)) else {
+                    return Err(Ended::Closed);
+                };
+                let hello = Hello { purpose, connection, from: self.me, to: peer.identity, nonce };
+                let bytes = hello.encode(&self.key, &challenge);
+                self.say(id, bytes);
+                Ok(true)
+            }
+            Role::Greeted { to, connection, nonce } => {
+                let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
+                let (to, connection) = (*to, *connection);
+                let answer = decode_welcome(&welcome, &self.key, nonce)?;
+                entry.heard = now;
+                self.welcomed(id, to, connection, answer)
+            }
+            Role::Serving { .. } | Role::Up { .. } => {
+                // SAFETY: expected memory belongs to a registered region, as queued memory does.
+                let came = unsafe { entry.link.receive()? };
+                if matches!(came, Came::Nothing) {
+                    return Ok(false);
+                }
+                entry.heard = now;
+                match came {
+                    Came::Frame(head, entries) => self.take_frame(id, head, &entries, now)?,
+                    _ => self.take_body(id, now),
+                }
+                Ok(true)
+            }
+            Role::Leaving => Err(Ended::Closed),
+        }
+    }
+
+    /// A peer has said who it is; None: without a proof.
+    fn greet(&mut self, id: LinkId, hello: Option<Hello>, now: Duration) {
+        let (answer, nonce) = match hello {
+            None => (Answer::WrongToken, [0; 16]),
+            Some(hello) if hello.to != self.me => (Answer::SomebodyElse, hello.nonce),
+            Some(hello) => (Answer::Welcome, hello.nonce),
+        };
+        if let (Answer::Welcome, Some(Hello { purpose: Purpose::Fence(of), from, .. })) = (answer, hello) {
+            let is_it = |entry: &Entry| matches!(entry.role, Role::Serving { from: f, connection, .. } if (f, connection) == (from, of));
+            let fenced: Vec<LinkId> =
+                self.links.iter().filter(|(_, entry)| is_it(entry)).map(|(link, _)| *link).collect();
+            fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
+        }
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        entry.heard = now;
+        entry.role = match (answer, hello) {
+            (Answer::Welcome, Some(Hello { purpose: Purpose::Path, from, connection, .. })) => {
+                Role::Serving { from, connection, body: None }
+            }
+            _ => Role::Leaving,
+        };
+        if answer == Answer::WrongToken {
+            tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer without the token");
+        }
+        let welcome = encode_welcome(answer, self.me, &self.key, &nonce);
+        self.say(id, welcome);
+    }
+
+    /// The peer has answered our greeting; None: without a proof.
+    fn welcomed(
+        &mut self,
+        id: LinkId,
+        to: Goal,
+        connection: u64,
+        answer: Option<(Answer, Identity)>,
+    ) -> Result<bool, Ended> {
+        match (answer, to) {
+            (Some((Answer::Welcome, _)), Goal::Path(path, number)) => {
+                if !self.transfers.path_up(path, number) {
+                    return Err(Ended::Closed);
+                }
+                if let Some(entry) = self.links.get_mut(&id) {
+                    entry.role = Role::Up { path, number, connection, body: None };
+                }
+                Ok(true)
+            }
+            // The process that read the broken connection is another one, so it is gone.
+            (Some(_), Goal::Fence(of)) => {
+                self.links.remove(&id);
+                self.finish_fences(|fence| fence.connection == of);
+                Ok(false)
+            }
+            (Some(_), Goal::Path(..)) => {
+                Err(BadFrame("another process listens there now: describe the peer's memory again").into())
+            }
+            (None, _) => Err(BadFrame("it has another token").into()),
+        }
+    }
+
+    fn take_frame(&mut self, id: LinkId, head: Head, entries: &[u8], now: Duration) -> Result<(), Ended> {
+        let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
+        if entry.link.queued() > QUEUED_MAX {
+            return Err(BadFrame("it asks for more than it takes").into());
+        }
+        match (&mut entry.role, head) {
+            (_, Head::Ping) => self.say(id, Head::Pong.encode().to_vec()),
+            (_, Head::Pong) => {}
+            (Role::Serving { body, .. }, Head::Write { token, bytes, .. }) => {
+                let runs = WireRun::decode_all(entries, bytes)?;
+                let pieces = pieces_for_peer(&self.regions, &runs, true);
+                *body = Some((token, pieces.is_none()));
+                let discard = if pieces.is_none() { bytes } else { 0 };
+                entry.link.expect(pieces.unwrap_or_default(), discard);
+            }
+            (Role::Serving { .. }, Head::Read { token, bytes, .. }) => {
+                let runs = WireRun::decode_all(entries, bytes)?;
+                match pieces_for_peer(&self.regions, &runs, false) {
+                    Some(pieces) => {
+                        entry.link.say(Head::Data { token, bytes }.encode().to_vec());
+                        pieces.into_iter().for_each(|piece| entry.link.say_memory(piece));
+                        self.dirty.push(id);
+                    }
+                    None => entry.acks.push(Outcome { token, refused: true }),
+                }
+            }
+            (Role::Serving { from, .. }, Head::Tell { token, number, counter, generation }) => {
+                let arrival = self.immediates.arrive(from.engine, number, counter, generation);
+                if matches!(arrival, Arrival::Counted(_)) {
+                    self.outcomes.note_change();
+                }
+                entry.acks.push(Outcome { token, refused: arrival == Arrival::Refused });
+            }
+            (Role::Up { body, .. }, Head::Data { token, bytes }) => {
+                let token = Token::from_number(token);
+                let pieces = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
+                    Some(Posted { what: Asked::Read(pieces), .. }) => std::mem::take(pieces),
+                    _ => return Err(BadFrame("an answer to nothing").into()),
+                };
+                if pieces.iter().map(|piece| piece.len as u64).sum::<u64>() != bytes {
+                    return Err(BadFrame("an answer of other bytes").into());
+                }
+                *body = Some(token);
+                entry.link.expect(pieces, 0);
+            }
+            (Role::Up { .. }, Head::Ack { .. }) => {
+                for Outcome { token, refused } in Outcome::decode_all(entries) {
+                    let token = Token::from_number(token);
+                    if self.posted.get(&token).is_some_and(|posted| posted.link == id) {
+                        self.posted.remove(&token);
+                        let completion = if refused { Completion::Refused } else { Completion::Placed };
+                        self.transfers.complete(now, token, completion);
+                    }
+                }
+            }
+            _ => return Err(BadFrame("a frame that is not its side's").into()),
+        }
+        Ok(())
+    }
+
+    /// All bytes of the last frame are in place.
+    fn take_body(&mut self, id: LinkId, now: Duration) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        match &mut entry.role {
+            Role::Serving { body, .. } => {
+                if let Some((token, refused)) = body.take() {
+                    entry.acks.push(Outcome { token, refused });
+                }
+            }
+            Role::Up { body, .. } => {
+                if let Some(token) = body.take() {
+                    self.posted.remove(&token);
+                    self.transfers.complete(now, token, Completion::Placed);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn post(&mut self, post: Post) {
+        let Post { path, token, work, .. } = post;
+        let now = self.now();
+        let at = self.paths.get(&path);
+        let Some((at, link)) = at.and_then(|at| at.link.map(|link| (at, link))) else {
+            return self.transfers.hand_back(now, token);
+        };
+        let (Some(peer), Some(entry)) = (self.peers.get(&at.peer), self.links.get_mut(&link)) else {
+            return self.transfers.hand_back(now, token);
+        };
+        let number = token.number();
+        let what = match work {
+            Work::Tell { number: of, counter, generation } => {
+                let head = Head::Tell { token: number, number: of, counter, generation };
+                entry.link.say(head.encode().to_vec());
+                Asked::Tell
+            }
+            Work::Move { op, runs } => {
+                let bytes = runs.iter().map(|run| run.len).sum();
+                let count = runs.len();
+                let head = match op {
+                    Op::Write => Head::Write { token: number, runs: count, bytes },
+                    Op::Read => Head::Read { token: number, runs: count, bytes },
+                };
+                let mut frame = head.encode().to_vec();
+                let mut pieces = Vec::with_capacity(count);
+                for Run { local, remote, len } in runs {
+                    let generation = peer.regions.get(&remote.region).map(|region| region.generation);
+                    let piece = self.regions.own(local.region, local.offset, len);
+                    let (Some(piece), Some(generation)) = (piece, generation) else {
+                        // The peer's memory was described anew since, without this region.
+                        self.transfers.complete(now, token, Completion::Refused);
+                        return;
+                    };
+                    WireRun { region: remote.region, generation, offset: remote.offset, len }
+                        .encode(&mut frame);
+                    pieces.push(piece);
+                }
+                entry.link.say(frame);
+                match op {
+                    Op::Write => {
+                        pieces.into_iter().for_each(|piece| entry.link.say_memory(piece));
+                        Asked::Write
+                    }
+                    Op::Read => Asked::Read(pieces),
+                }
+            }
+        };
+        self.posted.insert(token, Posted { link, what });
+        self.dirty.push(link);
+    }
+
+    /// A connection is over.
+    fn end(&mut self, id: LinkId, why: &Ended) {
+        let Some(entry) = self.links.remove(&id) else { return };
+        let now = self.now();
+        let peer = entry.link.socket().peer_addr().ok();
+        match entry.role {
+            Role::Accepted { .. } | Role::Leaving => tracing::debug!(?peer, %why, "a connection ended"),
+            Role::Serving { .. } => tracing::debug!(?peer, %why, "a peer's connection ended"),
+            Role::Connecting { to, .. } | Role::Greeted { to, .. } => {
+                tracing::debug!(?peer, %why, ?to, "a connection failed");
+                match to {
+                    Goal::Path(path, number) => {
+                        self.unlink(path, id);
+                        self.transfers.path_broke(now, path, number);
+                    }
+                    // Nobody listens there: the process that read the broken connection is gone.
+                    Goal::Fence(of) if is_refused(why) => self.finish_fences(|fence| fence.connection == of),
+                    Goal::Fence(of) => {
+                        let fence = self.fences.iter_mut().find(|fence| fence.connection == of);
+                        if let Some(fence) = fence {
+                            fence.link = None;
+                            fence.retry_at = now + fence.pause;
+                            fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
+                        }
+                    }
+                }
+            }
+            Role::Up { path, number, connection, .. } => {
+                tracing::info!(?peer, %why, "a path broke");
+                // Closed first: nothing of ours is read or written any more.
+                drop(entry.link);
+                let of_link = |posted: &&Posted| posted.link == id;
+                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write);
+                let mut broken: Vec<(Token, bool)> = self
+                    .posted
+                    .iter()
+                    .filter(|(_, posted)| of_link(posted))
+                    .map(|(token, posted)| (*token, is_write(posted)))
+                    .collect();
+                broken.sort_unstable_by_key(|(token, _)| *token);
+                broken.iter().for_each(|(token, _)| drop(self.posted.remove(token)));
+                let peer = self.unlink(path, id);
+                self.transfers.path_broke(now, path, number);
+                let (writes, others): (Vec<_>, Vec<_>) =
+                    broken.into_iter().partition(|(_, is_write)| *is_write);
+                let tokens: Vec<Token> = writes.into_iter().map(|(token, _)| token).collect();
+                for (token, _) in others {
+                    self.transfers.complete(now, token, Completion::Unknown);
+                }
+                match peer.filter(|peer| !tokens.is_empty() && self.peers.contains_key(peer)) {
+                    Some(peer) => {
+                        let (link, retry_at, pause) = (None, now, FENCE_PAUSE);
+                        self.fences.push(Fence { connection, path, peer, tokens, link, retry_at, pause });
+                        self.retry_fences(now);
+                    }
+                    None => tokens
+                        .into_iter()
+                        .for_each(|token| self.transfers.complete(now, token, Completion::Unknown)),
+                }
+            }
+        }
+    }
+
+    /// The path has this connection no more. Answers its peer.
+    fn unlink(&mut self, path: PathId, link: LinkId) -> Option<PeerId> {
+        let path = self.paths.get_mut(&path)?;
+        if path.link == Some(link) {
+            path.link = None;
+        }
+        Some(path.peer)
+    }
+
+    fn retry_fences(&mut self, now: Duration) {
+        for index in 0..self.fences.len() {
+            let Fence { connection, path, link, retry_at, .. } = self.fences[index];
+            if link.is_some() || retry_at > now {
+                continue;
+            }
+            let Some(address) = self.paths.get(&path).map(|path| path.address) else { continue };
+            match self.connect(address, Goal::Fence(connection)) {
+                Ok(link) => self.fences[index].link = Some(link),
+                Err(error) => {
+                    tracing::debug!(%address, %error, "cannot connect");
+                    let fence = &mut self.fences[index];
+                    fence.retry_at = now + fence.pause;
+                    fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
+                }
+            }
+        }
+    }
+
+    /// What these connections carried has come back.
+    fn finish_fences(&mut self, is_one: impl Fn(&Fence) -> bool) {
+        let now = self.now();
+        let (done, left) = std::mem::take(&mut self.fences).into_iter().partition(is_one);
+        self.fences = left;
+        for fence in done {
+            fence.link.map(|link| self.links.remove(&link));
+            for token in fence.tokens {
+                self.transfers.complete(now, token, Completion::Unknown);
+            }
+        }
+    }
+
+    /// Ends connections that say nothing, and says something where nobody else does.
+    fn look(&mut self, now: Duration) {
+        let silent = |entry: &Entry| now.saturating_sub(entry.heard);
+        let dead: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| silent(entry) >= SILENT).map(|(link, _)| *link).collect();
+        for link in dead {
+            self.end(link, &Ended::Io(io::ErrorKind::TimedOut.into()));
+        }
+        let is_quiet = |entry: &Entry| matches!(entry.role, Role::Up { .. }) && silent(entry) >= LOOK / 2;
+        let quiet: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| is_quiet(entry)).map(|(link, _)| *link).collect();
+        quiet.into_iter().for_each(|link| self.say(link, Head::Ping.encode().to_vec()));
+    }
+}
+
+fn pieces_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool) -> Option<Vec<Piece>> {
+    runs.iter()
+        .map(|run| regions.for_peer(run.region, run.generation, run.offset, run.len, is_write))
+        .collect()
+}
+
+fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
+    descriptor.regions.iter().map(|region| (region.number, *region)).collect()
+}
+
+fn interest(writes: bool) -> EventFlags {
+    if writes { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN }
+}
+
+fn is_refused(why: &Ended) -> bool {
+    matches!(why, Ended::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+fn challenge_of(one: u64, other: u64) -> [u8; 16] {
+    (u128::from(one) << 64 | u128::from(other)).to_le_bytes()
+}
+
+/// A number that nobody else draws.
+pub(crate) fn random() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+fn encode_address(address: SocketAddr) -> Address {
+    Address { kind: TCP, bytes: address.to_string().into_bytes() }
+}
+
+/// None if it is of another provider, or nothing that this one can reach.
+fn decode_address(address: &Address) -> Option<SocketAddr> {
+    let text = (address.kind == TCP).then_some(&address.bytes)?;
+    std::str::from_utf8(text).ok()?.parse().ok()
+}

@@ -1,0 +1,252 @@
+//! What goes over a TCP connection.
+//!
+//! A connection carries the transfers of the side that connected; the other side serves them. It begins so:
+//!
+//! ```text
+//!  connecting side                              listening side
+//!      |  <--- Challenge: KVFT, version, nonce -----  |
+//!      |  --- Hello: who, for whom, proof --------->  |
+//!      |  <--- Welcome: who, proof, or a refusal ---  |
+//! ```
+//! A proof is an HMAC-SHA256 with the shared token over both nonces and what the message says; without a token the key is
+//! empty. Then frames follow, each with a head of 32 bytes, little-endian:
+//!
+//! ```text
+//!  0      1      2        4          8            16           24           32
+//!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
+//!  | kind | 0    | count  | 0        | token      | bytes      | more       | count entries, then the bytes |
+//!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
+//!  Write   count runs; bytes follow, to be placed in the runs one after the other      -> Ack
+//!  Read    count runs, which have so many bytes together                               -> Data, or Ack (refused)
+//!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
+//!  Data    bytes follow: the answer to the Read of that token
+//!  Ack     count outcomes
+//!  Ping                                                                                -> Pong
+//!  Pong
+//!  run:      | region u32 | generation u32 | offset u64 | len u64 |
+//!  outcome:  | token u64  | refused u32    | 0 u32      |
+//! ```
+
+use thiserror::Error;
+
+/// Bytes of a head.
+pub(crate) const HEAD_BYTES: usize = 32;
+/// Bytes of a run.
+pub(crate) const RUN_BYTES: usize = 24;
+/// Bytes of an outcome.
+pub(crate) const OUTCOME_BYTES: usize = 16;
+/// Most entries of a frame.
+pub(crate) const ENTRIES_MAX: usize = 512;
+/// Most bytes that one frame moves.
+pub(crate) const BYTES_MAX: u64 = 64 << 20;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Head {
+    Write { token: u64, runs: usize, bytes: u64 },
+    Read { token: u64, runs: usize, bytes: u64 },
+    Tell { token: u64, number: u64, counter: u32, generation: u32 },
+    Data { token: u64, bytes: u64 },
+    Ack { outcomes: usize },
+    Ping,
+    Pong,
+}
+
+/// Bytes at the side that listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WireRun {
+    pub(crate) region: u32,
+    pub(crate) generation: u32,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// What became of something asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    pub(crate) token: u64,
+    pub(crate) refused: bool,
+}
+
+/// A peer that does not keep to the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("the peer does not speak this protocol: {0}")]
+pub(crate) struct BadFrame(pub(crate) &'static str);
+
+impl Head {
+    pub(crate) fn encode(&self) -> [u8; HEAD_BYTES] {
+        let (kind, count, token, bytes, more) = match *self {
+            Head::Write { token, runs, bytes } => (1, runs, token, bytes, 0),
+            Head::Read { token, runs, bytes } => (2, runs, token, bytes, 0),
+            Head::Tell { token, number, counter, generation } => {
+                (3, 0, token, number, u64::from(counter) | u64::from(generation) << 32)
+            }
+            Head::Data { token, bytes } => (4, 0, token, bytes, 0),
+            Head::Ack { outcomes } => (5, outcomes, 0, 0, 0),
+            Head::Ping => (6, 0, 0, 0, 0),
+            Head::Pong => (7, 0, 0, 0, 0),
+        };
+        debug_assert!(count <= ENTRIES_MAX);
+        let mut head = [0; HEAD_BYTES];
+        head[0] = kind;
+        head[2..4].copy_from_slice(&(count as u16).to_le_bytes());
+        head[8..16].copy_from_slice(&token.to_le_bytes());
+        head[16..24].copy_from_slice(&bytes.to_le_bytes());
+        head[24..].copy_from_slice(&more.to_le_bytes());
+        head
+    }
+
+    pub(crate) fn decode(head: &[u8; HEAD_BYTES]) -> Result<Head, BadFrame> {
+        let count = usize::from(u16::from_le_bytes([head[2], head[3]]));
+        let [token, bytes, more] = [word(head, 8), word(head, 16), word(head, 24)];
+        if count > ENTRIES_MAX {
+            return Err(BadFrame("a frame with too many entries"));
+        }
+        let moved = |head: Head| match bytes {
+            1..=BYTES_MAX => Ok(head),
+            _ => Err(BadFrame("a frame of no or too many bytes")),
+        };
+        match (head[0], count) {
+            (1, 1..) => moved(Head::Write { token, runs: count, bytes }),
+            (2, 1..) => moved(Head::Read { token, runs: count, bytes }),
+            (3, 0) => {
+                Ok(Head::Tell { token, number: bytes, counter: more as u32, generation: (more >> 32) as u32 })
+            }
+            (4, 0) => moved(Head::Data { token, bytes }),
+            (5, 1..) => Ok(Head::Ack { outcomes: count }),
+            (6, 0) => Ok(Head::Ping),
+            (7, 0) => Ok(Head::Pong),
+            _ => Err(BadFrame("a frame of no known kind")),
+        }
+    }
+
+    /// Bytes of the entries that follow the head.
+    pub(crate) fn entry_bytes(&self) -> usize {
+        match self {
+            Head::Write { runs, .. } | Head::Read { runs, .. } => runs * RUN_BYTES,
+            Head::Ack { outcomes } => outcomes * OUTCOME_BYTES,
+            _ => 0,
+        }
+    }
+}
+
+impl WireRun {
+    pub(crate) fn encode(&self, to: &mut Vec<u8>) {
+        to.extend(self.region.to_le_bytes());
+        to.extend(self.generation.to_le_bytes());
+        to.extend(self.offset.to_le_bytes());
+        to.extend(self.len.to_le_bytes());
+    }
+
+    /// All runs of a frame. None is empty, and together they have `bytes`.
+    pub(crate) fn decode_all(entries: &[u8], bytes: u64) -> Result<Vec<WireRun>, BadFrame> {
+        let mut left = bytes;
+        let decode = |entry: &[u8]| {
+            let run = WireRun {
+                region: word(entry, 0) as u32,
+                generation: (word(entry, 0) >> 32) as u32,
+                offset: word(entry, 8),
+                len: word(entry, 16),
+            };
+            left =
+                left.checked_sub(run.len).filter(|_| run.len > 0).ok_or(BadFrame("runs of other bytes"))?;
+            Ok(run)
+        };
+        let runs: Result<Vec<WireRun>, BadFrame> = entries.chunks_exact(RUN_BYTES).map(decode).collect();
+        runs.and_then(|runs| if left == 0 { Ok(runs) } else { Err(BadFrame("runs of other bytes")) })
+    }
+}
+
+impl Outcome {
+    pub(crate) fn encode(&self, to: &mut Vec<u8>) {
+        to.extend(self.token.to_le_bytes());
+        to.extend(u64::from(self.refused).to_le_bytes());
+    }
+
+    pub(crate) fn decode_all(entries: &[u8]) -> impl Iterator<Item = Outcome> {
+        entries
+            .chunks_exact(OUTCOME_BYTES)
+            .map(|entry| Outcome { token: word(entry, 0), refused: word(entry, 8) != 0 })
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn head() -> impl Strategy<Value = Head> {
+        let (token, count, bytes) = (any::<u64>(), 1..=ENTRIES_MAX, 1..=BYTES_MAX);
+        prop_oneof![
+            (token, count.clone(), bytes.clone()).prop_map(|(token, runs, bytes)| Head::Write {
+                token,
+                runs,
+                bytes
+            }),
+            (token, count.clone(), bytes.clone()).prop_map(|(token, runs, bytes)| Head::Read {
+                token,
+                runs,
+                bytes
+            }),
+            (token, any::<u64>(), any::<u32>(), any::<u32>()).prop_map(
+                |(token, number, counter, generation)| Head::Tell { token, number, counter, generation }
+            ),
+            (token, bytes).prop_map(|(token, bytes)| Head::Data { token, bytes }),
+            count.prop_map(|outcomes| Head::Ack { outcomes }),
+            Just(Head::Ping),
+            Just(Head::Pong),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_head_is_read_as_it_was_written(head in head()) {
+            prop_assert_eq!(Head::decode(&head.encode()), Ok(head));
+        }
+
+        #[test]
+        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..9u8) {
+            let mut bytes = bytes;
+            bytes[0] = kind;
+            if let Ok(Head::Write { runs, bytes, .. } | Head::Read { runs, bytes, .. }) = Head::decode(&bytes) {
+                prop_assert!((1..=ENTRIES_MAX).contains(&runs) && (1..=BYTES_MAX).contains(&bytes));
+            }
+        }
+
+        #[test]
+        fn runs_are_read_as_they_were_written_and_fit_their_frame(
+            runs in vec((any::<u32>(), any::<u32>(), any::<u64>(), 1..1000u64), 1..20), off in -1..=1i64,
+        ) {
+            let runs: Vec<WireRun> = runs
+                .into_iter()
+                .map(|(region, generation, offset, len)| WireRun { region, generation, offset, len })
+                .collect();
+            let mut entries = Vec::new();
+            runs.iter().for_each(|run| run.encode(&mut entries));
+            let bytes: u64 = runs.iter().map(|run| run.len).sum();
+            let read = WireRun::decode_all(&entries, bytes.wrapping_add_signed(off));
+            if off == 0 {
+                prop_assert_eq!(read, Ok(runs));
+            } else {
+                prop_assert!(read.is_err());
+            }
+        }
+
+        #[test]
+        fn outcomes_are_read_as_they_were_written(outcomes in vec((any::<u64>(), any::<bool>()), 1..20)) {
+            let outcomes: Vec<Outcome> =
+                outcomes.into_iter().map(|(token, refused)| Outcome { token, refused }).collect();
+            let mut entries = Vec::new();
+            outcomes.iter().for_each(|outcome| outcome.encode(&mut entries));
+            prop_assert_eq!(Outcome::decode_all(&entries).collect::<Vec<_>>(), outcomes);
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! Who is at the other end of a connection, before anything else.
+//!
+//! ```text
+//!  Challenge:  | KVFT | version u8 | 0 x 3 | nonce 16 |
+//!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
+//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | proof 32 |
+//!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64 | proof 32 |
+//! ```
+//! A proof is the HMAC-SHA256 of the other side's nonce and the message before the proof, with the shared token as key:
+//! only who has the token can make it, and none is good a second time.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use super::frame::BadFrame;
+
+pub(crate) const CHALLENGE_BYTES: usize = 24;
+pub(crate) const HELLO_BYTES: usize = 120;
+pub(crate) const WELCOME_BYTES: usize = 64;
+const MAGIC: [u8; 4] = *b"KVFT";
+const VERSION: u8 = 1;
+const PROOF_BYTES: usize = 32;
+
+/// A process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Identity {
+    pub(crate) engine: u128,
+    /// Another one after each start.
+    pub(crate) boot: u64,
+}
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// Transfers.
+    Path,
+    /// The listening side is to read nothing more of this earlier connection; a welcome says that it does not.
+    Fence(u64),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) purpose: Purpose,
+    /// Drawn by the side that connects; unlike that of all others.
+    pub(crate) connection: u64,
+    pub(crate) from: Identity,
+    pub(crate) to: Identity,
+    pub(crate) nonce: [u8; 16],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Welcome,
+    /// The proof is wrong.
+    WrongToken,
+    /// Another process than the wanted one listens here.
+    SomebodyElse,
+}
+
+/// The token that both sides have; may be empty.
+#[derive(Clone)]
+pub(crate) struct Key(Vec<u8>);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
+
+impl Key {
+    pub(crate) fn new(token: &str) -> Key {
+        Key(token.as_bytes().to_vec())
+    }
+
+    fn mac(&self, nonce: &[u8; 16], message: &[u8]) -> Option<Hmac<Sha256>> {
+        // HMAC takes keys of any length.
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).ok()?;
+        mac.update(nonce);
+        mac.update(message);
+        Some(mac)
+    }
+
+    fn prove(&self, nonce: &[u8; 16], message: &[u8]) -> [u8; PROOF_BYTES] {
+        self.mac(nonce, message).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
+    }
+
+    /// In constant time.
+    fn is_proof(&self, nonce: &[u8; 16], message: &[u8], proof: &[u8]) -> bool {
+        self.mac(nonce, message).is_some_and(|mac| mac.verify_slice(proof).is_ok())
+    }
+}
+
+pub(crate) fn encode_challenge(nonce: &[u8; 16]) -> Vec<u8> {
+    let mut bytes = begin(0);
+    bytes.extend(nonce);
+    bytes
+}
+
+pub(crate) fn decode_challenge(bytes: &[u8; CHALLENGE_BYTES]) -> Result<[u8; 16], BadFrame> {
+    check(bytes)?;
+    Ok(array(bytes, 8))
+}
+
+impl Hello {
+    pub(crate) fn encode(&self, key: &Key, challenge: &[u8; 16]) -> Vec<u8> {
+        let (purpose, fenced) = match self.purpose {
+            Purpose::Path => (0, 0),
+            Purpose::Fence(connection) => (1, connection),
+        };
+        let mut bytes = begin(purpose);
+        bytes.extend(self.connection.to_le_bytes());
+        self.from.encode(&mut bytes);
+        self.to.encode(&mut bytes);
+        bytes.extend(fenced.to_le_bytes());
+        bytes.extend(self.nonce);
+        bytes.extend(key.prove(challenge, &bytes));
+        bytes
+    }
+
+    /// None where the proof is wrong.
+    pub(crate) fn decode(
+        bytes: &[u8; HELLO_BYTES],
+        key: &Key,
+        challenge: &[u8; 16],
+    ) -> Result<Option<Hello>, BadFrame> {
+        check(bytes)?;
+        let (said, proof) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
+        if !key.is_proof(challenge, said, proof) {
+            return Ok(None);
+        }
+        let purpose = match bytes[5] {
+            0 => Purpose::Path,
+            1 => Purpose::Fence(u64::from_le_bytes(array(bytes, 64))),
+            _ => return Err(BadFrame("a connection for no known purpose")),
+        };
+        Ok(Some(Hello {
+            purpose,
+            connection: u64::from_le_bytes(array(bytes, 8)),
+            from: Identity::decode(bytes, 16),
+            to: Identity::decode(bytes, 40),
+            nonce: array(bytes, 72),
+        }))
+    }
+}
+
+pub(crate) fn encode_welcome(answer: Answer, from: Identity, key: &Key, nonce: &[u8; 16]) -> Vec<u8> {
+    let mut bytes = begin(match answer {
+        Answer::Welcome => 0,
+        Answer::WrongToken => 1,
+        Answer::SomebodyElse => 2,
+    });
+    from.encode(&mut bytes);
+    bytes.extend(key.prove(nonce, &bytes));
+    bytes
+}
+
+/// None where the proof is wrong; who has no token is told so all the same.
+pub(crate) fn decode_welcome(
+    bytes: &[u8; WELCOME_BYTES],
+    key: &Key,
+    nonce: &[u8; 16],
+) -> Result<Option<(Answer, Identity)>, BadFrame> {
+    check(bytes)?;
+    let answer = match bytes[5] {
+        0 => Answer::Welcome,
+        1 => return Ok(None),
+        2 => Answer::SomebodyElse,
+        _ => return Err(BadFrame("an answer that is not known")),
+    };
+    let (said, proof) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
+    Ok(key.is_proof(nonce, said, proof).then(|| (answer, Identity::decode(bytes, 8))))
+}
+
+impl Identity {
+    fn encode(&self, to: &mut Vec<u8>) {
+        to.extend(self.engine.to_le_bytes());
+        to.extend(self.boot.to_le_bytes());
+    }
+
+    fn decode(bytes: &[u8], at: usize) -> Identity {
+        Identity {
+            engine: u128::from_le_bytes(array(bytes, at)),
+            boot: u64::from_le_bytes(array(bytes, at + 16)),
+        }
+    }
+}
+
+fn begin(kind: u8) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend([VERSION, kind, 0, 0]);
+    bytes
+}
+
+fn check(bytes: &[u8]) -> Result<(), BadFrame> {
+    match (bytes.starts_with(&MAGIC), bytes[4]) {
+        (true, VERSION) => Ok(()),
+        (true, _) => Err(BadFrame("it has another version: use the same version of kvlane on both sides")),
+        (false, _) => Err(BadFrame("it begins with something else")),
+    }
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+    let mut array = [0; N];
+    array.copy_from_slice(&bytes[at..at + N]);
+    array
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ME: Identity = Identity { engine: 1 << 100, boot: 7 };
+    const YOU: Identity = Identity { engine: 3, boot: 8 };
+
+    fn sent(key: &Key, challenge: &[u8; 16], purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16] };
+        (hello, hello.encode(key, challenge).try_into().unwrap())
+    }
+
+    #[test]
+    fn who_has_the_token_is_known_and_nobody_else() {
+        let key = Key::new("secret");
+        for purpose in [Purpose::Path, Purpose::Fence(5)] {
+            let (hello, bytes) = sent(&key, &[1; 16], purpose);
+            assert_eq!(Hello::decode(&bytes, &key, &[1; 16]), Ok(Some(hello)));
+            assert_eq!(Hello::decode(&bytes, &Key::new("other"), &[1; 16]), Ok(None), "another token");
+            assert_eq!(Hello::decode(&bytes, &key, &[2; 16]), Ok(None), "heard on an earlier connection");
+        }
+        let welcome: [u8; WELCOME_BYTES] =
+            encode_welcome(Answer::Welcome, YOU, &key, &[4; 16]).try_into().unwrap();
+        assert_eq!(decode_welcome(&welcome, &key, &[4; 16]), Ok(Some((Answer::Welcome, YOU))));
+        assert_eq!(decode_welcome(&welcome, &key, &[5; 16]), Ok(None));
+        assert_eq!(decode_welcome(&welcome, &Key::new(""), &[4; 16]), Ok(None));
+        let challenge: [u8; CHALLENGE_BYTES] = encode_challenge(&[6; 16]).try_into().unwrap();
+        assert_eq!(decode_challenge(&challenge), Ok([6; 16]));
+    }
+
+    proptest! {
+        #[test]
+        fn a_greeting_that_was_changed_is_none(at in 0..HELLO_BYTES, by in 1..=255u8, noise in any::<[u8; WELCOME_BYTES]>()) {
+            let key = Key::new("secret");
+            let (_, mut bytes) = sent(&key, &[1; 16], Purpose::Path);
+            bytes[at] ^= by;
+            prop_assert!(!matches!(Hello::decode(&bytes, &key, &[1; 16]), Ok(Some(_))));
+            prop_assert!(!matches!(decode_welcome(&noise, &key, &[1; 16]), Ok(Some(_))));
+        }
+    }
+}

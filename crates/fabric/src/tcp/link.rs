@@ -1,0 +1,453 @@
+//! One connection: bytes out of registered memory into the socket, and out of the socket straight to where they belong.
+
+#![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
+use crate::regions::Piece;
+
+/// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
+const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
+/// Bytes that land in the buffer behind those for their destination: more would be copied once more.
+const BEHIND_BYTES: usize = 2 << 10;
+/// Ranges of one call; the kernel takes 1,024.
+const RANGES_MAX: usize = 256;
+/// Bytes of one call, so that other connections have their turn.
+const CALL_BYTES: usize = 4 << 20;
+/// Where bytes go that nobody wants.
+const DISCARD_BYTES: usize = 64 << 10;
+
+/// Why a connection ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Ended {
+    #[error("the peer closed the connection")]
+    Closed,
+    #[error(transparent)]
+    Bad(#[from] BadFrame),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// What came.
+#[derive(Debug)]
+pub(crate) enum Came {
+    /// A head and its entries. If bytes follow, say where to by [`Link::expect`] before anything else.
+    Frame(Head, Vec<u8>),
+    /// All bytes of the frame before are where they belong.
+    Body,
+    /// Nothing more for now.
+    Nothing,
+}
+
+#[derive(Debug)]
+enum Out {
+    Bytes(Vec<u8>, usize),
+    Memory(Piece),
+}
+
+/// A connection that does not block.
+#[derive(Debug)]
+pub(crate) struct Link {
+    socket: TcpStream,
+    out: VecDeque<Out>,
+    buffer: Box<[u8]>,
+    /// What of the buffer has not been looked at.
+    start: usize,
+    end: usize,
+    body: Option<Body>,
+}
+
+/// Bytes that are still to come.
+#[derive(Debug)]
+struct Body {
+    to: VecDeque<Piece>,
+    discard: u64,
+}
+
+impl Link {
+    pub(crate) fn new(socket: TcpStream) -> io::Result<Link> {
+        socket.set_nonblocking(true)?;
+        let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
+        Ok(Link { socket, out: VecDeque::new(), buffer, start: 0, end: 0, body: None })
+    }
+
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    /// Queues bytes.
+    pub(crate) fn say(&mut self, bytes: Vec<u8>) {
+        self.out.push_back(Out::Bytes(bytes, 0));
+    }
+
+    /// Queues memory, which is not touched any more once [`Link::is_flushed`], or the link is dropped.
+    pub(crate) fn say_memory(&mut self, piece: Piece) {
+        self.out.push_back(Out::Memory(piece));
+    }
+
+    pub(crate) fn is_flushed(&self) -> bool {
+        self.out.is_empty()
+    }
+
+    /// Entries that are queued.
+    pub(crate) fn queued(&self) -> usize {
+        self.out.len()
+    }
+
+    /// Whether queued memory, or memory that is being received into, overlaps this.
+    pub(crate) fn touches(&self, memory: Piece) -> bool {
+        let overlaps = |piece: &Piece| {
+            piece.address < memory.address + memory.len && memory.address < piece.address + piece.len
+        };
+        let queued = self.out.iter().any(|out| matches!(out, Out::Memory(piece) if overlaps(piece)));
+        queued || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
+    }
+
+    /// Writes what the socket takes.
+    ///
+    /// # Safety
+    /// Queued memory is valid for reads.
+    pub(crate) unsafe fn flush(&mut self) -> Result<(), Ended> {
+        while !self.out.is_empty() {
+            let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
+            let mut count = 0;
+            for (range, out) in ranges.iter_mut().zip(&self.out) {
+                *range = match out {
+                    Out::Bytes(bytes, sent) => libc::iovec {
+                        iov_base: bytes[*sent..].as_ptr().cast_mut().cast(),
+                        iov_len: bytes.len() - sent,
+                    },
+                    Out::Memory(piece) => {
+                        libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len }
+                    }
+                };
+                count += 1;
+            }
+            // SAFETY: a msghdr of zeros is an empty message.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = ranges.as_mut_ptr();
+            message.msg_iovlen = count;
+            // SAFETY: the ranges are alive, owned bytes or valid by the caller's promise.
+            let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
+            match usize::try_from(sent) {
+                Ok(sent) => self.sent(sent),
+                Err(_) => match blocked(io::Error::last_os_error())? {
+                    Retry::Now => {}
+                    Retry::Later => return Ok(()),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    fn sent(&mut self, mut sent: usize) {
+        while let Some(first) = self.out.front_mut() {
+            let len = match first {
+                Out::Bytes(bytes, done) => bytes.len() - *done,
+                Out::Memory(piece) => piece.len,
+            };
+            if sent < len {
+                match first {
+                    Out::Bytes(_, done) => *done += sent,
+                    Out::Memory(piece) => *piece = piece.after(sent),
+                }
+                return;
+            }
+            sent -= len;
+            self.out.pop_front();
+        }
+    }
+
+    /// A greeting of this length, once all of it is there.
+    pub(crate) fn greeting<const N: usize>(&mut self) -> Result<Option<[u8; N]>, Ended> {
+        const { assert!(N <= BUFFER_BYTES) };
+        loop {
+            if self.end - self.start >= N {
+                let mut bytes = [0; N];
+                bytes.copy_from_slice(&self.buffer[self.start..self.start + N]);
+                self.start += N;
+                return Ok(Some(bytes));
+            }
+            if !self.fill()? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// What is to become of the bytes of the frame that came last: to the pieces in this order, or nowhere.
+    pub(crate) fn expect(&mut self, to: Vec<Piece>, discard: u64) {
+        debug_assert!(self.body.is_none());
+        self.body = Some(Body { to: to.into(), discard });
+    }
+
+    /// The next thing that came.
+    ///
+    /// # Safety
+    /// Expected memory is valid for writes.
+    pub(crate) unsafe fn receive(&mut self) -> Result<Came, Ended> {
+        if self.body.is_some() {
+            // SAFETY: the caller's promise.
+            let is_whole = unsafe { self.receive_body()? };
+            return Ok(if is_whole { Came::Body } else { Came::Nothing });
+        }
+        loop {
+            let there = &self.buffer[self.start..self.end];
+            if let Some((head, rest)) = there.split_first_chunk::<HEAD_BYTES>() {
+                let head = Head::decode(head)?;
+                if let Some(entries) = rest.get(..head.entry_bytes()) {
+                    let entries = entries.to_vec();
+                    self.start += HEAD_BYTES + entries.len();
+                    return Ok(Came::Frame(head, entries));
+                }
+            }
+            if !self.fill()? {
+                return Ok(Came::Nothing);
+            }
+        }
+    }
+
+    /// More into the buffer. False: nothing is there now.
+    fn fill(&mut self) -> Result<bool, Ended> {
+        self.make_room();
+        let room = &mut self.buffer[self.end..];
+        loop {
+            match rustix::net::recv(&self.socket, &mut *room, rustix::net::RecvFlags::empty()) {
+                Ok((0, _)) => return Err(Ended::Closed),
+                Ok((more, _)) => {
+                    self.end += more;
+                    return Ok(true);
+                }
+                Err(errno) => match blocked(errno.into())? {
+                    Retry::Now => {}
+                    Retry::Later => return Ok(false),
+                },
+            }
+        }
+    }
+
+    /// What is left in the buffer begins at its beginning.
+    fn make_room(&mut self) {
+        self.buffer.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+    }
+
+    /// Whether all bytes of the body are there.
+    ///
+    /// # Safety
+    /// As for [`Link::receive`].
+    unsafe fn receive_body(&mut self) -> Result<bool, Ended> {
+        loop {
+            // SAFETY: the caller's promise.
+            unsafe { self.place_buffered() };
+            let Some(body) = &mut self.body else { return Ok(true) };
+            if body.to.is_empty() && body.discard == 0 {
+                self.body = None;
+                return Ok(true);
+            }
+            let mut discarded = [0; DISCARD_BYTES];
+            let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
+            let mut count = 0;
+            let mut bytes = 0;
+            for piece in &body.to {
+                if count == RANGES_MAX - 1 || bytes >= CALL_BYTES {
+                    break;
+                }
+                ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len };
+                bytes += piece.len;
+                count += 1;
+            }
+            let fits = count == body.to.len();
+            if body.to.is_empty() {
+                let len = body.discard.min(DISCARD_BYTES as u64) as usize;
+                ranges[0] = libc::iovec { iov_base: discarded.as_mut_ptr().cast(), iov_len: len };
+                (count, bytes) = (1, len);
+            } else if fits && body.discard == 0 {
+                // The buffer is empty here: what is behind the body comes with it.
+                (self.start, self.end) = (0, 0);
+                let behind = self.buffer.as_mut_ptr().cast();
+                ranges[count] = libc::iovec { iov_base: behind, iov_len: BEHIND_BYTES };
+                count += 1;
+            }
+            // SAFETY: the ranges are our own buffers, or valid by the caller's promise.
+            let read = unsafe { libc::readv(self.socket.as_raw_fd(), ranges.as_ptr(), count as libc::c_int) };
+            match usize::try_from(read) {
+                Ok(0) => return Err(Ended::Closed),
+                Ok(read) if body.to.is_empty() => body.discard -= read as u64,
+                Ok(read) => {
+                    self.end += read.saturating_sub(bytes);
+                    body.placed(read.min(bytes));
+                }
+                Err(_) => match blocked(io::Error::last_os_error())? {
+                    Retry::Now => {}
+                    Retry::Later => return Ok(false),
+                },
+            }
+        }
+    }
+
+    /// Copies what of the body is in the buffer already.
+    ///
+    /// # Safety
+    /// As for [`Link::receive`].
+    unsafe fn place_buffered(&mut self) {
+        let Some(body) = &mut self.body else { return };
+        while self.start < self.end {
+            let there = &self.buffer[self.start..self.end];
+            let taken = if let Some(piece) = body.to.front() {
+                let len = piece.len.min(there.len());
+                // SAFETY: the piece is valid for writes and at least as long; the buffer is our own.
+                unsafe { std::ptr::copy_nonoverlapping(there.as_ptr(), piece.pointer(), len) };
+                body.placed(len);
+                len
+            } else {
+                let len = body.discard.min(there.len() as u64);
+                body.discard -= len;
+                len as usize
+            };
+            if taken == 0 {
+                return;
+            }
+            self.start += taken;
+        }
+    }
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Body {
+    /// So many more bytes are in place.
+    fn placed(&mut self, mut bytes: usize) {
+        while let Some(first) = self.to.front_mut() {
+            if bytes < first.len {
+                *first = first.after(bytes);
+                return;
+            }
+            bytes -= first.len;
+            self.to.pop_front();
+        }
+    }
+}
+
+enum Retry {
+    Now,
+    Later,
+}
+
+fn blocked(error: io::Error) -> Result<Retry, Ended> {
+    match error.kind() {
+        io::ErrorKind::Interrupted => Ok(Retry::Now),
+        io::ErrorKind::WouldBlock => Ok(Retry::Later),
+        _ => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use std::net::TcpListener;
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pair() -> (Link, Link) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (other, _) = listener.accept().unwrap();
+        (Link::new(one).unwrap(), Link::new(other).unwrap())
+    }
+
+    fn piece(bytes: &mut [u8]) -> Piece {
+        Piece { address: bytes.as_mut_ptr().expose_provenance(), len: bytes.len() }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn frames_of_any_length_arrive_where_they_belong(
+            frames in vec((vec(1..5000usize, 1..40), any::<bool>(), 0..400_000usize), 1..20),
+        ) {
+            let (mut from, mut to) = pair();
+            let mut source: Vec<u8> = (0..1 << 20).map(|index: u32| (index % 251) as u8).collect();
+            let mut arrived = vec![0u8; 1 << 20];
+            let mut expected = vec![0u8; 1 << 20];
+            let mut at = 0;
+            let mut wanted = VecDeque::new();
+            for (token, (lens, discard, far)) in (0..).zip(&frames) {
+                let bytes: usize = lens.iter().sum();
+                from.say(Head::Data { token, bytes: bytes as u64 }.encode().to_vec());
+                from.say_memory(piece(&mut source[*far..far + bytes]));
+                from.say(Head::Ping.encode().to_vec());
+                let mut pieces = Vec::new();
+                if !discard {
+                    expected[at..at + bytes].copy_from_slice(&source[*far..far + bytes]);
+                    for len in lens {
+                        pieces.push(piece(&mut arrived[at..at + len]));
+                        at += len;
+                    }
+                }
+                wanted.push_back((bytes, pieces));
+            }
+            let mut bodies = 0;
+            let mut pings = 0;
+            while pings < frames.len() {
+                // SAFETY: all memory outlives the links' last calls here.
+                unsafe { from.flush().unwrap() };
+                loop {
+                    // SAFETY: as above.
+                    match unsafe { to.receive().unwrap() } {
+                        Came::Frame(Head::Data { bytes, .. }, _) => {
+                            let (len, pieces) = wanted.pop_front().unwrap();
+                            assert_eq!(len as u64, bytes);
+                            let discard = if pieces.is_empty() { bytes } else { 0 };
+                            to.expect(pieces, discard);
+                        }
+                        Came::Frame(head, _) => {
+                            assert_eq!(head, Head::Ping);
+                            pings += 1;
+                        }
+                        Came::Body => bodies += 1,
+                        Came::Nothing => break,
+                    }
+                }
+            }
+            prop_assert_eq!(bodies, frames.len());
+            prop_assert!(from.is_flushed());
+            prop_assert!(arrived == expected);
+        }
+    }
+
+    #[test]
+    fn an_end_in_the_middle_is_told() {
+        let (mut from, mut to) = pair();
+        from.say(Head::Data { token: 1, bytes: 10 }.encode().to_vec());
+        let mut memory = [7; 5];
+        from.say_memory(piece(&mut memory));
+        // SAFETY: the memory is alive.
+        unsafe { from.flush().unwrap() };
+        drop(from);
+        let mut arrived = [0; 10];
+        loop {
+            // SAFETY: as above.
+            match unsafe { to.receive() } {
+                Ok(Came::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
+                Ok(Came::Nothing) => {}
+                Ok(Came::Body) => panic!("only half of it was sent"),
+                Err(ended) => {
+                    assert!(matches!(ended, Ended::Closed), "{ended}");
+                    break;
+                }
+            }
+        }
+        assert_eq!(arrived, [7, 7, 7, 7, 7, 0, 0, 0, 0, 0]);
+    }
+}

@@ -1,0 +1,12 @@
+//! Transfers over TCP: bytes go from registered memory into the socket, and at the peer from the socket to where they
+//! belong, with no copy in between.
+
+mod frame;
+mod greeting;
+mod link;
+
+pub(crate) use frame::{BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
+pub(crate) use greeting::{
+    Answer, Hello, Identity, Key, Purpose, decode_challenge, decode_welcome, encode_challenge, encode_welcome,
+};
+pub(crate) use link::{Came, Ended, Link};
