@@ -38,7 +38,7 @@ rust: ## tests of the crates
 
 python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks
 	$(PYTHON) scripts/fetch_contract_bases.py
-	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench
+	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench tests/fabric
 
 engines: vllm ## tests with real vLLM, newest and oldest
 	KVLANE_TEST_CORE=real $(PYTEST_VLLM) tests/connector/test_vllm_*.py tests/engine

@@ -1,0 +1,246 @@
+//! The fabric's engine. `python/kvlane/fabric.py` is what users see.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_fabric::{
+    Access, Descriptor, Engine, EngineOptions, Failure, FabricError, Handle, Op, Pages, PeerId, Pieces, Place,
+    Priority, Run, Transfer,
+};
+use parking_lot::Mutex;
+use pyo3::{
+    exceptions::{PyKeyError, PyOSError, PyValueError},
+    prelude::*,
+    types::PyBytes,
+};
+
+/// How often somebody who waits looks for a signal.
+const SIGNALS: Duration = Duration::from_millis(100);
+const RUN_BYTES: usize = 24;
+
+#[pyclass(name = "FabricEngine", module = "kvlane._core", frozen)]
+pub(crate) struct PyEngine(Mutex<Option<Arc<Engine>>>);
+
+#[pyclass(name = "FabricPeer", module = "kvlane._core", frozen)]
+pub(crate) struct PyPeer(PeerId);
+
+#[pyclass(name = "FabricTransfer", module = "kvlane._core", frozen)]
+pub(crate) struct PyTransfer(Handle);
+
+/// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
+type Extras = (Option<(u32, u32)>, Option<f64>, bool);
+/// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
+type PySide<'a> = (u32, u64, u64, &'a [u8]);
+
+#[pymethods]
+impl PyEngine {
+    #[new]
+    fn new(listen: Vec<String>, token: String, connections: usize, patience_ms: f64) -> PyResult<Self> {
+        let mut options = EngineOptions { token, connections, ..EngineOptions::default() };
+        options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
+        options.transfers.peer_patience = milliseconds(patience_ms)?;
+        let engine = Engine::new(options).map_err(error)?;
+        Ok(Self(Mutex::new(Some(Arc::new(engine)))))
+    }
+
+    /// The caller keeps the memory until it is unregistered or the engine is closed.
+    fn register(&self, address: usize, length: u64, writable: bool) -> PyResult<u32> {
+        let access = if writable { Access::ReadWrite } else { Access::Read };
+        let memory = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: kvlane.fabric holds the memory's owner until then.
+        Ok(unsafe { self.engine()?.register(memory, length, access) })
+    }
+
+    fn unregister(&self, py: Python<'_>, region: u32) -> PyResult<()> {
+        let engine = self.engine()?;
+        py.detach(|| engine.unregister(region)).map_err(error)
+    }
+
+    fn describe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = self.engine()?.describe().map_err(error)?.to_bytes();
+        Ok(PyBytes::new(py, &bytes.map_err(|error| PyValueError::new_err(error.to_string()))?))
+    }
+
+    fn connect(&self, descriptor: &[u8]) -> PyResult<PyPeer> {
+        self.engine()?.connect(&parse(descriptor)?).map(PyPeer).map_err(error)
+    }
+
+    fn update(&self, peer: &PyPeer, descriptor: &[u8]) -> PyResult<()> {
+        self.engine()?.update(peer.0, &parse(descriptor)?).map_err(error)
+    }
+
+    fn disconnect(&self, py: Python<'_>, peer: &PyPeer) -> PyResult<()> {
+        let engine = self.engine()?;
+        py.detach(|| engine.disconnect(peer.0));
+        Ok(())
+    }
+
+    /// `runs`: offset here, offset there, length, each a little-endian u64.
+    fn begin_runs(
+        &self,
+        peer: &PyPeer,
+        is_write: bool,
+        local: u32,
+        remote: u32,
+        runs: &[u8],
+        extras: Extras,
+    ) -> PyResult<PyTransfer> {
+        if !runs.len().is_multiple_of(RUN_BYTES) {
+            return Err(PyValueError::new_err("a run has 24 bytes"));
+        }
+        let word = |run: &[u8], index: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&run[index * 8..index * 8 + 8]);
+            u64::from_le_bytes(word)
+        };
+        let run = |run: &[u8]| Run {
+            local: Place { region: local, offset: word(run, 0) },
+            remote: Place { region: remote, offset: word(run, 1) },
+            len: word(run, 2),
+        };
+        let pieces = Pieces::Runs(runs.chunks_exact(RUN_BYTES).map(run).collect());
+        self.begin(peer, is_write, pieces, extras)
+    }
+
+    fn begin_pages(
+        &self,
+        peer: &PyPeer,
+        is_write: bool,
+        page_bytes: u64,
+        local: PySide<'_>,
+        remote: PySide<'_>,
+        extras: Extras,
+    ) -> PyResult<PyTransfer> {
+        let pages = |(region, offset, stride, indices): PySide<'_>| Pages {
+            region,
+            offset,
+            stride,
+            indices: indices
+                .chunks_exact(4)
+                .map(|index| u32::from_le_bytes([index[0], index[1], index[2], index[3]]))
+                .collect(),
+        };
+        let pieces = Pieces::Paged { page_bytes, local: pages(local), remote: pages(remote) };
+        self.begin(peer, is_write, pieces, extras)
+    }
+
+    fn open_counter(&self, counter: u32) -> PyResult<u32> {
+        Ok(self.engine()?.open_counter(counter))
+    }
+
+    fn count(&self, counter: u32, generation: u32) -> PyResult<u64> {
+        Ok(self.engine()?.count(counter, generation))
+    }
+
+    fn retire_counter(&self, counter: u32, generation: u32) -> PyResult<u32> {
+        Ok(self.engine()?.retire_counter(counter, generation))
+    }
+
+    fn wait_count(
+        &self,
+        py: Python<'_>,
+        counter: u32,
+        generation: u32,
+        target: u64,
+        timeout_ms: Option<f64>,
+    ) -> PyResult<bool> {
+        let engine = self.engine()?;
+        let wait = |timeout| engine.wait_count(counter, generation, target, Some(timeout)).then_some(());
+        Ok(wait_with_signals(py, timeout_ms, wait)?.is_some())
+    }
+
+    fn close(&self, py: Python<'_>) {
+        let engine = self.0.lock().take();
+        py.detach(|| drop(engine));
+    }
+}
+
+#[pymethods]
+impl PyTransfer {
+    /// None: not over in this time. Else empty, or why it failed.
+    fn wait(&self, py: Python<'_>, timeout_ms: Option<f64>) -> PyResult<Option<&'static str>> {
+        let outcome = wait_with_signals(py, timeout_ms, |timeout| self.0.wait(Some(timeout)))?;
+        Ok(outcome.map(name))
+    }
+
+    fn outcome(&self) -> Option<&'static str> {
+        self.0.outcome().map(name)
+    }
+
+    fn cancel(&self, py: Python<'_>) {
+        py.detach(|| self.0.cancel());
+    }
+}
+
+impl PyEngine {
+    fn engine(&self) -> PyResult<Arc<Engine>> {
+        self.0.lock().clone().ok_or_else(|| PyValueError::new_err("the engine is closed"))
+    }
+
+    fn begin(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
+        let (immediate, timeout_ms, is_bulk) = extras;
+        let transfer = Transfer {
+            op: if is_write { Op::Write } else { Op::Read },
+            pieces,
+            immediate,
+            timeout: timeout_ms.map(milliseconds).transpose()?,
+            priority: if is_bulk { Priority::Bulk } else { Priority::High },
+        };
+        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
+    }
+}
+
+/// Waits in parts, so that a signal is handled meanwhile.
+fn wait_with_signals<T: Send>(
+    py: Python<'_>,
+    timeout_ms: Option<f64>,
+    wait: impl Fn(Duration) -> Option<T> + Sync,
+) -> PyResult<Option<T>> {
+    let timeout = timeout_ms.map(milliseconds).transpose()?;
+    let begun = std::time::Instant::now();
+    loop {
+        let left = timeout.map_or(SIGNALS, |timeout| timeout.saturating_sub(begun.elapsed()));
+        let found = py.detach(|| wait(left.min(SIGNALS)));
+        if found.is_some() || left.is_zero() {
+            return Ok(found);
+        }
+        py.check_signals()?;
+    }
+}
+
+fn name(outcome: Result<(), Failure>) -> &'static str {
+    match outcome {
+        Ok(()) => "",
+        Err(Failure::Cancelled) => "cancelled",
+        Err(Failure::DeadlineExceeded) => "deadline",
+        Err(Failure::Refused) => "refused",
+        Err(Failure::PeerLost) => "lost",
+        Err(Failure::PathsBreak) => "breaks",
+    }
+}
+
+fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
+    Descriptor::from_bytes(descriptor).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// A name resolves to its first address.
+fn resolve(address: &str) -> PyResult<SocketAddr> {
+    let resolved = address.to_socket_addrs().map_err(|error| error.to_string());
+    let first = resolved.and_then(|mut all| all.next().ok_or_else(|| "it has no address".into()));
+    first.map_err(|why| PyValueError::new_err(format!("listen on '{address}' (HOST:PORT): {why}")))
+}
+
+fn milliseconds(value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value / 1e3)
+        .map_err(|_| PyValueError::new_err(format!("{value} ms is no span of time")))
+}
+
+fn error(error: FabricError) -> PyErr {
+    let sentence = error.to_string();
+    match error {
+        FabricError::Io(_) => PyOSError::new_err(sentence),
+        FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
+        _ => PyValueError::new_err(sentence),
+    }
+}

@@ -1,0 +1,310 @@
+"""Moves bytes between registered memory of processes and hosts.
+
+    from kvlane.fabric import Engine
+
+    # the process that is written to
+    engine = Engine()
+    region = engine.register(bytearray(1 << 20))
+    counter = engine.counter(7)
+    send_somehow(engine.describe(), region.number, counter.generation)
+    counter.wait(1)                                   # all bytes are there
+
+    # the process that writes
+    engine = Engine()
+    region = engine.register(numpy_array)
+    peer = engine.connect(descriptor)
+    peer.write(region, remote_region, [(0, 0, 4096)], notify=(7, generation)).wait()
+
+Transfers are reliable and have no order among each other. A transfer's memory, on both sides, belongs to it until it is
+over: `Transfer.wait` returned, or raised one of the errors below other than `StillMoving`. Lengths and offsets are in
+bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the host's memory can be registered as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvlane import _core
+
+__all__ = [
+    "Cancelled",
+    "Counter",
+    "DeadlineExceeded",
+    "Engine",
+    "FabricError",
+    "Pages",
+    "Peer",
+    "PeerLost",
+    "Refused",
+    "Region",
+    "StillMoving",
+    "Transfer",
+]
+
+_RUN = struct.Struct("<QQQ")
+
+
+class FabricError(Exception):
+    """A transfer that failed. Nothing touches its memory any more."""
+
+
+class Cancelled(FabricError):
+    """It was given up by `Transfer.cancel`."""
+
+
+class DeadlineExceeded(FabricError, TimeoutError):
+    """It was not over within its `timeout`."""
+
+
+class Refused(FabricError):
+    """The peer does not share these bytes, or not any more: ask it for a new descriptor, and `Peer.update`."""
+
+
+class PeerLost(FabricError, ConnectionError):
+    """The peer cannot be reached, or every connection broke that carried the transfer."""
+
+
+class StillMoving(TimeoutError):
+    """The time to wait is over, the transfer is not: its memory still belongs to it."""
+
+
+_FAILURES: dict[str, tuple[type[FabricError], str]] = {
+    "cancelled": (Cancelled, "the transfer was cancelled"),
+    "deadline": (DeadlineExceeded, "the transfer was not over by its deadline"),
+    "refused": (Refused, "the peer refused the transfer: it does not share these bytes, or not any more"),
+    "lost": (PeerLost, "the peer cannot be reached any more"),
+    "breaks": (PeerLost, "every connection broke that carried the transfer"),
+}
+
+
+class Engine:
+    """Memory, peers and transfers of this process.
+
+    `listen`: where peers connect, HOST:PORT, port 0 for any; each address is a path of its own for them. An address
+    that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
+    peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail.
+    """
+
+    def __init__(
+        self,
+        listen: Sequence[str] = ("127.0.0.1:0",),
+        token: str = "",
+        connections: int = 1,
+        patience: float = 5.0,
+    ) -> None:
+        self._core = _core.FabricEngine(list(listen), token, connections, patience * 1e3)
+        self._owners: dict[int, Any] = {}
+
+    def register(self, memory: Any, length: int | None = None, writable: bool = True) -> Region:
+        """Let transfers touch memory: anything that can be written and has the buffer protocol (bytearray, mmap, numpy
+        array), a tensor in the host's memory (`data_ptr()` and `nbytes`), or an address with a `length`. Peers may read
+        it, and write it if `writable`. It is kept alive until `unregister` or `close`; an address is yours to keep."""
+        if isinstance(memory, int):
+            if length is None:
+                raise ValueError("an address needs a length")
+            address, size, owner = memory, length, None
+        elif hasattr(memory, "data_ptr"):
+            device = str(getattr(memory, "device", "cpu"))
+            if not device.startswith("cpu"):
+                raise ValueError(f"a tensor on {device}: only the host's memory can be registered")
+            if not memory.is_contiguous():
+                raise ValueError("a tensor that is not contiguous cannot be registered as one range")
+            address, size, owner = memory.data_ptr(), memory.nbytes, memory
+        else:
+            view = memoryview(memory)
+            if view.readonly or not view.c_contiguous:
+                raise ValueError("memory has to be writable and contiguous")
+            # Keeps the memory where it is: a bytearray cannot be resized meanwhile.
+            owner = (ctypes.c_char * view.nbytes).from_buffer(memory)
+            address, size = ctypes.addressof(owner), view.nbytes
+        if length is not None and length > size:
+            raise ValueError(f"{length} bytes of memory that has {size}")
+        number = self._core.register(address, size if length is None else length, writable)
+        self._owners[number] = owner
+        return Region(self, number, size if length is None else length)
+
+    def describe(self) -> bytes:
+        """What a peer needs to connect and to name the memory that is registered now. Send it as you like."""
+        return self._core.describe()
+
+    def connect(self, descriptor: bytes) -> Peer:
+        """A peer, by its descriptor. Returns at once: transfers wait for the connection."""
+        return Peer(self, self._core.connect(descriptor))
+
+    def counter(self, number: int) -> Counter:
+        """A counter of this process, which transfers of peers count up."""
+        return Counter(self, number, self._core.open_counter(number))
+
+    def close(self) -> None:
+        """Ends all transfers as failed and all connections, and lets go of all memory."""
+        self._core.close()
+        self._owners.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Region:
+    """Registered memory. `number` is its name for peers."""
+
+    def __init__(self, engine: Engine, number: int, length: int) -> None:
+        self._engine = engine
+        self.number = number
+        self.length = length
+
+    def unregister(self) -> None:
+        """Give it back: nothing touches it any more when this returns. ValueError while transfers of this process use
+        it, KeyError if that was done before."""
+        self._engine._core.unregister(self.number)
+        self._engine._owners.pop(self.number, None)
+
+
+class Pages:
+    """Pages of a region: page `i` begins at `offset + stride * i`. `indices` are integers, or little-endian 32-bit ones
+    as bytes. For a peer's pages `region` is the number that the peer gave."""
+
+    def __init__(
+        self, region: Region | int, indices: Iterable[int] | bytes, stride: int, offset: int = 0
+    ) -> None:
+        packed = indices if isinstance(indices, bytes) else array("I", indices).tobytes()
+        number = region if isinstance(region, int) else region.number
+        self._side = (number, offset, stride, packed)
+
+
+class Peer:
+    """Another process."""
+
+    def __init__(self, engine: Engine, core: _core.FabricPeer) -> None:
+        self._engine = engine
+        self._core = core
+
+    def write(
+        self, region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes, **how: Any
+    ) -> Transfer:
+        """Bytes of our region to the peer's region of the number `remote`. Each run is (offset here, offset there,
+        length); as bytes, three little-endian 64-bit integers each. `how`:
+
+        - `notify`: (number, generation) of a counter of the peer, counted once after all bytes are in place
+        - `timeout`: seconds after which the transfer is given up
+        - `bulk`: others come first
+        """
+        return self._runs(True, region, remote, runs, **how)
+
+    def read(
+        self, region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes, **how: Any
+    ) -> Transfer:
+        """Bytes of the peer's region into ours, otherwise as `write`."""
+        return self._runs(False, region, remote, runs, **how)
+
+    def write_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
+        """The n-th of our pages to the n-th of the peer's, otherwise as `write`."""
+        return self._pages(True, page_bytes, local, remote, **how)
+
+    def read_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
+        """The n-th of the peer's pages into the n-th of ours, otherwise as `write`."""
+        return self._pages(False, page_bytes, local, remote, **how)
+
+    def update(self, descriptor: bytes) -> None:
+        """Take note of what the peer has registered since. KeyError if it is another process by now."""
+        self._engine._core.update(self._core, descriptor)
+
+    def disconnect(self) -> None:
+        """End the connections; transfers under way fail as `PeerLost`."""
+        self._engine._core.disconnect(self._core)
+
+    def _runs(
+        self,
+        is_write: bool,
+        region: Region,
+        remote: int,
+        runs: Iterable[tuple[int, int, int]] | bytes,
+        notify: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        bulk: bool = False,
+    ) -> Transfer:
+        packed = runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
+        extras = (notify, None if timeout is None else timeout * 1e3, bulk)
+        core = self._engine._core.begin_runs(self._core, is_write, region.number, remote, packed, extras)
+        return Transfer(core)
+
+    def _pages(
+        self,
+        is_write: bool,
+        page_bytes: int,
+        local: Pages,
+        remote: Pages,
+        notify: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        bulk: bool = False,
+    ) -> Transfer:
+        extras = (notify, None if timeout is None else timeout * 1e3, bulk)
+        core = self._engine._core.begin_pages(
+            self._core, is_write, page_bytes, local._side, remote._side, extras
+        )
+        return Transfer(core)
+
+
+class Transfer:
+    """A transfer that was begun."""
+
+    def __init__(self, core: _core.FabricTransfer) -> None:
+        self._core = core
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when all bytes are in place, and the peer's counter has counted. Raises a `FabricError` if the
+        transfer failed, and `StillMoving` if it is not over after so many seconds. Other threads run meanwhile."""
+        outcome = self._core.wait(None if timeout is None else timeout * 1e3)
+        if outcome is None:
+            raise StillMoving("the transfer is not over yet; its memory still belongs to it")
+        _raise(outcome)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, either way."""
+        return self._core.outcome() is not None
+
+    def cancel(self) -> None:
+        """Give it up. It is over when `wait` has raised `Cancelled`, or returned if it was over before."""
+        self._core.cancel()
+
+
+class Counter:
+    """Counts transfers of peers that name it, each after its last byte. `generation` goes to the peers."""
+
+    def __init__(self, engine: Engine, number: int, generation: int) -> None:
+        self._engine = engine
+        self.number = number
+        self.generation = generation
+
+    @property
+    def count(self) -> int:
+        """How often it has counted."""
+        return self._engine._core.count(self.number, self.generation)
+
+    def wait(self, target: int, timeout: float | None = None) -> bool:
+        """Waits until it has counted so often. False: not after so many seconds."""
+        milliseconds = None if timeout is None else timeout * 1e3
+        return self._engine._core.wait_count(self.number, self.generation, target, milliseconds)
+
+    def retire(self) -> None:
+        """Begins anew at 0 with the next generation: what peers still send for this one counts nowhere."""
+        self.generation = self._engine._core.retire_counter(self.number, self.generation)
+
+
+def _raise(outcome: str) -> None:
+    if outcome:
+        kind, sentence = _FAILURES[outcome]
+        raise kind(sentence)

@@ -1,0 +1,166 @@
+"""kvlane.fabric between two processes: what arrives, what counts, what fails and how."""
+
+from __future__ import annotations
+
+import array
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import pytest
+
+from kvlane import fabric
+
+SIZE = 1 << 20
+PATIENCE = 30.0
+
+# The other process: a region, a counter; then it says what it is asked for.
+OTHER = """
+import hashlib, sys
+from kvlane import fabric
+memory = bytearray(b"o" * (1 << 20))
+engine = fabric.Engine(token=sys.argv[1])
+region = engine.register(memory)
+counter = engine.counter(7)
+print(engine.describe().hex(), region.number, counter.generation, flush=True)
+for line in sys.stdin:
+    match line.split():
+        case ["wait", count]:
+            print(counter.wait(int(count), 30), flush=True)
+        case ["digest"]:
+            print(hashlib.sha256(memory).hexdigest(), flush=True)
+        case ["unregister"]:
+            region.unregister()
+            print("done", flush=True)
+"""
+
+
+class Other:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        descriptor, region, generation = self.heard().split()
+        self.descriptor = bytes.fromhex(descriptor)
+        self.region = int(region)
+        self.notify = (7, int(generation))
+
+    def heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.heard()
+
+
+@contextmanager
+def other(token: str = "") -> Iterator[Other]:
+    command = [sys.executable, "-c", OTHER, token]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Other(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def digest(data: bytes | bytearray) -> str:
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_runs_arrive_and_are_counted_after_them() -> None:
+    source = numpy.random.default_rng(1).integers(0, 256, SIZE, dtype=numpy.uint8)
+    with other() as there, fabric.Engine() as engine:
+        region = engine.register(source)
+        peer = engine.connect(there.descriptor)
+        expected = bytearray(b"o" * SIZE)
+        runs = [(0, 100, 8193), (50_000, 20_000, 1), (60_000, 30_000, 300_000)]
+        for here, far, length in runs:
+            expected[far : far + length] = source[here : here + length].tobytes()
+        peer.write(region, there.region, runs, notify=there.notify).wait(PATIENCE)
+        assert there.ask("wait 1") == "True"
+        assert there.ask("digest") == digest(expected)
+        peer.read(region, there.region, [(0, 0, SIZE)]).wait(PATIENCE)
+        assert source.tobytes() == bytes(expected)
+
+
+def test_pages_arrive_at_the_pages_they_are_for() -> None:
+    pages, page = 64, 4096
+    source = bytearray(random.Random(2).randbytes(SIZE))
+    with other() as there, fabric.Engine(connections=2) as engine:
+        region = engine.register(source)
+        peer = engine.connect(there.descriptor)
+        order = random.Random(3).sample(range(SIZE // page), pages)
+        local = fabric.Pages(region, order, stride=page)
+        remote = fabric.Pages(there.region, array.array("I", reversed(order)).tobytes(), stride=page)
+        peer.write_pages(page, local, remote, bulk=True).wait(PATIENCE)
+        expected = bytearray(b"o" * SIZE)
+        for here, far in zip(order, reversed(order), strict=True):
+            expected[far * page : (far + 1) * page] = source[here * page : (here + 1) * page]
+        assert there.ask("digest") == digest(expected)
+        source[:] = bytes(SIZE)
+        peer.read_pages(page, local, remote).wait(PATIENCE)
+        for here, far in zip(order, reversed(order), strict=True):
+            assert source[here * page : (here + 1) * page] == expected[far * page : (far + 1) * page]
+
+
+def test_failures_have_types_that_say_what_to_do() -> None:
+    memory = bytearray(100)
+    with other("secret") as there:
+        with fabric.Engine(patience=0.2) as stranger:
+            transfer = stranger.connect(there.descriptor).read(
+                stranger.register(memory), there.region, [(0, 0, 100)]
+            )
+            with pytest.raises(fabric.PeerLost):
+                transfer.wait(PATIENCE)
+            assert transfer.done and memory == bytes(100)
+        with fabric.Engine(token="secret", patience=0.5) as engine:
+            region = engine.register(memory)
+            peer = engine.connect(there.descriptor)
+            peer.read(region, there.region, [(0, 0, 100)]).wait(PATIENCE)
+            assert memory == b"o" * 100
+            with pytest.raises(ValueError, match="101 bytes"):
+                peer.read(region, there.region, [(0, 0, 101)])
+            assert there.ask("unregister") == "done"
+            with pytest.raises(fabric.Refused):
+                peer.read(region, there.region, [(0, 0, 100)]).wait(PATIENCE)
+            there.process.kill()
+            there.process.wait()
+            late = peer.write(region, there.region, [(0, 0, 100)], timeout=0.1)
+            with pytest.raises((fabric.DeadlineExceeded, fabric.PeerLost)):
+                late.wait(PATIENCE)
+            waits = peer.write(region, there.region, [(0, 0, 100)])
+            waits.cancel()
+            with pytest.raises((fabric.Cancelled, fabric.PeerLost)):
+                waits.wait(PATIENCE)
+            region.unregister()
+            with pytest.raises(KeyError):
+                region.unregister()
+
+
+def test_what_cannot_be_registered_is_told_before_anything_moves() -> None:
+    with fabric.Engine() as engine:
+        with pytest.raises(ValueError, match="writable"):
+            engine.register(b"constant")
+        with pytest.raises(ValueError, match="length"):
+            engine.register(4096)
+        with pytest.raises(ValueError, match="101 bytes"):
+            engine.register(bytearray(100), length=101)
+        with pytest.raises(ValueError, match="not a memory descriptor"):
+            engine.connect(b"x" * 40)
+        memory = bytearray(100)
+        region = engine.register(memory, writable=False)
+        with pytest.raises(BufferError):
+            memory.extend(b"more")
+        region.unregister()
+        memory.extend(b"more")
+    with pytest.raises(ValueError, match="token"):
+        fabric.Engine(listen=["0.0.0.0:0"])
+    with pytest.raises(ValueError, match="closed"):
+        engine.describe()
