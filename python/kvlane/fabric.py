@@ -16,9 +16,9 @@
     peer.write(region, remote_region, [(0, 0, 4096)], notify=(7, generation)).wait()
 
 Transfers are reliable and have no order among each other. A transfer's memory, on both sides, belongs to it until it
-is over: `Transfer.wait` returned, or raised one of the errors below other than `StillMoving`. Lengths and offsets are in
-bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the host's memory can be registered as they
-are.
+is over: `Transfer.wait` returned, or raised one of the errors below other than `StillMoving`. Lengths and offsets are
+in bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the host's memory can be registered as
+they are.
 """
 
 from __future__ import annotations
