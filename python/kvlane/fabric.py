@@ -96,7 +96,7 @@ class Engine:
         listen: Sequence[str] = ("127.0.0.1:0",),
         token: str = "",
         connections: int = 1,
-        patience: float = 5.0,
+        patience: float = 3.0,
     ) -> None:
         self._core = _core.FabricEngine(list(listen), token, connections, patience * 1e3)
         self._owners: dict[int, Any] = {}

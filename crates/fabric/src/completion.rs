@@ -11,6 +11,7 @@ pub(crate) struct Outcomes {
     wanted: HashMap<Ticket, Wanted>,
     /// Something changed that a sleeper may wait for.
     changed: bool,
+    to_wake: Vec<Waker>,
 }
 
 #[derive(Debug, Default)]
@@ -28,11 +29,14 @@ impl Outcomes {
     pub(crate) fn tell(&mut self, ticket: Ticket, outcome: Result<(), Failure>) {
         if let Some(wanted) = self.wanted.get_mut(&ticket) {
             wanted.outcome = Some(outcome);
-            if let Some(waker) = wanted.waker.take() {
-                waker.wake();
-            }
+            self.to_wake.extend(wanted.waker.take());
         }
         self.changed = true;
+    }
+
+    /// Tasks to be woken, by whoever does not hold what they may ask for.
+    pub(crate) fn take_wakers(&mut self) -> Vec<Waker> {
+        std::mem::take(&mut self.to_wake)
     }
 
     /// The outcome, once it is known.
@@ -40,19 +44,19 @@ impl Outcomes {
         self.wanted.get(&ticket).and_then(|wanted| wanted.outcome)
     }
 
-    /// Nobody wants to know any more.
-    pub(crate) fn forget(&mut self, ticket: Ticket) {
-        self.wanted.remove(&ticket);
+    /// Nobody wants to know any more. What is answered is to be dropped where a task may run.
+    #[must_use]
+    pub(crate) fn forget(&mut self, ticket: Ticket) -> Option<Waker> {
+        self.wanted.remove(&ticket)?.waker
     }
 
-    /// Wakes the last task that asked when the transfer is over.
-    pub(crate) fn wake_with(&mut self, ticket: Ticket, waker: &Waker) {
-        if let Some(wanted) = self.wanted.get_mut(&ticket) {
-            wanted.waker = Some(waker.clone());
-        }
+    /// Wakes this task when the transfer is over, instead of the one that is answered.
+    #[must_use]
+    pub(crate) fn wake_with(&mut self, ticket: Ticket, waker: &Waker) -> Option<Waker> {
+        self.wanted.get_mut(&ticket)?.waker.replace(waker.clone())
     }
 
-    /// A counter has counted.
+    /// Something else that a sleeper may wait for.
     pub(crate) fn note_change(&mut self) {
         self.changed = true;
     }

@@ -21,7 +21,7 @@ use thiserror::Error;
 use crate::descriptor::{Access, Descriptor};
 use crate::hub::{Hub, random};
 use crate::shape::{Pieces, ShapeError};
-use crate::tcp::Identity;
+use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
 use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
@@ -37,6 +37,8 @@ const EVENTS: usize = 64;
 pub struct EngineOptions {
     /// Where peers find it: port 0 for any. Each address is a path of its own for those who connect.
     pub listen: Vec<SocketAddr>,
+    /// What peers are told instead, where they reach it at other addresses; needed where `listen` says all addresses.
+    pub advertise: Vec<SocketAddr>,
     /// What both sides of a connection have to know. Needed where an address is not of this host only.
     pub token: String,
     /// Connections to each address of a peer.
@@ -49,6 +51,7 @@ impl Default for EngineOptions {
     fn default() -> EngineOptions {
         EngineOptions {
             listen: vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)],
+            advertise: Vec::new(),
             token: String::new(),
             connections: 1,
             transfers: Options::default(),
@@ -64,6 +67,12 @@ pub enum FabricError {
         "{0} can be reached from other hosts: give a token that only your processes know, or listen on 127.0.0.1"
     )]
     NoToken(SocketAddr),
+    /// All addresses, which peers cannot connect to.
+    #[error("peers cannot connect to {0}: advertise the addresses at which they reach this host")]
+    NoAddressToTell(SocketAddr),
+    /// A limit that the protocol does not have, or that would let nothing move.
+    #[error("{0}")]
+    Limit(String),
     /// Of the operating system.
     #[error("the fabric cannot be opened: {0}")]
     Io(#[from] io::Error),
@@ -122,7 +131,9 @@ impl Transfer {
 /// Moves bytes between registered memory of this process and its peers'.
 ///
 /// One thread serves peers and carries transfers on; whoever waits for one does that work meanwhile, so that a small
-/// transfer needs no switch of threads. Idle, nothing runs.
+/// transfer needs no switch of threads. Idle, nothing runs but a word to each peer twice a second.
+///
+/// What a dropped engine had under way may still arrive at its peers for a moment.
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,
@@ -147,10 +158,16 @@ impl Engine {
         if let Some(open) = options.listen.iter().find(is_open) {
             return Err(FabricError::NoToken(*open));
         }
+        let all = options.listen.iter().find(|address| address.ip().is_unspecified());
+        if let Some(all) = all.filter(|_| options.advertise.is_empty()) {
+            return Err(FabricError::NoAddressToTell(*all));
+        }
+        check(&options.transfers)?;
         let engine = u128::from(random()?) << 64 | u128::from(random()?);
         let me = Identity { engine, boot: random()? };
         let transfers = Transfers::new(options.transfers);
-        let hub = Hub::new(me, &options.token, transfers, &options.listen, options.connections)?;
+        let EngineOptions { listen, advertise, token, connections, .. } = options;
+        let hub = Hub::new(me, &token, transfers, &listen, advertise, connections)?;
         let shared = Arc::new(Shared {
             hub: Mutex::new(hub),
             changed: Condvar::new(),
@@ -184,11 +201,15 @@ impl Engine {
         if !hub.regions.stop_serving(region) {
             return Err(FabricError::NoSuchRegion(region));
         }
+        hub.letting_go += 1;
         let deadline = Instant::now() + LET_GO;
         let let_go =
             self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.is_touched(region)).then_some(()));
+        hub.letting_go -= 1;
         if let_go.is_none() {
             hub.end_links_that_touch(region);
+            hub.pump();
+            self.shared.tell(&mut hub);
         }
         hub.regions.remove(region);
         Ok(())
@@ -202,7 +223,8 @@ impl Engine {
     /// A peer, by what it tells of itself. Connections are made meanwhile.
     pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
         let mut hub = self.shared.hub.lock();
-        let peer = hub.add_peer(descriptor).ok_or(FabricError::NoAddress)?;
+        let peer = hub.add_peer(descriptor)?.ok_or(FabricError::NoAddress)?;
+        self.shared.tell(&mut hub);
         self.shared.wake_if_needed(&hub);
         Ok(peer)
     }
@@ -213,11 +235,13 @@ impl Engine {
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }
 
-    /// Ends all transfers with a peer as failed, and its connections.
+    /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
+    /// confirmed it, or within a few seconds.
     pub fn disconnect(&self, peer: PeerId) {
         let mut hub = self.shared.hub.lock();
         hub.remove_peer(peer);
         self.shared.tell(&mut hub);
+        self.shared.wake_if_needed(&hub);
     }
 
     /// Begins a transfer. Its memory of both sides belongs to it until it is over.
@@ -226,7 +250,7 @@ impl Engine {
         let now = hub.now();
         let sides = hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
         let runs = transfer.pieces.runs(&sides)?;
-        let regions: Vec<u32> = runs.iter().map(|run| run.local.region).collect();
+        let regions: Vec<(u32, u32)> = runs.iter().map(|run| (run.local.region, run.remote.region)).collect();
         let request = Request {
             peer,
             op: transfer.op,
@@ -237,7 +261,7 @@ impl Engine {
         };
         let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
         hub.outcomes.want(ticket);
-        hub.note_use(ticket, regions);
+        hub.note_use(ticket, peer, &regions);
         hub.pump();
         self.shared.tell(&mut hub);
         self.shared.wake_if_needed(&hub);
@@ -256,15 +280,22 @@ impl Engine {
 
     /// Ends a counter's use, and answers the generation of the next.
     pub fn retire_counter(&self, counter: u32, generation: u32) -> u32 {
-        self.shared.hub.lock().immediates.retire(counter, generation)
+        let mut hub = self.shared.hub.lock();
+        let next = hub.immediates.retire(counter, generation);
+        hub.outcomes.note_change();
+        self.shared.tell(&mut hub);
+        next
     }
 
-    /// Waits until so many immediates have arrived. False: not in this time.
+    /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter has ended.
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
         let mut hub = self.shared.hub.lock();
-        let reached = |hub: &mut Hub| (hub.immediates.count(counter, generation) >= target).then_some(());
+        let reached = |hub: &mut Hub| {
+            let has = hub.immediates.count(counter, generation) >= target;
+            (has || hub.immediates.is_retired(counter, generation)).then_some(has)
+        };
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        self.shared.wait(&mut hub, deadline, reached).is_some()
+        self.shared.wait(&mut hub, deadline, reached).unwrap_or(false)
     }
 }
 
@@ -276,7 +307,8 @@ impl Drop for Engine {
         self.shared.tell(&mut hub);
         hub.wake();
         drop(hub);
-        if let Some(thread) = self.thread.take() {
+        let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
+        if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
             // It does not panic; if it did, there is nothing left to end.
             let _ = thread.join();
         }
@@ -319,19 +351,21 @@ impl Future for Handle {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let mut hub = self.shared.hub.lock();
-        match hub.outcomes.of(self.ticket) {
-            Some(outcome) => Poll::Ready(outcome),
-            None => {
-                hub.outcomes.wake_with(self.ticket, context.waker());
-                Poll::Pending
-            }
+        if let Some(outcome) = hub.outcomes.of(self.ticket) {
+            return Poll::Ready(outcome);
         }
+        let former = hub.outcomes.wake_with(self.ticket, context.waker());
+        // A task may go with it, and what it holds.
+        drop(hub);
+        drop(former);
+        Poll::Pending
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.shared.hub.lock().outcomes.forget(self.ticket);
+        let waker = self.shared.hub.lock().outcomes.forget(self.ticket);
+        drop(waker);
     }
 }
 
@@ -352,8 +386,8 @@ impl Shared {
         let answer = loop {
             if hub.poll(&mut events) {
                 spin_until = Instant::now() + SPIN;
-                self.tell(hub);
             }
+            self.tell(hub);
             if let Some(found) = found(hub) {
                 break Some(found);
             }
@@ -382,13 +416,19 @@ impl Shared {
             spin_until = Instant::now() + SPIN;
         };
         self.pollers.fetch_sub(1, Ordering::AcqRel);
+        self.wake_if_needed(hub);
         answer
     }
 
-    /// Wakes those who sleep, if anything happened that they may wait for.
-    fn tell(&self, hub: &mut Hub) {
+    /// Wakes those who sleep, and tasks, if anything happened that they may wait for.
+    fn tell(&self, hub: &mut MutexGuard<'_, Hub>) {
         if hub.outcomes.take_changed() && self.sleepers.load(Ordering::Acquire) > 0 {
             self.changed.notify_all();
+        }
+        let wakers = hub.outcomes.take_wakers();
+        if !wakers.is_empty() {
+            // They may ask for what this guards.
+            MutexGuard::unlocked(hub, || wakers.into_iter().for_each(std::task::Waker::wake));
         }
     }
 
@@ -406,14 +446,18 @@ impl Shared {
         let mut busy_until = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
+                // They do the work, unless they have no CPU to do it on.
+                let before = self.hub.lock().polls;
                 std::thread::sleep(PARK);
-                continue;
+                if self.hub.lock().polls != before {
+                    continue;
+                }
             }
             let mut hub = self.hub.lock();
             if hub.poll(&mut events) {
                 busy_until = Instant::now() + SPIN;
-                self.tell(&mut hub);
             }
+            self.tell(&mut hub);
             if Instant::now() < busy_until {
                 continue;
             }
@@ -426,7 +470,27 @@ impl Shared {
             let timeout =
                 Timespec { tv_sec: timeout.as_secs().min(60) as i64, tv_nsec: timeout.subsec_nanos().into() };
             let _ = epoll::wait(&*epoll, spare_capacity(&mut events), Some(&timeout));
-            self.hub.lock().asleep_until = None;
+            let mut hub = self.hub.lock();
+            hub.asleep_until = None;
+            hub.note_woken();
         }
     }
+}
+
+/// Whether transfers of these limits fit into frames.
+fn check(options: &Options) -> Result<(), FabricError> {
+    let Options { chunk_bytes, chunk_runs, credits, bulk_every, live_max, backoff, .. } = options;
+    let is_one = (1..=BYTES_MAX).contains(chunk_bytes)
+        && (1..=ENTRIES_MAX).contains(chunk_runs)
+        && *credits > 0
+        && *bulk_every > 1
+        && *live_max > 0
+        && *backoff > Duration::ZERO;
+    let wanted = || {
+        format!(
+            "transfers need chunks of 1 to {BYTES_MAX} bytes and 1 to {ENTRIES_MAX} runs, credits, a backoff, room for \
+             one transfer, and bulk at most every second time: {options:?}"
+        )
+    };
+    is_one.then_some(()).ok_or_else(|| FabricError::Limit(wanted()))
 }

@@ -5,8 +5,10 @@
 //!  listening side:    accepted: challenge sent --> Hello --> Welcome sent: serving --> gone
 //! ```
 //! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
-//! only when the peer has said over another connection that it reads the broken one no more (a fence), or when the peer's
-//! process is gone: bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
+//! only when the peer has said over another connection that it reads the broken one no more (a fence), when its process is
+//! known to be gone, or when its lease is over: a peer reads nothing more of a connection over which it has heard nothing
+//! for [`SILENT`], whatever is still there to be read. Bytes that are posted again elsewhere, or memory that is used
+//! otherwise, are then not overwritten.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
@@ -35,14 +37,23 @@ use crate::tcp::{
 };
 use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Token, Transfers, Work};
 
-/// How often connections are looked at, and how long one may say nothing.
-const LOOK: Duration = Duration::from_secs(1);
-const SILENT: Duration = Duration::from_secs(5);
+/// How often connections are looked at, and how long one may say nothing. Whoever connected says something at each look.
+const LOOK: Duration = Duration::from_millis(500);
+const SILENT: Duration = Duration::from_secs(2);
+/// After so long nothing of a broken connection is read any more: what came last, and the time that clocks may be apart.
+const LEASE: Duration = Duration::from_millis(2500);
 /// The first pause before a fence is tried again, and the longest.
 const FENCE_PAUSE: Duration = Duration::from_millis(20);
 const FENCE_PAUSE_MAX: Duration = Duration::from_millis(500);
-/// Answers that a peer may leave unread before it is not served any more: more than any peer's credits ask for.
-const QUEUED_MAX: usize = 1 << 20;
+/// Connections of peers, and of them those of whom nothing is known yet.
+const LINKS_MAX: usize = 16_384;
+const ACCEPTED_MAX: usize = 1_024;
+/// Addresses of one peer that are used.
+const ADDRESSES_MAX: usize = 16;
+/// How long nobody is accepted after that failed for want of something.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How long the immediates of a peer without connections are remembered: much longer than it would send one again.
+const SESSION_KEPT: Duration = Duration::from_secs(120);
 /// Frames of one connection before the others have their turn.
 const FRAMES_A_TURN: usize = 64;
 /// The provider's number in an [`Address`].
@@ -67,18 +78,30 @@ pub(crate) struct Hub {
     epoll: Arc<OwnedFd>,
     wake: OwnedFd,
     listeners: Vec<TcpListener>,
+    /// What peers are told instead of what is listened on.
+    advertised: Vec<SocketAddr>,
+    /// When listeners that were left alone are listened on again.
+    accept_at: Option<Duration>,
     /// Paths to each address of a peer.
     connections: usize,
     links: HashMap<LinkId, Entry>,
     next_link: LinkId,
     /// Links with something to write that has not been tried.
     dirty: Vec<LinkId>,
+    /// Links that had more than one turn's frames.
+    ready: Vec<LinkId>,
+    /// Connections of each session of peers, and since when it has none.
+    sessions: HashMap<u128, (usize, Duration)>,
+    /// How many times somebody took what came.
+    pub(crate) polls: u64,
+    /// Regions that are being given back.
+    pub(crate) letting_go: usize,
     peers: HashMap<PeerId, Peer>,
     paths: HashMap<PathId, PathAt>,
     posted: HashMap<Token, Posted>,
     fences: Vec<Fence>,
-    /// Regions of this process that transfers under way use.
-    used: HashMap<Ticket, Vec<u32>>,
+    /// What transfers under way use.
+    used: HashMap<Ticket, Used>,
     look_at: Duration,
     /// Until when the thread behind this sleeps if nothing happens.
     pub(crate) asleep_until: Option<Duration>,
@@ -88,8 +111,8 @@ pub(crate) struct Hub {
 struct Entry {
     link: Link,
     role: Role,
-    /// Whether epoll tells when it can be written to.
-    waits_to_write: bool,
+    /// What epoll tells of.
+    interest: EventFlags,
     heard: Duration,
     acks: Vec<Outcome>,
 }
@@ -103,6 +126,7 @@ enum Role {
     /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
     Serving {
         from: Identity,
+        session: u128,
         connection: u64,
         body: Option<(u64, bool)>,
     },
@@ -139,6 +163,8 @@ enum Goal {
 #[derive(Debug)]
 struct Peer {
     identity: Identity,
+    session: u128,
+    addresses: Vec<SocketAddr>,
     regions: HashMap<u32, RegionDescriptor>,
 }
 
@@ -157,7 +183,8 @@ struct Posted {
 
 #[derive(Debug)]
 enum Asked {
-    Write,
+    /// And what the link has written when its bytes have left.
+    Write(u64),
     Read(Vec<Piece>),
     Tell,
 }
@@ -166,12 +193,25 @@ enum Asked {
 struct Fence {
     /// The broken connection.
     connection: u64,
-    path: PathId,
-    peer: PeerId,
+    to: Identity,
+    session: u128,
+    /// Of the peer; they are tried in turns.
+    addresses: Vec<SocketAddr>,
+    tried: usize,
+    /// When it is over in any case.
+    until: Duration,
     tokens: Vec<Token>,
     link: Option<LinkId>,
     retry_at: Duration,
     pause: Duration,
+}
+
+#[derive(Debug)]
+struct Used {
+    /// Regions of this process.
+    own: Vec<u32>,
+    /// Regions of the peer, with the generation that they had when the transfer began.
+    peer: Vec<(u32, u32)>,
 }
 
 /// The lengths of this process's regions and those of a peer.
@@ -195,6 +235,7 @@ impl Hub {
         token: &str,
         transfers: Transfers,
         listen: &[SocketAddr],
+        advertised: Vec<SocketAddr>,
         connections: usize,
     ) -> io::Result<Hub> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
@@ -219,10 +260,16 @@ impl Hub {
             epoll: Arc::new(epoll),
             wake,
             listeners,
+            advertised,
+            accept_at: None,
             connections: connections.max(1),
             links: HashMap::new(),
             next_link: 0,
             dirty: Vec::new(),
+            ready: Vec::new(),
+            sessions: HashMap::new(),
+            polls: 0,
+            letting_go: 0,
             peers: HashMap::new(),
             paths: HashMap::new(),
             posted: HashMap::new(),
@@ -242,21 +289,27 @@ impl Hub {
     }
 
     pub(crate) fn descriptor(&self) -> io::Result<Descriptor> {
-        let address = |listener: &TcpListener| Ok(encode_address(listener.local_addr()?));
+        let own = self.listeners.iter().map(TcpListener::local_addr);
+        let addresses: Vec<SocketAddr> = match self.advertised.is_empty() {
+            true => own.collect::<io::Result<_>>()?,
+            false => self.advertised.clone(),
+        };
         Ok(Descriptor {
             boot_nonce: self.me.boot,
             engine_id: self.me.engine,
-            addresses: self.listeners.iter().map(address).collect::<io::Result<_>>()?,
+            addresses: addresses.into_iter().map(encode_address).collect(),
             regions: self.regions.descriptors(),
         })
     }
 
     /// A peer; none if it has no address that is known here.
-    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> Option<PeerId> {
-        let addresses: Vec<SocketAddr> = descriptor.addresses.iter().filter_map(decode_address).collect();
+    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> io::Result<Option<PeerId>> {
+        let known = descriptor.addresses.iter().filter_map(decode_address).take(ADDRESSES_MAX);
+        let addresses: Vec<SocketAddr> = known.collect();
         if addresses.is_empty() {
-            return None;
+            return Ok(None);
         }
+        let session = u128::from(random()?) << 64 | u128::from(random()?);
         let now = self.now();
         let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
         for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
@@ -264,9 +317,9 @@ impl Hub {
         }
         let identity = Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce };
         let regions = by_number(descriptor);
-        self.peers.insert(peer, Peer { identity, regions });
+        self.peers.insert(peer, Peer { identity, session, addresses, regions });
         self.pump();
-        Some(peer)
+        Ok(Some(peer))
     }
 
     /// The peer's memory, as it is now. False if it is another process's descriptor, or no such peer is known.
@@ -281,6 +334,7 @@ impl Hub {
         }
     }
 
+    /// Ends all transfers with a peer. Those that wrote are over when the peer has confirmed that, or with its lease.
     pub(crate) fn remove_peer(&mut self, peer: PeerId) {
         let now = self.now();
         self.transfers.remove_peer(now, peer);
@@ -289,8 +343,7 @@ impl Hub {
         // Links of paths that were still connecting.
         let left: Vec<LinkId> =
             self.paths.values().filter(|path| path.peer == peer).filter_map(|path| path.link).collect();
-        left.into_iter().for_each(|link| drop(self.links.remove(&link)));
-        self.finish_fences(|fence| fence.peer == peer);
+        left.into_iter().for_each(|link| drop(self.remove(link)));
         self.paths.retain(|_, path| path.peer != peer);
         self.pump();
     }
@@ -301,12 +354,22 @@ impl Hub {
         Some(BothSides { own: &self.regions, peer })
     }
 
-    /// Notes which regions a transfer uses.
-    pub(crate) fn note_use(&mut self, ticket: Ticket, mut regions: Vec<u32>) {
-        regions.sort_unstable();
-        regions.dedup();
-        regions.iter().for_each(|region| self.regions.count_use(*region, 1));
-        self.used.insert(ticket, regions);
+    /// Notes what a transfer uses.
+    pub(crate) fn note_use(&mut self, ticket: Ticket, peer: PeerId, runs: &[(u32, u32)]) {
+        let sorted = |regions: &mut dyn Iterator<Item = u32>| {
+            let mut regions: Vec<u32> = regions.collect();
+            regions.sort_unstable();
+            regions.dedup();
+            regions
+        };
+        let own = sorted(&mut runs.iter().map(|(own, _)| *own));
+        own.iter().for_each(|region| self.regions.count_use(*region, 1));
+        let known = self.peers.get(&peer);
+        let generation =
+            |region: u32| Some((region, known?.regions.get(&region).map(|region| region.generation)?));
+        let peer =
+            sorted(&mut runs.iter().map(|(_, peer)| *peer)).into_iter().filter_map(generation).collect();
+        self.used.insert(ticket, Used { own, peer });
     }
 
     /// Ends the connections that move bytes of a region for a peer. Whether there were any.
@@ -334,7 +397,8 @@ impl Hub {
     pub(crate) fn close(&mut self) {
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.remove_peer(peer));
-        self.links.clear();
+        let links: Vec<LinkId> = self.links.keys().copied().collect();
+        links.into_iter().for_each(|link| drop(self.remove(link)));
         self.listeners.clear();
     }
 
@@ -344,32 +408,39 @@ impl Hub {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Takes what came, without waiting. Whether anything happened.
+    /// Takes note that it was woken; what it was woken for is seen to by [`Hub::poll`].
+    pub(crate) fn note_woken(&self) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.wake, &mut count);
+    }
+
+    /// Takes what came, without waiting, and does what is due. Whether anything happened.
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
+        self.polls = self.polls.wrapping_add(1);
         events.clear();
         // An interrupted call brought nothing.
         let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
-        self.handle(events)
-    }
-
-    /// Takes what came, and does what is due. Whether anything happened.
-    fn handle(&mut self, events: &[Event]) -> bool {
-        let mut any = false;
-        for event in events {
-            any = true;
+        let ready = std::mem::take(&mut self.ready);
+        let mut any = !ready.is_empty();
+        ready.into_iter().for_each(|link| self.take(link));
+        for event in events.iter() {
             match event.data.u64() {
-                WAKE => {
-                    let mut count = [0; 8];
-                    let _ = rustix::io::read(&self.wake, &mut count);
-                }
+                // For the thread that sleeps.
+                WAKE => continue,
                 listener if listener & LISTENER != 0 => self.accept((listener ^ LISTENER) as usize),
                 link => self.take(link),
             }
+            any = true;
         }
         let now = self.now();
         if now >= self.look_at {
+            let is_late = now >= self.look_at + LOOK;
             self.look_at = now + LOOK;
-            self.look(now);
+            self.look(now, is_late);
+        }
+        if self.accept_at.is_some_and(|at| at <= now) {
+            self.accept_at = None;
+            self.listen_to(EventFlags::IN);
         }
         self.retry_fences(now);
         self.pump() || any
@@ -377,10 +448,15 @@ impl Hub {
 
     /// When there is something to do if nothing comes.
     pub(crate) fn next_tick(&self) -> Duration {
-        let fences =
-            self.fences.iter().filter(|fence| fence.link.is_none()).map(|fence| fence.retry_at).min();
-        let look = (!self.links.is_empty()).then_some(self.look_at);
-        [self.transfers.next_tick(), fences, look].into_iter().flatten().min().unwrap_or(Duration::MAX)
+        if !self.ready.is_empty() {
+            return Duration::ZERO;
+        }
+        let fence =
+            |fence: &Fence| if fence.link.is_none() { fence.retry_at.min(fence.until) } else { fence.until };
+        let fences = self.fences.iter().map(fence).min();
+        let look = (!self.links.is_empty() || !self.sessions.is_empty()).then_some(self.look_at);
+        let ticks = [self.transfers.next_tick(), fences, look, self.accept_at];
+        ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
     /// Posts and does whatever is due now. Whether that was anything.
@@ -398,11 +474,12 @@ impl Hub {
                 more = true;
                 self.post(post);
             }
-            for link in std::mem::take(&mut self.dirty) {
-                self.flush(link);
-            }
+            let dirty = std::mem::take(&mut self.dirty);
+            // A link that ends here gives back what is to be posted elsewhere.
+            more |= !dirty.is_empty();
+            dirty.into_iter().for_each(|link| self.flush(link));
             any |= more;
-            if !more && self.dirty.is_empty() {
+            if !more {
                 return any;
             }
         }
@@ -411,7 +488,7 @@ impl Hub {
     fn act(&mut self, action: Action) {
         match action {
             Action::Over(ticket, outcome) => {
-                for region in self.used.remove(&ticket).unwrap_or_default() {
+                for region in self.used.remove(&ticket).map(|used| used.own).unwrap_or_default() {
                     self.regions.count_use(region, -1);
                 }
                 self.outcomes.tell(ticket, outcome);
@@ -439,10 +516,7 @@ impl Hub {
                     }
                 }
             }
-            Action::Lost(peer) => {
-                tracing::warn!(?peer, "a peer cannot be reached any more");
-                self.finish_fences(|fence| fence.peer == peer);
-            }
+            Action::Lost(peer) => tracing::warn!(?peer, "a peer cannot be reached any more"),
         }
     }
 
@@ -456,19 +530,33 @@ impl Hub {
         }
         let role = Role::Connecting { to, connection: random()? };
         // Told when it is connected, or is not going to be.
-        self.add(socket.into(), role, true)
+        self.add(socket.into(), role, EventFlags::IN | EventFlags::OUT)
     }
 
-    fn add(&mut self, socket: TcpStream, role: Role, waits_to_write: bool) -> io::Result<LinkId> {
+    fn add(&mut self, socket: TcpStream, role: Role, interest: EventFlags) -> io::Result<LinkId> {
         socket.set_nodelay(true)?;
         let id = self.next_link;
         self.next_link += 1;
         let heard = self.now();
         let link = Link::new(socket)?;
-        epoll::add(&self.epoll, &link, EventData::new_u64(id), interest(waits_to_write))?;
-        self.links.insert(id, Entry { link, role, waits_to_write, heard, acks: Vec::new() });
+        epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
+        self.links.insert(id, Entry { link, role, interest, heard, acks: Vec::new() });
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
+    }
+
+    /// A link that is over, still open.
+    fn remove(&mut self, id: LinkId) -> Option<Entry> {
+        let entry = self.links.remove(&id)?;
+        // A forked process may hold the socket too, which would be told of for ever.
+        let _ = epoll::delete(&self.epoll, &entry.link);
+        if let Role::Serving { session, .. } = entry.role {
+            let now = self.now();
+            if let Some((links, since)) = self.sessions.get_mut(&session) {
+                (*links, *since) = (links.saturating_sub(1), now);
+            }
+        }
+        Some(entry)
     }
 
     fn accept(&mut self, index: usize) {
@@ -477,21 +565,38 @@ impl Hub {
             let socket = match listener.accept() {
                 Ok((socket, _)) => socket,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // Of the one connection: others go on.
+                Err(error) if !is_want(&error) => continue,
                 Err(error) => {
-                    // Of the one connection, or of too many descriptors: others go on.
-                    tracing::warn!(%error, "a connection cannot be accepted");
-                    return;
+                    tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms");
+                    self.accept_at = Some(self.now() + ACCEPT_PAUSE);
+                    return self.listen_to(EventFlags::empty());
                 }
             };
+            let unknown = |entry: &&Entry| matches!(entry.role, Role::Accepted { .. });
+            let is_full = self.links.len() >= LINKS_MAX
+                || (self.links.len() >= ACCEPTED_MAX
+                    && self.links.values().filter(unknown).count() >= ACCEPTED_MAX);
+            if is_full {
+                tracing::warn!("too many connections: one is refused");
+                continue;
+            }
             let added = random().and_then(|challenge| {
                 let challenge = challenge_of(challenge, random()?);
-                let link = self.add(socket, Role::Accepted { challenge }, false)?;
+                let link = self.add(socket, Role::Accepted { challenge }, EventFlags::IN)?;
                 self.say(link, encode_challenge(&challenge));
                 Ok(())
             });
             if let Err(error) = added {
                 tracing::warn!(%error, "a connection cannot be accepted");
             }
+        }
+    }
+
+    fn listen_to(&self, interest: EventFlags) {
+        for (index, listener) in (0..).zip(&self.listeners) {
+            // It is known to epoll, which needs no more memory for this.
+            let _ = epoll::modify(&self.epoll, listener, EventData::new_u64(LISTENER | index), interest);
         }
     }
 
@@ -512,15 +617,24 @@ impl Hub {
         if let Err(ended) = unsafe { entry.link.flush() } {
             return self.end(id, &ended);
         }
-        let waits = !entry.link.is_flushed();
-        if matches!(entry.role, Role::Leaving) && !waits {
-            self.links.remove(&id);
-        } else if waits != entry.waits_to_write {
-            entry.waits_to_write = waits;
-            let changed = epoll::modify(&self.epoll, &entry.link, EventData::new_u64(id), interest(waits));
-            if let Err(errno) = changed {
-                self.end(id, &Ended::Io(errno.into()));
-            }
+        if entry.link.is_flushed() && self.letting_go > 0 {
+            self.outcomes.note_change();
+        }
+        if matches!(entry.role, Role::Leaving) && entry.link.is_flushed() {
+            self.remove(id);
+            return;
+        }
+        let reads = if entry.link.is_full() { EventFlags::empty() } else { EventFlags::IN };
+        let writes = if entry.link.is_flushed() { EventFlags::empty() } else { EventFlags::OUT };
+        self.tell_of(id, reads | writes);
+    }
+
+    /// What epoll tells of from now on.
+    fn tell_of(&mut self, id: LinkId, interest: EventFlags) {
+        let Some(entry) = self.links.get_mut(&id).filter(|entry| entry.interest != interest) else { return };
+        entry.interest = interest;
+        if let Err(errno) = epoll::modify(&self.epoll, &entry.link, EventData::new_u64(id), interest) {
+            self.end(id, &Ended::Io(errno.into()));
         }
     }
 
@@ -528,15 +642,35 @@ impl Hub {
     fn take(&mut self, id: LinkId) {
         let now = self.now();
         let Some(entry) = self.links.get_mut(&id) else { return };
-        if entry.waits_to_write {
+        if entry.interest.contains(EventFlags::OUT) {
             self.dirty.push(id);
         }
+        // Its peer may count on this: what is still there to be read is read no more.
+        if matches!(entry.role, Role::Serving { .. }) && now.saturating_sub(entry.heard) >= SILENT {
+            return self.end(id, &Ended::Io(io::ErrorKind::TimedOut.into()));
+        }
+        let received = entry.link.received();
+        let mut has_more = true;
         for _ in 0..FRAMES_A_TURN {
+            if self.links.get(&id).is_none_or(|entry| entry.link.is_full()) {
+                has_more = false;
+                break;
+            }
             match self.take_next(id, now) {
                 Ok(true) => {}
-                Ok(false) => break,
+                Ok(false) => {
+                    has_more = false;
+                    break;
+                }
                 Err(ended) => return self.end(id, &ended),
             }
+        }
+        if has_more {
+            // What is in our own buffer is not told of again.
+            self.ready.push(id);
+        }
+        if let Some(entry) = self.links.get_mut(&id).filter(|entry| entry.link.received() > received) {
+            entry.heard = now;
         }
         let Some(entry) = self.links.get_mut(&id) else { return };
         if !entry.acks.is_empty() {
@@ -556,29 +690,34 @@ impl Hub {
             Role::Accepted { challenge } => {
                 let Some(hello) = entry.link.greeting()? else { return Ok(false) };
                 let hello = Hello::decode(&hello, &self.key, challenge)?;
-                self.greet(id, hello, now);
+                self.greet(id, hello);
                 Ok(true)
             }
             Role::Connecting { to, connection } => {
                 if let Ok(Err(errno)) | Err(errno) = sockopt::socket_error(&entry.link) {
                     return Err(Ended::Io(errno.into()));
                 }
+                if entry.interest != EventFlags::IN {
+                    // Connected, or told once too often: what comes next is the peer's challenge.
+                    self.tell_of(id, EventFlags::IN);
+                    return Ok(true);
+                }
                 let Some(challenge) = entry.link.greeting()? else { return Ok(false) };
                 let challenge = decode_challenge(&challenge)?;
                 let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
                 entry.role = Role::Greeted { to, connection, nonce };
-                entry.heard = now;
-                let (purpose, peer) = match to {
-                    Goal::Path(path, _) => (Purpose::Path, self.paths.get(&path).map(|path| path.peer)),
+                let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
+                let whom = match to {
+                    Goal::Path(path, _) => {
+                        of_path(path).map(|peer| (Purpose::Path, peer.identity, peer.session))
+                    }
                     Goal::Fence(of) => {
                         let fence = self.fences.iter().find(|fence| fence.connection == of);
-                        (Purpose::Fence(of), fence.map(|fence| fence.peer))
+                        fence.map(|fence| (Purpose::Fence(of), fence.to, fence.session))
                     }
                 };
-                let Some(peer) = peer.and_then(|peer| self.peers.get(&peer)) else {
-                    return Err(Ended::Closed);
-                };
-                let hello = Hello { purpose, connection, from: self.me, to: peer.identity, nonce };
+                let Some((purpose, to, session)) = whom else { return Err(Ended::Closed) };
+                let hello = Hello { purpose, connection, from: self.me, to, nonce, session };
                 let bytes = hello.encode(&self.key, &challenge);
                 self.say(id, bytes);
                 Ok(true)
@@ -587,7 +726,6 @@ impl Hub {
                 let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
                 let (to, connection) = (*to, *connection);
                 let answer = decode_welcome(&welcome, &self.key, nonce)?;
-                entry.heard = now;
                 self.welcomed(id, to, connection, answer)
             }
             Role::Serving { .. } | Role::Up { .. } => {
@@ -596,19 +734,19 @@ impl Hub {
                 if matches!(came, Came::Nothing) {
                     return Ok(false);
                 }
-                entry.heard = now;
                 match came {
                     Came::Frame(head, entries) => self.take_frame(id, head, &entries, now)?,
                     _ => self.take_body(id, now),
                 }
                 Ok(true)
             }
-            Role::Leaving => Err(Ended::Closed),
+            // It goes when the answer has been written.
+            Role::Leaving => Ok(false),
         }
     }
 
     /// A peer has said who it is; None: without a proof.
-    fn greet(&mut self, id: LinkId, hello: Option<Hello>, now: Duration) {
+    fn greet(&mut self, id: LinkId, hello: Option<Hello>) {
         let (answer, nonce) = match hello {
             None => (Answer::WrongToken, [0; 16]),
             Some(hello) if hello.to != self.me => (Answer::SomebodyElse, hello.nonce),
@@ -621,10 +759,10 @@ impl Hub {
             fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
         }
         let Some(entry) = self.links.get_mut(&id) else { return };
-        entry.heard = now;
         entry.role = match (answer, hello) {
-            (Answer::Welcome, Some(Hello { purpose: Purpose::Path, from, connection, .. })) => {
-                Role::Serving { from, connection, body: None }
+            (Answer::Welcome, Some(Hello { purpose: Purpose::Path, from, connection, session, .. })) => {
+                self.sessions.entry(session).or_default().0 += 1;
+                Role::Serving { from, session, connection, body: None }
             }
             _ => Role::Leaving,
         };
@@ -653,9 +791,14 @@ impl Hub {
                 }
                 Ok(true)
             }
-            // The process that read the broken connection is another one, so it is gone.
-            (Some(_), Goal::Fence(of)) => {
-                self.links.remove(&id);
+            // Where another process listens, the one that read the broken connection is gone.
+            (Some((answer, _)), Goal::Fence(of)) => {
+                let is_here = self.links.get(&id).is_some_and(is_of_this_host);
+                if answer == Answer::SomebodyElse && !is_here {
+                    // Elsewhere an address may have moved to another host, while the process goes on.
+                    return Err(Ended::Closed);
+                }
+                self.remove(id);
                 self.finish_fences(|fence| fence.connection == of);
                 Ok(false)
             }
@@ -668,9 +811,6 @@ impl Hub {
 
     fn take_frame(&mut self, id: LinkId, head: Head, entries: &[u8], now: Duration) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
-        if entry.link.queued() > QUEUED_MAX {
-            return Err(BadFrame("it asks for more than it takes").into());
-        }
         match (&mut entry.role, head) {
             (_, Head::Ping) => self.say(id, Head::Pong.encode().to_vec()),
             (_, Head::Pong) => {}
@@ -692,8 +832,8 @@ impl Hub {
                     None => entry.acks.push(Outcome { token, refused: true }),
                 }
             }
-            (Role::Serving { from, .. }, Head::Tell { token, number, counter, generation }) => {
-                let arrival = self.immediates.arrive(from.engine, number, counter, generation);
+            (Role::Serving { session, .. }, Head::Tell { token, number, counter, generation }) => {
+                let arrival = self.immediates.arrive(*session, number, counter, generation);
                 if matches!(arrival, Arrival::Counted(_)) {
                     self.outcomes.note_change();
                 }
@@ -714,11 +854,20 @@ impl Hub {
             (Role::Up { .. }, Head::Ack { .. }) => {
                 for Outcome { token, refused } in Outcome::decode_all(entries) {
                     let token = Token::from_number(token);
-                    if self.posted.get(&token).is_some_and(|posted| posted.link == id) {
-                        self.posted.remove(&token);
-                        let completion = if refused { Completion::Refused } else { Completion::Placed };
-                        self.transfers.complete(now, token, completion);
+                    let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else {
+                        continue;
+                    };
+                    let may_be = match &posted.what {
+                        Asked::Write(mark) => entry.link.has_written(*mark),
+                        Asked::Read(_) => refused,
+                        Asked::Tell => true,
+                    };
+                    if !may_be {
+                        return Err(BadFrame("an answer before it can be known").into());
                     }
+                    self.posted.remove(&token);
+                    let completion = if refused { Completion::Refused } else { Completion::Placed };
+                    self.transfers.complete(now, token, completion);
                 }
             }
             _ => return Err(BadFrame("a frame that is not its side's").into()),
@@ -729,6 +878,9 @@ impl Hub {
     /// All bytes of the last frame are in place.
     fn take_body(&mut self, id: LinkId, now: Duration) {
         let Some(entry) = self.links.get_mut(&id) else { return };
+        if self.letting_go > 0 {
+            self.outcomes.note_change();
+        }
         match &mut entry.role {
             Role::Serving { body, .. } => {
                 if let Some((token, refused)) = body.take() {
@@ -746,13 +898,10 @@ impl Hub {
     }
 
     fn post(&mut self, post: Post) {
-        let Post { path, token, work, .. } = post;
+        let Post { path, token, ticket, work } = post;
         let now = self.now();
-        let at = self.paths.get(&path);
-        let Some((at, link)) = at.and_then(|at| at.link.map(|link| (at, link))) else {
-            return self.transfers.hand_back(now, token);
-        };
-        let (Some(peer), Some(entry)) = (self.peers.get(&at.peer), self.links.get_mut(&link)) else {
+        let link = self.paths.get(&path).and_then(|at| at.link);
+        let Some((link, entry)) = link.and_then(|link| Some((link, self.links.get_mut(&link)?))) else {
             return self.transfers.hand_back(now, token);
         };
         let number = token.number();
@@ -772,14 +921,14 @@ impl Hub {
                 let mut frame = head.encode().to_vec();
                 let mut pieces = Vec::with_capacity(count);
                 for Run { local, remote, len } in runs {
-                    let generation = peer.regions.get(&remote.region).map(|region| region.generation);
+                    let known = self.used.get(&ticket).map_or(&[][..], |used| &used.peer);
+                    let generation = known.iter().find(|(region, _)| *region == remote.region);
                     let piece = self.regions.own(local.region, local.offset, len);
-                    let (Some(piece), Some(generation)) = (piece, generation) else {
-                        // The peer's memory was described anew since, without this region.
+                    let (Some(piece), Some((_, generation))) = (piece, generation) else {
                         self.transfers.complete(now, token, Completion::Refused);
                         return;
                     };
-                    WireRun { region: remote.region, generation, offset: remote.offset, len }
+                    WireRun { region: remote.region, generation: *generation, offset: remote.offset, len }
                         .encode(&mut frame);
                     pieces.push(piece);
                 }
@@ -787,7 +936,7 @@ impl Hub {
                 match op {
                     Op::Write => {
                         pieces.into_iter().for_each(|piece| entry.link.say_memory(piece));
-                        Asked::Write
+                        Asked::Write(entry.link.mark())
                     }
                     Op::Read => Asked::Read(pieces),
                 }
@@ -799,7 +948,7 @@ impl Hub {
 
     /// A connection is over.
     fn end(&mut self, id: LinkId, why: &Ended) {
-        let Some(entry) = self.links.remove(&id) else { return };
+        let Some(entry) = self.remove(id) else { return };
         let now = self.now();
         let peer = entry.link.socket().peer_addr().ok();
         match entry.role {
@@ -812,15 +961,9 @@ impl Hub {
                         self.unlink(path, id);
                         self.transfers.path_broke(now, path, number);
                     }
-                    // Nobody listens there: the process that read the broken connection is gone.
-                    Goal::Fence(of) if is_refused(why) => self.finish_fences(|fence| fence.connection == of),
                     Goal::Fence(of) => {
-                        let fence = self.fences.iter_mut().find(|fence| fence.connection == of);
-                        if let Some(fence) = fence {
-                            fence.link = None;
-                            fence.retry_at = now + fence.pause;
-                            fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
-                        }
+                        let is_refused = matches!(why, Ended::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused);
+                        self.fence_failed(of, is_refused, now);
                     }
                 }
             }
@@ -829,7 +972,7 @@ impl Hub {
                 // Closed first: nothing of ours is read or written any more.
                 drop(entry.link);
                 let of_link = |posted: &&Posted| posted.link == id;
-                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write);
+                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_));
                 let mut broken: Vec<(Token, bool)> = self
                     .posted
                     .iter()
@@ -846,10 +989,20 @@ impl Hub {
                 for (token, _) in others {
                     self.transfers.complete(now, token, Completion::Unknown);
                 }
-                match peer.filter(|peer| !tokens.is_empty() && self.peers.contains_key(peer)) {
+                match peer.and_then(|peer| self.peers.get(&peer)).filter(|_| !tokens.is_empty()) {
                     Some(peer) => {
-                        let (link, retry_at, pause) = (None, now, FENCE_PAUSE);
-                        self.fences.push(Fence { connection, path, peer, tokens, link, retry_at, pause });
+                        self.fences.push(Fence {
+                            connection,
+                            to: peer.identity,
+                            session: peer.session,
+                            addresses: peer.addresses.clone(),
+                            tried: 0,
+                            until: now + LEASE,
+                            tokens,
+                            link: None,
+                            retry_at: now,
+                            pause: FENCE_PAUSE,
+                        });
                         self.retry_fences(now);
                     }
                     None => tokens
@@ -870,21 +1023,38 @@ impl Hub {
     }
 
     fn retry_fences(&mut self, now: Duration) {
-        for index in 0..self.fences.len() {
-            let Fence { connection, path, link, retry_at, .. } = self.fences[index];
-            if link.is_some() || retry_at > now {
-                continue;
-            }
-            let Some(address) = self.paths.get(&path).map(|path| path.address) else { continue };
+        self.finish_fences(|fence| fence.until <= now);
+        let due = |fence: &&mut Fence| fence.link.is_none() && fence.retry_at <= now;
+        let mut next: Vec<(u64, SocketAddr)> = Vec::new();
+        for fence in self.fences.iter_mut().filter(due) {
+            let address = fence.addresses[fence.tried % fence.addresses.len()];
+            fence.tried += 1;
+            next.push((fence.connection, address));
+        }
+        for (connection, address) in next {
             match self.connect(address, Goal::Fence(connection)) {
-                Ok(link) => self.fences[index].link = Some(link),
+                Ok(link) => {
+                    let fence = self.fences.iter_mut().find(|fence| fence.connection == connection);
+                    fence.into_iter().for_each(|fence| fence.link = Some(link));
+                }
                 Err(error) => {
                     tracing::debug!(%address, %error, "cannot connect");
-                    let fence = &mut self.fences[index];
-                    fence.retry_at = now + fence.pause;
-                    fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
+                    self.fence_failed(connection, error.kind() == io::ErrorKind::ConnectionRefused, now);
                 }
             }
+        }
+    }
+
+    /// The last try came to nothing. Where nobody listens on this very host, the peer's process is gone.
+    fn fence_failed(&mut self, connection: u64, is_refused: bool, now: Duration) {
+        let fence = self.fences.iter_mut().find(|fence| fence.connection == connection);
+        let Some(fence) = fence else { return };
+        fence.link = None;
+        fence.retry_at = now + fence.pause;
+        fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
+        let address = fence.addresses[fence.tried.wrapping_sub(1) % fence.addresses.len()];
+        if is_refused && address.ip().is_loopback() {
+            self.finish_fences(|fence| fence.connection == connection);
         }
     }
 
@@ -894,25 +1064,34 @@ impl Hub {
         let (done, left) = std::mem::take(&mut self.fences).into_iter().partition(is_one);
         self.fences = left;
         for fence in done {
-            fence.link.map(|link| self.links.remove(&link));
+            fence.link.map(|link| self.remove(link));
             for token in fence.tokens {
                 self.transfers.complete(now, token, Completion::Unknown);
             }
         }
     }
 
-    /// Ends connections that say nothing, and says something where nobody else does.
-    fn look(&mut self, now: Duration) {
+    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
+    fn look(&mut self, now: Duration, is_late: bool) {
         let silent = |entry: &Entry| now.saturating_sub(entry.heard);
+        let is_dead = |entry: &Entry| !is_late && silent(entry) >= SILENT;
         let dead: Vec<LinkId> =
-            self.links.iter().filter(|(_, entry)| silent(entry) >= SILENT).map(|(link, _)| *link).collect();
+            self.links.iter().filter(|(_, entry)| is_dead(entry)).map(|(link, _)| *link).collect();
         for link in dead {
             self.end(link, &Ended::Io(io::ErrorKind::TimedOut.into()));
         }
-        let is_quiet = |entry: &Entry| matches!(entry.role, Role::Up { .. }) && silent(entry) >= LOOK / 2;
-        let quiet: Vec<LinkId> =
-            self.links.iter().filter(|(_, entry)| is_quiet(entry)).map(|(link, _)| *link).collect();
-        quiet.into_iter().for_each(|link| self.say(link, Head::Ping.encode().to_vec()));
+        let is_up = |entry: &Entry| matches!(entry.role, Role::Up { .. });
+        let up: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| is_up(entry)).map(|(link, _)| *link).collect();
+        up.into_iter().for_each(|link| self.say(link, Head::Ping.encode().to_vec()));
+        let immediates = &mut self.immediates;
+        self.sessions.retain(|session, (links, since)| {
+            let is_kept = *links > 0 || now.saturating_sub(*since) < SESSION_KEPT;
+            if !is_kept {
+                immediates.forget(*session);
+            }
+            is_kept
+        });
     }
 }
 
@@ -926,12 +1105,14 @@ fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
     descriptor.regions.iter().map(|region| (region.number, *region)).collect()
 }
 
-fn interest(writes: bool) -> EventFlags {
-    if writes { EventFlags::IN | EventFlags::OUT } else { EventFlags::IN }
+fn is_of_this_host(entry: &Entry) -> bool {
+    entry.link.socket().peer_addr().is_ok_and(|address| address.ip().is_loopback())
 }
 
-fn is_refused(why: &Ended) -> bool {
-    matches!(why, Ended::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused)
+/// Of descriptors or memory.
+fn is_want(error: &io::Error) -> bool {
+    let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| wants.contains(&errno))
 }
 
 fn challenge_of(one: u64, other: u64) -> [u8; 16] {

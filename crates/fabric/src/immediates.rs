@@ -58,7 +58,7 @@ struct Seen {
 }
 
 impl Immediates {
-    /// An immediate for a counter arrived, the `number`-th (from 0) of `sender`, which is a peer's process: its engine id.
+    /// An immediate for a counter arrived, the `number`-th (from 0) of `sender`, which is what a peer's process is to this one.
     pub fn arrive(&mut self, sender: u128, number: u64, counter: u32, generation: u32) -> Arrival {
         if number == u64::MAX {
             return Arrival::Refused;
@@ -99,6 +99,11 @@ impl Immediates {
     pub fn count(&self, counter: u32, generation: u32) -> u64 {
         let known = self.counters.get(&counter).filter(|known| known.generation == generation);
         known.map_or(0, |known| known.count)
+    }
+
+    /// Whether this use of a counter has ended.
+    pub fn is_retired(&self, counter: u32, generation: u32) -> bool {
+        self.counters.get(&counter).is_some_and(|known| known.generation > generation)
     }
 
     /// Ends a counter's use: what still arrives for this generation or an older one is stale. Answers the generation to use

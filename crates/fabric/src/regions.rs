@@ -53,9 +53,9 @@ impl Regions {
         number
     }
 
-    /// Peers' requests are refused from now on. False if there is no such region.
+    /// Requests are refused from now on. False if there is no such region, or somebody else gives it up already.
     pub(crate) fn stop_serving(&mut self, number: u32) -> bool {
-        self.known.get_mut(&number).map(|known| known.is_served = false).is_some()
+        self.known.get_mut(&number).is_some_and(|known| std::mem::replace(&mut known.is_served, false))
     }
 
     pub(crate) fn remove(&mut self, number: u32) {
@@ -140,6 +140,7 @@ mod tests {
         assert_eq!(regions.for_peer(second, 1, 0, 1, true), None, "another generation");
         assert!(regions.for_peer(second, 0, 0, 50, true).is_some());
         assert!(regions.stop_serving(second));
+        assert!(!regions.stop_serving(second), "once");
         assert_eq!(regions.for_peer(second, 0, 0, 50, true), None);
         assert!(regions.own(second, 0, 50).is_some(), "a transfer under way goes on");
         regions.remove(second);

@@ -269,6 +269,133 @@ fn a_transfer_that_cannot_end_in_time_is_given_up() {
 }
 
 #[test]
+fn each_connection_to_a_peer_counts_its_immediates_anew() {
+    let (here, there) = (Side::of(100), Side::of(100));
+    let generation = there.engine.open_counter(1);
+    let first = here.peer(&there);
+    let tell = |peer| {
+        let nothing = Transfer::write(Pieces::Runs(Vec::new()));
+        done(&here.engine.begin(peer, Transfer { immediate: Some((1, generation)), ..nothing }).unwrap());
+    };
+    tell(first);
+    tell(first);
+    let second = here.peer(&there);
+    tell(second);
+    here.engine.disconnect(first);
+    let third = here.peer(&there);
+    tell(third);
+    tell(second);
+    assert!(there.engine.wait_count(1, generation, 5, Some(PATIENCE)));
+    assert_eq!(there.engine.count(1, generation), 5);
+    assert_eq!(there.engine.retire_counter(1, generation), generation + 1);
+    assert!(!there.engine.wait_count(1, generation, 6, None), "nobody counts for this use any more");
+}
+
+/// Accepts for a peer, and lets nothing through before it is told.
+struct Gate {
+    address: SocketAddr,
+    open: std::sync::mpsc::Sender<()>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Gate {
+    fn before(to: SocketAddr) -> Gate {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let (open, opened) = std::sync::mpsc::channel();
+        let forward = move || {
+            let (from, _) = listener.accept().unwrap();
+            // Told, or dropped: then nobody connects either.
+            if opened.recv().is_err() {
+                return;
+            }
+            let to = TcpStream::connect(to).unwrap();
+            let back = (to.try_clone().unwrap(), from.try_clone().unwrap());
+            let pump = |(mut from, mut to): (TcpStream, TcpStream)| {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(std::net::Shutdown::Both);
+            };
+            let other = std::thread::spawn(move || pump(back));
+            pump((from, to));
+            other.join().unwrap();
+        };
+        Gate { address, open, threads: vec![std::thread::spawn(forward)] }
+    }
+}
+
+#[test]
+fn a_transfer_is_for_the_memory_that_was_described_when_it_began() {
+    let (mut here, mut there) = (Side::of(100), Side::of(100));
+    here.fill(8);
+    let address = |side: &Side| {
+        let text = side.engine.describe().unwrap().addresses[0].bytes.clone();
+        String::from_utf8(text).unwrap().parse().unwrap()
+    };
+    let gate = Gate::before(address(&there));
+    let mut description = there.engine.describe().unwrap();
+    description.addresses[0].bytes = gate.address.to_string().into_bytes();
+    let peer = here.engine.connect(&description).unwrap();
+    let run = here.run(0, &there, 0, 100);
+    let write = || Transfer::write(Pieces::Contiguous(run));
+    let before = here.engine.begin(peer, write()).unwrap();
+    // Other memory has the number now, and the peer is told so while the transfer waits for its connection.
+    there.engine.unregister(there.region).unwrap();
+    // SAFETY: as for the first registration.
+    let again = unsafe { there.engine.register(there.memory.as_mut_ptr(), 100, Access::ReadWrite) };
+    assert_eq!(again, there.region);
+    here.engine.update(peer, &there.engine.describe().unwrap()).unwrap();
+    gate.open.send(()).unwrap();
+    assert_eq!(before.wait(Some(PATIENCE)), Some(Err(Failure::Refused)));
+    assert_eq!(there.memory, [0; 100]);
+    done(&here.engine.begin(peer, write()).unwrap());
+    assert!(there.memory == here.memory);
+    drop(here);
+    gate.threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn limits_that_let_nothing_move_or_do_not_fit_a_frame_are_told() {
+    let usual = Options::default();
+    for transfers in [
+        Options { chunk_runs: 513, ..usual.clone() },
+        Options { chunk_bytes: (64 << 20) + 1, ..usual.clone() },
+        Options { chunk_bytes: 0, ..usual.clone() },
+        Options { credits: 0, ..usual.clone() },
+        Options { bulk_every: 1, ..usual },
+    ] {
+        let wrong = Engine::new(EngineOptions { transfers, ..EngineOptions::default() });
+        assert!(matches!(wrong, Err(FabricError::Limit(_))));
+    }
+    let listen = vec!["0.0.0.0:0".parse().unwrap()];
+    let options = EngineOptions { listen, token: "secret".into(), ..EngineOptions::default() };
+    assert!(matches!(Engine::new(options.clone()), Err(FabricError::NoAddressToTell(_))));
+    let advertise = vec!["127.0.0.1:4000".parse().unwrap()];
+    let engine = Engine::new(EngineOptions { advertise, ..options }).unwrap();
+    assert_eq!(engine.describe().unwrap().addresses[0].bytes, b"127.0.0.1:4000");
+}
+
+/// More than one turn takes, all in one call of the peer's: what is left must not wait for more to come.
+#[test]
+fn many_small_transfers_at_once_are_over_at_once() {
+    let transfers = Options { credits: 4096, ..Options::default() };
+    let here = Side::new(100, Access::ReadWrite, EngineOptions { transfers, ..EngineOptions::default() });
+    let there = Side::of(100);
+    let peer = here.peer(&there);
+    let begin = || {
+        let write = Transfer::write(Pieces::Contiguous(here.run(0, &there, 0, 1)));
+        here.engine.begin(peer, write).unwrap()
+    };
+    done(&begin());
+    let begun = Instant::now();
+    for _ in 0..20 {
+        let handles: Vec<Handle> = (0..500).map(|_| begin()).collect();
+        handles.iter().for_each(done);
+    }
+    // Were the rest of each taken with the next ping only, this would take at least five seconds.
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn memory_in_use_is_not_given_back() {
     let here = Side::of(100);
     let there = Side::of(100);

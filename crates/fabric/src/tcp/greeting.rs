@@ -3,7 +3,7 @@
 //! ```text
 //!  Challenge:  | KVFT | version u8 | 0 x 3 | nonce 16 |
 //!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
-//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | proof 32 |
+//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | session u128 | proof 32 |
 //!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64 | proof 32 |
 //! ```
 //! A proof is the HMAC-SHA256 of the other side's nonce and the message before the proof, with the shared token as key:
@@ -15,7 +15,7 @@ use sha2::Sha256;
 use super::frame::BadFrame;
 
 pub(crate) const CHALLENGE_BYTES: usize = 24;
-pub(crate) const HELLO_BYTES: usize = 120;
+pub(crate) const HELLO_BYTES: usize = 136;
 pub(crate) const WELCOME_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"KVFT";
 const VERSION: u8 = 1;
@@ -46,6 +46,8 @@ pub(crate) struct Hello {
     pub(crate) from: Identity,
     pub(crate) to: Identity,
     pub(crate) nonce: [u8; 16],
+    /// All connections of one peer of the side that connects have the same: its immediates are numbered within it.
+    pub(crate) session: u128,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,6 +115,7 @@ impl Hello {
         self.to.encode(&mut bytes);
         bytes.extend(fenced.to_le_bytes());
         bytes.extend(self.nonce);
+        bytes.extend(self.session.to_le_bytes());
         bytes.extend(key.prove(challenge, &bytes));
         bytes
     }
@@ -139,6 +142,7 @@ impl Hello {
             from: Identity::decode(bytes, 16),
             to: Identity::decode(bytes, 40),
             nonce: array(bytes, 72),
+            session: u128::from_le_bytes(array(bytes, 88)),
         }))
     }
 }
@@ -216,7 +220,7 @@ mod tests {
     const YOU: Identity = Identity { engine: 3, boot: 8 };
 
     fn sent(key: &Key, challenge: &[u8; 16], purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
-        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16] };
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16], session: 11 };
         (hello, hello.encode(key, challenge).try_into().unwrap())
     }
 

@@ -12,14 +12,15 @@ use crate::regions::Piece;
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
 const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
+/// Answers that wait for a peer that does not read them: beyond this nothing more is read from it.
+const OWN_BYTES_MAX: usize = 256 << 10;
+const ENTRIES_QUEUED_MAX: usize = 64 << 10;
 /// Bytes that land in the buffer behind those for their destination: more would be copied once more.
 const BEHIND_BYTES: usize = 2 << 10;
 /// Ranges of one call; the kernel takes 1,024.
 const RANGES_MAX: usize = 256;
-/// Bytes of one call, so that other connections have their turn.
-const CALL_BYTES: usize = 4 << 20;
-/// Where bytes go that nobody wants.
-const DISCARD_BYTES: usize = 64 << 10;
+/// Bytes of one call, and of one turn in each direction, so that other connections have theirs.
+const TURN_BYTES: usize = 4 << 20;
 
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +40,7 @@ pub(crate) enum Came {
     Frame(Head, Vec<u8>),
     /// All bytes of the frame before are where they belong.
     Body,
-    /// Nothing more for now.
+    /// Nothing more for now, or in this turn: then more can be read from the socket.
     Nothing,
 }
 
@@ -54,6 +55,12 @@ enum Out {
 pub(crate) struct Link {
     socket: TcpStream,
     out: VecDeque<Out>,
+    /// Entries that were queued, and of them those that have been written.
+    queued: u64,
+    written: u64,
+    /// Of what is queued, bytes that are not registered memory.
+    own_bytes: usize,
+    received: u64,
     buffer: Box<[u8]>,
     /// What of the buffer has not been looked at.
     start: usize,
@@ -72,7 +79,9 @@ impl Link {
     pub(crate) fn new(socket: TcpStream) -> io::Result<Link> {
         socket.set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
-        Ok(Link { socket, out: VecDeque::new(), buffer, start: 0, end: 0, body: None })
+        let (queued, written, own_bytes, received, start, end) = (0, 0, 0, 0, 0, 0);
+        let (out, body) = (VecDeque::new(), None);
+        Ok(Link { socket, out, queued, written, own_bytes, received, buffer, start, end, body })
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
@@ -81,21 +90,39 @@ impl Link {
 
     /// Queues bytes.
     pub(crate) fn say(&mut self, bytes: Vec<u8>) {
+        self.queued += 1;
+        self.own_bytes += bytes.len();
         self.out.push_back(Out::Bytes(bytes, 0));
     }
 
     /// Queues memory, which is not touched any more once [`Link::is_flushed`], or the link is dropped.
     pub(crate) fn say_memory(&mut self, piece: Piece) {
+        self.queued += 1;
         self.out.push_back(Out::Memory(piece));
+    }
+
+    /// A name for all that is queued by now.
+    pub(crate) fn mark(&self) -> u64 {
+        self.queued
+    }
+
+    /// Whether all that was queued by then has been written.
+    pub(crate) fn has_written(&self, mark: u64) -> bool {
+        self.written >= mark
+    }
+
+    /// Bytes that came so far.
+    pub(crate) fn received(&self) -> u64 {
+        self.received
     }
 
     pub(crate) fn is_flushed(&self) -> bool {
         self.out.is_empty()
     }
 
-    /// Entries that are queued.
-    pub(crate) fn queued(&self) -> usize {
-        self.out.len()
+    /// Whether so much is queued that nothing more should be asked for.
+    pub(crate) fn is_full(&self) -> bool {
+        self.own_bytes > OWN_BYTES_MAX || self.out.len() > ENTRIES_QUEUED_MAX
     }
 
     /// Whether queued memory, or memory that is being received into, overlaps this.
@@ -107,12 +134,13 @@ impl Link {
         queued || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }
 
-    /// Writes what the socket takes.
+    /// Writes what the socket takes, within one turn.
     ///
     /// # Safety
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn flush(&mut self) -> Result<(), Ended> {
-        while !self.out.is_empty() {
+        let mut turn = 0;
+        while !self.out.is_empty() && turn < TURN_BYTES {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             let mut count = 0;
             for (range, out) in ranges.iter_mut().zip(&self.out) {
@@ -134,7 +162,10 @@ impl Link {
             // SAFETY: the ranges are alive, owned bytes or valid by the caller's promise.
             let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
             match usize::try_from(sent) {
-                Ok(sent) => self.sent(sent),
+                Ok(sent) => {
+                    turn += sent;
+                    self.sent(sent);
+                }
                 Err(_) => match blocked(io::Error::last_os_error())? {
                     Retry::Now => {}
                     Retry::Later => return Ok(()),
@@ -158,7 +189,10 @@ impl Link {
                 return;
             }
             sent -= len;
-            self.out.pop_front();
+            self.written += 1;
+            if let Some(Out::Bytes(bytes, _)) = self.out.pop_front() {
+                self.own_bytes -= bytes.len();
+            }
         }
     }
 
@@ -219,6 +253,7 @@ impl Link {
                 Ok((0, _)) => return Err(Ended::Closed),
                 Ok((more, _)) => {
                     self.end += more;
+                    self.received += more as u64;
                     return Ok(true);
                 }
                 Err(errno) => match blocked(errno.into())? {
@@ -240,6 +275,7 @@ impl Link {
     /// # Safety
     /// As for [`Link::receive`].
     unsafe fn receive_body(&mut self) -> Result<bool, Ended> {
+        let mut turn = 0;
         loop {
             // SAFETY: the caller's promise.
             unsafe { self.place_buffered() };
@@ -248,12 +284,16 @@ impl Link {
                 self.body = None;
                 return Ok(true);
             }
-            let mut discarded = [0; DISCARD_BYTES];
+            if turn >= TURN_BYTES {
+                return Ok(false);
+            }
+            // Empty here: all of it belonged to the body.
+            (self.start, self.end) = (0, 0);
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             let mut count = 0;
             let mut bytes = 0;
             for piece in &body.to {
-                if count == RANGES_MAX - 1 || bytes >= CALL_BYTES {
+                if count == RANGES_MAX - 1 || bytes >= TURN_BYTES {
                     break;
                 }
                 ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len };
@@ -262,12 +302,11 @@ impl Link {
             }
             let fits = count == body.to.len();
             if body.to.is_empty() {
-                let len = body.discard.min(DISCARD_BYTES as u64) as usize;
-                ranges[0] = libc::iovec { iov_base: discarded.as_mut_ptr().cast(), iov_len: len };
+                let len = body.discard.min(BUFFER_BYTES as u64) as usize;
+                ranges[0] = libc::iovec { iov_base: self.buffer.as_mut_ptr().cast(), iov_len: len };
                 (count, bytes) = (1, len);
             } else if fits && body.discard == 0 {
-                // The buffer is empty here: what is behind the body comes with it.
-                (self.start, self.end) = (0, 0);
+                // What is behind the body comes with it.
                 let behind = self.buffer.as_mut_ptr().cast();
                 ranges[count] = libc::iovec { iov_base: behind, iov_len: BEHIND_BYTES };
                 count += 1;
@@ -276,8 +315,12 @@ impl Link {
             let read = unsafe { libc::readv(self.socket.as_raw_fd(), ranges.as_ptr(), count as libc::c_int) };
             match usize::try_from(read) {
                 Ok(0) => return Err(Ended::Closed),
-                Ok(read) if body.to.is_empty() => body.discard -= read as u64,
+                Ok(read) if body.to.is_empty() => {
+                    (turn, self.received) = (turn + read, self.received + read as u64);
+                    body.discard -= read as u64;
+                }
                 Ok(read) => {
+                    (turn, self.received) = (turn + read, self.received + read as u64);
                     self.end += read.saturating_sub(bytes);
                     body.placed(read.min(bytes));
                 }
@@ -313,6 +356,13 @@ impl Link {
             }
             self.start += taken;
         }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // Also where a forked process still holds the socket.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
     }
 }
 

@@ -5,7 +5,7 @@ mod frame;
 mod greeting;
 mod link;
 
-pub(crate) use frame::{BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
+pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
 pub(crate) use greeting::{
     Answer, Hello, Identity, Key, Purpose, decode_challenge, decode_welcome, encode_challenge, encode_welcome,
 };
