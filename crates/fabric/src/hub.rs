@@ -5,8 +5,8 @@
 //!  listening side:    accepted: challenge sent --> Hello --> Welcome sent: serving --> gone
 //! ```
 //! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
-//! only when the peer has said over another connection that it reads the broken one no more (a fence), when its process is
-//! known to be gone, or when its lease is over: a peer reads nothing more of a connection over which it has heard nothing
+//! only when the peer has said over another connection that it reads the broken one no more (a fence), or when its lease is
+//! over: a peer reads nothing more of a connection over which it has heard nothing
 //! for [`SILENT`], whatever is still there to be read. Bytes that are posted again elsewhere, or memory that is used
 //! otherwise, are then not overwritten.
 
@@ -791,18 +791,12 @@ impl Hub {
                 }
                 Ok(true)
             }
-            // Where another process listens, the one that read the broken connection is gone.
-            (Some((answer, _)), Goal::Fence(of)) => {
-                let is_here = self.links.get(&id).is_some_and(is_of_this_host);
-                if answer == Answer::SomebodyElse && !is_here {
-                    // Elsewhere an address may have moved to another host, while the process goes on.
-                    return Err(Ended::Closed);
-                }
+            (Some((Answer::Welcome, _)), Goal::Fence(of)) => {
                 self.remove(id);
                 self.finish_fences(|fence| fence.connection == of);
                 Ok(false)
             }
-            (Some(_), Goal::Path(..)) => {
+            (Some(_), _) => {
                 Err(BadFrame("another process listens there now: describe the peer's memory again").into())
             }
             (None, _) => Err(BadFrame("it has another token").into()),
@@ -961,10 +955,7 @@ impl Hub {
                         self.unlink(path, id);
                         self.transfers.path_broke(now, path, number);
                     }
-                    Goal::Fence(of) => {
-                        let is_refused = matches!(why, Ended::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused);
-                        self.fence_failed(of, is_refused, now);
-                    }
+                    Goal::Fence(of) => self.fence_failed(of, now),
                 }
             }
             Role::Up { path, number, connection, .. } => {
@@ -1039,22 +1030,20 @@ impl Hub {
                 }
                 Err(error) => {
                     tracing::debug!(%address, %error, "cannot connect");
-                    self.fence_failed(connection, error.kind() == io::ErrorKind::ConnectionRefused, now);
+                    self.fence_failed(connection, now);
                 }
             }
         }
     }
 
-    /// The last try came to nothing. Where nobody listens on this very host, the peer's process is gone.
-    fn fence_failed(&mut self, connection: u64, is_refused: bool, now: Duration) {
+    /// The last try came to nothing. That nobody listens there, or somebody else, does not say that the process is gone:
+    /// something in between may have moved.
+    fn fence_failed(&mut self, connection: u64, now: Duration) {
         let fence = self.fences.iter_mut().find(|fence| fence.connection == connection);
-        let Some(fence) = fence else { return };
-        fence.link = None;
-        fence.retry_at = now + fence.pause;
-        fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
-        let address = fence.addresses[fence.tried.wrapping_sub(1) % fence.addresses.len()];
-        if is_refused && address.ip().is_loopback() {
-            self.finish_fences(|fence| fence.connection == connection);
+        if let Some(fence) = fence {
+            fence.link = None;
+            fence.retry_at = now + fence.pause;
+            fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
         }
     }
 
@@ -1103,10 +1092,6 @@ fn pieces_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool) -> Optio
 
 fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
     descriptor.regions.iter().map(|region| (region.number, *region)).collect()
-}
-
-fn is_of_this_host(entry: &Entry) -> bool {
-    entry.link.socket().peer_addr().is_ok_and(|address| address.ip().is_loopback())
 }
 
 /// Of descriptors or memory.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, Failure, FabricError, Handle, Op, Pages, PeerId, Pieces, Place,
-    Priority, Run, Transfer,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Pages, PeerId, Pieces,
+    Place, Priority, Run, Transfer,
 };
 use parking_lot::Mutex;
 use pyo3::{
