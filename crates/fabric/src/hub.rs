@@ -50,6 +50,10 @@ const LINKS_MAX: usize = 16_384;
 const ACCEPTED_MAX: usize = 1_024;
 /// Addresses of one peer that are used.
 const ADDRESSES_MAX: usize = 16;
+/// Bytes that wait in a socket to a process of the same host: few enough that the processor's caches still have them when
+/// the other side takes them out. On two cores loopback brought 3.7 GB/s with this and 2.9 with the megabytes that the
+/// kernel comes to by itself. Over a network it would hold back whatever is faster than this in a round trip.
+const SAME_HOST_SEND_BYTES: usize = 256 << 10;
 /// How long nobody is accepted after that failed for want of something.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long the immediates of a peer without connections are remembered: much longer than it would send one again.
@@ -583,6 +587,7 @@ impl Hub {
             }
             let added = random().and_then(|challenge| {
                 let challenge = challenge_of(challenge, random()?);
+                keep_in_cache(&socket);
                 let link = self.add(socket, Role::Accepted { challenge }, EventFlags::IN)?;
                 self.say(link, encode_challenge(&challenge));
                 Ok(())
@@ -699,6 +704,7 @@ impl Hub {
                 }
                 if entry.interest != EventFlags::IN {
                     // Connected, or told once too often: what comes next is the peer's challenge.
+                    keep_in_cache(entry.link.socket());
                     self.tell_of(id, EventFlags::IN);
                     return Ok(true);
                 }
@@ -1092,6 +1098,17 @@ fn pieces_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool) -> Optio
 
 fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
     descriptor.regions.iter().map(|region| (region.number, *region)).collect()
+}
+
+/// Bounds what waits in a socket between two processes of this host.
+fn keep_in_cache(socket: &TcpStream) {
+    let addresses = (socket.local_addr(), socket.peer_addr());
+    if let (Ok(own), Ok(peer)) = addresses
+        && own.ip() == peer.ip()
+    {
+        // Without it all is only slower.
+        let _ = sockopt::set_socket_send_buffer_size(socket, SAME_HOST_SEND_BYTES);
+    }
 }
 
 /// Of descriptors or memory.
