@@ -18,6 +18,7 @@ SUBCOMMANDS = (
     "memory_use",
     "overhead",
     "share",
+    "fabric",
     "all",
 )
 # Packages of the extra `kvlane[bench]`.

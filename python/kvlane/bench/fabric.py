@@ -1,0 +1,481 @@
+"""`kvlane bench fabric`: transfers of kvlane.fabric between two processes, and the same bytes moved by others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+from kvlane.bench import report
+from kvlane.bench.daemon import cpu_seconds
+from kvlane.bench.fabric_peers import SIDES, Cell, Kvlane, nixl_module, unpack_address
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+
+NAME = "fabric"
+HELP = "transfers between processes: size, pages, latency; beside NIXL, a socket loop and memcpy"
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
+OPS = ("write", "read")
+PATTERNS = ("contiguous", "paged")
+PEERS = ("nixl", "loop", "memcpy")
+NIXL_INSTALL = "pip install --no-deps nixl-cu12==1.5.1 numpy"
+# The runner of each system, its transport, and what its processes have in their environment.
+SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "kvlane": ("kvlane", "tcp", {}),
+    "nixl-tcp": ("nixl", "tcp", {"UCX_TLS": "tcp"}),
+    "nixl-cma": ("nixl", "cma", {}),
+    "loop": ("loop", "tcp", {}),
+    "memcpy": ("memcpy", "memory", {}),
+}
+# Least kvlane / other for GB/s; None is the paged pattern.
+GOALS: tuple[tuple[str, int | None, str, float], ...] = (
+    ("write", MIB, "nixl-tcp", 1.0),
+    ("write", 16 * MIB, "nixl-tcp", 1.0),
+    ("write", None, "nixl-tcp", 1.0),
+    ("write", 16 * MIB, "loop", 0.95),
+    ("write", None, "loop", 0.95),
+    ("read", MIB, "nixl-tcp", 2.5),
+    ("read", 16 * MIB, "nixl-tcp", 2.5),
+    ("read", None, "nixl-tcp", 2.5),
+)
+READ_GOAL = 0.9  # of our write of the same size
+LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
+IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
+# Latencies are in the table up to this size.
+_SMALL = 64 * KIB
+# A cell moves so many bytes, in so many operations at most and at least.
+_CELL_BYTES, _MOST, _LEAST = 256 * MIB, 1000, 3
+_ANSWER_TIMEOUT_S = 300
+# The check looks so far before and behind an operation for bytes that should not be there.
+_MARGIN = 4 * KIB
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench fabric`."""
+    sides = parser.add_mutually_exclusive_group()
+    sides.add_argument(
+        "address", metavar="ADDRESS", nargs="?", help="what a --server has printed; measure against it"
+    )
+    sides.add_argument(
+        "--loopback", action="store_true", help="both sides on this machine, started here (the default)"
+    )
+    sides.add_argument(
+        "--server", action="store_true", help="print an address and be the far side until interrupted"
+    )
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:0", help="of --server (default %(default)s)"
+    )
+    parser.add_argument(
+        "--token", default="", help="both sides give it; needed where other hosts reach --listen"
+    )
+    parser.add_argument(
+        "--connections",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="between the two sides (default %(default)s)",
+    )
+    parser.add_argument("--ops", type=_some_of(OPS), default=list(OPS), help="default: write,read")
+    parser.add_argument(
+        "--patterns", type=_some_of(PATTERNS), default=list(PATTERNS), help="default: contiguous,paged"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: [_size(each) for each in text.split(",")],
+        default=list(SIZES),
+        help="of contiguous operations (default: 64,4k,64k,1m,16m)",
+    )
+    parser.add_argument(
+        "--pages", type=_positive, default=4096, help="of one paged operation (default %(default)s)"
+    )
+    parser.add_argument("--page-bytes", type=_size, default=64 * KIB, help="of each page (default: 64k)")
+    parser.add_argument(
+        "--vs",
+        type=lambda text: [] if text == "none" else _some_of(PEERS)(text),
+        help="what else to measure, in turns: nixl,loop,memcpy or none; with --loopback only (default: what is there)",
+    )
+    parser.add_argument("--rounds", type=_positive, default=3, help="of all systems (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="the results to stdout as JSON, and no files")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish, or be the far side."""
+    if arguments.server:
+        return _serve(arguments)
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    if arguments.json:
+        print(json.dumps({"results": outcome.details["results"]}))
+        return 0
+    print(_table(outcome.details["results"]))
+    print()
+    # Not for a file: who may connect.
+    shown = {key: value for key, value in vars(arguments).items() if key not in ("token", "address")}
+    return publish(argparse.Namespace(**shown), outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """Medians over rounds in which all systems take turns; the bytes of each cell are checked before."""
+    names = _systems(arguments)
+    cells = _cells(arguments)
+    with ExitStack() as stack:
+        systems = [stack.enter_context(_running(name, arguments)) for name in names]
+        with tqdm(total=(1 + arguments.rounds) * len(systems), unit="turn", leave=False) as progress:
+            for system in systems:
+                progress.set_description(f"{system.name}: check")
+                with system.turn():
+                    for op, cell in cells:
+                        system.check(op, cell)
+                progress.update()
+            rounds: dict[tuple[str, str, Cell], list[dict[str, float]]] = {}
+            for number in range(arguments.rounds):
+                # Nobody always comes after the same one.
+                first = number % len(systems)
+                for system in systems[first:] + systems[:first]:
+                    progress.set_description(system.name)
+                    with system.turn():
+                        for op, cell in cells:
+                            rounds.setdefault((system.name, op, cell), []).append(system.measure(op, cell))
+                    progress.update()
+            progress.set_description("idle")
+            idle = systems[0].idle_cores()
+    medians = {
+        key: {what: statistics.median(each[what] for each in values) for what in values[0]}
+        for key, values in rounds.items()
+    }
+    results = [
+        {
+            "op": op,
+            "transport": SYSTEMS[name][1],
+            "pattern": cell.pattern,
+            "bytes": cell.bytes,
+            **values,
+            "system": name,
+        }
+        for (name, op, cell), values in medians.items()
+    ]
+    whose = "one side" if arguments.address else "both sides"
+    figures = [
+        *_ratios(medians),
+        Figure(f"idle, {whose}, a connection open", idle, "cores", at_most=IDLE_GOAL),
+    ]
+    note = (
+        f"Single operations one after the other, medians over {arguments.rounds} rounds in which the systems take "
+        "turns and the others are stopped; bytes checked once each, not timed. Paged: "
+        f"{arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one call, which loop and memcpy move in "
+        "one piece. NIXL posts handles made before; nixl-cma is what UCX takes by itself on one host."
+    )
+    details = {
+        "results": results,
+        "rounds": [
+            {"system": name, "op": op, "pattern": cell.pattern, "bytes": cell.bytes, "rounds": values}
+            for (name, op, cell), values in rounds.items()
+        ],
+    }
+    return Outcome(NAME, figures, details, note)
+
+
+class _Child:
+    """A process of `kvlane.bench.fabric_peers`."""
+
+    def __init__(self, runner: str, extra: dict[str, str]) -> None:
+        self._runner = runner
+        environment = {key: value for key, value in os.environ.items() if key != "UCX_TLS"} | extra
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvlane.bench.fabric_peers", runner],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            # Ctrl-C is for the benchmark, which then ends them.
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def ask(self, do: str, **facts: Any) -> Any:
+        """Have it done. SystemExit with a sentence if that fails."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write((json.dumps({"do": do, **facts}) + "\n").encode())
+            self._process.stdin.flush()
+            if not select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)[0]:
+                sys.exit(f"{self._runner}, {do}: no answer within {_ANSWER_TIMEOUT_S} s")
+            answer = json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace").strip()
+            sys.exit(f"{self._runner}, {do}: the process ended: {said[-2000:]}")
+        if "error" in answer:
+            sys.exit(f"{self._runner}, {do}: {answer['error']}")
+        return answer["value"]
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Kill it and wait; also a stopped process ends so."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+class _System:
+    """The processes of one system: `near` moves bytes. `far` is None if it is elsewhere, or in the same process."""
+
+    def __init__(self, name: str, near: _Child, far: _Child | None, region: int) -> None:
+        self.name = name
+        self._near, self._far, self._region = near, far, region
+        self._runner = SYSTEMS[name][0]
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Its processes run meanwhile, and stand still afterwards."""
+        self._signal(signal.SIGCONT)
+        yield
+        self._signal(signal.SIGSTOP)
+
+    def measure(self, op: str, cell: Cell) -> dict[str, float]:
+        """gb_per_s, p50_us and p99_us of one turn."""
+        count = max(_LEAST, min(_MOST, _CELL_BYTES // cell.bytes))
+        return self._near.ask("measure", op=op, cell=cell, warm_up=max(1, count // 10), count=count)
+
+    def idle_cores(self) -> float:
+        """CPU seconds in a second of all its processes together, with a connection open."""
+        with self.turn():
+            self._near.ask("once", op="write", cell=Cell("contiguous", 1))
+            time.sleep(0.2)
+            pids = [child.pid for child in (self._near, self._far) if child]
+            start, before = time.monotonic(), sum(map(cpu_seconds, pids))
+            time.sleep(IDLE_SECONDS)
+            return (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - start)
+
+    def check(self, op: str, cell: Cell) -> None:
+        """One operation into poisoned memory, and all bytes of both. SystemExit where one is wrong."""
+        runs = cell.first_runs(self._region, whole=not SIDES[self._runner].moves_pages)
+        if op == "read":
+            runs = [(far, near, length) for near, far, length in runs]
+        targets = [target for _, target, _ in runs]
+        start = max(0, min(targets) - _MARGIN)
+        end = min(self._region, max(targets) + runs[0][2] + _MARGIN)
+        salt = sum(map(ord, self.name + op)) + cell.bytes
+        window: dict[str, Any] = {"start": start, "end": end}
+        into_far = op == "write"
+        if into_far:
+            self._prepare(True, "poison", window)
+            self._prepare(False, "fill", {**window, "salt": salt})
+        else:
+            self._prepare(True, "fill", {**window, "salt": salt})
+            self._prepare(False, "poison", window)
+        self._near.ask("once", op=op, cell=cell)
+        wrong = self._wrong(into_far, {**window, "salt": salt, "runs": runs})
+        if wrong is not None:
+            where = "far" if into_far else "near"
+            sys.exit(
+                f"{self.name}, {op} {cell.pattern}, {cell.bytes} bytes: wrong byte at {wrong} of the {where} side"
+            )
+
+    def _prepare(self, far: bool, do: str, facts: dict[str, Any]) -> None:
+        if far and self._far is None and self._runner != "memcpy":
+            # Nobody there does it for us.
+            self._near.ask(do, **facts)
+            self._move("write", facts)
+            return
+        self._side(far).ask(do, **facts, far=far and self._far is None)
+
+    def _wrong(self, far: bool, facts: dict[str, Any]) -> int | None:
+        if far and self._far is None and self._runner != "memcpy":
+            self._near.ask("poison", start=facts["start"], end=facts["end"])
+            self._move("read", facts)
+            return self._near.ask("wrong", **facts)
+        return self._side(far).ask("wrong", **facts, far=far and self._far is None)
+
+    def _side(self, far: bool) -> _Child:
+        return self._far if far and self._far is not None else self._near
+
+    def _move(self, op: str, facts: dict[str, Any]) -> None:
+        self._near.ask("move", op=op, start=facts["start"], end=facts["end"])
+
+    def _signal(self, number: int) -> None:
+        for child in (self._near, self._far):
+            if child is not None:
+                child.signal(number)
+
+
+@contextmanager
+def _running(name: str, arguments: argparse.Namespace) -> Iterator[_System]:
+    """The processes of a system, connected and stopped; ended in all cases."""
+    runner, _, environment = SYSTEMS[name]
+    region = _region(arguments)
+    children: list[_Child] = []
+
+    def start(near: bool) -> _Child:
+        children.append(_Child(runner, environment))
+        options = {"token": arguments.token, "connections": arguments.connections}
+        children[-1].ask("open", size=region, near=near, **options)
+        return children[-1]
+
+    try:
+        far = None if arguments.address or runner == "memcpy" else start(near=False)
+        near = start(near=True)
+        if address := arguments.address or (far and far.ask("listen")):
+            near.ask("connect", address=address)
+        system = _System(name, near, far, region)
+        with system.turn():
+            # A connection that is only begun would not survive standing still.
+            near.ask("once", op="write", cell=Cell("contiguous", 1))
+        yield system
+    finally:
+        for child in children:
+            child.end()
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    side = Kvlane()
+    try:
+        side.open(_region(arguments), token=arguments.token, listen=arguments.listen)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--listen {arguments.listen}: {error}")
+    print(side.listen(), flush=True)
+    try:
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        return 0
+
+
+def _systems(arguments: argparse.Namespace) -> list[str]:
+    """kvlane first, then what is asked for or there."""
+    if arguments.address:
+        try:
+            unpack_address(arguments.address)
+        except ValueError as error:
+            sys.exit(str(error))
+        if arguments.vs:
+            sys.exit("--vs goes with --loopback only: the others need their far side here")
+        return ["kvlane"]
+    peers = arguments.vs
+    if peers is None:
+        peers = [each for each in PEERS if each != "nixl" or nixl_module()]
+    elif "nixl" in peers and nixl_module() is None:
+        sys.exit(f"there is no NIXL beside this Python: {NIXL_INSTALL}")
+    return [name for name, (runner, _, _) in SYSTEMS.items() if runner in ("kvlane", *peers)]
+
+
+def _cells(arguments: argparse.Namespace) -> list[tuple[str, Cell]]:
+    cells = []
+    if "contiguous" in arguments.patterns:
+        cells += [Cell("contiguous", size) for size in arguments.sizes]
+    if "paged" in arguments.patterns:
+        cells.append(Cell("paged", arguments.pages * arguments.page_bytes, arguments.pages))
+    return [(op, cell) for op in arguments.ops for cell in cells]
+
+
+def _region(arguments: argparse.Namespace) -> int:
+    """Bytes of memory on either side, in whole pages."""
+    needed = max([*arguments.sizes, arguments.pages * arguments.page_bytes])
+    return -(-needed // (4 * KIB)) * 4 * KIB
+
+
+def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
+    """Our figures by the others' of the same run, where both were measured."""
+    by_size = {
+        (name, op, None if cell.pattern == "paged" else cell.bytes): values
+        for (name, op, cell), values in medians.items()
+    }
+    figures = []
+    for op, size, other, goal in GOALS:
+        mine, theirs = by_size.get(("kvlane", op, size)), by_size.get((other, op, size))
+        if mine and theirs:
+            ratio = mine["gb_per_s"] / theirs["gb_per_s"]
+            figures.append(Figure(f"TCP {op} {_label(size)} / {other}", ratio, at_least=goal))
+    for size in (MIB, 16 * MIB, None):
+        write, read = by_size.get(("kvlane", "write", size)), by_size.get(("kvlane", "read", size))
+        if write and read:
+            ratio = read["gb_per_s"] / write["gb_per_s"]
+            figures.append(Figure(f"TCP read {_label(size)} / own write", ratio, at_least=READ_GOAL))
+    for op in OPS:
+        mine = by_size.get(("kvlane", op, LATENCY_BYTES))
+        theirs = by_size.get(("nixl-tcp", op, LATENCY_BYTES))
+        if mine and theirs:
+            what = f"TCP {op} {_label(LATENCY_BYTES)}, p50 / nixl-tcp"
+            figures.append(Figure(what, mine["p50_us"] / theirs["p50_us"], at_most=LATENCY_GOAL))
+    return figures
+
+
+def _table(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each operation; GB/s of each system, and the medians of its latency where it is small."""
+    names = list(dict.fromkeys(each["system"] for each in results))
+    rows: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    for each in results:
+        rows.setdefault((each["op"], each["pattern"], each["bytes"]), {})[each["system"]] = each
+    nan = float("nan")
+    return report.table(
+        [
+            "op",
+            "pattern",
+            "bytes",
+            *(f"{name} GB/s" for name in names),
+            *(f"{name} p50 us" for name in names),
+        ],
+        [
+            [
+                op,
+                pattern,
+                _label(size),
+                *(row[name]["gb_per_s"] for name in names),
+                *(row[name]["p50_us"] if size <= _SMALL else nan for name in names),
+            ]
+            for (op, pattern, size), row in rows.items()
+        ],
+    )
+
+
+def _label(size: int | None) -> str:
+    if size is None:
+        return "paged"
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def _size(text: str) -> int:
+    """ "64", "4k", "16m", "1g"; in bytes."""
+    unit = {"k": KIB, "m": MIB, "g": 1 << 30}.get(text[-1:].lower())
+    return _positive(text[:-1] if unit else text) * (unit or 1)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def _some_of(names: Sequence[str]) -> Any:
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [each for each in chosen if each not in names]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
+        return [name for name in names if name in chosen]
+
+    return parse

@@ -1,0 +1,430 @@
+"""The processes that `kvlane bench fabric` starts: for each system a near and a far side.
+
+Each is told what to do by lines of JSON on stdin, {"do": METHOD, ...}, and answers each on stdout by {"value": ...} or
+{"error": TEXT}.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy
+
+from kvlane import fabric
+from kvlane.bench import report
+from kvlane.bench.memory import Memory
+
+ADDRESS_PREFIX = "kvf1:"
+POISON = 0xA5
+NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+# Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
+_STEPS = 256
+_PR_SET_PDEATHSIG = 1
+_REGION = struct.Struct("<QQ")
+_RUN = struct.Struct("<QQQ")
+# Of the socket loop: twice the bytes of an operation, plus one for writes; and how many writes, or where to read.
+_REQUEST = struct.Struct("<QQ")
+
+Operation = Callable[[int], None]
+Runs = list[tuple[int, int, int]]
+
+
+class Cell(NamedTuple):
+    """What one operation moves: `bytes` in one piece, or that many in `pages` pages."""
+
+    pattern: str
+    bytes: int
+    pages: int = 1
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.bytes // self.pages
+
+    def offsets(self, region: int) -> list[int]:
+        """Where single operations in one piece begin, on both sides; taken in turns."""
+        steps = max(1, min(_STEPS, region // self.bytes))
+        # Multiples of 64, so that no system has to deal with crooked addresses.
+        step = region // steps // 64 * 64 if steps > 1 else 0
+        return [each * step for each in (*range(1, steps), 0)]
+
+    def order(self, near: bool) -> list[int]:
+        """The shuffled pages of one side."""
+        order = list(range(self.pages))
+        random.Random(f"{near} {self.pages}").shuffle(order)
+        return order
+
+    def first_runs(self, region: int, whole: bool) -> Runs:
+        """The first operation: offset near, offset far, length. `whole`: pages go in one piece."""
+        if self.pages == 1 or whole:
+            offset = self.offsets(region)[0]
+            return [(offset, offset, self.bytes)]
+        length = self.page_bytes
+        pairs = zip(self.order(True), self.order(False), strict=True)
+        return [(near * length, far * length, length) for near, far in pairs]
+
+
+class Side:
+    """One process of a system; the public methods are what it can be told."""
+
+    moves_pages = True
+
+    def __init__(self) -> None:
+        self.memory: Any = None
+        self._prepared: dict[tuple[str, Cell], Operation] = {}
+
+    def open(self, size: int, **options: Any) -> None:
+        """Memory, all of it touched. `options` are the system's own."""
+        self.memory = Memory(size, huge=True)
+        self.start(**options)
+
+    def start(self, **options: Any) -> None:
+        """Make ready what the system needs in a process."""
+
+    def listen(self) -> str:
+        """The address of the far side."""
+        raise NotImplementedError
+
+    def connect(self, address: str) -> None:
+        """Make the near side use that far side."""
+        raise NotImplementedError
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """A function that does the operation with a number, start to end. Made once: preparation is not measured."""
+        raise NotImplementedError
+
+    def announce(self, op: str, cell: Cell, count: int) -> None:
+        """Called before so many operations."""
+
+    def bytes_of(self, far: bool) -> numpy.ndarray[Any, Any]:
+        """This side's memory; the other side's too where one process has both."""
+        assert not far, "this process has no far memory"
+        return self.memory.words.view(numpy.uint8)
+
+    def measure(self, op: str, cell: Cell, warm_up: int, count: int) -> dict[str, float]:
+        """Single operations one after the other, after `warm_up` that do not count."""
+        operate = self._operation(op, cell)
+        self.announce(op, cell, warm_up + count)
+        seconds: list[float] = []
+        for number in range(warm_up + count):
+            start = time.perf_counter()
+            operate(number)
+            seconds.append(time.perf_counter() - start)
+        counted = seconds[warm_up:]
+        times = report.summary(counted)
+        return {
+            "gb_per_s": cell.bytes * count / sum(counted) / 1e9,
+            "p50_us": times["p50"] * 1e6,
+            "p99_us": times["p99"] * 1e6,
+        }
+
+    def once(self, op: str, cell: Cell) -> None:
+        """The first operation, not measured."""
+        operate = self._operation(op, cell)
+        self.announce(op, cell, 1)
+        operate(0)
+
+    def fill(self, start: int, end: int, salt: int, far: bool = False) -> None:
+        """Bytes that differ from place to place and from salt to salt."""
+        self.bytes_of(far)[start:end] = _pattern(start, end - start, salt)
+
+    def poison(self, start: int, end: int, far: bool = False) -> None:
+        """Bytes that no transfer brings."""
+        self.bytes_of(far)[start:end] = POISON
+
+    def wrong(self, start: int, end: int, salt: int, runs: Runs, far: bool = False) -> int | None:
+        """The first place from `start` to `end` that has not what the runs (offset there, offset here, length) brought
+        from memory filled with `salt`, or is not poison where they brought nothing."""
+        expected = numpy.full(end - start, POISON, dtype=numpy.uint8)
+        for source, target, length in runs:
+            expected[target - start : target - start + length] = _pattern(source, length, salt)
+        differs = self.bytes_of(far)[start:end] != expected
+        return start + int(differs.argmax()) if differs.any() else None
+
+    def _operation(self, op: str, cell: Cell) -> Operation:
+        if (op, cell) not in self._prepared:
+            self._prepared[op, cell] = self.operation(op, cell)
+        return self._prepared[op, cell]
+
+
+def _pattern(offset: int, length: int, salt: int) -> numpy.ndarray[Any, Any]:
+    first = offset // 8
+    words = numpy.arange(first, (offset + length + 7) // 8, dtype=numpy.uint64)
+    words *= numpy.uint64(0x9E37_79B9_7F4A_7C15)
+    words ^= numpy.uint64(salt)
+    return words.view(numpy.uint8)[offset - 8 * first :][:length]
+
+
+class Kvlane(Side):
+    """kvlane.fabric."""
+
+    def start(self, token: str = "", connections: int = 1, listen: str = "127.0.0.1:0", **_: Any) -> None:
+        """An engine with the region registered."""
+        self.engine = fabric.Engine([listen], token, connections)
+        self.region = self.engine.register(self.memory.address, self.memory.size)
+
+    def listen(self) -> str:
+        """Descriptor, region number and region length."""
+        packed = _REGION.pack(self.region.number, self.region.length) + self.engine.describe()
+        return ADDRESS_PREFIX + base64.urlsafe_b64encode(packed).decode()
+
+    def connect(self, address: str) -> None:
+        """Of such an address."""
+        descriptor, self.remote, length = unpack_address(address)
+        if length < self.memory.size:
+            raise ValueError(
+                f"the server's region has {length} bytes, these sizes and pages need {self.memory.size}: "
+                "give the server the same --sizes, --pages and --page-bytes"
+            )
+        self.peer = self.engine.connect(descriptor)
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """Begin and wait."""
+        if cell.pages > 1:
+            move_pages = self.peer.write_pages if op == "write" else self.peer.read_pages
+            near = fabric.Pages(self.region, cell.order(True), cell.page_bytes)
+            far = fabric.Pages(self.remote, cell.order(False), cell.page_bytes)
+            return lambda _: move_pages(cell.page_bytes, near, far).wait()
+        move = self.peer.write if op == "write" else self.peer.read
+        region, remote = self.region, self.remote
+        runs = [_RUN.pack(offset, offset, cell.bytes) for offset in cell.offsets(self.memory.size)]
+        return lambda number: move(region, remote, runs[number % len(runs)]).wait()
+
+    def move(self, op: str, start: int, end: int) -> None:
+        """The same place on both sides, one transfer."""
+        move = self.peer.write if op == "write" else self.peer.read
+        move(self.region, self.remote, [(start, start, end - start)]).wait()
+
+
+def unpack_address(address: str) -> tuple[bytes, int, int]:
+    """Descriptor, region number, region length. ValueError with a sentence."""
+    try:
+        if not address.startswith(ADDRESS_PREFIX):
+            raise ValueError("prefix")
+        packed = base64.b64decode(address[len(ADDRESS_PREFIX) :], altchars=b"-_", validate=True)
+        number, length = _REGION.unpack_from(packed)
+    except (ValueError, struct.error):
+        raise ValueError(
+            f"the address is not one that `kvlane bench fabric --server` printed: {address}"
+        ) from None
+    return packed[_REGION.size :], number, length
+
+
+class Nixl(Side):
+    """NIXL agents with the UCX backend. Which transport UCX takes is up to the environment."""
+
+    def start(self, near: bool, **_: Any) -> None:
+        """An agent with the region registered."""
+        api: Any = importlib.import_module(f"{nixl_module()}._api")
+        # It is fastest so; a far agent without a progress thread would not answer.
+        settings = api.nixl_agent_config(enable_prog_thread=not near, backends=["UCX"])
+        self.agent = api.nixl_agent(f"kvlane-bench-{os.getpid()}", settings)
+        self.page_lists: list[Any] = []
+        self.agent.register_memory([(self.memory.address, self.memory.size, 0, "")], "DRAM")
+
+    def listen(self) -> str:
+        """The agent's metadata and where its region is."""
+        metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
+        return json.dumps([metadata, self.memory.address])
+
+    def connect(self, address: str) -> None:
+        """Of such metadata."""
+        metadata, self.remote = json.loads(address)
+        name: Any = self.agent.add_remote_agent(base64.b64decode(metadata))
+        self.name = name.decode() if isinstance(name, bytes) else name
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """Post a handle that is made before and ask until it is done."""
+        handles = [self._paged(op, cell)] if cell.pages > 1 else self._contiguous(op, cell)
+        transfer, state_of = self.agent.transfer, self.agent.check_xfer_state
+
+        def operate(number: int) -> None:
+            handle = handles[number % len(handles)]
+            state = transfer(handle)
+            while state != "DONE":
+                if state == "ERR":
+                    raise OSError(f"NIXL's {op} failed")
+                state = state_of(handle)
+
+        return operate
+
+    def _contiguous(self, op: str, cell: Cell) -> list[Any]:
+        def at(address: int) -> Any:
+            return self.agent.get_xfer_descs([(address, cell.bytes, 0)], "DRAM")
+
+        return [
+            self.agent.initialize_xfer(
+                op.upper(), at(self.memory.address + offset), at(self.remote + offset), self.name
+            )
+            for offset in cell.offsets(self.memory.size)
+        ]
+
+    def _paged(self, op: str, cell: Cell) -> Any:
+        def pages(address: int) -> list[tuple[int, int, int]]:
+            return [(address + page * cell.page_bytes, cell.page_bytes, 0) for page in range(cell.pages)]
+
+        lists = (
+            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(self.memory.address), "DRAM"),
+            self.agent.prep_xfer_dlist(self.name, pages(self.remote), "DRAM"),
+        )
+        # Their destructors release them, also in the hands of a transfer.
+        self.page_lists.append(lists)
+        near = numpy.array(cell.order(True), dtype=numpy.int32)
+        far = numpy.array(cell.order(False), dtype=numpy.int32)
+        return self.agent.make_prepped_xfer(op.upper(), lists[0], near, lists[1], far)
+
+
+@cache
+def nixl_module() -> str | None:
+    """The NIXL package that is installed."""
+    return next((name for name in NIXL_MODULES if importlib.util.find_spec(name)), None)
+
+
+class Loop(Side):
+    """Plain blocking sockets."""
+
+    moves_pages = False
+
+    def listen(self) -> str:
+        """A port of loopback. One near side is served, by a thread."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def connect(self, address: str) -> None:
+        """Of such a port."""
+        host, _, port = address.rpartition(":")
+        self.socket = socket.create_connection((host, int(port)))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def announce(self, op: str, cell: Cell, count: int) -> None:
+        """Tell the far side how many writes come, so that each is nothing but its bytes."""
+        if op == "write":
+            self.socket.sendall(_REQUEST.pack(cell.bytes * 2 + 1, count))
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """Write: the bytes, then one byte back. Read: a request, then the bytes back."""
+        offsets = cell.offsets(self.memory.size)
+        views = self._views(offsets, cell.bytes)
+        send, receive = self.socket.sendall, self.socket.recv_into
+        answer = bytearray(1)
+
+        def write(number: int) -> None:
+            send(views[number % len(views)])
+            if not receive(answer):
+                raise ConnectionError("the other side of the socket loop ended")
+
+        requests = [_REQUEST.pack(cell.bytes * 2, offset) for offset in offsets]
+
+        def read(number: int) -> None:
+            send(requests[number % len(requests)])
+            _receive(self.socket, views[number % len(views)])
+
+        return write if op == "write" else read
+
+    def _views(self, offsets: Sequence[int], length: int) -> list[memoryview]:
+        whole = memoryview(self.bytes_of(False)).cast("B")
+        return [whole[offset : offset + length] for offset in offsets]
+
+    def _serve(self, listener: socket.socket) -> None:
+        near, _ = listener.accept()
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request = memoryview(bytearray(_REQUEST.size))
+        while True:
+            _receive(near, request)
+            size, argument = _REQUEST.unpack(request)
+            if size % 2 == 0:
+                near.sendall(self._views([argument], size // 2)[0])
+                continue
+            cell = Cell("contiguous", size // 2)
+            views = self._views(cell.offsets(self.memory.size), cell.bytes)
+            for number in range(argument):
+                _receive(near, views[number % len(views)])
+                near.sendall(b"\1")
+
+
+def _receive(source: socket.socket, rest: memoryview) -> None:
+    while rest:
+        got = source.recv_into(rest)
+        if not got:
+            raise ConnectionError("the other side of the socket loop ended")
+        rest = rest[got:]
+
+
+class Memcpy(Side):
+    """numpy's copy between two memories of one process."""
+
+    moves_pages = False
+
+    def start(self, **_: Any) -> None:
+        """The other memory."""
+        self.far_memory = Memory(self.memory.size, huge=True)
+
+    def bytes_of(self, far: bool) -> numpy.ndarray[Any, Any]:
+        """Either memory."""
+        return (self.far_memory if far else self.memory).words.view(numpy.uint8)
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """One copy."""
+        offsets = cell.offsets(self.memory.size)
+        near, far = ([self.bytes_of(each)[at : at + cell.bytes] for at in offsets] for each in (False, True))
+        targets, sources = (far, near) if op == "write" else (near, far)
+        copy = numpy.copyto
+
+        def operate(number: int) -> None:
+            copy(targets[number % len(targets)], sources[number % len(sources)])
+
+        return operate
+
+
+SIDES: dict[str, type[Side]] = {"kvlane": Kvlane, "nixl": Nixl, "loop": Loop, "memcpy": Memcpy}
+
+
+def serve_commands(name: str) -> None:
+    """Do what stdin says until it ends."""
+    # Without this, a stopped process would stay when the benchmark is killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Libraries print what they like to stdout.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    side = SIDES[name]()
+    for line in sys.stdin:
+        command = json.loads(line)
+        method = getattr(side, command.pop("do"))
+        if "cell" in command:
+            command["cell"] = Cell(*command["cell"])
+        try:
+            answer = {"value": method(**command)}
+        # Whatever it is, the benchmark ends with its text.
+        except Exception as error:  # noqa: BLE001
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        serve_commands(sys.argv[1])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        # NIXL crashes when it is unloaded.
+        os._exit(status)
