@@ -80,9 +80,9 @@ impl Memory {
     /// Bytes that tell where they are from.
     fn scribble(&self, at: usize, len: usize, seed: u64) {
         let mut random = Random(seed);
-        let bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| random.word().to_le_bytes()).collect();
+        let words: Vec<u64> = (0..len.div_ceil(8)).map(|_| random.word()).collect();
         // SAFETY: they are inside the mapping, and the source is as long.
-        unsafe { self.at(at, len).copy_from_nonoverlapping(bytes.as_ptr(), len) }
+        unsafe { self.at(at, len).copy_from_nonoverlapping(words.as_ptr().cast(), len) }
     }
 
     fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
@@ -481,7 +481,7 @@ struct Shared {
     wake: OwnedFd,
 }
 
-#[derive(Clone, Default)]
+#[derive(Debug, Clone, Default)]
 struct State {
     new: New,
     /// Connections with a lower number move no bytes on; what has come from either side stays under way.
@@ -496,11 +496,13 @@ struct State {
     /// The numbers of those that are there.
     there: Vec<usize>,
     forwarded: u64,
+    /// Of what the connecting sides sent, what they do not have to send again and nobody has got.
+    kept: usize,
     cuts_made: usize,
 }
 
 /// What becomes of those who connect.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum New {
     #[default]
     Carried,
@@ -546,9 +548,10 @@ impl Proxy {
 
     fn wait(&self, what: &str, mut is_so: impl FnMut(&State) -> bool) {
         let state = self.shared.state.lock().unwrap();
-        let (_state, late) =
-            self.shared.changed.wait_timeout_while(state, PATIENCE, |state| !is_so(state)).unwrap();
-        assert!(!late.timed_out(), "{what}");
+        let waited = self.shared.changed.wait_timeout_while(state, PATIENCE, |state| !is_so(state)).unwrap();
+        let (is_late, state) = (waited.1.timed_out(), waited.0.clone());
+        drop(waited);
+        assert!(!is_late, "{what}: {state:?}");
     }
 
     /// Resets all connections, once.
@@ -584,10 +587,20 @@ impl Proxy {
         self.wait("the first connection goes", |state| !state.there.contains(&0));
     }
 
-    /// Waits until so many more bytes went through.
+    /// Waits until so many bytes are under way.
+    fn wait_until_it_keeps(&self, bytes: usize) {
+        self.wait("bytes are under way", |state| state.kept >= bytes);
+    }
+
+    /// Waits until so many bytes went through in all.
     fn wait_for(&self, bytes: u64) {
-        let wanted = self.shared.state.lock().unwrap().forwarded + bytes;
-        self.wait("bytes go through", |state| state.forwarded >= wanted);
+        self.wait("bytes go through", |state| state.forwarded >= bytes);
+    }
+
+    /// Waits until so many more bytes went through.
+    fn wait_for_more(&self, bytes: u64) {
+        let before = self.change(|state| state.forwarded);
+        self.wait_for(before + bytes);
     }
 }
 
@@ -614,6 +627,7 @@ impl Shared {
                     state.cuts_made = state.cuts;
                 }
                 (state.accepted, state.forwarded) = (accepted, forwarded);
+                state.kept = pairs.iter().map(|pair| pair.came[0].len()).sum();
                 state.there = pairs.iter().map(|pair| pair.number).collect();
                 self.changed.notify_all();
                 state.clone()
@@ -855,15 +869,18 @@ fn a_restarted_process_gets_nothing_that_was_meant_for_the_former_one() {
 /// A process is stopped during a write, and goes on after the write has failed; once it can be reached again, by the
 /// same peer or as a new one, it uses the memory otherwise.
 fn a_stopped_process_takes_no_late_bytes(transfers: Options, is_new_peer: bool) {
+    const BYTES: usize = 64 * MIB;
     let patience = SILENT + transfers.peer_patience;
-    let here = Side::with(LARGE, transfers);
-    here.memory.fill(0, 256 * MIB, 7);
-    let mut there = Process::new(LARGE);
+    let here = Side::with(BYTES, transfers);
+    here.memory.fill(0, BYTES, 7);
+    let mut there = Process::new(BYTES);
+    // The memory is there: to use it otherwise takes no longer than late bytes do.
+    there.order(&format!("fill 0 {BYTES} 0"));
     let descriptor = there.descriptor();
     let peer = here.meet(&descriptor);
     done(&here.post(peer));
-    let handle = here.write(peer, 0, 256 * MIB);
-    there.order(&format!("await {BEGUN}"));
+    let handle = here.write(peer, 0, BYTES);
+    there.order(&format!("await {MIB}"));
     there.pause();
     let begun = Instant::now();
     assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(Failure::PeerLost)));
@@ -871,11 +888,11 @@ fn a_stopped_process_takes_no_late_bytes(transfers: Options, is_new_peer: bool) 
     let again = if is_new_peer { here.meet(&descriptor) } else { peer };
     there.resume();
     here.reach(again);
-    there.order(&format!("fill 0 {} 85", 256 * MIB));
+    there.order(&format!("fill 0 {} 85", BYTES));
     for _ in 0..100 {
         done(&here.post(again));
     }
-    there.order(&format!("check 0 {} 85", 256 * MIB));
+    there.order(&format!("check 0 {} 85", BYTES));
     assert_eq!(handle.outcome(), Some(Err(Failure::PeerLost)), "it is over only once");
 }
 
@@ -891,7 +908,7 @@ fn a_stopped_process_takes_no_late_bytes_once_it_is_connected_anew() {
 
 #[test]
 fn a_stopped_process_takes_no_late_bytes_of_many_small_posts() {
-    let many = Options { chunk_bytes: 4096, credits: 4096, ..impatient() };
+    let many = Options { chunk_bytes: 512, credits: 1 << 14, ..impatient() };
     a_stopped_process_takes_no_late_bytes(many, false);
 }
 
@@ -922,16 +939,17 @@ struct HeldBack {
 }
 
 impl HeldBack {
-    /// The first connection goes over the first of the proxies that `proxies` makes.
+    /// Over the proxies that are made, of which the first holds back.
     fn begin(proxies: impl Fn(&Descriptor) -> Vec<Proxy>) -> (HeldBack, Vec<Proxy>) {
         let (here, there) = (Side::with(HELD, quick()), Side::of(HELD));
         here.memory.fill(0, HELD, 7);
         let proxies = proxies(&there.descriptor());
         let peer = here.meet(&through(&there.descriptor(), &proxies.iter().collect::<Vec<_>>()));
-        let handle = here.write(peer, 0, HELD);
-        there.memory.wait_for(BEGUN);
-        proxies[0].wait_for(1);
+        // Each way is known by then: one that is not yet is tried first.
+        proxies.iter().for_each(|_| done(&here.post(peer)));
         proxies[0].hold();
+        let handle = here.write(peer, 0, HELD);
+        proxies[0].wait_until_it_keeps(400 << 10);
         (HeldBack { here, there, peer, handle }, proxies)
     }
 
@@ -1024,7 +1042,7 @@ impl Load {
         let mut wanted = [&here, &there].map(|side| side.memory.bytes(0, bytes));
         let generation = there.engine.open_counter(Load::COUNTER);
         let peer = here.meet(descriptor);
-        let mut handles = Vec::new();
+        let mut transfers = Vec::new();
         for index in 0..Load::COUNT {
             let (op, to) = if index % 3 == 0 { (Op::Read, 0) } else { (Op::Write, 1) };
             let at = index * Load::EACH;
@@ -1033,14 +1051,22 @@ impl Load {
             let pieces = Pieces::Contiguous(here.run(peer, at, at, Load::EACH));
             let immediate = Some((Load::COUNTER, generation));
             let transfer = Transfer { op, immediate, ..Transfer::write(pieces) };
-            handles.push(here.engine.begin(peer.id, transfer).unwrap());
+            transfers.push(transfer);
         }
+        let begin = |transfer| here.engine.begin(peer.id, transfer).unwrap();
+        let handles = transfers.into_iter().map(begin).collect();
         Load { here, there, generation, handles, wanted }
+    }
+
+    fn is_over(&self) -> bool {
+        self.handles.iter().all(|handle| handle.outcome().is_some())
     }
 
     /// All of it is done, with the right bytes, and each immediate counted once.
     fn end(self) {
-        let outcomes: Vec<_> = self.handles.iter().map(|handle| handle.wait(Some(PATIENCE))).collect();
+        let until = Instant::now() + PATIENCE;
+        let left = || Some(until.saturating_duration_since(Instant::now()));
+        let outcomes: Vec<_> = self.handles.iter().map(|handle| handle.wait(left())).collect();
         assert!(outcomes.iter().all(|outcome| *outcome == Some(Ok(()))), "{outcomes:?}");
         let bytes = Load::COUNT * Load::EACH;
         for (side, wanted) in [&self.here, &self.there].into_iter().zip(&self.wanted) {
@@ -1062,9 +1088,10 @@ fn connections_that_are_cut_again_and_again_lose_nothing_and_count_nothing_twice
         let load = Load::begin(there, &descriptor, options);
         for cut in 0..20 {
             // Not all at the same byte of a post.
-            proxy.wait_for(2 * MIB as u64 + cut * 54_321);
+            proxy.wait_for_more(MIB as u64 + cut * 54_321);
             proxy.cut();
         }
+        assert!(!load.is_over(), "nothing was under way any more");
         load.end();
     }
 }
@@ -1080,11 +1107,12 @@ fn slow_connections_that_stop_for_a_while_lose_nothing() {
     let options = EngineOptions { connections: 2, transfers, ..EngineOptions::default() };
     let load = Load::begin(there, &descriptor, options);
     for pause in [10, 100, 600, 50, 400, 10] {
-        proxy.wait_for(4 * MIB as u64);
+        proxy.wait_for_more(4 * MIB as u64);
         proxy.hold_all();
         std::thread::sleep(Duration::from_millis(pause));
         proxy.release();
     }
+    assert!(!load.is_over(), "nothing was under way any more");
     load.end();
 }
 
@@ -1092,11 +1120,14 @@ fn slow_connections_that_stop_for_a_while_lose_nothing() {
 fn one_of_two_ways_ends(end: impl Fn(&Proxy)) {
     let there = Side::of(Load::COUNT * Load::EACH);
     let proxies = two(&there.descriptor());
+    let slow = Duration::from_millis(1);
+    proxies.iter().for_each(|proxy| proxy.change(|state| state.delay = slow));
     let descriptor = through(&there.descriptor(), &[&proxies[0], &proxies[1]]);
     let load =
         Load::begin(there, &descriptor, EngineOptions { transfers: quick(), ..EngineOptions::default() });
     proxies.iter().for_each(|proxy| proxy.wait_for(4 * MIB as u64));
     end(&proxies[0]);
+    assert!(!load.is_over(), "nothing was under way any more");
     load.end();
 }
 
