@@ -1,6 +1,6 @@
 """The KV pages of a request go from one process to another, which hears when all of them are there.
 
-    python examples/move_pages.py
+python examples/move_pages.py
 """
 
 from __future__ import annotations

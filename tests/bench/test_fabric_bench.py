@@ -15,7 +15,7 @@ from kvlane.bench import fabric, fabric_peers
 from kvlane.bench.__main__ import main
 from kvlane.bench.fabric_peers import Cell
 
-TINY = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "4k", "--rounds", "1"]
+TINY = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,8 @@ def server(*flags: str) -> Iterator[str]:
 
 def test_loopback_compares_with_a_loop_and_memcpy(tmp_path: Path) -> None:
     assert main(["fabric", "--loopback", *TINY, "--vs", "loop,memcpy", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "fabric.png").stat().st_size > 0
+    for picture in ("fabric.png", "fabric-latency.png"):
+        assert (tmp_path / picture).stat().st_size > 0
     result = json.loads((tmp_path / "fabric.json").read_text())
     assert {each["system"] for each in result["results"]} == {"kvlane", "loop", "memcpy"}
     ratios = {figure["what"]: figure["value"] for figure in result["figures"]}

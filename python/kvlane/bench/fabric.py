@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -124,7 +125,9 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     # Not for a file: who may connect.
     shown = {key: value for key, value in vars(arguments).items() if key not in ("token", "address")}
-    return publish(argparse.Namespace(**shown), outcome, watch)
+    status = publish(argparse.Namespace(**shown), outcome, watch)
+    _draw(arguments.out, outcome.details["results"])
+    return status
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
@@ -448,6 +451,22 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
             for (op, pattern, size), row in rows.items()
         ],
     )
+
+
+def _draw(out: Path, results: Sequence[dict[str, Any]]) -> None:
+    """GB/s of all that is not small in place of the picture of ratios, and the latency of what is."""
+    cpu = str(report.machine_facts()["cpu"])
+    for name, what, unit, title in (
+        ("fabric", "gb_per_s", "GB/s", "kvlane bench fabric: GB/s of single operations"),
+        ("fabric-latency", "p50_us", "us", "kvlane bench fabric: latency of single operations, p50"),
+    ):
+        groups: dict[str, dict[str, float]] = {}
+        for each in results:
+            if (each["bytes"] <= _SMALL) == (what == "p50_us"):
+                size = _label(each["bytes"]) if each["pattern"] == "contiguous" else each["pattern"]
+                groups.setdefault(f"{each['op']} {size}", {})[each["system"]] = each[what]
+        if groups:
+            report.bars(out / f"{name}.png", title, unit, groups, note=cpu)
 
 
 def _label(size: int | None) -> str:
