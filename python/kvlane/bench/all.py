@@ -23,6 +23,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "memory_use": [],
     "overhead": [],
     "share": ["--vllm"],
+    "fabric": ["--loopback", "--rounds", "7"],
 }
 NEEDS_VLLM = ("hooks", "overhead", "share")
 
