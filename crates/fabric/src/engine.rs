@@ -396,8 +396,9 @@ impl Shared {
                 break None;
             }
             if now < spin_until {
-                // Others may begin transfers meanwhile.
-                MutexGuard::bump(hub);
+                // Others may begin transfers meanwhile. Where there are fewer processors than there is work, the peer may
+                // need this one to answer.
+                MutexGuard::unlocked(hub, std::thread::yield_now);
                 continue;
             }
             // The thread behind goes on.
@@ -459,6 +460,8 @@ impl Shared {
             }
             self.tell(&mut hub);
             if Instant::now() < busy_until {
+                drop(hub);
+                std::thread::yield_now();
                 continue;
             }
             let until = hub.next_tick();

@@ -1,4 +1,5 @@
-//! Engines of several processes, some of which are killed, stopped or starved, and connections that break between them.
+//! Engines of several processes, some of which are killed, stopped or starved, and connections that break
+//! between them.
 //!
 //! The other processes are this test binary, started again: see [`a_process_of_the_tests_below`].
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
@@ -217,9 +218,7 @@ fn impatient() -> Options {
     Options { peer_patience: Duration::from_secs(1), ..Options::default() }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Other processes
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Other processes ----
 
 /// In the environment of a process that plays a role: the bytes of its region, and where it listens.
 const BYTES: &str = "KVLANE_TEST_BYTES";
@@ -337,8 +336,8 @@ struct Role {
     hoard: Vec<File>,
 }
 
-/// No test: started with its part in the environment, this owns an engine, obeys the lines that it is told, and answers
-/// each with one.
+/// No test: started with its part in the environment, this owns an engine, obeys the lines that it is told, and
+/// answers each with one.
 #[test]
 fn a_process_of_the_tests_below() {
     let Ok(bytes) = std::env::var(BYTES) else { return };
@@ -420,7 +419,7 @@ fn befriend(idle: u64) -> String {
     spent.to_string()
 }
 
-/// Connects an engine to one that stays, and one that stays to an engine, moves something and ends it, so many times.
+/// Connects an engine to one that stays and back, moves something both ways and ends it, so many times.
 /// Answers how many descriptors, threads and mappings there were soon after the beginning, and at the end.
 fn cycle(rounds: usize) -> String {
     const WARM: usize = 10;
@@ -459,9 +458,7 @@ fn settled(wanted: Option<[usize; 3]>) -> [usize; 3] {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Connections that break
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Connections that break ----
 
 /// Bytes that a proxy keeps of one direction of a connection.
 const KEEPS: usize = 256 << 10;
@@ -766,9 +763,7 @@ fn through(descriptor: &Descriptor, proxies: &[&Proxy]) -> Descriptor {
     Descriptor { addresses: proxies.iter().map(address).collect(), ..descriptor.clone() }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Processes that are killed, restarted, stopped
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Processes that are killed, restarted, stopped ----
 
 /// So far must a transfer have come before something happens to it, and so far it goes.
 const BEGUN: usize = 4 * MIB;
@@ -866,8 +861,8 @@ fn a_restarted_process_gets_nothing_that_was_meant_for_the_former_one() {
     next.order(&format!("check {BEGUN} {} 0", 64 * MIB));
 }
 
-/// A process is stopped during a write, and goes on after the write has failed; once it can be reached again, by the
-/// same peer or as a new one, it uses the memory otherwise.
+/// A process is stopped during a write, and goes on after the write has failed; once it can be reached again, as
+/// the same peer or a new one, it uses the memory otherwise.
 fn a_stopped_process_takes_no_late_bytes(transfers: Options, is_new_peer: bool) {
     const BYTES: usize = 64 * MIB;
     let patience = SILENT + transfers.peer_patience;
@@ -908,13 +903,11 @@ fn a_stopped_process_takes_no_late_bytes_once_it_is_connected_anew() {
 
 #[test]
 fn a_stopped_process_takes_no_late_bytes_of_many_small_posts() {
-    let many = Options { chunk_bytes: 512, credits: 1 << 14, ..impatient() };
+    let many = Options { chunk_bytes: 8192, credits: 1024, ..impatient() };
     a_stopped_process_takes_no_late_bytes(many, false);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Bytes that are under way for long
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Bytes that are under way for long ----
 
 const CANARY: u8 = 0x55;
 const HELD: usize = 64 * MIB;
@@ -1016,9 +1009,7 @@ fn what_a_slow_connection_holds_back_does_not_arrive_after_its_address_refuses_c
     held.deliver_late(&proxies[0]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Connections that are cut under load
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Connections that are cut under load ----
 
 /// Many transfers both ways, each with an immediate for one counter.
 struct Load {
@@ -1172,11 +1163,9 @@ fn immediates_count_again_for_a_peer_that_was_disconnected_and_connected_again()
     assert_eq!(there.engine.count(5, generation), 4);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Many transfers, and many engines
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Many transfers, and many engines ----
 
-/// Writes of any shape are given up at any time; each time the peer uses the memory otherwise as soon as they are over.
+/// Writes of any shape are given up at any time; as soon as each is over the peer uses the memory otherwise.
 fn cancelled_writes_leave_the_memory_alone(transfers: Options) {
     const BYTES: usize = 8 * MIB;
     const ROUNDS: usize = 300;
@@ -1247,9 +1236,7 @@ fn engines_that_come_and_go_leave_nothing_open() {
     assert!(mappings.1 <= mappings.0 + 16, "mappings: {mappings:?}");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Processes that have nothing, or nothing to do
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Processes that have nothing, or nothing to do ----
 
 #[test]
 fn a_process_without_descriptors_for_more_connections_serves_those_it_has_and_does_not_spin() {
@@ -1278,9 +1265,7 @@ fn idle_engines_that_are_connected_take_no_processor() {
     assert!(spent < 50, "{spent} ms of a processor in two seconds");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Sizes
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- Sizes ----
 
 #[test]
 fn transfers_of_any_size_move_their_bytes_and_no_others() {

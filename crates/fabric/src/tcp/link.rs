@@ -143,6 +143,7 @@ impl Link {
         while !self.out.is_empty() && turn < TURN_BYTES {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             let mut count = 0;
+            let mut bytes = 0;
             for (range, out) in ranges.iter_mut().zip(&self.out) {
                 *range = match out {
                     Out::Bytes(bytes, sent) => libc::iovec {
@@ -154,6 +155,7 @@ impl Link {
                     }
                 };
                 count += 1;
+                bytes += range.iov_len;
             }
             // SAFETY: a msghdr of zeros is an empty message.
             let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -165,6 +167,10 @@ impl Link {
                 Ok(sent) => {
                     turn += sent;
                     self.sent(sent);
+                    if sent < bytes {
+                        // It takes no more now: no need to be told so by another call.
+                        return Ok(());
+                    }
                 }
                 Err(_) => match blocked(io::Error::last_os_error())? {
                     Retry::Now => {}
@@ -323,6 +329,10 @@ impl Link {
                     (turn, self.received) = (turn + read, self.received + read as u64);
                     self.end += read.saturating_sub(bytes);
                     body.placed(read.min(bytes));
+                    if read < bytes {
+                        // Nothing more is there now.
+                        return Ok(false);
+                    }
                 }
                 Err(_) => match blocked(io::Error::last_os_error())? {
                     Retry::Now => {}
