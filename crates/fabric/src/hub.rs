@@ -564,7 +564,7 @@ impl Hub {
     }
 
     fn accept(&mut self, index: usize) {
-        loop {
+        for _ in 0..FRAMES_A_TURN {
             let Some(listener) = self.listeners.get(index) else { return };
             let socket = match listener.accept() {
                 Ok((socket, _)) => socket,
@@ -629,6 +629,10 @@ impl Hub {
             self.remove(id);
             return;
         }
+        if !entry.link.is_full() && !entry.interest.contains(EventFlags::IN) {
+            // It was left alone, and may have left something in our own buffer.
+            self.ready.push(id);
+        }
         let reads = if entry.link.is_full() { EventFlags::empty() } else { EventFlags::IN };
         let writes = if entry.link.is_flushed() { EventFlags::empty() } else { EventFlags::OUT };
         self.tell_of(id, reads | writes);
@@ -674,7 +678,10 @@ impl Hub {
             // What is in our own buffer is not told of again.
             self.ready.push(id);
         }
-        if let Some(entry) = self.links.get_mut(&id).filter(|entry| entry.link.received() > received) {
+        // A greeting has its time as a whole.
+        let is_greeted = |entry: &&mut Entry| matches!(entry.role, Role::Serving { .. } | Role::Up { .. });
+        let entry = self.links.get_mut(&id).filter(is_greeted);
+        if let Some(entry) = entry.filter(|entry| entry.link.received() > received) {
             entry.heard = now;
         }
         let Some(entry) = self.links.get_mut(&id) else { return };
@@ -966,7 +973,9 @@ impl Hub {
             }
             Role::Up { path, number, connection, .. } => {
                 tracing::info!(?peer, %why, "a path broke");
-                // Closed first: nothing of ours is read or written any more.
+                // Closed first: nothing of ours is read or written any more. What the kernel has not sent, it is not to send:
+                // without this it would go on behind our back for as long as the network takes.
+                let _ = sockopt::set_socket_linger(&entry.link, Some(Duration::ZERO));
                 drop(entry.link);
                 let of_link = |posted: &&Posted| posted.link == id;
                 let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_));
