@@ -27,8 +27,9 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvlane import _core
 
@@ -39,6 +40,7 @@ __all__ = [
     "Engine",
     "FabricError",
     "Pages",
+    "Path",
     "Peer",
     "PeerLost",
     "Refused",
@@ -185,6 +187,18 @@ class Pages:
         self._side = (number, offset, stride, packed)
 
 
+class Path(NamedTuple):
+    """A way to a peer, as it is now."""
+
+    address: str
+    up: bool
+    """Whether it carries transfers."""
+    bytes_per_second: float | None
+    """Of the last parts that it carried, each by itself; None before the first."""
+    trouble: str | None
+    """Why it broke or could not be made the last time."""
+
+
 class Peer:
     """Another process."""
 
@@ -222,6 +236,11 @@ class Peer:
         """Take note of what the peer has registered since. KeyError if it is another process by now."""
         self._engine._core.update(self._core, descriptor)
 
+    @property
+    def paths(self) -> list[Path]:
+        """All ways to the peer, and what is wrong with those that are not up."""
+        return [Path(*path) for path in self._engine._core.paths(self._core)]
+
     def disconnect(self) -> None:
         """End the connections; transfers under way fail as `PeerLost`."""
         self._engine._core.disconnect(self._core)
@@ -239,7 +258,7 @@ class Peer:
         packed = runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
         extras = (notify, None if timeout is None else timeout * 1e3, bulk)
         core = self._engine._core.begin_runs(self._core, is_write, region.number, remote, packed, extras)
-        return Transfer(core)
+        return Transfer(core, self)
 
     def _pages(
         self,
@@ -255,14 +274,15 @@ class Peer:
         core = self._engine._core.begin_pages(
             self._core, is_write, page_bytes, local._side, remote._side, extras
         )
-        return Transfer(core)
+        return Transfer(core, self)
 
 
 class Transfer:
     """A transfer that was begun."""
 
-    def __init__(self, core: _core.FabricTransfer) -> None:
+    def __init__(self, core: _core.FabricTransfer, peer: Peer) -> None:
         self._core = core
+        self._peer = peer
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when all bytes are in place, and the peer's counter has counted. Raises a `FabricError` if the
@@ -270,7 +290,13 @@ class Transfer:
         outcome = self._core.wait(None if timeout is None else timeout * 1e3)
         if outcome is None:
             raise StillMoving("the transfer is not over yet; its memory still belongs to it")
-        _raise(outcome)
+        if outcome:
+            kind, sentence = _FAILURES[outcome]
+            if issubclass(kind, PeerLost):
+                with suppress(ValueError):  # the engine was closed
+                    down = [path for path in self._peer.paths if path.trouble and not path.up]
+                    sentence = "; ".join([sentence, *(f"{path.address}: {path.trouble}" for path in down)])
+            raise kind(sentence)
 
     @property
     def done(self) -> bool:
@@ -303,9 +329,3 @@ class Counter:
     def retire(self) -> None:
         """Begins anew at 0 with the next generation: what peers still send for this one counts nowhere."""
         self.generation = self._engine._core.retire_counter(self.number, self.generation)
-
-
-def _raise(outcome: str) -> None:
-    if outcome:
-        kind, sentence = _FAILURES[outcome]
-        raise kind(sentence)

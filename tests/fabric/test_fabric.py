@@ -117,7 +117,7 @@ def test_failures_have_types_that_say_what_to_do() -> None:
             transfer = stranger.connect(there.descriptor).read(
                 stranger.register(memory), there.region, [(0, 0, 100)]
             )
-            with pytest.raises(fabric.PeerLost):
+            with pytest.raises(fabric.PeerLost, match="another token"):
                 transfer.wait(PATIENCE)
             assert transfer.done and memory == bytes(100)
         with fabric.Engine(token="secret", patience=0.5) as engine:
@@ -125,6 +125,8 @@ def test_failures_have_types_that_say_what_to_do() -> None:
             peer = engine.connect(there.descriptor)
             peer.read(region, there.region, [(0, 0, 100)]).wait(PATIENCE)
             assert memory == b"o" * 100
+            (path,) = peer.paths
+            assert path.up and path.trouble is None and (path.bytes_per_second or 0) > 0
             with pytest.raises(ValueError, match="101 bytes"):
                 peer.read(region, there.region, [(0, 0, 101)])
             assert there.ask("unregister") == "done"
@@ -164,3 +166,17 @@ def test_what_cannot_be_registered_is_told_before_anything_moves() -> None:
         fabric.Engine(listen=["0.0.0.0:0"])
     with pytest.raises(ValueError, match="closed"):
         engine.describe()
+
+
+def test_a_transfer_of_a_closed_engine_has_failed() -> None:
+    memory = bytearray(100)
+    with other() as there:
+        engine = fabric.Engine()
+        there.process.kill()
+        there.process.wait()
+        transfer = engine.connect(there.descriptor).write(
+            engine.register(memory), there.region, [(0, 0, 100)]
+        )
+        engine.close()
+        with pytest.raises(fabric.PeerLost, match="cannot be reached"):
+            transfer.wait(PATIENCE)

@@ -19,7 +19,7 @@ use rustix::event::epoll::{self, Event};
 use thiserror::Error;
 
 use crate::descriptor::{Access, Descriptor};
-use crate::hub::{Hub, random};
+use crate::hub::{Hub, PathStatus, random};
 use crate::shape::{Pieces, ShapeError};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
 use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
@@ -233,6 +233,11 @@ impl Engine {
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
         let known = self.shared.hub.lock().update_peer(peer, descriptor);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
+    }
+
+    /// The ways to a peer, and what is wrong with those that are not up; none if there is no such peer.
+    pub fn paths(&self, peer: PeerId) -> Vec<PathStatus> {
+        self.shared.hub.lock().path_statuses(peer)
     }
 
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has

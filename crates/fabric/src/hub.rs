@@ -27,6 +27,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::completion::Outcomes;
 use crate::descriptor::{Address, Descriptor, RegionDescriptor};
+use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
@@ -40,11 +41,6 @@ use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Tok
 /// How often connections are looked at, and how long one may say nothing. Whoever connected says something at each look.
 const LOOK: Duration = Duration::from_millis(500);
 const SILENT: Duration = Duration::from_secs(2);
-/// After so long nothing of a broken connection is read any more: what came last, and the time that clocks may be apart.
-const LEASE: Duration = Duration::from_millis(2500);
-/// The first pause before a fence is tried again, and the longest.
-const FENCE_PAUSE: Duration = Duration::from_millis(20);
-const FENCE_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// Connections of peers, and of them those of whom nothing is known yet.
 const LINKS_MAX: usize = 16_384;
 const ACCEPTED_MAX: usize = 1_024;
@@ -103,7 +99,7 @@ pub(crate) struct Hub {
     peers: HashMap<PeerId, Peer>,
     paths: HashMap<PathId, PathAt>,
     posted: HashMap<Token, Posted>,
-    fences: Vec<Fence>,
+    fences: Fences,
     /// What transfers under way use.
     used: HashMap<Ticket, Used>,
     look_at: Duration,
@@ -166,9 +162,7 @@ enum Goal {
 
 #[derive(Debug)]
 struct Peer {
-    identity: Identity,
-    session: u128,
-    addresses: Vec<SocketAddr>,
+    whom: Whom,
     regions: HashMap<u32, RegionDescriptor>,
 }
 
@@ -177,6 +171,21 @@ struct PathAt {
     peer: PeerId,
     address: SocketAddr,
     link: Option<LinkId>,
+    /// Why it is not up, or was not the last time.
+    trouble: Option<String>,
+}
+
+/// A way to a peer, as it is now.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PathStatus {
+    /// Of the peer.
+    pub address: SocketAddr,
+    /// Whether it carries transfers.
+    pub is_up: bool,
+    /// Of the last parts that it carried, each by itself; None before the first.
+    pub bytes_per_second: Option<f64>,
+    /// Why it broke or could not be made the last time; None if that never happened.
+    pub trouble: Option<String>,
 }
 
 #[derive(Debug)]
@@ -191,23 +200,6 @@ enum Asked {
     Write(u64),
     Read(Vec<Piece>),
     Tell,
-}
-
-#[derive(Debug)]
-struct Fence {
-    /// The broken connection.
-    connection: u64,
-    to: Identity,
-    session: u128,
-    /// Of the peer; they are tried in turns.
-    addresses: Vec<SocketAddr>,
-    tried: usize,
-    /// When it is over in any case.
-    until: Duration,
-    tokens: Vec<Token>,
-    link: Option<LinkId>,
-    retry_at: Duration,
-    pause: Duration,
 }
 
 #[derive(Debug)]
@@ -277,7 +269,7 @@ impl Hub {
             peers: HashMap::new(),
             paths: HashMap::new(),
             posted: HashMap::new(),
-            fences: Vec::new(),
+            fences: Fences::default(),
             used: HashMap::new(),
             look_at: LOOK,
             asleep_until: None,
@@ -317,19 +309,18 @@ impl Hub {
         let now = self.now();
         let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
         for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
-            self.paths.insert(path, PathAt { peer, address: *address, link: None });
+            self.paths.insert(path, PathAt { peer, address: *address, link: None, trouble: None });
         }
-        let identity = Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce };
-        let regions = by_number(descriptor);
-        self.peers.insert(peer, Peer { identity, session, addresses, regions });
+        let whom = Whom { identity: identity(descriptor), session, addresses };
+        self.peers.insert(peer, Peer { whom, regions: by_number(descriptor) });
         self.pump();
         Ok(Some(peer))
     }
 
     /// The peer's memory, as it is now. False if it is another process's descriptor, or no such peer is known.
     pub(crate) fn update_peer(&mut self, peer: PeerId, descriptor: &Descriptor) -> bool {
-        let identity = Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce };
-        match self.peers.get_mut(&peer).filter(|peer| peer.identity == identity) {
+        let is_it = |peer: &&mut Peer| peer.whom.identity == identity(descriptor);
+        match self.peers.get_mut(&peer).filter(is_it) {
             Some(peer) => {
                 peer.regions = by_number(descriptor);
                 true
@@ -350,6 +341,16 @@ impl Hub {
         left.into_iter().for_each(|link| drop(self.remove(link)));
         self.paths.retain(|_, path| path.peer != peer);
         self.pump();
+    }
+
+    /// All ways to a peer; none if there is no such peer.
+    pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
+        let status = |path: &PathId| {
+            let PathAt { address, trouble, .. } = self.paths.get(path)?;
+            let (is_up, bytes_per_second) = (self.transfers.is_up(*path), self.transfers.rate(*path));
+            Some(PathStatus { address: *address, is_up, bytes_per_second, trouble: trouble.clone() })
+        };
+        self.transfers.paths(peer).iter().filter_map(status).collect()
     }
 
     /// What both sides have registered, if the peer is known.
@@ -446,7 +447,7 @@ impl Hub {
             self.accept_at = None;
             self.listen_to(EventFlags::IN);
         }
-        self.retry_fences(now);
+        self.see_to_fences(now);
         self.pump() || any
     }
 
@@ -455,11 +456,8 @@ impl Hub {
         if !self.ready.is_empty() {
             return Duration::ZERO;
         }
-        let fence =
-            |fence: &Fence| if fence.link.is_none() { fence.retry_at.min(fence.until) } else { fence.until };
-        let fences = self.fences.iter().map(fence).min();
         let look = (!self.links.is_empty() || !self.sessions.is_empty()).then_some(self.look_at);
-        let ticks = [self.transfers.next_tick(), fences, look, self.accept_at];
+        let ticks = [self.transfers.next_tick(), self.fences.next_tick(), look, self.accept_at];
         ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
@@ -515,6 +513,7 @@ impl Hub {
                     }
                     Err(error) => {
                         tracing::debug!(?peer, %address, %error, "cannot connect");
+                        self.note_trouble(path, &error);
                         let now = self.now();
                         self.transfers.path_broke(now, path, number);
                     }
@@ -720,16 +719,12 @@ impl Hub {
                 let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
                 entry.role = Role::Greeted { to, connection, nonce };
                 let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
-                let whom = match to {
-                    Goal::Path(path, _) => {
-                        of_path(path).map(|peer| (Purpose::Path, peer.identity, peer.session))
-                    }
-                    Goal::Fence(of) => {
-                        let fence = self.fences.iter().find(|fence| fence.connection == of);
-                        fence.map(|fence| (Purpose::Fence(of), fence.to, fence.session))
-                    }
+                let (purpose, whom) = match to {
+                    Goal::Path(path, _) => (Purpose::Path, of_path(path).map(|peer| &peer.whom)),
+                    Goal::Fence(of) => (Purpose::Fence(of), self.fences.whom(of)),
                 };
-                let Some((purpose, to, session)) = whom else { return Err(Ended::Closed) };
+                let Some(Whom { identity, session, .. }) = whom else { return Err(Ended::Closed) };
+                let (to, session) = (*identity, *session);
                 let hello = Hello { purpose, connection, from: self.me, to, nonce, session };
                 let bytes = hello.encode(&self.key, &challenge);
                 self.say(id, bytes);
@@ -806,7 +801,8 @@ impl Hub {
             }
             (Some((Answer::Welcome, _)), Goal::Fence(of)) => {
                 self.remove(id);
-                self.finish_fences(|fence| fence.connection == of);
+                let tokens = self.fences.confirmed(of);
+                self.give_back(tokens);
                 Ok(false)
             }
             (Some(_), _) => {
@@ -965,14 +961,16 @@ impl Hub {
                 tracing::debug!(?peer, %why, ?to, "a connection failed");
                 match to {
                     Goal::Path(path, number) => {
+                        self.note_trouble(path, why);
                         self.unlink(path, id);
                         self.transfers.path_broke(now, path, number);
                     }
-                    Goal::Fence(of) => self.fence_failed(of, now),
+                    Goal::Fence(of) => self.fences.failed(now, of),
                 }
             }
             Role::Up { path, number, connection, .. } => {
                 tracing::info!(?peer, %why, "a path broke");
+                self.note_trouble(path, why);
                 // Closed first: nothing of ours is read or written any more. What the kernel has not sent, it is not to send:
                 // without this it would go on behind our back for as long as the network takes.
                 let _ = sockopt::set_socket_linger(&entry.link, Some(Duration::ZERO));
@@ -992,30 +990,21 @@ impl Hub {
                 let (writes, others): (Vec<_>, Vec<_>) =
                     broken.into_iter().partition(|(_, is_write)| *is_write);
                 let tokens: Vec<Token> = writes.into_iter().map(|(token, _)| token).collect();
-                for (token, _) in others {
-                    self.transfers.complete(now, token, Completion::Unknown);
-                }
+                self.give_back(others.into_iter().map(|(token, _)| token).collect());
                 match peer.and_then(|peer| self.peers.get(&peer)).filter(|_| !tokens.is_empty()) {
                     Some(peer) => {
-                        self.fences.push(Fence {
-                            connection,
-                            to: peer.identity,
-                            session: peer.session,
-                            addresses: peer.addresses.clone(),
-                            tried: 0,
-                            until: now + LEASE,
-                            tokens,
-                            link: None,
-                            retry_at: now,
-                            pause: FENCE_PAUSE,
-                        });
-                        self.retry_fences(now);
+                        self.fences.add(now, connection, peer.whom.clone(), tokens);
+                        self.see_to_fences(now);
                     }
-                    None => tokens
-                        .into_iter()
-                        .for_each(|token| self.transfers.complete(now, token, Completion::Unknown)),
+                    None => self.give_back(tokens),
                 }
             }
+        }
+    }
+
+    fn note_trouble(&mut self, path: PathId, why: &dyn std::fmt::Display) {
+        if let Some(path) = self.paths.get_mut(&path) {
+            path.trouble = Some(why.to_string());
         }
     }
 
@@ -1028,51 +1017,21 @@ impl Hub {
         Some(path.peer)
     }
 
-    fn retry_fences(&mut self, now: Duration) {
-        self.finish_fences(|fence| fence.until <= now);
-        let due = |fence: &&mut Fence| fence.link.is_none() && fence.retry_at <= now;
-        let mut next: Vec<(u64, SocketAddr)> = Vec::new();
-        for fence in self.fences.iter_mut().filter(due) {
-            let address = fence.addresses[fence.tried % fence.addresses.len()];
-            fence.tried += 1;
-            next.push((fence.connection, address));
-        }
-        for (connection, address) in next {
-            match self.connect(address, Goal::Fence(connection)) {
-                Ok(link) => {
-                    let fence = self.fences.iter_mut().find(|fence| fence.connection == connection);
-                    fence.into_iter().for_each(|fence| fence.link = Some(link));
-                }
-                Err(error) => {
-                    tracing::debug!(%address, %error, "cannot connect");
-                    self.fence_failed(connection, now);
-                }
+    fn see_to_fences(&mut self, now: Duration) {
+        let over = self.fences.take_over(now);
+        self.give_back(over);
+        for (connection, address) in self.fences.take_due(now) {
+            if let Err(error) = self.connect(address, Goal::Fence(connection)) {
+                tracing::debug!(%address, %error, "cannot connect");
+                self.fences.failed(now, connection);
             }
         }
     }
 
-    /// The last try came to nothing. That nobody listens there, or somebody else, does not say that the process is gone:
-    /// something in between may have moved.
-    fn fence_failed(&mut self, connection: u64, now: Duration) {
-        let fence = self.fences.iter_mut().find(|fence| fence.connection == connection);
-        if let Some(fence) = fence {
-            fence.link = None;
-            fence.retry_at = now + fence.pause;
-            fence.pause = (fence.pause * 2).min(FENCE_PAUSE_MAX);
-        }
-    }
-
-    /// What these connections carried has come back.
-    fn finish_fences(&mut self, is_one: impl Fn(&Fence) -> bool) {
+    /// Nothing touches the memory of these posts any more.
+    fn give_back(&mut self, tokens: Vec<Token>) {
         let now = self.now();
-        let (done, left) = std::mem::take(&mut self.fences).into_iter().partition(is_one);
-        self.fences = left;
-        for fence in done {
-            fence.link.map(|link| self.remove(link));
-            for token in fence.tokens {
-                self.transfers.complete(now, token, Completion::Unknown);
-            }
-        }
+        tokens.into_iter().for_each(|token| self.transfers.complete(now, token, Completion::Unknown));
     }
 
     /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
@@ -1103,6 +1062,10 @@ fn pieces_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool) -> Optio
     runs.iter()
         .map(|run| regions.for_peer(run.region, run.generation, run.offset, run.len, is_write))
         .collect()
+}
+
+fn identity(descriptor: &Descriptor) -> Identity {
+    Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce }
 }
 
 fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
@@ -1146,3 +1109,5 @@ fn decode_address(address: &Address) -> Option<SocketAddr> {
     let text = (address.kind == TCP).then_some(&address.bytes)?;
     std::str::from_utf8(text).ok()?.parse().ok()
 }
+
+const _: () = assert!(LEASE.as_millis() > SILENT.as_millis());

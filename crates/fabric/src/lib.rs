@@ -7,6 +7,7 @@
 mod completion;
 mod descriptor;
 mod engine;
+mod fences;
 mod hub;
 mod immediates;
 mod regions;
@@ -19,6 +20,7 @@ pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
 pub use engine::{Engine, EngineOptions, FabricError, Handle, Transfer};
+pub use hub::PathStatus;
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};

@@ -609,6 +609,16 @@ impl Transfers {
         self.actions.pop_front()
     }
 
+    /// Whether a path carries transfers now.
+    pub fn is_up(&self, path: PathId) -> bool {
+        self.paths.get(&path).is_some_and(|path| path.state == PathState::Up)
+    }
+
+    /// Bytes a second of the last posts of a path, each by itself; None before the first.
+    pub fn rate(&self, path: PathId) -> Option<f64> {
+        self.paths.get(&path)?.rate
+    }
+
     /// Posts under way on a path.
     pub fn under_way(&self, path: PathId) -> usize {
         self.paths.get(&path).map_or(0, |path| path.under_way.len())

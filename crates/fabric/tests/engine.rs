@@ -196,9 +196,17 @@ fn without_the_token_nothing_is_moved() {
     {
         let here = Side::new(100, Access::ReadWrite, quick(token));
         let read = Transfer::read(Pieces::Contiguous(here.run(0, &there, 0, 100)));
-        let handle = here.engine.begin(here.peer(&there), read).unwrap();
+        let peer = here.peer(&there);
+        let handle = here.engine.begin(peer, read).unwrap();
         assert_eq!(handle.wait(Some(PATIENCE)), Some(outcome), "with {token:?}");
         assert_eq!(here.memory == there.memory, outcome.is_ok());
+        let [path] = &here.engine.paths(peer)[..] else { panic!("one address, one connection") };
+        assert_eq!((path.is_up, path.bytes_per_second.is_some()), (outcome.is_ok(), outcome.is_ok()));
+        assert_eq!(
+            path.trouble.as_ref().is_some_and(|why| why.contains("token")),
+            outcome.is_err(),
+            "{path:?}"
+        );
     }
     let open: SocketAddr = "0.0.0.0:0".parse().unwrap();
     let options = EngineOptions { listen: vec![open], ..EngineOptions::default() };

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Pages, PeerId, Pieces,
-    Place, Priority, Run, Transfer,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Pages, PathStatus, PeerId,
+    Pieces, Place, Priority, Run, Transfer,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -30,6 +30,7 @@ pub(crate) struct PyTransfer(Handle);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
+type PyPath = (String, bool, Option<f64>, Option<String>);
 /// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
 type PySide<'a> = (u32, u64, u64, &'a [u8]);
 
@@ -74,6 +75,13 @@ impl PyEngine {
         let engine = self.engine()?;
         py.detach(|| engine.disconnect(peer.0));
         Ok(())
+    }
+
+    /// Each path: address, whether it is up, bytes a second, why it broke the last time.
+    fn paths(&self, peer: &PyPeer) -> PyResult<Vec<PyPath>> {
+        let path =
+            |path: PathStatus| (path.address.to_string(), path.is_up, path.bytes_per_second, path.trouble);
+        Ok(self.engine()?.paths(peer.0).into_iter().map(path).collect())
     }
 
     /// `runs`: offset here, offset there, length, each a little-endian u64.
