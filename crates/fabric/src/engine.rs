@@ -26,6 +26,9 @@ use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, 
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
+/// Of that, how long it keeps its processor to itself. Where there are fewer of them than there is work, the peer may need
+/// it to answer; while bytes are streaming, the next ones come sooner than this.
+const KEEP: Duration = Duration::from_micros(10);
 /// How long the thread behind leaves the work to those who wait, before it looks whether they still do.
 const PARK: Duration = Duration::from_micros(200);
 /// How long memory that is given back may still be read or written for peers, before their connections are ended.
@@ -401,9 +404,12 @@ impl Shared {
                 break None;
             }
             if now < spin_until {
-                // Others may begin transfers meanwhile. Where there are fewer processors than there is work, the peer may
-                // need this one to answer.
-                MutexGuard::unlocked(hub, std::thread::yield_now);
+                // Others may begin transfers meanwhile.
+                if now + SPIN < spin_until + KEEP {
+                    MutexGuard::bump(hub);
+                } else {
+                    MutexGuard::unlocked(hub, std::thread::yield_now);
+                }
                 continue;
             }
             // The thread behind goes on.
@@ -464,9 +470,12 @@ impl Shared {
                 busy_until = Instant::now() + SPIN;
             }
             self.tell(&mut hub);
-            if Instant::now() < busy_until {
+            let now = Instant::now();
+            if now < busy_until {
                 drop(hub);
-                std::thread::yield_now();
+                if now + SPIN >= busy_until + KEEP {
+                    std::thread::yield_now();
+                }
                 continue;
             }
             let until = hub.next_tick();
