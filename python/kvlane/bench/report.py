@@ -169,13 +169,20 @@ def bars(
     from matplotlib import pyplot
 
     series = list(dict.fromkeys(name for group in groups.values() for name in group))
-    figure, axes = pyplot.subplots(figsize=(1.8 + 1.1 * len(groups) * max(len(series), 1), 4.2))
+    bars = len(groups) * max(len(series), 1)
+    # No wider than a page shows; then the values are written smaller.
+    figure, axes = pyplot.subplots(figsize=(min(1.8 + 1.1 * bars, 14), 4.2))
     width = 0.8 / max(len(series), 1)
     for index, name in enumerate(series):
         positions = [at + (index - (len(series) - 1) / 2) * width for at in range(len(groups))]
         heights = [group.get(name, math.nan) for group in groups.values()]
         drawn = axes.bar(positions, heights, width * 0.92, label=name, color=_COLOURS[index % len(_COLOURS)])
-        axes.bar_label(drawn, labels=[_cell(float(height)) for height in heights], padding=2, fontsize=9)
+        axes.bar_label(
+            drawn,
+            labels=[_cell(float(height)) for height in heights],
+            padding=2,
+            fontsize=9 if bars <= 12 else 6.5,
+        )
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=11)
