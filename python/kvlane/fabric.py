@@ -148,6 +148,10 @@ class Engine:
         self._core.close()
         self._owners.clear()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_owners"):
+            self.close()
+
     def __enter__(self) -> Engine:
         return self
 
@@ -165,14 +169,23 @@ class Region:
 
     def __init__(self, engine: Engine, number: int, length: int) -> None:
         self._engine = engine
-        self.number = number
+        self._number: int | None = number
         self.length = length
+
+    @property
+    def number(self) -> int:
+        """KeyError once it was unregistered: other memory may have the number by then."""
+        if self._number is None:
+            raise KeyError("the region is not registered any more")
+        return self._number
 
     def unregister(self) -> None:
         """Give it back: nothing touches it any more when this returns. ValueError while transfers of this process use
         it, KeyError if that was done before."""
-        self._engine._core.unregister(self.number)
-        self._engine._owners.pop(self.number, None)
+        number = self.number
+        self._engine._core.unregister(number)
+        self._number = None
+        self._engine._owners.pop(number, None)
 
 
 class Pages:
@@ -322,7 +335,8 @@ class Counter:
         return self._engine._core.count(self.number, self.generation)
 
     def wait(self, target: int, timeout: float | None = None) -> bool:
-        """Waits until it has counted so often. False: not after so many seconds."""
+        """Waits until it has counted so often. False: not after so many seconds, or the
+        engine was closed."""
         milliseconds = None if timeout is None else timeout * 1e3
         return self._engine._core.wait_count(self.number, self.generation, target, milliseconds)
 

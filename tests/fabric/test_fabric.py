@@ -6,7 +6,9 @@ import array
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy
@@ -166,6 +168,40 @@ def test_what_cannot_be_registered_is_told_before_anything_moves() -> None:
         fabric.Engine(listen=["0.0.0.0:0"])
     with pytest.raises(ValueError, match="closed"):
         engine.describe()
+
+
+def test_closing_an_engine_ends_what_waits_for_it_in_other_threads() -> None:
+    engine = fabric.Engine()
+    counter = engine.counter(1)
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+
+        def wait() -> bool:
+            begun.set()
+            return counter.wait(1)
+
+        waiting = pool.submit(wait)
+        assert begun.wait(PATIENCE)
+        engine.close()
+        try:
+            assert waiting.result(PATIENCE) is False
+        except ValueError as error:  # it had not begun to wait yet
+            assert "closed" in str(error)
+
+
+def test_a_region_is_given_back_once_also_when_its_number_has_new_memory() -> None:
+    with other() as there, fabric.Engine() as engine:
+        former = engine.register(bytearray(100))
+        former.unregister()
+        memory = bytearray(100)
+        again = engine.register(memory)
+        peer = engine.connect(there.descriptor)
+        with pytest.raises(KeyError):
+            former.unregister()
+        with pytest.raises(KeyError):
+            peer.read(former, there.region, [(0, 0, 100)])
+        peer.read(again, there.region, [(0, 0, 100)]).wait(PATIENCE)
+        assert memory == b"o" * 100
 
 
 def test_a_transfer_of_a_closed_engine_has_failed() -> None:

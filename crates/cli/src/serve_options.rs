@@ -60,8 +60,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_RAILS", value_name = "GPUS")]
     rails: Option<String>,
 
-    /// Bring loads of short pieces (under 32 KiB, as with tensor parallelism) in long runs to 64 MiB of the GPU's memory,
-    /// from where a kernel scatters them: auto, or off for one piece at a time [default: auto]
+    /// Bring loads of short pieces (under 32 KiB, as with tensor parallelism; 128 KiB with rails) in long runs to 64 MiB of
+    /// the GPU's memory, from where a kernel scatters them: auto, or off for one piece at a time [default: auto]
     #[arg(long, env = "KVLANE_STAGING", value_enum, value_name = "MODE")]
     staging: Option<StagingArg>,
 

@@ -79,6 +79,9 @@ pub enum FabricError {
     /// Of the operating system.
     #[error("the fabric cannot be opened: {0}")]
     Io(#[from] io::Error),
+    /// After [`Engine::close`].
+    #[error("the engine is closed")]
+    Closed,
     /// The descriptor names no address that can be reached from here.
     #[error("the peer's descriptor has no address of a kind that is known here")]
     NoAddress,
@@ -136,7 +139,7 @@ impl Transfer {
 /// One thread serves peers and carries transfers on; whoever waits for one does that work meanwhile, so that a small
 /// transfer needs no switch of threads. Idle, nothing runs but a word to each peer twice a second.
 ///
-/// What a dropped engine had under way may still arrive at its peers for a moment.
+/// What a closed or dropped engine had under way may still arrive at its peers for a moment.
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,
@@ -226,6 +229,9 @@ impl Engine {
     /// A peer, by what it tells of itself. Connections are made meanwhile.
     pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
         let mut hub = self.shared.hub.lock();
+        if hub.is_closed {
+            return Err(FabricError::Closed);
+        }
         let peer = hub.add_peer(descriptor)?.ok_or(FabricError::NoAddress)?;
         self.shared.tell(&mut hub);
         self.shared.wake_if_needed(&hub);
@@ -295,26 +301,35 @@ impl Engine {
         next
     }
 
-    /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter has ended.
+    /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter or the
+    /// engine has ended.
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
         let mut hub = self.shared.hub.lock();
         let reached = |hub: &mut Hub| {
             let has = hub.immediates.count(counter, generation) >= target;
-            (has || hub.immediates.is_retired(counter, generation)).then_some(has)
+            let is_over = hub.is_closed || hub.immediates.is_retired(counter, generation);
+            (has || is_over).then_some(has)
         };
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         self.shared.wait(&mut hub, deadline, reached).unwrap_or(false)
     }
 }
 
-impl Drop for Engine {
-    fn drop(&mut self) {
+impl Engine {
+    /// Ends all transfers as failed and all connections, for good: when this returns nothing of this process's memory is
+    /// touched any more, whoever else still has the engine in hand, and all who wait are told.
+    pub fn close(&self) {
         self.shared.stop.store(true, Ordering::Release);
         let mut hub = self.shared.hub.lock();
         hub.close();
         self.shared.tell(&mut hub);
         hub.wake();
-        drop(hub);
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.close();
         let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
             // It does not panic; if it did, there is nothing left to end.

@@ -96,6 +96,7 @@ pub(crate) struct Hub {
     pub(crate) polls: u64,
     /// Regions that are being given back.
     pub(crate) letting_go: usize,
+    pub(crate) is_closed: bool,
     peers: HashMap<PeerId, Peer>,
     paths: HashMap<PathId, PathAt>,
     posted: HashMap<Token, Posted>,
@@ -266,6 +267,7 @@ impl Hub {
             sessions: HashMap::new(),
             polls: 0,
             letting_go: 0,
+            is_closed: false,
             peers: HashMap::new(),
             paths: HashMap::new(),
             posted: HashMap::new(),
@@ -398,8 +400,10 @@ impl Hub {
         self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link).collect()
     }
 
-    /// Ends everything; transfers under way are over as failed.
+    /// Ends everything, for good; transfers under way are over as failed.
     pub(crate) fn close(&mut self) {
+        self.is_closed = true;
+        self.outcomes.note_change();
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.remove_peer(peer));
         let links: Vec<LinkId> = self.links.keys().copied().collect();

@@ -160,7 +160,8 @@ impl PyEngine {
 
     fn close(&self, py: Python<'_>) {
         let engine = self.0.lock().take();
-        py.detach(|| drop(engine));
+        // Others may be in a call: what frees the memory is that it is closed, not that this was the last one.
+        py.detach(|| engine.inspect(|engine| engine.close()));
     }
 }
 
