@@ -301,6 +301,12 @@ impl Engine {
         next
     }
 
+    /// Whether nothing counts for this use of a counter any more: it was retired, or the engine closed.
+    pub fn is_counter_over(&self, counter: u32, generation: u32) -> bool {
+        let hub = self.shared.hub.lock();
+        hub.is_closed || hub.immediates.is_retired(counter, generation)
+    }
+
     /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter or the
     /// engine has ended.
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {

@@ -154,8 +154,11 @@ impl PyEngine {
         timeout_ms: Option<f64>,
     ) -> PyResult<bool> {
         let engine = self.engine()?;
-        let wait = |timeout| engine.wait_count(counter, generation, target, Some(timeout)).then_some(());
-        Ok(wait_with_signals(py, timeout_ms, wait)?.is_some())
+        let wait = |timeout| match engine.wait_count(counter, generation, target, Some(timeout)) {
+            true => Some(true),
+            false => engine.is_counter_over(counter, generation).then_some(false),
+        };
+        Ok(wait_with_signals(py, timeout_ms, wait)?.unwrap_or(false))
     }
 
     fn close(&self, py: Python<'_>) {
