@@ -5,9 +5,10 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
+use super::stream::Stream;
 use crate::regions::Piece;
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
@@ -53,7 +54,7 @@ enum Out {
 /// A connection that does not block.
 #[derive(Debug)]
 pub(crate) struct Link {
-    socket: TcpStream,
+    stream: Stream,
     out: VecDeque<Out>,
     /// Entries that were queued, and of them those that have been written.
     queued: u64,
@@ -81,11 +82,12 @@ impl Link {
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let (queued, written, own_bytes, received, start, end) = (0, 0, 0, 0, 0, 0);
         let (out, body) = (VecDeque::new(), None);
-        Ok(Link { socket, out, queued, written, own_bytes, received, buffer, start, end, body })
+        let stream = Stream::Plain(socket);
+        Ok(Link { stream, out, queued, written, own_bytes, received, buffer, start, end, body })
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
-        &self.socket
+        self.stream.socket()
     }
 
     /// Queues bytes.
@@ -157,13 +159,8 @@ impl Link {
                 count += 1;
                 bytes += range.iov_len;
             }
-            // SAFETY: a msghdr of zeros is an empty message.
-            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-            message.msg_iov = ranges.as_mut_ptr();
-            message.msg_iovlen = count;
             // SAFETY: the ranges are alive, owned bytes or valid by the caller's promise.
-            let sent = unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
-            match usize::try_from(sent) {
+            match unsafe { self.stream.send(&ranges[..count]) } {
                 Ok(sent) => {
                     turn += sent;
                     self.sent(sent);
@@ -172,7 +169,7 @@ impl Link {
                         return Ok(());
                     }
                 }
-                Err(_) => match blocked(io::Error::last_os_error())? {
+                Err(error) => match blocked(error)? {
                     Retry::Now => {}
                     Retry::Later => return Ok(()),
                 },
@@ -254,15 +251,17 @@ impl Link {
     fn fill(&mut self) -> Result<bool, Ended> {
         self.make_room();
         let room = &mut self.buffer[self.end..];
+        let range = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
         loop {
-            match rustix::net::recv(&self.socket, &mut *room, rustix::net::RecvFlags::empty()) {
-                Ok((0, _)) => return Err(Ended::Closed),
-                Ok((more, _)) => {
+            // SAFETY: the range is the buffer's.
+            match unsafe { self.stream.receive(&[range]) } {
+                Ok(0) => return Err(Ended::Closed),
+                Ok(more) => {
                     self.end += more;
                     self.received += more as u64;
                     return Ok(true);
                 }
-                Err(errno) => match blocked(errno.into())? {
+                Err(error) => match blocked(error)? {
                     Retry::Now => {}
                     Retry::Later => return Ok(false),
                 },
@@ -318,8 +317,7 @@ impl Link {
                 count += 1;
             }
             // SAFETY: the ranges are our own buffers, or valid by the caller's promise.
-            let read = unsafe { libc::readv(self.socket.as_raw_fd(), ranges.as_ptr(), count as libc::c_int) };
-            match usize::try_from(read) {
+            match unsafe { self.stream.receive(&ranges[..count]) } {
                 Ok(0) => return Err(Ended::Closed),
                 Ok(read) if body.to.is_empty() => {
                     (turn, self.received) = (turn + read, self.received + read as u64);
@@ -334,7 +332,7 @@ impl Link {
                         return Ok(false);
                     }
                 }
-                Err(_) => match blocked(io::Error::last_os_error())? {
+                Err(error) => match blocked(error)? {
                     Retry::Now => {}
                     Retry::Later => return Ok(false),
                 },
@@ -369,16 +367,9 @@ impl Link {
     }
 }
 
-impl Drop for Link {
-    fn drop(&mut self) {
-        // Also where a forked process still holds the socket.
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
-    }
-}
-
 impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.stream.as_fd()
     }
 }
 

@@ -4,6 +4,7 @@
 mod frame;
 mod greeting;
 mod link;
+mod stream;
 
 pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
 pub(crate) use greeting::{
