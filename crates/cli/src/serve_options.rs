@@ -19,6 +19,7 @@ const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
+const DEFAULT_SAVE_LINK_SHARE: u8 = 33;
 const DEFAULT_RAILS: &str = "off";
 const DEFAULT_LOG: &str = "info";
 
@@ -64,6 +65,11 @@ pub(crate) struct ServeArgs {
     /// the GPU's memory, from where a kernel scatters them: auto, or off for one piece at a time [default: auto]
     #[arg(long, env = "KVLANE_STAGING", value_enum, value_name = "MODE")]
     staging: Option<StagingArg>,
+
+    /// Percent of a GPU's link that a save takes while nothing waits behind it, so that decodes do not feel it; 100 for all
+    /// [default: 33]
+    #[arg(long, env = "KVLANE_SAVE_LINK_SHARE", value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
+    save_link_share: Option<u8>,
 
     /// Measure at start, for about 0.3 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
     /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
@@ -186,6 +192,11 @@ impl ServeArgs {
         let staging = self.staging.or(file.staging) != Some(StagingArg::Off);
         let wanted = self.calibrate.or(file.calibrate) != Some(CalibrateArg::Off);
         let calibrate = wanted && gpu_driver.as_ref().is_some_and(|driver| driver.name() == "cuda");
+        let save_link_share =
+            self.save_link_share.or(file.save_link_share).unwrap_or(DEFAULT_SAVE_LINK_SHARE);
+        if !(1..=100).contains(&save_link_share) {
+            bail!("in --save-link-share: {save_link_share} is not a percentage from 1 to 100");
+        }
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
@@ -195,6 +206,7 @@ impl ServeArgs {
             lease_ttl: Duration::from_secs(60),
             gpu_driver,
             rails: RailOptions { choice: rails, staging, ..RailOptions::default() },
+            save_link_share: f64::from(save_link_share) / 100.0,
             calibrate,
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };

@@ -20,6 +20,7 @@ use thiserror::Error;
 
 use crate::chunks::SharedChunks;
 use crate::meetings::{Meetings, Member};
+use crate::save_pace::{Pace, cut};
 
 /// Bytes of a fence: nonce, then a little-endian epoch.
 const FENCE_BYTES: u64 = 24;
@@ -292,7 +293,7 @@ impl GpuMemory {
         }
     }
 
-    /// Gathers runs into the pool after `event`, for a request made at `epoch`.
+    /// Gathers runs into the pool after `event`, for a request made at `epoch`, at its pace.
     ///
     /// # Safety
     /// As for [`kvlane_memory::EngineMemory::read`]; the pool is pinned.
@@ -302,12 +303,28 @@ impl GpuMemory {
         pool_base: *mut u8,
         epoch: u64,
         event: Option<u32>,
+        pace: &Pace<'_>,
     ) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
         let mut lane = self.saving.lock();
-        // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
-        let copied = unsafe { self.run(&mut lane, &[(runs, None)], pool, Way::Out, event) };
-        self.judge(&lane, copied, epoch)
+        self.wait_for_event(event)?;
+        let runs = cut(runs);
+        let mut left = runs.as_slice();
+        loop {
+            let begun = Instant::now();
+            let (now, later) = pace.next(left);
+            // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; the lane waits for the work.
+            let copied = unsafe { self.run(&mut lane, &[(now, None)], pool, Way::Out) };
+            // Each part: nobody wants the rest of a save that was given up.
+            self.judge(&lane, copied, epoch)?;
+            if later.is_empty() {
+                return Ok(());
+            }
+            if pidfd_exited_within(&self.pidfd, pace.rest(begun.elapsed())) {
+                return Err(GpuCopyError::Gone);
+            }
+            left = later;
+        }
     }
 
     /// Waits until a load for a request made at `epoch` may begin: after `event`.
@@ -333,7 +350,7 @@ impl GpuMemory {
         lane.copier.set_thresholds(self.thresholds(load, Direction::HostToDevice));
         let way = Way::In { pulls: self.thresholds(load, Direction::Peer) };
         // SAFETY: as in `copy_out`.
-        let copied = unsafe { self.run(&mut lane, &parts, pool, way, None) };
+        let copied = unsafe { self.run(&mut lane, &parts, pool, way) };
         self.judge(&lane, copied, load.epoch)
     }
 
@@ -442,9 +459,7 @@ impl GpuMemory {
         parts: &[(&[Run], Flag)],
         pool: u64,
         way: Way,
-        event: Option<u32>,
     ) -> Result<(), GpuCopyError> {
-        self.wait_for_event(event)?;
         // SAFETY: the fence is mapped, and its buffer this lane's.
         unsafe { lane.stream.copy(lane.fence_copy(self.fence, 0))? };
         // Over several links, what is written comes after the fence too.

@@ -11,6 +11,7 @@ mod metrics;
 mod peer;
 mod random;
 mod replies;
+mod save_pace;
 mod save_thread;
 mod saves;
 mod session;
@@ -57,6 +58,8 @@ pub struct ServeOptions {
     pub gpu_driver: Option<Arc<dyn Driver>>,
     /// How a load for one GPU uses the links of others.
     pub rails: RailOptions,
+    /// Of a GPU's link, what a save takes while nothing waits behind it; 1 for all.
+    pub save_link_share: f64,
     /// Whether to measure at start which way of copying is the fastest on this host's GPUs; else the usual is taken.
     pub calibrate: bool,
 }
@@ -89,6 +92,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
+    /// [`ServeOptions::save_link_share`]
+    pub(crate) save_link_share: f64,
     pub(crate) stopping: AtomicBool,
 }
 
@@ -135,6 +140,7 @@ impl Daemon {
             sessions: Sessions::new(options.sessions_max)?,
             metrics: Metrics::install(),
             gpus,
+            save_link_share: options.save_link_share,
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;

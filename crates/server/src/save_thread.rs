@@ -3,7 +3,11 @@
 
 use std::{
     io,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     thread::JoinHandle,
     time::Instant,
 };
@@ -15,6 +19,7 @@ use crate::{
     engines::SessionId,
     metrics::Call,
     replies::Replies,
+    save_pace::Pace,
     session::{Registered, refused, save},
     sessions::Busy,
 };
@@ -23,6 +28,8 @@ use crate::{
 pub(crate) struct SaveThread {
     /// None while it ends.
     queue: Option<mpsc::Sender<Asked>>,
+    /// How many are in the queue.
+    waiting: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -44,9 +51,15 @@ impl SaveThread {
         replies: Arc<Replies>,
     ) -> io::Result<Self> {
         let (queue, asked) = mpsc::channel::<Asked>();
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let behind = Arc::clone(&waiting);
         let run = move || {
             for Asked { id, save: asked, call, since, _busy } in asked {
-                let answer = save(&shared, session, &engine_id, &worker, &asked);
+                behind.fetch_sub(1, Ordering::Relaxed);
+                // A stopping daemon takes no new ones, and has little time for this one.
+                let is_urgent = || behind.load(Ordering::Relaxed) > 0 || shared.is_stopping();
+                let pace = Pace { link_share: shared.save_link_share, is_urgent: &is_urgent };
+                let answer = save(&shared, session, &engine_id, &worker, &asked, &pace);
                 let was_refused = answer.is_err();
                 if replies.send(id, answer.unwrap_or_else(refused), None).is_err() {
                     // The connection is over: nobody wants the rest.
@@ -56,13 +69,14 @@ impl SaveThread {
             }
         };
         let thread = std::thread::Builder::new().name("kvlane-saves".into()).spawn(run)?;
-        Ok(Self { queue: Some(queue), thread: Some(thread) })
+        Ok(Self { queue: Some(queue), waiting, thread: Some(thread) })
     }
 
     /// Queues a save. Its answer comes when it is done.
     pub(crate) fn push(&self, shared: &Arc<Shared>, id: u64, save: v1::Save, call: Call, since: Instant) {
         let asked = Asked { id, save, call, since, _busy: Busy::new(shared) };
         if let Some(queue) = &self.queue {
+            self.waiting.fetch_add(1, Ordering::Relaxed);
             // Fails only where the thread has seen the connection's end.
             let _ = queue.send(asked);
         }

@@ -8,7 +8,7 @@ use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1;
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
 
-use crate::{Shared, engines::OpenGroup, worker_memory::WorkerMemory};
+use crate::{Shared, engines::OpenGroup, save_pace::Pace, worker_memory::WorkerMemory};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -69,6 +69,7 @@ impl Saver<'_> {
         memory: &WorkerMemory,
         epoch: u64,
         event: Option<u32>,
+        pace: &Pace<'_>,
     ) -> v1::SaveResult {
         let mut result = v1::SaveResult::default();
         for blocks in groups {
@@ -76,7 +77,7 @@ impl Saver<'_> {
             let step = usize::try_from(memory.batch_bytes() / bytes_per_block).unwrap_or(usize::MAX).max(1);
             let mut chain = blocks.chain;
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
-                self.copy_batch(blocks.group, chain, hashes, ids, memory, (epoch, event), &mut result);
+                self.copy_batch(blocks.group, chain, hashes, ids, memory, (epoch, event, pace), &mut result);
                 if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
                     chain = Chain::After(*last);
                 }
@@ -93,7 +94,7 @@ impl Saver<'_> {
         hashes: &[BlockHash],
         ids: &[u32],
         memory: &WorkerMemory,
-        (epoch, event): (u64, Option<u32>),
+        (epoch, event, pace): (u64, Option<u32>, &Pace<'_>),
         result: &mut v1::SaveResult,
     ) {
         let outcomes = self.claim_shards(group, chain, hashes);
@@ -117,7 +118,7 @@ impl Saver<'_> {
             plan(&self.regions[group], &places).map_err(|error| error.to_string()).and_then(|runs| {
                 // SAFETY: the claimed extents lie in the arena, belong to these claims alone until they are committed or
                 // aborted below, and no reference to their bytes exists before they are sealed.
-                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch, event) }
+                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch, event, pace) }
             });
         match copied {
             Ok(()) => {

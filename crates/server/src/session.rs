@@ -31,6 +31,7 @@ use crate::{
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
     replies::Replies,
+    save_pace::Pace,
     save_thread::SaveThread,
     saves::{Granted, Saver},
     sessions::{Busy, Connected, Info, settle_session},
@@ -330,7 +331,7 @@ impl Session {
             }
             Ask::Save(save) => {
                 let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
-                self::save(&shared, id, &engine_id, &greeted.worker()?.registered, &save)
+                self::save(&shared, id, &engine_id, &greeted.worker()?.registered, &save, &Pace::URGENT)
             }
             Ask::Claim(claim) => {
                 let (id, engine_id) = (greeted.id, greeted.info.engine_id.clone());
@@ -732,6 +733,7 @@ pub(crate) fn save(
     engine_id: &str,
     worker: &Registered,
     save: &v1::Save,
+    pace: &Pace<'_>,
 ) -> Result<Answer, Refusal> {
     let memory = worker
         .memory
@@ -739,7 +741,7 @@ pub(crate) fn save(
         .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
     with_saver(shared, id, engine_id, worker, |saver| {
         let blocks = saver.parse(&save.groups)?;
-        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event)))
+        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event, pace)))
     })
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvlane_block::Run;
 use kvlane_memory::ProcessVm;
 
-use crate::gpu::GpuMemory;
+use crate::{gpu::GpuMemory, save_pace::Pace};
 
 /// Bytes that are claimed and copied between two looks at the fence.
 const BATCH_BYTES: u64 = 32 << 20;
@@ -28,7 +28,7 @@ impl WorkerMemory {
         }
     }
 
-    /// Gathers runs into the pool; a GPU does so after the event.
+    /// Gathers runs into the pool; a GPU does so after the event, and at this pace.
     ///
     /// # Safety
     /// As for [`kvlane_memory::EngineMemory::read`].
@@ -38,6 +38,7 @@ impl WorkerMemory {
         pool_base: *mut u8,
         epoch: u64,
         event: Option<u32>,
+        pace: &Pace<'_>,
     ) -> Result<(), String> {
         match self {
             Self::ProcessVm(process) => {
@@ -46,7 +47,8 @@ impl WorkerMemory {
             }
             Self::Gpu(gpu) => {
                 // SAFETY: as above; the daemon's pool is pinned where there are GPUs.
-                unsafe { gpu.copy_out(runs, pool_base, epoch, event) }.map_err(|error| error.to_string())
+                unsafe { gpu.copy_out(runs, pool_base, epoch, event, pace) }
+                    .map_err(|error| error.to_string())
             }
         }
     }

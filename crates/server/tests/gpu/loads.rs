@@ -70,6 +70,29 @@ fn blocks_come_back(address: &Address) {
     }
 }
 
+/// A part is 4 MiB. The second save is there before the first has ended, which then rests no more.
+#[test]
+fn saves_of_several_parts_come_back_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start_slow(&address, VERY_SLOW / 20);
+    let mut first = GpuEngine::new(&address, "first", &driver());
+    (0..BLOCKS).for_each(|block| first.compute(block, block as u8 + 1));
+    let jobs = [first.start_save(0, 0..24), first.start_save(100, 24..BLOCKS)];
+    for (job, blocks) in jobs.into_iter().zip([24u32, BLOCKS - 24]) {
+        let saved = first.end(job);
+        assert!(saved.ok && saved.blocks == u64::from(blocks), "{saved:?}");
+    }
+    settle(&address);
+    let mut second = GpuEngine::new(&address, "second", &driver());
+    assert!(second.load(0, 4..28).ok);
+    second.assert_holds(4..28, 1);
+    assert!(second.load(100, 0..BLOCKS - 24).ok);
+    second.assert_holds(0..BLOCKS - 24, 25);
+    drop((first, second));
+    daemon.stop();
+}
+
 #[test]
 fn a_save_waits_for_what_the_stream_still_computes() {
     let folder = tempfile::tempdir().unwrap();

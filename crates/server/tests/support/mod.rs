@@ -27,6 +27,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         sessions_max: 64,
         gpu_driver: None,
         rails: kvlane_gpu::RailOptions::default(),
+        save_link_share: 0.5,
         calibrate: false,
     }
 }
