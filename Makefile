@@ -64,6 +64,9 @@ dev: ## the environment .venvs/dev: kvlane, tests and lints
 vllm: ## the environment .venvs/vllm-0.32: kvlane and vLLM for the CPU
 	@$(ENVIRONMENT) vllm-0.32
 
+docs: dev ## the pages in docs/reference, made from the code
+	$(DEV)/kvlane reference docs/reference
+
 wheel: ## only the wheel
 	@$(ENVIRONMENT) --wheel-only
 
