@@ -15,6 +15,7 @@ mod numa;
 pub mod own;
 pub mod peer;
 pub mod process_vm;
+pub mod remote;
 pub mod view;
 
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
@@ -25,4 +26,5 @@ pub use extents::{ExtentAllocator, PAGE_BYTES};
 pub use own::OwnMemory;
 pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd_exited_within};
 pub use process_vm::{ProbeError, ProcessVm};
+pub use remote::{RANGES_MAX, RemoteProcess};
 pub use view::PoolView;

@@ -1,6 +1,5 @@
 //! Another process's memory, through process_vm_readv and process_vm_writev.
 
-use std::fs;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
 
@@ -9,10 +8,7 @@ use rustix::io::Errno;
 use thiserror::Error;
 
 use crate::engine::{CopyError, EngineMemory};
-use crate::peer::pidfd_exited;
-
-/// Most ranges that one call takes: the kernel's IOV_MAX.
-const BATCH_RANGES: usize = 1024;
+use crate::remote::{RANGES_MAX, RemoteProcess};
 
 /// Most bytes that one call moves; between two calls a given-up copy is noticed.
 const BATCH_BYTES: u64 = 64 << 20;
@@ -26,8 +22,7 @@ const FENCE_BYTES: usize = 24;
 /// later is not mistaken for it, and an epoch, by which the engine gives up copies that it no longer waits for.
 #[derive(Debug)]
 pub struct ProcessVm {
-    pid: u32,
-    pidfd: OwnedFd,
+    process: RemoteProcess,
     fence_address: u64,
     nonce: [u8; 16],
 }
@@ -43,7 +38,7 @@ pub enum ProbeError {
         /// The likely reason.
         hint: String,
     },
-    /// There is no fence with this nonce at this address: another process, or a peer that says wrong things.
+    /// What the process announced to be at an address is not there: another process, or a peer that says wrong things.
     #[error("the fence in the engine's memory does not hold the nonce that the engine announced")]
     WrongNonce,
     /// The process has exited.
@@ -72,38 +67,33 @@ impl ProcessVm {
         if pid == 0 {
             return Err(ProbeError::Unsupported(Errno::SRCH));
         }
-        let process = ProcessVm { pid, pidfd, fence_address, nonce };
+        let process = ProcessVm { process: RemoteProcess::new(pid, pidfd), fence_address, nonce };
         let read = process.read_fence();
-        if pidfd_exited(&process.pidfd) {
+        if process.process.has_exited() {
             return Err(ProbeError::Gone);
         }
         match read {
             Ok((found, _)) if found == nonce => Ok(process),
-            Ok(_) | Err(Errno::FAULT) => Err(ProbeError::WrongNonce),
-            Err(Errno::SRCH) => Err(ProbeError::Gone),
-            Err(errno @ (Errno::PERM | Errno::ACCESS)) => {
-                let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok();
-                Err(ProbeError::NotPermitted { errno, hint: hint(scope.as_deref().map(str::trim)) })
-            }
-            Err(errno) => Err(ProbeError::Unsupported(errno)),
+            Ok(_) => Err(ProbeError::WrongNonce),
+            Err(errno) => Err(RemoteProcess::explain(errno)),
         }
     }
 
     /// The process's id.
     pub fn pid(&self) -> u32 {
-        self.pid
+        self.process.pid()
     }
 
     /// The process's pidfd, which turns readable when it exits.
     pub fn pidfd(&self) -> &OwnedFd {
-        &self.pidfd
+        self.process.pidfd()
     }
 
     /// The epoch that the fence holds now, after a check that the process is still the one that was probed.
     pub fn fence(&self) -> Result<u64, CopyError> {
         match self.read_fence() {
-            Ok((nonce, epoch)) if nonce == self.nonce && !pidfd_exited(&self.pidfd) => Ok(epoch),
-            Ok(_) => Err(CopyError::Gone { pid: self.pid }),
+            Ok((nonce, epoch)) if nonce == self.nonce && !self.process.has_exited() => Ok(epoch),
+            Ok(_) => Err(CopyError::Gone { pid: self.pid() }),
             Err(errno) => Err(self.failed(self.fence_address, errno)),
         }
     }
@@ -150,8 +140,8 @@ impl ProcessVm {
         check: impl Fn() -> Result<(), CopyError>,
     ) -> Result<(), CopyError> {
         let mut cursor = Cursor::default();
-        let mut local = Vec::with_capacity(BATCH_RANGES.min(runs.len()));
-        let mut remote = Vec::with_capacity(BATCH_RANGES.min(runs.len()));
+        let mut local = Vec::with_capacity(RANGES_MAX.min(runs.len()));
+        let mut remote = Vec::with_capacity(RANGES_MAX.min(runs.len()));
         check()?;
         while let Some(address) = cursor.address(runs) {
             cursor.fill(runs, pool_base, &mut local, &mut remote);
@@ -179,31 +169,20 @@ impl ProcessVm {
         local: &[libc::iovec],
         remote: &[libc::iovec],
     ) -> Result<u64, Errno> {
-        let call = match direction {
-            Direction::FromEngine => libc::process_vm_readv,
-            Direction::ToEngine => libc::process_vm_writev,
-        };
-        let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
-        loop {
-            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
-            // local ones.
-            let copied =
-                unsafe { call(self.pid as libc::pid_t, local.as_ptr(), locals, remote.as_ptr(), remotes, 0) };
-            if let Ok(copied) = u64::try_from(copied) {
-                return Ok(copied);
-            }
-            match Errno::from_io_error(&std::io::Error::last_os_error()) {
-                Some(Errno::INTR) => {}
-                errno => return Err(errno.unwrap_or(Errno::IO)),
+        // SAFETY: the caller's promise is passed on.
+        unsafe {
+            match direction {
+                Direction::FromEngine => self.process.read(local, remote),
+                Direction::ToEngine => self.process.write(local, remote),
             }
         }
     }
 
     fn failed(&self, address: u64, errno: Errno) -> CopyError {
-        if errno == Errno::SRCH || pidfd_exited(&self.pidfd) {
-            CopyError::Gone { pid: self.pid }
+        if errno == Errno::SRCH || self.process.has_exited() {
+            CopyError::Gone { pid: self.pid() }
         } else {
-            CopyError::Refused { pid: self.pid, address, errno }
+            CopyError::Refused { pid: self.pid(), address, errno }
         }
     }
 }
@@ -222,17 +201,6 @@ impl EngineMemory for ProcessVm {
 
 fn range(start: *mut u8, bytes: usize) -> libc::iovec {
     libc::iovec { iov_base: start.cast(), iov_len: bytes }
-}
-
-fn hint(ptrace_scope: Option<&str>) -> String {
-    match ptrace_scope {
-        Some(scope @ "1") => {
-            format!("Yama ptrace_scope {scope}: the engine has to allow the daemon, and run as the same user")
-        }
-        Some(scope @ "2") => format!("Yama ptrace_scope {scope}: only a daemon with CAP_SYS_PTRACE may"),
-        Some(scope @ "3") => format!("Yama ptrace_scope {scope}: nobody may until the next boot"),
-        _ => "another user, a process that is not dumpable, a container's rules or a seccomp filter".into(),
-    }
 }
 
 /// How far a list of runs has been copied.
@@ -262,7 +230,7 @@ impl Cursor {
         let mut room = BATCH_BYTES;
         let mut done = self.done;
         let mut local_end = None;
-        for run in runs[self.run..].iter().take(BATCH_RANGES) {
+        for run in runs[self.run..].iter().take(RANGES_MAX) {
             if room == 0 {
                 break;
             }
@@ -311,7 +279,7 @@ mod tests {
             cursor.fill(runs, std::ptr::null_mut(), &mut local, &mut remote);
             let sum = |ranges: &[libc::iovec]| ranges.iter().map(|range| range.iov_len as u64).sum::<u64>();
             assert_eq!(sum(&local), sum(&remote));
-            assert!(sum(&local) <= BATCH_BYTES && remote.len() <= BATCH_RANGES);
+            assert!(sum(&local) <= BATCH_BYTES && remote.len() <= RANGES_MAX);
             let ranges = remote.iter().map(|range| (range.iov_base.addr() as u64, range.iov_len as u64));
             all.push((ranges.collect(), local.len()));
             cursor.advance(runs, sum(&local).min(most));
@@ -336,14 +304,5 @@ mod tests {
         let runs = [run(0, 0, 10), run(100, 50, 10)];
         let asked: Vec<_> = batches(&runs, 13).into_iter().map(|(ranges, _)| ranges).collect();
         assert_eq!(asked, [vec![(0, 10), (100, 10)], vec![(103, 7)]]);
-    }
-
-    #[test]
-    fn the_hint_names_the_scope() {
-        for scope in ["1", "2", "3"] {
-            assert!(hint(Some(scope)).contains(&format!("ptrace_scope {scope}")));
-        }
-        assert!(hint(Some("0")).contains("seccomp"));
-        assert_eq!(hint(None), hint(Some("0")));
     }
 }

@@ -1,0 +1,161 @@
+//! Another process of this host, whose memory is read and written by system calls.
+
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::{fs, io};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::peer::pidfd_exited;
+use crate::process_vm::ProbeError;
+
+/// Most ranges of one call on each side: the kernel's IOV_MAX.
+pub const RANGES_MAX: usize = 1024;
+
+/// A process, by a pid, and a pidfd that tells when it has exited. Who used the pid before or after is not told apart:
+/// what is read has to be checked, see [`RemoteProcess::has_exited`].
+#[derive(Debug)]
+pub struct RemoteProcess {
+    pid: u32,
+    pidfd: OwnedFd,
+}
+
+impl RemoteProcess {
+    /// The process that has this pid now, in this process's pid namespace.
+    pub fn open(pid: u32) -> Result<RemoteProcess, ProbeError> {
+        let raw =
+            i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(ProbeError::Unsupported(Errno::SRCH))?;
+        match rustix::process::pidfd_open(raw, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(RemoteProcess { pid, pidfd }),
+            Err(Errno::SRCH) => Err(ProbeError::Gone),
+            Err(errno) => Err(ProbeError::Unsupported(errno)),
+        }
+    }
+
+    /// From a pidfd of the process with this pid.
+    pub fn new(pid: u32, pidfd: OwnedFd) -> RemoteProcess {
+        RemoteProcess { pid, pidfd }
+    }
+
+    /// Its id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Its pidfd, which turns readable when it exits.
+    pub fn pidfd(&self) -> &OwnedFd {
+        &self.pidfd
+    }
+
+    /// Whether it has exited. If not, whatever was read before is its own: nobody else had its pid meanwhile.
+    pub fn has_exited(&self) -> bool {
+        pidfd_exited(&self.pidfd)
+    }
+
+    /// Copies from its memory into these ranges, in order, by one system call. Answers how many bytes; fewer than asked
+    /// for where a remote address is not mapped.
+    ///
+    /// # Safety
+    /// The local ranges are valid for writes, and nobody else touches them meanwhile. The remote ones are the kernel's to
+    /// check.
+    pub unsafe fn read(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.call(libc::process_vm_readv, local, remote) }
+    }
+
+    /// Copies from these ranges into its memory, as [`Self::read`] does the other way.
+    ///
+    /// # Safety
+    /// The local ranges are valid for reads, and nobody writes them meanwhile.
+    pub unsafe fn write(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.call(libc::process_vm_writev, local, remote) }
+    }
+
+    /// A descriptor of its own, as a duplicate; needs the same right as [`Self::read`].
+    pub fn descriptor(&self, fd: i32) -> io::Result<OwnedFd> {
+        let pidfd = self.pidfd.as_fd();
+        // SAFETY: pidfd_getfd takes three numbers and touches no memory.
+        let copy = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_getfd,
+                std::os::fd::AsRawFd::as_raw_fd(&pidfd),
+                fd,
+                0 as libc::c_uint,
+            )
+        };
+        match i32::try_from(copy) {
+            // SAFETY: the kernel made this descriptor for us, and nobody else owns it.
+            Ok(copy) if copy >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// # Safety
+    /// As the call asks for.
+    unsafe fn call(
+        &self,
+        call: unsafe extern "C" fn(
+            libc::pid_t,
+            *const libc::iovec,
+            libc::c_ulong,
+            *const libc::iovec,
+            libc::c_ulong,
+            libc::c_ulong,
+        ) -> libc::ssize_t,
+        local: &[libc::iovec],
+        remote: &[libc::iovec],
+    ) -> Result<u64, Errno> {
+        let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+        loop {
+            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
+            // local ones.
+            let copied =
+                unsafe { call(self.pid as libc::pid_t, local.as_ptr(), locals, remote.as_ptr(), remotes, 0) };
+            if let Ok(copied) = u64::try_from(copied) {
+                return Ok(copied);
+            }
+            match Errno::from_io_error(&io::Error::last_os_error()) {
+                Some(Errno::INTR) => {}
+                errno => return Err(errno.unwrap_or(Errno::IO)),
+            }
+        }
+    }
+
+    /// What a failed first read of a process means.
+    pub fn explain(errno: Errno) -> ProbeError {
+        match errno {
+            Errno::FAULT => ProbeError::WrongNonce,
+            Errno::SRCH => ProbeError::Gone,
+            Errno::PERM | Errno::ACCESS => {
+                let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok();
+                ProbeError::NotPermitted { errno, hint: hint(scope.as_deref().map(str::trim)) }
+            }
+            errno => ProbeError::Unsupported(errno),
+        }
+    }
+}
+
+fn hint(ptrace_scope: Option<&str>) -> String {
+    match ptrace_scope {
+        Some(scope @ "1") => {
+            format!("Yama ptrace_scope {scope}: that process has to allow this one, and run as the same user")
+        }
+        Some(scope @ "2") => format!("Yama ptrace_scope {scope}: only a process with CAP_SYS_PTRACE may"),
+        Some(scope @ "3") => format!("Yama ptrace_scope {scope}: nobody may until the next boot"),
+        _ => "another user, a process that is not dumpable, a container's rules or a seccomp filter".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_name_what_forbids_it() {
+        assert!(hint(Some("1")).contains("allow"));
+        assert!(hint(Some("2")).contains("CAP_SYS_PTRACE"));
+        assert!(hint(Some("0")).contains("seccomp"));
+        assert!(hint(None).contains("seccomp"));
+    }
+}
