@@ -90,7 +90,9 @@ class Engine:
 
     `listen`: where peers connect, HOST:PORT, port 0 for any; each address is a path of its own for them. An address
     that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
-    peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail.
+    peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail. `transport`: "auto"
+    for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of this
+    host whose memory may be read: others are not reached, and `Peer.paths` says why.
     """
 
     def __init__(
@@ -99,8 +101,9 @@ class Engine:
         token: str = "",
         connections: int = 1,
         patience: float = 3.0,
+        transport: str = "auto",
     ) -> None:
-        self._core = _core.FabricEngine(list(listen), token, connections, patience * 1e3)
+        self._core = _core.FabricEngine(list(listen), token, connections, patience * 1e3, transport)
         self._owners: dict[int, Any] = {}
 
     def register(self, memory: Any, length: int | None = None, writable: bool = True) -> Region:
@@ -206,6 +209,10 @@ class Path(NamedTuple):
     address: str
     up: bool
     """Whether it carries transfers."""
+    transport: str
+    """How bytes travel: "tcp", or "cma" between processes of one host that may read each other's memory (process_vm)."""
+    fallback: str | None
+    """Why they do not travel by cma; None if they do, or if that was not wanted."""
     bytes_per_second: float | None
     """Of the last parts that it carried, each by itself; None before the first."""
     trouble: str | None

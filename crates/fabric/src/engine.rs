@@ -19,7 +19,7 @@ use rustix::event::epoll::{self, Event};
 use thiserror::Error;
 
 use crate::descriptor::{Access, Descriptor};
-use crate::hub::{Hub, PathStatus, random};
+use crate::hub::{Hub, PathStatus, Transport, random};
 use crate::shape::{Pieces, ShapeError};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
 use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
@@ -46,6 +46,9 @@ pub struct EngineOptions {
     pub token: String,
     /// Connections to each address of a peer.
     pub connections: usize,
+    /// How bytes are to travel: None for the best way that a peer and this process both have, TCP for nothing else, CMA for
+    /// no peers but those of this host whose memory can be read.
+    pub transport: Option<Transport>,
     /// The limits of transfers.
     pub transfers: Options,
 }
@@ -57,6 +60,7 @@ impl Default for EngineOptions {
             advertise: Vec::new(),
             token: String::new(),
             connections: 1,
+            transport: None,
             transfers: Options::default(),
         }
     }
@@ -172,8 +176,8 @@ impl Engine {
         let engine = u128::from(random()?) << 64 | u128::from(random()?);
         let me = Identity { engine, boot: random()? };
         let transfers = Transfers::new(options.transfers);
-        let EngineOptions { listen, advertise, token, connections, .. } = options;
-        let hub = Hub::new(me, &token, transfers, &listen, advertise, connections)?;
+        let EngineOptions { listen, advertise, token, connections, transport, .. } = options;
+        let hub = Hub::new(me, &token, transfers, &listen, advertise, connections, transport)?;
         let shared = Arc::new(Shared {
             hub: Mutex::new(hub),
             changed: Condvar::new(),
@@ -194,7 +198,7 @@ impl Engine {
     /// The memory is valid for reads and writes until [`Engine::unregister`] has given it back, or the engine was dropped.
     /// Others may write it at any time, so that it is read and written only as such memory may be.
     pub unsafe fn register(&self, memory: *mut u8, len: u64, access: Access) -> u32 {
-        self.shared.hub.lock().regions.add(memory.expose_provenance(), len, access)
+        self.shared.hub.lock().add_region(memory.expose_provenance(), len, access)
     }
 
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
@@ -204,7 +208,7 @@ impl Engine {
             0 => {}
             transfers => return Err(FabricError::RegionInUse { region, transfers }),
         }
-        if !hub.regions.stop_serving(region) {
+        if !hub.stop_serving(region) {
             return Err(FabricError::NoSuchRegion(region));
         }
         hub.letting_go += 1;

@@ -4,7 +4,7 @@
 //!  broken --> asked over one address of the peer --> confirmed --> over
 //!                ^                |                                 ^
 //!                '---- pause <----' not reached                     |
-//!  [`LEASE`] after it broke, whatever became of that ---------------'
+//!  [`LEASE`] after it broke, if it has one, or the peer's end -------'
 //! ```
 //! Pure: whoever owns the sockets asks.
 
@@ -48,10 +48,19 @@ struct Fence {
 pub(crate) struct Fences(Vec<Fence>);
 
 impl Fences {
-    /// A connection broke that carried these.
-    pub(crate) fn add(&mut self, now: Duration, connection: u64, whom: Whom, tokens: Vec<Token>) {
+    /// A connection broke that carried these. `lease`: after how long they are over anyway; None: not before the peer has
+    /// confirmed, or is gone.
+    pub(crate) fn add(
+        &mut self,
+        now: Duration,
+        connection: u64,
+        whom: Whom,
+        tokens: Vec<Token>,
+        lease: Option<Duration>,
+    ) {
         debug_assert!(!whom.addresses.is_empty());
-        let (tried, is_asked, ask_at, pause, until) = (0, false, now, PAUSE, now + LEASE);
+        let (tried, is_asked, ask_at, pause, until) =
+            (0, false, now, PAUSE, lease.map_or(Duration::MAX, |lease| now + lease));
         self.0.push(Fence { connection, whom, tokens, tried, is_asked, ask_at, pause, until });
     }
 
@@ -81,7 +90,7 @@ impl Fences {
         }
     }
 
-    /// The peer has confirmed: what the connection carried.
+    /// The peer has confirmed, or is gone: what the connection carried.
     pub(crate) fn confirmed(&mut self, connection: u64) -> Vec<Token> {
         self.take(|fence| fence.connection == connection)
     }
@@ -125,8 +134,8 @@ mod tests {
     fn every_address_is_tried_after_growing_pauses_until_the_peer_confirms() {
         let tokens = [Token::from_number(7), Token::from_number(8)];
         let mut fences = Fences::default();
-        fences.add(at(0), 5, whom(&[1, 2]), tokens.to_vec());
-        fences.add(at(0), 6, whom(&[3]), Vec::new());
+        fences.add(at(0), 5, whom(&[1, 2]), tokens.to_vec(), Some(LEASE));
+        fences.add(at(0), 6, whom(&[3]), Vec::new(), Some(LEASE));
         let mut now = at(0);
         let mut tried = Vec::new();
         let mut pauses = Vec::new();
@@ -150,12 +159,21 @@ mod tests {
     #[test]
     fn a_lease_ends_what_nobody_confirms() {
         let mut fences = Fences::default();
-        fences.add(at(100), 5, whom(&[1]), vec![Token::from_number(7)]);
+        fences.add(at(100), 5, whom(&[1]), vec![Token::from_number(7)], Some(LEASE));
         assert_eq!(fences.take_due(at(100)).len(), 1);
         let end = at(100) + LEASE;
         assert_eq!(fences.next_tick(), Some(end), "while it is asked there is nothing else to do");
         assert!(fences.take_over(end - at(1)).is_empty());
         assert_eq!(fences.take_over(end), [Token::from_number(7)]);
         assert_eq!(fences.next_tick(), None);
+    }
+
+    #[test]
+    fn without_a_lease_nothing_is_over_before_the_peer_has_confirmed_or_is_gone() {
+        let mut fences = Fences::default();
+        fences.add(at(100), 5, whom(&[1]), vec![Token::from_number(7)], None);
+        assert_eq!(fences.take_due(at(100)).len(), 1);
+        assert!(fences.take_over(at(1_000_000)).is_empty());
+        assert_eq!(fences.confirmed(5), [Token::from_number(7)]);
     }
 }

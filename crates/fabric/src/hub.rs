@@ -8,11 +8,14 @@
 //! only when the peer has said over another connection that it reads the broken one no more (a fence), or when its lease is
 //! over: a peer reads nothing more of a connection over which it has heard nothing
 //! for [`SILENT`], whatever is still there to be read. Bytes that are posted again elsewhere, or memory that is used
-//! otherwise, are then not overwritten.
+//! otherwise, are then not overwritten. Writes that a neighbour reads out of this process's memory ([`crate::same_host`])
+//! count on no lease: it confirms, or it is gone.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
-use std::collections::HashMap;
+mod neighbours;
+
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -25,16 +28,18 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
+use self::neighbours::{Job, TURN_BYTES};
 use crate::completion::Outcomes;
-use crate::descriptor::{Address, Descriptor, RegionDescriptor};
+use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
 use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
+use crate::same_host::{Card, Neighbour};
 use crate::shape::{RegionLengths, Side};
 use crate::tcp::{
-    Answer, BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome, Purpose, WireRun,
-    decode_challenge, decode_welcome, encode_challenge, encode_welcome,
+    Answer, BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome, Purpose, Welcome,
+    WireRun, decode_challenge, encode_challenge,
 };
 use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Token, Transfers, Work};
 
@@ -101,6 +106,14 @@ pub(crate) struct Hub {
     paths: HashMap<PathId, PathAt>,
     posted: HashMap<Token, Posted>,
     fences: Fences,
+    /// What neighbours read of this process; none where nothing goes by process_vm.
+    card: Option<Card>,
+    /// Whether a path that goes over TCP only is none.
+    needs_neighbours: bool,
+    /// What is to be read from neighbours.
+    jobs: VecDeque<Job>,
+    /// Of broken connections that are fenced, whom their writes were to be read by.
+    pulling: HashMap<u64, Arc<Neighbour>>,
     /// What transfers under way use.
     used: HashMap<Ticket, Used>,
     look_at: Duration,
@@ -116,6 +129,8 @@ struct Entry {
     interest: EventFlags,
     heard: Duration,
     acks: Vec<Outcome>,
+    /// The process at the other end, where both can read each other's memory.
+    neighbour: Option<Arc<Neighbour>>,
 }
 
 #[derive(Debug)]
@@ -174,6 +189,9 @@ struct PathAt {
     link: Option<LinkId>,
     /// Why it is not up, or was not the last time.
     trouble: Option<String>,
+    transport: Transport,
+    /// Why it is not a faster one.
+    fallback: Option<String>,
 }
 
 /// A way to a peer, as it is now.
@@ -183,10 +201,33 @@ pub struct PathStatus {
     pub address: SocketAddr,
     /// Whether it carries transfers.
     pub is_up: bool,
+    /// How bytes travel, or did the last time; TCP before the first.
+    pub transport: Transport,
+    /// Why they do not travel by [`Transport::Cma`]; None if they do, or if nobody wants that.
+    pub fallback: Option<String>,
     /// Of the last parts that it carried, each by itself; None before the first.
     pub bytes_per_second: Option<f64>,
     /// Why it broke or could not be made the last time; None if that never happened.
     pub trouble: Option<String>,
+}
+
+/// How bytes travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// Through a socket.
+    Tcp,
+    /// From the memory of one process straight into another's of the same host, by process_vm (cross-memory attach).
+    Cma,
+}
+
+impl Transport {
+    /// "tcp" or "cma".
+    pub fn name(self) -> &'static str {
+        match self {
+            Transport::Tcp => "tcp",
+            Transport::Cma => "cma",
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -199,12 +240,17 @@ struct Posted {
 enum Asked {
     /// And what the link has written when its bytes have left.
     Write(u64),
+    /// The same, but the peer reads the bytes.
+    Pull,
     Read(Vec<Piece>),
+    /// A read that a job of ours does.
+    Job,
     Tell,
 }
 
 #[derive(Debug)]
 struct Used {
+    whom: PeerId,
     /// Regions of this process.
     own: Vec<u32>,
     /// Regions of the peer, with the generation that they had when the transfer began.
@@ -234,6 +280,7 @@ impl Hub {
         listen: &[SocketAddr],
         advertised: Vec<SocketAddr>,
         connections: usize,
+        wanted: Option<Transport>,
     ) -> io::Result<Hub> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
@@ -272,6 +319,10 @@ impl Hub {
             paths: HashMap::new(),
             posted: HashMap::new(),
             fences: Fences::default(),
+            card: (wanted != Some(Transport::Tcp)).then(|| Card::new(me)),
+            needs_neighbours: wanted == Some(Transport::Cma),
+            jobs: VecDeque::new(),
+            pulling: HashMap::new(),
             used: HashMap::new(),
             look_at: LOOK,
             asleep_until: None,
@@ -311,7 +362,9 @@ impl Hub {
         let now = self.now();
         let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
         for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
-            self.paths.insert(path, PathAt { peer, address: *address, link: None, trouble: None });
+            let (transport, trouble, fallback) = (Transport::Tcp, None, None);
+            self.paths
+                .insert(path, PathAt { peer, address: *address, link: None, trouble, transport, fallback });
         }
         let whom = Whom { identity: identity(descriptor), session, addresses };
         self.peers.insert(peer, Peer { whom, regions: by_number(descriptor) });
@@ -348,11 +401,27 @@ impl Hub {
     /// All ways to a peer; none if there is no such peer.
     pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
         let status = |path: &PathId| {
-            let PathAt { address, trouble, .. } = self.paths.get(path)?;
+            let PathAt { address, trouble, transport, fallback, .. } = self.paths.get(path)?;
             let (is_up, bytes_per_second) = (self.transfers.is_up(*path), self.transfers.rate(*path));
-            Some(PathStatus { address: *address, is_up, bytes_per_second, trouble: trouble.clone() })
+            let (trouble, fallback) = (trouble.clone(), fallback.clone());
+            let (address, transport) = (*address, *transport);
+            Some(PathStatus { address, is_up, transport, fallback, bytes_per_second, trouble })
         };
         self.transfers.paths(peer).iter().filter_map(status).collect()
+    }
+
+    pub(crate) fn add_region(&mut self, base: usize, len: u64, access: Access) -> u32 {
+        let (number, generation) = self.regions.add(base, len, access);
+        // A closed engine has cleared its card.
+        self.card.iter().filter(|_| !self.is_closed).for_each(|card| card.add(number, generation));
+        number
+    }
+
+    /// Requests for a region are refused from now on. False if there is no such region, or somebody else gives it up already.
+    pub(crate) fn stop_serving(&mut self, region: u32) -> bool {
+        let is_first = self.regions.stop_serving(region);
+        self.card.iter().filter(|_| is_first).for_each(|card| card.remove(region));
+        is_first
     }
 
     /// What both sides have registered, if the peer is known.
@@ -371,12 +440,12 @@ impl Hub {
         };
         let own = sorted(&mut runs.iter().map(|(own, _)| *own));
         own.iter().for_each(|region| self.regions.count_use(*region, 1));
-        let known = self.peers.get(&peer);
+        let (whom, known) = (peer, self.peers.get(&peer));
         let generation =
             |region: u32| Some((region, known?.regions.get(&region).map(|region| region.generation)?));
         let peer =
             sorted(&mut runs.iter().map(|(_, peer)| *peer)).into_iter().filter_map(generation).collect();
-        self.used.insert(ticket, Used { own, peer });
+        self.used.insert(ticket, Used { whom, own, peer });
     }
 
     /// Ends the connections that move bytes of a region for a peer. Whether there were any.
@@ -397,7 +466,9 @@ impl Hub {
 
     fn links_that_touch(&self, region: u32) -> Vec<LinkId> {
         let Some(memory) = self.regions.all_of(region) else { return Vec::new() };
-        self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link).collect()
+        let by_socket =
+            self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link);
+        by_socket.chain(self.jobs_that_touch(memory)).collect()
     }
 
     /// Ends everything, for good; transfers under way are over as failed.
@@ -408,6 +479,8 @@ impl Hub {
         peers.into_iter().for_each(|peer| self.remove_peer(peer));
         let links: Vec<LinkId> = self.links.keys().copied().collect();
         links.into_iter().for_each(|link| drop(self.remove(link)));
+        // After the links: whoever finds nobody here any more knows that nothing of its own is read.
+        self.card.iter().for_each(Card::clear);
         self.listeners.clear();
     }
 
@@ -457,7 +530,7 @@ impl Hub {
 
     /// When there is something to do if nothing comes.
     pub(crate) fn next_tick(&self) -> Duration {
-        if !self.ready.is_empty() {
+        if !self.ready.is_empty() || !self.jobs.is_empty() {
             return Duration::ZERO;
         }
         let look = (!self.links.is_empty() || !self.sessions.is_empty()).then_some(self.look_at);
@@ -468,6 +541,7 @@ impl Hub {
     /// Posts and does whatever is due now. Whether that was anything.
     pub(crate) fn pump(&mut self) -> bool {
         let mut any = false;
+        let mut turn = TURN_BYTES;
         loop {
             let now = self.now();
             self.transfers.tick(now);
@@ -484,6 +558,7 @@ impl Hub {
             // A link that ends here gives back what is to be posted elsewhere.
             more |= !dirty.is_empty();
             dirty.into_iter().for_each(|link| self.flush(link));
+            more |= self.do_jobs(&mut turn);
             any |= more;
             if !more {
                 return any;
@@ -547,7 +622,8 @@ impl Hub {
         let heard = self.now();
         let link = Link::new(socket)?;
         epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
-        self.links.insert(id, Entry { link, role, interest, heard, acks: Vec::new() });
+        let (acks, neighbour) = (Vec::new(), None);
+        self.links.insert(id, Entry { link, role, interest, heard, acks, neighbour });
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
     }
@@ -555,6 +631,9 @@ impl Hub {
     /// A link that is over, still open.
     fn remove(&mut self, id: LinkId) -> Option<Entry> {
         let entry = self.links.remove(&id)?;
+        if entry.neighbour.is_some() {
+            self.jobs.retain(|job| job.link != id);
+        }
         // A forked process may hold the socket too, which would be told of for ever.
         let _ = epoll::delete(&self.epoll, &entry.link);
         if let Role::Serving { session, .. } = entry.role {
@@ -687,6 +766,11 @@ impl Hub {
         if let Some(entry) = entry.filter(|entry| entry.link.received() > received) {
             entry.heard = now;
         }
+        self.answer(id);
+    }
+
+    /// Sends what is known of a peer's requests by now.
+    fn answer(&mut self, id: LinkId) {
         let Some(entry) = self.links.get_mut(&id) else { return };
         if !entry.acks.is_empty() {
             for outcomes in std::mem::take(&mut entry.acks).chunks(ENTRIES_MAX) {
@@ -729,7 +813,8 @@ impl Hub {
                 };
                 let Some(Whom { identity, session, .. }) = whom else { return Err(Ended::Closed) };
                 let (to, session) = (*identity, *session);
-                let hello = Hello { purpose, connection, from: self.me, to, nonce, session };
+                let offer = self.offer().filter(|_| purpose == Purpose::Path);
+                let hello = Hello { purpose, connection, from: self.me, to, nonce, session, offer };
                 let bytes = hello.encode(&self.key, &challenge);
                 self.say(id, bytes);
                 Ok(true)
@@ -737,7 +822,7 @@ impl Hub {
             Role::Greeted { to, connection, nonce } => {
                 let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
                 let (to, connection) = (*to, *connection);
-                let answer = decode_welcome(&welcome, &self.key, nonce)?;
+                let answer = Welcome::decode(&welcome, &self.key, nonce)?;
                 self.welcomed(id, to, connection, answer)
             }
             Role::Serving { .. } | Role::Up { .. } => {
@@ -770,7 +855,11 @@ impl Hub {
                 self.links.iter().filter(|(_, entry)| is_it(entry)).map(|(link, _)| *link).collect();
             fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
         }
+        let wants = |hello: &Hello| hello.purpose == Purpose::Path && answer == Answer::Welcome;
+        let (neighbour, reads) = self.meet(hello.filter(wants));
+        let offer = self.offer().filter(|_| neighbour.is_some());
         let Some(entry) = self.links.get_mut(&id) else { return };
+        entry.neighbour = neighbour;
         entry.role = match (answer, hello) {
             (Answer::Welcome, Some(Hello { purpose: Purpose::Path, from, connection, session, .. })) => {
                 self.sessions.entry(session).or_default().0 += 1;
@@ -781,8 +870,8 @@ impl Hub {
         if answer == Answer::WrongToken {
             tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer without the token");
         }
-        let welcome = encode_welcome(answer, self.me, &self.key, &nonce);
-        self.say(id, welcome);
+        let welcome = Welcome { answer, from: self.me, offer, reads };
+        self.say(id, welcome.encode(&self.key, &nonce));
     }
 
     /// The peer has answered our greeting; None: without a proof.
@@ -791,10 +880,11 @@ impl Hub {
         id: LinkId,
         to: Goal,
         connection: u64,
-        answer: Option<(Answer, Identity)>,
+        welcome: Option<Welcome>,
     ) -> Result<bool, Ended> {
-        match (answer, to) {
-            (Some((Answer::Welcome, _)), Goal::Path(path, number)) => {
+        match (welcome, to) {
+            (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
+                self.know_neighbour(id, path, &welcome)?;
                 if !self.transfers.path_up(path, number) {
                     return Err(Ended::Closed);
                 }
@@ -803,8 +893,9 @@ impl Hub {
                 }
                 Ok(true)
             }
-            (Some((Answer::Welcome, _)), Goal::Fence(of)) => {
+            (Some(Welcome { answer: Answer::Welcome, .. }), Goal::Fence(of)) => {
                 self.remove(id);
+                self.pulling.remove(&of);
                 let tokens = self.fences.confirmed(of);
                 self.give_back(tokens);
                 Ok(false)
@@ -827,6 +918,16 @@ impl Hub {
                 *body = Some((token, pieces.is_none()));
                 let discard = if pieces.is_none() { bytes } else { 0 };
                 entry.link.expect(pieces.unwrap_or_default(), discard);
+            }
+            (Role::Serving { .. }, Head::Pull { token, bytes, .. }) => {
+                let (runs, addresses) = WireRun::decode_pulled(entries, bytes)?;
+                if entry.neighbour.is_none() {
+                    return Err(BadFrame("a frame of a neighbour that is none").into());
+                }
+                match pieces_for_peer(&self.regions, &runs, true) {
+                    Some(pieces) => self.queue(Job::pull(id, token, pieces, &addresses))?,
+                    None => entry.acks.push(Outcome { token, refused: true }),
+                }
             }
             (Role::Serving { .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
@@ -867,7 +968,8 @@ impl Hub {
                     let may_be = match &posted.what {
                         Asked::Write(mark) => entry.link.has_written(*mark),
                         Asked::Read(_) => refused,
-                        Asked::Tell => true,
+                        Asked::Job => false,
+                        Asked::Pull | Asked::Tell => true,
                     };
                     if !may_be {
                         return Err(BadFrame("an answer before it can be known").into());
@@ -912,6 +1014,21 @@ impl Hub {
             return self.transfers.hand_back(now, token);
         };
         let number = token.number();
+        let entry = match &work {
+            Work::Move { op, runs } if entry.neighbour.is_some() => {
+                match self.post_to_neighbour(link, token, ticket, *op, runs) {
+                    Some(what) => {
+                        self.posted.insert(token, Posted { link, what });
+                        return;
+                    }
+                    None => match self.links.get_mut(&link) {
+                        Some(entry) => entry,
+                        None => return self.transfers.hand_back(now, token),
+                    },
+                }
+            }
+            _ => entry,
+        };
         let what = match work {
             Work::Tell { number: of, counter, generation } => {
                 let head = Head::Tell { token: number, number: of, counter, generation };
@@ -969,7 +1086,7 @@ impl Hub {
                         self.unlink(path, id);
                         self.transfers.path_broke(now, path, number);
                     }
-                    Goal::Fence(of) => self.fences.failed(now, of),
+                    Goal::Fence(of) => self.fence_failed(now, of),
                 }
             }
             Role::Up { path, number, connection, .. } => {
@@ -980,7 +1097,9 @@ impl Hub {
                 let _ = sockopt::set_socket_linger(&entry.link, Some(Duration::ZERO));
                 drop(entry.link);
                 let of_link = |posted: &&Posted| posted.link == id;
-                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_));
+                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_) | Asked::Pull);
+                let is_pulled =
+                    self.posted.values().any(|posted| of_link(&posted) && matches!(posted.what, Asked::Pull));
                 let mut broken: Vec<(Token, bool)> = self
                     .posted
                     .iter()
@@ -997,7 +1116,10 @@ impl Hub {
                 self.give_back(others.into_iter().map(|(token, _)| token).collect());
                 match peer.and_then(|peer| self.peers.get(&peer)).filter(|_| !tokens.is_empty()) {
                     Some(peer) => {
-                        self.fences.add(now, connection, peer.whom.clone(), tokens);
+                        let neighbour = entry.neighbour.filter(|_| is_pulled);
+                        let lease = neighbour.is_none().then_some(LEASE);
+                        self.fences.add(now, connection, peer.whom.clone(), tokens, lease);
+                        self.pulling.extend(neighbour.map(|neighbour| (connection, neighbour)));
                         self.see_to_fences(now);
                     }
                     None => self.give_back(tokens),
@@ -1027,7 +1149,7 @@ impl Hub {
         for (connection, address) in self.fences.take_due(now) {
             if let Err(error) = self.connect(address, Goal::Fence(connection)) {
                 tracing::debug!(%address, %error, "cannot connect");
-                self.fences.failed(now, connection);
+                self.fence_failed(now, connection);
             }
         }
     }

@@ -12,6 +12,7 @@ mod hub;
 mod immediates;
 mod regions;
 mod runs;
+mod same_host;
 mod shape;
 mod tcp;
 mod transfers;
@@ -20,7 +21,7 @@ pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
 pub use engine::{Engine, EngineOptions, FabricError, Handle, Transfer};
-pub use hub::PathStatus;
+pub use hub::{PathStatus, Transport};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};

@@ -16,6 +16,10 @@ impl Piece {
         std::ptr::with_exposed_provenance_mut(self.address)
     }
 
+    pub(crate) fn overlaps(self, other: Piece) -> bool {
+        self.address < other.address + other.len && other.address < self.address + self.len
+    }
+
     /// The bytes after the first `by`.
     pub(crate) fn after(self, by: usize) -> Piece {
         debug_assert!(by <= self.len);
@@ -41,7 +45,8 @@ pub(crate) struct Regions {
 }
 
 impl Regions {
-    pub(crate) fn add(&mut self, base: usize, len: u64, access: Access) -> u32 {
+    /// Its number and generation.
+    pub(crate) fn add(&mut self, base: usize, len: u64, access: Access) -> (u32, u32) {
         let number = self.free.pop().unwrap_or(self.generations.len() as u32);
         if number as usize == self.generations.len() {
             self.generations.push(0);
@@ -50,7 +55,7 @@ impl Regions {
         let (kind, base) = (MemoryKind::Host, base as u64);
         let descriptor = RegionDescriptor { number, generation, kind, access, base, len, key: 0 };
         self.known.insert(number, Known { descriptor, uses: 0, is_served: true });
-        number
+        (number, generation)
     }
 
     /// Requests are refused from now on. False if there is no such region, or somebody else gives it up already.
@@ -131,8 +136,8 @@ mod tests {
     #[test]
     fn a_peer_is_served_what_it_was_told_of_and_nothing_else() {
         let mut regions = Regions::default();
-        let (first, second) =
-            (regions.add(0x1000, 100, Access::Read), regions.add(0x2000, 50, Access::ReadWrite));
+        let (first, _) = regions.add(0x1000, 100, Access::Read);
+        let (second, _) = regions.add(0x2000, 50, Access::ReadWrite);
         assert_eq!(regions.for_peer(first, 0, 10, 90, false), Some(Piece { address: 0x1000 + 10, len: 90 }));
         assert_eq!(regions.for_peer(first, 0, 10, 91, false), None, "one byte too many");
         assert_eq!(regions.for_peer(first, 0, u64::MAX, 2, false), None);
@@ -144,7 +149,7 @@ mod tests {
         assert_eq!(regions.for_peer(second, 0, 0, 50, true), None);
         assert!(regions.own(second, 0, 50).is_some(), "a transfer under way goes on");
         regions.remove(second);
-        assert_eq!(regions.add(0x3000, 50, Access::ReadWrite), second);
+        assert_eq!(regions.add(0x3000, 50, Access::ReadWrite).0, second);
         assert_eq!(regions.for_peer(second, 0, 0, 1, true), None, "of the former region of this number");
         assert!(regions.for_peer(second, 1, 0, 1, true).is_some());
         assert_eq!(regions.descriptors().len(), 2);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
     Access, Address, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, PeerId,
-    Pieces, Place, Run, Transfer,
+    Pieces, Place, Run, Transfer, Transport,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -161,7 +161,7 @@ impl Side {
     }
 
     fn with(bytes: usize, transfers: Options) -> Side {
-        Side::new(bytes, EngineOptions { transfers, ..EngineOptions::default() })
+        Side::new(bytes, EngineOptions { transfers, ..by_tcp() })
     }
 
     fn of(bytes: usize) -> Side {
@@ -212,6 +212,11 @@ impl Side {
 
 fn done(handle: &Handle) {
     assert_eq!(handle.wait(Some(PATIENCE)), Some(Ok(())));
+}
+
+/// What breaks here is a connection's: neighbours have tests of their own.
+fn by_tcp() -> EngineOptions {
+    EngineOptions { transport: Some(Transport::Tcp), ..EngineOptions::default() }
 }
 
 fn impatient() -> Options {
@@ -343,7 +348,7 @@ fn a_process_of_the_tests_below() {
     let Ok(bytes) = std::env::var(BYTES) else { return };
     set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
     let listen = vec![std::env::var(LISTEN).unwrap().parse().unwrap()];
-    let side = Side::new(bytes.parse().unwrap(), EngineOptions { listen, ..EngineOptions::default() });
+    let side = Side::new(bytes.parse().unwrap(), EngineOptions { listen, ..by_tcp() });
     let mut role = Role { side, peer: None, transfer: None, hoard: Vec::new() };
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
@@ -1075,7 +1080,7 @@ fn connections_that_are_cut_again_and_again_lose_nothing_and_count_nothing_twice
         let proxy = Proxy::to(&there.descriptor());
         let descriptor = through(&there.descriptor(), &[&proxy]);
         let transfers = Options { breaks_max: 100, ..quick() };
-        let options = EngineOptions { connections, transfers, ..EngineOptions::default() };
+        let options = EngineOptions { connections, transfers, ..by_tcp() };
         let load = Load::begin(there, &descriptor, options);
         for cut in 0..20 {
             // Not all at the same byte of a post.
@@ -1095,7 +1100,7 @@ fn slow_connections_that_stop_for_a_while_lose_nothing() {
     proxy.change(|state| state.delay = Duration::from_micros(200));
     // Only what is held for longer than the patience of a post breaks.
     let transfers = Options { breaks_max: 100, peer_patience: PATIENCE, ..quick() };
-    let options = EngineOptions { connections: 2, transfers, ..EngineOptions::default() };
+    let options = EngineOptions { connections: 2, transfers, ..by_tcp() };
     let load = Load::begin(there, &descriptor, options);
     for pause in [10, 100, 600, 50, 400, 10] {
         proxy.wait_for_more(4 * MIB as u64);
@@ -1114,8 +1119,7 @@ fn one_of_two_ways_ends(end: impl Fn(&Proxy)) {
     let slow = Duration::from_millis(1);
     proxies.iter().for_each(|proxy| proxy.change(|state| state.delay = slow));
     let descriptor = through(&there.descriptor(), &[&proxies[0], &proxies[1]]);
-    let load =
-        Load::begin(there, &descriptor, EngineOptions { transfers: quick(), ..EngineOptions::default() });
+    let load = Load::begin(there, &descriptor, EngineOptions { transfers: quick(), ..by_tcp() });
     proxies.iter().for_each(|proxy| proxy.wait_for(4 * MIB as u64));
     end(&proxies[0]);
     assert!(!load.is_over(), "nothing was under way any more");
@@ -1170,7 +1174,7 @@ fn cancelled_writes_leave_the_memory_alone(transfers: Options) {
     const BYTES: usize = 8 * MIB;
     const ROUNDS: usize = 300;
     let mut random = Random(0x1234_5678_9abc_def1);
-    let options = EngineOptions { transfers, connections: 2, ..EngineOptions::default() };
+    let options = EngineOptions { transfers, connections: 2, ..by_tcp() };
     let here = Side::new(BYTES, options);
     here.memory.fill(0, BYTES, 0xff);
     let mut there = Process::new(BYTES);

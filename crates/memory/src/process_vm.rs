@@ -49,6 +49,17 @@ pub enum ProbeError {
     Unsupported(Errno),
 }
 
+impl ProbeError {
+    /// The errno that tells most of it.
+    pub fn errno(&self) -> Errno {
+        match self {
+            ProbeError::NotPermitted { errno, .. } | ProbeError::Unsupported(errno) => *errno,
+            ProbeError::WrongNonce => Errno::FAULT,
+            ProbeError::Gone => Errno::SRCH,
+        }
+    }
+}
+
 #[derive(Clone, Copy)]
 enum Direction {
     FromEngine,

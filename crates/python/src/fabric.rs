@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvlane_fabric::{
     Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Pages, PathStatus, PeerId,
-    Pieces, Place, Priority, Run, Transfer,
+    Pieces, Place, Priority, Run, Transfer, Transport,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -30,15 +30,29 @@ pub(crate) struct PyTransfer(Handle);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
-type PyPath = (String, bool, Option<f64>, Option<String>);
+type PyPath = (String, bool, &'static str, Option<String>, Option<f64>, Option<String>);
 /// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
 type PySide<'a> = (u32, u64, u64, &'a [u8]);
 
 #[pymethods]
 impl PyEngine {
     #[new]
-    fn new(listen: Vec<String>, token: String, connections: usize, patience_ms: f64) -> PyResult<Self> {
-        let mut options = EngineOptions { token, connections, ..EngineOptions::default() };
+    fn new(
+        listen: Vec<String>,
+        token: String,
+        connections: usize,
+        patience_ms: f64,
+        transport: &str,
+    ) -> PyResult<Self> {
+        let transport = match transport {
+            "auto" => None,
+            "tcp" => Some(Transport::Tcp),
+            "cma" => Some(Transport::Cma),
+            other => {
+                return Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma")));
+            }
+        };
+        let mut options = EngineOptions { token, connections, transport, ..EngineOptions::default() };
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
         options.transfers.peer_patience = milliseconds(patience_ms)?;
         let engine = Engine::new(options).map_err(error)?;
@@ -77,10 +91,12 @@ impl PyEngine {
         Ok(())
     }
 
-    /// Each path: address, whether it is up, bytes a second, why it broke the last time.
+    /// Each path: address, whether it is up, transport, why not a faster one, bytes a second, why it broke the last time.
     fn paths(&self, peer: &PyPeer) -> PyResult<Vec<PyPath>> {
-        let path =
-            |path: PathStatus| (path.address.to_string(), path.is_up, path.bytes_per_second, path.trouble);
+        let path = |path: PathStatus| {
+            let (address, transport) = (path.address.to_string(), path.transport.name());
+            (address, path.is_up, transport, path.fallback, path.bytes_per_second, path.trouble)
+        };
         Ok(self.engine()?.paths(peer.0).into_iter().map(path).collect())
     }
 

@@ -21,9 +21,11 @@
 //!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
 //!  Data    bytes follow: the answer to the Read of that token
 //!  Ack     count outcomes
+//!  Pull    count runs with addresses, which have so many bytes together: the bytes are read from there -> Ack
 //!  Ping                                                                                -> Pong
 //!  Pong
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
+//!  run with address:  | run | address at the side that connected, u64 |
 //!  outcome:  | token u64  | refused u32    | 0 u32      |
 //! ```
 
@@ -33,6 +35,8 @@ use thiserror::Error;
 pub(crate) const HEAD_BYTES: usize = 32;
 /// Bytes of a run.
 pub(crate) const RUN_BYTES: usize = 24;
+/// Bytes of a run with the address where its bytes are.
+pub(crate) const PULLED_RUN_BYTES: usize = RUN_BYTES + 8;
 /// Bytes of an outcome.
 pub(crate) const OUTCOME_BYTES: usize = 16;
 /// Most entries of a frame.
@@ -45,6 +49,7 @@ pub(crate) const BYTES_MAX: u64 = 64 << 20;
 pub(crate) enum Head {
     Write { token: u64, runs: usize, bytes: u64 },
     Read { token: u64, runs: usize, bytes: u64 },
+    Pull { token: u64, runs: usize, bytes: u64 },
     Tell { token: u64, number: u64, counter: u32, generation: u32 },
     Data { token: u64, bytes: u64 },
     Ack { outcomes: usize },
@@ -83,6 +88,7 @@ impl Head {
             }
             Head::Data { token, bytes } => (4, 0, token, bytes, 0),
             Head::Ack { outcomes } => (5, outcomes, 0, 0, 0),
+            Head::Pull { token, runs, bytes } => (8, runs, token, bytes, 0),
             Head::Ping => (6, 0, 0, 0, 0),
             Head::Pong => (7, 0, 0, 0, 0),
         };
@@ -116,6 +122,7 @@ impl Head {
             (5, 1..) => Ok(Head::Ack { outcomes: count }),
             (6, 0) => Ok(Head::Ping),
             (7, 0) => Ok(Head::Pong),
+            (8, 1..) => moved(Head::Pull { token, runs: count, bytes }),
             _ => Err(BadFrame("a frame of no known kind")),
         }
     }
@@ -124,6 +131,7 @@ impl Head {
     pub(crate) fn entry_bytes(&self) -> usize {
         match self {
             Head::Write { runs, .. } | Head::Read { runs, .. } => runs * RUN_BYTES,
+            Head::Pull { runs, .. } => runs * PULLED_RUN_BYTES,
             Head::Ack { outcomes } => outcomes * OUTCOME_BYTES,
             _ => 0,
         }
@@ -140,6 +148,19 @@ impl WireRun {
 
     /// All runs of a frame. None is empty, and together they have `bytes`.
     pub(crate) fn decode_all(entries: &[u8], bytes: u64) -> Result<Vec<WireRun>, BadFrame> {
+        Self::decode_each(entries.chunks_exact(RUN_BYTES), bytes)
+    }
+
+    /// All runs of a frame of runs with addresses, and the addresses.
+    pub(crate) fn decode_pulled(entries: &[u8], bytes: u64) -> Result<(Vec<WireRun>, Vec<u64>), BadFrame> {
+        let addresses = entries.chunks_exact(PULLED_RUN_BYTES).map(|entry| word(entry, RUN_BYTES)).collect();
+        Ok((Self::decode_each(entries.chunks_exact(PULLED_RUN_BYTES), bytes)?, addresses))
+    }
+
+    fn decode_each<'e>(
+        entries: impl Iterator<Item = &'e [u8]>,
+        bytes: u64,
+    ) -> Result<Vec<WireRun>, BadFrame> {
         let mut left = bytes;
         let decode = |entry: &[u8]| {
             let run = WireRun {
@@ -152,7 +173,7 @@ impl WireRun {
                 left.checked_sub(run.len).filter(|_| run.len > 0).ok_or(BadFrame("runs of other bytes"))?;
             Ok(run)
         };
-        let runs: Result<Vec<WireRun>, BadFrame> = entries.chunks_exact(RUN_BYTES).map(decode).collect();
+        let runs: Result<Vec<WireRun>, BadFrame> = entries.map(decode).collect();
         runs.and_then(|runs| if left == 0 { Ok(runs) } else { Err(BadFrame("runs of other bytes")) })
     }
 }
@@ -199,8 +220,9 @@ mod tests {
             (token, any::<u64>(), any::<u32>(), any::<u32>()).prop_map(
                 |(token, number, counter, generation)| Head::Tell { token, number, counter, generation }
             ),
-            (token, bytes).prop_map(|(token, bytes)| Head::Data { token, bytes }),
-            count.prop_map(|outcomes| Head::Ack { outcomes }),
+            (token, bytes.clone()).prop_map(|(token, bytes)| Head::Data { token, bytes }),
+            count.clone().prop_map(|outcomes| Head::Ack { outcomes }),
+            (token, count, bytes).prop_map(|(token, runs, bytes)| Head::Pull { token, runs, bytes }),
             Just(Head::Ping),
             Just(Head::Pong),
         ]
@@ -213,7 +235,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..9u8) {
+        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..10u8) {
             let mut bytes = bytes;
             bytes[0] = kind;
             if let Ok(Head::Write { runs, bytes, .. } | Head::Read { runs, bytes, .. }) = Head::decode(&bytes) {
@@ -233,7 +255,17 @@ mod tests {
             runs.iter().for_each(|run| run.encode(&mut entries));
             let bytes: u64 = runs.iter().map(|run| run.len).sum();
             let read = WireRun::decode_all(&entries, bytes.wrapping_add_signed(off));
+            let mut pulled = Vec::new();
+            for (run, address) in runs.iter().zip(7u64..) {
+                run.encode(&mut pulled);
+                pulled.extend(address.to_le_bytes());
+            }
+            let with_addresses = WireRun::decode_pulled(&pulled, bytes.wrapping_add_signed(off));
+            prop_assert_eq!(with_addresses.is_ok(), off == 0);
             if off == 0 {
+                let (again, addresses) = with_addresses.unwrap_or_default();
+                prop_assert_eq!(&again, &runs);
+                prop_assert_eq!(addresses, (7..7 + runs.len() as u64).collect::<Vec<_>>());
                 prop_assert_eq!(read, Ok(runs));
             } else {
                 prop_assert!(read.is_err());

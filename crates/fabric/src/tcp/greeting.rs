@@ -3,9 +3,14 @@
 //! ```text
 //!  Challenge:  | KVFT | version u8 | 0 x 3 | nonce 16 |
 //!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
-//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | session u128 | proof 32 |
-//!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64 | proof 32 |
+//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | session u128
+//!              | pid u32 | 0 u32 | card u64 | proof 32 |
+//!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64
+//!              | pid u32 | reads u8, 0 x 3 | card u64 | proof 32 |
 //! ```
+//! `pid` and `card` say where a process of the same host lets its card be read (pid 0: nowhere); `reads` whether the
+//! listening side could read that of the connecting side: 0 it was not asked to or may not, 255 yes, else why not, an errno.
+//!
 //! A proof is the HMAC-SHA256 of the other side's nonce and the message before the proof, with the shared token as key:
 //! only who has the token can make it, and none is good a second time.
 
@@ -15,10 +20,12 @@ use sha2::Sha256;
 use super::frame::BadFrame;
 
 pub(crate) const CHALLENGE_BYTES: usize = 24;
-pub(crate) const HELLO_BYTES: usize = 136;
-pub(crate) const WELCOME_BYTES: usize = 64;
+pub(crate) const HELLO_BYTES: usize = 152;
+pub(crate) const WELCOME_BYTES: usize = 80;
 const MAGIC: [u8; 4] = *b"KVFT";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
+/// Of a welcome: the listening side reads memory of the connecting side. Not an errno.
+const READS: u8 = 255;
 const PROOF_BYTES: usize = 32;
 
 /// A process.
@@ -48,6 +55,35 @@ pub(crate) struct Hello {
     pub(crate) nonce: [u8; 16],
     /// All connections of one peer of the side that connects have the same: its immediates are numbered within it.
     pub(crate) session: u128,
+    /// Where the process that connects lets its card be read.
+    pub(crate) offer: Option<Offer>,
+}
+
+/// Where a process lets its card be read by others of its host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Offer {
+    pub(crate) pid: u32,
+    pub(crate) card: u64,
+}
+
+/// What came of an offer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reads {
+    /// There was none, or it was not wanted.
+    No,
+    /// The listening side can read memory of the side that connects.
+    Yes,
+    /// It cannot, by this errno.
+    Refused(u8),
+}
+
+/// The answer to a [`Hello`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Welcome {
+    pub(crate) answer: Answer,
+    pub(crate) from: Identity,
+    pub(crate) offer: Option<Offer>,
+    pub(crate) reads: Reads,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,6 +152,7 @@ impl Hello {
         bytes.extend(fenced.to_le_bytes());
         bytes.extend(self.nonce);
         bytes.extend(self.session.to_le_bytes());
+        Offer::encode(self.offer, 0, &mut bytes);
         bytes.extend(key.prove(challenge, &bytes));
         bytes
     }
@@ -143,36 +180,69 @@ impl Hello {
             to: Identity::decode(bytes, 40),
             nonce: array(bytes, 72),
             session: u128::from_le_bytes(array(bytes, 88)),
+            offer: Offer::decode(bytes, 104),
         }))
     }
 }
 
-pub(crate) fn encode_welcome(answer: Answer, from: Identity, key: &Key, nonce: &[u8; 16]) -> Vec<u8> {
-    let mut bytes = begin(match answer {
-        Answer::Welcome => 0,
-        Answer::WrongToken => 1,
-        Answer::SomebodyElse => 2,
-    });
-    from.encode(&mut bytes);
-    bytes.extend(key.prove(nonce, &bytes));
-    bytes
+impl Welcome {
+    pub(crate) fn encode(&self, key: &Key, nonce: &[u8; 16]) -> Vec<u8> {
+        let mut bytes = begin(match self.answer {
+            Answer::Welcome => 0,
+            Answer::WrongToken => 1,
+            Answer::SomebodyElse => 2,
+        });
+        self.from.encode(&mut bytes);
+        let reads = match self.reads {
+            Reads::No => 0,
+            Reads::Yes => READS,
+            Reads::Refused(errno) => errno,
+        };
+        Offer::encode(self.offer, reads, &mut bytes);
+        bytes.extend(key.prove(nonce, &bytes));
+        bytes
+    }
+
+    /// None where the proof is wrong; who has no token is told so all the same.
+    pub(crate) fn decode(
+        bytes: &[u8; WELCOME_BYTES],
+        key: &Key,
+        nonce: &[u8; 16],
+    ) -> Result<Option<Welcome>, BadFrame> {
+        check(bytes)?;
+        let answer = match bytes[5] {
+            0 => Answer::Welcome,
+            1 => return Ok(None),
+            2 => Answer::SomebodyElse,
+            _ => return Err(BadFrame("an answer that is not known")),
+        };
+        let (said, proof) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
+        let reads = match bytes[36] {
+            0 => Reads::No,
+            READS => Reads::Yes,
+            errno => Reads::Refused(errno),
+        };
+        let welcome =
+            Welcome { answer, from: Identity::decode(bytes, 8), offer: Offer::decode(bytes, 32), reads };
+        Ok(key.is_proof(nonce, said, proof).then_some(welcome))
+    }
 }
 
-/// None where the proof is wrong; who has no token is told so all the same.
-pub(crate) fn decode_welcome(
-    bytes: &[u8; WELCOME_BYTES],
-    key: &Key,
-    nonce: &[u8; 16],
-) -> Result<Option<(Answer, Identity)>, BadFrame> {
-    check(bytes)?;
-    let answer = match bytes[5] {
-        0 => Answer::Welcome,
-        1 => return Ok(None),
-        2 => Answer::SomebodyElse,
-        _ => return Err(BadFrame("an answer that is not known")),
-    };
-    let (said, proof) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
-    Ok(key.is_proof(nonce, said, proof).then(|| (answer, Identity::decode(bytes, 8))))
+impl Offer {
+    fn encode(offer: Option<Offer>, reads: u8, to: &mut Vec<u8>) {
+        let Offer { pid, card } = offer.unwrap_or(Offer { pid: 0, card: 0 });
+        to.extend(pid.to_le_bytes());
+        to.extend([reads, 0, 0, 0]);
+        to.extend(card.to_le_bytes());
+    }
+
+    fn decode(bytes: &[u8], at: usize) -> Option<Offer> {
+        let offer = Offer {
+            pid: u32::from_le_bytes(array(bytes, at)),
+            card: u64::from_le_bytes(array(bytes, at + 8)),
+        };
+        (offer.pid != 0).then_some(offer)
+    }
 }
 
 impl Identity {
@@ -220,7 +290,8 @@ mod tests {
     const YOU: Identity = Identity { engine: 3, boot: 8 };
 
     fn sent(key: &Key, challenge: &[u8; 16], purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
-        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16], session: 11 };
+        let offer = (purpose == Purpose::Path).then_some(Offer { pid: 77, card: 1 << 40 });
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16], session: 11, offer };
         (hello, hello.encode(key, challenge).try_into().unwrap())
     }
 
@@ -233,11 +304,14 @@ mod tests {
             assert_eq!(Hello::decode(&bytes, &Key::new("other"), &[1; 16]), Ok(None), "another token");
             assert_eq!(Hello::decode(&bytes, &key, &[2; 16]), Ok(None), "heard on an earlier connection");
         }
-        let welcome: [u8; WELCOME_BYTES] =
-            encode_welcome(Answer::Welcome, YOU, &key, &[4; 16]).try_into().unwrap();
-        assert_eq!(decode_welcome(&welcome, &key, &[4; 16]), Ok(Some((Answer::Welcome, YOU))));
-        assert_eq!(decode_welcome(&welcome, &key, &[5; 16]), Ok(None));
-        assert_eq!(decode_welcome(&welcome, &Key::new(""), &[4; 16]), Ok(None));
+        for reads in [Reads::No, Reads::Yes, Reads::Refused(1)] {
+            let offer = (reads != Reads::No).then_some(Offer { pid: 5, card: 6 });
+            let welcome = Welcome { answer: Answer::Welcome, from: YOU, offer, reads };
+            let bytes: [u8; WELCOME_BYTES] = welcome.encode(&key, &[4; 16]).try_into().unwrap();
+            assert_eq!(Welcome::decode(&bytes, &key, &[4; 16]), Ok(Some(welcome)));
+            assert_eq!(Welcome::decode(&bytes, &key, &[5; 16]), Ok(None));
+            assert_eq!(Welcome::decode(&bytes, &Key::new(""), &[4; 16]), Ok(None));
+        }
         let challenge: [u8; CHALLENGE_BYTES] = encode_challenge(&[6; 16]).try_into().unwrap();
         assert_eq!(decode_challenge(&challenge), Ok([6; 16]));
     }
@@ -249,7 +323,7 @@ mod tests {
             let (_, mut bytes) = sent(&key, &[1; 16], Purpose::Path);
             bytes[at] ^= by;
             prop_assert!(!matches!(Hello::decode(&bytes, &key, &[1; 16]), Ok(Some(_))));
-            prop_assert!(!matches!(decode_welcome(&noise, &key, &[1; 16]), Ok(Some(_))));
+            prop_assert!(!matches!(Welcome::decode(&noise, &key, &[1; 16]), Ok(Some(_))));
         }
     }
 }

@@ -7,12 +7,12 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
+use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, PULLED_RUN_BYTES};
 use super::stream::Stream;
 use crate::regions::Piece;
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
-const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
+const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * PULLED_RUN_BYTES;
 /// Answers that wait for a peer that does not read them: beyond this nothing more is read from it.
 const OWN_BYTES_MAX: usize = 256 << 10;
 const ENTRIES_QUEUED_MAX: usize = 64 << 10;
@@ -129,9 +129,7 @@ impl Link {
 
     /// Whether queued memory, or memory that is being received into, overlaps this.
     pub(crate) fn touches(&self, memory: Piece) -> bool {
-        let overlaps = |piece: &Piece| {
-            piece.address < memory.address + memory.len && memory.address < piece.address + piece.len
-        };
+        let overlaps = |piece: &Piece| piece.overlaps(memory);
         let queued = self.out.iter().any(|out| matches!(out, Out::Memory(piece) if overlaps(piece)));
         queued || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }

@@ -8,6 +8,6 @@ mod stream;
 
 pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
 pub(crate) use greeting::{
-    Answer, Hello, Identity, Key, Purpose, decode_challenge, decode_welcome, encode_challenge, encode_welcome,
+    Answer, Hello, Identity, Key, Offer, Purpose, Reads, Welcome, decode_challenge, encode_challenge,
 };
 pub(crate) use link::{Came, Ended, Link};

@@ -1,0 +1,257 @@
+//! Transfers with processes of this host.
+
+#![allow(unsafe_code, reason = "the kernel writes registered memory")]
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use super::{Asked, Hub, LinkId, Transport};
+use crate::regions::Piece;
+use crate::runs::Run;
+use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};
+use crate::tcp::{BadFrame, Ended, Head, Hello, Offer, Outcome, Reads, Welcome, WireRun};
+use crate::transfers::{Completion, Op, PathId, Ticket, Token};
+
+/// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
+pub(super) const TURN_BYTES: usize = 1 << 20;
+/// Writes of fewer bytes go through the socket with what is said of them: a system call for a page costs more than that.
+const PULLED_BYTES_MIN: u64 = 4096;
+/// Parts that a peer may have asked this process to read at a time, 24 bytes each.
+const PARTS_QUEUED_MAX: usize = 1 << 20;
+
+/// Something to be read from the neighbour at the other end of a link.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) link: LinkId,
+    token: u64,
+    parts: VecDeque<Part>,
+    /// Of a read: the neighbour's regions, by number and generation. None: a write of the neighbour's.
+    regions: Option<Vec<(u32, u32)>>,
+}
+
+impl Job {
+    /// What a peer has written is read from there. As many pieces as addresses.
+    pub(super) fn pull(link: LinkId, token: u64, pieces: Vec<Piece>, addresses: &[u64]) -> Job {
+        let parts = pieces.into_iter().zip(addresses).map(|(to, from)| Part { to, from: *from }).collect();
+        Job { link, token, parts, regions: None }
+    }
+
+    /// The next parts, of at most so many bytes together.
+    fn take_parts(&mut self, mut bytes: usize) -> Vec<Part> {
+        let mut taken = Vec::new();
+        while let Some(part) = self.parts.front_mut()
+            && bytes > 0
+            && taken.len() < PARTS_MAX
+        {
+            let len = part.to.len.min(bytes);
+            taken.push(Part { to: Piece { len, ..part.to }, from: part.from });
+            bytes -= len;
+            if len == part.to.len {
+                self.parts.pop_front();
+            } else {
+                *part = Part { to: part.to.after(len), from: part.from + len as u64 };
+            }
+        }
+        taken
+    }
+}
+
+impl Hub {
+    /// Where neighbours may read this process's card.
+    pub(super) fn offer(&self) -> Option<Offer> {
+        self.card.as_ref().map(|card| Offer { pid: std::process::id(), card: card.address() })
+    }
+
+    /// The process that says hello, if it is a neighbour.
+    pub(super) fn meet(&self, hello: Option<Hello>) -> (Option<Arc<Neighbour>>, Reads) {
+        let known = hello.and_then(|hello| Some((hello.from, hello.offer?)));
+        let (Some(_), Some((from, offer))) = (&self.card, known) else { return (None, Reads::No) };
+        match Neighbour::probe(offer.pid, offer.card, from) {
+            Ok(neighbour) => (Some(Arc::new(neighbour)), Reads::Yes),
+            Err(error) => {
+                tracing::debug!(pid = offer.pid, %error, "a peer's memory cannot be read");
+                (None, Reads::Refused(error.errno().raw_os_error().clamp(1, 254) as u8))
+            }
+        }
+    }
+
+    /// Takes note of how bytes travel over a path whose peer has welcomed us.
+    pub(super) fn know_neighbour(
+        &mut self,
+        id: LinkId,
+        path: PathId,
+        welcome: &Welcome,
+    ) -> Result<(), Ended> {
+        let found = match (&self.card, welcome.reads, welcome.offer) {
+            (None, ..) => Err(None),
+            (_, Reads::Yes, Some(offer)) => {
+                Neighbour::probe(offer.pid, offer.card, welcome.from).map_err(|error| Some(error.to_string()))
+            }
+            (_, Reads::Refused(errno), _) => Err(Some(refusal(Errno::from_raw_os_error(errno.into())))),
+            _ => Err(Some("the peer goes by TCP only".into())),
+        };
+        let (neighbour, fallback) = match found {
+            Ok(neighbour) => (Some(Arc::new(neighbour)), None),
+            Err(fallback) => (None, fallback),
+        };
+        if let Some(why) = fallback.as_ref().filter(|_| self.needs_neighbours) {
+            return Err(Ended::Io(io::Error::other(format!("cma is required, but {why}"))));
+        }
+        if let Some(at) = self.paths.get_mut(&path) {
+            let transport = if neighbour.is_some() { Transport::Cma } else { Transport::Tcp };
+            if at.transport != transport || at.fallback != fallback {
+                tracing::info!(address = %at.address, transport = transport.name(), ?fallback, "a path is up");
+            }
+            (at.transport, at.fallback) = (transport, fallback);
+        }
+        if let Some(entry) = self.links.get_mut(&id) {
+            entry.neighbour = neighbour;
+        }
+        Ok(())
+    }
+
+    /// A part of a transfer with a neighbour. None: it goes through the socket.
+    pub(super) fn post_to_neighbour(
+        &mut self,
+        link: LinkId,
+        token: Token,
+        ticket: Ticket,
+        op: Op,
+        runs: &[Run],
+    ) -> Option<Asked> {
+        let entry = self.links.get_mut(&link)?;
+        let neighbour = entry.neighbour.as_ref()?;
+        let used = self.used.get(&ticket)?;
+        let bytes: u64 = runs.iter().map(|run| run.len).sum();
+        if op == Op::Write && bytes < PULLED_BYTES_MIN {
+            return None;
+        }
+        let generation_of = |region: u32| used.peer.iter().find(|(number, _)| *number == region).copied();
+        match op {
+            Op::Write => {
+                let mut frame =
+                    Head::Pull { token: token.number(), runs: runs.len(), bytes }.encode().to_vec();
+                for Run { local, remote, len } in runs {
+                    let own = self.regions.own(local.region, local.offset, *len)?;
+                    let (region, generation) = generation_of(remote.region)?;
+                    WireRun { region, generation, offset: remote.offset, len: *len }.encode(&mut frame);
+                    frame.extend((own.address as u64).to_le_bytes());
+                }
+                entry.link.say(frame);
+                self.dirty.push(link);
+                Some(Asked::Pull)
+            }
+            Op::Read => {
+                let peer = &self.peers.get(&used.whom)?.regions;
+                let mut regions = Vec::new();
+                let mut parts = VecDeque::with_capacity(runs.len());
+                for Run { local, remote, len } in runs {
+                    let known = generation_of(remote.region)?;
+                    // Where it lies is known of the generation that it has now.
+                    let there = peer.get(&remote.region).filter(|there| there.generation == known.1)?;
+                    if !regions.contains(&known) {
+                        regions.push(known);
+                    }
+                    let to = self.regions.own(local.region, local.offset, *len)?;
+                    parts.push_back(Part { to, from: there.base.checked_add(remote.offset)? });
+                }
+                if !regions.iter().all(|(region, generation)| neighbour.tells_of(*region, *generation)) {
+                    return None;
+                }
+                self.jobs.push_back(Job { link, token: token.number(), parts, regions: Some(regions) });
+                Some(Asked::Job)
+            }
+        }
+    }
+
+    /// A peer's request.
+    pub(super) fn queue(&mut self, job: Job) -> Result<(), Ended> {
+        let of_link = self.jobs.iter().filter(|queued| queued.link == job.link);
+        let queued: usize = of_link.map(|queued| queued.parts.len()).sum();
+        if queued + job.parts.len() > PARTS_QUEUED_MAX {
+            return Err(BadFrame("too much at a time").into());
+        }
+        self.jobs.push_back(job);
+        Ok(())
+    }
+
+    /// Reads from neighbours, as many bytes as this turn has left. Whether there was anything to do.
+    pub(super) fn do_jobs(&mut self, turn: &mut usize) -> bool {
+        let mut any = false;
+        while *turn > 0 {
+            let Some(mut job) = self.jobs.pop_front() else { break };
+            let neighbour = self.links.get(&job.link).and_then(|entry| entry.neighbour.clone());
+            // A link takes its jobs along when it goes.
+            let Some(neighbour) = neighbour else { continue };
+            any = true;
+            let parts = job.take_parts(*turn);
+            *turn -= parts.iter().map(|part| part.to.len).sum::<usize>();
+            // SAFETY: the destinations are memory of a transfer of ours, or registered memory that its link touches: a
+            // region is not given back before no job touches it.
+            let outcome = unsafe {
+                match &job.regions {
+                    Some(regions) => neighbour.read(&parts, regions),
+                    None => neighbour.pull(&parts),
+                }
+            };
+            match outcome {
+                Ok(()) if !job.parts.is_empty() => self.jobs.push_back(job),
+                Ok(()) => self.job_is_over(&job, false),
+                Err(PullError::Refused) => self.job_is_over(&job, true),
+                Err(PullError::Gone) => self.end(job.link, &Ended::Closed),
+            }
+        }
+        any
+    }
+
+    fn job_is_over(&mut self, job: &Job, refused: bool) {
+        if self.letting_go > 0 {
+            self.outcomes.note_change();
+        }
+        if job.regions.is_none() {
+            if let Some(entry) = self.links.get_mut(&job.link) {
+                entry.acks.push(Outcome { token: job.token, refused });
+            }
+            return self.answer(job.link);
+        }
+        let token = Token::from_number(job.token);
+        if self.posted.remove(&token).is_some() {
+            let completion = if refused { Completion::Refused } else { Completion::Placed };
+            self.transfers.complete(self.begun.elapsed(), token, completion);
+        }
+    }
+
+    /// Links whose jobs write some of this memory.
+    pub(super) fn jobs_that_touch(&self, memory: Piece) -> impl Iterator<Item = LinkId> {
+        let touches = move |job: &&Job| job.parts.iter().any(|part| part.to.overlaps(memory));
+        self.jobs.iter().filter(touches).map(|job| job.link)
+    }
+
+    /// A fence could not be asked for. Where its peer is gone, nothing is read any more.
+    pub(super) fn fence_failed(&mut self, now: Duration, of: u64) {
+        if self.pulling.get(&of).is_some_and(|neighbour| !neighbour.is_there()) {
+            self.pulling.remove(&of);
+            let tokens = self.fences.confirmed(of);
+            return self.give_back(tokens);
+        }
+        self.fences.failed(now, of);
+    }
+}
+
+/// In words.
+fn refusal(errno: Errno) -> String {
+    match errno {
+        Errno::PERM | Errno::ACCESS => {
+            "the peer may not read this process's memory: another user, Yama's ptrace_scope, or a container's rules"
+                .into()
+        }
+        Errno::FAULT | Errno::SRCH => {
+            "the peer does not see this process: it is on another host, or in another container".into()
+        }
+        errno => format!("the peer cannot read this process's memory: {errno}"),
+    }
+}

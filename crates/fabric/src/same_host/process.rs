@@ -1,0 +1,208 @@
+//! A process of this host that lets its memory be read.
+
+#![allow(unsafe_code, reason = "the kernel writes registered memory")]
+
+use kvlane_memory::{ProbeError, RemoteProcess};
+use rustix::io::Errno;
+use thiserror::Error;
+
+use super::card::{IDENTITY_BYTES, identity_bytes, mark_of};
+use crate::regions::Piece;
+use crate::tcp::Identity;
+
+/// Bytes to be read from another process: to where, and from which address of its.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) to: Piece,
+    pub(crate) from: u64,
+}
+
+/// Most parts of one call: each region of theirs may need a range of its own beside them.
+pub(crate) const PARTS_MAX: usize = 500;
+
+/// Why nothing was read that counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub(crate) enum PullError {
+    #[error("the peer's process is gone")]
+    Gone,
+    /// Memory that is not registered, or not there, or another generation.
+    #[error("not the peer's registered memory")]
+    Refused,
+}
+
+/// A process whose card was read.
+#[derive(Debug)]
+pub(crate) struct Neighbour {
+    process: RemoteProcess,
+    identity: Identity,
+    card: u64,
+}
+
+impl Neighbour {
+    /// Reads the card at this address of the process with this pid, by the very call that transfers will use.
+    pub(crate) fn probe(pid: u32, card: u64, identity: Identity) -> Result<Neighbour, ProbeError> {
+        let neighbour = Neighbour { process: RemoteProcess::open(pid)?, identity, card };
+        let mut found = [0u8; IDENTITY_BYTES];
+        let local = [range(found.as_mut_ptr(), IDENTITY_BYTES)];
+        // SAFETY: the local range is `found`, which nobody else touches.
+        let read = unsafe { neighbour.process.read(&local, &[remote(card, IDENTITY_BYTES)]) };
+        match read {
+            _ if neighbour.process.has_exited() => Err(ProbeError::Gone),
+            Ok(_) if found == identity_bytes(identity) => Ok(neighbour),
+            Ok(_) => Err(ProbeError::WrongNonce),
+            Err(errno) => Err(RemoteProcess::explain(errno)),
+        }
+    }
+
+    /// Whether its engine is still there: then its card is.
+    pub(crate) fn is_there(&self) -> bool {
+        // SAFETY: there is no destination.
+        unsafe { self.read(&[], &[]) }.is_ok()
+    }
+
+    /// Whether a region of the neighbour's can be read by [`Neighbour::read`].
+    pub(crate) fn tells_of(&self, region: u32, generation: u32) -> bool {
+        mark_of(self.card, region, generation).is_some()
+    }
+
+    /// Reads bytes of memory that the neighbour offered for this, at most [`PARTS_MAX`] parts.
+    ///
+    /// # Safety
+    /// The destinations are valid for writes, and belong to this call.
+    pub(crate) unsafe fn pull(&self, parts: &[Part]) -> Result<(), PullError> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.copy(parts, &mut [], &[]) }
+    }
+
+    /// Reads bytes of regions, given by number and generation, at most [`PARTS_MAX`] parts. They count if all regions
+    /// were still registered after the last byte had been read.
+    ///
+    /// # Safety
+    /// As for [`Neighbour::pull`].
+    pub(crate) unsafe fn read(&self, parts: &[Part], regions: &[(u32, u32)]) -> Result<(), PullError> {
+        let marks: Option<Vec<(u64, u32)>> =
+            regions.iter().map(|(region, generation)| mark_of(self.card, *region, *generation)).collect();
+        let marks = marks.ok_or(PullError::Refused)?;
+        let mut found = vec![0u8; IDENTITY_BYTES + 4 * marks.len()];
+        let mut card = vec![remote(self.card, IDENTITY_BYTES)];
+        card.extend(marks.iter().map(|(address, _)| remote(*address, 4)));
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.copy(parts, &mut found, &card)? };
+        let (identity, words) = found.split_at(IDENTITY_BYTES);
+        let is_mark = |(word, (_, mark)): (&[u8; 4], &(u64, u32))| u32::from_le_bytes(*word) == *mark;
+        let are_registered = words.as_chunks::<4>().0.iter().zip(&marks).all(is_mark);
+        match are_registered && identity == identity_bytes(self.identity) {
+            true => Ok(()),
+            false => Err(PullError::Refused),
+        }
+    }
+
+    /// One call: the parts, and after them what of the card is asked for.
+    ///
+    /// # Safety
+    /// As for [`Neighbour::pull`].
+    unsafe fn copy(&self, parts: &[Part], found: &mut [u8], card: &[libc::iovec]) -> Result<(), PullError> {
+        debug_assert!(parts.len() <= PARTS_MAX);
+        let mut local = Vec::with_capacity(parts.len() + 1);
+        let mut theirs = Vec::with_capacity(parts.len() + card.len());
+        for Part { to, from } in parts {
+            local.push(range(to.pointer(), to.len));
+            theirs.push(remote(*from, to.len));
+        }
+        local.extend((!found.is_empty()).then(|| range(found.as_mut_ptr(), found.len())));
+        theirs.extend(card);
+        let bytes = parts.iter().map(|part| part.to.len).sum::<usize>() + found.len();
+        // SAFETY: the destinations are the caller's, and `found` is ours alone.
+        let read = unsafe { self.process.read(&local, &theirs) };
+        // Asked after the call: if it lives now, no other process had its pid meanwhile.
+        match read {
+            _ if self.process.has_exited() => Err(PullError::Gone),
+            Err(Errno::SRCH) => Err(PullError::Gone),
+            Ok(read) if read == bytes as u64 => Ok(()),
+            _ => Err(PullError::Refused),
+        }
+    }
+}
+
+fn range(start: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: start.cast(), iov_len: len }
+}
+
+fn remote(address: u64, len: usize) -> libc::iovec {
+    range(std::ptr::without_provenance_mut(address as usize), len)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use super::*;
+    use crate::same_host::Card;
+
+    const ME: Identity = Identity { engine: 7, boot: 9 };
+
+    fn piece(bytes: &mut [u8]) -> Piece {
+        Piece { address: bytes.as_mut_ptr().expose_provenance(), len: bytes.len() }
+    }
+
+    fn neighbour(card: &Card) -> Neighbour {
+        Neighbour::probe(std::process::id(), card.address(), ME).unwrap()
+    }
+
+    #[test]
+    fn bytes_count_while_their_region_is_registered() {
+        let card = Card::new(ME);
+        let (mut theirs, mut mine) = (vec![3u8; 10_000], vec![0u8; 10_000]);
+        let neighbour = neighbour(&card);
+        let from = piece(&mut theirs).address as u64;
+        let (first, second) = mine.split_at_mut(5000);
+        // The halves change places.
+        let parts = [Part { to: piece(first), from: from + 5000 }, Part { to: piece(second), from }];
+        theirs[..5000].fill(4);
+        let read = |regions: &[(u32, u32)]| {
+            // SAFETY: the parts lie in `mine`.
+            unsafe { neighbour.read(&parts, regions) }
+        };
+        assert_eq!(read(&[(5, 0)]), Err(PullError::Refused), "nobody registered it");
+        card.add(5, 0);
+        card.add(6, 3);
+        assert_eq!(read(&[(5, 0), (6, 3)]), Ok(()));
+        assert_eq!(read(&[(5, 0), (6, 2)]), Err(PullError::Refused), "an earlier generation");
+        card.remove(5);
+        assert_eq!(read(&[(5, 0)]), Err(PullError::Refused));
+        assert_eq!(read(&[(5, u32::MAX)]), Err(PullError::Refused), "no mark for the last generation");
+        card.add(5, 1);
+        assert_eq!(read(&[(5, 1)]), Ok(()));
+        card.clear();
+        assert_eq!(read(&[]), Err(PullError::Refused), "nobody is there any more");
+        assert!(mine[..5000].iter().all(|byte| *byte == 3) && mine[5000..].iter().all(|byte| *byte == 4));
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_refused_and_a_wrong_card_too() {
+        let card = Card::new(ME);
+        card.add(0, 0);
+        let mut mine = vec![0u8; 64];
+        let parts = [Part { to: piece(&mut mine), from: 4096 }];
+        // SAFETY: the part lies in `mine`.
+        assert_eq!(unsafe { neighbour(&card).pull(&parts) }, Err(PullError::Refused));
+        let wrong = Neighbour::probe(std::process::id(), card.address(), Identity { boot: 8, ..ME });
+        assert_eq!(wrong.unwrap_err(), ProbeError::WrongNonce);
+        let nowhere = Neighbour::probe(std::process::id(), 8, ME);
+        assert_eq!(nowhere.unwrap_err(), ProbeError::WrongNonce);
+        assert!(Neighbour::probe(0, card.address(), ME).is_err());
+    }
+
+    #[test]
+    fn a_process_that_has_exited_is_gone() {
+        let card = Card::new(ME);
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let process = RemoteProcess::open(child.id()).unwrap();
+        let neighbour = Neighbour { process, identity: ME, card: card.address() };
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let mut mine = vec![0u8; 64];
+        let parts = [Part { to: piece(&mut mine), from: card.address() }];
+        // SAFETY: the part lies in `mine`.
+        assert_eq!(unsafe { neighbour.pull(&parts) }, Err(PullError::Gone));
+    }
+}
