@@ -8,7 +8,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 /// `bytes` bytes of a file, mapped shared from its start, for as long as this lives.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mapping {
     base: NonNull<u8>,
     bytes: u64,
 }
@@ -20,7 +20,9 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub(crate) fn new(fd: BorrowedFd<'_>, bytes: u64, writable: bool) -> io::Result<Mapping> {
+    /// Maps the first `bytes` bytes. Touching what the file does not have is SIGBUS: whoever maps a file of somebody
+    /// else makes sure before that it is long enough and stays so.
+    pub fn new(fd: BorrowedFd<'_>, bytes: u64, writable: bool) -> io::Result<Mapping> {
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: without MAP_FIXED the kernel picks an unused range, so no memory of this process is replaced.
         let base =
@@ -29,11 +31,13 @@ impl Mapping {
         Ok(Mapping { base, bytes })
     }
 
-    pub(crate) fn base(&self) -> *mut u8 {
+    /// Address of the first byte, which begins a page. Writing there faults unless it was mapped writable.
+    pub fn base(&self) -> *mut u8 {
         self.base.as_ptr()
     }
 
-    pub(crate) fn bytes(&self) -> u64 {
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
@@ -44,7 +48,7 @@ impl Drop for Mapping {
         // owner alive while they access it.
         let unmapped = unsafe { rustix::mm::munmap(self.base().cast(), self.bytes as usize) };
         if let Err(error) = unmapped {
-            tracing::error!(%error, bytes = self.bytes, "cannot unmap the pool");
+            tracing::error!(%error, bytes = self.bytes, "cannot unmap shared memory");
         }
     }
 }
