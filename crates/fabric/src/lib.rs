@@ -14,6 +14,7 @@ mod regions;
 mod runs;
 mod same_host;
 mod shape;
+mod shm;
 mod tcp;
 mod transfers;
 

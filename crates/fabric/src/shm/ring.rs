@@ -1,0 +1,597 @@
+//! A ring of bytes in shared memory: one process writes, one reads, and neither calls the kernel.
+//!
+//! ```text
+//!  0        written u64         bytes ever written              the writer's line:
+//!  8        reader_sleeps u32   1: wake the reader              it writes here with each message
+//!  128      read u64            bytes ever read                 the reader's line:
+//!  136      writer_waits u32    1: wake the writer              it writes here with each read
+//!  4096     capacity bytes, a power of two: byte n of the stream is at n % capacity
+//! ```
+//!
+//! Positions count on and wrap at 2^64. A flag lies in the line of the side that looks at it each time, so that the look
+//! costs nothing while the other side does not sleep. Each side knows its own position by itself and remembers the last
+//! one that it saw of the other, which it reads again only where that does not suffice: in steady state a message moves
+//! one line of the header, `written`, from one processor to the other.
+//!
+//! **Trust.** The sides rely on each other for progress, and for nothing else. All that a side takes from the header is
+//! the other's position, which can only go on from where it was last seen, and not past where it could be: anything else is
+//! [`RingError::Corrupt`], and nothing is touched. What a side does with the ring's bytes is bounded by its own numbers.
+//!
+//! **Sleep.** Who finds nothing to do sets its flag, then looks once more; who moved its position looks at the flag. With a
+//! fence between the two steps on both sides, at least one of them sees what the other did, and no wakeup is lost. The wake
+//! itself travels some other way, such as a byte over a socket.
+
+#![allow(unsafe_code, reason = "copies between memory that was promised to be valid and the ring")]
+
+use super::sync::{AtomicU32, AtomicU64, Memory, Ordering, fence};
+
+/// Bytes before those of the ring: a page, so that they begin one.
+pub(crate) const HEADER_BYTES: usize = 4096;
+
+/// What the two sides tell each other. Zeros are a new ring's.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Header {
+    writer: WriterLine,
+    reader: ReaderLine,
+}
+
+/// Processors fetch lines of 64 bytes in pairs.
+#[derive(Debug)]
+#[repr(C, align(128))]
+struct WriterLine {
+    written: AtomicU64,
+    reader_sleeps: AtomicU32,
+}
+
+#[derive(Debug)]
+#[repr(C, align(128))]
+struct ReaderLine {
+    read: AtomicU64,
+    writer_waits: AtomicU32,
+}
+
+const _: () = assert!(size_of::<Header>() <= HEADER_BYTES);
+
+impl Header {
+    /// Of an empty ring, of which so many bytes were written and read.
+    #[cfg(any(test, loom))]
+    pub(super) fn new(position: u64) -> Header {
+        let writer = WriterLine { written: AtomicU64::new(position), reader_sleeps: AtomicU32::new(0) };
+        let reader = ReaderLine { read: AtomicU64::new(position), writer_waits: AtomicU32::new(0) };
+        Header { writer, reader }
+    }
+}
+
+/// What is wrong with a ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum RingError {
+    /// The other side wrote a position that cannot be. It is not to be trusted any more; nothing was touched.
+    #[error(
+        "the peer spoiled a ring of {capacity} bytes in shared memory: {written} bytes are written and {read} read"
+    )]
+    Corrupt {
+        /// Bytes ever written, and read, as one side knows and the other says.
+        written: u64,
+        read: u64,
+        capacity: u64,
+    },
+}
+
+/// The end of a ring that bytes go into.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    memory: Memory,
+    written: u64,
+    /// As last seen. Always true: `written - read <= capacity`.
+    read: u64,
+}
+
+/// The end of a ring that bytes come out of.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    memory: Memory,
+    read: u64,
+    /// As last seen. Always true: `written - read <= capacity`.
+    written: u64,
+}
+
+impl Writer {
+    /// Of a new ring. One for each ring.
+    pub(crate) fn new(memory: Memory) -> Writer {
+        Writer { memory, written: 0, read: 0 }
+    }
+
+    /// Takes as many bytes of these ranges, one after the other, as fit. Answers how many, 0 if the ring is full. The
+    /// reader sees all of them at once.
+    ///
+    /// # Errors
+    /// [`RingError::Corrupt`]; nothing was taken.
+    ///
+    /// # Safety
+    /// The ranges are valid for reads.
+    pub(crate) unsafe fn write(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
+        let room = self.room(total(ranges))?;
+        let mut taken = 0;
+        for part in parts(ranges, self.written, room, self.memory.capacity()) {
+            // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
+            unsafe { self.memory.copy_in(part.at, part.pointer, part.len) };
+            taken += part.len;
+        }
+        if taken > 0 {
+            self.written = self.written.wrapping_add(taken as u64);
+            // The bytes are there for whoever sees this.
+            self.memory.header().writer.written.store(self.written, Ordering::Release);
+        }
+        Ok(taken)
+    }
+
+    /// Whether nothing can be written now. A spoiled ring is not full: writing says what is wrong.
+    pub(crate) fn is_full(&mut self) -> bool {
+        self.room(1) == Ok(0)
+    }
+
+    /// Before a wait for room: from now on the reader is to wake this side once it has read something. False if there is
+    /// room already: then it need not, and writing gives more than 0, or an error.
+    #[must_use]
+    pub(crate) fn prepare_to_wait_for_room(&mut self) -> bool {
+        set(&self.memory.header().reader.writer_waits, 1);
+        // The reader's counterpart is in take_writer_waits.
+        fence(Ordering::SeqCst);
+        let waits = self.is_full();
+        if !waits {
+            self.woken();
+        }
+        waits
+    }
+
+    /// After a wait for room: the reader need not wake this side any more. It may have done so meanwhile.
+    pub(crate) fn woken(&mut self) {
+        set(&self.memory.header().reader.writer_waits, 0);
+    }
+
+    /// To be asked after writing: whether the reader sleeps and has to be woken. True once for each sleep.
+    #[must_use]
+    pub(crate) fn take_reader_sleeps(&mut self) -> bool {
+        take(&self.memory.header().writer.reader_sleeps)
+    }
+
+    /// How many bytes can be written, at most `capacity`. Less than `wanted` only if there is no more.
+    fn room(&mut self, wanted: u64) -> Result<u64, RingError> {
+        let capacity = self.memory.capacity();
+        let unread = self.written.wrapping_sub(self.read);
+        if capacity - unread >= wanted {
+            return Ok(capacity - unread);
+        }
+        // The reader's copies out of the room that it gives are over.
+        let read = self.memory.header().reader.read.load(Ordering::Acquire);
+        // It read no less than before, and not more than was written.
+        if read.wrapping_sub(self.read) > unread {
+            return Err(RingError::Corrupt { written: self.written, read, capacity });
+        }
+        self.read = read;
+        Ok(capacity - self.written.wrapping_sub(read))
+    }
+}
+
+impl Reader {
+    /// Of a new ring, which may have been written to already. One for each ring.
+    pub(crate) fn new(memory: Memory) -> Reader {
+        Reader { memory, read: 0, written: 0 }
+    }
+
+    /// Fills these ranges, one after the other, with as many bytes as are there. Answers how many, 0 if none are. The
+    /// writer sees the room that becomes free at once.
+    ///
+    /// # Errors
+    /// [`RingError::Corrupt`]; nothing was read.
+    ///
+    /// # Safety
+    /// The ranges are valid for writes.
+    pub(crate) unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
+        let there = self.there(total(ranges))?;
+        let mut taken = 0;
+        for part in parts(ranges, self.read, there, self.memory.capacity()) {
+            // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
+            unsafe { self.memory.copy_out(part.at, part.pointer, part.len) };
+            taken += part.len;
+        }
+        if taken > 0 {
+            self.read = self.read.wrapping_add(taken as u64);
+            // The copies are over for whoever sees this.
+            self.memory.header().reader.read.store(self.read, Ordering::Release);
+        }
+        Ok(taken)
+    }
+
+    /// Whether nothing can be read now. A spoiled ring is not empty: reading says what is wrong.
+    pub(crate) fn is_empty(&mut self) -> bool {
+        self.there(1) == Ok(0)
+    }
+
+    /// Before a sleep: from now on the writer is to wake this side once it has written something. False if something is
+    /// there already: then it need not, and reading gives more than 0, or an error.
+    #[must_use]
+    pub(crate) fn prepare_to_sleep(&mut self) -> bool {
+        set(&self.memory.header().writer.reader_sleeps, 1);
+        // The writer's counterpart is in take_reader_sleeps.
+        fence(Ordering::SeqCst);
+        let sleeps = self.is_empty();
+        if !sleeps {
+            self.woken();
+        }
+        sleeps
+    }
+
+    /// After a sleep: the writer need not wake this side any more. It may have done so meanwhile.
+    pub(crate) fn woken(&mut self) {
+        set(&self.memory.header().writer.reader_sleeps, 0);
+    }
+
+    /// To be asked after reading: whether the writer waits for room and has to be woken. True once for each wait.
+    #[must_use]
+    pub(crate) fn take_writer_waits(&mut self) -> bool {
+        take(&self.memory.header().reader.writer_waits)
+    }
+
+    /// How many bytes can be read, at most `capacity`. Less than `wanted` only if there are no more.
+    fn there(&mut self, wanted: u64) -> Result<u64, RingError> {
+        let capacity = self.memory.capacity();
+        let known = self.written.wrapping_sub(self.read);
+        if known >= wanted {
+            return Ok(known);
+        }
+        // The writer's copies of the bytes that it tells of are over.
+        let written = self.memory.header().writer.written.load(Ordering::Acquire);
+        let there = written.wrapping_sub(self.read);
+        // It wrote no less than before, and not over what is unread.
+        if there < known || there > capacity {
+            return Err(RingError::Corrupt { written, read: self.read, capacity });
+        }
+        self.written = written;
+        Ok(there)
+    }
+}
+
+/// Raises or takes back the own flag. A store would do, since the other side's swap comes right behind the value that it
+/// took; but loom does not know that order (0.7.2 orders a store only behind what its thread has seen), and tells of lost
+/// wakeups. A swap says it to loom too, and costs nothing beside the fence and the sleep.
+fn set(flag: &AtomicU32, value: u32) {
+    flag.swap(value, Ordering::Relaxed);
+}
+
+/// Whether a flag was set, which it is not any more.
+fn take(flag: &AtomicU32) -> bool {
+    // A position was moved before. Either this look sees the flag, or who sets it sees the position.
+    fence(Ordering::SeqCst);
+    // The look first: a swap would take the line from a processor that only reads it.
+    flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::Relaxed) != 0
+}
+
+fn total(ranges: &[libc::iovec]) -> u64 {
+    ranges.iter().fold(0, |sum, range| sum.saturating_add(range.iov_len as u64))
+}
+
+/// A part of a range, and where in the ring it belongs.
+struct Part {
+    at: usize,
+    pointer: *mut u8,
+    len: usize,
+}
+
+/// The first `bytes` bytes of the ranges, from this position of the stream on, cut where the ring ends.
+fn parts(ranges: &[libc::iovec], mut position: u64, bytes: u64, capacity: u64) -> impl Iterator<Item = Part> {
+    // Not more than a ring holds, which is in memory.
+    let mut left = bytes as usize;
+    let mut ranges = ranges.iter().map(|range| (range.iov_base.cast::<u8>(), range.iov_len));
+    let mut range = (std::ptr::null_mut(), 0);
+    std::iter::from_fn(move || {
+        while left > 0 && range.1 == 0 {
+            range = ranges.next()?;
+        }
+        if left == 0 {
+            return None;
+        }
+        let at = (position & (capacity - 1)) as usize;
+        let len = range.1.min(left).min(capacity as usize - at);
+        let part = Part { at, pointer: range.0, len };
+        range = (range.0.wrapping_add(len), range.1 - len);
+        left -= len;
+        position = position.wrapping_add(len as u64);
+        Some(part)
+    })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use std::collections::VecDeque;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+    use super::*;
+
+    const PAGE: usize = HEADER_BYTES;
+
+    /// Pages with one before and one behind that nobody may touch.
+    struct Pages {
+        base: *mut u8,
+        len: usize,
+    }
+
+    // SAFETY: only who makes it uses its address, as memory that others write.
+    unsafe impl Send for Pages {}
+    // SAFETY: as above.
+    unsafe impl Sync for Pages {}
+
+    impl Pages {
+        fn new(len: usize) -> Pages {
+            // SAFETY: a new mapping, of which only a part is made accessible.
+            unsafe {
+                let around = len + 2 * PAGE;
+                let flags = MapFlags::PRIVATE;
+                let around = mmap_anonymous(std::ptr::null_mut(), around, ProtFlags::empty(), flags).unwrap();
+                let base = around.cast::<u8>().add(PAGE);
+                mprotect(base.cast(), len, MprotectFlags::READ | MprotectFlags::WRITE).unwrap();
+                Pages { base, len }
+            }
+        }
+    }
+
+    impl Drop for Pages {
+        fn drop(&mut self) {
+            // SAFETY: all of the mapping, of which nobody has an address any more.
+            unsafe { munmap(self.base.sub(PAGE).cast(), self.len + 2 * PAGE).unwrap() }
+        }
+    }
+
+    /// A ring of which so many bytes were written and read, and its memory.
+    fn ring(capacity: usize, position: u64) -> (Writer, Reader, Memory) {
+        let pages = Arc::new(Pages::new(HEADER_BYTES + capacity.next_multiple_of(PAGE)));
+        // SAFETY: valid as long as the pages live; tests make one writer and one reader.
+        let memory = unsafe {
+            pages.base.cast::<Header>().write(Header::new(position));
+            Memory::at(pages.base, capacity, pages)
+        };
+        let writer = Writer { memory: memory.clone(), written: position, read: position };
+        let reader = Reader { memory: memory.clone(), written: position, read: position };
+        (writer, reader, memory)
+    }
+
+    /// Slices of these lengths of the bytes.
+    fn ranges(bytes: &mut [u8], lens: &[usize]) -> Vec<libc::iovec> {
+        let mut rest = bytes;
+        let mut ranges = Vec::new();
+        for len in lens {
+            let (range, behind) = rest.split_at_mut(*len);
+            ranges.push(libc::iovec { iov_base: range.as_mut_ptr().cast(), iov_len: *len });
+            rest = behind;
+        }
+        ranges
+    }
+
+    /// Of the ring's positions, near where it begins, near 2^64, or anywhere.
+    fn positions() -> impl Strategy<Value = u64> {
+        prop_oneof![0..1000u64, u64::MAX - 1000..=u64::MAX, any::<u64>()]
+    }
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(Vec<usize>),
+        Read(Vec<usize>),
+        Sleep,
+        WaitForRoom,
+        /// A word of the header becomes something: the position of one side moved by so many, or anything.
+        Spoil(usize, i64),
+        SpoilAnyhow(usize, u64),
+    }
+
+    fn moves(len: usize) -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => vec(0..len, 0..6).prop_map(Step::Write),
+            4 => vec(0..len, 0..6).prop_map(Step::Read),
+            1 => Just(Step::Sleep),
+            1 => Just(Step::WaitForRoom),
+        ]
+    }
+
+    fn moves_and_garbage() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            6 => moves(3000),
+            1 => (0..4usize, -5000..5000i64).prop_map(|(word, by)| Step::Spoil(word, by)),
+            1 => (0..4usize, any::<u64>()).prop_map(|(word, value)| Step::SpoilAnyhow(word, value)),
+        ]
+    }
+
+    fn spoil(header: &Header, word: usize, value: impl Fn(u64) -> u64) {
+        match word {
+            0 => header
+                .writer
+                .written
+                .store(value(header.writer.written.load(Ordering::Relaxed)), Ordering::Relaxed),
+            1 => {
+                header.reader.read.store(value(header.reader.read.load(Ordering::Relaxed)), Ordering::Relaxed)
+            }
+            2 => header.writer.reader_sleeps.store(value(0) as u32, Ordering::Relaxed),
+            _ => header.reader.writer_waits.store(value(0) as u32, Ordering::Relaxed),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+
+        #[test]
+        fn a_ring_is_a_queue_of_bounded_length(
+            shift in 0..9u32,
+            position in positions(),
+            steps in vec(moves(200), 1..100),
+        ) {
+            let capacity = 1 << shift;
+            let (mut writer, mut reader, _) = ring(capacity, position);
+            let mut model = VecDeque::new();
+            let mut next = 0u8;
+            for step in steps {
+                match step {
+                    Step::Write(lens) => {
+                        let total = lens.iter().sum();
+                        let mut bytes: Vec<u8> = (0..total).map(|index: usize| next.wrapping_add(index as u8)).collect();
+                        // SAFETY: the ranges are of these bytes.
+                        let taken = unsafe { writer.write(&ranges(&mut bytes, &lens)).unwrap() };
+                        prop_assert_eq!(taken, total.min(capacity - model.len()));
+                        model.extend(&bytes[..taken]);
+                        next = next.wrapping_add(taken as u8);
+                    }
+                    Step::Read(lens) => {
+                        let mut bytes = vec![0; lens.iter().sum()];
+                        // SAFETY: as above.
+                        let taken = unsafe { reader.read(&ranges(&mut bytes, &lens)).unwrap() };
+                        prop_assert_eq!(taken, bytes.len().min(model.len()));
+                        let expected: Vec<u8> = model.drain(..taken).collect();
+                        prop_assert_eq!(&bytes[..taken], &expected);
+                        prop_assert!(bytes[taken..].iter().all(|byte| *byte == 0));
+                    }
+                    Step::Sleep => {
+                        prop_assert_eq!(reader.prepare_to_sleep(), model.is_empty());
+                        prop_assert_eq!(writer.take_reader_sleeps(), model.is_empty());
+                        prop_assert!(!writer.take_reader_sleeps());
+                    }
+                    _ => {
+                        prop_assert_eq!(writer.prepare_to_wait_for_room(), model.len() == capacity);
+                        prop_assert_eq!(reader.take_writer_waits(), model.len() == capacity);
+                        prop_assert!(!reader.take_writer_waits());
+                    }
+                }
+                prop_assert_eq!(reader.is_empty(), model.is_empty());
+                prop_assert_eq!(writer.is_full(), model.len() == capacity);
+            }
+        }
+
+        /// An access outside would hit the pages around the ring. Both sides answer, with bytes or the error.
+        #[test]
+        fn garbage_in_the_header_is_an_error_and_never_worse(
+            position in positions(),
+            steps in vec(moves_and_garbage(), 1..100),
+        ) {
+            let (mut writer, mut reader, memory) = ring(PAGE, position);
+            let mut bytes = vec![0; 3000 * 6];
+            for step in steps {
+                let taken = match &step {
+                    // SAFETY: the ranges are of these bytes.
+                    Step::Write(lens) => unsafe { writer.write(&ranges(&mut bytes, lens)) },
+                    // SAFETY: as above.
+                    Step::Read(lens) => unsafe { reader.read(&ranges(&mut bytes, lens)) },
+                    Step::Sleep => {
+                        // Who is not to sleep can do something: read, or learn what is wrong.
+                        if !reader.prepare_to_sleep() {
+                            prop_assert!(!reader.is_empty());
+                        }
+                        let _ = writer.take_reader_sleeps();
+                        Ok(0)
+                    }
+                    Step::WaitForRoom => {
+                        if !writer.prepare_to_wait_for_room() {
+                            prop_assert!(!writer.is_full());
+                        }
+                        let _ = reader.take_writer_waits();
+                        Ok(0)
+                    }
+                    Step::Spoil(word, by) => {
+                        spoil(memory.header(), *word, |before| before.wrapping_add_signed(*by));
+                        Ok(0)
+                    }
+                    Step::SpoilAnyhow(word, value) => {
+                        spoil(memory.header(), *word, |_| *value);
+                        Ok(0)
+                    }
+                };
+                if let (Ok(taken), Step::Write(lens) | Step::Read(lens)) = (taken, &step) {
+                    prop_assert!(taken <= PAGE.min(lens.iter().sum()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn positions_that_cannot_be_are_told() {
+        let (mut writer, mut reader, memory) = ring(PAGE, 10_000);
+        let header = memory.header();
+        let mut bytes = [7; PAGE];
+        let all = ranges(&mut bytes, &[PAGE]);
+        let corrupt = |written, read| Err(RingError::Corrupt { written, read, capacity: PAGE as u64 });
+        for written in [9_999, 0, 10_001 + PAGE as u64, u64::MAX] {
+            header.writer.written.store(written, Ordering::Relaxed);
+            // SAFETY: the range is of these bytes.
+            assert_eq!(unsafe { reader.read(&all) }, corrupt(written, 10_000));
+            assert!(!reader.is_empty() && !reader.prepare_to_sleep());
+        }
+        // SAFETY: as above.
+        assert_eq!(unsafe { writer.write(&all) }, Ok(PAGE));
+        for read in [9_999, 0, 10_001 + PAGE as u64, u64::MAX] {
+            header.reader.read.store(read, Ordering::Relaxed);
+            // SAFETY: as above.
+            assert_eq!(unsafe { writer.write(&all) }, corrupt(10_000 + PAGE as u64, read));
+            assert!(!writer.is_full() && !writer.prepare_to_wait_for_room());
+        }
+        header.writer.written.store(10_001, Ordering::Relaxed);
+        // SAFETY: as above.
+        assert_eq!(unsafe { reader.read(&all) }, Ok(1));
+        // What it saw once is not taken back.
+        header.writer.written.store(10_000, Ordering::Relaxed);
+        assert_eq!(
+            // SAFETY: as above.
+            unsafe { reader.read(&all) }.unwrap_err().to_string(),
+            "the peer spoiled a ring of 4096 bytes in shared memory: 10000 bytes are written and 10001 read"
+        );
+    }
+
+    /// As above, by a third thread, at any moment.
+    #[test]
+    fn garbage_in_the_header_while_both_sides_go_on() {
+        let (mut writer, mut reader, memory) = ring(PAGE, 0);
+        let [writer_saw, reader_saw] = [AtomicBool::new(false), AtomicBool::new(false)];
+        let both_saw = || writer_saw.load(Ordering::Relaxed) && reader_saw.load(Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut from = vec![1; 1000];
+                let mut wrong = 0;
+                for round in 0.. {
+                    // SAFETY: the ranges are of these bytes.
+                    wrong += unsafe { writer.write(&ranges(&mut from, &[round % 700, 300])) }.is_err() as u32;
+                    let _ = writer.prepare_to_wait_for_room() || writer.take_reader_sleeps();
+                    writer_saw.store(wrong > 1000, Ordering::Relaxed);
+                    if both_saw() {
+                        break;
+                    }
+                }
+            });
+            scope.spawn(|| {
+                let mut to = vec![0; 1000];
+                let mut wrong = 0;
+                for round in 0.. {
+                    // SAFETY: as above.
+                    wrong += unsafe { reader.read(&ranges(&mut to, &[300, round % 600])) }.is_err() as u32;
+                    let _ = reader.prepare_to_sleep() || reader.take_writer_waits();
+                    reader_saw.store(wrong > 1000, Ordering::Relaxed);
+                    if both_saw() {
+                        break;
+                    }
+                }
+            });
+            let mut random = 88_172_645_463_325_252u64;
+            while !both_saw() {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                // Often one that could be.
+                let far = random >> (random % 64);
+                spoil(memory.header(), (random >> 20) as usize % 4, |before| {
+                    if random.is_multiple_of(3) { random } else { before.wrapping_add(far % 5000) }
+                });
+            }
+        });
+    }
+}
