@@ -46,10 +46,11 @@ engines: vllm ## tests with real vLLM, newest and oldest
 	$(ENVIRONMENT) vllm-0.24
 	KVLANE_TEST_CORE=real $(PYTEST_OLD_VLLM) -m old_vllm tests/connector/test_vllm_*.py
 
-test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests
+test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests, loom
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-server --test gpu canary
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test processes come_and_go
+	RUSTFLAGS="--cfg loom" cargo test --locked --release -p kvlane-fabric --lib loom
 	$(PYTEST_DEV) -m long tests/daemon
 
 bench: vllm ## every benchmark, or make bench BENCH=serve ARGS="--model ..."
