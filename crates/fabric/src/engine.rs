@@ -505,6 +505,10 @@ impl Shared {
             }
             let until = hub.next_tick();
             let timeout = until.saturating_sub(hub.now());
+            if !hub.prepare_to_sleep() {
+                hub.woken();
+                continue;
+            }
             hub.asleep_until = Some(until);
             drop(hub);
             // What comes is taken above.
@@ -514,6 +518,7 @@ impl Shared {
             let _ = epoll::wait(&*epoll, spare_capacity(&mut events), Some(&timeout));
             let mut hub = self.hub.lock();
             hub.asleep_until = None;
+            hub.woken();
             hub.note_woken();
         }
     }

@@ -18,7 +18,7 @@ mod neighbours;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,7 @@ use crate::regions::{Piece, Regions};
 use crate::runs::Run;
 use crate::same_host::{Card, Neighbour};
 use crate::shape::{RegionLengths, Side};
+use crate::shm::Segment;
 use crate::tcp::{
     Answer, BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome, Purpose, Welcome,
     WireRun, decode_challenge, encode_challenge,
@@ -59,6 +60,8 @@ const SAME_HOST_SEND_BYTES: usize = 256 << 10;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long the immediates of a peer without connections are remembered: much longer than it would send one again.
 const SESSION_KEPT: Duration = Duration::from_secs(120);
+/// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call.
+const WITHOUT_SOCKETS_MAX: u32 = 32;
 /// Frames of one connection before the others have their turn.
 const FRAMES_A_TURN: usize = 64;
 /// The provider's number in an [`Address`].
@@ -95,6 +98,10 @@ pub(crate) struct Hub {
     dirty: Vec<LinkId>,
     /// Links that had more than one turn's frames.
     ready: Vec<LinkId>,
+    /// Links that go through rings, which epoll knows nothing of.
+    rings: Vec<LinkId>,
+    /// Polls in a row that brought enough without a look at sockets.
+    without_sockets: u32,
     /// Connections of each session of peers, and since when it has none.
     sessions: HashMap<u128, (usize, Duration)>,
     /// How many times somebody took what came.
@@ -136,35 +143,22 @@ struct Entry {
 #[derive(Debug)]
 enum Role {
     /// Of a peer that has not said who it is.
-    Accepted {
-        challenge: [u8; 16],
-    },
+    Accepted { challenge: [u8; 16] },
     /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
-    Serving {
-        from: Identity,
-        session: u128,
-        connection: u64,
-        body: Option<(u64, bool)>,
-    },
+    Serving { from: Identity, session: u128, connection: u64, body: Option<(u64, bool)> },
     /// Ends when all is written.
     Leaving,
     /// Ours, on its way: TCP connects, then the peer's challenge comes, then its welcome.
-    Connecting {
-        to: Goal,
-        connection: u64,
-    },
+    Connecting { to: Goal, connection: u64 },
     Greeted {
         to: Goal,
         connection: u64,
         nonce: [u8; 16],
+        /// What was offered.
+        segment: Option<Segment>,
     },
     /// Ours; and the read whose bytes are coming.
-    Up {
-        path: PathId,
-        number: u32,
-        connection: u64,
-        body: Option<Token>,
-    },
+    Up { path: PathId, number: u32, connection: u64, body: Option<Token> },
 }
 
 /// What a connection of ours is for.
@@ -311,6 +305,8 @@ impl Hub {
             next_link: 0,
             dirty: Vec::new(),
             ready: Vec::new(),
+            rings: Vec::new(),
+            without_sockets: 0,
             sessions: HashMap::new(),
             polls: 0,
             letting_go: 0,
@@ -500,17 +496,26 @@ impl Hub {
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
         self.polls = self.polls.wrapping_add(1);
         events.clear();
-        // An interrupted call brought nothing.
-        let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
         let ready = std::mem::take(&mut self.ready);
         let mut any = !ready.is_empty();
         ready.into_iter().for_each(|link| self.take(link));
+        let by_rings = self.take_from_rings();
+        any |= by_rings;
+        self.without_sockets = if by_rings { self.without_sockets + 1 } else { WITHOUT_SOCKETS_MAX };
+        if self.without_sockets >= WITHOUT_SOCKETS_MAX {
+            self.without_sockets = 0;
+            // An interrupted call brought nothing.
+            let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
+        }
         for event in events.iter() {
             match event.data.u64() {
                 // For the thread that sleeps.
                 WAKE => continue,
                 listener if listener & LISTENER != 0 => self.accept((listener ^ LISTENER) as usize),
-                link => self.take(link),
+                link => {
+                    self.note_told(link);
+                    self.take(link);
+                }
             }
             any = true;
         }
@@ -631,6 +636,7 @@ impl Hub {
     /// A link that is over, still open.
     fn remove(&mut self, id: LinkId) -> Option<Entry> {
         let entry = self.links.remove(&id)?;
+        self.rings.retain(|link| *link != id);
         if entry.neighbour.is_some() {
             self.jobs.retain(|job| job.link != id);
         }
@@ -715,8 +721,15 @@ impl Hub {
             // It was left alone, and may have left something in our own buffer.
             self.ready.push(id);
         }
-        let reads = if entry.link.is_full() { EventFlags::empty() } else { EventFlags::IN };
-        let writes = if entry.link.is_flushed() { EventFlags::empty() } else { EventFlags::OUT };
+        let (is_full, is_flushed) = (entry.link.is_full(), entry.link.is_flushed());
+        if let Some(rings) = entry.link.rings() {
+            if !is_flushed && !rings.prepare_to_wait_for_room() {
+                self.ready.push(id);
+            }
+            return;
+        }
+        let reads = if is_full { EventFlags::empty() } else { EventFlags::IN };
+        let writes = if is_flushed { EventFlags::empty() } else { EventFlags::OUT };
         self.tell_of(id, reads | writes);
     }
 
@@ -733,7 +746,9 @@ impl Hub {
     fn take(&mut self, id: LinkId) {
         let now = self.now();
         let Some(entry) = self.links.get_mut(&id) else { return };
-        if entry.interest.contains(EventFlags::OUT) {
+        if entry.interest.contains(EventFlags::OUT)
+            || (!entry.link.is_flushed() && entry.link.rings().is_some())
+        {
             self.dirty.push(id);
         }
         // Its peer may count on this: what is still there to be read is read no more.
@@ -805,7 +820,9 @@ impl Hub {
                 let Some(challenge) = entry.link.greeting()? else { return Ok(false) };
                 let challenge = decode_challenge(&challenge)?;
                 let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
-                entry.role = Role::Greeted { to, connection, nonce };
+                let segment = self.card.as_ref().and_then(|_| neighbours::segment(entry.link.socket(), to));
+                let rings = segment.as_ref().map(|segment| segment.as_fd().as_raw_fd() as u32);
+                entry.role = Role::Greeted { to, connection, nonce, segment };
                 let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
                 let (purpose, whom) = match to {
                     Goal::Path(path, _) => (Purpose::Path, of_path(path).map(|peer| &peer.whom)),
@@ -813,13 +830,13 @@ impl Hub {
                 };
                 let Some(Whom { identity, session, .. }) = whom else { return Err(Ended::Closed) };
                 let (to, session) = (*identity, *session);
-                let offer = self.offer().filter(|_| purpose == Purpose::Path);
+                let offer = self.offer(rings).filter(|_| purpose == Purpose::Path);
                 let hello = Hello { purpose, connection, from: self.me, to, nonce, session, offer };
                 let bytes = hello.encode(&self.key, &challenge);
                 self.say(id, bytes);
                 Ok(true)
             }
-            Role::Greeted { to, connection, nonce } => {
+            Role::Greeted { to, connection, nonce, .. } => {
                 let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
                 let (to, connection) = (*to, *connection);
                 let answer = Welcome::decode(&welcome, &self.key, nonce)?;
@@ -856,8 +873,8 @@ impl Hub {
             fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
         }
         let wants = |hello: &Hello| hello.purpose == Purpose::Path && answer == Answer::Welcome;
-        let (neighbour, reads) = self.meet(hello.filter(wants));
-        let offer = self.offer().filter(|_| neighbour.is_some());
+        let (neighbour, reads, rings) = self.meet(hello.filter(wants));
+        let offer = self.offer(None).filter(|_| neighbour.is_some());
         let Some(entry) = self.links.get_mut(&id) else { return };
         entry.neighbour = neighbour;
         entry.role = match (answer, hello) {
@@ -870,8 +887,12 @@ impl Hub {
         if answer == Answer::WrongToken {
             tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer without the token");
         }
-        let welcome = Welcome { answer, from: self.me, offer, reads };
+        let welcome = Welcome { answer, from: self.me, offer, reads, rings: rings.is_some() };
         self.say(id, welcome.encode(&self.key, &nonce));
+        if let Some(rings) = rings {
+            self.flush(id);
+            self.go_through(id, rings);
+        }
     }
 
     /// The peer has answered our greeting; None: without a proof.
@@ -885,6 +906,7 @@ impl Hub {
         match (welcome, to) {
             (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
                 self.know_neighbour(id, path, &welcome)?;
+                self.take_up_rings(id, &welcome)?;
                 if !self.transfers.path_up(path, number) {
                     return Err(Ended::Closed);
                 }
@@ -1198,12 +1220,15 @@ fn by_number(descriptor: &Descriptor) -> HashMap<u32, RegionDescriptor> {
     descriptor.regions.iter().map(|region| (region.number, *region)).collect()
 }
 
+/// Whether both ends of a connection have the same address.
+fn is_same_host(socket: &TcpStream) -> bool {
+    let addresses = (socket.local_addr(), socket.peer_addr());
+    matches!(addresses, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
+}
+
 /// Bounds what waits in a socket between two processes of this host.
 fn keep_in_cache(socket: &TcpStream) {
-    let addresses = (socket.local_addr(), socket.peer_addr());
-    if let (Ok(own), Ok(peer)) = addresses
-        && own.ip() == peer.ip()
-    {
+    if is_same_host(socket) {
         // Without it all is only slower.
         let _ = sockopt::set_socket_send_buffer_size(socket, SAME_HOST_SEND_BYTES);
     }

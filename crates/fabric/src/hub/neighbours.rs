@@ -4,16 +4,18 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::io::Errno;
 
-use super::{Asked, Hub, LinkId, Transport};
+use super::{Asked, Goal, Hub, LinkId, Role, Transport, is_same_host};
 use crate::regions::Piece;
 use crate::runs::Run;
 use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};
-use crate::tcp::{BadFrame, Ended, Head, Hello, Offer, Outcome, Reads, Welcome, WireRun};
+use crate::shm::{RING_BYTES, Reader, Segment, Side, Writer};
+use crate::tcp::{BadFrame, Ended, Head, Hello, Offer, Outcome, Reads, Rings, Welcome, WireRun};
 use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 
 /// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
@@ -61,20 +63,102 @@ impl Job {
 }
 
 impl Hub {
-    /// Where neighbours may read this process's card.
-    pub(super) fn offer(&self) -> Option<Offer> {
-        self.card.as_ref().map(|card| Offer { pid: std::process::id(), card: card.address() })
+    /// Where neighbours may read this process's card, and which descriptor is a segment for a connection.
+    pub(super) fn offer(&self, rings: Option<u32>) -> Option<Offer> {
+        self.card.as_ref().map(|card| Offer { pid: std::process::id(), card: card.address(), rings })
     }
 
-    /// The process that says hello, if it is a neighbour.
-    pub(super) fn meet(&self, hello: Option<Hello>) -> (Option<Arc<Neighbour>>, Reads) {
+    /// The process that says hello, if it is a neighbour, and the ends of its segment.
+    pub(super) fn meet(
+        &self,
+        hello: Option<Hello>,
+    ) -> (Option<Arc<Neighbour>>, Reads, Option<(Writer, Reader)>) {
         let known = hello.and_then(|hello| Some((hello.from, hello.offer?)));
-        let (Some(_), Some((from, offer))) = (&self.card, known) else { return (None, Reads::No) };
+        let (Some(_), Some((from, offer))) = (&self.card, known) else { return (None, Reads::No, None) };
         match Neighbour::probe(offer.pid, offer.card, from) {
-            Ok(neighbour) => (Some(Arc::new(neighbour)), Reads::Yes),
+            Ok(neighbour) => {
+                let segment = offer.rings.map(|fd| neighbour.descriptor(fd).and_then(Segment::open));
+                let segment = segment.transpose().unwrap_or_else(|error| {
+                    tracing::debug!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
+                    None
+                });
+                let ends = segment.map(|segment| segment.ends(Side::Listening));
+                (Some(Arc::new(neighbour)), Reads::Yes, ends)
+            }
             Err(error) => {
                 tracing::debug!(pid = offer.pid, %error, "a peer's memory cannot be read");
-                (None, Reads::Refused(error.errno().raw_os_error().clamp(1, 254) as u8))
+                (None, Reads::Refused(error.errno().raw_os_error().clamp(1, 254) as u8), None)
+            }
+        }
+    }
+
+    /// The connection goes through the segment that we offered, if the peer does so.
+    pub(super) fn take_up_rings(&mut self, id: LinkId, welcome: &Welcome) -> Result<(), Ended> {
+        let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
+        let Role::Greeted { segment, .. } = &mut entry.role else { return Ok(()) };
+        match (welcome.rings, segment.take()) {
+            (true, Some(segment)) => {
+                self.go_through(id, segment.ends(Side::Connecting));
+                Ok(())
+            }
+            (true, None) => Err(BadFrame("it uses shared memory that was not offered").into()),
+            (false, _) => Ok(()),
+        }
+    }
+
+    /// From now on all of a connection goes through these.
+    pub(super) fn go_through(&mut self, id: LinkId, ends: (Writer, Reader)) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if !entry.link.is_flushed() {
+            // Its socket is new and takes a greeting at once, unless the peer is up to something.
+            return self.end(id, &Ended::Closed);
+        }
+        entry.link.go_through(ends);
+        self.rings.push(id);
+        // Something may be there already, and no wake for it.
+        self.ready.push(id);
+    }
+
+    /// Takes what came through rings. Whether there was anything.
+    pub(super) fn take_from_rings(&mut self) -> bool {
+        let mut any = false;
+        for index in (0..self.rings.len()).rev() {
+            // A link that ends takes its place in the list along.
+            let Some(id) = self.rings.get(index).copied() else { continue };
+            let Some(entry) = self.links.get_mut(&id) else { continue };
+            if !entry.link.is_full() && entry.link.rings().is_some_and(|rings| !rings.is_empty()) {
+                any = true;
+                self.take(id);
+            }
+        }
+        any
+    }
+
+    /// The socket of a link can be read.
+    pub(super) fn note_told(&mut self, id: LinkId) {
+        if let Some(rings) = self.links.get_mut(&id).and_then(|entry| entry.link.rings()) {
+            rings.note_told();
+        }
+    }
+
+    /// Whoever has something for this process from now on wakes it over a socket. False: something is there already.
+    pub(crate) fn prepare_to_sleep(&mut self) -> bool {
+        let mut may_sleep = true;
+        for id in &self.rings {
+            let Some(entry) = self.links.get_mut(id) else { continue };
+            // Of a full one nothing is taken before its peer has made room.
+            if !entry.link.is_full() {
+                may_sleep &= entry.link.rings().is_none_or(Rings::prepare_to_sleep);
+            }
+        }
+        may_sleep
+    }
+
+    /// Nobody need wake this process any more.
+    pub(crate) fn woken(&mut self) {
+        for id in &self.rings {
+            if let Some(rings) = self.links.get_mut(id).and_then(|entry| entry.link.rings()) {
+                rings.woken();
             }
         }
     }
@@ -240,6 +324,12 @@ impl Hub {
         }
         self.fences.failed(now, of);
     }
+}
+
+/// Shared memory for a connection that seems to stay on this host. Without it all goes through the socket.
+pub(super) fn segment(socket: &TcpStream, to: Goal) -> Option<Segment> {
+    let may_be = matches!(to, Goal::Path(..)) && is_same_host(socket);
+    may_be.then(|| Segment::create(RING_BYTES).ok())?
 }
 
 /// In words.

@@ -2,6 +2,9 @@
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
+use std::io;
+use std::os::fd::OwnedFd;
+
 use kvlane_memory::{ProbeError, RemoteProcess};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -58,6 +61,14 @@ impl Neighbour {
     pub(crate) fn is_there(&self) -> bool {
         // SAFETY: there is no destination.
         unsafe { self.read(&[], &[]) }.is_ok()
+    }
+
+    /// A descriptor of its own, as a duplicate.
+    pub(crate) fn descriptor(&self, fd: u32) -> io::Result<OwnedFd> {
+        let fd = i32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let descriptor = self.process.descriptor(fd)?;
+        // If it lives now, it was its own.
+        if self.process.has_exited() { Err(Errno::SRCH.into()) } else { Ok(descriptor) }
     }
 
     /// Whether a region of the neighbour's can be read by [`Neighbour::read`].

@@ -1,8 +1,6 @@
 //! Bytes between two processes of one host through memory that both map: a [`Segment`] holds a ring of bytes for each
 //! way.
 
-#![allow(dead_code, unused_imports, reason = "connections do not use it yet")]
-
 mod ring;
 mod segment;
 mod sync;

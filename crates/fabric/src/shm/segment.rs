@@ -87,6 +87,7 @@ impl Segment {
     }
 
     /// Bytes that each ring holds.
+    #[cfg(test)]
     pub(crate) fn ring_bytes(&self) -> usize {
         self.ring_bytes
     }

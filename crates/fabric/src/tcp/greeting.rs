@@ -4,12 +4,14 @@
 //!  Challenge:  | KVFT | version u8 | 0 x 3 | nonce 16 |
 //!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
 //!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | session u128
-//!              | pid u32 | 0 u32 | card u64 | proof 32 |
+//!              | pid u32 | rings u32 | card u64 | proof 32 |
 //!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64
-//!              | pid u32 | reads u8, 0 x 3 | card u64 | proof 32 |
+//!              | pid u32 | reads u8, rings u8, 0 x 2 | card u64 | proof 32 |
 //! ```
 //! `pid` and `card` say where a process of the same host lets its card be read (pid 0: nowhere); `reads` whether the
 //! listening side could read that of the connecting side: 0 it was not asked to or may not, 255 yes, else why not, an errno.
+//! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process that connects, 0 if there is none;
+//! of a Welcome 1 if all that follows goes through that segment, in both directions.
 //!
 //! A proof is the HMAC-SHA256 of the other side's nonce and the message before the proof, with the shared token as key:
 //! only who has the token can make it, and none is good a second time.
@@ -64,6 +66,8 @@ pub(crate) struct Hello {
 pub(crate) struct Offer {
     pub(crate) pid: u32,
     pub(crate) card: u64,
+    /// Of the side that connects: its descriptor of a segment of shared memory.
+    pub(crate) rings: Option<u32>,
 }
 
 /// What came of an offer.
@@ -84,6 +88,8 @@ pub(crate) struct Welcome {
     pub(crate) from: Identity,
     pub(crate) offer: Option<Offer>,
     pub(crate) reads: Reads,
+    /// Whether what follows goes through the segment that was offered.
+    pub(crate) rings: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,7 +158,8 @@ impl Hello {
         bytes.extend(fenced.to_le_bytes());
         bytes.extend(self.nonce);
         bytes.extend(self.session.to_le_bytes());
-        Offer::encode(self.offer, 0, &mut bytes);
+        let rings = self.offer.and_then(|offer| offer.rings?.checked_add(1)).unwrap_or(0);
+        Offer::encode(self.offer, rings.to_le_bytes(), &mut bytes);
         bytes.extend(key.prove(challenge, &bytes));
         bytes
     }
@@ -180,7 +187,8 @@ impl Hello {
             to: Identity::decode(bytes, 40),
             nonce: array(bytes, 72),
             session: u128::from_le_bytes(array(bytes, 88)),
-            offer: Offer::decode(bytes, 104),
+            offer: Offer::decode(bytes, 104)
+                .map(|offer| Offer { rings: u32::from_le_bytes(array(bytes, 108)).checked_sub(1), ..offer }),
         }))
     }
 }
@@ -198,7 +206,7 @@ impl Welcome {
             Reads::Yes => READS,
             Reads::Refused(errno) => errno,
         };
-        Offer::encode(self.offer, reads, &mut bytes);
+        Offer::encode(self.offer, [reads, u8::from(self.rings), 0, 0], &mut bytes);
         bytes.extend(key.prove(nonce, &bytes));
         bytes
     }
@@ -222,17 +230,17 @@ impl Welcome {
             READS => Reads::Yes,
             errno => Reads::Refused(errno),
         };
-        let welcome =
-            Welcome { answer, from: Identity::decode(bytes, 8), offer: Offer::decode(bytes, 32), reads };
+        let (from, offer, rings) = (Identity::decode(bytes, 8), Offer::decode(bytes, 32), bytes[37] == 1);
+        let welcome = Welcome { answer, from, offer, reads, rings };
         Ok(key.is_proof(nonce, said, proof).then_some(welcome))
     }
 }
 
 impl Offer {
-    fn encode(offer: Option<Offer>, reads: u8, to: &mut Vec<u8>) {
-        let Offer { pid, card } = offer.unwrap_or(Offer { pid: 0, card: 0 });
+    fn encode(offer: Option<Offer>, more: [u8; 4], to: &mut Vec<u8>) {
+        let (pid, card) = offer.map_or((0, 0), |offer| (offer.pid, offer.card));
         to.extend(pid.to_le_bytes());
-        to.extend([reads, 0, 0, 0]);
+        to.extend(more);
         to.extend(card.to_le_bytes());
     }
 
@@ -240,6 +248,7 @@ impl Offer {
         let offer = Offer {
             pid: u32::from_le_bytes(array(bytes, at)),
             card: u64::from_le_bytes(array(bytes, at + 8)),
+            rings: None,
         };
         (offer.pid != 0).then_some(offer)
     }
@@ -290,7 +299,7 @@ mod tests {
     const YOU: Identity = Identity { engine: 3, boot: 8 };
 
     fn sent(key: &Key, challenge: &[u8; 16], purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
-        let offer = (purpose == Purpose::Path).then_some(Offer { pid: 77, card: 1 << 40 });
+        let offer = (purpose == Purpose::Path).then_some(Offer { pid: 77, card: 1 << 40, rings: Some(0) });
         let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16], session: 11, offer };
         (hello, hello.encode(key, challenge).try_into().unwrap())
     }
@@ -305,8 +314,9 @@ mod tests {
             assert_eq!(Hello::decode(&bytes, &key, &[2; 16]), Ok(None), "heard on an earlier connection");
         }
         for reads in [Reads::No, Reads::Yes, Reads::Refused(1)] {
-            let offer = (reads != Reads::No).then_some(Offer { pid: 5, card: 6 });
-            let welcome = Welcome { answer: Answer::Welcome, from: YOU, offer, reads };
+            let offer = (reads != Reads::No).then_some(Offer { pid: 5, card: 6, rings: None });
+            let rings = reads == Reads::Yes;
+            let welcome = Welcome { answer: Answer::Welcome, from: YOU, offer, reads, rings };
             let bytes: [u8; WELCOME_BYTES] = welcome.encode(&key, &[4; 16]).try_into().unwrap();
             assert_eq!(Welcome::decode(&bytes, &key, &[4; 16]), Ok(Some(welcome)));
             assert_eq!(Welcome::decode(&bytes, &key, &[5; 16]), Ok(None));

@@ -8,8 +8,9 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, PULLED_RUN_BYTES};
-use super::stream::Stream;
+use super::stream::{Rings, Stream};
 use crate::regions::Piece;
+use crate::shm::{Reader, Writer};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
 const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * PULLED_RUN_BYTES;
@@ -82,12 +83,24 @@ impl Link {
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let (queued, written, own_bytes, received, start, end) = (0, 0, 0, 0, 0, 0);
         let (out, body) = (VecDeque::new(), None);
-        let stream = Stream::Plain(socket);
+        let stream = Stream::new(socket);
         Ok(Link { stream, out, queued, written, own_bytes, received, buffer, start, end, body })
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
         self.stream.socket()
+    }
+
+    /// Everything from now on goes through these ends of a segment. What came behind the greeting was wakes.
+    pub(crate) fn go_through(&mut self, ends: (Writer, Reader)) {
+        debug_assert!(self.is_flushed() && self.body.is_none());
+        (self.start, self.end) = (0, 0);
+        self.stream.go_through(ends);
+    }
+
+    /// Its rings, if it has some.
+    pub(crate) fn rings(&mut self) -> Option<&mut Rings> {
+        self.stream.rings()
     }
 
     /// Queues bytes.

@@ -11,3 +11,4 @@ pub(crate) use greeting::{
     Answer, Hello, Identity, Key, Offer, Purpose, Reads, Welcome, decode_challenge, encode_challenge,
 };
 pub(crate) use link::{Came, Ended, Link};
+pub(crate) use stream::Rings;
