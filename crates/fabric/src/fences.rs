@@ -14,9 +14,9 @@ use std::time::Duration;
 use crate::tcp::Identity;
 use crate::transfers::Token;
 
-/// After so long nothing of a broken connection is read any more: what may be silent at the most, and what clocks and
+/// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and
 /// threads may be late.
-pub(crate) const LEASE: Duration = Duration::from_millis(2500);
+pub(crate) const LEASE: Duration = Duration::from_millis(3500);
 /// The first pause before a peer is asked again, and the longest.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(500);

@@ -6,10 +6,9 @@
 //! ```
 //! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
 //! only when the peer has said over another connection that it reads the broken one no more (a fence), or when its lease is
-//! over: a peer reads nothing more of a connection over which it has heard nothing
-//! for [`SILENT`], whatever is still there to be read. Bytes that are posted again elsewhere, or memory that is used
-//! otherwise, are then not overwritten. Writes that a neighbour reads out of this process's memory ([`crate::same_host`])
-//! count on no lease: it confirms, or it is gone.
+//! over ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not
+//! overwritten. Writes that a neighbour reads out of this process's memory ([`crate::same_host`]) count on no lease: it
+//! confirms, or it is gone.
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
@@ -33,6 +32,7 @@ use crate::completion::Outcomes;
 use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
 use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
+use crate::lease::{self, Lease};
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
 use crate::same_host::{Card, Neighbour};
@@ -143,9 +143,9 @@ struct Entry {
 #[derive(Debug)]
 enum Role {
     /// Of a peer that has not said who it is.
-    Accepted { challenge: [u8; 16] },
+    Accepted { challenge: [u8; 16], lease: Lease },
     /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
-    Serving { from: Identity, session: u128, connection: u64, body: Option<(u64, bool)> },
+    Serving { from: Identity, session: u128, connection: u64, body: Option<(u64, bool)>, lease: Lease },
     /// Ends when all is written.
     Leaving,
     /// Ours, on its way: TCP connects, then the peer's challenge comes, then its welcome.
@@ -157,8 +157,8 @@ enum Role {
         /// What was offered.
         segment: Option<Segment>,
     },
-    /// Ours; and the read whose bytes are coming.
-    Up { path: PathId, number: u32, connection: u64, body: Option<Token> },
+    /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
+    Up { path: PathId, number: u32, connection: u64, body: Option<Token>, stamp: u64 },
 }
 
 /// What a connection of ours is for.
@@ -676,7 +676,8 @@ impl Hub {
             let added = random().and_then(|challenge| {
                 let challenge = challenge_of(challenge, random()?);
                 keep_in_cache(&socket);
-                let link = self.add(socket, Role::Accepted { challenge }, EventFlags::IN)?;
+                let link =
+                    self.add(socket, Role::Accepted { challenge, lease: Lease::begin() }, EventFlags::IN)?;
                 self.say(link, encode_challenge(&challenge));
                 Ok(())
             });
@@ -751,9 +752,9 @@ impl Hub {
         {
             self.dirty.push(id);
         }
-        // Its peer may count on this: what is still there to be read is read no more.
-        if matches!(entry.role, Role::Serving { .. }) && now.saturating_sub(entry.heard) >= SILENT {
-            return self.end(id, &Ended::Io(io::ErrorKind::TimedOut.into()));
+        // Its peer counts on this: what is still there to be read is read no more.
+        if matches!(entry.role, Role::Serving { lease, .. } if !lease.holds()) {
+            return self.end(id, &Ended::Late);
         }
         let received = entry.link.received();
         let mut has_more = true;
@@ -789,7 +790,8 @@ impl Hub {
         let Some(entry) = self.links.get_mut(&id) else { return };
         if !entry.acks.is_empty() {
             for outcomes in std::mem::take(&mut entry.acks).chunks(ENTRIES_MAX) {
-                let mut frame = Head::Ack { outcomes: outcomes.len() }.encode().to_vec();
+                let mut frame =
+                    Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() }.encode().to_vec();
                 outcomes.iter().for_each(|outcome| outcome.encode(&mut frame));
                 entry.link.say(frame);
             }
@@ -801,7 +803,7 @@ impl Hub {
     fn take_next(&mut self, id: LinkId, now: Duration) -> Result<bool, Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
         match &mut entry.role {
-            Role::Accepted { challenge } => {
+            Role::Accepted { challenge, .. } => {
                 let Some(hello) = entry.link.greeting()? else { return Ok(false) };
                 let hello = Hello::decode(&hello, &self.key, challenge)?;
                 self.greet(id, hello);
@@ -843,8 +845,12 @@ impl Hub {
                 self.welcomed(id, to, connection, answer)
             }
             Role::Serving { .. } | Role::Up { .. } => {
+                let lease = match entry.role {
+                    Role::Serving { lease, .. } => Some(lease),
+                    _ => None,
+                };
                 // SAFETY: expected memory belongs to a registered region, as queued memory does.
-                let came = unsafe { entry.link.receive()? };
+                let came = unsafe { entry.link.receive(lease)? };
                 if matches!(came, Came::Nothing) {
                     return Ok(false);
                 }
@@ -877,10 +883,14 @@ impl Hub {
         let offer = self.offer(None).filter(|_| neighbour.is_some());
         let Some(entry) = self.links.get_mut(&id) else { return };
         entry.neighbour = neighbour;
-        entry.role = match (answer, hello) {
-            (Answer::Welcome, Some(Hello { purpose: Purpose::Path, from, connection, session, .. })) => {
+        entry.role = match (answer, hello, &entry.role) {
+            (
+                Answer::Welcome,
+                Some(Hello { purpose: Purpose::Path, from, connection, session, .. }),
+                Role::Accepted { lease, .. },
+            ) => {
                 self.sessions.entry(session).or_default().0 += 1;
-                Role::Serving { from, session, connection, body: None }
+                Role::Serving { from, session, connection, body: None, lease: *lease }
             }
             _ => Role::Leaving,
         };
@@ -911,7 +921,7 @@ impl Hub {
                     return Err(Ended::Closed);
                 }
                 if let Some(entry) = self.links.get_mut(&id) {
-                    entry.role = Role::Up { path, number, connection, body: None };
+                    entry.role = Role::Up { path, number, connection, body: None, stamp: 0 };
                 }
                 Ok(true)
             }
@@ -932,9 +942,13 @@ impl Hub {
     fn take_frame(&mut self, id: LinkId, head: Head, entries: &[u8], now: Duration) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
         match (&mut entry.role, head) {
-            (_, Head::Ping) => self.say(id, Head::Pong.encode().to_vec()),
-            (_, Head::Pong) => {}
-            (Role::Serving { body, .. }, Head::Write { token, bytes, .. }) => {
+            (Role::Serving { lease, .. }, Head::Ping { stamp }) => {
+                lease.renew(stamp)?;
+                self.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
+            }
+            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
+            (Role::Serving { body, lease, .. }, Head::Write { token, bytes, stamp, .. }) => {
+                lease.renew(stamp)?;
                 let runs = WireRun::decode_all(entries, bytes)?;
                 let pieces = pieces_for_peer(&self.regions, &runs, true);
                 *body = Some((token, pieces.is_none()));
@@ -981,7 +995,8 @@ impl Hub {
                 *body = Some(token);
                 entry.link.expect(pieces, 0);
             }
-            (Role::Up { .. }, Head::Ack { .. }) => {
+            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+                *stamp = new;
                 for Outcome { token, refused } in Outcome::decode_all(entries) {
                     let token = Token::from_number(token);
                     let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else {
@@ -1061,7 +1076,10 @@ impl Hub {
                 let bytes = runs.iter().map(|run| run.len).sum();
                 let count = runs.len();
                 let head = match op {
-                    Op::Write => Head::Write { token: number, runs: count, bytes },
+                    Op::Write => {
+                        let stamp = if let Role::Up { stamp, .. } = entry.role { stamp } else { 0 };
+                        Head::Write { token: number, runs: count, bytes, stamp }
+                    }
                     Op::Read => Head::Read { token: number, runs: count, bytes },
                 };
                 let mut frame = head.encode().to_vec();
@@ -1138,6 +1156,8 @@ impl Hub {
                 self.give_back(others.into_iter().map(|(token, _)| token).collect());
                 match peer.and_then(|peer| self.peers.get(&peer)).filter(|_| !tokens.is_empty()) {
                     Some(peer) => {
+                        // After it was closed: until then its bytes went out, and this thread may have been stopped.
+                        let now = self.now();
                         let neighbour = entry.neighbour.filter(|_| is_pulled);
                         let lease = neighbour.is_none().then_some(LEASE);
                         self.fences.add(now, connection, peer.whom.clone(), tokens, lease);
@@ -1191,10 +1211,10 @@ impl Hub {
         for link in dead {
             self.end(link, &Ended::Io(io::ErrorKind::TimedOut.into()));
         }
-        let is_up = |entry: &Entry| matches!(entry.role, Role::Up { .. });
-        let up: Vec<LinkId> =
-            self.links.iter().filter(|(_, entry)| is_up(entry)).map(|(link, _)| *link).collect();
-        up.into_iter().for_each(|link| self.say(link, Head::Ping.encode().to_vec()));
+        let stamp = |entry: &Entry| if let Role::Up { stamp, .. } = entry.role { Some(stamp) } else { None };
+        let up: Vec<(LinkId, u64)> =
+            self.links.iter().filter_map(|(link, entry)| Some((*link, stamp(entry)?))).collect();
+        up.into_iter().for_each(|(link, stamp)| self.say(link, Head::Ping { stamp }.encode().to_vec()));
         let immediates = &mut self.immediates;
         self.sessions.retain(|session, (links, since)| {
             let is_kept = *links > 0 || now.saturating_sub(*since) < SESSION_KEPT;
@@ -1261,4 +1281,4 @@ fn decode_address(address: &Address) -> Option<SocketAddr> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 
-const _: () = assert!(LEASE.as_millis() > SILENT.as_millis());
+const _: () = assert!(LEASE.as_millis() > lease::PLACES.as_millis());

@@ -10,6 +10,7 @@ mod engine;
 mod fences;
 mod hub;
 mod immediates;
+mod lease;
 mod regions;
 mod runs;
 mod same_host;

@@ -16,18 +16,20 @@
 //!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
 //!  | kind | 0    | count  | 0        | token      | bytes      | more       | count entries, then the bytes |
 //!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
-//!  Write   count runs; bytes follow, to be placed in the runs one after the other      -> Ack
+//!  Write   count runs; bytes follow, to be placed in the runs one after the other;     -> Ack
+//!          more: the latest stamp
 //!  Read    count runs, which have so many bytes together                               -> Data, or Ack (refused)
 //!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
 //!  Data    bytes follow: the answer to the Read of that token
-//!  Ack     count outcomes
 //!  Pull    count runs with addresses, which have so many bytes together: the bytes are read from there -> Ack
-//!  Ping                                                                                -> Pong
-//!  Pong
+//!  Ack     count outcomes; more: a stamp
+//!  Ping    more: the latest stamp                                                      -> Pong
+//!  Pong    more: a stamp
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
 //!  run with address:  | run | address at the side that connected, u64 |
 //!  outcome:  | token u64  | refused u32    | 0 u32      |
 //! ```
+//! A stamp is what the listening side's clock said; the connecting side says it back ([`crate::lease`]), 0 before the first.
 
 use thiserror::Error;
 
@@ -47,14 +49,14 @@ pub(crate) const BYTES_MAX: u64 = 64 << 20;
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Head {
-    Write { token: u64, runs: usize, bytes: u64 },
+    Write { token: u64, runs: usize, bytes: u64, stamp: u64 },
     Read { token: u64, runs: usize, bytes: u64 },
     Pull { token: u64, runs: usize, bytes: u64 },
     Tell { token: u64, number: u64, counter: u32, generation: u32 },
     Data { token: u64, bytes: u64 },
-    Ack { outcomes: usize },
-    Ping,
-    Pong,
+    Ack { outcomes: usize, stamp: u64 },
+    Ping { stamp: u64 },
+    Pong { stamp: u64 },
 }
 
 /// Bytes at the side that listens.
@@ -81,16 +83,16 @@ pub(crate) struct BadFrame(pub(crate) &'static str);
 impl Head {
     pub(crate) fn encode(&self) -> [u8; HEAD_BYTES] {
         let (kind, count, token, bytes, more) = match *self {
-            Head::Write { token, runs, bytes } => (1, runs, token, bytes, 0),
+            Head::Write { token, runs, bytes, stamp } => (1, runs, token, bytes, stamp),
             Head::Read { token, runs, bytes } => (2, runs, token, bytes, 0),
             Head::Tell { token, number, counter, generation } => {
                 (3, 0, token, number, u64::from(counter) | u64::from(generation) << 32)
             }
             Head::Data { token, bytes } => (4, 0, token, bytes, 0),
-            Head::Ack { outcomes } => (5, outcomes, 0, 0, 0),
+            Head::Ack { outcomes, stamp } => (5, outcomes, 0, 0, stamp),
+            Head::Ping { stamp } => (6, 0, 0, 0, stamp),
+            Head::Pong { stamp } => (7, 0, 0, 0, stamp),
             Head::Pull { token, runs, bytes } => (8, runs, token, bytes, 0),
-            Head::Ping => (6, 0, 0, 0, 0),
-            Head::Pong => (7, 0, 0, 0, 0),
         };
         debug_assert!(count <= ENTRIES_MAX);
         let mut head = [0; HEAD_BYTES];
@@ -113,15 +115,15 @@ impl Head {
             _ => Err(BadFrame("a frame of no or too many bytes")),
         };
         match (head[0], count) {
-            (1, 1..) => moved(Head::Write { token, runs: count, bytes }),
+            (1, 1..) => moved(Head::Write { token, runs: count, bytes, stamp: more }),
             (2, 1..) => moved(Head::Read { token, runs: count, bytes }),
             (3, 0) => {
                 Ok(Head::Tell { token, number: bytes, counter: more as u32, generation: (more >> 32) as u32 })
             }
             (4, 0) => moved(Head::Data { token, bytes }),
-            (5, 1..) => Ok(Head::Ack { outcomes: count }),
-            (6, 0) => Ok(Head::Ping),
-            (7, 0) => Ok(Head::Pong),
+            (5, 1..) => Ok(Head::Ack { outcomes: count, stamp: more }),
+            (6, 0) => Ok(Head::Ping { stamp: more }),
+            (7, 0) => Ok(Head::Pong { stamp: more }),
             (8, 1..) => moved(Head::Pull { token, runs: count, bytes }),
             _ => Err(BadFrame("a frame of no known kind")),
         }
@@ -132,7 +134,7 @@ impl Head {
         match self {
             Head::Write { runs, .. } | Head::Read { runs, .. } => runs * RUN_BYTES,
             Head::Pull { runs, .. } => runs * PULLED_RUN_BYTES,
-            Head::Ack { outcomes } => outcomes * OUTCOME_BYTES,
+            Head::Ack { outcomes, .. } => outcomes * OUTCOME_BYTES,
             _ => 0,
         }
     }
@@ -207,11 +209,8 @@ mod tests {
     fn head() -> impl Strategy<Value = Head> {
         let (token, count, bytes) = (any::<u64>(), 1..=ENTRIES_MAX, 1..=BYTES_MAX);
         prop_oneof![
-            (token, count.clone(), bytes.clone()).prop_map(|(token, runs, bytes)| Head::Write {
-                token,
-                runs,
-                bytes
-            }),
+            (token, count.clone(), bytes.clone(), any::<u64>())
+                .prop_map(|(token, runs, bytes, stamp)| Head::Write { token, runs, bytes, stamp }),
             (token, count.clone(), bytes.clone()).prop_map(|(token, runs, bytes)| Head::Read {
                 token,
                 runs,
@@ -221,10 +220,10 @@ mod tests {
                 |(token, number, counter, generation)| Head::Tell { token, number, counter, generation }
             ),
             (token, bytes.clone()).prop_map(|(token, bytes)| Head::Data { token, bytes }),
-            count.clone().prop_map(|outcomes| Head::Ack { outcomes }),
+            (count.clone(), any::<u64>()).prop_map(|(outcomes, stamp)| Head::Ack { outcomes, stamp }),
+            any::<u64>().prop_map(|stamp| Head::Ping { stamp }),
+            any::<u64>().prop_map(|stamp| Head::Pong { stamp }),
             (token, count, bytes).prop_map(|(token, runs, bytes)| Head::Pull { token, runs, bytes }),
-            Just(Head::Ping),
-            Just(Head::Pong),
         ]
     }
 

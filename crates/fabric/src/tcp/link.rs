@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, PULLED_RUN_BYTES};
 use super::stream::{Rings, Stream};
+use crate::lease::Lease;
 use crate::regions::Piece;
 use crate::shm::{Reader, Writer};
 
@@ -29,6 +30,8 @@ const TURN_BYTES: usize = 4 << 20;
 pub(crate) enum Ended {
     #[error("the peer closed the connection")]
     Closed,
+    #[error("the peer has said back nothing new for too long to place its bytes")]
+    Late,
     #[error(transparent)]
     Bad(#[from] BadFrame),
     #[error(transparent)]
@@ -232,14 +235,15 @@ impl Link {
         self.body = Some(Body { to: to.into(), discard });
     }
 
-    /// The next thing that came.
+    /// The next thing that came. Bytes are placed while the lease holds, if there is one; it is asked right before each call
+    /// that does, since whoever calls this may be stopped anywhere.
     ///
     /// # Safety
     /// Expected memory is valid for writes.
-    pub(crate) unsafe fn receive(&mut self) -> Result<Came, Ended> {
+    pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Came, Ended> {
         if self.body.is_some() {
             // SAFETY: the caller's promise.
-            let is_whole = unsafe { self.receive_body()? };
+            let is_whole = unsafe { self.receive_body(lease)? };
             return Ok(if is_whole { Came::Body } else { Came::Nothing });
         }
         loop {
@@ -290,11 +294,11 @@ impl Link {
     ///
     /// # Safety
     /// As for [`Link::receive`].
-    unsafe fn receive_body(&mut self) -> Result<bool, Ended> {
+    unsafe fn receive_body(&mut self, lease: Option<Lease>) -> Result<bool, Ended> {
         let mut turn = 0;
         loop {
             // SAFETY: the caller's promise.
-            unsafe { self.place_buffered() };
+            unsafe { self.place_buffered(lease)? };
             let Some(body) = &mut self.body else { return Ok(true) };
             if body.to.is_empty() && body.discard == 0 {
                 self.body = None;
@@ -309,14 +313,15 @@ impl Link {
             let mut count = 0;
             let mut bytes = 0;
             for piece in &body.to {
-                if count == RANGES_MAX - 1 || bytes >= TURN_BYTES {
+                if count == RANGES_MAX - 1 || bytes == TURN_BYTES {
                     break;
                 }
-                ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len };
-                bytes += piece.len;
+                let len = piece.len.min(TURN_BYTES - bytes);
+                ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: len };
+                bytes += len;
                 count += 1;
             }
-            let fits = count == body.to.len();
+            let fits = body.to.iter().map(|piece| piece.len).sum::<usize>() == bytes;
             if body.to.is_empty() {
                 let len = body.discard.min(BUFFER_BYTES as u64) as usize;
                 ranges[0] = libc::iovec { iov_base: self.buffer.as_mut_ptr().cast(), iov_len: len };
@@ -327,6 +332,7 @@ impl Link {
                 ranges[count] = libc::iovec { iov_base: behind, iov_len: BEHIND_BYTES };
                 count += 1;
             }
+            check(lease)?;
             // SAFETY: the ranges are our own buffers, or valid by the caller's promise.
             match unsafe { self.stream.receive(&ranges[..count]) } {
                 Ok(0) => return Err(Ended::Closed),
@@ -355,12 +361,13 @@ impl Link {
     ///
     /// # Safety
     /// As for [`Link::receive`].
-    unsafe fn place_buffered(&mut self) {
-        let Some(body) = &mut self.body else { return };
+    unsafe fn place_buffered(&mut self, lease: Option<Lease>) -> Result<(), Ended> {
+        let Some(body) = &mut self.body else { return Ok(()) };
         while self.start < self.end {
             let there = &self.buffer[self.start..self.end];
             let taken = if let Some(piece) = body.to.front() {
                 let len = piece.len.min(there.len());
+                check(lease)?;
                 // SAFETY: the piece is valid for writes and at least as long; the buffer is our own.
                 unsafe { std::ptr::copy_nonoverlapping(there.as_ptr(), piece.pointer(), len) };
                 body.placed(len);
@@ -371,10 +378,11 @@ impl Link {
                 len as usize
             };
             if taken == 0 {
-                return;
+                break;
             }
             self.start += taken;
         }
+        Ok(())
     }
 }
 
@@ -396,6 +404,11 @@ impl Body {
             self.to.pop_front();
         }
     }
+}
+
+/// Right before bytes are placed.
+fn check(lease: Option<Lease>) -> Result<(), Ended> {
+    if lease.is_none_or(|lease| lease.holds()) { Ok(()) } else { Err(Ended::Late) }
 }
 
 enum Retry {
@@ -448,7 +461,7 @@ mod tests {
                 let bytes: usize = lens.iter().sum();
                 from.say(Head::Data { token, bytes: bytes as u64 }.encode().to_vec());
                 from.say_memory(piece(&mut source[*far..far + bytes]));
-                from.say(Head::Ping.encode().to_vec());
+                from.say(Head::Ping { stamp: 7 }.encode().to_vec());
                 let mut pieces = Vec::new();
                 if !discard {
                     expected[at..at + bytes].copy_from_slice(&source[*far..far + bytes]);
@@ -466,7 +479,7 @@ mod tests {
                 unsafe { from.flush().unwrap() };
                 loop {
                     // SAFETY: as above.
-                    match unsafe { to.receive().unwrap() } {
+                    match unsafe { to.receive(None).unwrap() } {
                         Came::Frame(Head::Data { bytes, .. }, _) => {
                             let (len, pieces) = wanted.pop_front().unwrap();
                             assert_eq!(len as u64, bytes);
@@ -474,7 +487,7 @@ mod tests {
                             to.expect(pieces, discard);
                         }
                         Came::Frame(head, _) => {
-                            assert_eq!(head, Head::Ping);
+                            assert_eq!(head, Head::Ping { stamp: 7 });
                             pings += 1;
                         }
                         Came::Body => bodies += 1,
@@ -500,7 +513,7 @@ mod tests {
         let mut arrived = [0; 10];
         loop {
             // SAFETY: as above.
-            match unsafe { to.receive() } {
+            match unsafe { to.receive(None) } {
                 Ok(Came::Frame(..)) => to.expect(vec![piece(&mut arrived)], 0),
                 Ok(Came::Nothing) => {}
                 Ok(Came::Body) => panic!("only half of it was sent"),
