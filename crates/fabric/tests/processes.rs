@@ -991,7 +991,7 @@ impl HeldBack {
         let proxies = proxies(&there.descriptor());
         let peer = here.meet(&through(&there.descriptor(), &proxies.iter().collect::<Vec<_>>()));
         // Each way is known by then: one that is not yet is tried first.
-        proxies.iter().for_each(|_| done(&here.post(peer)));
+        proxies.iter().for_each(|_| here.reach(peer));
         proxies[0].hold();
         let handle = here.write(peer, 0, HELD);
         proxies[0].wait_until_it_keeps(400 << 10);
@@ -1145,7 +1145,8 @@ fn connections_that_are_cut_again_and_again_lose_nothing_and_count_nothing_twice
         let there = Side::of(Load::COUNT * Load::EACH);
         let proxy = Proxy::to(&there.descriptor());
         let descriptor = through(&there.descriptor(), &[&proxy]);
-        let transfers = Options { breaks_max: 100, ..quick() };
+        // A machine that is busy takes longer than the other patience to connect again.
+        let transfers = Options { breaks_max: 100, peer_patience: PATIENCE, ..quick() };
         let options = EngineOptions { connections, transfers, ..by_tcp() };
         let load = Load::begin(there, &descriptor, options);
         for cut in 0..20 {
@@ -1185,7 +1186,9 @@ fn one_of_two_ways_ends(end: impl Fn(&Proxy)) {
     let slow = Duration::from_millis(1);
     proxies.iter().for_each(|proxy| proxy.change(|state| state.delay = slow));
     let descriptor = through(&there.descriptor(), &[&proxies[0], &proxies[1]]);
-    let load = Load::begin(there, &descriptor, EngineOptions { transfers: quick(), ..by_tcp() });
+    // As above.
+    let transfers = Options { peer_patience: PATIENCE, ..quick() };
+    let load = Load::begin(there, &descriptor, EngineOptions { transfers, ..by_tcp() });
     proxies.iter().for_each(|proxy| proxy.wait_for(4 * MIB as u64));
     end(&proxies[0]);
     assert!(!load.is_over(), "nothing was under way any more");
