@@ -232,6 +232,29 @@ _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-e
 class FabricPeer: ...
 
 @final
+class FabricPieces:
+    """What a transfer moves."""
+
+    @staticmethod
+    def runs(local: int, remote: int, runs: bytes) -> FabricPieces:
+        """Each run: offset here, offset there, length, little-endian u64."""
+
+    @staticmethod
+    def pages(page_bytes: int, local: _Side, remote: _Side) -> FabricPieces: ...
+
+@final
+class FabricGroup:
+    """`kvlane.fabric.Group` is for users. Answers the transfer of each member."""
+
+    def scatter(
+        self,
+        parts: list[tuple[FabricPieces, tuple[int, int] | None]],
+        timeout_ms: float | None,
+        is_bulk: bool,
+    ) -> list[FabricTransfer]: ...
+    def barrier(self, counters: list[tuple[int, int]], timeout_ms: float | None) -> list[FabricTransfer]: ...
+
+@final
 class FabricTransfer:
     """`kvlane.fabric.Transfer` is for users. An outcome is None, empty, or why the transfer failed."""
 
@@ -253,14 +276,10 @@ class FabricEngine:
     def paths(
         self, peer: FabricPeer
     ) -> list[tuple[str, bool, str, str | None, float | None, str | None]]: ...
-    def begin_runs(
-        self, peer: FabricPeer, is_write: bool, local: int, remote: int, runs: bytes, extras: _Extras
-    ) -> FabricTransfer:
-        """Each run: offset here, offset there, length, little-endian u64."""
-
-    def begin_pages(
-        self, peer: FabricPeer, is_write: bool, page_bytes: int, local: _Side, remote: _Side, extras: _Extras
+    def begin(
+        self, peer: FabricPeer, is_write: bool, pieces: FabricPieces, extras: _Extras
     ) -> FabricTransfer: ...
+    def group(self, peers: list[FabricPeer]) -> FabricGroup: ...
     def open_counter(self, counter: int) -> int: ...
     def count(self, counter: int, generation: int) -> int: ...
     def retire_counter(self, counter: int, generation: int) -> int: ...

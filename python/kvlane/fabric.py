@@ -15,6 +15,10 @@
     peer = engine.connect(descriptor)
     peer.write(region, remote_region, [(0, 0, 4096)], notify=(7, generation)).wait()
 
+    # or to several at once
+    group = engine.group([peer, other_peer])
+    group.scatter([Part(region, remote_region, runs, notify), ...]).wait()
+
 Transfers are reliable and have no order among each other. A transfer's memory, on both sides, belongs to it until it
 is over: `Transfer.wait` returned, or raised one of the errors below other than `StillMoving`. Lengths and offsets are
 in bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the host's memory can be registered as
@@ -28,6 +32,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -39,7 +44,11 @@ __all__ = [
     "DeadlineExceeded",
     "Engine",
     "FabricError",
+    "Group",
+    "GroupFailed",
+    "GroupTransfer",
     "Pages",
+    "Part",
     "Path",
     "Peer",
     "PeerLost",
@@ -70,6 +79,16 @@ class Refused(FabricError):
 
 class PeerLost(FabricError, ConnectionError):
     """The peer cannot be reached, or every connection broke that carried the transfer."""
+
+
+class GroupFailed(FabricError):
+    """Some members' parts failed, and all are over. `failures`: what each of those members failed with, by its place in
+    the group."""
+
+    def __init__(self, failures: dict[int, FabricError], members: int) -> None:
+        each = "; ".join(f"member {member}: {failure}" for member, failure in failures.items())
+        super().__init__(f"{len(failures)} of {members} members failed: {each}")
+        self.failures = failures
 
 
 class StillMoving(TimeoutError):
@@ -141,6 +160,11 @@ class Engine:
     def connect(self, descriptor: bytes) -> Peer:
         """A peer, by its descriptor. Returns at once: transfers wait for the connection."""
         return Peer(self, self._core.connect(descriptor))
+
+    def group(self, peers: Sequence[Peer]) -> Group:
+        """These peers, in this order, as one. ValueError if one of them is there twice, KeyError if one was
+        disconnected."""
+        return Group(self, peers)
 
     def counter(self, number: int) -> Counter:
         """A counter of this process, which transfers of peers count up."""
@@ -271,30 +295,129 @@ class Peer:
         region: Region,
         remote: int,
         runs: Iterable[tuple[int, int, int]] | bytes,
-        notify: tuple[int, int] | None = None,
-        timeout: float | None = None,
-        bulk: bool = False,
+        **how: Any,
     ) -> Transfer:
-        packed = runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
-        extras = (notify, None if timeout is None else timeout * 1e3, bulk)
-        core = self._engine._core.begin_runs(self._core, is_write, region.number, remote, packed, extras)
-        return Transfer(core, self)
+        return self._begin(is_write, _runs(region, remote, runs), **how)
 
-    def _pages(
+    def _pages(self, is_write: bool, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
+        pieces = _core.FabricPieces.pages(page_bytes, local._side, remote._side)
+        return self._begin(is_write, pieces, **how)
+
+    def _begin(
         self,
         is_write: bool,
-        page_bytes: int,
-        local: Pages,
-        remote: Pages,
+        pieces: _core.FabricPieces,
         notify: tuple[int, int] | None = None,
         timeout: float | None = None,
         bulk: bool = False,
     ) -> Transfer:
-        extras = (notify, None if timeout is None else timeout * 1e3, bulk)
-        core = self._engine._core.begin_pages(
-            self._core, is_write, page_bytes, local._side, remote._side, extras
-        )
-        return Transfer(core, self)
+        extras = (notify, _milliseconds(timeout), bulk)
+        return Transfer(self._engine._core.begin(self._core, is_write, pieces, extras), self)
+
+
+def _runs(region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes) -> _core.FabricPieces:
+    packed = runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
+    return _core.FabricPieces.runs(region.number, remote, packed)
+
+
+def _milliseconds(timeout: float | None) -> float | None:
+    return None if timeout is None else timeout * 1e3
+
+
+class Part:
+    """What one member of a group is written: bytes of our region to its region of the number `remote`, as by
+    `Peer.write`. `notify`: (number, generation) of a counter of the member, counted once after all of its bytes are in
+    place."""
+
+    def __init__(
+        self,
+        region: Region,
+        remote: int,
+        runs: Iterable[tuple[int, int, int]] | bytes,
+        notify: tuple[int, int] | None = None,
+    ) -> None:
+        self._core = (_runs(region, remote, runs), notify)
+
+    @classmethod
+    def pages(
+        cls, page_bytes: int, local: Pages, remote: Pages, notify: tuple[int, int] | None = None
+    ) -> Part:
+        """The n-th of our pages to the n-th of the member's, as by `Peer.write_pages`."""
+        part = cls.__new__(cls)
+        part._core = (_core.FabricPieces.pages(page_bytes, local._side, remote._side), notify)
+        return part
+
+
+class Group:
+    """Distinct peers in a fixed order, made by `Engine.group`.
+
+    A call begins the parts of all members or, if it raises, of none: ValueError if there is not one part for each
+    member, one does not fit its memory, or too many transfers are under way; KeyError if a member was disconnected or a
+    region unregistered. From then on each part is a transfer of its own: one that fails holds up no other.
+    """
+
+    def __init__(self, engine: Engine, peers: Sequence[Peer]) -> None:
+        self._peers = list(peers)
+        self._core = engine._core.group([peer._core for peer in self._peers])
+
+    def scatter(
+        self, parts: Iterable[Part], timeout: float | None = None, bulk: bool = False
+    ) -> GroupTransfer:
+        """Write each member its own part, the n-th to the n-th member. Each is given up after `timeout` seconds;
+        `bulk`: others come first."""
+        cores = self._core.scatter([part._core for part in parts], _milliseconds(timeout), bulk)
+        return GroupTransfer(cores, self._peers)
+
+    def barrier(self, counters: Iterable[tuple[int, int]], timeout: float | None = None) -> GroupTransfer:
+        """Tell each member's counter, the n-th (number, generation) the n-th member's; no bytes move. Given up after
+        `timeout` seconds.
+
+        For processes to wait for each other, each makes a counter, and a group of all others:
+
+            told = others.barrier(their_counters, timeout=10)
+            if not counter.wait(len(others) * round, timeout=10):   # round: 1, 2, 3...
+                ...                                                 # somebody did not come
+            told.wait()
+
+        It has no order with transfers that were begun before: wait for those first. A member that is gone fails as
+        `PeerLost`, and the others' counters do not get there: their wait ends by its timeout. After a failure members
+        may have counted differently: `Counter.retire`, and go on with the next generation.
+        """
+        return GroupTransfer(self._core.barrier(list(counters), _milliseconds(timeout)), self._peers)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+
+class GroupTransfer:
+    """What was begun for a group. `parts`: the transfer of each member in the group's order, which can be waited for,
+    or cancelled, by itself."""
+
+    def __init__(self, cores: list[_core.FabricTransfer], peers: list[Peer]) -> None:
+        self.parts = [Transfer(core, peer) for core, peer in zip(cores, peers, strict=True)]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when the parts of all members are over and done. Raises `GroupFailed` when all are over and some
+        failed, and `StillMoving` if not all are over after so many seconds. Other threads run meanwhile."""
+        deadline = None if timeout is None else monotonic() + timeout
+        failures: dict[int, FabricError] = {}
+        for member, part in enumerate(self.parts):
+            try:
+                part.wait(None if deadline is None else max(0.0, deadline - monotonic()))
+            except FabricError as failure:
+                failures[member] = failure
+        if failures:
+            raise GroupFailed(failures, len(self.parts))
+
+    @property
+    def done(self) -> bool:
+        """Whether all are over, either way."""
+        return all(part.done for part in self.parts)
+
+    def cancel(self) -> None:
+        """Give all up that are not over. They are over when `wait` has said so."""
+        for part in self.parts:
+            part.cancel()
 
 
 class Transfer:
@@ -307,7 +430,7 @@ class Transfer:
     def wait(self, timeout: float | None = None) -> None:
         """Returns when all bytes are in place, and the peer's counter has counted. Raises a `FabricError` if the
         transfer failed, and `StillMoving` if it is not over after so many seconds. Other threads run meanwhile."""
-        outcome = self._core.wait(None if timeout is None else timeout * 1e3)
+        outcome = self._core.wait(_milliseconds(timeout))
         if outcome is None:
             raise StillMoving("the transfer is not over yet; its memory still belongs to it")
         if outcome:
@@ -344,8 +467,7 @@ class Counter:
     def wait(self, target: int, timeout: float | None = None) -> bool:
         """Waits until it has counted so often. False: not after so many seconds, or the
         engine was closed."""
-        milliseconds = None if timeout is None else timeout * 1e3
-        return self._engine._core.wait_count(self.number, self.generation, target, milliseconds)
+        return self._engine._core.wait_count(self.number, self.generation, target, _milliseconds(timeout))
 
     def retire(self) -> None:
         """Begins anew at 0 with the next generation: what peers still send for this one counts nowhere."""

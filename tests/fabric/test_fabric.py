@@ -32,6 +32,8 @@ for line in sys.stdin:
     match line.split():
         case ["wait", count]:
             print(counter.wait(int(count), 30), flush=True)
+        case ["count"]:
+            print(counter.count, flush=True)
         case ["digest"]:
             print(hashlib.sha256(memory).hexdigest(), flush=True)
         case ["unregister"]:
@@ -216,3 +218,113 @@ def test_a_transfer_of_a_closed_engine_has_failed() -> None:
         engine.close()
         with pytest.raises(fabric.PeerLost, match="cannot be reached"):
             transfer.wait(PATIENCE)
+
+
+def test_each_member_of_a_group_gets_its_own_part() -> None:
+    source = numpy.random.default_rng(2).integers(0, 256, SIZE, dtype=numpy.uint8)
+    with other() as one, other() as two, fabric.Engine() as engine:
+        region = engine.register(source)
+        group = engine.group([engine.connect(one.descriptor), engine.connect(two.descriptor)])
+        assert len(group) == 2
+        lists = [[(0, 0, 8191), (20_000, 30_000, 8193)], [(50_000, 7, 16_385), (0, 100_000, 0)]]
+        parts = [
+            fabric.Part(region, there.region, runs, there.notify)
+            for there, runs in zip((one, two), lists, strict=True)
+        ]
+        transfer = group.scatter(parts, timeout=PATIENCE)
+        transfer.wait(PATIENCE)
+        assert transfer.done and [part.done for part in transfer.parts] == [True, True]
+        expected = [bytearray(b"o" * SIZE) for _ in lists]
+        for there, runs, memory in zip((one, two), lists, expected, strict=True):
+            for here, far, length in runs:
+                memory[far : far + length] = source[here : here + length].tobytes()
+            assert there.ask("wait 1") == "True" and there.ask("digest") == digest(memory)
+        pages = [
+            fabric.Part.pages(
+                4096,
+                fabric.Pages(region, [3, 9], 4096),
+                fabric.Pages(there.region, [100, 50], 4096),
+                there.notify,
+            )
+            for there in (one, two)
+        ]
+        group.scatter(pages, bulk=True).wait(PATIENCE)
+        for there, memory in zip((one, two), expected, strict=True):
+            for here, far in [(3, 100), (9, 50)]:
+                memory[far * 4096 : far * 4096 + 4096] = source[here * 4096 : here * 4096 + 4096].tobytes()
+            assert there.ask("wait 2") == "True" and there.ask("digest") == digest(memory)
+        # One part that cannot be begun: none is.
+        parts[1] = fabric.Part(region, two.region, [(0, 0, SIZE + 1)], two.notify)
+        with pytest.raises(ValueError, match=r"member 1 .*1048577 bytes"):
+            group.scatter(parts)
+        with pytest.raises(ValueError, match="1 parts for a group of 2"):
+            group.scatter(parts[:1])
+        group.barrier([one.notify, two.notify], timeout=PATIENCE).wait(PATIENCE)
+        assert [there.ask("wait 3") for there in (one, two)] == ["True", "True"]
+        assert [there.ask("count") for there in (one, two)] == ["3", "3"]
+
+
+def test_a_member_that_is_gone_fails_alone() -> None:
+    with other() as stays, other() as goes, fabric.Engine(patience=0.5) as engine:
+        region = engine.register(bytearray(b"x" * 100))
+        peers = [engine.connect(there.descriptor) for there in (goes, stays)]
+        group = engine.group(peers)
+        goes.process.kill()
+        goes.process.wait()
+        counters = [goes.notify, stays.notify]
+        told = group.barrier(counters)
+        with pytest.raises(
+            fabric.GroupFailed, match=r"1 of 2 members failed: member 0: .*cannot be reached"
+        ) as failed:
+            told.wait(PATIENCE)
+        assert [type(failure) for failure in failed.value.failures.values()] == [fabric.PeerLost]
+        told.parts[1].wait(0)
+        assert stays.ask("count") == "1"
+        parts = [fabric.Part(region, there.region, [(0, 0, 100)], there.notify) for there in (goes, stays)]
+        scattered = group.scatter(parts, timeout=PATIENCE)
+        scattered.parts[1].wait(PATIENCE)
+        with pytest.raises(fabric.GroupFailed):
+            scattered.wait(PATIENCE)
+        assert stays.ask("count") == "2"
+        with pytest.raises(ValueError, match="members 0 and 2"):
+            engine.group([*peers, peers[0]])
+        peers[0].disconnect()
+        with pytest.raises(KeyError, match="no such peer"):
+            engine.group(peers)
+        with pytest.raises(KeyError, match="member 0"):
+            group.barrier(counters)
+
+
+def test_waiting_for_a_group_ends_with_its_time_and_cancelling_it_ends_it() -> None:
+    with other() as there, fabric.Engine() as engine:
+        there.process.kill()
+        there.process.wait()
+        told = engine.group([engine.connect(there.descriptor)]).barrier([there.notify])
+        with pytest.raises(fabric.StillMoving):
+            told.wait(0)
+        assert not told.done
+        told.cancel()
+        with pytest.raises(fabric.GroupFailed) as failed:
+            told.wait(PATIENCE)
+        assert isinstance(failed.value.failures[0], fabric.Cancelled)
+
+
+def test_engines_wait_for_each_other() -> None:
+    with fabric.Engine() as one, fabric.Engine() as two, fabric.Engine() as three:
+        engines = [one, two, three]
+        counters = [engine.counter(5) for engine in engines]
+        came: list[int] = []
+
+        def member(me: int) -> None:
+            others = [at for at in range(3) if at != me]
+            group = engines[me].group([engines[me].connect(engines[at].describe()) for at in others])
+            for round in range(1, 11):
+                came.append(round)
+                told = group.barrier([(5, counters[at].generation) for at in others], timeout=PATIENCE)
+                assert counters[me].wait(len(group) * round, timeout=PATIENCE)
+                assert sum(other >= round for other in list(came)) >= 3
+                told.wait(PATIENCE)
+
+        with ThreadPoolExecutor(3) as pool:
+            for waiting in [pool.submit(member, me) for me in range(3)]:
+                waiting.result(3 * PATIENCE)

@@ -19,7 +19,9 @@ use rustix::event::epoll::{self, Event};
 use thiserror::Error;
 
 use crate::descriptor::{Access, Descriptor};
+use crate::group::Group;
 use crate::hub::{Hub, PathStatus, Transport, random};
+use crate::runs::Run;
 use crate::shape::{Pieces, ShapeError};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
 use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
@@ -109,6 +111,34 @@ pub enum FabricError {
     /// As many transfers as can be.
     #[error("{0} transfers are under way, as many as can be: wait for one to be over")]
     Full(usize),
+    /// The same peer as two members of a group, by their places in the list.
+    #[error("members {0} and {1} of the group are the same peer")]
+    SameMember(usize, usize),
+    /// Not one part, or counter, for each member.
+    #[error("{given} parts for a group of {members} members: each has one, which may be empty")]
+    Parts {
+        /// How many there are.
+        given: usize,
+        /// How many there have to be.
+        members: usize,
+    },
+    /// The part of one member cannot be begun, so that none was.
+    #[error("member {member} of the group: {why}")]
+    Member {
+        /// Its place in the group's list.
+        member: usize,
+        /// What is wrong with it.
+        #[source]
+        why: Box<FabricError>,
+    },
+    /// Fewer transfers can begin than a group has members, so that none was.
+    #[error("a group of {members} members, and room for {room} transfers: wait for others to be over")]
+    NoRoomForAll {
+        /// How many would begin.
+        members: usize,
+        /// How many can.
+        room: usize,
+    },
 }
 
 /// What to move.
@@ -151,8 +181,8 @@ pub struct Engine {
 }
 
 #[derive(Debug)]
-struct Shared {
-    hub: Mutex<Hub>,
+pub(crate) struct Shared {
+    pub(crate) hub: Mutex<Hub>,
     /// Something that a sleeper may wait for has happened.
     changed: Condvar,
     /// How many wait and do the work; the thread behind rests until there are none.
@@ -265,25 +295,15 @@ impl Engine {
     /// Begins a transfer. Its memory of both sides belongs to it until it is over.
     pub fn begin(&self, peer: PeerId, transfer: Transfer) -> Result<Handle, FabricError> {
         let mut hub = self.shared.hub.lock();
-        let now = hub.now();
-        let sides = hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
-        let runs = transfer.pieces.runs(&sides)?;
-        let regions: Vec<(u32, u32)> = runs.iter().map(|run| (run.local.region, run.remote.region)).collect();
-        let request = Request {
-            peer,
-            op: transfer.op,
-            runs,
-            immediate: transfer.immediate,
-            deadline: transfer.timeout.map(|timeout| now.saturating_add(timeout)),
-            priority: transfer.priority,
-        };
-        let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
-        hub.outcomes.want(ticket);
-        hub.note_use(ticket, peer, &regions);
-        hub.pump();
-        self.shared.tell(&mut hub);
-        self.shared.wake_if_needed(&hub);
-        Ok(Handle { shared: Arc::clone(&self.shared), ticket })
+        let runs = runs_of(&hub, peer, &transfer.pieces)?;
+        let handle = self.shared.submit(&mut hub, peer, transfer, runs)?;
+        self.shared.set_going(&mut hub);
+        Ok(handle)
+    }
+
+    /// These peers, in this order, as one: see [`Group`].
+    pub fn group(&self, peers: &[PeerId]) -> Result<Group, FabricError> {
+        Group::new(Arc::clone(&self.shared), peers)
     }
 
     /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
@@ -352,7 +372,7 @@ impl Drop for Engine {
 #[derive(Debug)]
 pub struct Handle {
     shared: Arc<Shared>,
-    ticket: Ticket,
+    pub(crate) ticket: Ticket,
 }
 
 impl Handle {
@@ -373,9 +393,7 @@ impl Handle {
         let mut hub = self.shared.hub.lock();
         let now = hub.now();
         hub.transfers.cancel(now, self.ticket);
-        hub.pump();
-        self.shared.tell(&mut hub);
-        self.shared.wake_if_needed(&hub);
+        self.shared.set_going(&mut hub);
     }
 }
 
@@ -403,8 +421,39 @@ impl Drop for Handle {
 }
 
 impl Shared {
+    /// Makes a transfer of runs that were checked. It is begun by [`Shared::set_going`].
+    pub(crate) fn submit(
+        self: &Arc<Shared>,
+        hub: &mut Hub,
+        peer: PeerId,
+        transfer: Transfer,
+        runs: Vec<Run>,
+    ) -> Result<Handle, FabricError> {
+        let now = hub.now();
+        let regions: Vec<(u32, u32)> = runs.iter().map(|run| (run.local.region, run.remote.region)).collect();
+        let request = Request {
+            peer,
+            op: transfer.op,
+            runs,
+            immediate: transfer.immediate,
+            deadline: transfer.timeout.map(|timeout| now.saturating_add(timeout)),
+            priority: transfer.priority,
+        };
+        let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
+        hub.outcomes.want(ticket);
+        hub.note_use(ticket, peer, &regions);
+        Ok(Handle { shared: Arc::clone(self), ticket })
+    }
+
+    /// Does what was asked for since, and tells those who wait for it.
+    pub(crate) fn set_going(&self, hub: &mut MutexGuard<'_, Hub>) {
+        hub.pump();
+        self.tell(hub);
+        self.wake_if_needed(hub);
+    }
+
     /// Waits until `found` finds something, and does the engine's work meanwhile. None: not by the deadline.
-    fn wait<T>(
+    pub(crate) fn wait<T>(
         &self,
         hub: &mut MutexGuard<'_, Hub>,
         deadline: Option<Instant>,
@@ -522,6 +571,12 @@ impl Shared {
             hub.note_woken();
         }
     }
+}
+
+/// What a transfer with a peer moves, checked against the memory of both sides.
+pub(crate) fn runs_of(hub: &Hub, peer: PeerId, pieces: &Pieces) -> Result<Vec<Run>, FabricError> {
+    let sides = hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
+    Ok(pieces.runs(&sides)?)
 }
 
 /// Whether transfers of these limits fit into frames.

@@ -8,6 +8,7 @@ mod completion;
 mod descriptor;
 mod engine;
 mod fences;
+mod group;
 mod hub;
 mod immediates;
 mod lease;
@@ -23,6 +24,7 @@ pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
 pub use engine::{Engine, EngineOptions, FabricError, Handle, Transfer};
+pub use group::{Group, GroupHandle, Part};
 pub use hub::{PathStatus, Transport};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use runs::{Place, Run};

@@ -634,6 +634,11 @@ impl Transfers {
         self.live.len()
     }
 
+    /// How many more can begin.
+    pub fn room(&self) -> usize {
+        self.options.live_max.saturating_sub(self.live.len())
+    }
+
     fn next_of_peer(&mut self, now: Duration, id: PeerId) -> Option<Post> {
         let path = self.best_path(id)?;
         loop {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Pages, PathStatus, PeerId,
-    Pieces, Place, Priority, Run, Transfer, Transport,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Group, Handle, Op, Pages, Part,
+    PathStatus, PeerId, Pieces, Place, Priority, Run, Transfer, Transport,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -27,6 +27,12 @@ pub(crate) struct PyPeer(PeerId);
 
 #[pyclass(name = "FabricTransfer", module = "kvlane._core", frozen)]
 pub(crate) struct PyTransfer(Handle);
+
+#[pyclass(name = "FabricPieces", module = "kvlane._core", frozen)]
+pub(crate) struct PyPieces(Pieces);
+
+#[pyclass(name = "FabricGroup", module = "kvlane._core", frozen)]
+pub(crate) struct PyGroup(Group);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
@@ -100,53 +106,27 @@ impl PyEngine {
         Ok(self.engine()?.paths(peer.0).into_iter().map(path).collect())
     }
 
-    /// `runs`: offset here, offset there, length, each a little-endian u64.
-    fn begin_runs(
+    fn begin(
         &self,
         peer: &PyPeer,
         is_write: bool,
-        local: u32,
-        remote: u32,
-        runs: &[u8],
+        pieces: &PyPieces,
         extras: Extras,
     ) -> PyResult<PyTransfer> {
-        if !runs.len().is_multiple_of(RUN_BYTES) {
-            return Err(PyValueError::new_err("a run has 24 bytes"));
-        }
-        let word = |run: &[u8], index: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&run[index * 8..index * 8 + 8]);
-            u64::from_le_bytes(word)
+        let (immediate, timeout_ms, is_bulk) = extras;
+        let transfer = Transfer {
+            op: if is_write { Op::Write } else { Op::Read },
+            pieces: pieces.0.clone(),
+            immediate,
+            timeout: timeout_ms.map(milliseconds).transpose()?,
+            priority: priority(is_bulk),
         };
-        let run = |run: &[u8]| Run {
-            local: Place { region: local, offset: word(run, 0) },
-            remote: Place { region: remote, offset: word(run, 1) },
-            len: word(run, 2),
-        };
-        let pieces = Pieces::Runs(runs.chunks_exact(RUN_BYTES).map(run).collect());
-        self.begin(peer, is_write, pieces, extras)
+        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
     }
 
-    fn begin_pages(
-        &self,
-        peer: &PyPeer,
-        is_write: bool,
-        page_bytes: u64,
-        local: PySide<'_>,
-        remote: PySide<'_>,
-        extras: Extras,
-    ) -> PyResult<PyTransfer> {
-        let pages = |(region, offset, stride, indices): PySide<'_>| Pages {
-            region,
-            offset,
-            stride,
-            indices: indices
-                .chunks_exact(4)
-                .map(|index| u32::from_le_bytes([index[0], index[1], index[2], index[3]]))
-                .collect(),
-        };
-        let pieces = Pieces::Paged { page_bytes, local: pages(local), remote: pages(remote) };
-        self.begin(peer, is_write, pieces, extras)
+    fn group(&self, peers: Vec<PyRef<'_, PyPeer>>) -> PyResult<PyGroup> {
+        let peers: Vec<PeerId> = peers.iter().map(|peer| peer.0).collect();
+        self.engine()?.group(&peers).map(PyGroup).map_err(error)
     }
 
     fn open_counter(&self, counter: u32) -> PyResult<u32> {
@@ -185,6 +165,68 @@ impl PyEngine {
 }
 
 #[pymethods]
+impl PyPieces {
+    /// `runs`: offset here, offset there, length, each a little-endian u64.
+    #[staticmethod]
+    fn runs(local: u32, remote: u32, runs: &[u8]) -> PyResult<PyPieces> {
+        if !runs.len().is_multiple_of(RUN_BYTES) {
+            return Err(PyValueError::new_err("a run has 24 bytes"));
+        }
+        let word = |run: &[u8], index: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&run[index * 8..index * 8 + 8]);
+            u64::from_le_bytes(word)
+        };
+        let run = |run: &[u8]| Run {
+            local: Place { region: local, offset: word(run, 0) },
+            remote: Place { region: remote, offset: word(run, 1) },
+            len: word(run, 2),
+        };
+        Ok(PyPieces(Pieces::Runs(runs.chunks_exact(RUN_BYTES).map(run).collect())))
+    }
+
+    #[staticmethod]
+    fn pages(page_bytes: u64, local: PySide<'_>, remote: PySide<'_>) -> PyPieces {
+        let pages = |(region, offset, stride, indices): PySide<'_>| Pages {
+            region,
+            offset,
+            stride,
+            indices: indices
+                .chunks_exact(4)
+                .map(|index| u32::from_le_bytes([index[0], index[1], index[2], index[3]]))
+                .collect(),
+        };
+        PyPieces(Pieces::Paged { page_bytes, local: pages(local), remote: pages(remote) })
+    }
+}
+
+#[pymethods]
+impl PyGroup {
+    /// For each member in order: what, and a counter with its generation there. Answers the transfer of each.
+    fn scatter(
+        &self,
+        parts: Vec<(PyRef<'_, PyPieces>, Option<(u32, u32)>)>,
+        timeout_ms: Option<f64>,
+        is_bulk: bool,
+    ) -> PyResult<Vec<PyTransfer>> {
+        let part = |(pieces, immediate): &(PyRef<'_, PyPieces>, Option<(u32, u32)>)| Part {
+            pieces: pieces.0.clone(),
+            immediate: *immediate,
+        };
+        let parts: Vec<Part> = parts.iter().map(part).collect();
+        let timeout = timeout_ms.map(milliseconds).transpose()?;
+        let begun = self.0.scatter(&parts, timeout, priority(is_bulk)).map_err(error)?;
+        Ok(begun.into_parts().into_iter().map(PyTransfer).collect())
+    }
+
+    fn barrier(&self, counters: Vec<(u32, u32)>, timeout_ms: Option<f64>) -> PyResult<Vec<PyTransfer>> {
+        let timeout = timeout_ms.map(milliseconds).transpose()?;
+        let begun = self.0.barrier(&counters, timeout).map_err(error)?;
+        Ok(begun.into_parts().into_iter().map(PyTransfer).collect())
+    }
+}
+
+#[pymethods]
 impl PyTransfer {
     /// None: not over in this time. Else empty, or why it failed.
     fn wait(&self, py: Python<'_>, timeout_ms: Option<f64>) -> PyResult<Option<&'static str>> {
@@ -205,18 +247,6 @@ impl PyEngine {
     fn engine(&self) -> PyResult<Arc<Engine>> {
         self.0.lock().clone().ok_or_else(|| PyValueError::new_err("the engine is closed"))
     }
-
-    fn begin(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
-        let (immediate, timeout_ms, is_bulk) = extras;
-        let transfer = Transfer {
-            op: if is_write { Op::Write } else { Op::Read },
-            pieces,
-            immediate,
-            timeout: timeout_ms.map(milliseconds).transpose()?,
-            priority: if is_bulk { Priority::Bulk } else { Priority::High },
-        };
-        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
-    }
 }
 
 /// Waits in parts, so that a signal is handled meanwhile.
@@ -235,6 +265,10 @@ fn wait_with_signals<T: Send>(
         }
         py.check_signals()?;
     }
+}
+
+fn priority(is_bulk: bool) -> Priority {
+    if is_bulk { Priority::Bulk } else { Priority::High }
 }
 
 fn name(outcome: Result<(), Failure>) -> &'static str {
@@ -266,7 +300,11 @@ fn milliseconds(value: f64) -> PyResult<Duration> {
 
 fn error(error: FabricError) -> PyErr {
     let sentence = error.to_string();
-    match error {
+    let kind = match &error {
+        FabricError::Member { why, .. } => why,
+        kind => kind,
+    };
+    match kind {
         FabricError::Io(_) => PyOSError::new_err(sentence),
         FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
         _ => PyValueError::new_err(sentence),

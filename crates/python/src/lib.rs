@@ -16,7 +16,7 @@ mod _core {
     #[pymodule_export]
     use super::bench::{bench_copy, bench_echo, bench_ping_pong, bench_read_process};
     #[pymodule_export]
-    use super::fabric::{PyEngine, PyPeer, PyTransfer};
+    use super::fabric::{PyEngine, PyGroup, PyPeer, PyPieces, PyTransfer};
     #[pymodule_export]
     use super::gpu::{bench_gpu_calibrate, bench_gpu_copy, bench_gpu_load, bench_gpu_rails, bench_gpus};
     #[pymodule_export]
