@@ -229,7 +229,9 @@ _Extras = tuple[tuple[int, int] | None, float | None, bool]  # (counter, generat
 _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-endian u32
 
 @final
-class FabricPeer: ...
+class FabricPeer:
+    def id(self) -> tuple[int, int]:
+        """Engine id, boot nonce."""
 
 @final
 class FabricPieces:
@@ -266,7 +268,17 @@ class FabricTransfer:
 class FabricEngine:
     """`kvlane.fabric.Engine` is for users, and keeps registered memory alive."""
 
-    def __init__(self, listen: list[str], token: str, connections: int, patience_ms: float, transport: str) -> None: ...
+    def __init__(
+        self,
+        listen: list[str],
+        token: str,
+        connections: int,
+        patience_ms: float,
+        transport: str,
+        inbox: tuple[int, int],
+    ) -> None:
+        """`inbox`: most messages, and most bytes of them."""
+
     def register(self, address: int, length: int, writable: bool) -> int: ...
     def unregister(self, region: int) -> None: ...
     def describe(self) -> bytes: ...
@@ -280,6 +292,11 @@ class FabricEngine:
         self, peer: FabricPeer, is_write: bool, pieces: FabricPieces, extras: _Extras
     ) -> FabricTransfer: ...
     def group(self, peers: list[FabricPeer]) -> FabricGroup: ...
+    def send(self, peer: FabricPeer, bytes: bytes, timeout_ms: float, is_bulk: bool) -> FabricTransfer: ...
+    def receive(self, timeout_ms: float | None) -> tuple[tuple[int, int], bytes] | None:
+        """Engine id and boot nonce of the sender, and the bytes."""
+
+    def id(self) -> tuple[int, int]: ...
     def open_counter(self, counter: int) -> int: ...
     def count(self, counter: int, generation: int) -> int: ...
     def retire_counter(self, counter: int, generation: int) -> int: ...

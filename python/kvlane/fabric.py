@@ -15,6 +15,10 @@
     peer = engine.connect(descriptor)
     peer.write(region, remote_region, [(0, 0, 4096)], notify=(7, generation)).wait()
 
+    # small things, without registered memory
+    peer.send(b"which pages are free?").wait()
+    answer = engine.receive(timeout=10)
+
     # or to several at once
     group = engine.group([peer, other_peer])
     group.scatter([Part(region, remote_region, runs, notify), ...]).wait()
@@ -43,10 +47,13 @@ __all__ = [
     "Counter",
     "DeadlineExceeded",
     "Engine",
+    "EngineId",
     "FabricError",
     "Group",
     "GroupFailed",
     "GroupTransfer",
+    "Message",
+    "NoRoom",
     "Pages",
     "Part",
     "Path",
@@ -77,6 +84,10 @@ class Refused(FabricError):
     """The peer does not share these bytes, or not any more: ask it for a new descriptor, and `Peer.update`."""
 
 
+class NoRoom(FabricError, TimeoutError):
+    """The peer had no room for a message within its `timeout`: nobody there receives what has arrived."""
+
+
 class PeerLost(FabricError, ConnectionError):
     """The peer cannot be reached, or every connection broke that carried the transfer."""
 
@@ -98,10 +109,26 @@ class StillMoving(TimeoutError):
 _FAILURES: dict[str, tuple[type[FabricError], str]] = {
     "cancelled": (Cancelled, "the transfer was cancelled"),
     "deadline": (DeadlineExceeded, "the transfer was not over by its deadline"),
+    "room": (NoRoom, "the peer had no room for the message until its deadline"),
     "refused": (Refused, "the peer refused the transfer: it does not share these bytes, or not any more"),
     "lost": (PeerLost, "the peer cannot be reached any more"),
     "breaks": (PeerLost, "every connection broke that carried the transfer"),
 }
+
+
+class EngineId(NamedTuple):
+    """Which engine, and which start of it."""
+
+    engine: int
+    boot: int
+
+
+class Message(NamedTuple):
+    """What a peer has sent."""
+
+    sender: EngineId
+    """As `Peer.id`."""
+    data: bytes
 
 
 class Engine:
@@ -111,7 +138,9 @@ class Engine:
     that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
     peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail. `transport`: "auto"
     for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of this
-    host whose memory may be read: others are not reached, and `Peer.paths` says why.
+    host whose memory may be read: others are not reached, and `Peer.paths` says why. `inbox_messages` and `inbox_bytes`:
+    so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again later. At least 1
+    and 65,536.
     """
 
     def __init__(
@@ -121,8 +150,13 @@ class Engine:
         connections: int = 1,
         patience: float = 3.0,
         transport: str = "auto",
+        inbox_messages: int = 1024,
+        inbox_bytes: int = 16 << 20,
     ) -> None:
-        self._core = _core.FabricEngine(list(listen), token, connections, patience * 1e3, transport)
+        inbox = (inbox_messages, inbox_bytes)
+        self._core = _core.FabricEngine(
+            list(listen), token, connections, patience * 1e3, transport, inbox
+        )
         self._owners: dict[int, Any] = {}
 
     def register(self, memory: Any, length: int | None = None, writable: bool = True) -> Region:
@@ -165,6 +199,17 @@ class Engine:
         """These peers, in this order, as one. ValueError if one of them is there twice, KeyError if one was
         disconnected."""
         return Group(self, peers)
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """A message of any peer: of those that arrived the one that waits the longest. None: not within so many
+        seconds. ValueError if the engine is closed, also meanwhile. Other threads run meanwhile."""
+        message = self._core.receive(_milliseconds(timeout))
+        return None if message is None else Message(EngineId(*message[0]), message[1])
+
+    @property
+    def id(self) -> EngineId:
+        """Who messages from here are from."""
+        return EngineId(*self._core.id())
 
     def counter(self, number: int) -> Counter:
         """A counter of this process, which transfers of peers count up."""
@@ -275,6 +320,22 @@ class Peer:
     def read_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
         """The n-th of the peer's pages into the n-th of ours, otherwise as `write`."""
         return self._pages(False, page_bytes, local, remote, **how)
+
+    def send(self, data: bytes, timeout: float = 10.0, bulk: bool = False) -> Transfer:
+        """A message of at most 65,536 bytes, which the peer takes by `Engine.receive`. No memory needs to be registered
+        on either side. `bulk`: others come first.
+
+        It is delivered once, or fails; messages have no order, among each other or with transfers. Where the peer has
+        no room for it, it is sent again, until it fails as `NoRoom` after `timeout` seconds. One that failed
+        otherwise may have been delivered, or may still be for a moment where a connection broke; never twice.
+        ValueError if it is too long, or too many are under way; KeyError if the peer was disconnected.
+        """
+        return Transfer(self._engine._core.send(self._core, data, timeout * 1e3, bulk), self)
+
+    @property
+    def id(self) -> EngineId:
+        """Who messages from the peer are from."""
+        return EngineId(*self._core.id())
 
     def update(self, descriptor: bytes) -> None:
         """Take note of what the peer has registered since. KeyError if it is another process by now."""

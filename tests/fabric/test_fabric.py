@@ -34,6 +34,12 @@ for line in sys.stdin:
             print(counter.wait(int(count), 30), flush=True)
         case ["count"]:
             print(counter.count, flush=True)
+        case ["echo"]:
+            message = engine.receive(30)
+            back = engine.connect(bytes.fromhex(sys.argv[2]))
+            assert message is not None and back.id == message.sender
+            back.send(message.data[::-1]).wait(30)
+            print(engine.id.engine, engine.id.boot, flush=True)
         case ["digest"]:
             print(hashlib.sha256(memory).hexdigest(), flush=True)
         case ["unregister"]:
@@ -62,8 +68,8 @@ class Other:
 
 
 @contextmanager
-def other(token: str = "") -> Iterator[Other]:
-    command = [sys.executable, "-c", OTHER, token]
+def other(token: str = "", descriptor: bytes = b"") -> Iterator[Other]:
+    command = [sys.executable, "-c", OTHER, token, descriptor.hex()]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Other(process)
@@ -328,3 +334,60 @@ def test_engines_wait_for_each_other() -> None:
         with ThreadPoolExecutor(3) as pool:
             for waiting in [pool.submit(member, me) for me in range(3)]:
                 waiting.result(3 * PATIENCE)
+
+
+def test_messages_arrive_once_and_say_whose_they_are() -> None:
+    with fabric.Engine(patience=0.5) as engine, other(descriptor=engine.describe()) as there:
+        peer = engine.connect(there.descriptor)
+        for data in (b"", b"x", bytes(range(256)) * 256):
+            assert len(data) <= 65_536
+            sent = peer.send(data)
+            said = there.ask("echo")
+            sent.wait(PATIENCE)
+            assert sent.done
+            answer = engine.receive(PATIENCE)
+            assert answer == fabric.Message(peer.id, data[::-1])
+            assert said == f"{peer.id.engine} {peer.id.boot}"
+        assert engine.receive(0) is None
+        with pytest.raises(ValueError, match="65537 bytes"):
+            peer.send(bytes(65_537))
+        there.process.kill()
+        there.process.wait()
+        with pytest.raises((fabric.PeerLost, fabric.DeadlineExceeded)):
+            peer.send(b"x").wait(PATIENCE)
+        peer.disconnect()
+        with pytest.raises(KeyError, match="no such peer"):
+            peer.send(b"x")
+
+
+def test_messages_that_nobody_takes_fail_as_no_room() -> None:
+    with fabric.Engine() as engine, fabric.Engine(inbox_messages=2) as there:
+        peer = engine.connect(there.describe())
+        for data in (b"one", b"two"):
+            peer.send(data).wait(PATIENCE)
+        with pytest.raises(fabric.NoRoom):
+            peer.send(b"three", timeout=0.2, bulk=True).wait(PATIENCE)
+        waits = peer.send(b"four", timeout=PATIENCE)
+        received = [there.receive(PATIENCE) for _ in range(3)]
+        waits.wait(PATIENCE)
+        assert [message and message.data for message in received] == [b"one", b"two", b"four"]
+        assert received[0] is not None and received[0].sender == engine.id
+        assert there.receive(0.05) is None
+    with pytest.raises(ValueError, match="inbox"):
+        fabric.Engine(inbox_bytes=1000)
+
+
+def test_closing_an_engine_ends_what_waits_for_a_message() -> None:
+    engine = fabric.Engine()
+    with ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+
+        def wait() -> fabric.Message | None:
+            begun.set()
+            return engine.receive()
+
+        waiting = pool.submit(wait)
+        assert begun.wait(PATIENCE)
+        engine.close()
+        with pytest.raises(ValueError, match="closed"):
+            waiting.result(PATIENCE)

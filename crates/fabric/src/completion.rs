@@ -12,6 +12,9 @@ pub(crate) struct Outcomes {
     /// Something changed that a sleeper may wait for.
     changed: bool,
     to_wake: Vec<Waker>,
+    /// Tasks that wait for a message.
+    receivers: HashMap<u64, Waker>,
+    next_receiver: u64,
 }
 
 #[derive(Debug, Default)]
@@ -54,6 +57,30 @@ impl Outcomes {
     #[must_use]
     pub(crate) fn wake_with(&mut self, ticket: Ticket, waker: &Waker) -> Option<Waker> {
         self.wanted.get_mut(&ticket)?.waker.replace(waker.clone())
+    }
+
+    /// A number for a task that is going to wait for messages.
+    pub(crate) fn add_receiver(&mut self) -> u64 {
+        self.next_receiver += 1;
+        self.next_receiver
+    }
+
+    /// Wakes this task when there is a message, instead of the one that is answered.
+    #[must_use]
+    pub(crate) fn receive_with(&mut self, receiver: u64, waker: &Waker) -> Option<Waker> {
+        self.receivers.insert(receiver, waker.clone())
+    }
+
+    /// It does not wait any more. What is answered is to be dropped where a task may run.
+    #[must_use]
+    pub(crate) fn forget_receiver(&mut self, receiver: u64) -> Option<Waker> {
+        self.receivers.remove(&receiver)
+    }
+
+    /// There is a message, or there will be none any more.
+    pub(crate) fn note_message(&mut self) {
+        self.changed = true;
+        self.to_wake.extend(self.receivers.drain().map(|(_, waker)| waker));
     }
 
     /// Something else that a sleeper may wait for.

@@ -21,10 +21,11 @@ use thiserror::Error;
 use crate::descriptor::{Access, Descriptor};
 use crate::group::Group;
 use crate::hub::{Hub, PathStatus, Transport, random};
+use crate::inbox::{EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
 use crate::runs::Run;
 use crate::shape::{Pieces, ShapeError};
 use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
-use crate::transfers::{Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
+use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
@@ -53,6 +54,8 @@ pub struct EngineOptions {
     pub transport: Option<Transport>,
     /// The limits of transfers.
     pub transfers: Options,
+    /// The limits of what waits for [`Engine::receive`].
+    pub inbox: InboxOptions,
 }
 
 impl Default for EngineOptions {
@@ -64,6 +67,7 @@ impl Default for EngineOptions {
             connections: 1,
             transport: None,
             transfers: Options::default(),
+            inbox: InboxOptions::default(),
         }
     }
 }
@@ -111,6 +115,12 @@ pub enum FabricError {
     /// As many transfers as can be.
     #[error("{0} transfers are under way, as many as can be: wait for one to be over")]
     Full(usize),
+    /// Longer than a message can be.
+    #[error("a message of {0} bytes; it can have {MESSAGE_BYTES_MAX}")]
+    MessageTooLong(usize),
+    /// As many bytes of messages as can be.
+    #[error("{0} bytes of messages are under way, as many as can be: wait for some to be over")]
+    MessagesFull(usize),
     /// The same peer as two members of a group, by their places in the list.
     #[error("members {0} and {1} of the group are the same peer")]
     SameMember(usize, usize),
@@ -168,6 +178,21 @@ impl Transfer {
     }
 }
 
+/// How a message is sent.
+#[derive(Debug, Clone)]
+pub struct SendOptions {
+    /// After so long it is given up.
+    pub timeout: Duration,
+    /// Its turn.
+    pub priority: Priority,
+}
+
+impl Default for SendOptions {
+    fn default() -> SendOptions {
+        SendOptions { timeout: Duration::from_secs(10), priority: Priority::High }
+    }
+}
+
 /// Moves bytes between registered memory of this process and its peers'.
 ///
 /// One thread serves peers and carries transfers on; whoever waits for one does that work meanwhile, so that a small
@@ -203,11 +228,13 @@ impl Engine {
             return Err(FabricError::NoAddressToTell(*all));
         }
         check(&options.transfers)?;
+        check_inbox(&options.inbox)?;
         let engine = u128::from(random()?) << 64 | u128::from(random()?);
         let me = Identity { engine, boot: random()? };
         let transfers = Transfers::new(options.transfers);
-        let EngineOptions { listen, advertise, token, connections, transport, .. } = options;
-        let hub = Hub::new(me, &token, transfers, &listen, advertise, connections, transport)?;
+        let EngineOptions { listen, advertise, token, connections, transport, inbox, .. } = options;
+        let mut hub = Hub::new(me, &token, transfers, &listen, advertise, connections, transport)?;
+        hub.inbox = Inbox::new(inbox);
         let shared = Arc::new(Shared {
             hub: Mutex::new(hub),
             changed: Condvar::new(),
@@ -304,6 +331,67 @@ impl Engine {
     /// These peers, in this order, as one: see [`Group`].
     pub fn group(&self, peers: &[PeerId]) -> Result<Group, FabricError> {
         Group::new(Arc::clone(&self.shared), peers)
+    }
+
+    /// Sends a message of at most [`MESSAGE_BYTES_MAX`] bytes to a peer, which takes it by [`Engine::receive`].
+    ///
+    /// It is delivered once, or fails; messages have no order, among each other or with transfers. Where the peer has no
+    /// room for it, it is sent again with pauses of 1 to 100 ms ([`Options::room_pause`]), and fails at last as
+    /// [`Failure::NoRoom`]. One that failed for another reason may have been delivered, or may still be for a moment where
+    /// a connection broke; never twice.
+    pub fn send(
+        &self,
+        peer: PeerId,
+        bytes: impl Into<Arc<[u8]>>,
+        options: SendOptions,
+    ) -> Result<Handle, FabricError> {
+        let bytes = bytes.into();
+        if bytes.len() > MESSAGE_BYTES_MAX {
+            return Err(FabricError::MessageTooLong(bytes.len()));
+        }
+        let mut hub = self.shared.hub.lock();
+        if hub.is_closed {
+            return Err(FabricError::Closed);
+        }
+        hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
+        let now = hub.now();
+        let deadline = now.saturating_add(options.timeout);
+        let sent = hub.transfers.send(now, peer, bytes, deadline, options.priority);
+        let ticket = sent.map_err(|why| match why {
+            CannotSend::Full(full) => FabricError::Full(full.0),
+            CannotSend::Bytes(bytes) => FabricError::MessagesFull(bytes),
+        })?;
+        hub.outcomes.want(ticket);
+        self.shared.set_going(&mut hub);
+        drop(hub);
+        Ok(Handle { shared: Arc::clone(&self.shared), ticket })
+    }
+
+    /// A message of any peer, of those that arrived the one that waits the longest. None: not in this time, or the engine
+    /// was closed and nothing is left that arrived before.
+    ///
+    /// What is not taken fills the inbox ([`EngineOptions::inbox`]); then peers are told that there is no room.
+    pub fn receive(&self, timeout: Option<Duration>) -> Option<Message> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut hub = self.shared.hub.lock();
+        self.shared.wait(&mut hub, deadline, next_message).flatten()
+    }
+
+    /// As [`Engine::receive`], for tasks. Dropped before it is ready, it has taken nothing.
+    pub fn receiving(&self) -> Receiving {
+        let receiver = self.shared.hub.lock().outcomes.add_receiver();
+        Receiving { shared: Arc::clone(&self.shared), receiver }
+    }
+
+    /// What messages from here say of their sender; the same as in the descriptor.
+    pub fn id(&self) -> EngineId {
+        let me = self.shared.hub.lock().me;
+        EngineId { engine_id: me.engine, boot_nonce: me.boot }
+    }
+
+    /// Whether it was closed.
+    pub fn is_closed(&self) -> bool {
+        self.shared.hub.lock().is_closed
     }
 
     /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
@@ -418,6 +506,43 @@ impl Drop for Handle {
         let waker = self.shared.hub.lock().outcomes.forget(self.ticket);
         drop(waker);
     }
+}
+
+/// A message to come, of [`Engine::receiving`]; None once the engine is closed and nothing is left. It can be asked again
+/// for the next one.
+#[derive(Debug)]
+pub struct Receiving {
+    shared: Arc<Shared>,
+    receiver: u64,
+}
+
+impl Future for Receiving {
+    type Output = Option<Message>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut hub = self.shared.hub.lock();
+        if let Some(next) = next_message(&mut hub) {
+            return Poll::Ready(next);
+        }
+        let former = hub.outcomes.receive_with(self.receiver, context.waker());
+        // A task may go with it, and what it holds.
+        drop(hub);
+        drop(former);
+        Poll::Pending
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        let waker = self.shared.hub.lock().outcomes.forget_receiver(self.receiver);
+        drop(waker);
+    }
+}
+
+/// A message that has arrived; Some(None): there will be none any more.
+fn next_message(hub: &mut Hub) -> Option<Option<Message>> {
+    let message = hub.inbox.take();
+    (message.is_some() || hub.is_closed).then_some(message)
 }
 
 impl Shared {
@@ -581,18 +706,27 @@ pub(crate) fn runs_of(hub: &Hub, peer: PeerId, pieces: &Pieces) -> Result<Vec<Ru
 
 /// Whether transfers of these limits fit into frames.
 fn check(options: &Options) -> Result<(), FabricError> {
-    let Options { chunk_bytes, chunk_runs, credits, bulk_every, live_max, backoff, .. } = options;
+    let Options { chunk_bytes, chunk_runs, credits, bulk_every, live_max, backoff, room_pause, .. } = options;
     let is_one = (1..=BYTES_MAX).contains(chunk_bytes)
         && (1..=ENTRIES_MAX).contains(chunk_runs)
         && *credits > 0
         && *bulk_every > 1
         && *live_max > 0
-        && *backoff > Duration::ZERO;
+        && *backoff > Duration::ZERO
+        && *room_pause > Duration::ZERO;
     let wanted = || {
         format!(
-            "transfers need chunks of 1 to {BYTES_MAX} bytes and 1 to {ENTRIES_MAX} runs, credits, a backoff, room for \
+            "transfers need chunks of 1 to {BYTES_MAX} bytes and 1 to {ENTRIES_MAX} runs, credits, pauses, room for \
              one transfer, and bulk at most every second time: {options:?}"
         )
     };
     is_one.then_some(()).ok_or_else(|| FabricError::Limit(wanted()))
+}
+
+/// Whether any message can ever be taken.
+fn check_inbox(options: &InboxOptions) -> Result<(), FabricError> {
+    let fits = options.messages > 0 && options.bytes >= MESSAGE_BYTES_MAX;
+    let wanted =
+        || format!("an inbox has to hold one message of {MESSAGE_BYTES_MAX} bytes at least: {options:?}");
+    fits.then_some(()).ok_or_else(|| FabricError::Limit(wanted()))
 }

@@ -32,6 +32,7 @@ use crate::completion::Outcomes;
 use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
 use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
+use crate::inbox::{Admission, EngineId, Inbox, Message};
 use crate::lease::{self, Lease};
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
@@ -81,6 +82,7 @@ pub(crate) struct Hub {
     begun: Instant,
     pub(crate) transfers: Transfers,
     pub(crate) immediates: Immediates,
+    pub(crate) inbox: Inbox,
     pub(crate) regions: Regions,
     pub(crate) outcomes: Outcomes,
     epoll: Arc<OwnedFd>,
@@ -138,6 +140,17 @@ struct Entry {
     acks: Vec<Outcome>,
     /// The process at the other end, where both can read each other's memory.
     neighbour: Option<Arc<Neighbour>>,
+    /// The message whose bytes are coming.
+    coming: Option<Coming>,
+}
+
+#[derive(Debug)]
+struct Coming {
+    token: u64,
+    number: u64,
+    admission: Admission,
+    /// Where they go; not touched before all are there. Empty if it is not admitted.
+    bytes: Vec<u8>,
 }
 
 #[derive(Debug)]
@@ -240,6 +253,8 @@ enum Asked {
     /// A read that a job of ours does.
     Job,
     Tell,
+    /// What the link has written when its bytes have left.
+    Message(u64, #[expect(dead_code, reason = "what the link writes is to stay alive")] Arc<[u8]>),
 }
 
 #[derive(Debug)]
@@ -293,6 +308,7 @@ impl Hub {
             begun: Instant::now(),
             transfers,
             immediates: Immediates::default(),
+            inbox: Inbox::default(),
             regions: Regions::default(),
             outcomes: Outcomes::default(),
             epoll: Arc::new(epoll),
@@ -470,7 +486,7 @@ impl Hub {
     /// Ends everything, for good; transfers under way are over as failed.
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
-        self.outcomes.note_change();
+        self.outcomes.note_message();
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.remove_peer(peer));
         let links: Vec<LinkId> = self.links.keys().copied().collect();
@@ -627,8 +643,8 @@ impl Hub {
         let heard = self.now();
         let link = Link::new(socket)?;
         epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
-        let (acks, neighbour) = (Vec::new(), None);
-        self.links.insert(id, Entry { link, role, interest, heard, acks, neighbour });
+        let (acks, neighbour, coming) = (Vec::new(), None, None);
+        self.links.insert(id, Entry { link, role, interest, heard, acks, neighbour, coming });
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
     }
@@ -642,6 +658,9 @@ impl Hub {
         }
         // A forked process may hold the socket too, which would be told of for ever.
         let _ = epoll::delete(&self.epoll, &entry.link);
+        if let Some(Coming { admission: Admission::Admitted, bytes, .. }) = &entry.coming {
+            self.inbox.release(bytes.len());
+        }
         if let Role::Serving { session, .. } = entry.role {
             let now = self.now();
             if let Some((links, since)) = self.sessions.get_mut(&session) {
@@ -707,7 +726,8 @@ impl Hub {
             return;
         }
         // SAFETY: memory that is queued belongs to a registered region: of a transfer under way, or served to a peer;
-        // a region is not given back before no link touches it.
+        // a region is not given back before no link touches it. Or it is a message's, which `posted` holds until the link
+        // has written it or is gone.
         if let Err(ended) = unsafe { entry.link.flush() } {
             return self.end(id, &ended);
         }
@@ -849,7 +869,8 @@ impl Hub {
                     Role::Serving { lease, .. } => Some(lease),
                     _ => None,
                 };
-                // SAFETY: expected memory belongs to a registered region, as queued memory does.
+                // SAFETY: expected memory belongs to a registered region, as queued memory does, or to the message that
+                // the link's entry holds until all of it is there.
                 let came = unsafe { entry.link.receive(lease)? };
                 if matches!(came, Came::Nothing) {
                     return Ok(false);
@@ -983,6 +1004,26 @@ impl Hub {
                 }
                 entry.acks.push(Outcome { token, refused: arrival == Arrival::Refused });
             }
+            (Role::Serving { session, .. }, Head::Message { token, number, bytes }) => {
+                let admission = self.inbox.admit(&self.immediates, *session, number, bytes);
+                let is_admitted = admission == Admission::Admitted;
+                let (len, discard) = if is_admitted { (bytes as usize, 0) } else { (0, bytes) };
+                let coming = Coming { token, number, admission, bytes: vec![0; len] };
+                let address = entry.coming.insert(coming).bytes.as_mut_ptr().expose_provenance();
+                let piece = (len > 0).then_some(Piece { address, len });
+                entry.link.expect(piece.into_iter().collect(), discard);
+            }
+            (Role::Up { .. }, Head::NoRoom { token }) => {
+                let token = Token::from_number(token);
+                let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else {
+                    return Ok(());
+                };
+                if !matches!(posted.what, Asked::Message(mark, _) if entry.link.has_written(mark)) {
+                    return Err(BadFrame("an answer before it can be known").into());
+                }
+                self.posted.remove(&token);
+                self.transfers.complete(now, token, Completion::NoRoom);
+            }
             (Role::Up { body, .. }, Head::Data { token, bytes }) => {
                 let token = Token::from_number(token);
                 let pieces = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
@@ -1003,7 +1044,7 @@ impl Hub {
                         continue;
                     };
                     let may_be = match &posted.what {
-                        Asked::Write(mark) => entry.link.has_written(*mark),
+                        Asked::Write(mark) | Asked::Message(mark, _) => entry.link.has_written(*mark),
                         Asked::Read(_) => refused,
                         Asked::Job => false,
                         Asked::Pull | Asked::Tell => true,
@@ -1028,10 +1069,26 @@ impl Hub {
             self.outcomes.note_change();
         }
         match &mut entry.role {
-            Role::Serving { body, .. } => {
+            Role::Serving { body, from, session, .. } => {
                 if let Some((token, refused)) = body.take() {
                     entry.acks.push(Outcome { token, refused });
                 }
+                let Some(Coming { token, number, admission, bytes }) = entry.coming.take() else { return };
+                match admission {
+                    Admission::NoRoom => {
+                        entry.link.say(Head::NoRoom { token }.encode().to_vec());
+                        return self.dirty.push(id);
+                    }
+                    Admission::Admitted => {
+                        let from = EngineId { engine_id: from.engine, boot_nonce: from.boot };
+                        let message = Message { from, bytes };
+                        if self.inbox.deliver(&mut self.immediates, *session, number, message) {
+                            self.outcomes.note_message();
+                        }
+                    }
+                    Admission::Known | Admission::Refused => {}
+                }
+                entry.acks.push(Outcome { token, refused: admission == Admission::Refused });
             }
             Role::Up { body, .. } => {
                 if let Some(token) = body.take() {
@@ -1071,6 +1128,13 @@ impl Hub {
                 let head = Head::Tell { token: number, number: of, counter, generation };
                 entry.link.say(head.encode().to_vec());
                 Asked::Tell
+            }
+            Work::Say { number: of, bytes } => {
+                let head = Head::Message { token: number, number: of, bytes: bytes.len() as u64 };
+                entry.link.say(head.encode().to_vec());
+                let piece = Piece { address: bytes.as_ptr().expose_provenance(), len: bytes.len() };
+                (piece.len > 0).then(|| entry.link.say_memory(piece));
+                Asked::Message(entry.link.mark(), bytes)
             }
             Work::Move { op, runs } => {
                 let bytes = runs.iter().map(|run| run.len).sum();

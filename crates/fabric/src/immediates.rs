@@ -1,4 +1,4 @@
-//! Numbers that arrive after a transfer's bytes.
+//! Numbers that arrive after a transfer's bytes, and which of a sender's numbers have arrived.
 //!
 //! A transfer ends with at most one immediate, sent after all of its bytes are in place. When a path dies while an
 //! immediate is under way, its sender cannot know whether it arrived and sends it again over another path: the receiver
@@ -69,7 +69,7 @@ impl Immediates {
         {
             return Arrival::Refused;
         }
-        if !self.senders.entry(sender).or_default().is_new(number) {
+        if !self.note(sender, number) {
             return Arrival::Again;
         }
         let counter = self.counters.entry(counter).or_insert_with(|| {
@@ -81,6 +81,16 @@ impl Immediates {
         }
         counter.count += 1;
         Arrival::Counted(counter.count)
+    }
+
+    /// Whether this number of a sender has arrived, or is taken for one that has. Messages are numbered with the immediates.
+    pub(crate) fn has_seen(&self, sender: u128, number: u64) -> bool {
+        self.senders.get(&sender).is_some_and(|seen| number < seen.below || seen.ahead.contains(&number))
+    }
+
+    /// Takes note of a number of a sender; false if it has been noted before.
+    pub(crate) fn note(&mut self, sender: u128, number: u64) -> bool {
+        self.senders.entry(sender).or_default().is_new(number)
     }
 
     /// Names a counter of this process, and answers the generation of its use now, which peers are to send.

@@ -11,6 +11,7 @@ mod fences;
 mod group;
 mod hub;
 mod immediates;
+mod inbox;
 mod lease;
 mod regions;
 mod runs;
@@ -23,13 +24,14 @@ mod transfers;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
-pub use engine::{Engine, EngineOptions, FabricError, Handle, Transfer};
+pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer};
 pub use group::{Group, GroupHandle, Part};
 pub use hub::{PathStatus, Transport};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
+pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
 pub use transfers::{
-    Action, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request, Ticket, Token,
-    Transfers, Work,
+    Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,
+    Ticket, Token, Transfers, Work,
 };

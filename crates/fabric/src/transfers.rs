@@ -14,7 +14,8 @@
 //!
 //! A path that breaks gives back what was posted on it, whether or not it arrived. Bytes are posted again on another path:
 //! to write or read them twice changes nothing, since source and destination belong to the transfer until it is over.
-//! Immediates are told apart by the receiver ([`crate::Immediates`]).
+//! Immediates are told apart by the receiver ([`crate::Immediates`]), and so are messages, which are immediates with bytes of
+//! their own: where the receiver has no room for one, it is posted again after a pause, until its deadline.
 //!
 //! ```text
 //!          tick: Connect              path_up             path_broke, an unknown completion, a post that
@@ -26,6 +27,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
+use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -115,6 +117,13 @@ pub enum Work {
         /// Its generation.
         generation: u32,
     },
+    /// A message, numbered with the immediates.
+    Say {
+        /// From 0 on; the same when it is sent again.
+        number: u64,
+        /// All of it.
+        bytes: Arc<[u8]>,
+    },
 }
 
 /// Something to be posted now.
@@ -133,12 +142,14 @@ pub struct Post {
 /// What became of something posted. Everything that is posted gets one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completion {
-    /// Its bytes are in place at their destination, or its immediate has been counted.
+    /// Its bytes are in place at their destination, its immediate has been counted, or its message was delivered.
     Placed,
     /// Its path broke or was closed. It may have been placed or not; nothing touches its memory any more.
     Unknown,
     /// The peer refused it: a stale descriptor, a place outside of its region, a write to what is read-only.
     Refused,
+    /// The peer has no room for this message now.
+    NoRoom,
 }
 
 /// Why a transfer failed.
@@ -159,12 +170,26 @@ pub enum Failure {
     /// Paths broke again and again while they carried it, and nothing of it was placed in between.
     #[error("every path broke that carried the transfer")]
     PathsBreak,
+    /// The peer had no room for the message until its deadline: nobody there takes what has arrived.
+    #[error("the peer had no room for the message until its deadline")]
+    NoRoom,
 }
 
 /// So many transfers are under way that no more can begin: wait for one to be over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{0} transfers are under way, as many as can be")]
 pub struct Full(pub usize);
+
+/// Why a message cannot begin: wait for others to be over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum CannotSend {
+    /// As many transfers as can be.
+    #[error(transparent)]
+    Full(#[from] Full),
+    /// As many bytes of messages as can be.
+    #[error("{0} bytes of messages are under way, as many as can be")]
+    Bytes(usize),
+}
 
 /// What else is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -206,6 +231,12 @@ pub struct Options {
     pub backoff: Duration,
     /// The longest pause.
     pub backoff_max: Duration,
+    /// Most bytes of messages that are not over.
+    pub message_bytes: usize,
+    /// The first pause before a message is posted again for which the peer had no room. It doubles.
+    pub room_pause: Duration,
+    /// The longest of these pauses.
+    pub room_pause_max: Duration,
 }
 
 impl Default for Options {
@@ -222,6 +253,9 @@ impl Default for Options {
             peer_patience: Duration::from_secs(3),
             backoff: Duration::from_millis(20),
             backoff_max: Duration::from_secs(2),
+            message_bytes: 64 << 20,
+            room_pause: Duration::from_millis(1),
+            room_pause_max: Duration::from_millis(100),
         }
     }
 }
@@ -242,6 +276,8 @@ pub struct Transfers {
     /// What happens when, if nothing else does.
     timers: BTreeSet<(Duration, Timer)>,
     actions: VecDeque<Action>,
+    /// Of messages that are not over.
+    message_bytes: usize,
     next_peer: u32,
     next_path: u32,
     next_ticket: u64,
@@ -260,6 +296,8 @@ enum Timer {
     Retry(PathId),
     /// A peer counts as lost.
     Lost(PeerId),
+    /// A message is posted again.
+    Again(Ticket),
 }
 
 #[derive(Debug)]
@@ -318,6 +356,8 @@ struct Transfer {
     runs: Vec<Run>,
     under_way: BTreeSet<Token>,
     immediate: Immediate,
+    /// Of a message.
+    message_bytes: Option<usize>,
     deadline: Option<Duration>,
     drain: Option<Duration>,
     failure: Option<Failure>,
@@ -326,14 +366,16 @@ struct Transfer {
     /// How many connections broke in a row that carried it, and the last of them.
     breaks: u32,
     broken: Option<(PathId, u32)>,
+    /// For a message that found no room: the pause, and when it is over.
+    room_pause: Duration,
+    again: Option<Duration>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 enum Immediate {
     None,
     Due {
-        counter: u32,
-        generation: u32,
+        what: Told,
         /// Once it was posted for the first time.
         number: Option<u64>,
     },
@@ -341,6 +383,13 @@ enum Immediate {
         number: u64,
     },
     Placed,
+}
+
+/// What a peer is told.
+#[derive(Debug, Clone)]
+enum Told {
+    Counter { counter: u32, generation: u32 },
+    Message(Arc<[u8]>),
 }
 
 #[derive(Debug)]
@@ -360,6 +409,7 @@ impl Transfers {
         assert!(options.chunk_bytes > 0 && options.chunk_runs > 0 && options.credits > 0, "{options:?}");
         assert!(options.bulk_every > 1, "{options:?}");
         assert!(options.backoff > Duration::ZERO && options.live_max > 0, "{options:?}");
+        assert!(options.room_pause > Duration::ZERO, "{options:?}");
         Transfers {
             options,
             peers: BTreeMap::new(),
@@ -370,6 +420,7 @@ impl Transfers {
             last: PeerId(0),
             timers: BTreeSet::new(),
             actions: VecDeque::new(),
+            message_bytes: 0,
             next_peer: 0,
             next_path: 0,
             next_ticket: 0,
@@ -440,19 +491,55 @@ impl Transfers {
     /// Begins a transfer. Its memory belongs to it until [`Action::Over`]. With a peer that is lost or gone it fails at
     /// once.
     pub fn submit(&mut self, now: Duration, request: Request) -> Result<Ticket, Full> {
+        let told = request.immediate.map(|(counter, generation)| Told::Counter { counter, generation });
+        self.begin(now, request, told)
+    }
+
+    /// Begins a message, which is delivered once or fails; it has no order with others. One that fails otherwise than as
+    /// [`Failure::NoRoom`] may have been delivered, and one whose path broke meanwhile may still be, once.
+    pub fn send(
+        &mut self,
+        now: Duration,
+        peer: PeerId,
+        bytes: Arc<[u8]>,
+        deadline: Duration,
+        priority: Priority,
+    ) -> Result<Ticket, CannotSend> {
+        let len = bytes.len();
+        if len > self.options.message_bytes.saturating_sub(self.message_bytes) {
+            return Err(CannotSend::Bytes(self.message_bytes));
+        }
+        let request = Request {
+            peer,
+            op: Op::Write,
+            runs: Vec::new(),
+            immediate: None,
+            deadline: Some(deadline),
+            priority,
+        };
+        // Counted first: it may be over at once.
+        self.message_bytes += len;
+        let begun = self.begin(now, request, Some(Told::Message(bytes)));
+        if begun.is_err() {
+            self.message_bytes -= len;
+        }
+        Ok(begun?)
+    }
+
+    fn begin(&mut self, now: Duration, request: Request, told: Option<Told>) -> Result<Ticket, Full> {
         if self.live.len() >= self.options.live_max {
             return Err(Full(self.live.len()));
         }
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        let Request { peer, op, mut runs, immediate, deadline, priority } = request;
+        let Request { peer, op, mut runs, deadline, priority, .. } = request;
         runs.retain(|run| run.len > 0);
         runs.reverse();
-        let immediate = immediate.map_or(Immediate::None, |(counter, generation)| Immediate::Due {
-            counter,
-            generation,
-            number: None,
-        });
+        let immediate = told.map_or(Immediate::None, |what| Immediate::Due { what, number: None });
+        let message_bytes = match &immediate {
+            Immediate::Due { what: Told::Message(bytes), .. } => Some(bytes.len()),
+            _ => None,
+        };
         let transfer = Transfer {
             peer,
             op,
@@ -460,12 +547,15 @@ impl Transfers {
             runs,
             under_way: BTreeSet::new(),
             immediate,
+            message_bytes,
             deadline,
             drain: None,
             failure: None,
             queued: false,
             breaks: 0,
             broken: None,
+            room_pause: self.options.room_pause,
+            again: None,
         };
         self.live.insert(ticket, transfer);
         if let Some(deadline) = deadline {
@@ -567,7 +657,7 @@ impl Transfers {
         }
         if let (Completion::Placed, Some(transfer)) = (completion, self.live.get_mut(&ticket)) {
             transfer.breaks = 0;
-            if let Work::Tell { number, .. } = posted.work {
+            if let Work::Tell { number, .. } | Work::Say { number, .. } = posted.work {
                 transfer.immediate = Immediate::Placed;
                 let peer = transfer.peer;
                 self.settle_immediate(peer, number);
@@ -581,6 +671,7 @@ impl Transfers {
                 self.count_break(now, ticket, path);
                 self.close(now, path);
             }
+            Completion::NoRoom => self.pause(now, posted),
         }
         self.settle(now, path);
     }
@@ -590,11 +681,21 @@ impl Transfers {
         while let Some((at, timer)) = self.timers.first().copied().filter(|(at, _)| *at <= now) {
             self.timers.remove(&(at, timer));
             match timer {
-                Timer::Deadline(ticket) => self.give_up(now, ticket, Failure::DeadlineExceeded),
+                Timer::Deadline(ticket) => {
+                    let waits = self.live.get(&ticket).is_some_and(|transfer| transfer.again.is_some());
+                    let failure = if waits { Failure::NoRoom } else { Failure::DeadlineExceeded };
+                    self.give_up(now, ticket, failure);
+                }
                 Timer::Drain(ticket) => self.close_paths_of(now, ticket),
                 Timer::Stall(path) => self.look_for_stall(now, path),
                 Timer::Retry(path) => self.connect(path),
                 Timer::Lost(peer) => self.lose(now, peer),
+                Timer::Again(ticket) => {
+                    if let Some(transfer) = self.live.get_mut(&ticket) {
+                        transfer.again = None;
+                    }
+                    self.queue(ticket, false);
+                }
             }
         }
     }
@@ -690,13 +791,13 @@ impl Transfers {
         if !transfer.runs.is_empty() {
             return Some(Work::Move { op: transfer.op, runs: transfer.take_chunk(&self.options) });
         }
-        let Immediate::Due { counter, generation, number } = transfer.immediate else { return None };
+        let Immediate::Due { what, number } = &transfer.immediate else { return None };
         if !transfer.under_way.is_empty() {
             return None;
         }
         let peer = self.peers.get_mut(&transfer.peer)?;
         let number = match number {
-            Some(number) => number,
+            Some(number) => *number,
             // The receiver could not tell the oldest from one that it has forgotten.
             None if peer.next_immediate - peer.unsettled.first().unwrap_or(&peer.next_immediate)
                 >= IMMEDIATES_AHEAD =>
@@ -711,8 +812,9 @@ impl Transfers {
                 number
             }
         };
+        let work = what.clone().work(number);
         transfer.immediate = Immediate::Posted { number };
-        Some(Work::Tell { number, counter, generation })
+        Some(work)
     }
 
     fn post(&mut self, now: Duration, ticket: Ticket, path: PathId, work: Work) -> Post {
@@ -749,13 +851,36 @@ impl Transfers {
             match posted.work {
                 Work::Move { runs, .. } => transfer.runs.extend(runs.into_iter().rev()),
                 Work::Tell { number, counter, generation } => {
-                    transfer.immediate = Immediate::Due { counter, generation, number: Some(number) };
+                    let what = Told::Counter { counter, generation };
+                    transfer.immediate = Immediate::Due { what, number: Some(number) };
+                }
+                Work::Say { number, bytes } => {
+                    transfer.immediate = Immediate::Due { what: Told::Message(bytes), number: Some(number) };
                 }
             }
         }
         // What was begun comes first.
         self.queue(posted.ticket, true);
         self.go_on(posted.ticket);
+    }
+
+    /// There was no room for a message: it is posted again after a pause.
+    fn pause(&mut self, now: Duration, posted: Posted) {
+        let ticket = posted.ticket;
+        if let Some(transfer) = self.live.get_mut(&ticket) {
+            transfer.breaks = 0;
+            if transfer.failure == Some(Failure::DeadlineExceeded) {
+                transfer.failure = Some(Failure::NoRoom);
+            }
+            if transfer.failure.is_none() {
+                let again = now.saturating_add(transfer.room_pause);
+                transfer.again = Some(again);
+                self.timers.insert((again, Timer::Again(ticket)));
+                let longest = self.options.room_pause_max.max(self.options.room_pause);
+                transfer.room_pause = transfer.room_pause.saturating_mul(2).min(longest);
+            }
+        }
+        self.post_again(posted);
     }
 
     fn count_break(&mut self, now: Duration, ticket: Ticket, path: PathId) {
@@ -774,6 +899,8 @@ impl Transfers {
         let Some(transfer) = self.live.get(&ticket) else { return };
         let outcome = match transfer.failure {
             _ if !transfer.under_way.is_empty() => return self.queue(ticket, false),
+            // It was delivered while it drained.
+            Some(_) if transfer.is_delivered() => Ok(()),
             Some(failure) => Err(failure),
             None if transfer.has_more() => return self.queue(ticket, false),
             None => Ok(()),
@@ -781,6 +908,8 @@ impl Transfers {
         let Some(transfer) = self.live.remove(&ticket) else { return };
         transfer.deadline.map(|at| self.timers.remove(&(at, Timer::Deadline(ticket))));
         transfer.drain.map(|at| self.timers.remove(&(at, Timer::Drain(ticket))));
+        transfer.again.map(|at| self.timers.remove(&(at, Timer::Again(ticket))));
+        self.message_bytes -= transfer.message_bytes.unwrap_or(0);
         if let Immediate::Due { number: Some(number), .. } | Immediate::Posted { number } = transfer.immediate
         {
             self.settle_immediate(transfer.peer, number);
@@ -960,7 +1089,7 @@ impl Path {
     /// A post was placed.
     fn note(&mut self, posted: &Posted, now: Duration, backoff: Duration) {
         self.pause = backoff;
-        if let Work::Move { .. } = posted.work {
+        if posted.work.bytes() > 0 {
             let seconds = now.saturating_sub(posted.at).as_secs_f64().max(1e-9);
             let rate = posted.work.bytes() as f64 / seconds;
             self.rate = Some(self.rate.map_or(rate, |known| known * 0.875 + rate * 0.125));
@@ -989,7 +1118,15 @@ impl Transfer {
         !self.runs.is_empty() || matches!(self.immediate, Immediate::Due { .. })
     }
 
+    /// Whether it is a message that its peer has.
+    fn is_delivered(&self) -> bool {
+        self.message_bytes.is_some() && matches!(self.immediate, Immediate::Placed)
+    }
+
     fn can_post(&self) -> bool {
+        if self.again.is_some() {
+            return false;
+        }
         !self.runs.is_empty() || (self.under_way.is_empty() && self.has_more())
     }
 }
@@ -998,7 +1135,17 @@ impl Work {
     fn bytes(&self) -> u64 {
         match self {
             Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),
+            Work::Say { bytes, .. } => bytes.len() as u64,
             Work::Tell { .. } => 0,
+        }
+    }
+}
+
+impl Told {
+    fn work(self, number: u64) -> Work {
+        match self {
+            Told::Counter { counter, generation } => Work::Tell { number, counter, generation },
+            Told::Message(bytes) => Work::Say { number, bytes },
         }
     }
 }

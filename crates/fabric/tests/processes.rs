@@ -11,14 +11,15 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Address, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, PeerId,
-    Pieces, Place, Run, Transfer, Transport,
+    Access, Address, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, InboxOptions,
+    MESSAGE_BYTES_MAX, Op, Options, PeerId, Pieces, Place, Run, SendOptions, Transfer, Transport,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -503,6 +504,8 @@ struct State {
     held_below: usize,
     /// How often all connections are to be reset.
     cuts: usize,
+    /// So many bytes go through in all, and then no more.
+    limit: Option<u64>,
     /// Each portion takes so long, and has so many bytes at the most.
     delay: Duration,
     portion: Option<usize>,
@@ -654,7 +657,8 @@ impl Shared {
             if state.new == New::Refused {
                 listener = None;
             }
-            let is_held = |pair: &Pair| pair.number < state.held_below;
+            let is_at_limit = state.limit.is_some_and(|limit| forwarded >= limit);
+            let is_held = |pair: &Pair| is_at_limit || pair.number < state.held_below;
             self.wait_for_something(listener.as_ref(), &pairs, is_held);
             while let Some(Ok((socket, _))) = listener.as_ref().map(TcpListener::accept) {
                 if state.new == New::Reset {
@@ -668,7 +672,8 @@ impl Shared {
                 }
             }
             for pair in &mut pairs {
-                forwarded += pair.carry(is_held(pair), state.delay, state.portion);
+                let left = state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(forwarded));
+                forwarded += pair.carry(is_held(pair), state.delay, state.portion, left);
             }
             pairs.retain(|pair| !pair.is_over());
         }
@@ -723,7 +728,7 @@ impl Pair {
     }
 
     /// Moves what can be moved now. Answers the bytes.
-    fn carry(&mut self, is_held: bool, delay: Duration, most: Option<usize>) -> u64 {
+    fn carry(&mut self, is_held: bool, delay: Duration, most: Option<usize>, left: u64) -> u64 {
         let mut portion = vec![0; KEEPS];
         let mut moved = 0;
         for end in [0, 1] {
@@ -742,7 +747,8 @@ impl Pair {
             if !came.is_empty() {
                 std::thread::sleep(delay);
                 let next = came.as_slices().0;
-                match (&self.ends[to]).write(&next[..next.len().min(most.unwrap_or(KEEPS))]) {
+                let may = most.map_or(left - moved, |most| (left - moved).min(most as u64));
+                match (&self.ends[to]).write(&next[..(next.len() as u64).min(may) as usize]) {
                     Ok(len) => {
                         came.drain(..len);
                         moved += len as u64;
@@ -1214,6 +1220,86 @@ fn with_two_ways_all_goes_over_one_when_the_other_is_cut_and_resets_whoever_conn
 #[test]
 fn with_two_ways_all_goes_over_one_when_the_other_swallows_everything() {
     one_of_two_ways_ends(Proxy::hold_all);
+}
+
+#[test]
+fn messages_are_delivered_once_although_their_connections_break() {
+    const UNDER_WAY: usize = 64;
+    let inbox = InboxOptions { messages: 16, ..InboxOptions::default() };
+    let there = Side::new(0, EngineOptions { inbox, ..EngineOptions::default() });
+    let proxies = two(&there.descriptor());
+    let transfers = Options { breaks_max: 1000, ..quick() };
+    let here = Side::new(0, EngineOptions { connections: 2, transfers, ..EngineOptions::default() });
+    let peer = here.engine.connect(&through(&there.descriptor(), &[&proxies[0], &proxies[1]])).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| {
+            let mut random = Random(17);
+            let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
+            let mut under_way = VecDeque::new();
+            for index in 0u64.. {
+                if stop.load(Ordering::Acquire) {
+                    under_way.iter().for_each(done);
+                    return index;
+                }
+                let mut bytes = index.to_le_bytes().to_vec();
+                bytes.resize(8 + random.below(MESSAGE_BYTES_MAX - 7), index as u8);
+                under_way.push_back(here.engine.send(peer, bytes, options.clone()).unwrap());
+                if under_way.len() == UNDER_WAY {
+                    done(&under_way.pop_front().unwrap());
+                }
+            }
+            unreachable!()
+        });
+        let receiver = scope.spawn(|| {
+            let mut counts: Vec<u32> = Vec::new();
+            while let Some(message) = there.engine.receive(None) {
+                let (index, rest) = message.bytes.split_first_chunk().unwrap();
+                let index = u64::from_le_bytes(*index) as usize;
+                assert!(rest.iter().all(|byte| *byte == index as u8));
+                counts.resize(counts.len().max(index + 1), 0);
+                counts[index] += 1;
+            }
+            counts
+        });
+        for cut in 0..40 {
+            // Not all at the same byte of a message.
+            let proxy = &proxies[cut % 2];
+            proxy.wait_for_more(200_000 + cut as u64 * 7_654);
+            proxy.cut();
+        }
+        stop.store(true, Ordering::Release);
+        let sent = sender.join().unwrap();
+        // All that was done has arrived, and can still be taken.
+        there.engine.close();
+        let counts = receiver.join().unwrap();
+        let other: Vec<_> = counts.iter().enumerate().filter(|(_, count)| **count != 1).collect();
+        assert!(counts.len() as u64 == sent && other.is_empty(), "{sent} sent; {} {other:?}", counts.len());
+    });
+}
+
+#[test]
+fn the_room_of_a_message_whose_connection_breaks_in_the_middle_comes_free() {
+    let inbox = InboxOptions { messages: 1, ..InboxOptions::default() };
+    let there = Side::new(0, EngineOptions { inbox, ..EngineOptions::default() });
+    let here = Side::with(0, quick());
+    let proxy = Proxy::to(&there.descriptor());
+    let peer = here.engine.connect(&through(&there.descriptor(), &[&proxy])).unwrap();
+    for byte in 0..3 {
+        let limit = proxy.change(|state| {
+            let limit = state.forwarded + MESSAGE_BYTES_MAX as u64 / 2;
+            state.limit = Some(limit);
+            limit
+        });
+        let options = SendOptions { timeout: PATIENCE, ..SendOptions::default() };
+        let handle = here.engine.send(peer, vec![byte; MESSAGE_BYTES_MAX], options).unwrap();
+        proxy.wait_for(limit);
+        proxy.cut();
+        proxy.change(|state| state.limit = None);
+        done(&handle);
+        assert!(there.engine.receive(Some(PATIENCE)).unwrap().bytes == vec![byte; MESSAGE_BYTES_MAX]);
+    }
+    assert_eq!(there.engine.receive(Some(Duration::ZERO)), None);
 }
 
 #[test]

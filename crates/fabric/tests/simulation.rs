@@ -1,14 +1,15 @@
-//! Transfers over a simulated network that reorders, delays, breaks, refuses and repeats, with memory that tells a late or
+//! Transfers and messages over a simulated network that reorders, delays, breaks, refuses and repeats, with memory that tells a late or
 //! a missing write. `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Action, Arrival, Completion, Failure, Immediates, Op, Options, PathId, PeerId, Place, Post, Priority,
-    Request, Run, Ticket, Token, Transfers, Work,
+    Action, Admission, Arrival, Completion, EngineId, Failure, Immediates, Inbox, InboxOptions, Message, Op,
+    Options, PathId, PeerId, Place, Post, Priority, Request, Run, Ticket, Token, Transfers, Work,
 };
 
 const SEEDS: u64 = 10_000;
@@ -43,6 +44,8 @@ impl Dice {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
+    /// The head of a message comes; its bytes come with `Apply`.
+    Admit(Token),
     Apply(Token),
     /// The same after it was given back.
     ApplyLate(usize),
@@ -56,6 +59,8 @@ enum Event {
     Flush(PathId, u32),
     Submit(usize),
     Cancel(usize),
+    /// Somebody at a peer takes a message.
+    Receive(usize),
     Tick,
 }
 
@@ -68,6 +73,8 @@ struct Taken {
     work: Work,
     applied: bool,
     refused: bool,
+    /// Of a message whose head has come.
+    admission: Option<Admission>,
 }
 
 /// A transfer as the test knows it.
@@ -80,9 +87,23 @@ struct Known {
     counter: Option<u32>,
     over: Option<Result<(), Failure>>,
     told: u64,
+    /// For a message: what it says, and how often somebody received it.
+    message: Option<Arc<[u8]>>,
+    received: u64,
+    no_room: bool,
     cancelled: bool,
     refused: bool,
     breaks: u32,
+}
+
+/// What is asked for.
+#[derive(Clone)]
+struct Asked {
+    request: Request,
+    /// Instead of runs and a counter.
+    message: Option<Arc<[u8]>>,
+    /// Where its part of the memory begins.
+    slice: Option<u64>,
 }
 
 /// What the network does wrong in a control.
@@ -93,6 +114,8 @@ enum Fault {
     LateWrite,
     /// Says that bytes are in place that are not.
     LostWrite,
+    /// The receiver takes each copy of a message for a new one.
+    ForgetsNumbers,
 }
 
 struct World {
@@ -120,12 +143,17 @@ struct World {
     taken: BTreeMap<Token, Taken>,
     late: Vec<Taken>,
     late_pending: usize,
-    requests: Vec<Request>,
+    requests: Vec<Asked>,
+    /// Parts of the memory that transfers have; messages have none.
+    slices: u64,
     tickets: HashMap<usize, Ticket>,
     known: HashMap<Ticket, Known>,
     local: Vec<u8>,
     remote: Vec<Vec<u8>>,
     immediates: Vec<Immediates>,
+    inboxes: Vec<Inbox>,
+    /// How long it takes at most until somebody at a peer takes a message.
+    slow: Vec<u64>,
     posts: usize,
 }
 
@@ -144,6 +172,9 @@ impl World {
             peer_patience: Duration::from_micros(8000),
             backoff: Duration::from_micros(50),
             backoff_max: Duration::from_micros(2000),
+            message_bytes: 1 << 20,
+            room_pause: Duration::from_micros(100),
+            room_pause_max: Duration::from_micros(1000),
         };
         let mut transfers = Transfers::new(options.clone());
         let (mut peers, mut paths) = (Vec::new(), Vec::new());
@@ -153,6 +184,7 @@ impl World {
             paths.extend(its);
         }
         let count = 1 + dice.below(8);
+        let messages = dice.below(6);
         // The last ones are for what is transferred when nothing goes wrong any more.
         let slices = count + peers.len() as u64;
         let memory: Vec<u8> = (0..slices * SLICE).map(|at| (at * 31 + at / 256) as u8).collect();
@@ -175,25 +207,33 @@ impl World {
             late: Vec::new(),
             late_pending: 0,
             requests: Vec::new(),
+            slices: 0,
             tickets: HashMap::new(),
             known: HashMap::new(),
             local: memory,
             remote: vec![other; peers.len()],
             immediates: peers.iter().map(|_| Immediates::default()).collect(),
+            inboxes: Vec::new(),
+            slow: Vec::new(),
             posts: 0,
             peers,
             paths,
             dice,
         };
-        world.plan(count);
+        for _ in 0..world.peers.len() {
+            let messages = 1 + world.dice.below(3) as usize;
+            world.inboxes.push(Inbox::new(InboxOptions { messages, bytes: 3000 }));
+            world.slow.push(if world.dice.one_in(3) { 20_000 } else { 500 });
+        }
+        world.plan(count, messages);
         world
     }
 
     /// What is asked for and what goes wrong, and when.
-    fn plan(&mut self, count: u64) {
-        for index in 0..count {
+    fn plan(&mut self, count: u64, messages: u64) {
+        for index in 0..count + messages {
             let at = if self.dice.one_in(4) { self.dice.below(30_000) } else { self.dice.below(3000) };
-            let request = self.request(index, at);
+            let request = if index < count { self.request(index, at) } else { self.message(index, at) };
             if self.dice.one_in(30) {
                 self.poison.insert(index);
             }
@@ -217,25 +257,45 @@ impl World {
         }
     }
 
-    fn request(&mut self, index: u64, at: u64) -> Request {
+    fn request(&mut self, index: u64, at: u64) -> Asked {
         let peer = self.peers[self.dice.below(self.peers.len() as u64) as usize];
         let mut runs = Vec::new();
+        let slice = self.slice();
         // Ranges that do not overlap, of any length, in shuffled order on the other side.
         let pieces = self.dice.below(6);
         let piece = SLICE / 6;
         for number in 0..pieces {
-            let place = |number| Place { region: 0, offset: index * SLICE + number * piece };
+            let place = |number| Place { region: 0, offset: slice + number * piece };
             let len = self.dice.below(piece + 1);
             runs.push(Run { local: place(number), remote: place(pieces - 1 - number), len });
         }
-        Request {
+        let request = Request {
             peer,
             op: if self.dice.one_in(2) { Op::Read } else { Op::Write },
             runs,
             immediate: self.dice.one_in(2).then_some((index as u32, 0)),
             deadline: self.dice.one_in(3).then(|| Duration::from_micros(at + self.dice.below(3000))),
             priority: if self.dice.one_in(2) { Priority::High } else { Priority::Bulk },
-        }
+        };
+        Asked { request, message: None, slice: Some(slice) }
+    }
+
+    /// Where the next transfer's part of the memory begins.
+    fn slice(&mut self) -> u64 {
+        self.slices += 1;
+        (self.slices - 1) * SLICE
+    }
+
+    fn message(&mut self, index: u64, at: u64) -> Asked {
+        let peer = self.peers[self.dice.below(self.peers.len() as u64) as usize];
+        let deadline = Some(Duration::from_micros(at + self.dice.below(12_000)));
+        let priority = if self.dice.one_in(2) { Priority::High } else { Priority::Bulk };
+        let (op, runs, immediate) = (Op::Write, Vec::new(), None);
+        // It says which it is.
+        let mut bytes = index.to_le_bytes().to_vec();
+        bytes.resize(8 + self.dice.below(1500) as usize, index as u8);
+        let request = Request { peer, op, runs, immediate, deadline, priority };
+        Asked { request, message: Some(bytes.into()), slice: None }
     }
 
     fn later(&mut self, at: u64, event: Event) {
@@ -264,7 +324,8 @@ impl World {
         self.go_on_until(|world| world.up.len() == world.paths.len())?;
         for peer in self.peers.clone() {
             let index = self.requests.len();
-            let place = Place { region: 0, offset: index as u64 * SLICE };
+            let offset = self.slice();
+            let place = Place { region: 0, offset };
             let runs = vec![Run { local: place, remote: place, len: SLICE }];
             let priority = Priority::Bulk;
             let request = Request {
@@ -275,11 +336,15 @@ impl World {
                 deadline: None,
                 priority,
             };
-            self.requests.push(request);
+            self.requests.push(Asked { request, message: None, slice: Some(offset) });
             self.later(self.now, Event::Submit(index));
+            let mut message = self.message(index as u64 + 1, self.now);
+            message.request.deadline = Some(self.now() + Duration::from_secs(1));
+            self.requests.push(message);
+            self.later(self.now, Event::Submit(index + 1));
         }
         self.go_on_until(|world| world.all_over() && world.taken.is_empty())?;
-        let last = self.requests.len() - self.peers.len();
+        let last = self.requests.len() - 2 * self.peers.len();
         match self.known.values().find(|known| known.index >= last as u64 && known.over != Some(Ok(()))) {
             Some(known) => Err(format!("nothing goes wrong any more, and yet {:?}", known.over)),
             None => self.judge(),
@@ -315,9 +380,16 @@ impl World {
         let now = self.now();
         match event {
             Event::Submit(index) => {
-                let request = self.requests[index].clone();
-                let known = self.expect(index as u64, &request);
-                let ticket = self.transfers.submit(now, request).map_err(|full| full.to_string())?;
+                let Asked { request, message, .. } = self.requests[index].clone();
+                let known = self.expect(index as u64, &request, message.clone());
+                let ticket = match message {
+                    None => self.transfers.submit(now, request).map_err(|full| full.to_string())?,
+                    Some(bytes) => {
+                        let Request { peer, deadline, priority, .. } = request;
+                        let sent = self.transfers.send(now, peer, bytes, deadline.unwrap(), priority);
+                        sent.map_err(|why| why.to_string())?
+                    }
+                };
                 self.tickets.insert(index, ticket);
                 self.known.insert(ticket, known);
             }
@@ -327,12 +399,15 @@ impl World {
                     self.transfers.cancel(now, *ticket);
                 }
             }
+            Event::Admit(token) => self.admit(token),
             Event::Apply(token) => self.apply(token)?,
             Event::ApplyLate(index) => {
                 self.late_pending -= 1;
-                let Taken { path, work, .. } = self.late[index].clone();
-                self.take_effect(path, work)?;
+                let Taken { path, work, ticket, admission, .. } = self.late[index].clone();
+                let admission = admission.or_else(|| self.admission(path, &work));
+                self.take_effect(path, ticket, work, admission)?;
             }
+            Event::Receive(peer) => self.receive(peer)?,
             Event::Complete(token) => {
                 if let Some(taken) = self.taken.remove(&token) {
                     let known = self.known.get_mut(&taken.ticket).unwrap();
@@ -340,9 +415,11 @@ impl World {
                         true => Completion::Refused,
                         // One that is told before the others of its connection.
                         false if !self.calm && self.dice.one_in(100) => Completion::Unknown,
+                        false if taken.admission == Some(Admission::NoRoom) => Completion::NoRoom,
                         false => Completion::Placed,
                     };
                     known.refused |= completion == Completion::Refused;
+                    known.no_room |= completion == Completion::NoRoom;
                     known.breaks += u32::from(completion == Completion::Unknown);
                     self.transfers.complete(now, token, completion);
                     // A queue that tells the same twice.
@@ -404,7 +481,17 @@ impl World {
                 self.apply(token)?;
             }
             let Some(taken) = self.taken.remove(&token) else { continue };
-            if self.fault == Fault::LateWrite && !taken.applied {
+            let is_told = matches!(taken.work, Work::Tell { .. } | Work::Say { .. });
+            if is_told && !taken.applied && !taken.refused && self.dice.one_in(3) {
+                // Nobody waits until the other side reads no more of it.
+                self.soon(2000, Event::ApplyLate(self.late.len()));
+                self.late.push(taken.clone());
+                self.late_pending += 1;
+            } else if !taken.applied && taken.admission == Some(Admission::Admitted) {
+                self.release(&taken);
+            }
+            let is_move = matches!(taken.work, Work::Move { .. });
+            if is_move && self.fault == Fault::LateWrite && !taken.applied {
                 self.soon(2000, Event::ApplyLate(self.late.len()));
                 self.late.push(taken.clone());
                 self.late_pending += 1;
@@ -423,14 +510,66 @@ impl World {
             return Ok(());
         }
         taken.applied = true;
-        let (path, work) = (taken.path, taken.work.clone());
+        let (path, ticket, work) = (taken.path, taken.ticket, taken.work.clone());
+        self.admit(token);
+        let admission = self.taken[&token].admission;
         if fault == Fault::LostWrite && self.dice.one_in(3) {
             return Ok(());
         }
-        self.take_effect(path, work)
+        self.take_effect(path, ticket, work, admission)
     }
 
-    fn take_effect(&mut self, path: PathId, work: Work) -> Result<(), String> {
+    /// The head of a message comes, if it has not come yet.
+    fn admit(&mut self, token: Token) {
+        let Some(taken) = self.taken.get(&token).filter(|taken| taken.admission.is_none() && !taken.refused)
+        else {
+            return;
+        };
+        let (path, work) = (taken.path, taken.work.clone());
+        let admission = self.admission(path, &work);
+        self.taken.get_mut(&token).unwrap().admission = admission;
+    }
+
+    fn admission(&mut self, path: PathId, work: &Work) -> Option<Admission> {
+        let Work::Say { number, bytes } = work else { return None };
+        let peer = self.peer_of(path);
+        let sender = self.sender();
+        Some(self.inboxes[peer].admit(&self.immediates[peer], sender, *number, bytes.len() as u64))
+    }
+
+    fn release(&mut self, taken: &Taken) {
+        let Work::Say { bytes, .. } = &taken.work else { return };
+        let peer = self.peer_of(taken.path);
+        self.inboxes[peer].release(bytes.len());
+    }
+
+    /// Who sends, as the receiver sees it.
+    fn sender(&mut self) -> u128 {
+        self.made += 1;
+        if self.fault == Fault::ForgetsNumbers { SENDER + u128::from(self.made) } else { SENDER }
+    }
+
+    /// Somebody at a peer takes a message, if there is one.
+    fn receive(&mut self, peer: usize) -> Result<(), String> {
+        let Some(message) = self.inboxes[peer].take() else { return Ok(()) };
+        let index = u64::from_le_bytes(message.bytes[..8].try_into().unwrap()) as usize;
+        let known = self.known.get_mut(&self.tickets[&index]).unwrap();
+        if known.message.as_deref() != Some(&message.bytes[..])
+            || self.requests[index].request.peer != self.peers[peer]
+        {
+            return Err(format!("message {index} is not what was sent"));
+        }
+        known.received += 1;
+        Ok(())
+    }
+
+    fn take_effect(
+        &mut self,
+        path: PathId,
+        ticket: Ticket,
+        work: Work,
+        admission: Option<Admission>,
+    ) -> Result<(), String> {
         let peer = self.peer_of(path);
         match work {
             Work::Move { op, runs } => {
@@ -457,6 +596,17 @@ impl World {
                     known.told += 1;
                 }
             }
+            Work::Say { number, bytes } => {
+                if admission == Some(Admission::Admitted) {
+                    let from = EngineId { engine_id: 0, boot_nonce: 0 };
+                    let message = Message { from, bytes: bytes.to_vec() };
+                    let sender = self.sender();
+                    if self.inboxes[peer].deliver(&mut self.immediates[peer], sender, number, message) {
+                        self.known.get_mut(&ticket).unwrap().told += 1;
+                        self.soon(self.slow[peer], Event::Receive(peer));
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -472,7 +622,7 @@ impl World {
     }
 
     /// What a transfer's destination holds when it is done.
-    fn expect(&self, index: u64, request: &Request) -> Known {
+    fn expect(&self, index: u64, request: &Request, message: Option<Arc<[u8]>>) -> Known {
         let peer = self.peers.iter().position(|peer| *peer == request.peer).unwrap();
         let expected = request.runs.iter().map(|run| {
             let (here, there, len) =
@@ -493,6 +643,9 @@ impl World {
             counter,
             over: None,
             told: 0,
+            message,
+            received: 0,
+            no_room: false,
             cancelled: false,
             refused: false,
             breaks: 0,
@@ -501,7 +654,7 @@ impl World {
 
     fn is_placed(&self, ticket: Ticket) -> bool {
         let known = &self.known[&ticket];
-        let peer = self.requests[known.index as usize].peer;
+        let peer = self.requests[known.index as usize].request.peer;
         let peer = self.peers.iter().position(|other| *other == peer).unwrap();
         let memory = match known.op {
             Op::Write => &self.remote[peer],
@@ -585,7 +738,10 @@ impl World {
         }
         let refused = !self.calm && self.dice.one_in(300);
         let connection = self.up[&path];
-        self.taken.insert(token, Taken { ticket, path, connection, work, applied: false, refused });
+        self.taken.insert(
+            token,
+            Taken { ticket, path, connection, work, applied: false, refused, admission: None },
+        );
         if self.poison.contains(&self.known[&ticket].index) {
             self.break_path(path);
             return Ok(());
@@ -597,6 +753,11 @@ impl World {
         // Some posts take very long.
         let within = if self.dice.one_in(30) { 2000 } else { 120 };
         let (placed, known) = (self.dice.below(within), self.dice.below(50));
+        if self.dice.one_in(2) {
+            // Before its bytes; otherwise with them.
+            let head = self.dice.below(placed + 1);
+            self.later(self.now + head, Event::Admit(token));
+        }
         self.later(self.now + placed, Event::Apply(token));
         self.later(self.now + placed + known, Event::Complete(token));
         Ok(())
@@ -619,40 +780,58 @@ impl World {
         if latest.is_some_and(|latest| now > latest) {
             return Err(format!("transfer {} was over long after its deadline", known.index));
         }
-        let peer = self.requests[known.index as usize].peer;
+        let peer = self.requests[known.index as usize].request.peer;
         let justified = match outcome {
             Err(Failure::Cancelled) => known.cancelled,
             Err(Failure::Refused) => known.refused,
             Err(Failure::PeerLost) => self.lost.contains(&peer),
+            Err(Failure::NoRoom) => known.no_room && known.deadline.is_some_and(|at| now >= at),
             Err(Failure::PathsBreak) => known.breaks > self.options.breaks_max,
             Ok(()) | Err(Failure::DeadlineExceeded) => true,
         };
         if !justified {
             return Err(format!("transfer {} ended without a cause: {outcome:?}", known.index));
         }
+        if outcome == Err(Failure::NoRoom) && known.breaks == 0 && known.told > 0 {
+            return Err(format!("there was no room for message {}, and it was delivered", known.index));
+        }
         if outcome == Err(Failure::DeadlineExceeded) && known.deadline.is_none_or(|at| now < at) {
             return Err(format!("transfer {} was over before its deadline", known.index));
         }
-        let slice = (known.index * SLICE) as usize..((known.index + 1) * SLICE) as usize;
-        self.local[slice.clone()].fill(CANARY);
-        self.remote.iter_mut().for_each(|memory| memory[slice.clone()].fill(!CANARY));
+        if let Some(slice) = self.requests[known.index as usize].slice {
+            let slice = slice as usize..(slice + SLICE) as usize;
+            self.local[slice.clone()].fill(CANARY);
+            self.remote.iter_mut().for_each(|memory| memory[slice.clone()].fill(!CANARY));
+        }
         Ok(())
     }
 
-    fn judge(&self) -> Result<(), String> {
+    fn judge(&mut self) -> Result<(), String> {
         if self.transfers.live() > 0 {
             return Err("a transfer is never over".into());
         }
+        for peer in 0..self.peers.len() {
+            while self.inboxes[peer].held() > 0 {
+                let held = self.inboxes[peer].held();
+                self.receive(peer)?;
+                if self.inboxes[peer].held() == held {
+                    return Err("room is held for a message that does not come".into());
+                }
+            }
+        }
         let remote = self.remote.iter().map(|memory| (memory, !CANARY));
         // The slices of all that have been asked for.
-        let used = self.requests.len() * SLICE as usize;
+        let used = (self.slices * SLICE) as usize;
         for (memory, canary) in remote.chain([(&self.local, CANARY)]) {
             if memory[..used].iter().any(|byte| *byte != canary) {
                 return Err("memory was written after its transfer was over".into());
             }
         }
         for known in self.known.values() {
-            let expected = u64::from(known.counter.is_some());
+            let expected = u64::from(known.counter.is_some() || known.message.is_some());
+            if known.message.is_some() && known.received != known.told {
+                return Err(format!("message {} was received {} times", known.index, known.received));
+            }
             match known.over {
                 Some(Ok(())) if known.told != expected => {
                     return Err(format!("transfer {} was told {} times", known.index, known.told));
@@ -678,6 +857,7 @@ fn number(name: &str) -> Option<u64> {
 fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
     let first = number("KVLANE_TEST_SEED").unwrap_or(0);
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
+    let mut messages: BTreeMap<String, u64> = BTreeMap::new();
     let mut posts = 0;
     for seed in first..first + number("KVLANE_TEST_SEEDS").unwrap_or(SEEDS) {
         let mut world = World::new(seed, Fault::None);
@@ -686,10 +866,11 @@ fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
         }
         posts += world.posts;
         for known in world.known.values() {
+            let ends = if known.message.is_some() { &mut messages } else { &mut ends };
             *ends.entry(format!("{:?}", known.over.unwrap())).or_default() += 1;
         }
     }
-    println!("{posts} posts; {ends:?}");
+    println!("{posts} posts; {ends:?}; messages: {messages:?}");
     // The seeds see every way to end.
     if number("KVLANE_TEST_SEEDS").is_none() {
         for end in [
@@ -701,8 +882,20 @@ fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
             "Err(PathsBreak)",
         ] {
             assert!(ends.get(end).is_some_and(|count| *count > 50), "{end}: {ends:?}");
+            assert!(messages.get(end).is_some_and(|count| *count > 50), "{end}: {messages:?}");
         }
+        assert!(messages.get("Err(NoRoom)").is_some_and(|count| *count > 50), "{messages:?}");
     }
+}
+
+#[test]
+fn a_receiver_that_takes_a_copy_for_a_new_message_is_caught() {
+    let twice = |seed: &u64| {
+        let wrong = World::new(*seed, Fault::ForgetsNumbers).run();
+        wrong.is_err_and(|wrong| wrong.contains("was told 2 times"))
+    };
+    let caught = (0..1000).filter(twice).count();
+    assert!(caught > 20, "{caught} times");
 }
 
 #[test]

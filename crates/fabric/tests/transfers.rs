@@ -1,11 +1,12 @@
 //! What the simulation cannot show, or only rarely: one story each.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Action, Completion, Failure, Op, Options, PathId, PeerId, Place, Post, Priority, Request, Run, Ticket,
-    Transfers, Work,
+    Action, CannotSend, Completion, Failure, Op, Options, PathId, PeerId, Place, Post, Priority, Request,
+    Run, Ticket, Transfers, Work,
 };
 
 fn at(micros: u64) -> Duration {
@@ -217,4 +218,82 @@ fn peers_take_turns() {
         turn.sort_unstable();
         assert_eq!(turn, [0, 1, 2]);
     }
+}
+
+#[test]
+fn a_message_without_room_is_posted_again_after_longer_and_longer_pauses() {
+    let (mut transfers, peer, _) = connected(Options::default(), 1);
+    let bytes: Arc<[u8]> = vec![7; 100].into();
+    let ticket = transfers.send(at(0), peer, Arc::clone(&bytes), at(400_000), Priority::High).unwrap();
+    let mut pauses = Vec::new();
+    let mut now = at(0);
+    while let Some(post) = transfers.next_post(now) {
+        assert_eq!(post.work, Work::Say { number: 0, bytes: Arc::clone(&bytes) });
+        transfers.complete(now, post.token, Completion::NoRoom);
+        // What else goes to the peer is posted meanwhile, also with a later number.
+        let tell = Request { immediate: Some((1, 0)), ..request(peer, 0, Priority::High) };
+        let tell = transfers.submit(now, tell).unwrap();
+        let told = transfers.next_post(now).unwrap();
+        assert_eq!((told.ticket, transfers.next_post(now)), (tell, None));
+        transfers.complete(now, told.token, Completion::Placed);
+        assert_eq!(actions(&mut transfers), [Action::Over(tell, Ok(()))]);
+        let next = transfers.next_tick().unwrap();
+        pauses.push((next - now).as_millis());
+        now = next;
+        transfers.tick(now);
+    }
+    assert_eq!(pauses[..8], [1, 2, 4, 8, 16, 32, 64, 100]);
+    assert_eq!((now, pauses.iter().sum()), (at(400_000), 400));
+    assert_eq!(actions(&mut transfers), [Action::Over(ticket, Err(Failure::NoRoom))]);
+    assert_eq!(transfers.live(), 0);
+}
+
+#[test]
+fn a_message_that_arrives_although_it_was_given_up_is_done() {
+    for answer in [Completion::Placed, Completion::NoRoom, Completion::Unknown] {
+        for deadline in [true, false] {
+            let (mut transfers, peer, _) = connected(Options::default(), 1);
+            let send = |transfers: &mut Transfers| {
+                transfers.send(at(0), peer, vec![7; 100].into(), at(1000), Priority::High).unwrap()
+            };
+            let ticket = send(&mut transfers);
+            let post = transfers.next_post(at(1)).unwrap();
+            if deadline {
+                transfers.tick(at(1000));
+            } else {
+                transfers.cancel(at(1000), ticket);
+            }
+            assert_eq!(actions(&mut transfers), []);
+            transfers.complete(at(1001), post.token, answer);
+            let outcome = match (answer, deadline) {
+                (Completion::Placed, _) => Ok(()),
+                (_, false) => Err(Failure::Cancelled),
+                (Completion::NoRoom, _) => Err(Failure::NoRoom),
+                _ => Err(Failure::DeadlineExceeded),
+            };
+            assert_eq!(actions(&mut transfers)[0], Action::Over(ticket, outcome));
+        }
+    }
+}
+
+#[test]
+fn bytes_of_messages_have_a_limit_and_come_free() {
+    let options = Options { message_bytes: 150, ..Options::default() };
+    let (mut transfers, peer, _) = connected(options, 1);
+    let send = |transfers: &mut Transfers, bytes: usize| {
+        transfers.send(at(0), peer, vec![7; bytes].into(), at(1000), Priority::High)
+    };
+    let first = send(&mut transfers, 100).unwrap();
+    assert_eq!(send(&mut transfers, 51), Err(CannotSend::Bytes(100)));
+    let second = send(&mut transfers, 50).unwrap();
+    transfers.cancel(at(1), first);
+    assert_eq!(send(&mut transfers, 101), Err(CannotSend::Bytes(50)));
+    transfers.remove_peer(at(2), peer);
+    let lost = send(&mut transfers, 150).unwrap();
+    let over = [(first, Failure::Cancelled), (second, Failure::PeerLost)];
+    let over = over.map(|(ticket, failure)| Action::Over(ticket, Err(failure)));
+    let all = actions(&mut transfers);
+    assert!(over.iter().all(|over| all.contains(over)), "{all:?}");
+    assert_eq!(all.last(), Some(&Action::Over(lost, Err(Failure::PeerLost))));
+    assert_eq!(send(&mut transfers, 151), Err(CannotSend::Bytes(0)));
 }

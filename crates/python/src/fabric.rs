@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Group, Handle, Op, Pages, Part,
-    PathStatus, PeerId, Pieces, Place, Priority, Run, Transfer, Transport,
+    Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, Handle, InboxOptions,
+    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Transfer,
+    Transport,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -23,7 +24,7 @@ const RUN_BYTES: usize = 24;
 pub(crate) struct PyEngine(Mutex<Option<Arc<Engine>>>);
 
 #[pyclass(name = "FabricPeer", module = "kvlane._core", frozen)]
-pub(crate) struct PyPeer(PeerId);
+pub(crate) struct PyPeer(PeerId, EngineId);
 
 #[pyclass(name = "FabricTransfer", module = "kvlane._core", frozen)]
 pub(crate) struct PyTransfer(Handle);
@@ -36,6 +37,10 @@ pub(crate) struct PyGroup(Group);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
+/// What a member is written, and a counter with its generation there.
+type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
+/// Engine id and boot nonce.
+type PyId = (u128, u64);
 type PyPath = (String, bool, &'static str, Option<String>, Option<f64>, Option<String>);
 /// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
 type PySide<'a> = (u32, u64, u64, &'a [u8]);
@@ -49,6 +54,7 @@ impl PyEngine {
         connections: usize,
         patience_ms: f64,
         transport: &str,
+        inbox: (usize, usize),
     ) -> PyResult<Self> {
         let transport = match transport {
             "auto" => None,
@@ -60,6 +66,7 @@ impl PyEngine {
         };
         let mut options = EngineOptions { token, connections, transport, ..EngineOptions::default() };
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
+        options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };
         options.transfers.peer_patience = milliseconds(patience_ms)?;
         let engine = Engine::new(options).map_err(error)?;
         Ok(Self(Mutex::new(Some(Arc::new(engine)))))
@@ -84,7 +91,9 @@ impl PyEngine {
     }
 
     fn connect(&self, descriptor: &[u8]) -> PyResult<PyPeer> {
-        self.engine()?.connect(&parse(descriptor)?).map(PyPeer).map_err(error)
+        let descriptor = parse(descriptor)?;
+        let peer = self.engine()?.connect(&descriptor).map_err(error)?;
+        Ok(PyPeer(peer, EngineId::from(&descriptor)))
     }
 
     fn update(&self, peer: &PyPeer, descriptor: &[u8]) -> PyResult<()> {
@@ -129,6 +138,41 @@ impl PyEngine {
         self.engine()?.group(&peers).map(PyGroup).map_err(error)
     }
 
+    fn send(
+        &self,
+        py: Python<'_>,
+        peer: &PyPeer,
+        bytes: &[u8],
+        timeout_ms: f64,
+        is_bulk: bool,
+    ) -> PyResult<PyTransfer> {
+        let options = SendOptions { timeout: milliseconds(timeout_ms)?, priority: priority(is_bulk) };
+        let engine = self.engine()?;
+        py.detach(|| engine.send(peer.0, bytes, options)).map(PyTransfer).map_err(error)
+    }
+
+    /// Engine id and boot nonce of the sender, and the bytes. None: not in this time.
+    fn receive<'py>(
+        &self,
+        py: Python<'py>,
+        timeout_ms: Option<f64>,
+    ) -> PyResult<Option<(PyId, Bound<'py, PyBytes>)>> {
+        let engine = self.engine()?;
+        let wait = |timeout| match engine.receive(Some(timeout)) {
+            Some(message) => Some(Some(message)),
+            None => engine.is_closed().then_some(None),
+        };
+        match wait_with_signals(py, timeout_ms, wait)? {
+            None => Ok(None),
+            Some(None) => Err(closed()),
+            Some(Some(Message { from, bytes })) => Ok(Some((id(from), PyBytes::new(py, &bytes)))),
+        }
+    }
+
+    fn id(&self) -> PyResult<PyId> {
+        Ok(id(self.engine()?.id()))
+    }
+
     fn open_counter(&self, counter: u32) -> PyResult<u32> {
         Ok(self.engine()?.open_counter(counter))
     }
@@ -161,6 +205,13 @@ impl PyEngine {
         let engine = self.0.lock().take();
         // Others may be in a call: what frees the memory is that it is closed, not that this was the last one.
         py.detach(|| engine.inspect(|engine| engine.close()));
+    }
+}
+
+#[pymethods]
+impl PyPeer {
+    fn id(&self) -> PyId {
+        id(self.1)
     }
 }
 
@@ -205,14 +256,12 @@ impl PyGroup {
     /// For each member in order: what, and a counter with its generation there. Answers the transfer of each.
     fn scatter(
         &self,
-        parts: Vec<(PyRef<'_, PyPieces>, Option<(u32, u32)>)>,
+        parts: Vec<PyPart<'_>>,
         timeout_ms: Option<f64>,
         is_bulk: bool,
     ) -> PyResult<Vec<PyTransfer>> {
-        let part = |(pieces, immediate): &(PyRef<'_, PyPieces>, Option<(u32, u32)>)| Part {
-            pieces: pieces.0.clone(),
-            immediate: *immediate,
-        };
+        let part =
+            |(pieces, immediate): &PyPart<'_>| Part { pieces: pieces.0.clone(), immediate: *immediate };
         let parts: Vec<Part> = parts.iter().map(part).collect();
         let timeout = timeout_ms.map(milliseconds).transpose()?;
         let begun = self.0.scatter(&parts, timeout, priority(is_bulk)).map_err(error)?;
@@ -245,7 +294,7 @@ impl PyTransfer {
 
 impl PyEngine {
     fn engine(&self) -> PyResult<Arc<Engine>> {
-        self.0.lock().clone().ok_or_else(|| PyValueError::new_err("the engine is closed"))
+        self.0.lock().clone().ok_or_else(closed)
     }
 }
 
@@ -267,6 +316,14 @@ fn wait_with_signals<T: Send>(
     }
 }
 
+fn closed() -> PyErr {
+    PyValueError::new_err("the engine is closed")
+}
+
+fn id(id: EngineId) -> PyId {
+    (id.engine_id, id.boot_nonce)
+}
+
 fn priority(is_bulk: bool) -> Priority {
     if is_bulk { Priority::Bulk } else { Priority::High }
 }
@@ -279,6 +336,7 @@ fn name(outcome: Result<(), Failure>) -> &'static str {
         Err(Failure::Refused) => "refused",
         Err(Failure::PeerLost) => "lost",
         Err(Failure::PathsBreak) => "breaks",
+        Err(Failure::NoRoom) => "room",
     }
 }
 

@@ -25,6 +25,8 @@
 //!  Ack     count outcomes; more: a stamp
 //!  Ping    more: the latest stamp                                                      -> Pong
 //!  Pong    more: a stamp
+//!  Message bytes follow: the message; more: its number, counted with the immediates    -> Ack, or NoRoom
+//!  NoRoom  the answer to the Message of that token: to be sent again later
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
 //!  run with address:  | run | address at the side that connected, u64 |
 //!  outcome:  | token u64  | refused u32    | 0 u32      |
@@ -32,6 +34,8 @@
 //! A stamp is what the listening side's clock said; the connecting side says it back ([`crate::lease`]), 0 before the first.
 
 use thiserror::Error;
+
+use crate::inbox::MESSAGE_BYTES_MAX;
 
 /// Bytes of a head.
 pub(crate) const HEAD_BYTES: usize = 32;
@@ -57,6 +61,8 @@ pub(crate) enum Head {
     Ack { outcomes: usize, stamp: u64 },
     Ping { stamp: u64 },
     Pong { stamp: u64 },
+    Message { token: u64, number: u64, bytes: u64 },
+    NoRoom { token: u64 },
 }
 
 /// Bytes at the side that listens.
@@ -93,6 +99,8 @@ impl Head {
             Head::Ping { stamp } => (6, 0, 0, 0, stamp),
             Head::Pong { stamp } => (7, 0, 0, 0, stamp),
             Head::Pull { token, runs, bytes } => (8, runs, token, bytes, 0),
+            Head::Message { token, number, bytes } => (9, 0, token, bytes, number),
+            Head::NoRoom { token } => (10, 0, token, 0, 0),
         };
         debug_assert!(count <= ENTRIES_MAX);
         let mut head = [0; HEAD_BYTES];
@@ -125,6 +133,9 @@ impl Head {
             (6, 0) => Ok(Head::Ping { stamp: more }),
             (7, 0) => Ok(Head::Pong { stamp: more }),
             (8, 1..) => moved(Head::Pull { token, runs: count, bytes }),
+            (9, 0) if bytes > MESSAGE_BYTES_MAX as u64 => Err(BadFrame("a message that is too long")),
+            (9, 0) => Ok(Head::Message { token, number: more, bytes }),
+            (10, 0) => Ok(Head::NoRoom { token }),
             _ => Err(BadFrame("a frame of no known kind")),
         }
     }
@@ -224,6 +235,9 @@ mod tests {
             any::<u64>().prop_map(|stamp| Head::Ping { stamp }),
             any::<u64>().prop_map(|stamp| Head::Pong { stamp }),
             (token, count, bytes).prop_map(|(token, runs, bytes)| Head::Pull { token, runs, bytes }),
+            (token, any::<u64>(), 0..=MESSAGE_BYTES_MAX as u64)
+                .prop_map(|(token, number, bytes)| Head::Message { token, number, bytes }),
+            token.prop_map(|token| Head::NoRoom { token }),
         ]
     }
 
@@ -234,9 +248,12 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..10u8) {
+        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..12u8) {
             let mut bytes = bytes;
             bytes[0] = kind;
+            if let Ok(Head::Message { bytes, .. }) = Head::decode(&bytes) {
+                prop_assert!(bytes <= MESSAGE_BYTES_MAX as u64);
+            }
             if let Ok(Head::Write { runs, bytes, .. } | Head::Read { runs, bytes, .. }) = Head::decode(&bytes) {
                 prop_assert!((1..=ENTRIES_MAX).contains(&runs) && (1..=BYTES_MAX).contains(&bytes));
             }
