@@ -21,11 +21,11 @@ use thiserror::Error;
 use crate::descriptor::{Access, Descriptor};
 use crate::group::Group;
 use crate::hub::{Hub, PathStatus, Transport, random};
-use crate::inbox::{EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
+use crate::inbox::{EngineId, InboxOptions, MESSAGE_BYTES_MAX, Message};
 use crate::runs::Run;
 use crate::shape::{Pieces, ShapeError};
-use crate::tcp::{BYTES_MAX, ENTRIES_MAX, Identity};
-use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket, Transfers};
+use crate::tcp::{BYTES_MAX, Credentials, ENTRIES_MAX, Identity, Tls, TlsError};
+use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
@@ -52,6 +52,8 @@ pub struct EngineOptions {
     /// How bytes are to travel: None for the best way that a peer and this process both have, TCP for nothing else, CMA for
     /// no peers but those of this host whose memory can be read.
     pub transport: Option<Transport>,
+    /// With it all connections are encrypted, and nothing is sent to peers that have none. What is encrypted goes by TCP.
+    pub tls: Option<Tls>,
     /// The limits of transfers.
     pub transfers: Options,
     /// The limits of what waits for [`Engine::receive`].
@@ -66,6 +68,7 @@ impl Default for EngineOptions {
             token: String::new(),
             connections: 1,
             transport: None,
+            tls: None,
             transfers: Options::default(),
             inbox: InboxOptions::default(),
         }
@@ -86,6 +89,9 @@ pub enum FabricError {
     /// A limit that the protocol does not have, or that would let nothing move.
     #[error("{0}")]
     Limit(String),
+    /// A file of [`Tls`].
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// Of the operating system.
     #[error("the fabric cannot be opened: {0}")]
     Io(#[from] io::Error),
@@ -231,10 +237,11 @@ impl Engine {
         check_inbox(&options.inbox)?;
         let engine = u128::from(random()?) << 64 | u128::from(random()?);
         let me = Identity { engine, boot: random()? };
-        let transfers = Transfers::new(options.transfers);
-        let EngineOptions { listen, advertise, token, connections, transport, inbox, .. } = options;
-        let mut hub = Hub::new(me, &token, transfers, &listen, advertise, connections, transport)?;
-        hub.inbox = Inbox::new(inbox);
+        if options.tls.is_some() && options.transport == Some(Transport::Cma) {
+            return Err(FabricError::Limit("with TLS bytes go by TCP, and not by cma".into()));
+        }
+        let credentials = options.tls.as_ref().map(Credentials::load).transpose()?;
+        let hub = Hub::new(me, credentials, options)?;
         let shared = Arc::new(Shared {
             hub: Mutex::new(hub),
             changed: Condvar::new(),

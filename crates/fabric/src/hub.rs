@@ -30,6 +30,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use self::neighbours::{Job, TURN_BYTES};
 use crate::completion::Outcomes;
 use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
+use crate::engine::EngineOptions;
 use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
 use crate::inbox::{Admission, EngineId, Inbox, Message};
@@ -40,8 +41,8 @@ use crate::same_host::{Card, Neighbour};
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
 use crate::tcp::{
-    Answer, BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome, Purpose, Welcome,
-    WireRun, decode_challenge, encode_challenge,
+    Answer, BadFrame, Came, Credentials, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome,
+    Purpose, Stream, Welcome, WireRun, decode_challenge, encode_challenge,
 };
 use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Token, Transfers, Work};
 
@@ -79,6 +80,8 @@ type LinkId = u64;
 pub(crate) struct Hub {
     pub(crate) me: Identity,
     key: Key,
+    /// With these all connections are encrypted.
+    credentials: Option<Credentials>,
     begun: Instant,
     pub(crate) transfers: Transfers,
     pub(crate) immediates: Immediates,
@@ -138,6 +141,8 @@ struct Entry {
     interest: EventFlags,
     heard: Duration,
     acks: Vec<Outcome>,
+    /// Whether something that came was left there, since too much waited to be written.
+    is_held_up: bool,
     /// The process at the other end, where both can read each other's memory.
     neighbour: Option<Arc<Neighbour>>,
     /// The message whose bytes are coming.
@@ -284,18 +289,18 @@ impl RegionLengths for BothSides<'_> {
 impl Hub {
     pub(crate) fn new(
         me: Identity,
-        token: &str,
-        transfers: Transfers,
-        listen: &[SocketAddr],
-        advertised: Vec<SocketAddr>,
-        connections: usize,
-        wanted: Option<Transport>,
+        credentials: Option<Credentials>,
+        options: EngineOptions,
     ) -> io::Result<Hub> {
+        let EngineOptions { listen, advertise, token, connections, transport, transfers, inbox, .. } =
+            options;
+        // What is encrypted goes by TCP.
+        let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
         let mut listeners = Vec::new();
-        for (index, address) in (0..).zip(listen) {
+        for (index, address) in (0..).zip(&listen) {
             let listener = TcpListener::bind(address)
                 .map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
             listener.set_nonblocking(true)?;
@@ -304,17 +309,18 @@ impl Hub {
         }
         Ok(Hub {
             me,
-            key: Key::new(token),
+            key: Key::new(&token),
+            credentials,
             begun: Instant::now(),
-            transfers,
+            transfers: Transfers::new(transfers),
             immediates: Immediates::default(),
-            inbox: Inbox::default(),
+            inbox: Inbox::new(inbox),
             regions: Regions::default(),
             outcomes: Outcomes::default(),
             epoll: Arc::new(epoll),
             wake,
             listeners,
-            advertised,
+            advertised: advertise,
             accept_at: None,
             connections: connections.max(1),
             links: HashMap::new(),
@@ -641,10 +647,12 @@ impl Hub {
         let id = self.next_link;
         self.next_link += 1;
         let heard = self.now();
-        let link = Link::new(socket)?;
+        let accepted = matches!(role, Role::Accepted { .. });
+        let link = Link::new(Stream::new(socket, self.credentials.as_ref(), accepted)?)?;
         epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
-        let (acks, neighbour, coming) = (Vec::new(), None, None);
-        self.links.insert(id, Entry { link, role, interest, heard, acks, neighbour, coming });
+        let (acks, is_held_up, neighbour, coming) = (Vec::new(), false, None, None);
+        let entry = Entry { link, role, interest, heard, acks, is_held_up, neighbour, coming };
+        self.links.insert(id, entry);
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
     }
@@ -722,7 +730,8 @@ impl Hub {
 
     fn flush(&mut self, id: LinkId) {
         let Some(entry) = self.links.get_mut(&id) else { return };
-        if matches!(entry.role, Role::Connecting { .. }) {
+        // Not connected yet: see take_next.
+        if matches!(entry.role, Role::Connecting { .. }) && entry.interest != EventFlags::IN {
             return;
         }
         // SAFETY: memory that is queued belongs to a registered region: of a transfer under way, or served to a peer;
@@ -738,8 +747,8 @@ impl Hub {
             self.remove(id);
             return;
         }
-        if !entry.link.is_full() && !entry.interest.contains(EventFlags::IN) {
-            // It was left alone, and may have left something in our own buffer.
+        if !entry.link.is_full() && std::mem::take(&mut entry.is_held_up) {
+            // What it left in our own buffer is not told of again.
             self.ready.push(id);
         }
         let (is_full, is_flushed) = (entry.link.is_full(), entry.link.is_flushed());
@@ -779,7 +788,9 @@ impl Hub {
         let received = entry.link.received();
         let mut has_more = true;
         for _ in 0..FRAMES_A_TURN {
-            if self.links.get(&id).is_none_or(|entry| entry.link.is_full()) {
+            let Some(entry) = self.links.get_mut(&id) else { return };
+            if entry.link.is_full() {
+                entry.is_held_up = true;
                 has_more = false;
                 break;
             }
@@ -801,6 +812,14 @@ impl Hub {
         let entry = self.links.get_mut(&id).filter(is_greeted);
         if let Some(entry) = entry.filter(|entry| entry.link.received() > received) {
             entry.heard = now;
+        }
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        // What has left the socket is not told of again, and what TLS has to say by itself nobody has queued.
+        if !has_more && entry.link.has_more() && !entry.link.is_full() {
+            self.ready.push(id);
+        }
+        if !entry.link.is_flushed() && !entry.interest.contains(EventFlags::OUT) {
+            self.dirty.push(id);
         }
         self.answer(id);
     }
@@ -1275,6 +1294,16 @@ impl Hub {
         for link in dead {
             self.end(link, &Ended::Io(io::ErrorKind::TimedOut.into()));
         }
+        // Whoever speaks TLS speaks at once. A peer that waits for us to speak is told so before it gives up.
+        let is_mute = |entry: &Entry| {
+            matches!(entry.role, Role::Accepted { .. })
+                && entry.link.awaits_first_word()
+                && !is_late
+                && silent(entry) >= SILENT / 2
+        };
+        let mute: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| is_mute(entry)).map(|(link, _)| *link).collect();
+        mute.into_iter().for_each(|link| self.end(link, &Ended::NoTls));
         let stamp = |entry: &Entry| if let Role::Up { stamp, .. } = entry.role { Some(stamp) } else { None };
         let up: Vec<(LinkId, u64)> =
             self.links.iter().filter_map(|(link, entry)| Some((*link, stamp(entry)?))).collect();

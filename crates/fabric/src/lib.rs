@@ -31,6 +31,7 @@ pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
+pub use tcp::{Tls, TlsError};
 pub use transfers::{
     Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,
     Ticket, Token, Transfers, Work,

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, PULLED_RUN_BYTES};
 use super::stream::{Rings, Stream};
+use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
 use crate::regions::Piece;
 use crate::shm::{Reader, Writer};
@@ -34,6 +35,10 @@ pub(crate) enum Ended {
     Late,
     #[error(transparent)]
     Bad(#[from] BadFrame),
+    #[error("the peer wants TLS: give `tls` to both sides, or to neither")]
+    WantsTls,
+    #[error("{NO_TLS}")]
+    NoTls,
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -45,7 +50,8 @@ pub(crate) enum Came {
     Frame(Head, Vec<u8>),
     /// All bytes of the frame before are where they belong.
     Body,
-    /// Nothing more for now, or in this turn: then more can be read from the socket.
+    /// Nothing more for now, or in this turn: then more can be read from the socket, or the link says that it
+    /// [has more](Link::has_more).
     Nothing,
 }
 
@@ -81,12 +87,11 @@ struct Body {
 }
 
 impl Link {
-    pub(crate) fn new(socket: TcpStream) -> io::Result<Link> {
-        socket.set_nonblocking(true)?;
+    pub(crate) fn new(stream: Stream) -> io::Result<Link> {
+        stream.socket().set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
         let (queued, written, own_bytes, received, start, end) = (0, 0, 0, 0, 0, 0);
         let (out, body) = (VecDeque::new(), None);
-        let stream = Stream::new(socket);
         Ok(Link { stream, out, queued, written, own_bytes, received, buffer, start, end, body })
     }
 
@@ -97,8 +102,9 @@ impl Link {
     /// Everything from now on goes through these ends of a segment. What came behind the greeting was wakes.
     pub(crate) fn go_through(&mut self, ends: (Writer, Reader)) {
         debug_assert!(self.is_flushed() && self.body.is_none());
-        (self.start, self.end) = (0, 0);
-        self.stream.go_through(ends);
+        if self.stream.go_through(ends) {
+            (self.start, self.end) = (0, 0);
+        }
     }
 
     /// Its rings, if it has some.
@@ -134,8 +140,19 @@ impl Link {
         self.received
     }
 
+    /// Whether the kernel has all of it, and all that the stream says beside it.
     pub(crate) fn is_flushed(&self) -> bool {
-        self.out.is_empty()
+        self.out.is_empty() && self.stream.is_flushed()
+    }
+
+    /// Whether more came that epoll does not tell of, since it has left the socket.
+    pub(crate) fn has_more(&self) -> bool {
+        self.stream.has_more()
+    }
+
+    /// Whether the peer should have spoken first, and has not said a word.
+    pub(crate) fn awaits_first_word(&self) -> bool {
+        self.stream.awaits_first_word()
     }
 
     /// Whether so much is queued that nothing more should be asked for.
@@ -161,6 +178,9 @@ impl Link {
             let mut count = 0;
             let mut bytes = 0;
             for (range, out) in ranges.iter_mut().zip(&self.out) {
+                if bytes >= TURN_BYTES {
+                    break;
+                }
                 *range = match out {
                     Out::Bytes(bytes, sent) => libc::iovec {
                         iov_base: bytes[*sent..].as_ptr().cast_mut().cast(),
@@ -170,6 +190,7 @@ impl Link {
                         libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len }
                     }
                 };
+                range.iov_len = range.iov_len.min(TURN_BYTES - bytes);
                 count += 1;
                 bytes += range.iov_len;
             }
@@ -189,7 +210,10 @@ impl Link {
                 },
             }
         }
-        Ok(())
+        match self.stream.flush() {
+            Err(error) => blocked(error).map(drop),
+            Ok(()) => Ok(()),
+        }
     }
 
     fn sent(&mut self, mut sent: usize) {
@@ -222,6 +246,9 @@ impl Link {
                 bytes.copy_from_slice(&self.buffer[self.start..self.start + N]);
                 self.start += N;
                 return Ok(Some(bytes));
+            }
+            if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
+                return Err(Ended::WantsTls);
             }
             if !self.fill()? {
                 return Ok(None);
@@ -427,17 +454,14 @@ fn blocked(error: io::Error) -> Result<Retry, Ended> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
-    use std::net::TcpListener;
-
     use proptest::collection::vec;
     use proptest::prelude::*;
 
+    use super::super::tls::tests::streams;
     use super::*;
 
-    fn pair() -> (Link, Link) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (other, _) = listener.accept().unwrap();
+    fn pair(is_tls: bool) -> (Link, Link) {
+        let (one, other) = streams(is_tls, None);
         (Link::new(one).unwrap(), Link::new(other).unwrap())
     }
 
@@ -450,8 +474,9 @@ mod tests {
         #[test]
         fn frames_of_any_length_arrive_where_they_belong(
             frames in vec((vec(1..5000usize, 1..40), any::<bool>(), 0..400_000usize), 1..20),
+            is_tls in any::<bool>(),
         ) {
-            let (mut from, mut to) = pair();
+            let (mut from, mut to) = pair(is_tls);
             let mut source: Vec<u8> = (0..1 << 20).map(|index: u32| (index % 251) as u8).collect();
             let mut arrived = vec![0u8; 1 << 20];
             let mut expected = vec![0u8; 1 << 20];
@@ -477,6 +502,9 @@ mod tests {
             while pings < frames.len() {
                 // SAFETY: all memory outlives the links' last calls here.
                 unsafe { from.flush().unwrap() };
+                // What comes back is of a handshake.
+                // SAFETY: as above.
+                assert!(matches!(unsafe { from.receive(None).unwrap() }, Came::Nothing));
                 loop {
                     // SAFETY: as above.
                     match unsafe { to.receive(None).unwrap() } {
@@ -503,7 +531,7 @@ mod tests {
 
     #[test]
     fn an_end_in_the_middle_is_told() {
-        let (mut from, mut to) = pair();
+        let (mut from, mut to) = pair(false);
         from.say(Head::Data { token: 1, bytes: 10 }.encode().to_vec());
         let mut memory = [7; 5];
         from.say_memory(piece(&mut memory));

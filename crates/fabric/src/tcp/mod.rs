@@ -1,14 +1,18 @@
 //! Transfers over TCP: bytes go from registered memory into the socket, and at the peer from the socket to where they
-//! belong, with no copy in between.
+//! belong, with no copy in between. With TLS they are encrypted on the way, and copied.
 
+mod credentials;
 mod frame;
 mod greeting;
 mod link;
 mod stream;
+mod tls;
 
+pub(crate) use credentials::Credentials;
+pub use credentials::{Tls, TlsError};
 pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
 pub(crate) use greeting::{
     Answer, Hello, Identity, Key, Offer, Purpose, Reads, Welcome, decode_challenge, encode_challenge,
 };
 pub(crate) use link::{Came, Ended, Link};
-pub(crate) use stream::Rings;
+pub(crate) use stream::{Rings, Stream};

@@ -9,22 +9,17 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
+use super::credentials::Credentials;
+use super::tls::TlsStream;
 use crate::shm::{Reader, RingError, Writer};
 
 /// Bytes both ways, without waiting.
 #[derive(Debug)]
-pub(crate) struct Stream {
-    /// Whatever carries the bytes: when it ends, the connection does.
-    socket: TcpStream,
-    way: Way,
-}
-
-#[derive(Debug)]
-enum Way {
-    /// Through the socket, as they are.
-    Plain,
-    /// Through memory that both processes have.
-    Rings(Rings),
+pub(crate) enum Stream {
+    /// As they are: through the socket, or through memory that both processes have.
+    Plain(TcpStream, Option<Box<Rings>>),
+    /// Encrypted.
+    Tls(Box<TlsStream>),
 }
 
 /// A ring each way. The socket carries a byte to wake who sleeps.
@@ -37,29 +32,78 @@ pub(crate) struct Rings {
 }
 
 impl Stream {
-    pub(crate) fn new(socket: TcpStream) -> Stream {
-        Stream { socket, way: Way::Plain }
+    /// Encrypted where there are credentials. `accepted`: the peer connected.
+    pub(crate) fn new(
+        socket: TcpStream,
+        credentials: Option<&Credentials>,
+        accepted: bool,
+    ) -> io::Result<Stream> {
+        Ok(match credentials {
+            Some(credentials) => Stream::Tls(Box::new(TlsStream::new(socket, credentials, accepted)?)),
+            None => Stream::Plain(socket, None),
+        })
     }
 
-    /// The connection below.
+    /// The connection below. When it ends, this does.
     pub(crate) fn socket(&self) -> &TcpStream {
-        &self.socket
+        match self {
+            Stream::Plain(socket, _) => socket,
+            Stream::Tls(tls) => tls.socket(),
+        }
     }
 
-    /// Everything from now on goes through these ends of a segment.
-    pub(crate) fn go_through(&mut self, (writer, reader): (Writer, Reader)) {
-        self.way = Way::Rings(Rings { writer, reader, is_told: false });
+    /// Everything from now on goes through these ends of a segment. False: it is encrypted, and goes on as it is.
+    pub(crate) fn go_through(&mut self, (writer, reader): (Writer, Reader)) -> bool {
+        let Stream::Plain(_, rings) = self else { return false };
+        *rings = Some(Box::new(Rings { writer, reader, is_told: false }));
+        true
     }
 
     /// Its rings, if it has some.
     pub(crate) fn rings(&mut self) -> Option<&mut Rings> {
-        match &mut self.way {
-            Way::Plain => None,
-            Way::Rings(rings) => Some(rings),
+        match self {
+            Stream::Plain(_, rings) => rings.as_deref_mut(),
+            Stream::Tls(_) => None,
         }
     }
 
-    /// Sends from these ranges, one after the other. Answers how many bytes it took, at least one.
+    /// Whether all that [`Stream::send`] took, and what is said beside it, is with the kernel or the peer.
+    pub(crate) fn is_flushed(&self) -> bool {
+        match self {
+            Stream::Plain(..) => true,
+            Stream::Tls(tls) => tls.is_flushed(),
+        }
+    }
+
+    /// Gives the kernel what it takes of that.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::WouldBlock`] if that is not all of it.
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Stream::Plain(..) => Ok(()),
+            Stream::Tls(tls) => tls.flush(),
+        }
+    }
+
+    /// Whether more can be received of what has left the socket already: nothing tells of that again.
+    pub(crate) fn has_more(&self) -> bool {
+        match self {
+            Stream::Plain(..) => false,
+            Stream::Tls(tls) => tls.has_more(),
+        }
+    }
+
+    /// Whether the peer is to speak first, and has not said a word.
+    pub(crate) fn awaits_first_word(&self) -> bool {
+        match self {
+            Stream::Plain(..) => false,
+            Stream::Tls(tls) => !tls.has_heard(),
+        }
+    }
+
+    /// Sends from these ranges, one after the other. Answers how many bytes it took, at least one: the ranges are not
+    /// needed any more for those. If it was not all, it takes no more now.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if it takes none now.
@@ -67,30 +111,33 @@ impl Stream {
     /// # Safety
     /// The ranges are valid for reads.
     pub(crate) unsafe fn send(&mut self, ranges: &[libc::iovec]) -> io::Result<usize> {
-        match &mut self.way {
-            Way::Plain => {
+        match self {
+            Stream::Plain(socket, None) => {
                 // SAFETY: a msghdr of zeros is an empty message.
                 let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
                 message.msg_iov = ranges.as_ptr().cast_mut();
                 message.msg_iovlen = ranges.len();
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+                answer(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
             }
-            Way::Rings(rings) => {
+            Stream::Plain(socket, Some(rings)) => {
                 // SAFETY: the caller's promise is passed on.
                 let taken = unsafe { rings.writer.write(ranges) }.map_err(spoiled)?;
                 if taken == 0 {
                     return Err(io::ErrorKind::WouldBlock.into());
                 }
                 if rings.writer.take_reader_sleeps() {
-                    wake(&self.socket)?;
+                    wake(socket)?;
                 }
                 Ok(taken)
             }
+            // SAFETY: the caller's promise is passed on.
+            Stream::Tls(tls) => unsafe { tls.send(ranges) },
         }
     }
 
-    /// Receives into these ranges, one after the other. Answers how many bytes came; 0 if the peer sends no more.
+    /// Receives into these ranges, one after the other. Answers how many bytes came; 0 if the peer sends no more. If they
+    /// are not full, nothing more is there now.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if none are there now.
@@ -98,27 +145,29 @@ impl Stream {
     /// # Safety
     /// The ranges are valid for writes.
     pub(crate) unsafe fn receive(&mut self, ranges: &[libc::iovec]) -> io::Result<usize> {
-        match &mut self.way {
-            Way::Plain => {
+        match self {
+            Stream::Plain(socket, None) => {
                 let count = ranges.len() as libc::c_int;
                 // SAFETY: the ranges are valid by the caller's promise.
-                answer(unsafe { libc::readv(self.socket.as_raw_fd(), ranges.as_ptr(), count) })
+                answer(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
             }
-            Way::Rings(rings) => {
+            Stream::Plain(socket, Some(rings)) => {
                 // Before the ring: what the peer wrote before it ended is there.
-                let is_over = std::mem::take(&mut rings.is_told) && is_over(&self.socket)?;
+                let is_over = std::mem::take(&mut rings.is_told) && is_over(socket)?;
                 // SAFETY: the caller's promise is passed on.
                 let came = unsafe { rings.reader.read(ranges) }.map_err(spoiled)?;
                 if came > 0 {
                     // To be seen once more, when the ring is empty.
                     rings.is_told = is_over;
                     if rings.reader.take_writer_waits() {
-                        wake(&self.socket)?;
+                        wake(socket)?;
                     }
                     return Ok(came);
                 }
                 if is_over { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) }
             }
+            // SAFETY: the caller's promise is passed on.
+            Stream::Tls(tls) => unsafe { tls.receive(ranges) },
         }
     }
 }
@@ -178,14 +227,17 @@ fn spoiled(error: RingError) -> io::Error {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if let Stream::Tls(tls) = self {
+            tls.say_goodbye();
+        }
         // Also where a forked process still holds the socket.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.socket().shutdown(Shutdown::Both);
     }
 }
 
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.socket().as_fd()
     }
 }
 
