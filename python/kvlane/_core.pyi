@@ -276,8 +276,9 @@ class FabricEngine:
         patience_ms: float,
         transport: str,
         inbox: tuple[int, int],
+        tls: tuple[str, str, str] | None,
     ) -> None:
-        """`inbox`: most messages, and most bytes of them."""
+        """`inbox`: most messages, and most bytes of them. `tls`: certificate, key, authority."""
 
     def register(self, address: int, length: int, writable: bool) -> int: ...
     def unregister(self, region: int) -> None: ...

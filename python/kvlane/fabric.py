@@ -32,6 +32,7 @@ they are.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -62,6 +63,7 @@ __all__ = [
     "Refused",
     "Region",
     "StillMoving",
+    "Tls",
     "Transfer",
 ]
 
@@ -116,6 +118,19 @@ _FAILURES: dict[str, tuple[type[FabricError], str]] = {
 }
 
 
+class Tls(NamedTuple):
+    """PEM files that encrypt all connections of an engine (TLS 1.3). Both sides of a connection show a certificate,
+    which the other's `authority` has to have signed, for servers and clients if it says what it is for. Names and
+    addresses in certificates are not looked at: who has one is let in to prove the token."""
+
+    certificate: str | os.PathLike[str]
+    """Of this process, and behind it those between it and the authority."""
+    key: str | os.PathLike[str]
+    """Of the certificate, not encrypted."""
+    authority: str | os.PathLike[str]
+    """The certificates of those who sign peers' certificates."""
+
+
 class EngineId(NamedTuple):
     """Which engine, and which start of it."""
 
@@ -141,6 +156,8 @@ class Engine:
     host whose memory may be read: others are not reached, and `Peer.paths` says why. `inbox_messages` and `inbox_bytes`:
     so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again later. At least 1
     and 65,536.
+    `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
+    by TCP. ValueError names the file that cannot be used.
     """
 
     def __init__(
@@ -152,10 +169,15 @@ class Engine:
         transport: str = "auto",
         inbox_messages: int = 1024,
         inbox_bytes: int = 16 << 20,
+        tls: Tls | tuple[str, str, str] | None = None,
     ) -> None:
         inbox = (inbox_messages, inbox_bytes)
+        files = None
+        if tls is not None:
+            certificate, key, authority = (os.fspath(file) for file in tls)
+            files = (certificate, key, authority)
         self._core = _core.FabricEngine(
-            list(listen), token, connections, patience * 1e3, transport, inbox
+            list(listen), token, connections, patience * 1e3, transport, inbox, files
         )
         self._owners: dict[int, Any] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,18 @@ def test_loopback_compares_with_a_loop_and_memcpy(tmp_path: Path) -> None:
     assert ratios["TCP write paged / loop"] == rates["kvlane", "write"] / rates["loop", "write"]
     assert ratios["TCP read paged / own write"] == rates["kvlane", "read"] / rates["kvlane", "write"]
     assert "token" not in result["settings"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
+def test_encrypted_connections_are_a_transport_of_their_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["fabric", *TINY, "--vs", "none", "--tls", "--json"]) == 0
+    results = json.loads(capfd.readouterr().out)["results"]
+    cells = [(each["transport"], each["op"], each["pattern"], each["bytes"]) for each in results]
+    assert sorted(cells) == sorted(
+        (transport, *cell[1:]) for transport in ("tcp", "tls") for cell in cells if cell[0] == "tls"
+    )
+    with pytest.raises(SystemExit, match="three files"):
+        main(["fabric", "--server", "--tls"])
 
 
 def test_json_is_all_that_goes_to_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

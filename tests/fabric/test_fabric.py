@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import array
 import random
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy
 import pytest
 
 from kvlane import fabric
+from kvlane.bench import certificates
 
 SIZE = 1 << 20
 PATIENCE = 30.0
@@ -24,7 +27,7 @@ OTHER = """
 import hashlib, sys
 from kvlane import fabric
 memory = bytearray(b"o" * (1 << 20))
-engine = fabric.Engine(token=sys.argv[1])
+engine = fabric.Engine(token=sys.argv[1], tls=sys.argv[3:] or None)
 region = engine.register(memory)
 counter = engine.counter(7)
 print(engine.describe().hex(), region.number, counter.generation, flush=True)
@@ -68,8 +71,8 @@ class Other:
 
 
 @contextmanager
-def other(token: str = "", descriptor: bytes = b"") -> Iterator[Other]:
-    command = [sys.executable, "-c", OTHER, token, descriptor.hex()]
+def other(token: str = "", descriptor: bytes = b"", tls: fabric.Tls | None = None) -> Iterator[Other]:
+    command = [sys.executable, "-c", OTHER, token, descriptor.hex(), *map(str, tls or ())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield Other(process)
@@ -391,3 +394,29 @@ def test_closing_an_engine_ends_what_waits_for_a_message() -> None:
         engine.close()
         with pytest.raises(ValueError, match="closed"):
             waiting.result(PATIENCE)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
+def test_with_tls_bytes_go_both_ways_and_peers_without_are_told(tmp_path: Path) -> None:
+    files = certificates.make(tmp_path)
+    source = bytearray(random.Random(4).randbytes(SIZE))
+    with other("secret", tls=files) as there:
+        with fabric.Engine(token="secret", tls=files) as engine:
+            region = engine.register(source)
+            peer = engine.connect(there.descriptor)
+            peer.write(region, there.region, [(0, 0, SIZE)], notify=there.notify).wait(PATIENCE)
+            assert there.ask("wait 1") == "True"
+            assert there.ask("digest") == digest(source)
+            expected, source[:] = bytes(source), bytes(SIZE)
+            peer.read(region, there.region, [(0, 0, SIZE)]).wait(PATIENCE)
+            assert source == expected
+        with fabric.Engine(token="secret", patience=0.2) as stranger:
+            memory = bytearray(100)
+            read = stranger.connect(there.descriptor).read(
+                stranger.register(memory), there.region, [(0, 0, 100)]
+            )
+            with pytest.raises(fabric.PeerLost, match="wants TLS"):
+                read.wait(PATIENCE)
+            assert memory == bytes(100)
+    with pytest.raises(ValueError, match=r"missing\.pem"):
+        fabric.Engine(tls=files._replace(key=tmp_path / "missing.pem"))

@@ -1,12 +1,13 @@
 //! The fabric's engine. `python/kvlane/fabric.py` is what users see.
 
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
     Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, Handle, InboxOptions,
-    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Transfer,
+    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Tls, Transfer,
     Transport,
 };
 use parking_lot::Mutex;
@@ -37,6 +38,8 @@ pub(crate) struct PyGroup(Group);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
+/// Certificate, key, authority.
+type PyTls = (PathBuf, PathBuf, PathBuf);
 /// What a member is written, and a counter with its generation there.
 type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
 /// Engine id and boot nonce.
@@ -55,6 +58,7 @@ impl PyEngine {
         patience_ms: f64,
         transport: &str,
         inbox: (usize, usize),
+        tls: Option<PyTls>,
     ) -> PyResult<Self> {
         let transport = match transport {
             "auto" => None,
@@ -64,7 +68,8 @@ impl PyEngine {
                 return Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma")));
             }
         };
-        let mut options = EngineOptions { token, connections, transport, ..EngineOptions::default() };
+        let tls = tls.map(|(certificate, key, authority)| Tls { certificate, key, authority });
+        let mut options = EngineOptions { token, connections, transport, tls, ..EngineOptions::default() };
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
         options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };
         options.transfers.peer_patience = milliseconds(patience_ms)?;

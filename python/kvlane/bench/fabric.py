@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvlane.bench import report
+from kvlane.bench import certificates, report
 from kvlane.bench.daemon import cpu_seconds
 from kvlane.bench.fabric_peers import SIDES, Cell, Kvlane, nixl_module, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
@@ -35,6 +35,7 @@ NIXL_INSTALL = "pip install --no-deps nixl-cu12==1.5.1 numpy"
 # The runner of each system, its transport, and what its processes have in their environment.
 SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "kvlane": ("kvlane", "tcp", {}),
+    "kvlane-tls": ("kvlane", "tls", {}),
     "nixl-tcp": ("nixl", "tcp", {"UCX_TLS": "tcp"}),
     "nixl-cma": ("nixl", "cma", {}),
     "loop": ("loop", "tcp", {}),
@@ -80,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--token", default="", help="both sides give it; needed where other hosts reach --listen"
+    )
+    parser.add_argument(
+        "--tls",
+        nargs="*",
+        metavar="FILE",
+        help="measure encrypted connections too: CERTIFICATE KEY AUTHORITY as PEM files; none with --loopback, "
+        "where throw-away ones are made by the openssl command. With an address or --server instead of plain ones",
     )
     parser.add_argument(
         "--connections",
@@ -135,7 +143,8 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     names = _systems(arguments)
     cells = _cells(arguments)
     with ExitStack() as stack:
-        systems = [stack.enter_context(_running(name, arguments)) for name in names]
+        tls = stack.enter_context(_tls(arguments))
+        systems = [stack.enter_context(_running(name, arguments, tls)) for name in names]
         with tqdm(total=(1 + arguments.rounds) * len(systems), unit="turn", leave=False) as progress:
             for system in systems:
                 progress.set_description(f"{system.name}: check")
@@ -325,15 +334,33 @@ class _System:
 
 
 @contextmanager
-def _running(name: str, arguments: argparse.Namespace) -> Iterator[_System]:
+def _tls(arguments: argparse.Namespace) -> Iterator[list[str] | None]:
+    """The files of --tls; made here where none are given. SystemExit with a sentence if that cannot be."""
+    if arguments.tls is None or len(arguments.tls) == 3:
+        yield arguments.tls
+        return
+    if arguments.tls or arguments.address or arguments.server:
+        sys.exit("--tls needs three files: CERTIFICATE KEY AUTHORITY; none with --loopback only")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            files = certificates.make(Path(folder))
+        except OSError as error:
+            sys.exit(f"--tls: {error}; or give CERTIFICATE KEY AUTHORITY")
+        yield [str(file) for file in files]
+
+
+@contextmanager
+def _running(name: str, arguments: argparse.Namespace, tls: list[str] | None) -> Iterator[_System]:
     """The processes of a system, connected and stopped; ended in all cases."""
-    runner, _, environment = SYSTEMS[name]
+    runner, transport, environment = SYSTEMS[name]
     region = _region(arguments)
     children: list[_Child] = []
 
     def start(near: bool) -> _Child:
         children.append(_Child(runner, environment))
         options = {"token": arguments.token, "connections": arguments.connections}
+        if transport == "tls":
+            options["tls"] = tls
         children[-1].ask("open", size=region, near=near, **options)
         return children[-1]
 
@@ -354,10 +381,11 @@ def _running(name: str, arguments: argparse.Namespace) -> Iterator[_System]:
 
 def _serve(arguments: argparse.Namespace) -> int:
     side = Kvlane()
-    try:
-        side.open(_region(arguments), token=arguments.token, listen=arguments.listen)
-    except (OSError, ValueError) as error:
-        sys.exit(f"--listen {arguments.listen}: {error}")
+    with _tls(arguments) as tls:
+        try:
+            side.open(_region(arguments), token=arguments.token, listen=arguments.listen, tls=tls)
+        except (OSError, ValueError) as error:
+            sys.exit(f"--listen {arguments.listen}: {error}")
     print(side.listen(), flush=True)
     try:
         while True:
@@ -375,13 +403,17 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
             sys.exit(str(error))
         if arguments.vs:
             sys.exit("--vs goes with --loopback only: the others need their far side here")
-        return ["kvlane"]
+        return ["kvlane" if arguments.tls is None else "kvlane-tls"]
     peers = arguments.vs
     if peers is None:
         peers = [each for each in PEERS if each != "nixl" or nixl_module()]
     elif "nixl" in peers and nixl_module() is None:
         sys.exit(f"there is no NIXL beside this Python: {NIXL_INSTALL}")
-    return [name for name, (runner, _, _) in SYSTEMS.items() if runner in ("kvlane", *peers)]
+    return [
+        name
+        for name, (runner, transport, _) in SYSTEMS.items()
+        if runner in ("kvlane", *peers) and (transport != "tls" or arguments.tls is not None)
+    ]
 
 
 def _cells(arguments: argparse.Namespace) -> list[tuple[str, Cell]]:
@@ -417,6 +449,11 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
             ratio = read["gb_per_s"] / write["gb_per_s"]
             figures.append(Figure(f"TCP read {_label(size)} / own write", ratio, at_least=READ_GOAL))
     for op in OPS:
+        for size in (MIB, 16 * MIB, None):
+            encrypted, plain = by_size.get(("kvlane-tls", op, size)), by_size.get(("kvlane", op, size))
+            if encrypted and plain:
+                ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
+                figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
         mine = by_size.get(("kvlane", op, LATENCY_BYTES))
         theirs = by_size.get(("nixl-tcp", op, LATENCY_BYTES))
         if mine and theirs:

@@ -174,9 +174,16 @@ def _pattern(offset: int, length: int, salt: int) -> numpy.ndarray[Any, Any]:
 class Kvlane(Side):
     """kvlane.fabric."""
 
-    def start(self, token: str = "", connections: int = 1, listen: str = "127.0.0.1:0", **_: Any) -> None:
+    def start(
+        self,
+        token: str = "",
+        connections: int = 1,
+        listen: str = "127.0.0.1:0",
+        tls: Sequence[str] | None = None,
+        **_: Any,
+    ) -> None:
         """An engine with the region registered."""
-        self.engine = fabric.Engine([listen], token, connections)
+        self.engine = fabric.Engine([listen], token, connections, tls=fabric.Tls(*tls) if tls else None)
         self.region = self.engine.register(self.memory.address, self.memory.size)
 
     def listen(self) -> str:
