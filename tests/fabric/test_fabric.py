@@ -410,7 +410,7 @@ def test_with_tls_bytes_go_both_ways_and_peers_without_are_told(tmp_path: Path) 
             expected, source[:] = bytes(source), bytes(SIZE)
             peer.read(region, there.region, [(0, 0, SIZE)]).wait(PATIENCE)
             assert source == expected
-        with fabric.Engine(token="secret", patience=0.2) as stranger:
+        with fabric.Engine(token="secret", patience=4.0) as stranger:
             memory = bytearray(100)
             read = stranger.connect(there.descriptor).read(
                 stranger.register(memory), there.region, [(0, 0, 100)]
