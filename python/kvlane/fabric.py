@@ -152,10 +152,10 @@ class Engine:
     `listen`: where peers connect, HOST:PORT, port 0 for any; each address is a path of its own for them. An address
     that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
     peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail. `transport`: "auto"
-    for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of this
-    host whose memory may be read: others are not reached, and `Peer.paths` says why. `inbox_messages` and `inbox_bytes`:
-    so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again later. At least 1
-    and 65,536.
+    for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of
+    this host whose memory may be read: others are not reached, and `Peer.paths` says why. `inbox_messages` and
+    `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again
+    later. At least 1 and 65,536.
     `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
     by TCP. ValueError names the file that cannot be used.
     """
@@ -301,7 +301,7 @@ class Path(NamedTuple):
     up: bool
     """Whether it carries transfers."""
     transport: str
-    """How bytes travel: "tcp", or "cma" between processes of one host that may read each other's memory (process_vm)."""
+    """How bytes travel: "tcp", or "cma" (process_vm) between processes of a host that may read each other's memory."""
     fallback: str | None
     """Why they do not travel by cma; None if they do, or if that was not wanted."""
     bytes_per_second: float | None
