@@ -1230,10 +1230,10 @@ fn with_two_ways_all_goes_over_one_when_the_other_swallows_everything() {
 fn messages_are_delivered_once_although_their_connections_break() {
     const UNDER_WAY: usize = 64;
     let inbox = InboxOptions { messages: 16, ..InboxOptions::default() };
-    let there = Side::new(0, EngineOptions { inbox, ..EngineOptions::default() });
+    let there = Side::new(0, EngineOptions { inbox, ..by_tcp() });
     let proxies = two(&there.descriptor());
     let transfers = Options { breaks_max: 1000, ..quick() };
-    let here = Side::new(0, EngineOptions { connections: 2, transfers, ..EngineOptions::default() });
+    let here = Side::new(0, EngineOptions { connections: 2, transfers, ..by_tcp() });
     let peer = here.engine.connect(&through(&there.descriptor(), &[&proxies[0], &proxies[1]])).unwrap();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -1285,7 +1285,7 @@ fn messages_are_delivered_once_although_their_connections_break() {
 #[test]
 fn the_room_of_a_message_whose_connection_breaks_in_the_middle_comes_free() {
     let inbox = InboxOptions { messages: 1, ..InboxOptions::default() };
-    let there = Side::new(0, EngineOptions { inbox, ..EngineOptions::default() });
+    let there = Side::new(0, EngineOptions { inbox, ..by_tcp() });
     let here = Side::with(0, quick());
     let proxy = Proxy::to(&there.descriptor());
     let peer = here.engine.connect(&through(&there.descriptor(), &[&proxy])).unwrap();
