@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,128 @@ def test_nixl_is_measured_over_both_of_its_transports_or_said_to_be_missing(tmp_
     assert "TCP write 64 B, p50 / nixl-tcp" in {figure["what"] for figure in result["figures"]}
 
 
+def test_mooncake_is_measured_as_it_comes_and_tuned_or_said_to_be_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    many_pages = ["--sizes", "64,4k", "--pages", "4096", "--page-bytes", "4k", "--rounds", "1"]
+    command = ["fabric", *many_pages, "--vs", "mooncake", "--out", str(tmp_path)]
+    if fabric_peers.missing("mooncake"):
+        with pytest.raises(SystemExit, match="pip install mooncake-transfer-engine-non-cuda"):
+            main(command)
+        return
+    assert main(command) == 0
+    assert "failed: mooncake, read paged 16 MiB" in capfd.readouterr().out
+    results = json.loads((tmp_path / "fabric.json").read_text())["results"]
+    assert {each["system"] for each in results} == {"kvlane", "mooncake", "mooncake-tuned"}
+    # So many pages are too much for its default queues, and spoil the process for what comes after.
+    failed = [each for each in results if "error" in each]
+    assert {(each["system"], each["op"], each["pattern"]) for each in failed} == {
+        ("mooncake", "write", "paged"),
+        ("mooncake", "read", "paged"),
+    }
+    assert all("4096 pages" in each["error"] and each["gb_per_s"] is None for each in failed)
+    assert all(each["gb_per_s"] > 0 for each in results if each not in failed)
+
+
+def test_iperf3_has_a_rate_of_its_own_or_is_said_to_be_missing(tmp_path: Path) -> None:
+    command = ["fabric", *TINY, "--vs", "iperf3", "--out", str(tmp_path)]
+    if fabric_peers.missing("iperf3"):
+        with pytest.raises(SystemExit, match="apt-get install iperf3"):
+            main(command)
+        return
+    assert main(command) == 0
+    results = json.loads((tmp_path / "fabric.json").read_text())["results"]
+    streams = [each for each in results if each["system"] == "iperf3"]
+    assert [(each["op"], each["pattern"], each["bytes"]) for each in streams] == [
+        ("write", "stream", 1 << 20),
+        ("read", "stream", 1 << 20),
+    ]
+    assert all(each["gb_per_s"] > 0 and each["p50_us"] is None for each in streams)
+
+
+def test_what_iperf3_says_is_taken_as_the_rate_at_which_bytes_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "iperf3"
+    listens = '#!/bin/sh\nif [ "$1" = -s ]; then echo "Server listening on $4"; exec sleep 60; fi\n'
+    program.write_text(
+        listens + 'case "$*" in *" -R") rate=16e9;; *) rate=8e9;; esac\n'
+        'echo "{\\"end\\": {\\"sum_received\\": {\\"bits_per_second\\": $rate}}}"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["fabric", *TINY, "--vs", "iperf3", "--json"]) == 0
+    results = json.loads(capfd.readouterr().out)["results"]
+    assert [each["gb_per_s"] for each in results if each["system"] == "iperf3"] == [1.0, 2.0]
+    program.write_text(listens + 'echo "{\\"error\\": \\"no route\\"}"\n')
+    assert main(["fabric", *TINY, "--vs", "iperf3", "--json"]) == 0
+    results = json.loads(capfd.readouterr().out)["results"]
+    errors = [each["error"] for each in results if each["system"] == "iperf3"]
+    assert len(errors) == 2 and all("no route" in each for each in errors)
+
+
+def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser)
+    arguments = parser.parse_args(TINY)
+    small, large = Cell("contiguous", 64), Cell("contiguous", 4096)
+
+    def fail(op: str, cell: Cell) -> None:
+        raise fabric._Failed("too much for it")
+
+    with closing(fabric._System("loop", arguments)) as peer, peer.turn():
+        before = [child.pid for child in peer._children]
+        assert peer.attempt(fail, "write", large) is None
+        assert not set(before) & {child.pid for child in peer._children}
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+        assert peer.attempt(peer.measure, "write", large) is None, "it is not tried again"
+        assert peer.attempt(peer.measure, "write", small)
+        assert peer.failures == {("write", large): "too much for it"}
+    with (
+        closing(fabric._System("kvlane", arguments)) as own,
+        own.turn(),
+        pytest.raises(SystemExit, match="too much"),
+    ):
+        own.attempt(fail, "write", large)
+    rows = [
+        fabric._row("kvlane", "write", large, {"gb_per_s": 2.0, "p50_us": 3.0, "p99_us": 4.0}, None),
+        fabric._row("loop", "write", large, {}, "too much for it"),
+    ]
+    assert [line.split() for line in fabric._table(rows).splitlines() if "4 KiB" in line] == [
+        ["write", "contiguous", "4", "KiB", "2", "failed"],
+        ["write", "contiguous", "4", "KiB", "3", "failed"],
+        ["failed:", "loop,", "write", "contiguous", "4", "KiB:", "too", "much", "for", "it"],
+    ]
+
+
+def test_what_is_not_installed_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fabric, "missing", lambda name: "it is not there" if name in fabric.INSTALL else None)
+    assert main(["fabric", *TINY, "--patterns", "contiguous", "--json"]) == 0
+    printed = capfd.readouterr()
+    assert {each["system"] for each in json.loads(printed.out)["results"]} == {"kvlane", "loop", "memcpy"}
+    for name, install in fabric.INSTALL.items():
+        assert f"{name} is not measured, it is not there: {install}" in printed.err
+
+
+def test_each_address_of_the_far_side_and_each_connection_is_a_path(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    nics = ["--nics", "127.0.0.1,127.0.0.2", "--connections", "2"]
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser)
+    far, near = fabric_peers.Kvlane(), fabric_peers.Kvlane()
+    far.open(1 << 16, listen=fabric._listen(parser.parse_args(nics)))
+    near.open(1 << 16, connections=2)
+    near.connect(far.listen())
+    hosts = [path.address.rpartition(":")[0] for path in near.peer.paths]
+    assert sorted(hosts) == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
+    assert fabric._listen(parser.parse_args(["--nics", "::1", "--listen", "h:7"])) == ["[::1]:7"]
+    assert main(["fabric", *TINY, *nics, "--vs", "none", "--json"]) == 0
+    assert len(json.loads(capfd.readouterr().out)["results"]) == 6
+
+
 def test_a_server_is_measured_by_its_address(capfd: pytest.CaptureFixture[str]) -> None:
     with server(*TINY, "--token", "t") as address:
         assert main(["fabric", address, *TINY, "--token", "t", "--connections", "2", "--json"]) == 0
@@ -116,7 +240,7 @@ def test_a_server_is_measured_by_its_address(capfd: pytest.CaptureFixture[str]) 
 def test_what_cannot_be_measured_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="not one that"):
         main(["fabric", "kvf1:!"])
-    monkeypatch.setattr(fabric, "nixl_module", lambda: None)
+    monkeypatch.setattr(fabric_peers, "nixl_module", lambda: None)
     with pytest.raises(SystemExit, match="pip install --no-deps nixl-cu12"):
         main(["fabric", "--vs", "nixl,loop"])
 

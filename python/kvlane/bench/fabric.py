@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import select
@@ -12,37 +13,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from kvlane.bench import certificates, report
 from kvlane.bench.daemon import cpu_seconds
-from kvlane.bench.fabric_peers import SIDES, Cell, Kvlane, nixl_module, unpack_address
+from kvlane.bench.fabric_peers import INSTALL, SIDES, Cell, Kvlane, Side, missing, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 
+T = TypeVar("T")
+
 NAME = "fabric"
-HELP = "transfers between processes: size, pages, latency; beside NIXL, a socket loop and memcpy"
+HELP = "transfers between processes: size, pages, latency; beside NIXL, Mooncake, iperf3, a socket loop and memcpy"
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
-PEERS = ("nixl", "loop", "memcpy")
-NIXL_INSTALL = "pip install --no-deps nixl-cu12==1.5.1 numpy"
+PEERS = ("nixl", "mooncake", "loop", "iperf3", "memcpy")
 # The runner of each system, its transport, and what its processes have in their environment.
 SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "kvlane": ("kvlane", "tcp", {}),
     "kvlane-tls": ("kvlane", "tls", {}),
     "nixl-tcp": ("nixl", "tcp", {"UCX_TLS": "tcp"}),
     "nixl-cma": ("nixl", "cma", {}),
+    "mooncake": ("mooncake", "tcp", {}),
+    # Its default queues do not take an operation of 4,096 pages.
+    "mooncake-tuned": (
+        "mooncake",
+        "tcp",
+        {
+            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
+            "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+            "MC_TCP_SLICE_SIZE": str(MIB),
+        },
+    ),
     "loop": ("loop", "tcp", {}),
+    "iperf3": ("iperf3", "tcp", {}),
     "memcpy": ("memcpy", "memory", {}),
 }
-# Least kvlane / other for GB/s; None is the paged pattern.
-GOALS: tuple[tuple[str, int | None, str, float], ...] = (
+# Of the environment, nothing reaches a system that changes what it does.
+_TUNING = ("UCX_TLS", "MC_")
+# Least kvlane / other for GB/s, or None where that is for information. No size is the paged pattern.
+GOALS: tuple[tuple[str, int | None, str, float | None], ...] = (
     ("write", MIB, "nixl-tcp", 1.0),
     ("write", 16 * MIB, "nixl-tcp", 1.0),
     ("write", None, "nixl-tcp", 1.0),
@@ -51,9 +67,16 @@ GOALS: tuple[tuple[str, int | None, str, float], ...] = (
     ("read", MIB, "nixl-tcp", 2.5),
     ("read", 16 * MIB, "nixl-tcp", 2.5),
     ("read", None, "nixl-tcp", 2.5),
+    *(
+        (op, size, "mooncake" if size else "mooncake-tuned", 1.0)
+        for op in OPS
+        for size in (MIB, 16 * MIB, None)
+    ),
+    *((op, size, "iperf3", None) for op in OPS for size in (16 * MIB, None)),
 )
 READ_GOAL = 0.9  # of our write of the same size
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
+LATENCY_OTHERS = ("nixl-tcp", "mooncake")
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
 _SMALL = 64 * KIB
@@ -94,7 +117,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1,
         metavar="N",
-        help="between the two sides (default %(default)s)",
+        help="of kvlane, to each address of the far side (default %(default)s)",
+    )
+    parser.add_argument(
+        "--nics",
+        type=lambda text: text.split(","),
+        metavar="ADDR,ADDR",
+        help="local addresses at which kvlane's far side listens, each a path of its own, with the port of --listen; "
+        "with --loopback or --server",
     )
     parser.add_argument("--ops", type=_some_of(OPS), default=list(OPS), help="default: write,read")
     parser.add_argument(
@@ -113,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vs",
         type=lambda text: [] if text == "none" else _some_of(PEERS)(text),
-        help="what else to measure, in turns: nixl,loop,memcpy or none; with --loopback only (default: what is there)",
+        help=f"what else to measure, in turns: {','.join(PEERS)} or none; with --loopback only (default: what is "
+        "installed)",
     )
     parser.add_argument("--rounds", type=_positive, default=3, help="of all systems (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="the results to stdout as JSON, and no files")
@@ -141,16 +172,16 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(arguments: argparse.Namespace) -> Outcome:
     """Medians over rounds in which all systems take turns; the bytes of each cell are checked before."""
     names = _systems(arguments)
-    cells = _cells(arguments)
+    cells = _cells(arguments, names)
     with ExitStack() as stack:
         tls = stack.enter_context(_tls(arguments))
-        systems = [stack.enter_context(_running(name, arguments, tls)) for name in names]
+        systems = [stack.enter_context(closing(_System(name, arguments, tls))) for name in names]
         with tqdm(total=(1 + arguments.rounds) * len(systems), unit="turn", leave=False) as progress:
             for system in systems:
                 progress.set_description(f"{system.name}: check")
                 with system.turn():
                     for op, cell in cells:
-                        system.check(op, cell)
+                        system.attempt(system.check, op, cell)
                 progress.update()
             rounds: dict[tuple[str, str, Cell], list[dict[str, float]]] = {}
             for number in range(arguments.rounds):
@@ -160,24 +191,24 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                     progress.set_description(system.name)
                     with system.turn():
                         for op, cell in cells:
-                            rounds.setdefault((system.name, op, cell), []).append(system.measure(op, cell))
+                            if values := system.attempt(system.measure, op, cell):
+                                rounds.setdefault((system.name, op, cell), []).append(values)
                     progress.update()
             progress.set_description("idle")
             idle = systems[0].idle_cores()
+    failures = {
+        (system.name, op, cell): text for system in systems for (op, cell), text in system.failures.items()
+    }
     medians = {
         key: {what: statistics.median(each[what] for each in values) for what in values[0]}
         for key, values in rounds.items()
+        if key not in failures
     }
     results = [
-        {
-            "op": op,
-            "transport": SYSTEMS[name][1],
-            "pattern": cell.pattern,
-            "bytes": cell.bytes,
-            **values,
-            "system": name,
-        }
-        for (name, op, cell), values in medians.items()
+        _row(name, op, cell, medians.get((name, op, cell), {}), failures.get((name, op, cell)))
+        for name in names
+        for op, cell in cells
+        if cell.pattern in _side(name).patterns
     ]
     whose = "one side" if arguments.address else "both sides"
     figures = [
@@ -188,7 +219,9 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         f"Single operations one after the other, medians over {arguments.rounds} rounds in which the systems take "
         "turns and the others are stopped; bytes checked once each, not timed. Paged: "
         f"{arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one call, which loop and memcpy move in "
-        "one piece. NIXL posts handles made before; nixl-cma is what UCX takes by itself on one host."
+        "one piece. NIXL posts handles made before; nixl-cma is what UCX takes by itself on one host. mooncake is "
+        "Mooncake's Transfer Engine as it comes, mooncake-tuned has longer queues, pooled connections and slices of "
+        "1 MiB. iperf3 is one stream of writes of 1 MiB, which nobody answers one by one."
     )
     details = {
         "results": results,
@@ -200,12 +233,33 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     return Outcome(NAME, figures, details, note)
 
 
+def _row(name: str, op: str, cell: Cell, values: dict[str, float], failure: str | None) -> dict[str, Any]:
+    """A result; None for what the system does not have, and `error` where it failed."""
+    return {
+        "op": op,
+        "transport": SYSTEMS[name][1],
+        "pattern": cell.pattern,
+        "bytes": cell.bytes,
+        **{what: values.get(what) for what in ("gb_per_s", "p50_us", "p99_us")},
+        "system": name,
+        **({"error": failure} if failure else {}),
+    }
+
+
+def _side(name: str) -> type[Side]:
+    return SIDES[SYSTEMS[name][0]]
+
+
+class _Failed(SystemExit):
+    """A system failed, in a sentence, with which the benchmark ends where nobody handles it."""
+
+
 class _Child:
     """A process of `kvlane.bench.fabric_peers`."""
 
     def __init__(self, runner: str, extra: dict[str, str]) -> None:
         self._runner = runner
-        environment = {key: value for key, value in os.environ.items() if key != "UCX_TLS"} | extra
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(_TUNING)} | extra
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvlane.bench.fabric_peers", runner],
@@ -213,26 +267,26 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
-            # Ctrl-C is for the benchmark, which then ends them.
+            # Ctrl-C is for the benchmark, which then ends them; and they end with what they have started.
             start_new_session=True,
         )
         self.pid = self._process.pid
 
     def ask(self, do: str, **facts: Any) -> Any:
-        """Have it done. SystemExit with a sentence if that fails."""
+        """Have it done. `_Failed` if it cannot be."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write((json.dumps({"do": do, **facts}) + "\n").encode())
             self._process.stdin.flush()
             if not select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)[0]:
-                sys.exit(f"{self._runner}, {do}: no answer within {_ANSWER_TIMEOUT_S} s")
+                raise _Failed(f"{self._runner}, {do}: no answer within {_ANSWER_TIMEOUT_S} s")
             answer = json.loads(self._process.stdout.readline())
         except (BrokenPipeError, ValueError):
             self._log.seek(0)
             said = self._log.read().decode(errors="replace").strip()
-            sys.exit(f"{self._runner}, {do}: the process ended: {said[-2000:]}")
+            raise _Failed(f"{self._runner}, {do}: the process ended: {said[-2000:]}") from None
         if "error" in answer:
-            sys.exit(f"{self._runner}, {do}: {answer['error']}")
+            raise _Failed(f"{self._runner}, {do}: {answer['error']}")
         return answer["value"]
 
     def signal(self, number: int) -> None:
@@ -240,8 +294,9 @@ class _Child:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Kill it and wait; also a stopped process ends so."""
-        self._process.kill()
+        """Kill it with what it has started, and wait; also a stopped process ends so."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._log):
             try:
@@ -252,12 +307,66 @@ class _Child:
 
 
 class _System:
-    """The processes of one system: `near` moves bytes. `far` is None if it is elsewhere, or in the same process."""
+    """The processes of one system, connected: `near` moves bytes. `far` is None if it is elsewhere, or in the same
+    process. They stand still but for their turns."""
 
-    def __init__(self, name: str, near: _Child, far: _Child | None, region: int) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace, tls: list[str] | None = None) -> None:
         self.name = name
-        self._near, self._far, self._region = near, far, region
-        self._runner = SYSTEMS[name][0]
+        self.failures: dict[tuple[str, Cell], str] = {}
+        self._arguments, self._region = arguments, _region(arguments)
+        self._runner, transport, _ = SYSTEMS[name]
+        self._tls = tls if transport == "tls" else None
+        self._children: list[_Child] = []
+        try:
+            with self.turn():
+                self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        self._far: _Child | None = None
+        if not self._arguments.address and not SIDES[self._runner].is_both:
+            self._far = self._start(near=False)
+        self._near = self._start(near=True)
+        if address := self._arguments.address or (self._far and self._far.ask("listen")):
+            self._near.ask("connect", address=address)
+        # A connection that is only begun would not survive standing still.
+        self._near.ask("once", op="write", cell=Cell("contiguous", 1))
+
+    def _start(self, near: bool) -> _Child:
+        child = _Child(self._runner, SYSTEMS[self.name][2])
+        self._children.append(child)
+        options: dict[str, Any] = {
+            "token": self._arguments.token,
+            "connections": self._arguments.connections,
+            "tls": self._tls,
+        }
+        if not near:
+            options["listen"] = _listen(self._arguments)
+        child.ask("open", size=self._region, near=near, **options)
+        return child
+
+    def close(self) -> None:
+        """End the processes."""
+        for child in self._children:
+            child.end()
+        self._children.clear()
+
+    def attempt(self, do: Callable[[str, Cell], T], op: str, cell: Cell) -> T | None:
+        """Do it, if that is something for this system. Where a peer fails that is a result: `failures` says it, the
+        cell is not tried again, and new processes begin, since the former ones may be spoilt."""
+        if cell.pattern not in SIDES[self._runner].patterns or (op, cell) in self.failures:
+            return None
+        try:
+            return do(op, cell)
+        except _Failed as failure:
+            if self._runner == "kvlane":
+                raise
+            self.failures[op, cell] = str(failure)
+            self.close()
+            self._begin()
+            return None
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -276,13 +385,15 @@ class _System:
         with self.turn():
             self._near.ask("once", op="write", cell=Cell("contiguous", 1))
             time.sleep(0.2)
-            pids = [child.pid for child in (self._near, self._far) if child]
+            pids = [child.pid for child in self._children]
             start, before = time.monotonic(), sum(map(cpu_seconds, pids))
             time.sleep(IDLE_SECONDS)
             return (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - start)
 
     def check(self, op: str, cell: Cell) -> None:
-        """One operation into poisoned memory, and all bytes of both. SystemExit where one is wrong."""
+        """One operation into poisoned memory, and all bytes of both. `_Failed` where one is wrong."""
+        if cell.pattern == "stream":
+            return  # into memory that only iperf3 sees
         runs = cell.first_runs(self._region, whole=not SIDES[self._runner].moves_pages)
         if op == "read":
             runs = [(far, near, length) for near, far, length in runs]
@@ -302,7 +413,7 @@ class _System:
         wrong = self._wrong(into_far, {**window, "salt": salt, "runs": runs})
         if wrong is not None:
             where = "far" if into_far else "near"
-            sys.exit(
+            raise _Failed(
                 f"{self.name}, {op} {cell.pattern}, {cell.bytes} bytes: wrong byte at {wrong} of the {where} side"
             )
 
@@ -328,9 +439,8 @@ class _System:
         self._near.ask("move", op=op, start=facts["start"], end=facts["end"])
 
     def _signal(self, number: int) -> None:
-        for child in (self._near, self._far):
-            if child is not None:
-                child.signal(number)
+        for child in self._children:
+            child.signal(number)
 
 
 @contextmanager
@@ -349,49 +459,28 @@ def _tls(arguments: argparse.Namespace) -> Iterator[list[str] | None]:
         yield [str(file) for file in files]
 
 
-@contextmanager
-def _running(name: str, arguments: argparse.Namespace, tls: list[str] | None) -> Iterator[_System]:
-    """The processes of a system, connected and stopped; ended in all cases."""
-    runner, transport, environment = SYSTEMS[name]
-    region = _region(arguments)
-    children: list[_Child] = []
-
-    def start(near: bool) -> _Child:
-        children.append(_Child(runner, environment))
-        options = {"token": arguments.token, "connections": arguments.connections}
-        if transport == "tls":
-            options["tls"] = tls
-        children[-1].ask("open", size=region, near=near, **options)
-        return children[-1]
-
-    try:
-        far = None if arguments.address or runner == "memcpy" else start(near=False)
-        near = start(near=True)
-        if address := arguments.address or (far and far.ask("listen")):
-            near.ask("connect", address=address)
-        system = _System(name, near, far, region)
-        with system.turn():
-            # A connection that is only begun would not survive standing still.
-            near.ask("once", op="write", cell=Cell("contiguous", 1))
-        yield system
-    finally:
-        for child in children:
-            child.end()
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     side = Kvlane()
+    listen = _listen(arguments)
     with _tls(arguments) as tls:
         try:
-            side.open(_region(arguments), token=arguments.token, listen=arguments.listen, tls=tls)
+            side.open(_region(arguments), token=arguments.token, listen=listen, tls=tls)
         except (OSError, ValueError) as error:
-            sys.exit(f"--listen {arguments.listen}: {error}")
+            sys.exit(f"--listen {','.join(listen)}: {error}")
     print(side.listen(), flush=True)
     try:
         while True:
             signal.pause()
     except KeyboardInterrupt:
         return 0
+
+
+def _listen(arguments: argparse.Namespace) -> list[str]:
+    """Where the far side of kvlane listens."""
+    if not arguments.nics:
+        return [arguments.listen]
+    port = arguments.listen.rpartition(":")[2]
+    return [f"[{nic}]:{port}" if ":" in nic else f"{nic}:{port}" for nic in arguments.nics]
 
 
 def _systems(arguments: argparse.Namespace) -> list[str]:
@@ -403,12 +492,17 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
             sys.exit(str(error))
         if arguments.vs:
             sys.exit("--vs goes with --loopback only: the others need their far side here")
+        if arguments.nics:
+            sys.exit("--nics goes with --loopback or --server: the far side listens")
         return ["kvlane" if arguments.tls is None else "kvlane-tls"]
-    peers = arguments.vs
-    if peers is None:
-        peers = [each for each in PEERS if each != "nixl" or nixl_module()]
-    elif "nixl" in peers and nixl_module() is None:
-        sys.exit(f"there is no NIXL beside this Python: {NIXL_INSTALL}")
+    peers = PEERS if arguments.vs is None else arguments.vs
+    absent = {each: why for each in peers if (why := missing(each))}
+    for name, why in absent.items():
+        line = f"{name} is not measured, {why}: {INSTALL[name]}"
+        if arguments.vs:
+            sys.exit(line)
+        report.say(line)
+    peers = [each for each in peers if each not in absent]
     return [
         name
         for name, (runner, transport, _) in SYSTEMS.items()
@@ -416,12 +510,14 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _cells(arguments: argparse.Namespace) -> list[tuple[str, Cell]]:
+def _cells(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Cell]]:
     cells = []
     if "contiguous" in arguments.patterns:
         cells += [Cell("contiguous", size) for size in arguments.sizes]
     if "paged" in arguments.patterns:
         cells.append(Cell("paged", arguments.pages * arguments.page_bytes, arguments.pages))
+    if "iperf3" in names:
+        cells.append(Cell("stream", MIB))
     return [(op, cell) for op in arguments.ops for cell in cells]
 
 
@@ -434,12 +530,14 @@ def _region(arguments: argparse.Namespace) -> int:
 def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
     """Our figures by the others' of the same run, where both were measured."""
     by_size = {
-        (name, op, None if cell.pattern == "paged" else cell.bytes): values
+        (name, op, cell.bytes if cell.pattern == "contiguous" else None): values
         for (name, op, cell), values in medians.items()
     }
     figures = []
     for op, size, other, goal in GOALS:
-        mine, theirs = by_size.get(("kvlane", op, size)), by_size.get((other, op, size))
+        # A stream has no size.
+        mine = by_size.get(("kvlane", op, size))
+        theirs = by_size.get((other, op, None if other == "iperf3" else size))
         if mine and theirs:
             ratio = mine["gb_per_s"] / theirs["gb_per_s"]
             figures.append(Figure(f"TCP {op} {_label(size)} / {other}", ratio, at_least=goal))
@@ -448,43 +546,50 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
         if write and read:
             ratio = read["gb_per_s"] / write["gb_per_s"]
             figures.append(Figure(f"TCP read {_label(size)} / own write", ratio, at_least=READ_GOAL))
-    for op in OPS:
-        for size in (MIB, 16 * MIB, None):
-            encrypted, plain = by_size.get(("kvlane-tls", op, size)), by_size.get(("kvlane", op, size))
-            if encrypted and plain:
-                ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
-                figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
-        mine = by_size.get(("kvlane", op, LATENCY_BYTES))
-        theirs = by_size.get(("nixl-tcp", op, LATENCY_BYTES))
+    for op, size in itertools.product(OPS, (MIB, 16 * MIB, None)):
+        encrypted, plain = by_size.get(("kvlane-tls", op, size)), by_size.get(("kvlane", op, size))
+        if encrypted and plain:
+            ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
+            figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
+    for op, other in itertools.product(OPS, LATENCY_OTHERS):
+        mine, theirs = (by_size.get((name, op, LATENCY_BYTES)) for name in ("kvlane", other))
         if mine and theirs:
-            what = f"TCP {op} {_label(LATENCY_BYTES)}, p50 / nixl-tcp"
+            what = f"TCP {op} {_label(LATENCY_BYTES)}, p50 / {other}"
             figures.append(Figure(what, mine["p50_us"] / theirs["p50_us"], at_most=LATENCY_GOAL))
     return figures
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each operation; GB/s of each system, and the medians of its latency where it is small."""
+    """GB/s of each system, a row for each operation; below that latency, where it is small; then what failed."""
+    parts = [
+        _one_table("GB/s", "gb_per_s", results),
+        _one_table("p50, us", "p50_us", [each for each in results if _is_small(each)]),
+        "\n".join(
+            f"failed: {each['system']}, {each['op']} {each['pattern']} {_label(each['bytes'])}: {each['error']}"
+            for each in results
+            if "error" in each
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _is_small(result: dict[str, Any]) -> bool:
+    return result["bytes"] <= _SMALL
+
+
+def _one_table(title: str, what: str, results: Sequence[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(each["system"] for each in results))
-    rows: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for each in results:
-        rows.setdefault((each["op"], each["pattern"], each["bytes"]), {})[each["system"]] = each
-    nan = float("nan")
+        value = "failed" if "error" in each else each[what]
+        if value is not None:
+            rows.setdefault((each["op"], each["pattern"], each["bytes"]), {})[each["system"]] = value
+    if not rows:
+        return ""
     return report.table(
+        [title, *names],
         [
-            "op",
-            "pattern",
-            "bytes",
-            *(f"{name} GB/s" for name in names),
-            *(f"{name} p50 us" for name in names),
-        ],
-        [
-            [
-                op,
-                pattern,
-                _label(size),
-                *(row[name]["gb_per_s"] for name in names),
-                *(row[name]["p50_us"] if size <= _SMALL else nan for name in names),
-            ]
+            [f"{op} {pattern} {_label(size)}", *(row.get(name, "-") for name in names)]
             for (op, pattern, size), row in rows.items()
         ],
     )
@@ -499,7 +604,7 @@ def _draw(out: Path, results: Sequence[dict[str, Any]]) -> None:
     ):
         groups: dict[str, dict[str, float]] = {}
         for each in results:
-            if (each["bytes"] <= _SMALL) == (what == "p50_us"):
+            if _is_small(each) == (what == "p50_us") and each[what] is not None:
                 size = _label(each["bytes"]) if each["pattern"] == "contiguous" else each["pattern"]
                 groups.setdefault(f"{each['op']} {size}", {})[each["system"]] = each[what]
         if groups:

@@ -13,9 +13,11 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -33,9 +35,18 @@ from kvlane.bench.memory import Memory
 ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
+# How to get those that do not come with kvlane.
+INSTALL = {
+    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy",
+    "mooncake": "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1 libnuma1",
+    "iperf3": "apt-get install iperf3",
+}
+# So much goes through one run of iperf3.
+_STREAM_BYTES = 1 << 30
 # Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
 _STEPS = 256
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _REGION = struct.Struct("<QQ")
 _RUN = struct.Struct("<QQQ")
 # Of the socket loop: twice the bytes of an operation, plus one for writes; and how many writes, or where to read.
@@ -84,6 +95,10 @@ class Side:
     """One process of a system; the public methods are what it can be told."""
 
     moves_pages = True
+    # Its one process has both sides.
+    is_both = False
+    # Of cells that it can do.
+    patterns: tuple[str, ...] = ("contiguous", "paged")
 
     def __init__(self) -> None:
         self.memory: Any = None
@@ -178,12 +193,13 @@ class Kvlane(Side):
         self,
         token: str = "",
         connections: int = 1,
-        listen: str = "127.0.0.1:0",
+        listen: Sequence[str] = ("127.0.0.1:0",),
         tls: Sequence[str] | None = None,
         **_: Any,
     ) -> None:
-        """An engine with the region registered."""
-        self.engine = fabric.Engine([listen], token, connections, tls=fabric.Tls(*tls) if tls else None)
+        """An engine with the region registered, which uses nothing but TCP also on one host."""
+        credentials = fabric.Tls(*tls) if tls else None
+        self.engine = fabric.Engine(listen, token, connections, transport="tcp", tls=credentials)
         self.region = self.engine.register(self.memory.address, self.memory.size)
 
     def listen(self) -> str:
@@ -303,6 +319,44 @@ def nixl_module() -> str | None:
     return next((name for name in NIXL_MODULES if importlib.util.find_spec(name)), None)
 
 
+class Mooncake(Side):
+    """Mooncake's Transfer Engine over TCP, which finds its peer by an address. Its queues are up to the environment."""
+
+    def start(self, **_: Any) -> None:
+        """An engine with the region registered."""
+        self.engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
+        self._demand("start", self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
+        self._demand("register memory", self.engine.register_memory(self.memory.address, self.memory.size))
+
+    def listen(self) -> str:
+        """The engine's address and where its region is."""
+        return json.dumps([f"127.0.0.1:{self.engine.get_rpc_port()}", self.memory.address])
+
+    def connect(self, address: str) -> None:
+        """Of such an engine; it connects with the first operation."""
+        self.target, self.remote = json.loads(address)
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """One call, which returns when all of it is done."""
+        target, demand = self.target, self._demand
+        if cell.pages > 1:
+            what = f"{op} {cell.pages} pages"
+            move_pages = getattr(self.engine, f"batch_transfer_sync_{op}")
+            near = [self.memory.address + page * cell.page_bytes for page in cell.order(True)]
+            far = [self.remote + page * cell.page_bytes for page in cell.order(False)]
+            lengths = [cell.page_bytes] * cell.pages
+            return lambda _: demand(what, move_pages(target, near, far, lengths))
+        what = f"{op} {cell.bytes} bytes"
+        move = getattr(self.engine, f"transfer_sync_{op}")
+        offsets = cell.offsets(self.memory.size)
+        pairs = [(self.memory.address + offset, self.remote + offset) for offset in offsets]
+        return lambda number: demand(what, move(target, *pairs[number % len(pairs)], cell.bytes))
+
+    def _demand(self, what: str, status: int) -> None:
+        if status:
+            raise OSError(f"Mooncake was to {what} and answered {status}")
+
+
 class Loop(Side):
     """Plain blocking sockets."""
 
@@ -378,6 +432,7 @@ class Memcpy(Side):
     """numpy's copy between two memories of one process."""
 
     moves_pages = False
+    is_both = True
 
     def start(self, **_: Any) -> None:
         """The other memory."""
@@ -400,13 +455,94 @@ class Memcpy(Side):
         return operate
 
 
-SIDES: dict[str, type[Side]] = {"kvlane": Kvlane, "nixl": Nixl, "loop": Loop, "memcpy": Memcpy}
+class Iperf3(Side):
+    """The program of that name, both sides of it: one stream, of which it tells nothing but the rate."""
+
+    is_both = True
+    patterns = ("stream",)
+
+    def open(self, size: int, **options: Any) -> None:
+        """It has memory of its own."""
+
+    def once(self, op: str, cell: Cell) -> None:
+        """Nothing stays connected."""
+
+    def measure(self, op: str, cell: Cell, warm_up: int, count: int) -> dict[str, float]:
+        """The rate at which one run receives; `cell.bytes` go into each call of the socket."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        server = ["iperf3", "-s", "-1", "-p", port, "--bind", "127.0.0.1", "--forceflush"]
+        client = [
+            "iperf3",
+            "-c",
+            "127.0.0.1",
+            "-p",
+            port,
+            "--json",
+            "-l",
+            str(cell.bytes),
+            "-n",
+            str(_STREAM_BYTES),
+        ]
+        with subprocess.Popen(
+            server, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
+        ) as listener:
+            assert listener.stdout is not None
+            while not (line := listener.stdout.readline()).startswith("Server listening"):
+                if not line:
+                    raise OSError("iperf3 ended before it listened")
+            try:
+                said = subprocess.run(
+                    client + (["-R"] if op == "read" else []),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    preexec_fn=_end_with_parent,
+                ).stdout
+            finally:
+                listener.kill()
+        result = json.loads(said)
+        if "error" in result:
+            raise OSError(f"iperf3: {result['error']}")
+        return {"gb_per_s": result["end"]["sum_received"]["bits_per_second"] / 8e9}
+
+
+SIDES: dict[str, type[Side]] = {
+    "kvlane": Kvlane,
+    "nixl": Nixl,
+    "mooncake": Mooncake,
+    "loop": Loop,
+    "iperf3": Iperf3,
+    "memcpy": Memcpy,
+}
+
+
+def missing(name: str) -> str | None:
+    """Why the system of this name cannot be measured here; None if it can."""
+    if name == "nixl":
+        return None if nixl_module() else "there is no NIXL beside this Python"
+    if name == "mooncake":
+        return _mooncake_missing()
+    return "there is no such program" if name == "iperf3" and not shutil.which("iperf3") else None
+
+
+@cache
+def _mooncake_missing() -> str | None:
+    if not importlib.util.find_spec("mooncake"):
+        return "there is no Mooncake beside this Python"
+    # Elsewhere: it brings libraries and their logging into a process.
+    probe = [sys.executable, "-c", "import mooncake.engine"]
+    done = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve_commands(name: str) -> None:
     """Do what stdin says until it ends."""
     # Without this, a stopped process would stay when the benchmark is killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent()
     # Libraries print what they like to stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

