@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvlane import fabric
 from kvlane.bench import certificates
@@ -420,3 +422,53 @@ def test_with_tls_bytes_go_both_ways_and_peers_without_are_told(tmp_path: Path) 
             assert memory == bytes(100)
     with pytest.raises(ValueError, match=r"missing\.pem"):
         fabric.Engine(tls=files._replace(key=tmp_path / "missing.pem"))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[fabric.Engine, fabric.Engine]]:
+    with fabric.Engine() as one, fabric.Engine() as two:
+        two.register(bytearray(64))
+        yield one, two
+
+
+@settings(deadline=None)
+@given(noise=st.binary(max_size=200))
+def test_bytes_of_any_origin_are_no_descriptor_and_that_is_said(
+    pair: tuple[fabric.Engine, fabric.Engine], noise: bytes
+) -> None:
+    engine, other = pair
+    peer = engine.connect(other.describe())
+    for descriptor in (noise, b"KVFD\x01\0\0\0" + noise):
+        with pytest.raises(ValueError, match="descriptor"):
+            engine.connect(descriptor)
+        # A whole one, but of another process, is a KeyError.
+        with pytest.raises((ValueError, KeyError), match="descriptor"):
+            peer.update(descriptor)
+    peer.disconnect()
+
+
+@settings(deadline=None)
+@given(
+    cut=st.integers(0, 200),
+    more=st.binary(min_size=1, max_size=50),
+    at=st.integers(0, 35),
+    by=st.integers(1, 255),
+)
+def test_a_descriptor_that_was_changed_is_none_or_another_one(
+    pair: tuple[fabric.Engine, fabric.Engine], cut: int, more: bytes, at: int, by: int
+) -> None:
+    engine, other = pair
+    right = other.describe()
+    for wrong in (right[: cut % len(right)], right + more):
+        with pytest.raises(ValueError, match="not a memory descriptor"):
+            engine.connect(wrong)
+    # Nothing of its addresses: an engine tries them.
+    changed = bytearray(right)
+    changed[at] ^= by
+    peer = engine.connect(right)
+    if 5 <= at < 8:
+        peer.update(bytes(changed))  # means nothing yet
+    else:
+        with pytest.raises((ValueError, KeyError), match="descriptor"):
+            peer.update(bytes(changed))
+    peer.disconnect()

@@ -8,6 +8,8 @@ mod completion;
 mod descriptor;
 mod engine;
 mod fences;
+#[cfg(any(feature = "fuzzing", test))]
+pub mod fuzzing;
 mod group;
 mod hub;
 mod immediates;

@@ -128,6 +128,14 @@ impl Key {
         self.mac(nonce, message).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
     }
 
+    /// The message with the right proof at its end.
+    #[cfg(any(feature = "fuzzing", test))]
+    pub(crate) fn sign<const N: usize>(&self, nonce: &[u8; 16], mut message: [u8; N]) -> [u8; N] {
+        let (said, proof) = message.split_at_mut(N - PROOF_BYTES);
+        proof.copy_from_slice(&self.prove(nonce, said));
+        message
+    }
+
     /// In constant time.
     fn is_proof(&self, nonce: &[u8; 16], message: &[u8], proof: &[u8]) -> bool {
         self.mac(nonce, message).is_some_and(|mac| mac.verify_slice(proof).is_ok())

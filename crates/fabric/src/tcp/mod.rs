@@ -16,3 +16,8 @@ pub(crate) use greeting::{
 };
 pub(crate) use link::{Came, Ended, Link};
 pub(crate) use stream::{Rings, Stream};
+#[cfg(any(feature = "fuzzing", test))]
+pub(crate) use {
+    frame::{HEAD_BYTES, PULLED_RUN_BYTES, RUN_BYTES},
+    greeting::{HELLO_BYTES, WELCOME_BYTES},
+};

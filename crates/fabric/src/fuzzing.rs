@@ -1,0 +1,399 @@
+//! What has to hold for bytes of any origin, for `fuzz/`: each function panics where it does not.
+
+#![allow(unsafe_code, reason = "a link receives into memory here")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+use crate::descriptor::Descriptor;
+use crate::inbox::MESSAGE_BYTES_MAX;
+use crate::regions::Piece;
+use crate::tcp::{
+    Answer, BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Identity, Key, Link,
+    Outcome, PULLED_RUN_BYTES, RUN_BYTES, Reads, Stream, WELCOME_BYTES, Welcome, WireRun, decode_challenge,
+    encode_challenge,
+};
+
+/// A frame's head with what follows it: what is read is within the limits, and written as it was read.
+pub fn frame(bytes: &[u8]) {
+    let mut head = [0; HEAD_BYTES];
+    let entries = bytes.split_at_checked(HEAD_BYTES).map_or(bytes, |(first, rest)| {
+        head.copy_from_slice(first);
+        rest
+    });
+    if let Ok(read) = Head::decode(&head) {
+        assert_eq!(Head::decode(&read.encode()), Ok(read));
+        match read {
+            Head::Write { runs: count, bytes, .. } | Head::Read { runs: count, bytes, .. } => {
+                assert!((1..=ENTRIES_MAX).contains(&count) && (1..=BYTES_MAX).contains(&bytes));
+                if let Some(entries) = entries.get(..read.entry_bytes()) {
+                    runs(entries, bytes, Some(count));
+                }
+            }
+            Head::Pull { runs: count, bytes, .. } => {
+                assert!((1..=ENTRIES_MAX).contains(&count) && (1..=BYTES_MAX).contains(&bytes));
+                if let Some(entries) = entries.get(..read.entry_bytes()) {
+                    pulled(entries, bytes, Some(count));
+                }
+            }
+            Head::Message { bytes, .. } => assert!(bytes <= MESSAGE_BYTES_MAX as u64),
+            _ => {}
+        }
+    }
+    // Also where the head does not fit.
+    runs(entries, entries.first().map_or(0, |first| u64::from(*first)), None);
+    let (short, sum) = of_short_runs(entries, RUN_BYTES);
+    runs(&short, sum, None);
+    let (short, sum) = of_short_runs(entries, PULLED_RUN_BYTES);
+    pulled(&short, sum, None);
+    let outcomes: Vec<Outcome> = Outcome::decode_all(entries).collect();
+    let mut written = Vec::new();
+    outcomes.iter().for_each(|outcome| outcome.encode(&mut written));
+    assert_eq!(Outcome::decode_all(&written).collect::<Vec<_>>(), outcomes);
+}
+
+fn runs(entries: &[u8], bytes: u64, count: Option<usize>) {
+    let Ok(runs) = WireRun::decode_all(entries, bytes) else { return };
+    assert_eq!(write(&runs, bytes, count), entries[..runs.len() * RUN_BYTES]);
+}
+
+fn pulled(entries: &[u8], bytes: u64, count: Option<usize>) {
+    let Ok((runs, addresses)) = WireRun::decode_pulled(entries, bytes) else { return };
+    assert_eq!(addresses.len(), runs.len());
+    let written = write(&runs, bytes, count);
+    let entries = entries.chunks_exact(PULLED_RUN_BYTES);
+    for ((run, address), entry) in written.chunks_exact(RUN_BYTES).zip(addresses).zip(entries) {
+        assert_eq!((run, address.to_le_bytes().as_slice()), entry.split_at(RUN_BYTES));
+    }
+}
+
+/// The runs as they go over the wire; so many as there should be, with so many bytes together.
+fn write(runs: &[WireRun], bytes: u64, count: Option<usize>) -> Vec<u8> {
+    assert!(count.is_none_or(|count| runs.len() == count));
+    assert!(runs.iter().all(|run| run.len > 0));
+    // In a sum that cannot overflow.
+    assert_eq!(runs.iter().map(|run| u128::from(run.len)).sum::<u128>(), u128::from(bytes));
+    let mut written = Vec::new();
+    runs.iter().for_each(|run| run.encode(&mut written));
+    written
+}
+
+/// The same entries with runs of less than 256 bytes, and their sum: random lengths hardly ever have the right one.
+fn of_short_runs(entries: &[u8], each: usize) -> (Vec<u8>, u64) {
+    let mut entries = entries.to_vec();
+    let mut sum = 0;
+    for run in entries.chunks_exact_mut(each) {
+        run[17..24].fill(0);
+        sum += u64::from(run[16]);
+    }
+    (entries, sum)
+}
+
+/// A connection over which a stream comes that is cut anywhere: the frames and their bytes are those of the stream, and
+/// bytes go nowhere else. The stream is what `tape` says, frames and noise; `cuts` says how many bytes come at a time.
+pub fn link(cuts: &[u8], tape: &[u8]) {
+    let greets = cuts.first().is_some_and(|first| first % 2 == 1);
+    let stream = play(tape);
+    let (mut wanted, end) = parse(&stream, greets);
+    wanted.reverse();
+    let (mut feeder, socket) = UnixStream::pair().unwrap();
+    // A link asks nothing of its socket that only TCP has.
+    let socket = TcpStream::from(OwnedFd::from(socket));
+    let mut link = Link::new(Stream::new(socket, None, true).unwrap()).unwrap();
+    let mut receiver = Receiver { greets, body: None };
+    let mut rest = stream.as_slice();
+    // What is left after so many cuts comes in large parts: a long stream byte by byte takes seconds.
+    let mut cuts = cuts.iter().cycle().take(CUTS);
+    while !rest.is_empty() {
+        // Any number of bytes, also many.
+        let cut = match cuts.next() {
+            Some(cut @ 0..200) => usize::from(*cut) + 1,
+            Some(cut) => (usize::from(*cut) - 199) * 997,
+            None => usize::MAX,
+        };
+        // As much as a socket takes: nobody reads meanwhile.
+        let (first, behind) = rest.split_at(cut.min(rest.len()).min(CUT_MAX));
+        feeder.write_all(first).unwrap();
+        rest = behind;
+        while let Some(came) = receiver.next(&mut link) {
+            match came {
+                Ok(event) => assert_eq!(Some(event), wanted.pop()),
+                Err(ended) => {
+                    // It may not have seen all of it, but it has seen all that is right.
+                    assert_eq!((wanted.len(), is_bad(&ended)), (0, true), "{ended}");
+                    assert_eq!(end, End::Bad);
+                    return;
+                }
+            }
+        }
+    }
+    drop(feeder);
+    loop {
+        match receiver.next(&mut link) {
+            Some(Ok(event)) => assert_eq!(Some(event), wanted.pop()),
+            Some(Err(ended)) => {
+                assert_eq!((wanted.len(), is_bad(&ended)), (0, end == End::Bad), "{ended}");
+                return;
+            }
+            None => panic!("a socket that has ended has nothing more"),
+        }
+    }
+}
+
+/// How a stream ends.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    /// It is over, perhaps in the middle of something.
+    Closed,
+    /// With something that is no frame.
+    Bad,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Event {
+    Greeting(Vec<u8>),
+    Frame(Head, Vec<u8>),
+    /// All bytes of the frame before; none where they are not wanted.
+    Body(Vec<u8>),
+}
+
+fn is_bad(ended: &Ended) -> bool {
+    assert!(!matches!(ended, Ended::Io(_) | Ended::Late), "{ended}");
+    matches!(ended, Ended::Bad(_))
+}
+
+const CUTS: usize = 300;
+/// Most bytes that come at a time.
+const CUT_MAX: usize = 64 << 10;
+/// More than this is discarded: one head may announce 64 MiB, for which memory would have to be there.
+const PLACED_MAX: u64 = 128 << 10;
+
+fn is_placed(token: u64, bytes: u64) -> bool {
+    !token.is_multiple_of(4) && bytes <= PLACED_MAX
+}
+
+fn body_bytes(head: Head) -> Option<(u64, u64)> {
+    match head {
+        Head::Write { token, bytes, .. }
+        | Head::Data { token, bytes }
+        | Head::Message { token, bytes, .. } => Some((token, bytes)),
+        _ => None,
+    }
+}
+
+/// What a whole stream has in it.
+fn parse(mut stream: &[u8], greets: bool) -> (Vec<Event>, End) {
+    let mut events = Vec::new();
+    let end = |events, bad| (events, if bad { End::Bad } else { End::Closed });
+    if greets {
+        let Some((greeting, rest)) = stream.split_at_checked(HELLO_BYTES) else { return end(events, false) };
+        events.push(Event::Greeting(greeting.to_vec()));
+        stream = rest;
+    }
+    loop {
+        let Some((head, rest)) = stream.split_first_chunk::<HEAD_BYTES>() else { return end(events, false) };
+        let Ok(head) = Head::decode(head) else { return end(events, true) };
+        let Some((entries, rest)) = rest.split_at_checked(head.entry_bytes()) else {
+            return end(events, false);
+        };
+        events.push(Event::Frame(head, entries.to_vec()));
+        stream = rest;
+        if let Some((token, bytes)) = body_bytes(head) {
+            let Some((body, rest)) = stream.split_at_checked(bytes as usize) else {
+                return end(events, false);
+            };
+            events.push(Event::Body(if is_placed(token, bytes) { body.to_vec() } else { Vec::new() }));
+            stream = rest;
+        }
+    }
+}
+
+/// Takes what comes over a link.
+struct Receiver {
+    greets: bool,
+    body: Option<Placed>,
+}
+
+/// Memory in pieces, with bytes between them that belong to nobody.
+struct Placed {
+    memory: Vec<u8>,
+    lens: Vec<usize>,
+}
+
+const NOBODY: u8 = 0xA5;
+
+impl Receiver {
+    /// None: nothing more is there now.
+    fn next(&mut self, link: &mut Link) -> Option<Result<Event, Ended>> {
+        if self.greets {
+            let greeting = link.greeting::<HELLO_BYTES>().transpose()?;
+            self.greets = false;
+            return Some(greeting.map(|bytes| Event::Greeting(bytes.to_vec())));
+        }
+        // SAFETY: the memory that is expected is kept in `body` until the next frame, or until the link is gone.
+        match unsafe { link.receive(None) } {
+            Ok(Came::Frame(head, entries)) => {
+                if let Some((token, bytes)) = body_bytes(head) {
+                    self.expect(link, token, bytes);
+                }
+                Some(Ok(Event::Frame(head, entries)))
+            }
+            Ok(Came::Body) => Some(Ok(Event::Body(self.body.take().map_or(Vec::new(), Placed::gather)))),
+            Ok(Came::Nothing) => None,
+            Err(ended) => Some(Err(ended)),
+        }
+    }
+
+    fn expect(&mut self, link: &mut Link, token: u64, bytes: u64) {
+        if !is_placed(token, bytes) {
+            link.expect(Vec::new(), bytes);
+            return;
+        }
+        // The token says how long the pieces are; short ones are more than one call takes. No frame has more of them.
+        let most = 1 + (token >> 8) as usize % 5_000;
+        let mut left = bytes as usize;
+        let mut lens = Vec::new();
+        while left > 0 {
+            let is_last = lens.len() + 1 == ENTRIES_MAX;
+            let len = if is_last { left } else { left.min(1 + (lens.len() * 7 + most / 2) % most) };
+            lens.push(len);
+            left -= len;
+        }
+        let mut placed = Placed { memory: vec![NOBODY; bytes as usize + lens.len()], lens };
+        let base = placed.memory.as_mut_ptr().expose_provenance();
+        let mut at = 0;
+        let piece = |len: &usize| {
+            let piece = Piece { address: base + at, len: *len };
+            at += len + 1;
+            piece
+        };
+        link.expect(placed.lens.iter().map(piece).collect(), 0);
+        self.body = Some(placed);
+    }
+}
+
+impl Placed {
+    fn gather(self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut rest = self.memory.as_slice();
+        for len in self.lens {
+            let (piece, behind) = rest.split_at(len);
+            bytes.extend(piece);
+            assert_eq!(behind[0], NOBODY, "a byte behind a piece");
+            rest = &behind[1..];
+        }
+        bytes
+    }
+}
+
+/// A stream of frames, most of them right, and noise: noise alone would hardly ever be a frame of any length.
+fn play(tape: &[u8]) -> Vec<u8> {
+    let mut tape = tape.iter().copied();
+    let mut stream = Vec::new();
+    while let (Some(kind), true) = (tape.next(), stream.len() < 256 << 10) {
+        let mut number = || u64::from(tape.next().unwrap_or(1)) << 8 | u64::from(tape.next().unwrap_or(0));
+        let (token, bytes) = (number(), 1 + number());
+        let count = 1 + (token as usize * 31 + 1) % ENTRIES_MAX;
+        let (head, bytes) = match kind % 13 {
+            0 | 1 => (Head::Write { token, runs: count, bytes, stamp: 5 }, bytes as usize),
+            2 | 3 => (Head::Data { token, bytes }, bytes as usize),
+            4 => (Head::Read { token, runs: count, bytes }, 0),
+            5 => (Head::Tell { token, number: bytes, counter: 1, generation: 2 }, 0),
+            6 => (Head::Ack { outcomes: count, stamp: 6 }, 0),
+            7 => (Head::Ping { stamp: token }, 0),
+            // A body that is longer than the rest.
+            8 => (Head::Data { token, bytes: bytes << 10 }, 0),
+            9 => (Head::Pull { token, runs: count, bytes }, 0),
+            10 => (Head::NoRoom { token }, 0),
+            11 => (Head::Message { token, number: 9, bytes: bytes - 1 }, bytes as usize - 1),
+            _ => {
+                stream.extend(tape.by_ref().take(token as usize % 100));
+                continue;
+            }
+        };
+        stream.extend(head.encode());
+        let random = |index: usize| (index.wrapping_mul(0x9e37_79b9).wrapping_add(token as usize) >> 7) as u8;
+        stream.extend((0..head.entry_bytes() + bytes).map(random));
+    }
+    stream
+}
+
+/// A challenge, a hello and a welcome: nobody without the token is known, and what is read is written as it was read.
+pub fn greeting(bytes: &[u8]) {
+    let key = Key::new("secret");
+    let (nonce, other) = ([3; 16], [4; 16]);
+    let mut padded = [0; HELLO_BYTES];
+    let len = bytes.len().min(HELLO_BYTES);
+    padded[..len].copy_from_slice(&bytes[..len]);
+    for begins_right in [false, true] {
+        if begins_right {
+            padded[..5].copy_from_slice(&encode_challenge(&nonce)[..5]);
+        }
+        if let Ok(nonce) = decode_challenge(padded.first_chunk().unwrap()) {
+            assert_eq!(decode_challenge(&encode_challenge(&nonce).try_into().unwrap()), Ok(nonce));
+        }
+        assert!(!matches!(Hello::decode(&padded, &key, &nonce), Ok(Some(_))), "a forged hello");
+        let welcome: &[u8; WELCOME_BYTES] = padded.first_chunk().unwrap();
+        assert!(!matches!(Welcome::decode(welcome, &key, &nonce), Ok(Some(_))), "a forged welcome");
+
+        // From a peer that has the token, and says anything.
+        let signed = key.sign(&nonce, padded);
+        if let Ok(hello) = Hello::decode(&signed, &key, &nonce) {
+            let hello = hello.expect("the proof is right");
+            let again: [u8; HELLO_BYTES] = hello.encode(&key, &nonce).try_into().unwrap();
+            assert_eq!(Hello::decode(&again, &key, &nonce), Ok(Some(hello)));
+            assert_eq!(Hello::decode(&again, &key, &other), Ok(None));
+        }
+        let signed = key.sign(&nonce, *welcome);
+        if let Ok(Some(welcome)) = Welcome::decode(&signed, &key, &nonce) {
+            assert_ne!(welcome.answer, Answer::WrongToken);
+            let again: [u8; WELCOME_BYTES] = welcome.encode(&key, &nonce).try_into().unwrap();
+            assert_eq!(Welcome::decode(&again, &key, &nonce), Ok(Some(welcome)));
+            assert_eq!(Welcome::decode(&again, &key, &other), Ok(None));
+        }
+    }
+    let from = Identity { engine: 1, boot: 2 };
+    let told = Welcome { answer: Answer::WrongToken, from, offer: None, reads: Reads::No, rings: false };
+    let told: [u8; WELCOME_BYTES] = told.encode(&key, &nonce).try_into().unwrap();
+    assert_eq!(Welcome::decode(&told, &key, &nonce), Ok(None));
+}
+
+/// A descriptor: what is read can be written, and is read again as the same.
+pub fn descriptor(bytes: &[u8]) {
+    let mut right = b"KVFD\x01".to_vec();
+    right.extend(bytes.get(5..).unwrap_or_default());
+    for bytes in [bytes, &right] {
+        let Ok(descriptor) = Descriptor::from_bytes(bytes) else { continue };
+        let written = descriptor.to_bytes().expect("what was read fits");
+        // Regions of kinds that are not known are left out.
+        assert!(written.len() <= bytes.len());
+        assert_eq!(Descriptor::from_bytes(&written).as_ref(), Ok(&descriptor));
+        for region in &descriptor.regions {
+            assert!(region.base.checked_add(region.len).is_some());
+            assert_eq!(descriptor.region(region.number).map(|found| found.number), Some(region.number));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        // The fuzzer looks deeper; this keeps its targets in order.
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn what_the_fuzzer_checks_holds_for_some_bytes(
+            bytes in vec(prop_oneof![0..8u8, any::<u8>()], 0..400), cuts in vec(any::<u8>(), 0..20),
+        ) {
+            super::frame(&bytes);
+            super::greeting(&bytes);
+            super::descriptor(&bytes);
+            super::link(&cuts, &bytes);
+        }
+    }
+}
