@@ -50,6 +50,7 @@ test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, 
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-server --test gpu canary
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test processes come_and_go
+	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test same_host come_and_go
 	RUSTFLAGS="--cfg loom" cargo test --locked --release -p kvlane-fabric --lib loom
 	$(PYTEST_DEV) -m long tests/daemon
 

@@ -8,6 +8,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvlane_memory::ProbeError;
 use rustix::io::Errno;
 
 use super::{Asked, Goal, Hub, LinkId, Role, Transport, is_same_host};
@@ -173,7 +174,7 @@ impl Hub {
         let found = match (&self.card, welcome.reads, welcome.offer) {
             (None, ..) => Err(None),
             (_, Reads::Yes, Some(offer)) => {
-                Neighbour::probe(offer.pid, offer.card, welcome.from).map_err(|error| Some(error.to_string()))
+                Neighbour::probe(offer.pid, offer.card, welcome.from).map_err(|error| Some(trouble(&error)))
             }
             (_, Reads::Refused(errno), _) => Err(Some(refusal(Errno::from_raw_os_error(errno.into())))),
             _ => Err(Some("the peer goes by TCP only".into())),
@@ -332,7 +333,20 @@ pub(super) fn segment(socket: &TcpStream, to: Goal) -> Option<Segment> {
     may_be.then(|| Segment::create(RING_BYTES).ok())?
 }
 
-/// In words.
+/// In words: why this process cannot read the peer.
+fn trouble(error: &ProbeError) -> String {
+    match error {
+        ProbeError::NotPermitted { errno, hint } => {
+            format!("this process may not read the peer's memory: {errno} ({hint})")
+        }
+        ProbeError::Unsupported(errno) => format!("this process cannot read the peer's memory: {errno}"),
+        ProbeError::WrongNonce | ProbeError::Gone => {
+            "this process does not see the peer: it is on another host, or in another container".into()
+        }
+    }
+}
+
+/// In words: why the peer cannot read this process.
 fn refusal(errno: Errno) -> String {
     match errno {
         Errno::PERM | Errno::ACCESS => {
