@@ -442,11 +442,15 @@ impl Engine {
 
 impl Engine {
     /// Ends all transfers as failed and all connections, for good: when this returns nothing of this process's memory is
-    /// touched any more, whoever else still has the engine in hand, and all who wait are told.
+    /// touched any more, whoever else still has the engine in hand, and all who wait are told. Only a process of this host
+    /// that is stopped while it takes a write of ours may read on for a moment when it goes on.
     pub fn close(&self) {
-        self.shared.stop.store(true, Ordering::Release);
         let mut hub = self.shared.hub.lock();
         hub.close();
+        let deadline = Instant::now() + LET_GO;
+        self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.is_pulled()).then_some(()));
+        hub.forsake();
+        self.shared.stop.store(true, Ordering::Release);
         self.shared.tell(&mut hub);
         hub.wake();
     }

@@ -100,6 +100,11 @@ impl Fences {
         self.take(|fence| fence.until <= now)
     }
 
+    /// Nobody is asked any more: what all of them carried.
+    pub(crate) fn take_all(&mut self) -> Vec<Token> {
+        self.take(|_| true)
+    }
+
     /// When there is something to do if nothing happens.
     pub(crate) fn next_tick(&self) -> Option<Duration> {
         let tick = |fence: &Fence| if fence.is_asked { fence.until } else { fence.ask_at.min(fence.until) };

@@ -489,17 +489,37 @@ impl Hub {
         by_socket.chain(self.jobs_that_touch(memory)).collect()
     }
 
-    /// Ends everything, for good; transfers under way are over as failed.
+    /// Ends everything, for good, but what asks neighbours to read nothing more of this process ([`Hub::is_pulled`]).
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
         self.outcomes.note_message();
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.remove_peer(peer));
-        let links: Vec<LinkId> = self.links.keys().copied().collect();
-        links.into_iter().for_each(|link| drop(self.remove(link)));
+        let is_fence = |entry: &Entry| {
+            matches!(
+                entry.role,
+                Role::Connecting { to: Goal::Fence(_), .. } | Role::Greeted { to: Goal::Fence(_), .. }
+            )
+        };
+        self.remove_links(|entry| !is_fence(entry));
         // After the links: whoever finds nobody here any more knows that nothing of its own is read.
         self.card.iter().for_each(Card::clear);
         self.listeners.clear();
+    }
+
+    /// Of a closed hub: asks nobody any more. All that was under way is over.
+    pub(crate) fn forsake(&mut self) {
+        self.remove_links(|_| true);
+        self.pulling.clear();
+        let tokens = self.fences.take_all();
+        self.give_back(tokens);
+        self.pump();
+    }
+
+    fn remove_links(&mut self, is_one: impl Fn(&Entry) -> bool) {
+        let links: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| is_one(entry)).map(|(link, _)| *link).collect();
+        links.into_iter().for_each(|link| drop(self.remove(link)));
     }
 
     /// Lets whoever sleeps for this hub look again.

@@ -1203,6 +1203,46 @@ fn what_goes_to_an_engine_that_is_closed_ends_soon_although_its_process_lives() 
     }
 }
 
+#[test]
+fn an_engine_that_is_closed_amid_its_writes_is_read_no_more_and_tells_who_waits() {
+    let mut there = Process::new(LARGE);
+    let descriptor = there.descriptor();
+    for _ in 0..20 {
+        let here = Side::new(LARGE, impatient());
+        here.memory.fill(0, LARGE, 7);
+        let peer = here.meet(&descriptor);
+        here.is_neighbour(peer);
+        there.order(&format!("fill 0 {LARGE} 0"));
+        let handles: Vec<Handle> = (0..3).map(|_| here.long(peer, Op::Write)).collect();
+        there.order(&format!("await {}", MIB + 12_345));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| handles[0].wait(Some(PATIENCE)));
+            here.engine.close();
+            here.memory.fill(0, LARGE, POISON);
+            assert_eq!(waits.join().unwrap(), Some(Err(Failure::PeerLost)));
+        });
+        let outcomes: Vec<_> = handles.iter().map(Handle::outcome).collect();
+        assert_eq!(outcomes, [Some(Err(Failure::PeerLost)); 3]);
+        there.order(&format!("absent {POISON}"));
+    }
+}
+
+#[test]
+fn an_engine_that_is_closed_while_a_process_is_stopped_that_it_writes_to_tells_who_waits() {
+    let here = Side::new(LARGE, impatient());
+    let mut there = Process::new(LARGE);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("fill 0 1 0");
+    there.pause();
+    let handle = here.long(peer, Op::Write);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| handle.wait(Some(PATIENCE)));
+        here.engine.close();
+        assert_eq!(waits.join().unwrap(), Some(Err(Failure::PeerLost)));
+    });
+}
+
 // ---- Descriptors that say something else ----
 
 /// The same, but the region lies elsewhere.

@@ -316,6 +316,11 @@ impl Hub {
         self.jobs.iter().filter(touches).map(|job| job.link)
     }
 
+    /// Whether a neighbour may still be reading this process's memory over a connection that has ended.
+    pub(crate) fn is_pulled(&self) -> bool {
+        !self.pulling.is_empty()
+    }
+
     /// A fence could not be asked for. Where its peer is gone, nothing is read any more.
     pub(super) fn fence_failed(&mut self, now: Duration, of: u64) {
         if self.pulling.get(&of).is_some_and(|neighbour| !neighbour.is_there()) {
