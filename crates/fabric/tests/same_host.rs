@@ -966,6 +966,68 @@ fn what_may_not_be_read_goes_by_tcp_and_the_path_says_why() {
 }
 
 #[test]
+fn a_process_that_may_read_others_no_more_goes_on_by_tcp() {
+    let mut here = Side::new(LARGE, impatient());
+    here.memory.fill(0, LARGE, 9);
+    let mut forbidden = Process::new(LARGE);
+    forbidden.order(&format!("meet {}", to_hex(&here.descriptor())));
+    forbidden.order("read 0 4096");
+    assert_eq!(forbidden.ask("path").trim(), "cma");
+    forbidden.order("forbid");
+    forbidden.order(&format!("read 0 {LARGE}"));
+    forbidden.order(&format!("check 0 {LARGE} 9"));
+    assert!(forbidden.ask("path").starts_with("tcp this process may not read"));
+    // What it asks of us, it cannot do itself any more.
+    let peer = here.meet(&forbidden.descriptor());
+    done(&here.write(peer, 0, LARGE));
+    here.engine.unregister(here.region).unwrap();
+    here.register();
+}
+
+/// By its id it looks as if it were gone. That does not keep its other threads from reading.
+#[test]
+fn a_write_to_a_stopped_process_whose_first_thread_has_ended_is_over_when_that_goes_on() {
+    let here = Side::new(LARGE, impatient());
+    here.memory.fill(0, LARGE, 7);
+    let mut there = Process::new(LARGE);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("end-first-thread");
+    there.order("fill 0 1 0");
+    let handle = here.long(peer, Op::Write);
+    there.order(&format!("await {}", MIB + 12_345));
+    there.pause();
+    handle.cancel();
+    assert_eq!(handle.wait(Some(STOPPED)), None, "it is over while its memory may still be read");
+    there.resume();
+    assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)));
+    here.memory.fill(0, LARGE, POISON);
+    here.memory.fill(0, 1, 7);
+    here.reach(peer);
+    done(&here.read(peer, 0, LARGE));
+    assert_eq!(here.memory.find(POISON), None);
+    assert_eq!(here.path(peer).transport, Transport::Tcp, "it cannot be read any more by its id");
+}
+
+/// It cannot see any more whether the peer is there. That does not keep the peer from reading it.
+#[test]
+fn a_write_of_a_process_that_may_read_others_no_more_is_not_over_while_the_peer_is_stopped() {
+    let (mut writer, mut taker) = (Process::new(LARGE), Process::new(LARGE));
+    writer.order(&format!("meet {}", to_hex(&taker.descriptor())));
+    writer.order("write 0 1");
+    writer.order(&format!("fill 0 {LARGE} 7"));
+    writer.order("write-on");
+    taker.order(&format!("await {}", MIB + 12_345));
+    taker.pause();
+    writer.order("forbid");
+    writer.order("disconnect");
+    std::thread::sleep(STOPPED);
+    assert_eq!(writer.ask("outcome"), "None", "over while its memory may still be read");
+    taker.resume();
+    writer.order("lost");
+}
+
+#[test]
 fn who_wants_cma_only_does_not_reach_those_without_it_and_hears_why() {
     let here = Side::new(MIB, only(Transport::Cma));
     for (setup, why) in [("forbidden", "may not read"), ("tcp", "the peer goes by TCP only")] {

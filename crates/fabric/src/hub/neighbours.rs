@@ -288,6 +288,7 @@ impl Hub {
                 Ok(()) => self.job_is_over(&job, false),
                 Err(PullError::Refused) => self.job_is_over(&job, true),
                 Err(PullError::Gone) => self.end(job.link, &Ended::Closed),
+                Err(PullError::Failed(errno)) => self.end(job.link, &Ended::Io(errno.into())),
             }
         }
         any

@@ -31,6 +31,9 @@ pub(crate) enum PullError {
     /// Memory that is not registered, or not there, or another generation.
     #[error("not the peer's registered memory")]
     Refused,
+    /// This says nothing of the memory: the process may not be read any more, or not now.
+    #[error("the peer's memory cannot be read any more: {0}")]
+    Failed(Errno),
 }
 
 /// A process whose card was read.
@@ -57,10 +60,11 @@ impl Neighbour {
         }
     }
 
-    /// Whether its engine is still there: then its card is.
+    /// Whether its engine may still be there: then its card is, unless that cannot be read.
     pub(crate) fn is_there(&self) -> bool {
         // SAFETY: there is no destination.
-        unsafe { self.read(&[], &[]) }.is_ok()
+        let card = unsafe { self.read(&[], &[]) };
+        matches!(card, Ok(()) | Err(PullError::Failed(_)))
     }
 
     /// A descriptor of its own, as a duplicate.
@@ -128,9 +132,10 @@ impl Neighbour {
         // Asked after the call: if it lives now, no other process had its pid meanwhile.
         match read {
             _ if self.process.has_exited() => Err(PullError::Gone),
-            Err(Errno::SRCH) => Err(PullError::Gone),
             Ok(read) if read == bytes as u64 => Ok(()),
-            _ => Err(PullError::Refused),
+            Ok(_) | Err(Errno::FAULT) => Err(PullError::Refused),
+            // Also where its first thread has ended and others go on.
+            Err(errno) => Err(PullError::Failed(errno)),
         }
     }
 }
