@@ -1332,6 +1332,28 @@ fn a_descriptor_of_memory_elsewhere_reads_what_is_there_and_writes_what_was_regi
 }
 
 #[test]
+fn a_descriptor_of_memory_that_is_not_there_is_refused_and_the_path_stays() {
+    const BYTES: usize = 4 * MIB;
+    // A part of it takes more than one turn.
+    let transfers = Options { chunk_bytes: BYTES as u64, ..Options::default() };
+    let here = Side::new(BYTES, EngineOptions { transfers, ..EngineOptions::default() });
+    let mut there = Process::new(BYTES);
+    let descriptor = there.descriptor();
+    let peer = here.meet(&descriptor);
+    here.is_neighbour(peer);
+    // Nowhere, at the end of all addresses, behind what processes have, over the end of what is there.
+    let end = descriptor.regions[0].base + (BYTES - MIB) as u64;
+    for base in [0, 4096, u64::MAX, u64::MAX - 4096, u64::MAX - BYTES as u64, 1 << 63, 1 << 47, end] {
+        here.engine.update(peer.id, &moved(&descriptor, base)).unwrap();
+        let outcome = here.read(peer, 0, BYTES).wait(Some(PATIENCE));
+        assert_eq!(outcome, Some(Err(Failure::Refused)), "at {base:#x}");
+    }
+    here.engine.update(peer.id, &descriptor).unwrap();
+    done(&here.read(peer, 0, BYTES));
+    assert_eq!((here.path(peer).is_up, here.path(peer).trouble), (true, None));
+}
+
+#[test]
 fn a_former_generation_is_refused_both_ways_and_the_path_stays() {
     let here = Side::of(MIB);
     let mut there = Process::new(MIB);

@@ -56,7 +56,8 @@ impl Job {
             if len == part.to.len {
                 self.parts.pop_front();
             } else {
-                *part = Part { to: part.to.after(len), from: part.from + len as u64 };
+                // A peer may name any address, the last of all too, behind which there is nothing to be read.
+                *part = Part { to: part.to.after(len), from: part.from.wrapping_add(len as u64) };
             }
         }
         taken
