@@ -1401,6 +1401,21 @@ fn regions_that_the_card_has_no_place_for_are_read_over_tcp() {
 // ---- Much at once, and often ----
 
 #[test]
+fn a_read_of_very_many_very_short_pieces_lets_others_have_their_turn() {
+    const PIECES: usize = 500_000;
+    let here = Side::of(2 * PIECES);
+    let mut there = Process::new(2 * PIECES);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    // No two of them continue each other.
+    let runs = (0..PIECES).map(|at| here.run(peer, 2 * at, at, 1)).collect();
+    let handle = here.begin(peer, Op::Read, runs);
+    handle.cancel();
+    assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)), "all of it was done at a stretch");
+    here.is_neighbour(peer);
+}
+
+#[test]
 fn neighbours_that_come_and_go_leave_nothing_open() {
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(50, |rounds| rounds.parse().unwrap());
     let (mut stays, mut goes) = (Process::new(MIB), Process::new(PAGE));

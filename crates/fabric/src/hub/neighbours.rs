@@ -21,6 +21,8 @@ use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 
 /// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
 pub(super) const TURN_BYTES: usize = 1 << 20;
+/// What a part counts of a turn at the least: a short one takes about as long as a page.
+const PART_COST: usize = 4096;
 /// Writes of fewer bytes go through the socket with what is said of them: a system call for a page costs more than that.
 const PULLED_BYTES_MIN: u64 = 4096;
 /// Parts that a peer may have asked this process to read at a time, 24 bytes each.
@@ -275,7 +277,7 @@ impl Hub {
             let Some(neighbour) = neighbour else { continue };
             any = true;
             let parts = job.take_parts(*turn);
-            *turn -= parts.iter().map(|part| part.to.len).sum::<usize>();
+            *turn = turn.saturating_sub(parts.iter().map(|part| part.to.len.max(PART_COST)).sum());
             // SAFETY: the destinations are memory of a transfer of ours, or registered memory that its link touches: a
             // region is not given back before no job touches it.
             let outcome = unsafe {
