@@ -238,7 +238,8 @@ class Engine:
         return Counter(self, number, self._core.open_counter(number))
 
     def close(self) -> None:
-        """Ends all transfers as failed and all connections, and lets go of all memory."""
+        """Ends all transfers as failed and all connections, and lets go of all memory. Takes a second at most, while a
+        process of this host that reads our memory has not said that it does so no more."""
         self._core.close()
         self._owners.clear()
 

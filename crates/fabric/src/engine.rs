@@ -318,7 +318,7 @@ impl Engine {
     }
 
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
-    /// confirmed it, or within a few seconds.
+    /// confirmed it, or within a few seconds; those that a process of this host was to read are not over before that.
     pub fn disconnect(&self, peer: PeerId) {
         let mut hub = self.shared.hub.lock();
         hub.remove_peer(peer);

@@ -1,7 +1,7 @@
 //! Moves bytes between processes and hosts.
 //!
 //! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. An
-//! [`Engine`] carries that out over TCP.
+//! [`Engine`] carries that out, over TCP, and between processes of one host by process_vm.
 #![deny(unsafe_code)]
 
 mod completion;
