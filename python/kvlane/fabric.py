@@ -165,7 +165,7 @@ class Engine:
         listen: Sequence[str] = ("127.0.0.1:0",),
         token: str = "",
         connections: int = 1,
-        patience: float = 3.0,
+        patience: float = 2.5,
         transport: str = "auto",
         inbox_messages: int = 1024,
         inbox_bytes: int = 16 << 20,

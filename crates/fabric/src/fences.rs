@@ -16,7 +16,7 @@ use crate::transfers::Token;
 
 /// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and
 /// threads may be late.
-pub(crate) const LEASE: Duration = Duration::from_millis(3500);
+pub(crate) const LEASE: Duration = Duration::from_millis(2900);
 /// The first pause before a peer is asked again, and the longest.
 const PAUSE: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(500);

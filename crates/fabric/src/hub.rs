@@ -48,7 +48,7 @@ use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Tok
 
 /// How often connections are looked at, and how long one may say nothing. Whoever connected says something at each look.
 const LOOK: Duration = Duration::from_millis(500);
-const SILENT: Duration = Duration::from_secs(2);
+const SILENT: Duration = Duration::from_millis(1500);
 /// Connections of peers, and of them those of whom nothing is known yet.
 const LINKS_MAX: usize = 16_384;
 const ACCEPTED_MAX: usize = 1_024;

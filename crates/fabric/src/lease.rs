@@ -23,7 +23,7 @@ use crate::tcp::BadFrame;
 
 /// How old the latest stamp may be that the peer has said back. It comes behind all that is queued on the connection, in both
 /// directions, and a connection on which that takes longer breaks; so it is longer than a busy machine needs to answer.
-pub(crate) const PLACES: Duration = Duration::from_secs(3);
+pub(crate) const PLACES: Duration = Duration::from_millis(2500);
 
 /// Of a connection of a peer.
 #[derive(Debug, Clone, Copy)]

@@ -250,7 +250,7 @@ impl Default for Options {
             breaks_max: 8,
             drain_patience: Duration::from_secs(1),
             post_patience: Duration::from_secs(5),
-            peer_patience: Duration::from_secs(3),
+            peer_patience: Duration::from_millis(2500),
             backoff: Duration::from_millis(20),
             backoff_max: Duration::from_secs(2),
             message_bytes: 64 << 20,

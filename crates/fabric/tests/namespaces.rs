@@ -25,8 +25,9 @@ use rustix::process::{Signal, getgid, getuid, set_parent_process_death_signal};
 
 /// How long anything may take that is to happen.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// After so long without any way a peer is lost: 2 s of silence, which is looked for twice a second, 3 s of patience.
-const LOST: Duration = Duration::from_millis(5_500);
+/// After so long without any way a peer is lost: 1.5 s of silence, which is looked for twice a second, and 2.9 s until what
+/// was written is given back.
+const LOST: Duration = Duration::from_secs(5);
 /// How late something may be on a busy machine.
 const MARGIN: Duration = Duration::from_secs(2);
 const MIB: u64 = 1 << 20;

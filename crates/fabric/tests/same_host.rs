@@ -1148,7 +1148,8 @@ impl Gate {
     /// Before the peer; and how it is reached through this.
     fn before(descriptor: &Descriptor) -> (Arc<Gate>, Descriptor) {
         let target = String::from_utf8(descriptor.addresses[0].bytes.clone()).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        // Reached from another address, so that what is said goes through the socket.
+        let listener = TcpListener::bind("127.0.0.2:0").unwrap();
         let bytes = listener.local_addr().unwrap().to_string().into_bytes();
         let gate = Arc::new(Gate::default());
         // These threads end with the connections, and the last with the tests.
