@@ -18,7 +18,8 @@ from kvlane.bench import fabric, fabric_peers
 from kvlane.bench.__main__ import main
 from kvlane.bench.fabric_peers import Cell
 
-TINY = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
+SMALL = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
+TINY = [*SMALL, "--transports", "tcp"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,18 @@ def test_loopback_compares_with_a_loop_and_memcpy(tmp_path: Path) -> None:
     assert ratios["TCP write paged / loop"] == rates["kvlane", "write"] / rates["loop", "write"]
     assert ratios["TCP read paged / own write"] == rates["kvlane", "read"] / rates["kvlane", "write"]
     assert "token" not in result["settings"]
+
+
+def test_between_processes_of_one_host_the_bare_system_call_is_beside_it(tmp_path: Path) -> None:
+    assert main(["fabric", *SMALL, "--vs", "process_vm", "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "fabric.json").read_text())
+    systems = {(each["system"], each["transport"]) for each in result["results"]}
+    if ("process_vm", "cma") in systems:
+        assert systems == {("kvlane", "tcp"), ("kvlane-cma", "cma"), ("process_vm", "cma")}
+        assert "cma read paged / process_vm" in {figure["what"] for figure in result["figures"]}
+    else:
+        # Nobody may read another's memory here.
+        assert systems == {("kvlane", "tcp")}
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
@@ -111,6 +124,7 @@ def test_mooncake_is_measured_as_it_comes_and_tuned_or_said_to_be_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     many_pages = ["--sizes", "64,4k", "--pages", "4096", "--page-bytes", "4k", "--rounds", "1"]
+    many_pages += ["--transports", "tcp"]
     command = ["fabric", *many_pages, "--vs", "mooncake", "--out", str(tmp_path)]
     if fabric_peers.missing("mooncake"):
         with pytest.raises(SystemExit, match="pip install mooncake-transfer-engine-non-cuda"):

@@ -28,15 +28,19 @@ from kvlane.bench.figures import Figure, Outcome, add_out, publish
 T = TypeVar("T")
 
 NAME = "fabric"
-HELP = "transfers between processes: size, pages, latency; beside NIXL, Mooncake, iperf3, a socket loop and memcpy"
+HELP = (
+    "transfers between processes: size, pages, latency; beside NIXL, Mooncake, iperf3, bare loops and memcpy"
+)
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
-PEERS = ("nixl", "mooncake", "loop", "iperf3", "memcpy")
+TRANSPORTS = ("tcp", "cma")
+PEERS = ("nixl", "mooncake", "loop", "iperf3", "process_vm", "memcpy")
 # The runner of each system, its transport, and what its processes have in their environment.
 SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "kvlane": ("kvlane", "tcp", {}),
+    "kvlane-cma": ("kvlane", "cma", {}),
     "kvlane-tls": ("kvlane", "tls", {}),
     "nixl-tcp": ("nixl", "tcp", {"UCX_TLS": "tcp"}),
     "nixl-cma": ("nixl", "cma", {}),
@@ -53,11 +57,12 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "loop": ("loop", "tcp", {}),
     "iperf3": ("iperf3", "tcp", {}),
+    "process_vm": ("process_vm", "cma", {}),
     "memcpy": ("memcpy", "memory", {}),
 }
 # Of the environment, nothing reaches a system that changes what it does.
 _TUNING = ("UCX_TLS", "MC_")
-# Least kvlane / other for GB/s, or None where that is for information. No size is the paged pattern.
+# Least kvlane over TCP / other for GB/s, or None where that is for information. No size is the paged pattern.
 GOALS: tuple[tuple[str, int | None, str, float | None], ...] = (
     ("write", MIB, "nixl-tcp", 1.0),
     ("write", 16 * MIB, "nixl-tcp", 1.0),
@@ -74,9 +79,22 @@ GOALS: tuple[tuple[str, int | None, str, float | None], ...] = (
     ),
     *((op, size, "iperf3", None) for op in OPS for size in (16 * MIB, None)),
 )
+# The same for kvlane between processes of one host.
+CMA_GOALS: tuple[tuple[str, int | None, str, float | None], ...] = tuple(
+    (op, size, other, goal)
+    for op in OPS
+    for size, other, goal in (
+        (MIB, "nixl-cma", 1.0),
+        (16 * MIB, "nixl-cma", 1.0),
+        (None, "nixl-cma", 1.25),
+        (MIB, "process_vm", 0.9),
+        (16 * MIB, "process_vm", 0.9),
+        (None, "process_vm", None),
+    )
+)
 READ_GOAL = 0.9  # of our write of the same size
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
-LATENCY_OTHERS = ("nixl-tcp", "mooncake")
+LATENCY_OTHERS = (("kvlane", "nixl-tcp"), ("kvlane", "mooncake"), ("kvlane-cma", "nixl-cma"))
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
 _SMALL = 64 * KIB
@@ -125,6 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDR,ADDR",
         help="local addresses at which kvlane's far side listens, each a path of its own, with the port of --listen; "
         "with --loopback or --server",
+    )
+    parser.add_argument(
+        "--transports",
+        type=_some_of(TRANSPORTS),
+        help="of kvlane: tcp,cma (process_vm, on one host); default: both with --loopback, tcp with ADDRESS",
     )
     parser.add_argument("--ops", type=_some_of(OPS), default=list(OPS), help="default: write,read")
     parser.add_argument(
@@ -175,7 +198,11 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     cells = _cells(arguments, names)
     with ExitStack() as stack:
         tls = stack.enter_context(_tls(arguments))
-        systems = [stack.enter_context(closing(_System(name, arguments, tls))) for name in names]
+        systems = [
+            stack.enter_context(closing(system))
+            for name in names
+            if (system := _system(name, arguments, tls)) is not None
+        ]
         with tqdm(total=(1 + arguments.rounds) * len(systems), unit="turn", leave=False) as progress:
             for system in systems:
                 progress.set_description(f"{system.name}: check")
@@ -341,6 +368,7 @@ class _System:
             "token": self._arguments.token,
             "connections": self._arguments.connections,
             "tls": self._tls,
+            "transport": "cma" if SYSTEMS[self.name][1] == "cma" else "tcp",
         }
         if not near:
             options["listen"] = _listen(self._arguments)
@@ -483,6 +511,18 @@ def _listen(arguments: argparse.Namespace) -> list[str]:
     return [f"[{nic}]:{port}" if ":" in nic else f"{nic}:{port}" for nic in arguments.nics]
 
 
+def _system(name: str, arguments: argparse.Namespace, tls: Sequence[str] | None) -> _System | None:
+    """None where two processes may not read each other's memory, which nobody has asked for by name."""
+    try:
+        return _System(name, arguments, tls)
+    except _Failed as failure:
+        asked = arguments.transports if name == "kvlane-cma" else arguments.vs
+        if SYSTEMS[name][1] != "cma" or asked is not None:
+            raise
+        report.say(f"{name} is not measured: {failure}")
+        return None
+
+
 def _systems(arguments: argparse.Namespace) -> list[str]:
     """kvlane first, then what is asked for or there."""
     if arguments.address:
@@ -494,7 +534,9 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
             sys.exit("--vs goes with --loopback only: the others need their far side here")
         if arguments.nics:
             sys.exit("--nics goes with --loopback or --server: the far side listens")
-        return ["kvlane" if arguments.tls is None else "kvlane-tls"]
+        if arguments.tls is not None:
+            return ["kvlane-tls"]
+        return ["kvlane" if each == "tcp" else f"kvlane-{each}" for each in arguments.transports or ["tcp"]]
     peers = PEERS if arguments.vs is None else arguments.vs
     absent = {each: why for each in peers if (why := missing(each))}
     for name, why in absent.items():
@@ -506,7 +548,9 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
     return [
         name
         for name, (runner, transport, _) in SYSTEMS.items()
-        if runner in ("kvlane", *peers) and (transport != "tls" or arguments.tls is not None)
+        if runner in peers
+        or (runner == "kvlane" and transport in (arguments.transports or TRANSPORTS))
+        or (transport == "tls" and arguments.tls is not None)
     ]
 
 
@@ -534,13 +578,14 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
         for (name, op, cell), values in medians.items()
     }
     figures = []
-    for op, size, other, goal in GOALS:
-        # A stream has no size.
-        mine = by_size.get(("kvlane", op, size))
-        theirs = by_size.get((other, op, None if other == "iperf3" else size))
-        if mine and theirs:
-            ratio = mine["gb_per_s"] / theirs["gb_per_s"]
-            figures.append(Figure(f"TCP {op} {_label(size)} / {other}", ratio, at_least=goal))
+    for name, what, goals in (("kvlane", "TCP", GOALS), ("kvlane-cma", "cma", CMA_GOALS)):
+        for op, size, other, goal in goals:
+            # A stream has no size.
+            mine = by_size.get((name, op, size))
+            theirs = by_size.get((other, op, None if other == "iperf3" else size))
+            if mine and theirs:
+                ratio = mine["gb_per_s"] / theirs["gb_per_s"]
+                figures.append(Figure(f"{what} {op} {_label(size)} / {other}", ratio, at_least=goal))
     for size in (MIB, 16 * MIB, None):
         write, read = by_size.get(("kvlane", "write", size)), by_size.get(("kvlane", "read", size))
         if write and read:
@@ -551,10 +596,11 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
         if encrypted and plain:
             ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
             figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
-    for op, other in itertools.product(OPS, LATENCY_OTHERS):
-        mine, theirs = (by_size.get((name, op, LATENCY_BYTES)) for name in ("kvlane", other))
+    for op, pair in itertools.product(OPS, LATENCY_OTHERS):
+        mine, theirs = (by_size.get((name, op, LATENCY_BYTES)) for name in pair)
+        other = pair[1]
         if mine and theirs:
-            what = f"TCP {op} {_label(LATENCY_BYTES)}, p50 / {other}"
+            what = f"{'TCP' if pair[0] == 'kvlane' else 'cma'} {op} {_label(LATENCY_BYTES)}, p50 / {other}"
             figures.append(Figure(what, mine["p50_us"] / theirs["p50_us"], at_most=LATENCY_GOAL))
     return figures
 

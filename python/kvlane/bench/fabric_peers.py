@@ -47,10 +47,19 @@ _STREAM_BYTES = 1 << 30
 _STEPS = 256
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+# Of one call of process_vm.
+_RANGES = 1024
 _REGION = struct.Struct("<QQ")
 _RUN = struct.Struct("<QQQ")
 # Of the socket loop: twice the bytes of an operation, plus one for writes; and how many writes, or where to read.
 _REQUEST = struct.Struct("<QQ")
+
+
+class _Range(ctypes.Structure):
+    """A struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
 
 Operation = Callable[[int], None]
 Runs = list[tuple[int, int, int]]
@@ -195,11 +204,12 @@ class Kvlane(Side):
         connections: int = 1,
         listen: Sequence[str] = ("127.0.0.1:0",),
         tls: Sequence[str] | None = None,
+        transport: str = "auto",
         **_: Any,
     ) -> None:
-        """An engine with the region registered, which uses nothing but TCP also on one host."""
+        """An engine with the region registered."""
         credentials = fabric.Tls(*tls) if tls else None
-        self.engine = fabric.Engine(listen, token, connections, transport="tcp", tls=credentials)
+        self.engine = fabric.Engine(listen, token, connections, transport=transport, tls=credentials)
         self.region = self.engine.register(self.memory.address, self.memory.size)
 
     def listen(self) -> str:
@@ -428,6 +438,49 @@ def _receive(source: socket.socket, rest: memoryview) -> None:
         rest = rest[got:]
 
 
+class ProcessVm(Side):
+    """The system call below, by itself: each operation is one, or as many as its pages need. The far side does nothing."""
+
+    def listen(self) -> str:
+        """Its process, and where its memory is."""
+        return f"{os.getpid()} {self.memory.address}"
+
+    def connect(self, address: str) -> None:
+        """Of such a process."""
+        self.pid, self.remote = map(int, address.split())
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """Calls of at most 1,024 ranges, the kernel's limit."""
+        call = _libc.process_vm_writev if op == "write" else _libc.process_vm_readv
+        call.restype = ctypes.c_ssize_t
+        call.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+        whole: list[list[tuple[int, int]]]
+        if cell.pages > 1:
+            pairs = zip(cell.order(True), cell.order(False), strict=True)
+            whole = [[(near * cell.page_bytes, far * cell.page_bytes) for near, far in pairs]]
+        else:
+            whole = [[(offset, offset)] for offset in cell.offsets(self.memory.size)]
+        prepared = [self._calls(places, cell.page_bytes) for places in whole]
+
+        def operate(number: int) -> None:
+            for near, far, count, size in prepared[number % len(prepared)]:
+                if call(self.pid, near, count, far, count, 0) != size:
+                    raise OSError(ctypes.get_errno(), f"process_vm {op} failed")
+
+        return operate
+
+    def _calls(self, places: list[tuple[int, int]], length: int) -> list[tuple[Any, Any, int, int]]:
+        calls = []
+        for start in range(0, len(places), _RANGES):
+            some = places[start : start + _RANGES]
+            near, far = (
+                (_Range * len(some))(*[(base + place[side], length) for place in some])
+                for side, base in enumerate((self.memory.address, self.remote))
+            )
+            calls.append((near, far, len(some), len(some) * length))
+        return calls
+
+
 class Memcpy(Side):
     """numpy's copy between two memories of one process."""
 
@@ -512,6 +565,7 @@ SIDES: dict[str, type[Side]] = {
     "mooncake": Mooncake,
     "loop": Loop,
     "iperf3": Iperf3,
+    "process_vm": ProcessVm,
     "memcpy": Memcpy,
 }
 
