@@ -389,7 +389,8 @@ impl Load {
             if self.begun.len() == SLOTS {
                 self.finish();
             }
-            self.add(1);
+            // Enough that no path can have all of it under way: one that was slow once is left alone otherwise.
+            self.add(8);
         }
     }
 
