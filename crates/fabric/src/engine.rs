@@ -29,6 +29,9 @@ use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Reque
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
+/// The same while a neighbour reads what this process has written: until it has read a part of a transfer, 0.2 ms for each
+/// half a mebibyte, nothing is heard of it.
+const SPIN_FOR_NEIGHBOURS: Duration = Duration::from_micros(500);
 /// Of that, how long it keeps its processor to itself. Where there are fewer of them than there is work, the peer may need
 /// it to answer; while bytes are streaming, the next ones come sooner than this.
 const KEEP: Duration = Duration::from_micros(10);
@@ -613,7 +616,8 @@ impl Shared {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 break None;
             }
-            if now < spin_until {
+            let is_read = now >= spin_until && now < spin_until + SPIN_FOR_NEIGHBOURS && hub.is_being_read();
+            if now < spin_until || is_read {
                 // Others may begin transfers meanwhile.
                 if now + SPIN < spin_until + KEEP {
                     MutexGuard::bump(hub);

@@ -511,7 +511,7 @@ def _listen(arguments: argparse.Namespace) -> list[str]:
     return [f"[{nic}]:{port}" if ":" in nic else f"{nic}:{port}" for nic in arguments.nics]
 
 
-def _system(name: str, arguments: argparse.Namespace, tls: Sequence[str] | None) -> _System | None:
+def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None) -> _System | None:
     """None where two processes may not read each other's memory, which nobody has asked for by name."""
     try:
         return _System(name, arguments, tls)

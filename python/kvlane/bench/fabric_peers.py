@@ -439,7 +439,7 @@ def _receive(source: socket.socket, rest: memoryview) -> None:
 
 
 class ProcessVm(Side):
-    """The system call below, by itself: each operation is one, or as many as its pages need. The far side does nothing."""
+    """The bare system call: one for each operation, or as many as its pages need. The far side does nothing."""
 
     def listen(self) -> str:
         """Its process, and where its memory is."""

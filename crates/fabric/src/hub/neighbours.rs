@@ -123,6 +123,11 @@ impl Hub {
         self.ready.push(id);
     }
 
+    /// Whether a neighbour was asked to read from this process, and has not said that it has.
+    pub(crate) fn is_being_read(&self) -> bool {
+        self.posted.values().any(|posted| matches!(posted.what, Asked::Pull))
+    }
+
     /// Takes what came through rings. Whether there was anything.
     pub(super) fn take_from_rings(&mut self) -> bool {
         let mut any = false;
