@@ -7,7 +7,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -222,6 +222,9 @@ pub(crate) struct Shared {
     /// How many wait and do the work; the thread behind rests until there are none.
     pollers: AtomicUsize,
     sleepers: AtomicUsize,
+    /// How often somebody who waits has done some work. Not in the hub: whoever asks for that would stand in line for it, and
+    /// be let in between two turns of the work.
+    polls: AtomicU64,
     stop: AtomicBool,
 }
 
@@ -250,6 +253,7 @@ impl Engine {
             changed: Condvar::new(),
             pollers: AtomicUsize::new(0),
             sleepers: AtomicUsize::new(0),
+            polls: AtomicU64::new(0),
             stop: AtomicBool::new(false),
         });
         let thread = std::thread::Builder::new().name("kvlane-fabric".into()).spawn({
@@ -605,6 +609,7 @@ impl Shared {
         self.pollers.fetch_add(1, Ordering::AcqRel);
         let mut spin_until = Instant::now() + SPIN;
         let answer = loop {
+            self.polls.fetch_add(1, Ordering::Relaxed);
             if hub.poll(&mut events) {
                 spin_until = Instant::now() + SPIN;
             }
@@ -673,9 +678,9 @@ impl Shared {
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
                 // They do the work, unless they have no CPU to do it on.
-                let before = self.hub.lock().polls;
+                let before = self.polls.load(Ordering::Relaxed);
                 std::thread::sleep(PARK);
-                if self.hub.lock().polls != before {
+                if self.polls.load(Ordering::Relaxed) != before {
                     continue;
                 }
             }

@@ -109,8 +109,6 @@ pub(crate) struct Hub {
     without_sockets: u32,
     /// Connections of each session of peers, and since when it has none.
     sessions: HashMap<u128, (usize, Duration)>,
-    /// How many times somebody took what came.
-    pub(crate) polls: u64,
     /// Regions that are being given back.
     pub(crate) letting_go: usize,
     pub(crate) is_closed: bool,
@@ -330,7 +328,6 @@ impl Hub {
             rings: Vec::new(),
             without_sockets: 0,
             sessions: HashMap::new(),
-            polls: 0,
             letting_go: 0,
             is_closed: false,
             peers: HashMap::new(),
@@ -536,7 +533,6 @@ impl Hub {
 
     /// Takes what came, without waiting, and does what is due. Whether anything happened.
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
-        self.polls = self.polls.wrapping_add(1);
         events.clear();
         let ready = std::mem::take(&mut self.ready);
         let mut any = !ready.is_empty();
