@@ -221,7 +221,9 @@ def test_what_is_not_installed_is_left_out_and_said(
     monkeypatch.setattr(fabric, "missing", lambda name: "it is not there" if name in fabric.INSTALL else None)
     assert main(["fabric", *TINY, "--patterns", "contiguous", "--json"]) == 0
     printed = capfd.readouterr()
-    assert {each["system"] for each in json.loads(printed.out)["results"]} == {"kvlane", "loop", "memcpy"}
+    # Not everywhere may a process read another's memory.
+    systems = {each["system"] for each in json.loads(printed.out)["results"]} - {"process_vm"}
+    assert systems == {"kvlane", "loop", "memcpy"}
     for name, install in fabric.INSTALL.items():
         assert f"{name} is not measured, it is not there: {install}" in printed.err
 
