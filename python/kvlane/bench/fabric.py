@@ -642,14 +642,22 @@ def _one_table(title: str, what: str, results: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(out: Path, results: Sequence[dict[str, Any]]) -> None:
-    """GB/s of all that is not small in place of the picture of ratios, and the latency of what is."""
+    """GB/s of all that is not small in place of the picture of ratios, and the latency of what is; over sockets, and
+    between processes of one host without them."""
     cpu = str(report.machine_facts()["cpu"])
-    for name, what, unit, title in (
-        ("fabric", "gb_per_s", "GB/s", "kvlane bench fabric: GB/s of single operations"),
-        ("fabric-latency", "p50_us", "us", "kvlane bench fabric: latency of single operations, p50"),
+    sockets, memory = ("tcp", "tls"), ("cma", "memory")
+    rate, latency = ("gb_per_s", "GB/s", "GB/s of single operations"), ("p50_us", "us", "latency, p50")
+    for name, transports, (what, unit, title) in (
+        ("fabric", sockets, rate),
+        ("fabric-latency", sockets, latency),
+        ("fabric-one-host", memory, rate),
+        ("fabric-one-host-latency", memory, latency),
     ):
+        title = f"kvlane bench fabric, {'TCP' if transports == sockets else 'one host'}: {title}"
         groups: dict[str, dict[str, float]] = {}
         for each in results:
+            if each["transport"] not in transports:
+                continue
             if _is_small(each) == (what == "p50_us") and each[what] is not None:
                 size = _label(each["bytes"]) if each["pattern"] == "contiguous" else each["pattern"]
                 groups.setdefault(f"{each['op']} {size}", {})[each["system"]] = each[what]

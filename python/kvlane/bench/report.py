@@ -188,7 +188,10 @@ def bars(
     axes.set_title(title, fontsize=11)
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
+    if len(series) > 4:
+        # Beside the bars, which are too many to leave it a place.
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    elif len(series) > 1:
         axes.legend(frameon=False)
     if note:
         figure.text(0.01, 0.01, note, fontsize=7, color="#666666")
