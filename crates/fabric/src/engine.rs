@@ -53,7 +53,7 @@ pub struct EngineOptions {
     /// Connections to each address of a peer.
     pub connections: usize,
     /// How bytes are to travel: None for the best way that a peer and this process both have, TCP for nothing else, CMA for
-    /// no peers but those of this host whose memory can be read.
+    /// to connect to no peers but those of this host whose memory can be read.
     pub transport: Option<Transport>,
     /// With it all connections are encrypted, and nothing is sent to peers that have none. What is encrypted goes by TCP.
     pub tls: Option<Tls>,

@@ -540,7 +540,8 @@ impl Hub {
         let by_rings = self.take_from_rings();
         any |= by_rings;
         self.without_sockets = if by_rings { self.without_sockets + 1 } else { WITHOUT_SOCKETS_MAX };
-        if self.without_sockets >= WITHOUT_SOCKETS_MAX {
+        // Also before connections are judged by what was heard of them.
+        if self.without_sockets >= WITHOUT_SOCKETS_MAX || self.now() >= self.look_at {
             self.without_sockets = 0;
             // An interrupted call brought nothing.
             let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
@@ -676,6 +677,10 @@ impl Hub {
     /// A link that is over, still open.
     fn remove(&mut self, id: LinkId) -> Option<Entry> {
         let entry = self.links.remove(&id)?;
+        if self.letting_go > 0 {
+            // It touches nothing any more.
+            self.outcomes.note_change();
+        }
         self.rings.retain(|link| *link != id);
         if entry.neighbour.is_some() {
             self.jobs.retain(|job| job.link != id);
@@ -984,6 +989,7 @@ impl Hub {
             (Some(Welcome { answer: Answer::Welcome, .. }), Goal::Fence(of)) => {
                 self.remove(id);
                 self.pulling.remove(&of);
+                self.outcomes.note_change();
                 let tokens = self.fences.confirmed(of);
                 self.give_back(tokens);
                 Ok(false)

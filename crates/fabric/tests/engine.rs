@@ -1,4 +1,4 @@
-//! Engines that move bytes between each other over TCP.
+//! Engines that move bytes between each other.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::io::{Read, Write};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
     Access, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, Pages, PeerId, Pieces, Place,
-    Run, ShapeError, Transfer,
+    Run, ShapeError, Transfer, Transport,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -419,4 +419,47 @@ fn memory_in_use_is_not_given_back() {
     handle.cancel();
     assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)));
     here.engine.unregister(here.region).unwrap();
+}
+
+/// Rounds in which one side waits for something, gets it, and then does nothing while more comes. How long they took.
+fn rounds_of_waiting(transport: Transport, rounds: u64) -> Duration {
+    let options = || EngineOptions { transport: Some(transport), ..EngineOptions::default() };
+    let (here, there) =
+        (Side::new(64, Access::ReadWrite, options()), Side::new(64, Access::ReadWrite, options()));
+    let peer = here.peer(&there);
+    let generation = there.engine.open_counter(1);
+    let write = |immediate| {
+        let pieces = Pieces::Runs(vec![here.run(0, &there, 0, 8)]);
+        here.engine.begin(peer, Transfer { immediate, ..Transfer::write(pieces) }).unwrap()
+    };
+    done(&write(None));
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let (next, wanted) = std::sync::mpsc::channel();
+        let there = &there.engine;
+        scope.spawn(move || {
+            for target in wanted {
+                assert!(there.wait_count(1, generation, target, Some(PATIENCE)));
+            }
+        });
+        for round in 1..=rounds {
+            // Until nothing happens, everybody sleeps.
+            std::thread::sleep(Duration::from_millis(1));
+            next.send(2 * round).unwrap();
+            let told = [write(Some((1, generation))), write(Some((1, generation)))];
+            told.iter().for_each(done);
+            done(&write(None));
+        }
+        drop(next);
+    });
+    begun.elapsed()
+}
+
+/// Whoever waited took the wake that was meant for the thread behind, which then slept on for up to half a second, with no
+/// other wake to come.
+#[test]
+fn what_comes_after_somebody_has_waited_is_heard_at_once() {
+    let by_sockets = rounds_of_waiting(Transport::Tcp, 300);
+    let by_rings = rounds_of_waiting(Transport::Cma, 300);
+    assert!(by_rings < 5 * by_sockets + Duration::from_secs(5), "{by_rings:?}, by sockets {by_sockets:?}");
 }

@@ -135,6 +135,7 @@ impl PyEngine {
             timeout: timeout_ms.map(milliseconds).transpose()?,
             priority: priority(is_bulk),
         };
+        // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
         self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
     }
 
@@ -207,9 +208,11 @@ impl PyEngine {
     }
 
     fn close(&self, py: Python<'_>) {
-        let engine = self.0.lock().take();
-        // Others may be in a call: what frees the memory is that it is closed, not that this was the last one.
+        let engine = self.0.lock().clone();
+        // Others may be in a call: what frees the memory is that it is closed, not that this was the last one. Who closes it at
+        // the same time waits too.
         py.detach(|| engine.inspect(|engine| engine.close()));
+        py.detach(|| drop(self.0.lock().take()));
     }
 }
 

@@ -121,6 +121,7 @@ impl Hub {
         self.rings.push(id);
         // Something may be there already, and no wake for it.
         self.ready.push(id);
+        self.get_up();
     }
 
     /// Whether a neighbour was asked to read from this process, and has not said that it has.
@@ -147,6 +148,15 @@ impl Hub {
     pub(super) fn note_told(&mut self, id: LinkId) {
         if let Some(rings) = self.links.get_mut(&id).and_then(|entry| entry.link.rings()) {
             rings.note_told();
+            self.get_up();
+        }
+    }
+
+    /// The thread behind may sleep meanwhile: a wake that was meant for it, and is taken by whoever polls now, would not wake
+    /// it, and no other comes for what the peer says next. So it gets up, and asks for wakes anew before it sleeps again.
+    fn get_up(&self) {
+        if self.asleep_until.is_some() {
+            self.wake();
         }
     }
 
@@ -334,6 +344,7 @@ impl Hub {
     pub(super) fn fence_failed(&mut self, now: Duration, of: u64) {
         if self.pulling.get(&of).is_some_and(|neighbour| !neighbour.is_there()) {
             self.pulling.remove(&of);
+            self.outcomes.note_change();
             let tokens = self.fences.confirmed(of);
             return self.give_back(tokens);
         }

@@ -152,15 +152,16 @@ impl Stream {
                 answer(unsafe { libc::readv(socket.as_raw_fd(), ranges.as_ptr(), count) })
             }
             Stream::Plain(socket, Some(rings)) => {
-                // Before the ring: what the peer wrote before it ended is there.
-                let is_over = std::mem::take(&mut rings.is_told) && is_over(socket)?;
+                // Before the ring: what the peer wrote before it ended is there, however it ended.
+                let is_over = std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true);
                 // SAFETY: the caller's promise is passed on.
                 let came = unsafe { rings.reader.read(ranges) }.map_err(spoiled)?;
                 if came > 0 {
                     // To be seen once more, when the ring is empty.
                     rings.is_told = is_over;
                     if rings.reader.take_writer_waits() {
-                        wake(socket)?;
+                        // If the peer is gone, that is told when the ring is empty.
+                        let _ = wake(socket);
                     }
                     return Ok(came);
                 }
@@ -211,7 +212,8 @@ fn wake(socket: &TcpStream) -> io::Result<()> {
 /// Takes the wakes that came. Whether the peer has ended the connection.
 fn is_over(socket: &TcpStream) -> io::Result<bool> {
     let mut wakes = [0; 64];
-    loop {
+    // Of more than this is told again: nobody keeps an engine busy with wakes.
+    for _ in 0..16 {
         match rustix::net::recv(socket, &mut wakes, RecvFlags::DONTWAIT) {
             Ok((0, _)) => return Ok(true),
             Ok((64.., _)) | Err(Errno::INTR) => {}
@@ -219,6 +221,7 @@ fn is_over(socket: &TcpStream) -> io::Result<bool> {
             Err(errno) => return Err(errno.into()),
         }
     }
+    Ok(false)
 }
 
 fn spoiled(error: RingError) -> io::Error {
