@@ -141,6 +141,8 @@ struct Entry {
     acks: Vec<Outcome>,
     /// Whether something that came was left there, since too much waited to be written.
     is_held_up: bool,
+    /// Of what it asked this process to read: [`neighbours::Job`] counts.
+    queued: usize,
     /// The process at the other end, where both can read each other's memory.
     neighbour: Option<Arc<Neighbour>>,
     /// The message whose bytes are coming.
@@ -667,8 +669,8 @@ impl Hub {
         let accepted = matches!(role, Role::Accepted { .. });
         let link = Link::new(Stream::new(socket, self.credentials.as_ref(), accepted)?)?;
         epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
-        let (acks, is_held_up, neighbour, coming) = (Vec::new(), false, None, None);
-        let entry = Entry { link, role, interest, heard, acks, is_held_up, neighbour, coming };
+        let (acks, is_held_up, queued, neighbour, coming) = (Vec::new(), false, 0, None, None);
+        let entry = Entry { link, role, interest, heard, acks, is_held_up, queued, neighbour, coming };
         self.links.insert(id, entry);
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
@@ -812,6 +814,10 @@ impl Hub {
             let Some(entry) = self.links.get_mut(&id) else { return };
             if entry.link.is_full() {
                 entry.is_held_up = true;
+                // Nothing is received that would tell so.
+                if entry.link.has_ended() {
+                    return self.end(id, &Ended::Closed);
+                }
                 has_more = false;
                 break;
             }

@@ -25,6 +25,8 @@ pub(super) const TURN_BYTES: usize = 1 << 20;
 const PART_COST: usize = 4096;
 /// Writes of fewer bytes go through the socket with what is said of them: a system call for a page costs more than that.
 const PULLED_BYTES_MIN: u64 = 4096;
+/// What a job takes beside its parts, as a number of them.
+const JOB_PARTS: usize = 4;
 /// Parts that a peer may have asked this process to read at a time, 24 bytes each.
 const PARTS_QUEUED_MAX: usize = 1 << 20;
 
@@ -33,6 +35,8 @@ const PARTS_QUEUED_MAX: usize = 1 << 20;
 pub(super) struct Job {
     pub(super) link: LinkId,
     token: u64,
+    /// Counts so much while it is queued: its parts, and what it takes by itself. 0 for a read of ours.
+    weight: usize,
     parts: VecDeque<Part>,
     /// Of a read: the neighbour's regions, by number and generation. None: a write of the neighbour's.
     regions: Option<Vec<(u32, u32)>>,
@@ -42,7 +46,8 @@ impl Job {
     /// What a peer has written is read from there. As many pieces as addresses.
     pub(super) fn pull(link: LinkId, token: u64, pieces: Vec<Piece>, addresses: &[u64]) -> Job {
         let parts = pieces.into_iter().zip(addresses).map(|(to, from)| Part { to, from: *from }).collect();
-        Job { link, token, parts, regions: None }
+        let weight = addresses.len() + JOB_PARTS;
+        Job { link, token, weight, parts, regions: None }
     }
 
     /// The next parts, of at most so many bytes together.
@@ -265,7 +270,8 @@ impl Hub {
                 if !regions.iter().all(|(region, generation)| neighbour.tells_of(*region, *generation)) {
                     return None;
                 }
-                self.jobs.push_back(Job { link, token: token.number(), parts, regions: Some(regions) });
+                let (token, weight) = (token.number(), 0);
+                self.jobs.push_back(Job { link, token, weight, parts, regions: Some(regions) });
                 Some(Asked::Job)
             }
         }
@@ -273,9 +279,9 @@ impl Hub {
 
     /// A peer's request.
     pub(super) fn queue(&mut self, job: Job) -> Result<(), Ended> {
-        let of_link = self.jobs.iter().filter(|queued| queued.link == job.link);
-        let queued: usize = of_link.map(|queued| queued.parts.len()).sum();
-        if queued + job.parts.len() > PARTS_QUEUED_MAX {
+        let Some(entry) = self.links.get_mut(&job.link) else { return Ok(()) };
+        entry.queued += job.weight;
+        if entry.queued > PARTS_QUEUED_MAX {
             return Err(BadFrame("too much at a time").into());
         }
         self.jobs.push_back(job);
@@ -318,6 +324,7 @@ impl Hub {
         }
         if job.regions.is_none() {
             if let Some(entry) = self.links.get_mut(&job.link) {
+                entry.queued -= job.weight;
                 entry.acks.push(Outcome { token: job.token, refused });
             }
             return self.answer(job.link);

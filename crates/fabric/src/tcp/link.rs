@@ -112,6 +112,11 @@ impl Link {
         self.stream.rings()
     }
 
+    /// [`Stream::has_ended`]
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.stream.has_ended()
+    }
+
     /// Queues bytes.
     pub(crate) fn say(&mut self, bytes: Vec<u8>) {
         self.queued += 1;

@@ -86,6 +86,16 @@ impl Stream {
         }
     }
 
+    /// Of rings from which nothing is received now: takes the wakes that came. Whether the peer has ended the connection.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        match self {
+            Stream::Plain(socket, Some(rings)) => {
+                std::mem::take(&mut rings.is_told) && is_over(socket).unwrap_or(true)
+            }
+            _ => false,
+        }
+    }
+
     /// Whether more can be received of what has left the socket already: nothing tells of that again.
     pub(crate) fn has_more(&self) -> bool {
         match self {
