@@ -23,7 +23,7 @@ use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 pub(super) const TURN_BYTES: usize = 1 << 20;
 /// What a part counts of a turn at the least: a short one takes about as long as a page.
 const PART_COST: usize = 4096;
-/// Writes of fewer bytes go through the socket with what is said of them: a system call for a page costs more than that.
+/// Writes of fewer bytes, less than a page, go with what is said of them.
 const PULLED_BYTES_MIN: u64 = 4096;
 /// What a job takes beside its parts, as a number of them.
 const JOB_PARTS: usize = 4;
@@ -88,7 +88,7 @@ impl Hub {
             Ok(neighbour) => {
                 let segment = offer.rings.map(|fd| neighbour.descriptor(fd).and_then(Segment::open));
                 let segment = segment.transpose().unwrap_or_else(|error| {
-                    tracing::debug!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
+                    tracing::info!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
                     None
                 });
                 let ends = segment.map(|segment| segment.ends(Side::Listening));
@@ -111,7 +111,13 @@ impl Hub {
                 Ok(())
             }
             (true, None) => Err(BadFrame("it uses shared memory that was not offered").into()),
-            (false, _) => Ok(()),
+            (false, Some(_)) => {
+                tracing::info!(
+                    "the peer does not use our shared memory: what is said goes through the socket"
+                );
+                Ok(())
+            }
+            (false, None) => Ok(()),
         }
     }
 
@@ -362,7 +368,12 @@ impl Hub {
 /// Shared memory for a connection that seems to stay on this host. Without it all goes through the socket.
 pub(super) fn segment(socket: &TcpStream, to: Goal) -> Option<Segment> {
     let may_be = matches!(to, Goal::Path(..)) && is_same_host(socket);
-    may_be.then(|| Segment::create(RING_BYTES).ok())?
+    may_be.then(|| {
+        let created = Segment::create(RING_BYTES);
+        created
+            .inspect_err(|error| tracing::info!(%error, "no shared memory: all goes through the socket"))
+            .ok()
+    })?
 }
 
 /// In words: why this process cannot read the peer.
