@@ -3,8 +3,8 @@
 
 use std::collections::HashMap;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
@@ -44,11 +44,23 @@ fn pattern(len: usize, seed: usize) -> Vec<u8> {
 
 /// Counts how often it was woken.
 #[derive(Default)]
-struct Woken(AtomicUsize);
+struct Woken {
+    count: Mutex<usize>,
+    changed: Condvar,
+}
 
 impl Wake for Woken {
     fn wake(self: Arc<Woken>) {
-        self.0.fetch_add(1, Ordering::AcqRel);
+        *self.count.lock().unwrap() += 1;
+        self.changed.notify_all();
+    }
+}
+
+impl Woken {
+    /// How often, once it was at all: a task is woken a moment after the sender hears that its message is delivered.
+    fn wait(&self) -> usize {
+        let count = self.count.lock().unwrap();
+        *self.changed.wait_timeout_while(count, PATIENCE, |count| *count == 0).unwrap().0
     }
 }
 
@@ -199,7 +211,7 @@ fn whoever_waits_hears_of_a_message_and_of_the_end() {
         assert_eq!(Arc::strong_count(&other), 1);
     }
     done(&send(&here, to, b"one", PATIENCE));
-    assert_eq!(woken.0.load(Ordering::Acquire), 1);
+    assert_eq!(woken.wait(), 1);
     match receiving.as_mut().poll(&mut context) {
         Poll::Ready(Some(message)) => assert_eq!(message.bytes, b"one"),
         other => panic!("{other:?}"),
