@@ -39,7 +39,10 @@ impl Thresholds {
             Direction::DeviceToHost => 256 << 10,
             Direction::Peer => 1 << 20,
         };
-        Thresholds { batch_bytes, ..Thresholds::default() }
+        let usual = Thresholds::default();
+        // A group of threads that copies a whole piece reads fewer entries: 0.87 instead of 0.86 between two H200s.
+        let piece_bytes = if direction == Direction::Peer { 64 << 10 } else { usual.piece_bytes };
+        Thresholds { batch_bytes, piece_bytes, ..usual }
     }
 
     /// While another process computes on the GPU. Kernels of two processes take turns, so that a copy kernel over the

@@ -198,7 +198,9 @@ impl Lent<'_> {
         for target in targets {
             let known = self.ring.pulls.remove(&target.gpu.info().ordinal);
             let mut pull = known.map_or_else(|| Pull::new(target.gpu, making.options), Ok)?;
-            pull.copier.set_thresholds(making.pulls.clone());
+            // A slot is short: more groups of threads than it has longer pieces can read it.
+            let piece_bytes = Thresholds::default().piece_bytes;
+            pull.copier.set_thresholds(Thresholds { piece_bytes, ..making.pulls.clone() });
             pull.start.record(target.stream)?;
             pull.copier.stream().wait(&pull.start)?;
             self.pulls.push(pull);

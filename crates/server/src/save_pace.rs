@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use kvlane_block::Run;
 
-/// Bytes between two rests: 75 us of a link of 55 GB/s, which is the longest that a small copy then waits.
+/// Bytes between two rests: 75 us of a link of 55 GB/s, which is the longest that a small copy then waits. On an H200, with a
+/// third of the link, 99th percentile of an engine's gaps between tokens as a multiple of the gaps without: 1.004 beside
+/// saves alone, 1.031 beside saves and loads of 10 GB/s. With parts of 1 MiB 1.023, beside 7.7 GB/s: what each part costs
+/// by itself made of the 6.8 to 7.9 GB/s that a save reaches 4.0 to 4.5.
 const PART_BYTES: u64 = 4 << 20;
 
 /// How a save takes its time.
