@@ -292,6 +292,11 @@ class FabricEngine:
     def begin(
         self, peer: FabricPeer, is_write: bool, pieces: FabricPieces, extras: _Extras
     ) -> FabricTransfer: ...
+    def begin_runs(
+        self, peer: FabricPeer, is_write: bool, regions: tuple[int, int], runs: bytes, extras: _Extras
+    ) -> FabricTransfer:
+        """As `begin` with `FabricPieces.runs` of a region here and one there."""
+
     def group(self, peers: list[FabricPeer]) -> FabricGroup: ...
     def send(self, peer: FabricPeer, bytes: bytes, timeout_ms: float, is_bulk: bool) -> FabricTransfer: ...
     def receive(self, timeout_ms: float | None) -> tuple[tuple[int, int], bytes] | None:

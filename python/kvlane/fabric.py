@@ -319,30 +319,42 @@ class Peer:
         self._core = core
 
     def write(
-        self, region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes, **how: Any
+        self,
+        region: Region,
+        remote: int,
+        runs: Iterable[tuple[int, int, int]] | bytes,
+        notify: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        bulk: bool = False,
     ) -> Transfer:
         """Bytes of our region to the peer's region of the number `remote`. Each run is (offset here, offset there,
-        length); as bytes, three little-endian 64-bit integers each. `how`:
+        length); as bytes, three little-endian 64-bit integers each. How:
 
         - `notify`: (number, generation) of a counter of the peer, counted once after all bytes are in place
         - `timeout`: seconds after which the transfer is given up
         - `bulk`: others come first
         """
-        return self._runs(True, region, remote, runs, **how)
+        return self._begin_runs(True, region, remote, runs, notify, timeout, bulk)
 
     def read(
-        self, region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes, **how: Any
+        self,
+        region: Region,
+        remote: int,
+        runs: Iterable[tuple[int, int, int]] | bytes,
+        notify: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        bulk: bool = False,
     ) -> Transfer:
         """Bytes of the peer's region into ours, otherwise as `write`."""
-        return self._runs(False, region, remote, runs, **how)
+        return self._begin_runs(False, region, remote, runs, notify, timeout, bulk)
 
     def write_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
         """The n-th of our pages to the n-th of the peer's, otherwise as `write`."""
-        return self._pages(True, page_bytes, local, remote, **how)
+        return self._begin_pages(True, page_bytes, local, remote, **how)
 
     def read_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
         """The n-th of the peer's pages into the n-th of ours, otherwise as `write`."""
-        return self._pages(False, page_bytes, local, remote, **how)
+        return self._begin_pages(False, page_bytes, local, remote, **how)
 
     def send(self, data: bytes, timeout: float = 10.0, bulk: bool = False) -> Transfer:
         """A message of at most 65,536 bytes, which the peer takes by `Engine.receive`. No memory needs to be registered
@@ -373,35 +385,38 @@ class Peer:
         """End the connections; transfers under way fail as `PeerLost`."""
         self._engine._core.disconnect(self._core)
 
-    def _runs(
+    def _begin_runs(
         self,
         is_write: bool,
         region: Region,
         remote: int,
         runs: Iterable[tuple[int, int, int]] | bytes,
-        **how: Any,
+        notify: tuple[int, int] | None,
+        timeout: float | None,
+        bulk: bool,
     ) -> Transfer:
-        return self._begin(is_write, _runs(region, remote, runs), **how)
+        extras = (notify, _milliseconds(timeout), bulk)
+        regions = (region.number, remote)
+        core = self._engine._core.begin_runs(self._core, is_write, regions, _packed(runs), extras)
+        return Transfer(core, self)
 
-    def _pages(self, is_write: bool, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
-        pieces = _core.FabricPieces.pages(page_bytes, local._side, remote._side)
-        return self._begin(is_write, pieces, **how)
-
-    def _begin(
+    def _begin_pages(
         self,
         is_write: bool,
-        pieces: _core.FabricPieces,
+        page_bytes: int,
+        local: Pages,
+        remote: Pages,
         notify: tuple[int, int] | None = None,
         timeout: float | None = None,
         bulk: bool = False,
     ) -> Transfer:
+        pieces = _core.FabricPieces.pages(page_bytes, local._side, remote._side)
         extras = (notify, _milliseconds(timeout), bulk)
         return Transfer(self._engine._core.begin(self._core, is_write, pieces, extras), self)
 
 
-def _runs(region: Region, remote: int, runs: Iterable[tuple[int, int, int]] | bytes) -> _core.FabricPieces:
-    packed = runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
-    return _core.FabricPieces.runs(region.number, remote, packed)
+def _packed(runs: Iterable[tuple[int, int, int]] | bytes) -> bytes:
+    return runs if isinstance(runs, bytes) else b"".join(_RUN.pack(*run) for run in runs)
 
 
 def _milliseconds(timeout: float | None) -> float | None:
@@ -420,7 +435,7 @@ class Part:
         runs: Iterable[tuple[int, int, int]] | bytes,
         notify: tuple[int, int] | None = None,
     ) -> None:
-        self._core = (_runs(region, remote, runs), notify)
+        self._core = (_core.FabricPieces.runs(region.number, remote, _packed(runs)), notify)
 
     @classmethod
     def pages(
@@ -506,6 +521,8 @@ class GroupTransfer:
 
 class Transfer:
     """A transfer that was begun."""
+
+    __slots__ = ("__weakref__", "_core", "_peer")
 
     def __init__(self, core: _core.FabricTransfer, peer: Peer) -> None:
         self._core = core

@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::task::Waker;
 
+use crate::numbered::Numbered;
 use crate::transfers::{Failure, Ticket};
 
 /// The transfers whose outcome somebody still wants to know.
 #[derive(Debug, Default)]
 pub(crate) struct Outcomes {
-    wanted: HashMap<Ticket, Wanted>,
+    wanted: Numbered<Ticket, Wanted>,
     /// Something changed that a sleeper may wait for.
     changed: bool,
     to_wake: Vec<Waker>,

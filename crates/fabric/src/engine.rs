@@ -573,7 +573,7 @@ impl Shared {
         runs: Vec<Run>,
     ) -> Result<Handle, FabricError> {
         let now = hub.now();
-        let regions: Vec<(u32, u32)> = runs.iter().map(|run| (run.local.region, run.remote.region)).collect();
+        let used = hub.used_by(peer, &runs);
         let request = Request {
             peer,
             op: transfer.op,
@@ -584,7 +584,7 @@ impl Shared {
         };
         let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
         hub.outcomes.want(ticket);
-        hub.note_use(ticket, peer, &regions);
+        hub.note_use(ticket, used);
         Ok(Handle { shared: Arc::clone(self), ticket })
     }
 
@@ -684,7 +684,13 @@ impl Shared {
                     continue;
                 }
             }
-            let mut hub = self.hub.lock();
+            // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
+            // caches: one turn may take longer than this thread rests.
+            let hub = match self.pollers.load(Ordering::Acquire) {
+                0 => Some(self.hub.lock()),
+                _ => self.hub.try_lock(),
+            };
+            let Some(mut hub) = hub else { continue };
             if hub.poll(&mut events) {
                 busy_until = Instant::now() + SPIN;
             }

@@ -27,7 +27,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use self::neighbours::{Job, TURN_BYTES};
+use self::neighbours::{Job, PULLED_CHUNKS, TURN_BYTES};
 use crate::completion::Outcomes;
 use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
 use crate::engine::EngineOptions;
@@ -35,14 +35,15 @@ use crate::fences::{Fences, LEASE, Whom};
 use crate::immediates::{Arrival, Immediates};
 use crate::inbox::{Admission, EngineId, Inbox, Message};
 use crate::lease::{self, Lease};
+use crate::numbered::Numbered;
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
 use crate::same_host::{Card, Neighbour};
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
 use crate::tcp::{
-    Answer, BadFrame, Came, Credentials, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link, Outcome,
-    Purpose, Stream, Welcome, WireRun, decode_challenge, encode_challenge,
+    Answer, BYTES_MAX, BadFrame, Came, Credentials, ENTRIES_MAX, Ended, Head, Hello, Identity, Key, Link,
+    Outcome, Purpose, Stream, Welcome, WireRun, decode_challenge, encode_challenge,
 };
 use crate::transfers::{Action, Completion, Op, PathId, PeerId, Post, Ticket, Token, Transfers, Work};
 
@@ -97,7 +98,7 @@ pub(crate) struct Hub {
     accept_at: Option<Duration>,
     /// Paths to each address of a peer.
     connections: usize,
-    links: HashMap<LinkId, Entry>,
+    links: Numbered<LinkId, Entry>,
     next_link: LinkId,
     /// Links with something to write that has not been tried.
     dirty: Vec<LinkId>,
@@ -112,20 +113,22 @@ pub(crate) struct Hub {
     /// Regions that are being given back.
     pub(crate) letting_go: usize,
     pub(crate) is_closed: bool,
-    peers: HashMap<PeerId, Peer>,
-    paths: HashMap<PathId, PathAt>,
-    posted: HashMap<Token, Posted>,
+    peers: Numbered<PeerId, Peer>,
+    paths: Numbered<PathId, PathAt>,
+    posted: Numbered<Token, Posted>,
     fences: Fences,
     /// What neighbours read of this process; none where nothing goes by process_vm.
     card: Option<Card>,
     /// Whether a path that goes over TCP only is none.
     needs_neighbours: bool,
+    /// [`crate::transfers::Options::chunk_bytes`]
+    chunk_bytes: u64,
     /// What is to be read from neighbours.
     jobs: VecDeque<Job>,
     /// Of broken connections that are fenced, whom their writes were to be read by.
     pulling: HashMap<u64, Arc<Neighbour>>,
     /// What transfers under way use.
-    used: HashMap<Ticket, Used>,
+    used: Numbered<Ticket, Used>,
     look_at: Duration,
     /// Until when the thread behind this sleeps if nothing happens.
     pub(crate) asleep_until: Option<Duration>,
@@ -263,7 +266,7 @@ enum Asked {
 }
 
 #[derive(Debug)]
-struct Used {
+pub(crate) struct Used {
     whom: PeerId,
     /// Regions of this process.
     own: Vec<u32>,
@@ -312,6 +315,7 @@ impl Hub {
             key: Key::new(&token),
             credentials,
             begun: Instant::now(),
+            chunk_bytes: transfers.chunk_bytes,
             transfers: Transfers::new(transfers),
             immediates: Immediates::default(),
             inbox: Inbox::new(inbox),
@@ -323,7 +327,7 @@ impl Hub {
             advertised: advertise,
             accept_at: None,
             connections: connections.max(1),
-            links: HashMap::new(),
+            links: Numbered::default(),
             next_link: 0,
             dirty: Vec::new(),
             ready: Vec::new(),
@@ -332,15 +336,15 @@ impl Hub {
             sessions: HashMap::new(),
             letting_go: 0,
             is_closed: false,
-            peers: HashMap::new(),
-            paths: HashMap::new(),
-            posted: HashMap::new(),
+            peers: Numbered::default(),
+            paths: Numbered::default(),
+            posted: Numbered::default(),
             fences: Fences::default(),
             card: (wanted != Some(Transport::Tcp)).then(|| Card::new(me)),
             needs_neighbours: wanted == Some(Transport::Cma),
             jobs: VecDeque::new(),
             pulling: HashMap::new(),
-            used: HashMap::new(),
+            used: Numbered::default(),
             look_at: LOOK,
             asleep_until: None,
         })
@@ -447,22 +451,31 @@ impl Hub {
         Some(BothSides { own: &self.regions, peer })
     }
 
-    /// Notes what a transfer uses.
-    pub(crate) fn note_use(&mut self, ticket: Ticket, peer: PeerId, runs: &[(u32, u32)]) {
-        let sorted = |regions: &mut dyn Iterator<Item = u32>| {
-            let mut regions: Vec<u32> = regions.collect();
+    /// What a transfer is going to use.
+    pub(crate) fn used_by(&self, whom: PeerId, runs: &[Run]) -> Used {
+        let sorted = |region: fn(&Run) -> u32| {
+            let mut regions: Vec<u32> = Vec::new();
+            for run in runs {
+                // Mostly it is one.
+                if regions.last() != Some(&region(run)) {
+                    regions.push(region(run));
+                }
+            }
             regions.sort_unstable();
             regions.dedup();
             regions
         };
-        let own = sorted(&mut runs.iter().map(|(own, _)| *own));
-        own.iter().for_each(|region| self.regions.count_use(*region, 1));
-        let (whom, known) = (peer, self.peers.get(&peer));
+        let known = self.peers.get(&whom);
         let generation =
             |region: u32| Some((region, known?.regions.get(&region).map(|region| region.generation)?));
-        let peer =
-            sorted(&mut runs.iter().map(|(_, peer)| *peer)).into_iter().filter_map(generation).collect();
-        self.used.insert(ticket, Used { whom, own, peer });
+        let peer = sorted(|run| run.remote.region).into_iter().filter_map(generation).collect();
+        Used { whom, own: sorted(|run| run.local.region), peer }
+    }
+
+    /// Notes what a transfer uses.
+    pub(crate) fn note_use(&mut self, ticket: Ticket, used: Used) {
+        used.own.iter().for_each(|region| self.regions.count_use(*region, 1));
+        self.used.insert(ticket, used);
     }
 
     /// Ends the connections that move bytes of a region for a peer. Whether there were any.
@@ -982,7 +995,12 @@ impl Hub {
     ) -> Result<bool, Ended> {
         match (welcome, to) {
             (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
-                self.know_neighbour(id, path, &welcome)?;
+                let bytes =
+                    self.chunk_bytes.saturating_mul(match self.know_neighbour(id, path, &welcome)? {
+                        Transport::Cma => PULLED_CHUNKS,
+                        Transport::Tcp => 1,
+                    });
+                self.transfers.set_read_bytes(path, bytes.min(BYTES_MAX));
                 self.take_up_rings(id, &welcome)?;
                 if !self.transfers.path_up(path, number) {
                     return Err(Ended::Closed);

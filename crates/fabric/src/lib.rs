@@ -15,6 +15,7 @@ mod hub;
 mod immediates;
 mod inbox;
 mod lease;
+mod numbered;
 mod regions;
 mod runs;
 mod same_host;

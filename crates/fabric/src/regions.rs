@@ -1,8 +1,7 @@
 //! Memory of this process that transfers may touch.
 
-use std::collections::HashMap;
-
 use crate::descriptor::{Access, MemoryKind, RegionDescriptor};
+use crate::numbered::Numbered;
 
 /// Bytes that a socket or a system call reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +38,7 @@ struct Known {
 /// By number. A number that comes free is used again with the next generation.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
-    known: HashMap<u32, Known>,
+    known: Numbered<u32, Known>,
     generations: Vec<u32>,
     free: Vec<u32>,
 }

@@ -25,7 +25,7 @@
 //! ```
 //! Each connection of a path has a number, so that late news of a former one are told apart.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,6 +33,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::immediates::IMMEDIATES_AHEAD;
+use crate::numbered::Numbered;
 use crate::runs::Run;
 
 /// A process that bytes move to or from.
@@ -208,7 +209,7 @@ pub enum Action {
 /// The limits.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Most bytes of one post.
+    /// Most bytes of one post, unless [`Transfers::set_read_bytes`] says otherwise.
     pub chunk_bytes: u64,
     /// Most runs of one post.
     pub chunk_runs: usize,
@@ -268,8 +269,8 @@ pub struct Transfers {
     options: Options,
     peers: BTreeMap<PeerId, Peer>,
     paths: BTreeMap<PathId, Path>,
-    live: HashMap<Ticket, Transfer>,
-    posted: HashMap<Token, Posted>,
+    live: Numbered<Ticket, Transfer>,
+    posted: Numbered<Token, Posted>,
     /// Peers with something to post; they take turns.
     waiting: BTreeSet<PeerId>,
     last: PeerId,
@@ -330,6 +331,8 @@ struct Path {
     bytes: u64,
     /// Bytes a second over the last posts; None until it is known.
     rate: Option<f64>,
+    /// Most bytes of a post that reads.
+    read_bytes: u64,
     /// Before it is connected again.
     pause: Duration,
     /// It handed a post back.
@@ -414,8 +417,8 @@ impl Transfers {
             options,
             peers: BTreeMap::new(),
             paths: BTreeMap::new(),
-            live: HashMap::new(),
-            posted: HashMap::new(),
+            live: Numbered::default(),
+            posted: Numbered::default(),
             waiting: BTreeSet::new(),
             last: PeerId(0),
             timers: BTreeSet::new(),
@@ -443,6 +446,7 @@ impl Transfers {
                 under_way: BTreeMap::new(),
                 bytes: 0,
                 rate: None,
+                read_bytes: self.options.chunk_bytes,
                 pause: self.options.backoff,
                 full: false,
                 watched: false,
@@ -591,6 +595,14 @@ impl Transfers {
             peer.lost = false;
         }
         true
+    }
+
+    /// Posts that read over a path have at most so many bytes from now on, at least one; [`Options::chunk_bytes`] where that
+    /// was never said.
+    pub fn set_read_bytes(&mut self, path: PathId, bytes: u64) {
+        if let Some(path) = self.paths.get_mut(&path) {
+            path.read_bytes = bytes.max(1);
+        }
     }
 
     /// A path's connection of that number broke, or could not be made. What was posted on it is still to complete.
@@ -759,7 +771,7 @@ impl Transfers {
                 peer.dead = peer.dead.saturating_sub(1);
                 continue;
             }
-            let Some(work) = self.next_work(ticket) else { continue };
+            let Some(work) = self.next_work(ticket, path) else { continue };
             if let Some(peer) = self.peers.get_mut(&id) {
                 peer.posts = peer.posts.wrapping_add(1);
             }
@@ -784,12 +796,15 @@ impl Transfers {
         best.map(|(_, path)| path)
     }
 
-    /// Takes what a transfer posts next, if it has something to post now.
-    fn next_work(&mut self, ticket: Ticket) -> Option<Work> {
+    /// Takes what a transfer posts next on a path, if it has something to post now.
+    fn next_work(&mut self, ticket: Ticket, path: PathId) -> Option<Work> {
         let transfer = self.live.get_mut(&ticket)?;
         transfer.queued = false;
         if !transfer.runs.is_empty() {
-            return Some(Work::Move { op: transfer.op, runs: transfer.take_chunk(&self.options) });
+            let (op, options) = (transfer.op, &self.options);
+            let known = self.paths.get(&path).filter(|_| op == Op::Read);
+            let bytes = known.map_or(options.chunk_bytes, |path| path.read_bytes);
+            return Some(Work::Move { op, runs: transfer.take_chunk(bytes, options.chunk_runs) });
         }
         let Immediate::Due { what, number } = &transfer.immediate else { return None };
         if !transfer.under_way.is_empty() {
@@ -1099,10 +1114,10 @@ impl Path {
 
 impl Transfer {
     /// The next runs, within the limits of one post.
-    fn take_chunk(&mut self, options: &Options) -> Vec<Run> {
+    fn take_chunk(&mut self, bytes: u64, most: usize) -> Vec<Run> {
         let mut chunk = Vec::new();
-        let mut left = options.chunk_bytes;
-        while left > 0 && chunk.len() < options.chunk_runs {
+        let mut left = bytes;
+        while left > 0 && chunk.len() < most {
             let Some(run) = self.runs.pop() else { break };
             let (run, rest) = run.split(run.len.min(left));
             if rest.len > 0 {

@@ -1251,7 +1251,10 @@ fn what_goes_to_an_engine_that_is_closed_ends_soon_although_its_process_lives() 
         let peer = here.meet(&there.descriptor());
         here.is_neighbour(peer);
         there.order(&format!("fill 0 {LARGE} 0"));
-        let handles = [Op::Write, Op::Read, Op::Write].map(|op| here.long(peer, op));
+        // What is read has nothing of what is waited for below.
+        let half = here.run(peer, LARGE / 2, LARGE / 2, LARGE / 2);
+        let read = here.begin(peer, Op::Read, vec![half; 256]);
+        let handles = [here.long(peer, Op::Write), read, here.long(peer, Op::Write)];
         there.order(&format!("await {}", MIB + 12_345));
         there.order("close");
         for handle in &handles {

@@ -297,3 +297,28 @@ fn bytes_of_messages_have_a_limit_and_come_free() {
     assert_eq!(all.last(), Some(&Action::Over(lost, Err(Failure::PeerLost))));
     assert_eq!(send(&mut transfers, 151), Err(CannotSend::Bytes(0)));
 }
+
+#[test]
+fn a_path_may_be_read_over_in_larger_posts_than_it_is_written_over() {
+    const MIB: u64 = 1 << 20;
+    let options = Options { chunk_runs: 3, ..Options::default() };
+    let (mut transfers, peer, paths) = connected(options, 1);
+    warm_up(&mut transfers, peer, 1);
+    transfers.set_read_bytes(paths[0], 4 * MIB);
+    let mut posted = |op: Op, runs: &[u64]| {
+        let whole = request(peer, 0, Priority::High);
+        let place = Place { region: 0, offset: 0 };
+        let runs = runs.iter().map(|len| Run { local: place, remote: place, len: *len }).collect();
+        transfers.submit(at(10), Request { op, runs, ..whole }).unwrap();
+        let posts: Vec<Post> = std::iter::from_fn(|| transfers.next_post(at(10))).collect();
+        let bytes = |post: &Post| match &post.work {
+            Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),
+            other => panic!("{other:?}"),
+        };
+        posts.iter().for_each(|post| transfers.complete(at(20), post.token, Completion::Placed));
+        posts.iter().map(bytes).collect::<Vec<u64>>()
+    };
+    assert_eq!(posted(Op::Read, &[9 * MIB]), [4 * MIB, 4 * MIB, MIB]);
+    assert_eq!(posted(Op::Read, &[MIB / 4; 5]), [3 * MIB / 4, 2 * MIB / 4], "as many runs as ever");
+    assert_eq!(posted(Op::Write, &[MIB + 1]), [MIB / 2, MIB / 2, 1]);
+}

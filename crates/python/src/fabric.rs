@@ -127,16 +127,19 @@ impl PyEngine {
         pieces: &PyPieces,
         extras: Extras,
     ) -> PyResult<PyTransfer> {
-        let (immediate, timeout_ms, is_bulk) = extras;
-        let transfer = Transfer {
-            op: if is_write { Op::Write } else { Op::Read },
-            pieces: pieces.0.clone(),
-            immediate,
-            timeout: timeout_ms.map(milliseconds).transpose()?,
-            priority: priority(is_bulk),
-        };
-        // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
-        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
+        self.start(peer, is_write, pieces.0.clone(), extras)
+    }
+
+    /// As `begin` with `FabricPieces.runs`, without an object for them: `regions` are the one here and the one there.
+    fn begin_runs(
+        &self,
+        peer: &PyPeer,
+        is_write: bool,
+        regions: (u32, u32),
+        runs: &[u8],
+        extras: Extras,
+    ) -> PyResult<PyTransfer> {
+        self.start(peer, is_write, pieces_of(regions, runs)?, extras)
     }
 
     fn group(&self, peers: Vec<PyRef<'_, PyPeer>>) -> PyResult<PyGroup> {
@@ -228,20 +231,7 @@ impl PyPieces {
     /// `runs`: offset here, offset there, length, each a little-endian u64.
     #[staticmethod]
     fn runs(local: u32, remote: u32, runs: &[u8]) -> PyResult<PyPieces> {
-        if !runs.len().is_multiple_of(RUN_BYTES) {
-            return Err(PyValueError::new_err("a run has 24 bytes"));
-        }
-        let word = |run: &[u8], index: usize| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&run[index * 8..index * 8 + 8]);
-            u64::from_le_bytes(word)
-        };
-        let run = |run: &[u8]| Run {
-            local: Place { region: local, offset: word(run, 0) },
-            remote: Place { region: remote, offset: word(run, 1) },
-            len: word(run, 2),
-        };
-        Ok(PyPieces(Pieces::Runs(runs.chunks_exact(RUN_BYTES).map(run).collect())))
+        pieces_of((local, remote), runs).map(PyPieces)
     }
 
     #[staticmethod]
@@ -287,6 +277,10 @@ impl PyGroup {
 impl PyTransfer {
     /// None: not over in this time. Else empty, or why it failed.
     fn wait(&self, py: Python<'_>, timeout_ms: Option<f64>) -> PyResult<Option<&'static str>> {
+        // A read from a process of this host was over before it was begun. Nobody need let the interpreter go for that.
+        if let Some(outcome) = self.0.outcome() {
+            return Ok(Some(name(outcome)));
+        }
         let outcome = wait_with_signals(py, timeout_ms, |timeout| self.0.wait(Some(timeout)))?;
         Ok(outcome.map(name))
     }
@@ -304,6 +298,37 @@ impl PyEngine {
     fn engine(&self) -> PyResult<Arc<Engine>> {
         self.0.lock().clone().ok_or_else(closed)
     }
+
+    fn start(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
+        let (immediate, timeout_ms, is_bulk) = extras;
+        let transfer = Transfer {
+            op: if is_write { Op::Write } else { Op::Read },
+            pieces,
+            immediate,
+            timeout: timeout_ms.map(milliseconds).transpose()?,
+            priority: priority(is_bulk),
+        };
+        // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
+        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
+    }
+}
+
+/// Runs of a region here and one there: offset here, offset there, length, each a little-endian u64.
+fn pieces_of((local, remote): (u32, u32), runs: &[u8]) -> PyResult<Pieces> {
+    let (runs, []) = runs.as_chunks::<RUN_BYTES>() else {
+        return Err(PyValueError::new_err("a run has 24 bytes"));
+    };
+    let run = |run: &[u8; RUN_BYTES]| {
+        let word = |index: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&run[index * 8..index * 8 + 8]);
+            u64::from_le_bytes(word)
+        };
+        let [local, remote] =
+            [(local, 0), (remote, 1)].map(|(region, at)| Place { region, offset: word(at) });
+        Run { local, remote, len: word(2) }
+    };
+    Ok(Pieces::Runs(runs.iter().map(run).collect()))
 }
 
 /// Waits in parts, so that a signal is handled meanwhile.

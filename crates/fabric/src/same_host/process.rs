@@ -95,17 +95,21 @@ impl Neighbour {
     /// # Safety
     /// As for [`Neighbour::pull`].
     pub(crate) unsafe fn read(&self, parts: &[Part], regions: &[(u32, u32)]) -> Result<(), PullError> {
-        let marks: Option<Vec<(u64, u32)>> =
-            regions.iter().map(|(region, generation)| mark_of(self.card, *region, *generation)).collect();
-        let marks = marks.ok_or(PullError::Refused)?;
-        let mut found = vec![0u8; IDENTITY_BYTES + 4 * marks.len()];
-        let mut card = vec![remote(self.card, IDENTITY_BYTES)];
-        card.extend(marks.iter().map(|(address, _)| remote(*address, 4)));
+        let mut found = vec![0u8; IDENTITY_BYTES + 4 * regions.len()];
+        let mut card = Vec::with_capacity(1 + regions.len());
+        card.push(remote(self.card, IDENTITY_BYTES));
+        for (region, generation) in regions {
+            let (address, _) = mark_of(self.card, *region, *generation).ok_or(PullError::Refused)?;
+            card.push(remote(address, 4));
+        }
         // SAFETY: the caller's promise is passed on.
         unsafe { self.copy(parts, &mut found, &card)? };
         let (identity, words) = found.split_at(IDENTITY_BYTES);
-        let is_mark = |(word, (_, mark)): (&[u8; 4], &(u64, u32))| u32::from_le_bytes(*word) == *mark;
-        let are_registered = words.as_chunks::<4>().0.iter().zip(&marks).all(is_mark);
+        let is_mark = |(word, (region, generation)): (&[u8; 4], &(u32, u32))| {
+            let mark = mark_of(self.card, *region, *generation);
+            mark.is_some_and(|(_, mark)| u32::from_le_bytes(*word) == mark)
+        };
+        let are_registered = words.as_chunks::<4>().0.iter().zip(regions).all(is_mark);
         match are_registered && identity == identity_bytes(self.identity) {
             true => Ok(()),
             false => Err(PullError::Refused),
