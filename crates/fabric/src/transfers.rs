@@ -36,6 +36,12 @@ use crate::immediates::IMMEDIATES_AHEAD;
 use crate::numbered::Numbered;
 use crate::runs::Run;
 
+/// After so long without a post a path is tried again to which others were preferred, or after so many times what a chunk
+/// took on it, at the most after the last of these.
+const TRY_AGAIN: Duration = Duration::from_secs(1);
+const TRIED_SHARE: f64 = 64.0;
+const TRY_AGAIN_MAX: Duration = Duration::from_secs(10);
+
 /// A process that bytes move to or from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(u32);
@@ -331,6 +337,8 @@ struct Path {
     bytes: u64,
     /// Bytes a second over the last posts; None until it is known.
     rate: Option<f64>,
+    /// When bytes were posted on it the last time.
+    tried: Duration,
     /// Most bytes of a post that reads.
     read_bytes: u64,
     /// Before it is connected again.
@@ -446,6 +454,7 @@ impl Transfers {
                 under_way: BTreeMap::new(),
                 bytes: 0,
                 rate: None,
+                tried: Duration::ZERO,
                 read_bytes: self.options.chunk_bytes,
                 pause: self.options.backoff,
                 full: false,
@@ -753,7 +762,7 @@ impl Transfers {
     }
 
     fn next_of_peer(&mut self, now: Duration, id: PeerId) -> Option<Post> {
-        let path = self.best_path(id)?;
+        let path = self.best_path(now, id)?;
         loop {
             let peer = self.peers.get_mut(&id)?;
             let bulk_first = peer.posts.is_multiple_of(self.options.bulk_every);
@@ -781,18 +790,28 @@ impl Transfers {
         }
     }
 
-    /// The path that would be done first with one more chunk, of those that take one.
-    fn best_path(&self, peer: PeerId) -> Option<PathId> {
+    /// The path that would be done first with one more chunk, of those that take one; or one that others were preferred to
+    /// for so long that it may be faster by now.
+    fn best_path(&self, now: Duration, peer: PeerId) -> Option<PathId> {
         let chunk_bytes = self.options.chunk_bytes;
+        let paths = || self.peers.get(&peer).into_iter().flat_map(|peer| &peer.paths);
+        let known = || paths().filter_map(|id| self.paths.get_key_value(id));
+        // Of those that can be preferred to others.
+        let latest =
+            known().filter(|(_, path)| path.state == PathState::Up).map(|(_, path)| path.tried).max()?;
         let usable = |(id, path): (&PathId, &Path)| {
             let most = if path.rate.is_none() { 1 } else { self.options.credits as usize };
             let takes = path.state == PathState::Up && !path.full && path.under_way.len() < most;
+            let is_tried =
+                path.tried < latest && path.under_way.is_empty() && now >= path.try_again_at(chunk_bytes);
             // One whose rate is not known is tried.
-            let seconds = path.rate.map_or(0.0, |rate| path.bytes.saturating_add(chunk_bytes) as f64 / rate);
+            let seconds = match path.rate.filter(|_| !is_tried) {
+                Some(rate) => path.bytes.saturating_add(chunk_bytes) as f64 / rate,
+                None => 0.0,
+            };
             takes.then_some((seconds, *id))
         };
-        let paths = self.peers.get(&peer)?.paths.iter().filter_map(|id| self.paths.get_key_value(id));
-        let best = paths.filter_map(usable).min_by(|one, other| one.0.total_cmp(&other.0));
+        let best = known().filter_map(usable).min_by(|one, other| one.0.total_cmp(&other.0));
         best.map(|(_, path)| path)
     }
 
@@ -841,6 +860,9 @@ impl Transfers {
         if let Some(known) = self.paths.get_mut(&path) {
             known.under_way.insert(token, work.bytes());
             known.bytes += work.bytes();
+            if work.bytes() > 0 {
+                known.tried = now;
+            }
             if !std::mem::replace(&mut known.watched, true) {
                 self.timers.insert((now.saturating_add(self.options.post_patience), Timer::Stall(path)));
             }
@@ -1101,6 +1123,14 @@ impl Transfers {
 }
 
 impl Path {
+    /// When a path may have a post although others seem faster: so that at most a small part of the time is lost to one that
+    /// is still as slow as it was.
+    fn try_again_at(&self, chunk_bytes: u64) -> Duration {
+        let chunk = self.rate.map_or(0.0, |rate| chunk_bytes as f64 / rate);
+        let pause = (chunk * TRIED_SHARE).clamp(TRY_AGAIN.as_secs_f64(), TRY_AGAIN_MAX.as_secs_f64());
+        self.tried.saturating_add(Duration::from_secs_f64(pause))
+    }
+
     /// A post was placed.
     fn note(&mut self, posted: &Posted, now: Duration, backoff: Duration) {
         self.pause = backoff;

@@ -322,3 +322,43 @@ fn a_path_may_be_read_over_in_larger_posts_than_it_is_written_over() {
     assert_eq!(posted(Op::Read, &[MIB / 4; 5]), [3 * MIB / 4, 2 * MIB / 4], "as many runs as ever");
     assert_eq!(posted(Op::Write, &[MIB + 1]), [MIB / 2, MIB / 2, 1]);
 }
+
+/// Posts 64 KiB every 10 ms until `end`, of which a path takes as many microseconds as `micros` says. Answers how many each
+/// path got.
+fn light_load(
+    transfers: &mut Transfers,
+    (peer, paths): (PeerId, &[PathId]),
+    (begin, end): (u64, u64),
+    micros: impl Fn(usize) -> u64,
+) -> Vec<usize> {
+    let mut got = vec![0; paths.len()];
+    for now in (begin..end).step_by(10_000) {
+        transfers.tick(at(now));
+        transfers.submit(at(now), request(peer, 64 << 10, Priority::High)).unwrap();
+        let post = transfers.next_post(at(now)).unwrap();
+        let path = paths.iter().position(|path| *path == post.path).unwrap();
+        got[path] += 1;
+        transfers.complete(at(now + micros(path)), post.token, Completion::Placed);
+        assert_eq!(actions(transfers).len(), 1);
+    }
+    got
+}
+
+/// What made it slow may have been another transfer, or a neighbour on the network. Its rate is only learnt from what it
+/// carries, which was nothing any more where one path was enough.
+#[test]
+fn a_path_that_was_slow_once_is_tried_again_also_under_a_light_load() {
+    let second = 1_000_000;
+    let (mut transfers, peer, paths) = connected(Options::default(), 2);
+    warm_up(&mut transfers, peer, 2);
+    // The first one takes 8 ms for what the second one does in 50 us.
+    let slow = |path| if path == 0 { 8000 } else { 50 };
+    light_load(&mut transfers, (peer, &paths), (10, 5 * second), slow);
+    let got = light_load(&mut transfers, (peer, &paths), (5 * second, 20 * second), slow);
+    assert!((1..=15).contains(&got[0]), "a second without it passes at least, and 10 at the most: {got:?}");
+    // It is the faster one from now on.
+    let faster = |path| if path == 0 { 20 } else { 50 };
+    light_load(&mut transfers, (peer, &paths), (20 * second, 200 * second), faster);
+    let got = light_load(&mut transfers, (peer, &paths), (200 * second, 210 * second), faster);
+    assert!(got[0] > 900, "and gets most of it: {got:?}");
+}
