@@ -39,6 +39,7 @@ use crate::numbered::Numbered;
 use crate::regions::{Piece, Regions};
 use crate::runs::Run;
 use crate::same_host::{Card, Neighbour};
+use crate::sessions::{Sessions, TooMany};
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
 use crate::tcp::{
@@ -61,8 +62,6 @@ const ADDRESSES_MAX: usize = 16;
 const SAME_HOST_SEND_BYTES: usize = 256 << 10;
 /// How long nobody is accepted after that failed for want of something.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How long the immediates of a peer without connections are remembered: much longer than it would send one again.
-const SESSION_KEPT: Duration = Duration::from_secs(120);
 /// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call.
 const WITHOUT_SOCKETS_MAX: u32 = 32;
 /// Frames of one connection before the others have their turn.
@@ -108,8 +107,7 @@ pub(crate) struct Hub {
     rings: Vec<LinkId>,
     /// Polls in a row that brought enough without a look at sockets.
     without_sockets: u32,
-    /// Connections of each session of peers, and since when it has none.
-    sessions: HashMap<u128, (usize, Duration)>,
+    sessions: Sessions,
     /// Regions that are being given back.
     pub(crate) letting_go: usize,
     pub(crate) is_closed: bool,
@@ -333,7 +331,7 @@ impl Hub {
             ready: Vec::new(),
             rings: Vec::new(),
             without_sockets: 0,
-            sessions: HashMap::new(),
+            sessions: Sessions::default(),
             letting_go: 0,
             is_closed: false,
             peers: Numbered::default(),
@@ -702,14 +700,13 @@ impl Hub {
         }
         // A forked process may hold the socket too, which would be told of for ever.
         let _ = epoll::delete(&self.epoll, &entry.link);
-        if let Some(Coming { admission: Admission::Admitted, bytes, .. }) = &entry.coming {
-            self.inbox.release(bytes.len());
-        }
         if let Role::Serving { session, .. } = entry.role {
-            let now = self.now();
-            if let Some((links, since)) = self.sessions.get_mut(&session) {
-                (*links, *since) = (links.saturating_sub(1), now);
+            if let Some(Coming { admission: Admission::Admitted, bytes, .. }) = &entry.coming {
+                self.inbox.release(session, bytes.len());
             }
+            let now = self.now();
+            self.sessions.leave(now, session);
+            self.inbox.share_among(self.sessions.connected());
         }
         Some(entry)
     }
@@ -959,6 +956,13 @@ impl Hub {
             fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
         }
         let wants = |hello: &Hello| hello.purpose == Purpose::Path && answer == Answer::Welcome;
+        if let Some(Hello { session, from, .. }) = hello.filter(wants) {
+            match self.sessions.join(self.now(), session, from) {
+                Ok(forgotten) => forgotten.into_iter().for_each(|session| self.immediates.forget(session)),
+                Err(TooMany) => return self.end(id, &BadFrame("it has too many sessions").into()),
+            }
+            self.inbox.share_among(self.sessions.connected());
+        }
         let (neighbour, reads, rings) = self.meet(hello.filter(wants));
         let offer = self.offer(None).filter(|_| neighbour.is_some());
         let Some(entry) = self.links.get_mut(&id) else { return };
@@ -968,10 +972,7 @@ impl Hub {
                 Answer::Welcome,
                 Some(Hello { purpose: Purpose::Path, from, connection, session, .. }),
                 Role::Accepted { lease, .. },
-            ) => {
-                self.sessions.entry(session).or_default().0 += 1;
-                Role::Serving { from, session, connection, body: None, lease: *lease }
-            }
+            ) => Role::Serving { from, session, connection, body: None, lease: *lease },
             _ => Role::Leaving,
         };
         if answer == Answer::WrongToken {
@@ -1355,13 +1356,7 @@ impl Hub {
             self.links.iter().filter_map(|(link, entry)| Some((*link, stamp(entry)?))).collect();
         up.into_iter().for_each(|(link, stamp)| self.say(link, Head::Ping { stamp }.encode().to_vec()));
         let immediates = &mut self.immediates;
-        self.sessions.retain(|session, (links, since)| {
-            let is_kept = *links > 0 || now.saturating_sub(*since) < SESSION_KEPT;
-            if !is_kept {
-                immediates.forget(*session);
-            }
-            is_kept
-        });
+        self.sessions.forget_old(now, |session| immediates.forget(session));
     }
 }
 

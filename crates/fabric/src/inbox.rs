@@ -6,10 +6,13 @@
 //!       |                 | its connection broke: release
 //!       '--> known already, or no room: its bytes are passed over
 //! ```
+//! Where several peers are connected, each has its share of the room, and one that holds nothing always has a place there if
+//! anybody has: one that sends without end leaves the others theirs.
+//!
 //! A message keeps its number when it is sent again, over whichever connection, and is told by it as immediates are. One
 //! that finds no room is as if it had never come: its sender tries again.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use crate::descriptor::Descriptor;
 use crate::immediates::Immediates;
@@ -73,7 +76,12 @@ pub enum Admission {
 #[derive(Debug, Default)]
 pub struct Inbox {
     options: InboxOptions,
-    waiting: VecDeque<Message>,
+    /// With whose each is.
+    waiting: VecDeque<(u128, Message)>,
+    /// Messages of each sender that wait or are coming, and their bytes; none without any.
+    of: HashMap<u128, (usize, usize)>,
+    /// Who may send.
+    senders: usize,
     /// Messages that wait or are coming, and their bytes.
     held: usize,
     held_bytes: usize,
@@ -83,6 +91,11 @@ impl Inbox {
     /// Empty.
     pub fn new(options: InboxOptions) -> Inbox {
         Inbox { options, ..Inbox::default() }
+    }
+
+    /// So many senders share the room from now on.
+    pub fn share_among(&mut self, senders: usize) {
+        self.senders = senders;
     }
 
     /// The head of a message has come, the `number`-th (from 0, counted with the immediates) of `sender`, which is what a
@@ -98,6 +111,15 @@ impl Inbox {
         if self.held >= self.options.messages || bytes > self.options.bytes.saturating_sub(self.held_bytes) {
             return Admission::NoRoom;
         }
+        let senders = self.senders.max(1);
+        let share = |all: usize| all / senders;
+        if let Some((count, held)) = self.of.get(&sender)
+            && (*count >= share(self.options.messages) || held + bytes > share(self.options.bytes))
+        {
+            return Admission::NoRoom;
+        }
+        let (count, held) = self.of.entry(sender).or_default();
+        (*count, *held) = (*count + 1, *held + bytes);
         self.held += 1;
         self.held_bytes += bytes;
         Admission::Admitted
@@ -107,23 +129,29 @@ impl Inbox {
     pub fn deliver(&mut self, seen: &mut Immediates, sender: u128, number: u64, message: Message) -> bool {
         let is_new = seen.note(sender, number);
         if is_new {
-            self.waiting.push_back(message);
+            self.waiting.push_back((sender, message));
         } else {
-            self.release(message.bytes.len());
+            self.release(sender, message.bytes.len());
         }
         is_new
     }
 
-    /// An admitted message of so many bytes does not come any more.
-    pub fn release(&mut self, bytes: usize) {
+    /// An admitted message of a sender, of so many bytes, does not come any more.
+    pub fn release(&mut self, sender: u128, bytes: usize) {
+        if let Some((count, held)) = self.of.get_mut(&sender) {
+            (*count, *held) = (count.saturating_sub(1), held.saturating_sub(bytes));
+            if *count == 0 {
+                self.of.remove(&sender);
+            }
+        }
         self.held = self.held.saturating_sub(1);
         self.held_bytes = self.held_bytes.saturating_sub(bytes);
     }
 
     /// A message that nobody has taken; the one that waits the longest.
     pub fn take(&mut self) -> Option<Message> {
-        let message = self.waiting.pop_front()?;
-        self.release(message.bytes.len());
+        let (sender, message) = self.waiting.pop_front()?;
+        self.release(sender, message.bytes.len());
         Some(message)
     }
 

@@ -19,6 +19,7 @@ mod numbered;
 mod regions;
 mod runs;
 mod same_host;
+mod sessions;
 mod shape;
 mod shm;
 mod tcp;

@@ -259,7 +259,7 @@ fn a_copy_is_known_also_where_there_is_no_room() {
     assert_eq!(inbox.admit(&seen, 7, 0, 40), Admission::Known);
     // Another sender's number is another message; what did not come whole was never there.
     assert_eq!(inbox.admit(&seen, 8, 0, 40), Admission::NoRoom);
-    inbox.release(60);
+    inbox.release(7, 60);
     assert_eq!(inbox.admit(&seen, 8, 0, 40), Admission::Admitted);
     assert!(inbox.deliver(&mut seen, 8, 0, message(2)));
     assert_eq!(inbox.take(), Some(message(1)));
@@ -267,4 +267,41 @@ fn a_copy_is_known_also_where_there_is_no_room() {
     assert_eq!(inbox.admit(&seen, 7, 0, 40), Admission::Known);
     assert_eq!(inbox.admit(&seen, 7, u64::MAX, 40), Admission::Refused);
     assert_eq!(inbox.admit(&seen, 7, 1, MESSAGE_BYTES_MAX as u64 + 1), Admission::Refused);
+}
+
+/// Two senders share an inbox of six messages. One of them sends without end, and each place that comes free would be taken by
+/// it again before the other one, which waits between its attempts, finds it.
+#[test]
+fn who_sends_without_end_leaves_others_their_share_of_the_inbox() {
+    let mut inbox = Inbox::new(InboxOptions { messages: 6, bytes: 600 });
+    let mut seen = Immediates::default();
+    let mut next = [0; 2];
+    let mut send = |inbox: &mut Inbox, sender: usize, bytes: usize| {
+        let admission = inbox.admit(&seen, sender as u128, next[sender], bytes as u64);
+        if admission == Admission::Admitted {
+            let from = EngineId { engine_id: sender as u128, boot_nonce: 0 };
+            let message = Message { from, bytes: vec![0; bytes] };
+            assert!(inbox.deliver(&mut seen, sender as u128, next[sender], message));
+            next[sender] += 1;
+        }
+        admission
+    };
+    const GREEDY: usize = 0;
+    const MODEST: usize = 1;
+    inbox.share_among(1);
+    let alone = [(); 7].map(|()| send(&mut inbox, GREEDY, 10));
+    assert_eq!(alone[5..], [Admission::Admitted, Admission::NoRoom], "whoever is alone has all of it");
+    inbox.share_among(2);
+    for _ in 0..3 {
+        inbox.take().unwrap();
+        assert_eq!(send(&mut inbox, GREEDY, 10), Admission::NoRoom, "it has its share, and more");
+    }
+    assert_eq!(send(&mut inbox, MODEST, 400), Admission::Admitted, "one may have more bytes than a share");
+    assert_eq!(send(&mut inbox, MODEST, 1), Admission::NoRoom);
+    inbox.take().unwrap();
+    assert_eq!(send(&mut inbox, GREEDY, 100), Admission::Admitted);
+    let whose: Vec<u128> = std::iter::from_fn(|| inbox.take()).map(|taken| taken.from.engine_id).collect();
+    assert_eq!((whose, inbox.held()), (vec![0, 0, 1, 0], 0));
+    let shares = [(); 4].map(|()| send(&mut inbox, GREEDY, 1));
+    assert_eq!(shares[2..], [Admission::Admitted, Admission::NoRoom], "three of six");
 }

@@ -540,7 +540,8 @@ impl World {
     fn release(&mut self, taken: &Taken) {
         let Work::Say { bytes, .. } = &taken.work else { return };
         let peer = self.peer_of(taken.path);
-        self.inboxes[peer].release(bytes.len());
+        let sender = self.sender();
+        self.inboxes[peer].release(sender, bytes.len());
     }
 
     /// Who sends, as the receiver sees it.

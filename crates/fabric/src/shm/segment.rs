@@ -16,8 +16,8 @@ use super::sync::Memory;
 pub(crate) const RING_BYTES: usize = 256 << 10;
 /// Rings begin at multiples of this.
 const RING_BYTES_MIN: usize = 4096;
-/// A peer may not make us map more.
-const RING_BYTES_MAX: usize = 64 << 20;
+/// A peer may not make us map more: a few times what anybody takes.
+const RING_BYTES_MAX: usize = 1 << 20;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Which side of a connection a process is.
@@ -42,7 +42,7 @@ impl Segment {
     /// A new one, whose rings are empty. Send its descriptor to the other side before taking the ends.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidInput`] unless `ring_bytes` is a power of two from 4 KiB to 64 MiB; what the kernel refuses.
+    /// [`io::ErrorKind::InvalidInput`] unless `ring_bytes` is a power of two from 4 KiB to 1 MiB; what the kernel refuses.
     pub(crate) fn create(ring_bytes: usize) -> io::Result<Segment> {
         if !is_ring(ring_bytes as u64) {
             let why = format!(
