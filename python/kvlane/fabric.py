@@ -233,6 +233,12 @@ class Engine:
         """Who messages from here are from."""
         return EngineId(*self._core.id())
 
+    @property
+    def connections_without_rings(self) -> int:
+        """Connections by cma, ours and peers', that had to do without shared memory for small things since the engine was
+        made; `Path.no_rings` says why."""
+        return self._core.connections_without_rings()
+
     def counter(self, number: int) -> Counter:
         """A counter of this process, which transfers of peers count up."""
         return Counter(self, number, self._core.open_counter(number))
@@ -309,6 +315,9 @@ class Path(NamedTuple):
     """Of the last parts that it carried, each by itself; None before the first."""
     trouble: str | None
     """Why it broke or could not be made the last time."""
+    no_rings: str | None = None
+    """By cma: why small writes and what is said beside the bytes go through the socket, and not through shared memory.
+    None if they do not, and over TCP."""
 
 
 class Peer:

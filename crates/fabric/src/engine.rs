@@ -324,6 +324,12 @@ impl Engine {
         self.shared.hub.lock().path_statuses(peer)
     }
 
+    /// Connections of either side that carried bytes by [`Transport::Cma`], but had to do without shared memory for the rest,
+    /// ever: [`PathStatus::no_rings`] says why.
+    pub fn connections_without_rings(&self) -> u64 {
+        self.shared.hub.lock().without_rings
+    }
+
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
     /// confirmed it, or within a few seconds; those that a process of this host was to read are not over before that.
     pub fn disconnect(&self, peer: PeerId) {

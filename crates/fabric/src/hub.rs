@@ -121,6 +121,8 @@ pub(crate) struct Hub {
     needs_neighbours: bool,
     /// [`crate::transfers::Options::chunk_bytes`]
     chunk_bytes: u64,
+    /// Connections of either side between neighbours that had to do without rings.
+    pub(crate) without_rings: u64,
     /// What is to be read from neighbours.
     jobs: VecDeque<Job>,
     /// Of broken connections that are fenced, whom their writes were to be read by.
@@ -173,8 +175,8 @@ enum Role {
         to: Goal,
         connection: u64,
         nonce: [u8; 16],
-        /// What was offered.
-        segment: Option<Segment>,
+        /// What was offered, or why nothing is. None: nobody thought of it.
+        segment: Option<Result<Segment, String>>,
     },
     /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
     Up { path: PathId, number: u32, connection: u64, body: Option<Token>, stamp: u64 },
@@ -205,6 +207,8 @@ struct PathAt {
     transport: Transport,
     /// Why it is not a faster one.
     fallback: Option<String>,
+    /// Why what is said beside the bytes does not go through rings.
+    no_rings: Option<String>,
 }
 
 /// A way to a peer, as it is now.
@@ -218,6 +222,9 @@ pub struct PathStatus {
     pub transport: Transport,
     /// Why they do not travel by [`Transport::Cma`]; None if they do, or if nobody wants that.
     pub fallback: Option<String>,
+    /// With [`Transport::Cma`]: why small writes, and what is said beside the bytes, go through the socket and not through
+    /// shared memory. None if they do not, and over TCP, where that is no fallback.
+    pub no_rings: Option<String>,
     /// Of the last parts that it carried, each by itself; None before the first.
     pub bytes_per_second: Option<f64>,
     /// Why it broke or could not be made the last time; None if that never happened.
@@ -340,6 +347,7 @@ impl Hub {
             fences: Fences::default(),
             card: (wanted != Some(Transport::Tcp)).then(|| Card::new(me)),
             needs_neighbours: wanted == Some(Transport::Cma),
+            without_rings: 0,
             jobs: VecDeque::new(),
             pulling: HashMap::new(),
             used: Numbered::default(),
@@ -381,9 +389,10 @@ impl Hub {
         let now = self.now();
         let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
         for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
-            let (transport, trouble, fallback) = (Transport::Tcp, None, None);
-            self.paths
-                .insert(path, PathAt { peer, address: *address, link: None, trouble, transport, fallback });
+            let (transport, link, address) = (Transport::Tcp, None, *address);
+            let (trouble, fallback, no_rings) = (None, None, None);
+            let at = PathAt { peer, address, link, trouble, transport, fallback, no_rings };
+            self.paths.insert(path, at);
         }
         let whom = Whom { identity: identity(descriptor), session, addresses };
         self.peers.insert(peer, Peer { whom, regions: by_number(descriptor) });
@@ -420,11 +429,11 @@ impl Hub {
     /// All ways to a peer; none if there is no such peer.
     pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
         let status = |path: &PathId| {
-            let PathAt { address, trouble, transport, fallback, .. } = self.paths.get(path)?;
+            let PathAt { address, trouble, transport, fallback, no_rings, .. } = self.paths.get(path)?;
             let (is_up, bytes_per_second) = (self.transfers.is_up(*path), self.transfers.rate(*path));
-            let (trouble, fallback) = (trouble.clone(), fallback.clone());
+            let (trouble, fallback, no_rings) = (trouble.clone(), fallback.clone(), no_rings.clone());
             let (address, transport) = (*address, *transport);
-            Some(PathStatus { address, is_up, transport, fallback, bytes_per_second, trouble })
+            Some(PathStatus { address, is_up, transport, fallback, no_rings, bytes_per_second, trouble })
         };
         self.transfers.paths(peer).iter().filter_map(status).collect()
     }
@@ -899,7 +908,8 @@ impl Hub {
                 let challenge = decode_challenge(&challenge)?;
                 let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
                 let segment = self.card.as_ref().and_then(|_| neighbours::segment(entry.link.socket(), to));
-                let rings = segment.as_ref().map(|segment| segment.as_fd().as_raw_fd() as u32);
+                let offered = segment.as_ref().and_then(|segment| segment.as_ref().ok());
+                let rings = offered.map(|segment| segment.as_fd().as_raw_fd() as u32);
                 entry.role = Role::Greeted { to, connection, nonce, segment };
                 let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
                 let (purpose, whom) = match to {
@@ -996,13 +1006,10 @@ impl Hub {
     ) -> Result<bool, Ended> {
         match (welcome, to) {
             (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
-                let bytes =
-                    self.chunk_bytes.saturating_mul(match self.know_neighbour(id, path, &welcome)? {
-                        Transport::Cma => PULLED_CHUNKS,
-                        Transport::Tcp => 1,
-                    });
-                self.transfers.set_read_bytes(path, bytes.min(BYTES_MAX));
-                self.take_up_rings(id, &welcome)?;
+                let transport = self.know_neighbour(id, path, &welcome)?;
+                let chunks = if transport == Transport::Cma { PULLED_CHUNKS } else { 1 };
+                self.transfers.set_read_bytes(path, self.chunk_bytes.saturating_mul(chunks).min(BYTES_MAX));
+                self.take_up_rings(id, path, &welcome, transport)?;
                 if !self.transfers.path_up(path, number) {
                     return Err(Ended::Closed);
                 }

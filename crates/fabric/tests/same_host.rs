@@ -268,7 +268,8 @@ impl Process {
         Process::with(bytes, "")
     }
 
-    /// `setup`: "tcp" for nothing else, "forbidden" if it may read no memory of others.
+    /// `setup`: "tcp" for nothing else, "forbidden" if it may read no memory of others, "no-memfd" if it cannot make rings,
+    /// "no-getfd" if it cannot take those of others.
     fn with(bytes: usize, setup: &str) -> Process {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_process_of_the_tests_below", "--nocapture"])
@@ -378,8 +379,11 @@ fn a_process_of_the_tests_below() {
     let Ok(bytes) = std::env::var(BYTES) else { return };
     set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
     let setup = std::env::var(SETUP).unwrap();
-    if setup == "forbidden" {
-        forbid_process_vm();
+    match setup.as_str() {
+        "forbidden" => forbid_process_vm(),
+        "no-memfd" => forbid(libc::SYS_memfd_create, libc::SYS_memfd_create),
+        "no-getfd" => forbid(libc::SYS_pidfd_getfd, libc::SYS_pidfd_getfd),
+        _ => {}
     }
     let transport = (setup == "tcp").then_some(Transport::Tcp);
     let options = EngineOptions { transport, ..EngineOptions::default() };
@@ -426,6 +430,8 @@ impl Role {
                 let path = self.side.path(self.peer.unwrap());
                 return format!("{} {}", path.transport.name(), path.fallback.unwrap_or_default());
             }
+            "no-rings" => return format!("{:?}", self.side.path(self.peer.unwrap()).no_rings),
+            "without-rings" => return engine.connections_without_rings().to_string(),
             "outcome" => return format!("{:?}", self.transfer.as_ref().unwrap().outcome()),
             "lost" => lost(self.transfer.as_ref().unwrap()),
             "forbid" => forbid_process_vm(),
@@ -532,6 +538,11 @@ fn numbers(counts: [usize; 3]) -> String {
 
 /// From now on this process gets EPERM where it would read or write the memory of another one.
 fn forbid_process_vm() {
+    forbid(libc::SYS_process_vm_readv, libc::SYS_process_vm_writev);
+}
+
+/// From now on this process gets EPERM for two system calls.
+fn forbid(one: libc::c_long, other: libc::c_long) {
     let step = |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
     let is =
         |call: libc::c_long, jt: u8| step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, jt, 0, call as u32);
@@ -539,8 +550,8 @@ fn forbid_process_vm() {
     let mut filter = [
         // The call's number, the first word of what a filter sees.
         step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        is(libc::SYS_process_vm_readv, 2),
-        is(libc::SYS_process_vm_writev, 1),
+        is(one, 2),
+        is(other, 1),
         answer(libc::SECCOMP_RET_ALLOW),
         answer(libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
     ];
@@ -961,6 +972,39 @@ fn what_may_not_be_read_goes_by_tcp_and_the_path_says_why() {
     let why = forbidden.ask("path");
     let is_right = why.starts_with("tcp this process may not read the peer's memory: ");
     assert!(is_right && why.contains("seccomp"), "{why}");
+}
+
+/// Bytes go by cma as ever. That the rest goes through the socket was said in the log only.
+#[test]
+fn where_rings_cannot_be_had_the_path_says_why_and_it_is_counted() {
+    let here = Side::of(LARGE);
+    here.memory.fill(0, LARGE, 7);
+    for (setup, is_asked, why) in [
+        ("no-getfd", true, "the peer cannot use our shared memory"),
+        ("no-memfd", false, "this process cannot share memory: Operation not permitted"),
+    ] {
+        let mut there = Process::with(LARGE, setup);
+        let before = here.engine.connections_without_rings();
+        let peer = here.meet(&there.descriptor());
+        done(&here.write(peer, 0, 64));
+        done(&here.write(peer, 64, LARGE - 64));
+        there.order(&format!("check 0 {LARGE} 7"));
+        let PathStatus { transport, fallback, no_rings, .. } = here.path(peer);
+        assert_eq!((transport, fallback), (Transport::Cma, None));
+        assert_eq!(no_rings.is_some_and(|no_rings| no_rings.contains(why)), is_asked, "{setup}");
+        assert_eq!(here.engine.connections_without_rings() - before, u64::from(is_asked));
+        assert_eq!(
+            there.ask("without-rings"),
+            u64::from(is_asked).to_string(),
+            "{setup}: it took none of ours"
+        );
+        // And the other way.
+        there.order(&format!("meet {}", to_hex(&here.descriptor())));
+        there.order("write 0 64");
+        there.order(&format!("read 64 {}", LARGE - 64));
+        let says = there.ask("no-rings");
+        assert_eq!(says.contains(why), !is_asked, "{setup}: {says}");
+    }
 }
 
 #[test]

@@ -44,7 +44,7 @@ type PyTls = (PathBuf, PathBuf, PathBuf);
 type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
 /// Engine id and boot nonce.
 type PyId = (u128, u64);
-type PyPath = (String, bool, &'static str, Option<String>, Option<f64>, Option<String>);
+type PyPath = (String, bool, &'static str, Option<String>, Option<f64>, Option<String>, Option<String>);
 /// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
 type PySide<'a> = (u32, u64, u64, &'a [u8]);
 
@@ -111,11 +111,13 @@ impl PyEngine {
         Ok(())
     }
 
-    /// Each path: address, whether it is up, transport, why not a faster one, bytes a second, why it broke the last time.
+    /// Each path: address, whether it is up, transport, why not a faster one, bytes a second, why it broke the last time, why it
+    /// has no rings.
     fn paths(&self, peer: &PyPeer) -> PyResult<Vec<PyPath>> {
         let path = |path: PathStatus| {
             let (address, transport) = (path.address.to_string(), path.transport.name());
-            (address, path.is_up, transport, path.fallback, path.bytes_per_second, path.trouble)
+            let PathStatus { is_up, fallback, bytes_per_second, trouble, no_rings, .. } = path;
+            (address, is_up, transport, fallback, bytes_per_second, trouble, no_rings)
         };
         Ok(self.engine()?.paths(peer.0).into_iter().map(path).collect())
     }
@@ -180,6 +182,10 @@ impl PyEngine {
 
     fn id(&self) -> PyResult<PyId> {
         Ok(id(self.engine()?.id()))
+    }
+
+    fn connections_without_rings(&self) -> PyResult<u64> {
+        Ok(self.engine()?.connections_without_rings())
     }
 
     fn open_counter(&self, counter: u32) -> PyResult<u32> {

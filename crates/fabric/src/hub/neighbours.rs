@@ -82,7 +82,7 @@ impl Hub {
 
     /// The process that says hello, if it is a neighbour, and the ends of its segment.
     pub(super) fn meet(
-        &self,
+        &mut self,
         hello: Option<Hello>,
     ) -> (Option<Arc<Neighbour>>, Reads, Option<(Writer, Reader)>) {
         let known = hello.and_then(|hello| Some((hello.from, hello.offer?)));
@@ -92,6 +92,7 @@ impl Hub {
                 let segment = offer.rings.map(|fd| neighbour.descriptor(fd).and_then(Segment::open));
                 let segment = segment.transpose().unwrap_or_else(|error| {
                     tracing::info!(pid = offer.pid, %error, "a peer's shared memory cannot be used");
+                    self.without_rings += 1;
                     None
                 });
                 let ends = segment.map(|segment| segment.ends(Side::Listening));
@@ -104,24 +105,36 @@ impl Hub {
         }
     }
 
-    /// The connection goes through the segment that we offered, if the peer does so.
-    pub(super) fn take_up_rings(&mut self, id: LinkId, welcome: &Welcome) -> Result<(), Ended> {
+    /// The connection of a path goes through the segment that we offered, if the peer does so. Else the path says why not,
+    /// where neighbours should have it.
+    pub(super) fn take_up_rings(
+        &mut self,
+        id: LinkId,
+        path: PathId,
+        welcome: &Welcome,
+        transport: Transport,
+    ) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
         let Role::Greeted { segment, .. } = &mut entry.role else { return Ok(()) };
-        match (welcome.rings, segment.take()) {
-            (true, Some(segment)) => {
+        let no_rings = match (welcome.rings, segment.take()) {
+            (true, Some(Ok(segment))) => {
                 self.go_through(id, segment.ends(Side::Connecting));
-                Ok(())
+                None
             }
-            (true, None) => Err(BadFrame("it uses shared memory that was not offered").into()),
-            (false, Some(_)) => {
-                tracing::info!(
-                    "the peer does not use our shared memory: what is said goes through the socket"
-                );
-                Ok(())
+            (true, _) => return Err(BadFrame("it uses shared memory that was not offered").into()),
+            _ if transport == Transport::Tcp => None,
+            (false, Some(Ok(_))) => Some("the peer cannot use our shared memory, as its log says".to_owned()),
+            (false, Some(Err(why))) => Some(why),
+            (false, None) => Some("both ends of the connection have different addresses".to_owned()),
+        };
+        self.without_rings += u64::from(no_rings.is_some());
+        if let Some(at) = self.paths.get_mut(&path) {
+            if let Some(why) = no_rings.as_ref().filter(|_| at.no_rings != no_rings) {
+                tracing::info!(address = %at.address, %why, "what is said to a neighbour goes through the socket");
             }
-            (false, None) => Ok(()),
+            at.no_rings = no_rings;
         }
+        Ok(())
     }
 
     /// From now on all of a connection goes through these.
@@ -368,15 +381,12 @@ impl Hub {
     }
 }
 
-/// Shared memory for a connection that seems to stay on this host. Without it all goes through the socket.
-pub(super) fn segment(socket: &TcpStream, to: Goal) -> Option<Segment> {
+/// Shared memory for a connection that seems to stay on this host, or why there is none: then all goes through the socket.
+pub(super) fn segment(socket: &TcpStream, to: Goal) -> Option<Result<Segment, String>> {
     let may_be = matches!(to, Goal::Path(..)) && is_same_host(socket);
     may_be.then(|| {
-        let created = Segment::create(RING_BYTES);
-        created
-            .inspect_err(|error| tracing::info!(%error, "no shared memory: all goes through the socket"))
-            .ok()
-    })?
+        Segment::create(RING_BYTES).map_err(|error| format!("this process cannot share memory: {error}"))
+    })
 }
 
 /// In words: why this process cannot read the peer.
