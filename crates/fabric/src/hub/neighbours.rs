@@ -11,7 +11,8 @@ use std::time::Duration;
 use kvlane_memory::ProbeError;
 use rustix::io::Errno;
 
-use super::{Asked, Goal, Hub, LinkId, Role, Transport, is_same_host};
+use super::links::is_same_host;
+use super::{Asked, Goal, Hub, LinkId, Role, Transport};
 use crate::regions::Piece;
 use crate::runs::Run;
 use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};

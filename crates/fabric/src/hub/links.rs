@@ -1,0 +1,346 @@
+//! Connections: opened, accepted, read and written. What comes over them is taken by the other files.
+
+#![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+use super::greeting::challenge_of;
+use super::{Coming, Entry, Goal, Hub, LISTENER, LOOK, LinkId, Role, random};
+use crate::fences::Whom;
+use crate::inbox::Admission;
+use crate::lease::{self, Lease};
+use crate::tcp::{
+    Came, ENTRIES_MAX, Ended, Head, Hello, Link, Purpose, Stream, Welcome, decode_challenge, encode_challenge,
+};
+
+/// Connections of peers, and of them those of whom nothing is known yet.
+const LINKS_MAX: usize = 16_384;
+const ACCEPTED_MAX: usize = 1_024;
+/// Bytes that wait in a socket to a process of the same host: few enough that the processor's caches still have them when
+/// the other side takes them out. On two cores loopback brought 3.7 GB/s with this and 2.9 with the megabytes that the
+/// kernel comes to by itself. Over a network it would hold back whatever is faster than this in a round trip.
+const SAME_HOST_SEND_BYTES: usize = 256 << 10;
+/// How long nobody is accepted after that failed for want of something.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Frames of one connection before the others have their turn.
+const FRAMES_A_TURN: usize = 64;
+
+impl Hub {
+    pub(super) fn connect(&mut self, address: SocketAddr, to: Goal) -> io::Result<LinkId> {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        match rustix::net::connect(&socket, &address) {
+            Ok(()) | Err(Errno::INPROGRESS) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let role = Role::Connecting { to, connection: random()? };
+        // Told when it is connected, or is not going to be.
+        self.add(socket.into(), role, EventFlags::IN | EventFlags::OUT)
+    }
+
+    pub(super) fn add(&mut self, socket: TcpStream, role: Role, interest: EventFlags) -> io::Result<LinkId> {
+        socket.set_nodelay(true)?;
+        let id = self.next_link;
+        self.next_link += 1;
+        let heard = self.now();
+        let accepted = matches!(role, Role::Accepted { .. });
+        let link = Link::new(Stream::new(socket, self.credentials.as_ref(), accepted)?)?;
+        epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
+        let (acks, is_held_up, queued, neighbour, coming) = (Vec::new(), false, 0, None, None);
+        let entry = Entry { link, role, interest, heard, acks, is_held_up, queued, neighbour, coming };
+        self.links.insert(id, entry);
+        self.look_at = self.look_at.min(heard + LOOK);
+        Ok(id)
+    }
+
+    /// A link that is over, still open.
+    pub(super) fn remove(&mut self, id: LinkId) -> Option<Entry> {
+        let entry = self.links.remove(&id)?;
+        if self.letting_go > 0 {
+            // It touches nothing any more.
+            self.outcomes.note_change();
+        }
+        self.rings.retain(|link| *link != id);
+        if entry.neighbour.is_some() {
+            self.jobs.retain(|job| job.link != id);
+        }
+        // A forked process may hold the socket too, which would be told of for ever.
+        let _ = epoll::delete(&self.epoll, &entry.link);
+        if let Role::Serving { session, .. } = entry.role {
+            if let Some(Coming { admission: Admission::Admitted, bytes, .. }) = &entry.coming {
+                self.inbox.release(session, bytes.len());
+            }
+            let now = self.now();
+            self.sessions.leave(now, session);
+            self.inbox.share_among(self.sessions.connected());
+        }
+        Some(entry)
+    }
+
+    pub(super) fn remove_links(&mut self, is_one: impl Fn(&Entry) -> bool) {
+        let links: Vec<LinkId> =
+            self.links.iter().filter(|(_, entry)| is_one(entry)).map(|(link, _)| *link).collect();
+        links.into_iter().for_each(|link| drop(self.remove(link)));
+    }
+
+    pub(super) fn accept(&mut self, index: usize) {
+        for _ in 0..FRAMES_A_TURN {
+            let Some(listener) = self.listeners.get(index) else { return };
+            let socket = match listener.accept() {
+                Ok((socket, _)) => socket,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                // Of the one connection: others go on.
+                Err(error) if !is_want(&error) => continue,
+                Err(error) => {
+                    tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms");
+                    self.accept_at = Some(self.now() + ACCEPT_PAUSE);
+                    return self.listen_to(EventFlags::empty());
+                }
+            };
+            let unknown = |entry: &&Entry| matches!(entry.role, Role::Accepted { .. });
+            let is_full = self.links.len() >= LINKS_MAX
+                || (self.links.len() >= ACCEPTED_MAX
+                    && self.links.values().filter(unknown).count() >= ACCEPTED_MAX);
+            if is_full {
+                tracing::warn!("too many connections: one is refused");
+                continue;
+            }
+            let added = random().and_then(|challenge| {
+                let challenge = challenge_of(challenge, random()?);
+                keep_in_cache(&socket);
+                let link =
+                    self.add(socket, Role::Accepted { challenge, lease: Lease::begin() }, EventFlags::IN)?;
+                self.say(link, encode_challenge(&challenge));
+                Ok(())
+            });
+            if let Err(error) = added {
+                tracing::warn!(%error, "a connection cannot be accepted");
+            }
+        }
+    }
+
+    pub(super) fn listen_to(&self, interest: EventFlags) {
+        for (index, listener) in (0..).zip(&self.listeners) {
+            // It is known to epoll, which needs no more memory for this.
+            let _ = epoll::modify(&self.epoll, listener, EventData::new_u64(LISTENER | index), interest);
+        }
+    }
+
+    pub(super) fn say(&mut self, link: LinkId, bytes: Vec<u8>) {
+        if let Some(entry) = self.links.get_mut(&link) {
+            entry.link.say(bytes);
+            self.dirty.push(link);
+        }
+    }
+
+    pub(super) fn flush(&mut self, id: LinkId) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        // Not connected yet: see take_next.
+        if matches!(entry.role, Role::Connecting { .. }) && entry.interest != EventFlags::IN {
+            return;
+        }
+        // SAFETY: memory that is queued belongs to a registered region: of a transfer under way, or served to a peer;
+        // a region is not given back before no link touches it. Or it is a message's, which `posted` holds until the link
+        // has written it or is gone.
+        if let Err(ended) = unsafe { entry.link.flush() } {
+            return self.end(id, &ended);
+        }
+        if entry.link.is_flushed() && self.letting_go > 0 {
+            self.outcomes.note_change();
+        }
+        if matches!(entry.role, Role::Leaving) && entry.link.is_flushed() {
+            self.remove(id);
+            return;
+        }
+        if !entry.link.is_full() && std::mem::take(&mut entry.is_held_up) {
+            // What it left in our own buffer is not told of again.
+            self.ready.push(id);
+        }
+        let (is_full, is_flushed) = (entry.link.is_full(), entry.link.is_flushed());
+        if let Some(rings) = entry.link.rings() {
+            if !is_flushed && !rings.prepare_to_wait_for_room() {
+                self.ready.push(id);
+            }
+            return;
+        }
+        let reads = if is_full { EventFlags::empty() } else { EventFlags::IN };
+        let writes = if is_flushed { EventFlags::empty() } else { EventFlags::OUT };
+        self.tell_of(id, reads | writes);
+    }
+
+    /// What epoll tells of from now on.
+    pub(super) fn tell_of(&mut self, id: LinkId, interest: EventFlags) {
+        let Some(entry) = self.links.get_mut(&id).filter(|entry| entry.interest != interest) else { return };
+        entry.interest = interest;
+        if let Err(errno) = epoll::modify(&self.epoll, &entry.link, EventData::new_u64(id), interest) {
+            self.end(id, &Ended::Io(errno.into()));
+        }
+    }
+
+    /// A connection can be read or written.
+    pub(super) fn take(&mut self, id: LinkId) {
+        let now = self.now();
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if entry.interest.contains(EventFlags::OUT)
+            || (!entry.link.is_flushed() && entry.link.rings().is_some())
+        {
+            self.dirty.push(id);
+        }
+        // Its peer counts on this: what is still there to be read is read no more.
+        if matches!(entry.role, Role::Serving { lease, .. } if !lease.holds()) {
+            return self.end(id, &Ended::Late);
+        }
+        let received = entry.link.received();
+        let mut has_more = true;
+        for _ in 0..FRAMES_A_TURN {
+            let Some(entry) = self.links.get_mut(&id) else { return };
+            if entry.link.is_full() {
+                entry.is_held_up = true;
+                // Nothing is received that would tell so.
+                if entry.link.has_ended() {
+                    return self.end(id, &Ended::Closed);
+                }
+                has_more = false;
+                break;
+            }
+            match self.take_next(id, now) {
+                Ok(true) => {}
+                Ok(false) => {
+                    has_more = false;
+                    break;
+                }
+                Err(ended) => return self.end(id, &ended),
+            }
+        }
+        if has_more {
+            // What is in our own buffer is not told of again.
+            self.ready.push(id);
+        }
+        // A greeting has its time as a whole.
+        let is_greeted = |entry: &&mut Entry| matches!(entry.role, Role::Serving { .. } | Role::Up { .. });
+        let entry = self.links.get_mut(&id).filter(is_greeted);
+        if let Some(entry) = entry.filter(|entry| entry.link.received() > received) {
+            entry.heard = now;
+        }
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        // What has left the socket is not told of again, and what TLS has to say by itself nobody has queued.
+        if !has_more && entry.link.has_more() && !entry.link.is_full() {
+            self.ready.push(id);
+        }
+        if !entry.link.is_flushed() && !entry.interest.contains(EventFlags::OUT) {
+            self.dirty.push(id);
+        }
+        self.answer(id);
+    }
+
+    /// Sends what is known of a peer's requests by now.
+    pub(super) fn answer(&mut self, id: LinkId) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if !entry.acks.is_empty() {
+            for outcomes in std::mem::take(&mut entry.acks).chunks(ENTRIES_MAX) {
+                let mut frame =
+                    Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() }.encode().to_vec();
+                outcomes.iter().for_each(|outcome| outcome.encode(&mut frame));
+                entry.link.say(frame);
+            }
+            self.dirty.push(id);
+        }
+    }
+
+    /// Takes the next thing that came over a connection. False: there is nothing, or the connection is gone.
+    pub(super) fn take_next(&mut self, id: LinkId, now: Duration) -> Result<bool, Ended> {
+        let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
+        match &mut entry.role {
+            Role::Accepted { challenge, .. } => {
+                let Some(hello) = entry.link.greeting()? else { return Ok(false) };
+                let hello = Hello::decode(&hello, &self.key, challenge)?;
+                self.greet(id, hello);
+                Ok(true)
+            }
+            Role::Connecting { to, connection } => {
+                if let Ok(Err(errno)) | Err(errno) = sockopt::socket_error(&entry.link) {
+                    return Err(Ended::Io(errno.into()));
+                }
+                if entry.interest != EventFlags::IN {
+                    // Connected, or told once too often: what comes next is the peer's challenge.
+                    keep_in_cache(entry.link.socket());
+                    self.tell_of(id, EventFlags::IN);
+                    return Ok(true);
+                }
+                let Some(challenge) = entry.link.greeting()? else { return Ok(false) };
+                let challenge = decode_challenge(&challenge)?;
+                let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
+                let segment =
+                    self.card.as_ref().and_then(|_| super::neighbours::segment(entry.link.socket(), to));
+                let offered = segment.as_ref().and_then(|segment| segment.as_ref().ok());
+                let rings = offered.map(|segment| segment.as_fd().as_raw_fd() as u32);
+                entry.role = Role::Greeted { to, connection, nonce, segment };
+                let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
+                let (purpose, whom) = match to {
+                    Goal::Path(path, _) => (Purpose::Path, of_path(path).map(|peer| &peer.whom)),
+                    Goal::Fence(of) => (Purpose::Fence(of), self.fences.whom(of)),
+                };
+                let Some(Whom { identity, session, .. }) = whom else { return Err(Ended::Closed) };
+                let (to, session) = (*identity, *session);
+                let offer = self.offer(rings).filter(|_| purpose == Purpose::Path);
+                let hello = Hello { purpose, connection, from: self.me, to, nonce, session, offer };
+                let bytes = hello.encode(&self.key, &challenge);
+                self.say(id, bytes);
+                Ok(true)
+            }
+            Role::Greeted { to, connection, nonce, .. } => {
+                let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
+                let (to, connection) = (*to, *connection);
+                let answer = Welcome::decode(&welcome, &self.key, nonce)?;
+                self.welcomed(id, to, connection, answer)
+            }
+            Role::Serving { .. } | Role::Up { .. } => {
+                let lease = match entry.role {
+                    Role::Serving { lease, .. } => Some(lease),
+                    _ => None,
+                };
+                // SAFETY: expected memory belongs to a registered region, as queued memory does, or to the message that
+                // the link's entry holds until all of it is there.
+                let came = unsafe { entry.link.receive(lease)? };
+                if matches!(came, Came::Nothing) {
+                    return Ok(false);
+                }
+                match came {
+                    Came::Frame(head, entries) => self.take_frame(id, head, &entries, now)?,
+                    _ => self.take_body(id, now),
+                }
+                Ok(true)
+            }
+            // It goes when the answer has been written.
+            Role::Leaving => Ok(false),
+        }
+    }
+}
+
+/// Whether both ends of a connection have the same address.
+pub(super) fn is_same_host(socket: &TcpStream) -> bool {
+    let addresses = (socket.local_addr(), socket.peer_addr());
+    matches!(addresses, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
+}
+
+/// Bounds what waits in a socket between two processes of this host.
+fn keep_in_cache(socket: &TcpStream) {
+    if is_same_host(socket) {
+        // Without it all is only slower.
+        let _ = sockopt::set_socket_send_buffer_size(socket, SAME_HOST_SEND_BYTES);
+    }
+}
+
+/// Of descriptors or memory.
+fn is_want(error: &io::Error) -> bool {
+    let wants = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| wants.contains(&errno))
+}

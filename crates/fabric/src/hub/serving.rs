@@ -1,0 +1,166 @@
+//! What peers ask for, and what they answer.
+
+use std::time::Duration;
+
+use super::neighbours::Job;
+use super::{Asked, Coming, Hub, LinkId, Posted, Role};
+use crate::immediates::Arrival;
+use crate::inbox::{Admission, EngineId, Message};
+use crate::lease;
+use crate::regions::{Piece, Regions};
+use crate::tcp::{BadFrame, Ended, Head, Outcome, WireRun};
+use crate::transfers::{Completion, Token};
+
+impl Hub {
+    pub(super) fn take_frame(
+        &mut self,
+        id: LinkId,
+        head: Head,
+        entries: &[u8],
+        now: Duration,
+    ) -> Result<(), Ended> {
+        let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
+        match (&mut entry.role, head) {
+            (Role::Serving { lease, .. }, Head::Ping { stamp }) => {
+                lease.renew(stamp)?;
+                self.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
+            }
+            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
+            (Role::Serving { body, lease, .. }, Head::Write { token, bytes, stamp, .. }) => {
+                lease.renew(stamp)?;
+                let runs = WireRun::decode_all(entries, bytes)?;
+                let pieces = pieces_for_peer(&self.regions, &runs, true);
+                *body = Some((token, pieces.is_none()));
+                let discard = if pieces.is_none() { bytes } else { 0 };
+                entry.link.expect(pieces.unwrap_or_default(), discard);
+            }
+            (Role::Serving { .. }, Head::Pull { token, bytes, .. }) => {
+                let (runs, addresses) = WireRun::decode_pulled(entries, bytes)?;
+                if entry.neighbour.is_none() {
+                    return Err(BadFrame("a frame of a neighbour that is none").into());
+                }
+                match pieces_for_peer(&self.regions, &runs, true) {
+                    Some(pieces) => self.queue(Job::pull(id, token, pieces, &addresses))?,
+                    None => entry.acks.push(Outcome { token, refused: true }),
+                }
+            }
+            (Role::Serving { .. }, Head::Read { token, bytes, .. }) => {
+                let runs = WireRun::decode_all(entries, bytes)?;
+                match pieces_for_peer(&self.regions, &runs, false) {
+                    Some(pieces) => {
+                        entry.link.say(Head::Data { token, bytes }.encode().to_vec());
+                        pieces.into_iter().for_each(|piece| entry.link.say_memory(piece));
+                        self.dirty.push(id);
+                    }
+                    None => entry.acks.push(Outcome { token, refused: true }),
+                }
+            }
+            (Role::Serving { session, .. }, Head::Tell { token, number, counter, generation }) => {
+                let arrival = self.immediates.arrive(*session, number, counter, generation);
+                if matches!(arrival, Arrival::Counted(_)) {
+                    self.outcomes.note_change();
+                }
+                entry.acks.push(Outcome { token, refused: arrival == Arrival::Refused });
+            }
+            (Role::Serving { session, .. }, Head::Message { token, number, bytes }) => {
+                let admission = self.inbox.admit(&self.immediates, *session, number, bytes);
+                let is_admitted = admission == Admission::Admitted;
+                let (len, discard) = if is_admitted { (bytes as usize, 0) } else { (0, bytes) };
+                let coming = Coming { token, number, admission, bytes: vec![0; len] };
+                let address = entry.coming.insert(coming).bytes.as_mut_ptr().expose_provenance();
+                let piece = (len > 0).then_some(Piece { address, len });
+                entry.link.expect(piece.into_iter().collect(), discard);
+            }
+            (Role::Up { .. }, Head::NoRoom { token }) => {
+                let token = Token::from_number(token);
+                let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else {
+                    return Ok(());
+                };
+                if !matches!(posted.what, Asked::Message(mark, _) if entry.link.has_written(mark)) {
+                    return Err(BadFrame("an answer before it can be known").into());
+                }
+                self.posted.remove(&token);
+                self.transfers.complete(now, token, Completion::NoRoom);
+            }
+            (Role::Up { body, .. }, Head::Data { token, bytes }) => {
+                let token = Token::from_number(token);
+                let pieces = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
+                    Some(Posted { what: Asked::Read(pieces), .. }) => std::mem::take(pieces),
+                    _ => return Err(BadFrame("an answer to nothing").into()),
+                };
+                if pieces.iter().map(|piece| piece.len as u64).sum::<u64>() != bytes {
+                    return Err(BadFrame("an answer of other bytes").into());
+                }
+                *body = Some(token);
+                entry.link.expect(pieces, 0);
+            }
+            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+                *stamp = new;
+                for Outcome { token, refused } in Outcome::decode_all(entries) {
+                    let token = Token::from_number(token);
+                    let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else {
+                        continue;
+                    };
+                    let may_be = match &posted.what {
+                        Asked::Write(mark) | Asked::Message(mark, _) => entry.link.has_written(*mark),
+                        Asked::Read(_) => refused,
+                        Asked::Job => false,
+                        Asked::Pull | Asked::Tell => true,
+                    };
+                    if !may_be {
+                        return Err(BadFrame("an answer before it can be known").into());
+                    }
+                    self.posted.remove(&token);
+                    let completion = if refused { Completion::Refused } else { Completion::Placed };
+                    self.transfers.complete(now, token, completion);
+                }
+            }
+            _ => return Err(BadFrame("a frame that is not its side's").into()),
+        }
+        Ok(())
+    }
+
+    /// All bytes of the last frame are in place.
+    pub(super) fn take_body(&mut self, id: LinkId, now: Duration) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        if self.letting_go > 0 {
+            self.outcomes.note_change();
+        }
+        match &mut entry.role {
+            Role::Serving { body, from, session, .. } => {
+                if let Some((token, refused)) = body.take() {
+                    entry.acks.push(Outcome { token, refused });
+                }
+                let Some(Coming { token, number, admission, bytes }) = entry.coming.take() else { return };
+                match admission {
+                    Admission::NoRoom => {
+                        entry.link.say(Head::NoRoom { token }.encode().to_vec());
+                        return self.dirty.push(id);
+                    }
+                    Admission::Admitted => {
+                        let from = EngineId { engine_id: from.engine, boot_nonce: from.boot };
+                        let message = Message { from, bytes };
+                        if self.inbox.deliver(&mut self.immediates, *session, number, message) {
+                            self.outcomes.note_message();
+                        }
+                    }
+                    Admission::Known | Admission::Refused => {}
+                }
+                entry.acks.push(Outcome { token, refused: admission == Admission::Refused });
+            }
+            Role::Up { body, .. } => {
+                if let Some(token) = body.take() {
+                    self.posted.remove(&token);
+                    self.transfers.complete(now, token, Completion::Placed);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn pieces_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool) -> Option<Vec<Piece>> {
+    runs.iter()
+        .map(|run| regions.for_peer(run.region, run.generation, run.offset, run.len, is_write))
+        .collect()
+}
