@@ -20,33 +20,27 @@ fn receive() -> Outcome {
     // SAFETY: the memory outlives its registration, and is not looked at before the pages are there.
     let region = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::ReadWrite) };
     let generation = engine.open_counter(DONE);
-    let bytes = engine.describe()?.to_bytes()?.into_iter().map(|byte| byte.to_string());
-    println!("{} {region} {generation}", bytes.collect::<Vec<_>>().join(","));
+    println!("{generation} {}", engine.describe()?.to_text()?);
     assert!(engine.wait_count(DONE, generation, 1, Some(Duration::from_secs(30))), "nothing came");
     engine.unregister(region)?;
-    println!(
-        "received pages that begin with {:?}",
-        FREE.map(|page| memory[page as usize * PAGE_BYTES as usize])
-    );
+    let arrived = FREE.map(|page| memory[page as usize * PAGE_BYTES as usize]);
+    println!("received pages that begin with {arrived:?}");
     Ok(())
 }
 
 fn send(line: &str) -> Outcome {
-    let [descriptor, region, generation] = line.split_whitespace().collect::<Vec<_>>()[..] else {
-        return Err("the receiver says something else".into());
-    };
-    let descriptor: Vec<u8> = descriptor.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    let (generation, descriptor) = line.split_once(' ').ok_or("the receiver says something else")?;
+    let descriptor: Descriptor = descriptor.parse()?;
     let mut memory: Vec<u8> = (0..PAGES).flat_map(|page| [page as u8; PAGE_BYTES as usize]).collect();
     let engine = Engine::new(EngineOptions::default())?;
     // SAFETY: the memory outlives its registration.
     let own = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::Read) };
-    let peer = engine.connect(&Descriptor::from_bytes(&descriptor)?)?;
-    let pages =
-        |region, pages: [u32; 8]| Pages { region, offset: 0, stride: PAGE_BYTES, indices: pages.into() };
-    let (local, remote) = (pages(own, WANTED), pages(region.parse()?, FREE));
+    let peer = engine.connect(&descriptor)?;
+    let local = Pages::of(own, PAGE_BYTES, WANTED);
+    let remote = Pages::of(descriptor.regions[0].number, PAGE_BYTES, FREE);
     let write = Transfer::write(Pieces::Paged { page_bytes: PAGE_BYTES, local, remote });
-    let handle = engine.begin(peer, Transfer { immediate: Some((DONE, generation.parse()?)), ..write })?;
-    handle.wait(Some(Duration::from_secs(30))).ok_or("it takes more than 30 s")??;
+    let write = engine.begin(peer, Transfer { immediate: Some((DONE, generation.parse()?)), ..write })?;
+    write.wait(Some(Duration::from_secs(30))).ok_or("it takes more than 30 s")??;
     engine.unregister(own)?;
     println!("sent {} pages of {PAGE_BYTES} bytes", WANTED.len());
     Ok(())

@@ -11,6 +11,8 @@
 //! All numbers are little-endian. Bytes that are 0 here may mean something in a later version, which then has another
 //! number; kinds that a reader does not know are left out, since a newer peer may have more.
 
+use std::str::FromStr;
+
 use thiserror::Error;
 
 /// Longest descriptor that is read.
@@ -168,9 +170,33 @@ impl Descriptor {
         }
     }
 
+    /// As text: [`Descriptor::to_bytes`] in hexadecimal digits, two for each byte. It is read by [`str::parse`].
+    pub fn to_text(&self) -> Result<String, DescriptorError> {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let digit = |half: u8| char::from(DIGITS[usize::from(half)]);
+        Ok(self.to_bytes()?.into_iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect())
+    }
+
     /// The region of a number.
     pub fn region(&self, number: u32) -> Option<&RegionDescriptor> {
         self.regions.iter().find(|region| region.number == number)
+    }
+}
+
+/// From text of any origin, in hexadecimal digits of either case.
+impl FromStr for Descriptor {
+    type Err = DescriptorError;
+
+    fn from_str(text: &str) -> Result<Descriptor, DescriptorError> {
+        if text.len() > 2 * DESCRIPTOR_BYTES_MAX {
+            return Err(DescriptorError::TooLarge("at most 1 MiB"));
+        }
+        let malformed = DescriptorError::Malformed("as text it is two hexadecimal digits for each byte");
+        let (pairs, []) = text.as_bytes().as_chunks::<2>() else { return Err(malformed) };
+        let value = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8);
+        let bytes: Option<Vec<u8>> =
+            pairs.iter().map(|[high, low]| Some(value(*high)? << 4 | value(*low)?)).collect();
+        Descriptor::from_bytes(&bytes.ok_or(malformed)?)
     }
 }
 

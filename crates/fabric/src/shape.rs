@@ -120,6 +120,11 @@ impl Pieces {
 }
 
 impl Pages {
+    /// Pages of a region that is nothing but pages of so many bytes, one behind the other.
+    pub fn of(region: u32, page_bytes: u64, indices: impl Into<Arc<[u32]>>) -> Pages {
+        Pages { region, offset: 0, stride: page_bytes, indices: indices.into() }
+    }
+
     /// Where a page begins; the whole page lies inside the region.
     fn place(
         &self,

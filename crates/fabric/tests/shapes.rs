@@ -115,6 +115,13 @@ proptest! {
             .collect();
         let descriptor = Descriptor { boot_nonce, engine_id, addresses, regions };
         let bytes = descriptor.to_bytes().unwrap();
+        let text = descriptor.to_text().unwrap();
+        prop_assert_eq!(text.parse(), Ok(descriptor.clone()));
+        prop_assert_eq!(text.to_uppercase().parse(), Ok(descriptor.clone()));
+        let digits = text.len();
+        for wrong in [&text[1..], &format!("{}g0", &text[..digits - 2]), &format!("{}+0", &text[..digits - 2])] {
+            prop_assert!(matches!(wrong.parse::<Descriptor>(), Err(DescriptorError::Malformed(_))));
+        }
         prop_assert_eq!(Descriptor::from_bytes(&bytes), Ok(descriptor));
         for len in 0..bytes.len() {
             prop_assert!(matches!(Descriptor::from_bytes(&bytes[..len]), Err(DescriptorError::Malformed(_))));
