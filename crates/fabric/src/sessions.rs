@@ -12,7 +12,7 @@ use crate::tcp::Identity;
 /// How long a session without connections is remembered: much longer than a peer would send something again.
 const KEPT: Duration = Duration::from_secs(120);
 /// Sessions of one engine: it has one for each time that it connected this process and did not end that.
-const OF_ONE_MAX: usize = 16;
+const OF_ONE_MAX: usize = 64;
 /// Sessions of all.
 const ALL_MAX: usize = 16_384;
 
