@@ -6,13 +6,10 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,120 +19,19 @@ use kvlane_fabric::{
     MESSAGE_BYTES_MAX, Op, Options, PeerId, Pieces, Place, Run, SendOptions, Transfer, Transport,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use rustix::net::sockopt::set_socket_linger;
-use rustix::process::{
-    Pid, Resource, Rlimit, Signal, WaitOptions, getrlimit, kill_process, set_parent_process_death_signal,
-    setrlimit, waitpid,
-};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// How long anything may take that is to happen.
-const PATIENCE: Duration = Duration::from_secs(20);
+mod support;
+
+use support::{MIB, Memory, PATIENCE, Process, Random, numbers, play, settled};
+
 /// How late something may be on a busy machine.
 const MARGIN: Duration = Duration::from_secs(2);
 /// Silence after which an engine gives a connection up.
 const SILENT: Duration = Duration::from_secs(5);
-const MIB: usize = 1 << 20;
 /// A part of each region, its last bytes, for small transfers beside those that a test looks at.
 const MAILBOX: usize = 4096;
-
-/// Memory that takes room only where it was written.
-struct Memory {
-    base: *mut u8,
-    len: usize,
-}
-
-// SAFETY: its bytes are read and written only as memory may be that others write meanwhile.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(len: usize) -> Memory {
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping overlaps nothing.
-        let base = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags).unwrap()
-        };
-        Memory { base: base.cast(), len }
-    }
-
-    fn at(&self, at: usize, len: usize) -> *mut u8 {
-        assert!(at + len <= self.len, "{len} bytes from {at} of {}", self.len);
-        self.base.wrapping_add(at)
-    }
-
-    fn byte(&self, at: usize) -> u8 {
-        // SAFETY: it is inside the mapping.
-        unsafe { self.at(at, 1).read_volatile() }
-    }
-
-    fn set(&self, at: usize, byte: u8) {
-        // SAFETY: it is inside the mapping.
-        unsafe { self.at(at, 1).write_volatile(byte) }
-    }
-
-    fn fill(&self, at: usize, len: usize, byte: u8) {
-        // SAFETY: they are inside the mapping.
-        unsafe { self.at(at, len).write_bytes(byte, len) }
-    }
-
-    /// Bytes that tell where they are from.
-    fn scribble(&self, at: usize, len: usize, seed: u64) {
-        let mut random = Random(seed);
-        let words: Vec<u64> = (0..len.div_ceil(8)).map(|_| random.word()).collect();
-        // SAFETY: they are inside the mapping, and the source is as long.
-        unsafe { self.at(at, len).copy_from_nonoverlapping(words.as_ptr().cast(), len) }
-    }
-
-    fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        // SAFETY: they are inside the mapping, and the target is as long.
-        unsafe { self.at(at, len).copy_to_nonoverlapping(bytes.as_mut_ptr(), len) }
-        bytes
-    }
-
-    /// The first byte that is another one.
-    fn other_than(&self, at: usize, len: usize, byte: u8) -> Option<usize> {
-        let wanted = vec![byte; MIB];
-        (at..at + len).step_by(MIB).find_map(|from| {
-            let found = self.bytes(from, MIB.min(at + len - from));
-            let differs = found != wanted[..found.len()];
-            differs.then(|| from + found.iter().position(|found| *found != byte).unwrap())
-        })
-    }
-
-    /// Waits until a byte is no longer 0.
-    fn wait_for(&self, at: usize) {
-        let begun = Instant::now();
-        while self.byte(at) == 0 {
-            assert!(begun.elapsed() < PATIENCE, "byte {at} did not come");
-            std::thread::yield_now();
-        }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: nobody has a pointer into it any more.
-        unsafe { munmap(self.base.cast(), self.len).unwrap() }
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn word(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.word() % end as u64) as usize
-    }
-}
 
 /// An engine with one region, a mailbox at its end.
 struct Side {
@@ -227,120 +123,6 @@ fn impatient() -> Options {
 
 // ---- Other processes ----
 
-/// In the environment of a process that plays a role: the bytes of its region, and where it listens.
-const BYTES: &str = "KVLANE_TEST_BYTES";
-const LISTEN: &str = "KVLANE_TEST_LISTEN";
-/// Before what a process says, among what the test harness says.
-const SAYS: &str = "says: ";
-
-/// This binary, started again as the owner of one engine; killed at the latest when this goes.
-struct Process {
-    child: Child,
-    input: ChildStdin,
-    said: Receiver<String>,
-    reader: Option<JoinHandle<()>>,
-}
-
-impl Process {
-    fn new(bytes: usize) -> Process {
-        Process::at("127.0.0.1:0", bytes)
-    }
-
-    fn at(listen: &str, bytes: usize) -> Process {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_process_of_the_tests_below", "--nocapture"])
-            .env(BYTES, bytes.to_string())
-            .env(LISTEN, listen)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let (say, said) = channel();
-        let reader = std::thread::spawn(move || {
-            // The harness does not end its line before the process speaks.
-            for line in output.lines().map_while(Result::ok) {
-                if let Some((_, words)) = line.split_once(SAYS) {
-                    // Nobody listens after a failure.
-                    let _ = say.send(words.to_owned());
-                }
-            }
-        });
-        Process { input: child.stdin.take().unwrap(), child, said, reader: Some(reader) }
-    }
-
-    fn tell(&mut self, words: &str) {
-        writeln!(self.input, "{words}").unwrap();
-    }
-
-    fn hear(&mut self) -> String {
-        self.said.recv_timeout(PATIENCE * 3).expect("the process says nothing")
-    }
-
-    /// Tells something and hears the answer.
-    fn ask(&mut self, words: &str) -> String {
-        self.tell(words);
-        self.hear()
-    }
-
-    /// Tells something that is to be done.
-    fn order(&mut self, words: &str) {
-        assert_eq!(self.ask(words), "done", "{words}");
-    }
-
-    fn descriptor(&mut self) -> Descriptor {
-        from_hex(&self.ask("describe"))
-    }
-
-    fn pid(&self) -> Pid {
-        Pid::from_child(&self.child)
-    }
-
-    /// SIGSTOP; when this returns, no thread of the process runs any more.
-    fn pause(&self) {
-        kill_process(self.pid(), Signal::STOP).unwrap();
-        let (_, status) = waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap().unwrap();
-        assert!(status.stopped(), "{status:?}");
-    }
-
-    fn resume(&self) {
-        kill_process(self.pid(), Signal::CONT).unwrap();
-    }
-
-    /// Its memory becomes this byte, without its doing.
-    fn overwrite(&self, address: u64, len: usize, byte: u8) {
-        let path = format!("/proc/{}/mem", self.pid().as_raw_nonzero());
-        let memory = File::options().write(true).open(path).unwrap();
-        memory.write_all_at(&vec![byte; len], address).unwrap();
-    }
-
-    /// SIGKILL, and waits for the end.
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // Over already, if the test killed it.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join();
-        }
-    }
-}
-
-fn to_hex(descriptor: &Descriptor) -> String {
-    descriptor.to_bytes().unwrap().iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Descriptor {
-    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
-    Descriptor::from_bytes(&(0..text.len()).step_by(2).map(byte).collect::<Vec<_>>()).unwrap()
-}
-
 /// What another process does, and what it answers.
 struct Role {
     side: Side,
@@ -354,24 +136,26 @@ struct Role {
 /// answers each with one.
 #[test]
 fn a_process_of_the_tests_below() {
-    let Ok(bytes) = std::env::var(BYTES) else { return };
-    set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
-    let listen = vec![std::env::var(LISTEN).unwrap().parse().unwrap()];
-    let side = Side::new(bytes.parse().unwrap(), EngineOptions { listen, ..by_tcp() });
-    let mut role = Role { side, peer: None, transfer: None, hoard: Vec::new() };
-    for line in std::io::stdin().lines() {
-        let line = line.unwrap();
-        let words: Vec<&str> = line.split_whitespace().collect();
-        println!("{SAYS}{}", role.obey(words[0], &words[1..]));
-    }
+    play(Role::new, Role::obey);
 }
 
 impl Role {
+    /// `setup`: where it listens, if that matters.
+    fn new(bytes: usize, setup: &str) -> Role {
+        let options = by_tcp();
+        let listen = match setup {
+            "" => options.listen,
+            address => vec![address.parse().unwrap()],
+        };
+        let side = Side::new(bytes, EngineOptions { listen, ..by_tcp() });
+        Role { side, peer: None, transfer: None, hoard: Vec::new() }
+    }
+
     fn obey(&mut self, what: &str, rest: &[&str]) -> String {
         let number = |index: usize| rest[index].parse::<usize>().unwrap();
         let Side { engine, region, memory } = &self.side;
         match what {
-            "describe" => return to_hex(&self.side.descriptor()),
+            "describe" => return self.side.descriptor().to_text().unwrap(),
             "where" => return memory.base.addr().to_string(),
             "fill" => memory.fill(number(0), number(1), number(2) as u8),
             "await" => memory.wait_for(number(0)),
@@ -386,7 +170,7 @@ impl Role {
             }
             "unregister" => engine.unregister(*region).unwrap(),
             "write" => {
-                let peer = self.side.meet(&from_hex(rest[0]));
+                let peer = self.side.meet(&rest[0].parse().unwrap());
                 self.transfer = Some(self.side.write(peer, number(1), number(2)));
                 self.peer = Some(peer);
             }
@@ -456,25 +240,7 @@ fn cycle(rounds: usize) -> String {
         stays.engine.disconnect(peer.id);
     }
     let after = settled(Some(before));
-    format!("{before:?} {after:?}").replace(['[', ']', ','], "")
-}
-
-/// Descriptors, threads and mappings, once they are no more than `wanted`, or do not become fewer.
-fn settled(wanted: Option<[usize; 3]>) -> [usize; 3] {
-    let count = || {
-        let entries = |path: &str| std::fs::read_dir(path).unwrap().count();
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
-        [entries("/proc/self/fd"), entries("/proc/self/task"), maps]
-    };
-    let begun = Instant::now();
-    loop {
-        let now = count();
-        let is_it = wanted.is_some_and(|wanted| (0..3).all(|index| now[index] <= wanted[index]));
-        if is_it || begun.elapsed() > Duration::from_millis(500) {
-            return now;
-        }
-        std::thread::yield_now();
-    }
+    format!("{} {}", numbers(before), numbers(after))
 }
 
 // ---- Connections that break ----
@@ -842,7 +608,7 @@ fn a_process_whose_writer_is_killed_serves_others_and_gets_its_memory_back() {
     let other = Side::of(MIB);
     let peer = other.meet(&here.descriptor());
     doomed.order(&format!("fill 0 {} 7", BEGUN + 1));
-    doomed.order(&format!("write {} 0 {LARGE}", to_hex(&here.descriptor())));
+    doomed.order(&format!("write {} 0 {LARGE}", here.descriptor().to_text().unwrap()));
     here.memory.wait_for(BEGUN);
     done(&other.post(peer));
     assert_eq!(here.memory.byte(LARGE - 1), 0);
@@ -870,7 +636,7 @@ fn a_restarted_process_gets_nothing_that_was_meant_for_the_former_one() {
     former.order(&format!("await {BEGUN}"));
     assert_eq!(handle.outcome(), None, "it is not over yet");
     former.kill();
-    let mut next = Process::at(&listen, LARGE);
+    let mut next = Process::with(LARGE, &listen);
     let new = next.descriptor();
     assert_eq!(new.addresses, old.addresses);
     let begun = Instant::now();
@@ -1390,7 +1156,7 @@ fn engines_that_come_and_go_leave_nothing_open() {
     let mut process = Process::new(0);
     process.tell(&format!("cycle {rounds}"));
     let patience = PATIENCE + Duration::from_millis(100) * rounds;
-    let answer = process.said.recv_timeout(patience).unwrap();
+    let answer = process.hear_within(patience);
     let counts: Vec<usize> = answer.split(' ').map(|count| count.parse().unwrap()).collect();
     let [descriptors, threads, mappings] = [0, 1, 2].map(|index| (counts[index], counts[index + 3]));
     assert!(descriptors.1 <= descriptors.0, "descriptors: {descriptors:?}");

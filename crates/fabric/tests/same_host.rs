@@ -4,144 +4,28 @@
 //! The other processes are this test binary, started again: see [`a_process_of_the_tests_below`].
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
     Access, Address, Descriptor, Engine, EngineOptions, Failure, Handle, Op, Options, Pages, PathStatus,
     PeerId, Pieces, Place, Run, Transfer, Transport,
 };
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
 
-/// How long anything may take that is to happen.
-const PATIENCE: Duration = Duration::from_secs(60);
+mod support;
+
+use support::{MIB, Memory, PATIENCE, Process, Random, numbers, play, say, settled};
+
 /// How long a transfer may take to end whose peer is gone.
 const SOON: Duration = Duration::from_secs(5);
-const MIB: usize = 1 << 20;
 const CANARY: u8 = 0x55;
 /// Of memory that no transfer has any more: nobody is to see it.
 const POISON: u8 = 0xee;
 /// The counter that transfers name.
 const COUNTER: u32 = 3;
-
-/// Memory that takes room only where it was written.
-struct Memory {
-    base: *mut u8,
-    len: usize,
-}
-
-// SAFETY: its bytes are read and written only as memory may be that others write meanwhile.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(len: usize) -> Memory {
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping overlaps nothing.
-        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, flags).unwrap() };
-        Memory { base: base.cast(), len }
-    }
-
-    fn at(&self, at: usize, len: usize) -> *mut u8 {
-        assert!(at + len <= self.len, "{len} bytes from {at} of {}", self.len);
-        self.base.wrapping_add(at)
-    }
-
-    fn byte(&self, at: usize) -> u8 {
-        // SAFETY: it is inside the mapping.
-        unsafe { self.at(at, 1).read_volatile() }
-    }
-
-    fn fill(&self, at: usize, len: usize, byte: u8) {
-        // SAFETY: they are inside the mapping.
-        unsafe { self.at(at, len).write_bytes(byte, len) }
-    }
-
-    fn put(&self, bytes: &[u8]) {
-        // SAFETY: they are inside the mapping, and the source is as long.
-        unsafe { self.at(0, bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
-    }
-
-    fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        // SAFETY: they are inside the mapping, and the target is as long.
-        unsafe { self.at(at, len).copy_to_nonoverlapping(bytes.as_mut_ptr(), len) }
-        bytes
-    }
-
-    /// The first byte that is another one.
-    fn other_than(&self, at: usize, len: usize, byte: u8) -> Option<usize> {
-        let wanted = vec![byte; MIB];
-        (at..at + len).step_by(MIB).find_map(|from| {
-            let found = self.bytes(from, MIB.min(at + len - from));
-            let differs = found != wanted[..found.len()];
-            differs.then(|| from + found.iter().position(|found| *found != byte).unwrap())
-        })
-    }
-
-    /// The first byte for which this is not so.
-    fn find_other(&self, at: usize, len: usize, is_so: impl Fn(&u8) -> bool) -> Option<u8> {
-        // Most are as the first one.
-        let bytes = self.bytes(at, len);
-        let first = self.other_than(at, len, bytes[0]);
-        first
-            .and_then(|_| bytes.iter().find(|byte| !is_so(byte)).copied())
-            .or((!is_so(&bytes[0])).then(|| bytes[0]))
-    }
-
-    /// The first byte that is this one.
-    fn find(&self, byte: u8) -> Option<usize> {
-        // SAFETY: the search stays inside the mapping.
-        let found = unsafe { libc::memchr(self.base.cast(), byte.into(), self.len) };
-        (!found.is_null()).then(|| found.addr() - self.base.addr())
-    }
-
-    /// Waits until a byte is no longer 0.
-    fn wait_for(&self, at: usize) {
-        let begun = Instant::now();
-        while self.byte(at) == 0 {
-            assert!(begun.elapsed() < PATIENCE, "byte {at} did not come");
-            std::thread::yield_now();
-        }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: nobody has a pointer into it any more.
-        unsafe { munmap(self.base.cast(), self.len).unwrap() }
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn word(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        (self.word() % end as u64) as usize
-    }
-
-    /// All numbers below `end`, in some order.
-    fn order(&mut self, end: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..end).collect();
-        (1..end).rev().for_each(|at| order.swap(at, self.below(at + 1)));
-        order
-    }
-}
 
 /// An engine with one region.
 struct Side {
@@ -249,119 +133,6 @@ fn impatient() -> EngineOptions {
 
 // ---- Other processes ----
 
-/// In the environment of a process that plays a role: the bytes of its region, and how it is set up.
-const BYTES: &str = "KVLANE_TEST_BYTES";
-const SETUP: &str = "KVLANE_TEST_SETUP";
-/// Before what a process says, among what the test harness says.
-const SAYS: &str = "says: ";
-
-/// This binary, started again as the owner of one engine; killed at the latest when this goes.
-struct Process {
-    child: Child,
-    input: ChildStdin,
-    said: Receiver<String>,
-    reader: Option<JoinHandle<()>>,
-}
-
-impl Process {
-    fn new(bytes: usize) -> Process {
-        Process::with(bytes, "")
-    }
-
-    /// `setup`: "tcp" for nothing else, "forbidden" if it may read no memory of others, "no-memfd" if it cannot make rings,
-    /// "no-getfd" if it cannot take those of others.
-    fn with(bytes: usize, setup: &str) -> Process {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "a_process_of_the_tests_below", "--nocapture"])
-            .env(BYTES, bytes.to_string())
-            .env(SETUP, setup)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let (say, said) = channel();
-        let reader = std::thread::spawn(move || {
-            // The harness does not end its line before the process speaks.
-            for line in output.lines().map_while(Result::ok) {
-                if let Some((_, words)) = line.split_once(SAYS) {
-                    // Nobody listens after a failure.
-                    let _ = say.send(words.to_owned());
-                }
-            }
-        });
-        Process { input: child.stdin.take().unwrap(), child, said, reader: Some(reader) }
-    }
-
-    fn tell(&mut self, words: &str) {
-        writeln!(self.input, "{words}").unwrap();
-    }
-
-    fn hear(&mut self) -> String {
-        self.said.recv_timeout(PATIENCE * 2).expect("the process says nothing")
-    }
-
-    /// Tells something and hears the answer.
-    fn ask(&mut self, words: &str) -> String {
-        self.tell(words);
-        self.hear()
-    }
-
-    /// Tells something that is to be done.
-    fn order(&mut self, words: &str) {
-        assert_eq!(self.ask(words), "done", "{words}");
-    }
-
-    fn descriptor(&mut self) -> Descriptor {
-        from_hex(&self.ask("describe"))
-    }
-
-    fn pid(&self) -> Pid {
-        Pid::from_child(&self.child)
-    }
-
-    /// SIGSTOP; when this returns, no thread of the process runs any more.
-    fn pause(&self) {
-        kill_process(self.pid(), Signal::STOP).unwrap();
-        let (_, status) = waitpid(Some(self.pid()), WaitOptions::UNTRACED).unwrap().unwrap();
-        assert!(status.stopped(), "{status:?}");
-    }
-
-    fn resume(&self) {
-        kill_process(self.pid(), Signal::CONT).unwrap();
-    }
-
-    /// SIGKILL, and waits for the end.
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // Over already, if the test killed it.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join();
-        }
-    }
-}
-
-fn to_hex(descriptor: &Descriptor) -> String {
-    descriptor.to_bytes().unwrap().iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Descriptor {
-    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
-    Descriptor::from_bytes(&(0..text.len()).step_by(2).map(byte).collect::<Vec<_>>()).unwrap()
-}
-
-fn say(words: &str) {
-    println!("{SAYS}{words}");
-}
-
 /// What another process does, and what it answers.
 struct Role {
     side: Side,
@@ -376,34 +147,31 @@ struct Role {
 /// answers each with one.
 #[test]
 fn a_process_of_the_tests_below() {
-    let Ok(bytes) = std::env::var(BYTES) else { return };
-    set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
-    let setup = std::env::var(SETUP).unwrap();
-    match setup.as_str() {
-        "forbidden" => forbid_process_vm(),
-        "no-memfd" => forbid(libc::SYS_memfd_create, libc::SYS_memfd_create),
-        "no-getfd" => forbid(libc::SYS_pidfd_getfd, libc::SYS_pidfd_getfd),
-        _ => {}
-    }
-    let transport = (setup == "tcp").then_some(Transport::Tcp);
-    let options = EngineOptions { transport, ..EngineOptions::default() };
-    let side = Side::new(bytes.parse().unwrap(), options);
-    let generation = side.engine.open_counter(COUNTER);
-    let mut role = Role { side, generation, peer: None, transfer: None, others: Memory::new(MIB) };
-    for line in std::io::stdin().lines() {
-        let line = line.unwrap();
-        let words: Vec<&str> = line.split_whitespace().collect();
-        say(&role.obey(words[0], &words[1..]));
-    }
+    play(Role::new, Role::obey);
 }
 
 impl Role {
+    /// `setup`: "tcp" for nothing else, "forbidden" if it may read no memory of others, "no-memfd" if it cannot make rings,
+    /// "no-getfd" if it cannot take those of others.
+    fn new(bytes: usize, setup: &str) -> Role {
+        match setup {
+            "forbidden" => forbid_process_vm(),
+            "no-memfd" => forbid(libc::SYS_memfd_create, libc::SYS_memfd_create),
+            "no-getfd" => forbid(libc::SYS_pidfd_getfd, libc::SYS_pidfd_getfd),
+            _ => {}
+        }
+        let transport = (setup == "tcp").then_some(Transport::Tcp);
+        let side = Side::new(bytes, EngineOptions { transport, ..EngineOptions::default() });
+        let generation = side.engine.open_counter(COUNTER);
+        Role { side, generation, peer: None, transfer: None, others: Memory::new(MIB) }
+    }
+
     fn obey(&mut self, what: &str, rest: &[&str]) -> String {
         let number = |index: usize| rest[index].parse::<usize>().unwrap();
         let is_so = |is_so: bool, else_say: String| if is_so { "done".into() } else { else_say };
         let Side { engine, region, memory } = &self.side;
         match what {
-            "describe" => return to_hex(&self.side.descriptor()),
+            "describe" => return self.side.descriptor().to_text().unwrap(),
             "fill" => memory.fill(number(0), number(1), number(2) as u8),
             "scribble" => memory.put(&scribbled(number(0) as u64, memory.len)),
             "await" => memory.wait_for(number(0)),
@@ -419,7 +187,7 @@ impl Role {
             "unregister" => engine.unregister(*region).unwrap(),
             "register" => self.side.register(),
             "revoke" => return self.revoke(Duration::from_micros(number(0) as u64)),
-            "meet" => self.peer = Some(self.side.meet(&from_hex(rest[0]))),
+            "meet" => self.peer = Some(self.side.meet(&rest[0].parse().unwrap())),
             "write" => done(&self.side.write(self.peer.unwrap(), number(0), number(1))),
             "disconnect" => engine.disconnect(self.peer.unwrap().id),
             "read" => done(&self.side.read(self.peer.unwrap(), number(0), number(1))),
@@ -449,7 +217,7 @@ impl Role {
                     unsafe { engine.register(self.others.at(at, 1), 1, Access::ReadWrite) };
                 }
             }
-            "cycle" => return self.cycle(&from_hex(rest[0]), number(1)),
+            "cycle" => return self.cycle(&rest[0].parse().unwrap(), number(1)),
             "count" => return numbers(settled(None)),
             "recount" => return numbers(settled(Some([number(0), number(1), number(2)]))),
             _ => panic!("{what}?"),
@@ -512,28 +280,6 @@ impl Role {
         }
         format!("{} {}", numbers(before), numbers(settled(Some(before))))
     }
-}
-
-/// Descriptors, threads and mappings, once they are no more than `wanted`, or do not become fewer.
-fn settled(wanted: Option<[usize; 3]>) -> [usize; 3] {
-    let count = || {
-        let entries = |path: &str| std::fs::read_dir(path).unwrap().count();
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
-        [entries("/proc/self/fd"), entries("/proc/self/task"), maps]
-    };
-    let begun = Instant::now();
-    loop {
-        let now = count();
-        let is_it = wanted.is_some_and(|wanted| (0..3).all(|index| now[index] <= wanted[index]));
-        if is_it || begun.elapsed() > Duration::from_millis(500) {
-            return now;
-        }
-        std::thread::yield_now();
-    }
-}
-
-fn numbers(counts: [usize; 3]) -> String {
-    format!("{counts:?}").replace(['[', ']', ','], "")
 }
 
 /// From now on this process gets EPERM where it would read or write the memory of another one.
@@ -761,7 +507,7 @@ fn a_process_whose_writers_are_killed_serves_others_and_gets_its_memory_back() {
     for _ in 0..20 {
         let mut doomed = Process::new(LARGE);
         here.memory.fill(0, LARGE, 0);
-        let descriptor = to_hex(&here.descriptor());
+        let descriptor = here.descriptor().to_text().unwrap();
         witness.order(&format!("meet {descriptor}"));
         witness.order("write 0 1");
         doomed.order(&format!("fill 0 {LARGE} 7"));
@@ -773,7 +519,7 @@ fn a_process_whose_writers_are_killed_serves_others_and_gets_its_memory_back() {
         here.engine.unregister(here.region).unwrap();
         here.memory.fill(0, LARGE, CANARY);
         here.register();
-        witness.order(&format!("meet {}", to_hex(&here.descriptor())));
+        witness.order(&format!("meet {}", here.descriptor().to_text().unwrap()));
         witness.order(&format!("read 0 {LARGE}"));
         witness.order(&format!("check 0 {LARGE} {CANARY}"));
         assert_eq!(here.memory.other_than(0, LARGE, CANARY), None, "a late write");
@@ -922,7 +668,7 @@ fn memory_that_is_given_back_is_not_written_and_what_is_read_of_it_does_not_coun
                 Some(Err(Failure::Refused)) => outcomes[1] += 1,
                 other => panic!("{other:?} in round {round}"),
             }
-            revoked = revoked.or_else(|| there.said.try_recv().ok());
+            revoked = revoked.or_else(|| there.has_said());
             if revoked.is_none() {
                 handles.push((slot, begin(slot)));
             }
@@ -965,7 +711,7 @@ fn what_may_not_be_read_goes_by_tcp_and_the_path_says_why() {
     let peer = here.meet(&by_tcp.descriptor());
     assert_eq!(moves(&mut by_tcp, peer).as_deref(), Some("the peer goes by TCP only"));
     // The other way: it is not the peer that may not.
-    forbidden.order(&format!("meet {}", to_hex(&here.descriptor())));
+    forbidden.order(&format!("meet {}", here.descriptor().to_text().unwrap()));
     forbidden.order(&format!("fill 0 {LARGE} 6"));
     forbidden.order(&format!("write 0 {}", 5 * MIB));
     assert_eq!(here.memory.other_than(0, 5 * MIB, 6), None);
@@ -999,7 +745,7 @@ fn where_rings_cannot_be_had_the_path_says_why_and_it_is_counted() {
             "{setup}: it took none of ours"
         );
         // And the other way.
-        there.order(&format!("meet {}", to_hex(&here.descriptor())));
+        there.order(&format!("meet {}", here.descriptor().to_text().unwrap()));
         there.order("write 0 64");
         there.order(&format!("read 64 {}", LARGE - 64));
         let says = there.ask("no-rings");
@@ -1012,7 +758,7 @@ fn a_process_that_may_read_others_no_more_goes_on_by_tcp() {
     let mut here = Side::of(LARGE);
     here.memory.fill(0, LARGE, 9);
     let mut forbidden = Process::new(LARGE);
-    forbidden.order(&format!("meet {}", to_hex(&here.descriptor())));
+    forbidden.order(&format!("meet {}", here.descriptor().to_text().unwrap()));
     forbidden.order("read 0 4096");
     assert_eq!(forbidden.ask("path").trim(), "cma");
     forbidden.order("forbid");
@@ -1055,7 +801,7 @@ fn a_write_to_a_stopped_process_whose_first_thread_has_ended_is_over_when_that_g
 #[test]
 fn a_write_of_a_process_that_may_read_others_no_more_is_not_over_while_the_peer_is_stopped() {
     let (mut writer, mut taker) = (Process::new(LARGE), Process::new(LARGE));
-    writer.order(&format!("meet {}", to_hex(&taker.descriptor())));
+    writer.order(&format!("meet {}", taker.descriptor().to_text().unwrap()));
     writer.order("write 0 1");
     writer.order(&format!("fill 0 {LARGE} 7"));
     writer.order("write-on");
@@ -1466,12 +1212,12 @@ fn a_read_of_very_many_very_short_pieces_lets_others_have_their_turn() {
 fn neighbours_that_come_and_go_leave_nothing_open() {
     let rounds = std::env::var("KVLANE_TEST_ROUNDS").map_or(50, |rounds| rounds.parse().unwrap());
     let (mut stays, mut goes) = (Process::new(MIB), Process::new(PAGE));
-    let descriptor = to_hex(&stays.descriptor());
+    let descriptor = stays.descriptor().to_text().unwrap();
     let all = |text: &str| -> Vec<usize> { text.split(' ').map(|count| count.parse().unwrap()).collect() };
     let before = stays.ask("count");
     goes.tell(&format!("cycle {descriptor} {rounds}"));
     let patience = PATIENCE + Duration::from_millis(500) * rounds;
-    let of_goes = all(&goes.said.recv_timeout(patience).unwrap());
+    let of_goes = all(&goes.hear_within(patience));
     let of_stays = [all(&before), all(&stays.ask(&format!("recount {before}")))].concat();
     for counts in [of_goes, of_stays] {
         let [descriptors, threads, mappings] = [0, 1, 2].map(|index| (counts[index], counts[index + 3]));

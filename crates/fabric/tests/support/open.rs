@@ -1,0 +1,25 @@
+//! What a process has open.
+
+use std::time::{Duration, Instant};
+
+/// Descriptors, threads and mappings, once they are no more than `wanted`, or do not become fewer.
+pub(crate) fn settled(wanted: Option<[usize; 3]>) -> [usize; 3] {
+    let count = || {
+        let entries = |path: &str| std::fs::read_dir(path).unwrap().count();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+        [entries("/proc/self/fd"), entries("/proc/self/task"), maps]
+    };
+    let begun = Instant::now();
+    loop {
+        let now = count();
+        let is_it = wanted.is_some_and(|wanted| (0..3).all(|index| now[index] <= wanted[index]));
+        if is_it || begun.elapsed() > Duration::from_millis(500) {
+            return now;
+        }
+        std::thread::yield_now();
+    }
+}
+
+pub(crate) fn numbers(counts: [usize; 3]) -> String {
+    format!("{counts:?}").replace(['[', ']', ','], "")
+}
