@@ -235,8 +235,8 @@ class Engine:
 
     @property
     def connections_without_rings(self) -> int:
-        """Connections by cma, ours and peers', that had to do without shared memory for small things since the engine was
-        made; `Path.no_rings` says why."""
+        """Connections by cma, ours and peers', that had to do without shared memory for small things since the engine
+        was made; `Path.no_rings` says why."""
         return self._core.connections_without_rings()
 
     def counter(self, number: int) -> Counter:
