@@ -1,10 +1,34 @@
-//! Decides what to keep and what a prompt can reuse: eviction order and hit length, over plain numbers.
+//! Decides what to keep and what a prompt can reuse: replacement policies and hit length, over plain numbers.
 //!
-//! Pure: no I/O, no clock, no locks. A *slot* is the store's number for a block.
+//! Pure: no I/O, no clock, no locks. A *slot* is the store's number for a block, a *key* a fingerprint of its content.
+//!
+//! - [`PrefixLru`], the store's eviction order; [`ReplacementPolicy`] and its kinds, which can take its place.
+//! - [`longest_hit`]: how many tokens of a prompt can be reused.
+//! - [`CacheModel`]: a cache without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
+//! - [`Ceilings`]: what a cache without limit could have hit.
 #![forbid(unsafe_code)]
 
+mod ceiling;
+mod ghost;
 mod hit;
+mod hyperloglog;
+mod key;
 mod lru;
+mod model;
+pub mod policies;
+mod replacement;
+mod replay;
+mod shadow;
+mod sketch;
+mod trace;
 
+pub use ceiling::{Ceiling, Ceilings, Window, WindowCount};
 pub use hit::{PrefixGroup, longest_hit};
+pub use hyperloglog::{BadSketch, HyperLogLog};
+pub use key::spread;
 pub use lru::PrefixLru;
+pub use model::{CacheModel, Outcome};
+pub use replacement::{Blocks, PolicyKind, ReplacementPolicy, UnknownPolicy};
+pub use replay::{Choice, EstimatedCeiling, Replayed, Setup, estimate_ceiling, replay};
+pub use shadow::{Auto, Switch};
+pub use trace::Trace;

@@ -70,6 +70,21 @@ impl PrefixLru {
         self.len += 1;
     }
 
+    /// Adds new blocks that continue each other, head first: right below `parent` in age if that is in the list, else as
+    /// the newest. The tail is evicted first.
+    pub fn insert_run(&mut self, run: &[u32], parent: Option<u32>) {
+        let Some((&head, rest)) = run.split_first() else { return };
+        match parent.filter(|&parent| self.contains(parent)) {
+            Some(parent) => self.insert_older(head, parent),
+            None => self.push_newest(head),
+        }
+        let mut newer = head;
+        for &slot in rest {
+            self.insert_older(slot, newer);
+            newer = slot;
+        }
+    }
+
     /// Adds `slot` right below `newer` in age, which must be in the list: `slot` is evicted just before it.
     pub fn insert_older(&mut self, slot: u32, newer: u32) {
         assert!(self.contains(newer), "slot {newer} is not in the list");
@@ -150,13 +165,26 @@ impl PrefixLru {
         None
     }
 
+    /// Bytes on the heap.
+    pub fn heap_bytes(&self) -> usize {
+        self.chunks.len() * CHUNK * size_of::<Link>()
+    }
+
     /// All slots, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        let first = self.ends.map(|ends| ends.oldest);
-        std::iter::successors(first, |&slot| {
-            let newer = self.chunks[slot as usize / CHUNK][slot as usize % CHUNK].newer;
-            (newer != NONE).then_some(newer)
-        })
+        std::iter::successors(self.oldest(), |&slot| self.newer(slot))
+    }
+
+    /// The first to be evicted.
+    pub fn oldest(&self) -> Option<u32> {
+        self.ends.map(|ends| ends.oldest)
+    }
+
+    /// The next newer than `slot`, which must be in the list; None for the newest.
+    pub fn newer(&self, slot: u32) -> Option<u32> {
+        assert!(self.contains(slot), "slot {slot} is not in the list");
+        let newer = self.chunks[slot as usize / CHUNK][slot as usize % CHUNK].newer;
+        (newer != NONE).then_some(newer)
     }
 
     /// Closes the gap between what lay right below and right above a slot that was taken out.

@@ -6,6 +6,7 @@ use proptest::prelude::*;
 enum Op {
     Push(u32),
     InsertOlder(u32, u32),
+    InsertRun(Vec<u32>, Option<u32>),
     Remove(u32),
     Touch(u32),
     TouchPrefix(Vec<u32>),
@@ -20,6 +21,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => slot().prop_map(Op::Push),
         2 => (slot(), slot()).prop_map(|(a, b)| Op::InsertOlder(a, b)),
+        1 => (prop::collection::vec(slot(), 0..4), prop::option::of(slot())).prop_map(|(r, p)| Op::InsertRun(r, p)),
         2 => slot().prop_map(Op::Remove),
         2 => slot().prop_map(Op::Touch),
         1 => prop::collection::vec(slot(), 0..6).prop_map(Op::TouchPrefix),
@@ -50,6 +52,15 @@ proptest! {
                     lru.insert_older(slot, newer);
                     let at = model.iter().position(|&s| s == newer).unwrap();
                     model.insert(at, slot);
+                }
+                Op::InsertRun(mut run, parent) => {
+                    run.sort_unstable();
+                    run.dedup();
+                    run.retain(|slot| !model.contains(slot));
+                    lru.insert_run(&run, parent);
+                    let at = parent.and_then(|parent| model.iter().position(|&slot| slot == parent));
+                    let at = at.unwrap_or(model.len());
+                    model.splice(at..at, run.iter().rev().copied());
                 }
                 Op::Push(_) | Op::InsertOlder(..) => {}
                 Op::Remove(slot) => {

@@ -1,0 +1,263 @@
+//! The hit-rate ceiling: what a cache without limit could have hit.
+//!
+//! Of N block references in a window of time U were to different blocks; all others could have been hits, so the ceiling
+//! is r* = (N - U) / N. N is counted, U estimated by [`HyperLogLog`] sketches. A key is added to the sketch of the
+//! present minute alone; when the minute is over it is merged into its five minutes and its hour. A window is the union of
+//! its slots, the one being filled included: it covers its length less up to one slot.
+//!
+//! Time is given as the time since the Unix epoch, so that the slots of several nodes are the same and their windows can
+//! be [merged](WindowCount::merge).
+
+use std::mem::size_of;
+use std::time::Duration;
+
+use crate::hyperloglog::HyperLogLog;
+use crate::key::spread;
+
+/// Namespaces that have windows of their own.
+const NAMESPACES: usize = 16;
+
+/// The windows there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Window {
+    /// 15 minutes in slots of one.
+    QuarterHour,
+    /// One hour in slots of 5 minutes.
+    Hour,
+    /// 24 hours in slots of one.
+    Day,
+}
+
+impl Window {
+    /// All of them, shortest first.
+    pub const ALL: [Self; 3] = [Self::QuarterHour, Self::Hour, Self::Day];
+
+    /// The name that metrics use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::QuarterHour => "15m",
+            Self::Hour => "1h",
+            Self::Day => "24h",
+        }
+    }
+
+    fn minutes_a_slot(self) -> u64 {
+        match self {
+            Self::QuarterHour => 1,
+            Self::Hour => 5,
+            Self::Day => 60,
+        }
+    }
+
+    fn slots(self) -> usize {
+        match self {
+            Self::QuarterHour => 15,
+            Self::Hour => 12,
+            Self::Day => 24,
+        }
+    }
+
+    /// When the slots began that the window covers at `now`.
+    pub fn start(self, now: Duration) -> Duration {
+        let slot = minute(now) / self.minutes_a_slot();
+        let first = slot.saturating_sub(self.slots() as u64 - 1);
+        Duration::from_secs(first * self.minutes_a_slot() * 60)
+    }
+}
+
+fn minute(now: Duration) -> u64 {
+    now.as_secs() / 60
+}
+
+/// References and different blocks of some stretch of time, on one node or, merged, on several.
+#[derive(Clone, Default)]
+pub struct WindowCount {
+    /// Block references: N.
+    pub references: u64,
+    /// The blocks that were referred to.
+    pub distinct: HyperLogLog,
+}
+
+impl WindowCount {
+    /// Adds what another node counted.
+    pub fn merge(&mut self, other: &Self) {
+        self.references += other.references;
+        self.distinct.merge(&other.distinct);
+    }
+
+    /// The share of references that a cache without limit could have hit, 0 to 1; None without references.
+    pub fn ceiling(&self) -> Option<f64> {
+        let references = self.references as f64;
+        (self.references > 0).then(|| (1.0 - self.distinct.estimate() / references).max(0.0))
+    }
+
+    fn clear(&mut self) {
+        self.references = 0;
+        self.distinct.clear();
+    }
+}
+
+/// A window's slots, each with the number of its stretch of time since the epoch.
+struct Ring {
+    window: Window,
+    slots: Vec<(u64, WindowCount)>,
+}
+
+impl Ring {
+    fn new(window: Window) -> Self {
+        Self { window, slots: (0..window.slots()).map(|_| (0, WindowCount::default())).collect() }
+    }
+
+    /// The slot that `minute` belongs to, emptied if it last was another's.
+    fn slot(&mut self, minute: u64) -> &mut WindowCount {
+        let number = minute / self.window.minutes_a_slot();
+        let at = (number % self.slots.len() as u64) as usize;
+        let (held, count) = &mut self.slots[at];
+        if *held != number {
+            *held = number;
+            count.clear();
+        }
+        count
+    }
+
+    /// The slots that the window covers at `minute`.
+    fn union(&self, minute: u64) -> WindowCount {
+        let last = minute / self.window.minutes_a_slot();
+        let covered = last.saturating_sub(self.slots.len() as u64 - 1)..=last;
+        let mut union = WindowCount::default();
+        for (_, count) in self.slots.iter().filter(|(number, _)| covered.contains(number)) {
+            union.merge(count);
+        }
+        union
+    }
+}
+
+/// The three windows of one stream of references. At most [`Ceiling::MAX_BYTES`].
+pub struct Ceiling {
+    minutes: Ring,
+    five_minutes: Ring,
+    hours: Ring,
+    /// The minute being counted; not yet in the longer windows.
+    present: u64,
+}
+
+impl Default for Ceiling {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Ceiling {
+    /// Memory when every slot has been used.
+    pub const MAX_BYTES: usize =
+        size_of::<Self>() + (15 + 12 + 24) * (size_of::<(u64, WindowCount)>() + HyperLogLog::HEAP_BYTES);
+
+    /// Nothing counted.
+    pub fn new() -> Self {
+        Self {
+            minutes: Ring::new(Window::QuarterHour),
+            five_minutes: Ring::new(Window::Hour),
+            hours: Ring::new(Window::Day),
+            present: 0,
+        }
+    }
+
+    /// A request referred to these blocks. Time that goes back stands still.
+    pub fn record(&mut self, keys: impl IntoIterator<Item = u64>, now: Duration) {
+        let now = minute(now).max(self.present);
+        if now != self.present {
+            self.close_minute();
+            self.present = now;
+        }
+        let count = self.minutes.slot(now);
+        for key in keys {
+            count.references += 1;
+            count.distinct.insert(spread(key));
+        }
+    }
+
+    fn close_minute(&mut self) {
+        let count = self.minutes.slot(self.present);
+        self.five_minutes.slot(self.present).merge(count);
+        self.hours.slot(self.present).merge(count);
+    }
+
+    /// What a window covers at `now`: some milliseconds of work for the longest.
+    pub fn window(&self, window: Window, now: Duration) -> WindowCount {
+        let now = minute(now).max(self.present);
+        let ring = match window {
+            Window::QuarterHour => return self.minutes.union(now),
+            Window::Hour => &self.five_minutes,
+            Window::Day => &self.hours,
+        };
+        let mut union = ring.union(now);
+        let age = now / window.minutes_a_slot() - self.present / window.minutes_a_slot();
+        let held = &self.minutes.slots[(self.present % self.minutes.slots.len() as u64) as usize];
+        if held.0 == self.present && age < window.slots() as u64 {
+            union.merge(&held.1);
+        }
+        union
+    }
+
+    /// All three windows at `now`.
+    pub fn read(&self, now: Duration) -> [(Window, WindowCount); 3] {
+        Window::ALL.map(|window| (window, self.window(window, now)))
+    }
+}
+
+/// The ceilings of the whole cache and of at most 16 namespaces.
+#[derive(Default)]
+pub struct Ceilings {
+    total: Ceiling,
+    namespaces: Vec<(u64, Duration, Ceiling)>,
+}
+
+impl Ceilings {
+    /// Nothing counted.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A request of `namespace`, any number that names it, referred to these blocks. The same key in two namespaces is two
+    /// blocks. A namespace beyond the 16th takes the place of one that was silent for an hour; while there is none it
+    /// counts in the total alone.
+    pub fn record(&mut self, namespace: u64, keys: &[u64], now: Duration) {
+        let salt = spread(namespace);
+        self.total.record(keys.iter().map(|key| key ^ salt), now);
+        if let Some(ceiling) = self.of_namespace(namespace, now) {
+            ceiling.record(keys.iter().copied(), now);
+        }
+    }
+
+    fn of_namespace(&mut self, namespace: u64, now: Duration) -> Option<&mut Ceiling> {
+        let at = match self.namespaces.iter().position(|(known, ..)| *known == namespace) {
+            Some(at) => at,
+            None if self.namespaces.len() < NAMESPACES => {
+                self.namespaces.push((namespace, now, Ceiling::new()));
+                self.namespaces.len() - 1
+            }
+            None => {
+                let (at, (_, heard, _)) =
+                    self.namespaces.iter().enumerate().min_by_key(|(_, (_, heard, _))| *heard)?;
+                if now.saturating_sub(*heard) < Duration::from_secs(3600) {
+                    return None;
+                }
+                self.namespaces[at] = (namespace, now, Ceiling::new());
+                at
+            }
+        };
+        let (_, heard, ceiling) = &mut self.namespaces[at];
+        *heard = now.max(*heard);
+        Some(ceiling)
+    }
+
+    /// Of all namespaces together.
+    pub fn total(&self) -> &Ceiling {
+        &self.total
+    }
+
+    /// Those that are counted apart.
+    pub fn namespaces(&self) -> impl Iterator<Item = (u64, &Ceiling)> {
+        self.namespaces.iter().map(|(namespace, _, ceiling)| (*namespace, ceiling))
+    }
+}

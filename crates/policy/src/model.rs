@@ -1,0 +1,205 @@
+//! A cache without bytes: what a store keeps of its blocks, with a policy, over keys.
+
+use std::collections::hash_map::Entry;
+
+use crate::ghost::{KeyMap, map_bytes};
+use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+
+const NONE: u32 = u32::MAX;
+/// Blocks that may not go now, passed over in search of one victim; as in the store.
+const REFUSALS: usize = 256;
+
+struct Block {
+    key: u64,
+    parent: u32,
+    /// Resident blocks that continue it.
+    children: u32,
+    /// The last request that used it.
+    request: u32,
+}
+
+/// The blocks as the policy sees them. The blocks of the present request count as leased.
+struct Resident {
+    blocks: Vec<Block>,
+    request: u32,
+    /// False: a block may go before those that continue it, as in a cache that knows nothing of prefixes.
+    leaves_first: bool,
+}
+
+impl Blocks for Resident {
+    fn key(&self, slot: u32) -> u64 {
+        self.blocks[slot as usize].key
+    }
+
+    fn may_evict(&self, slot: u32) -> bool {
+        let block = &self.blocks[slot as usize];
+        (block.children == 0 || !self.leaves_first) && block.request != self.request
+    }
+
+    fn in_use(&self, slot: u32) -> bool {
+        self.blocks[slot as usize].request == self.request
+    }
+}
+
+/// How much of one request was resident.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// Blocks from the first one on, up to the first that was not.
+    pub prefix_hits: usize,
+    /// Blocks wherever they stand.
+    pub block_hits: usize,
+}
+
+/// A cache of `capacity` blocks with a policy, driven request by request: a request's blocks are looked up, what was
+/// hit is touched, what is missing comes in at the cost of victims. Its memory is in proportion to its capacity.
+pub struct CacheModel {
+    resident: Resident,
+    free: Vec<u32>,
+    slots: KeyMap<u32>,
+    policy: Box<dyn ReplacementPolicy>,
+    capacity: usize,
+    hit: Vec<u32>,
+    run: Vec<u32>,
+}
+
+impl CacheModel {
+    /// An empty cache.
+    pub fn new(policy: PolicyKind, capacity: usize) -> Self {
+        let resident = Resident { blocks: Vec::new(), request: 0, leaves_first: true };
+        Self {
+            resident,
+            free: Vec::new(),
+            slots: KeyMap::default(),
+            policy: policy.build(capacity),
+            capacity,
+            hit: Vec::new(),
+            run: Vec::new(),
+        }
+    }
+
+    /// Lets a block be evicted before those that continue it, as caches do that know nothing of prefixes.
+    pub fn without_leaves_first(mut self) -> Self {
+        self.resident.leaves_first = false;
+        self
+    }
+
+    /// Resident blocks.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// True when nothing is resident.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// The policy at work.
+    pub fn policy(&self) -> PolicyKind {
+        self.policy.kind()
+    }
+
+    /// True when the block is resident.
+    pub fn contains(&self, key: u64) -> bool {
+        self.slots.contains_key(&key)
+    }
+
+    /// Bytes on the heap, about.
+    pub fn heap_bytes(&self) -> usize {
+        self.resident.blocks.capacity() * size_of::<Block>()
+            + (self.free.capacity() + self.hit.capacity() + self.run.capacity()) * size_of::<u32>()
+            + map_bytes(&self.slots)
+            + self.policy.heap_bytes()
+    }
+
+    /// Goes on with another policy, which takes over what is resident.
+    pub fn switch(&mut self, policy: PolicyKind) {
+        if policy != self.policy.kind() {
+            self.policy = policy.take_over(self.policy.as_ref(), self.capacity, &self.resident);
+        }
+    }
+
+    /// A request for a prompt of these blocks, head first. The keys of evicted blocks are given to `evicted`.
+    pub fn request(&mut self, keys: &[u64], mut evicted: impl FnMut(u64)) -> Outcome {
+        self.resident.request = self.resident.request.wrapping_add(1);
+        self.hit.clear();
+        let mut outcome = Outcome::default();
+        let mut parent = NONE;
+        let mut at = 0;
+        while let Some(&key) = keys.get(at) {
+            if let Some(&slot) = self.slots.get(&key) {
+                outcome.prefix_hits += usize::from(outcome.block_hits == at);
+                outcome.block_hits += 1;
+                self.resident.blocks[slot as usize].request = self.resident.request;
+                self.hit.push(slot);
+                parent = slot;
+                at += 1;
+                continue;
+            }
+            self.touch_hits();
+            let missing = keys[at..].iter().take_while(|key| !self.slots.contains_key(key)).count();
+            let stored = self.store_run(&keys[at..at + missing], parent, &mut evicted);
+            at += missing;
+            if stored < missing {
+                // What follows is unreachable; it neither counts as used nor comes in.
+                break;
+            }
+            parent = self.run.last().copied().unwrap_or(parent);
+        }
+        self.touch_hits();
+        outcome
+    }
+
+    fn touch_hits(&mut self) {
+        self.policy.touch(&self.hit, &self.resident);
+        self.hit.clear();
+    }
+
+    /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
+    fn store_run(&mut self, keys: &[u64], parent: u32, evicted: &mut impl FnMut(u64)) -> usize {
+        self.run.clear();
+        let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
+        let admitted = self.policy.admit(keys, victims, &self.resident).min(keys.len());
+        let mut last = parent;
+        for &key in &keys[..admitted] {
+            if self.len() >= self.capacity && !self.evict(evicted) {
+                break;
+            }
+            // A prompt holds a block twice only where a trace is wrong; its chain ends there.
+            let Some(slot) = self.add(key, last) else { break };
+            last = slot;
+            self.run.push(slot);
+        }
+        let parent = (parent != NONE).then_some(parent);
+        self.policy.insert(&self.run, parent, &self.resident);
+        self.run.len()
+    }
+
+    /// The new block's slot; None if there is one of this key.
+    fn add(&mut self, key: u64, parent: u32) -> Option<u32> {
+        let Entry::Vacant(place) = self.slots.entry(key) else { return None };
+        let block = Block { key, parent, children: 0, request: self.resident.request };
+        let slot = self.free.pop().unwrap_or(self.resident.blocks.len() as u32);
+        place.insert(slot);
+        match self.resident.blocks.get_mut(slot as usize) {
+            Some(place) => *place = block,
+            None => self.resident.blocks.push(block),
+        }
+        if parent != NONE {
+            self.resident.blocks[parent as usize].children += 1;
+        }
+        Some(slot)
+    }
+
+    fn evict(&mut self, evicted: &mut impl FnMut(u64)) -> bool {
+        let Some(victim) = self.policy.take_victim(REFUSALS, &self.resident) else { return false };
+        let Block { key, parent, .. } = self.resident.blocks[victim as usize];
+        self.slots.remove(&key);
+        self.free.push(victim);
+        if parent != NONE {
+            let parent = &mut self.resident.blocks[parent as usize];
+            parent.children = parent.children.saturating_sub(1);
+        }
+        evicted(key);
+        true
+    }
+}

@@ -1,0 +1,122 @@
+use crate::PrefixLru;
+use crate::ghost::Ghost;
+use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+
+/// Two LRU lists, of blocks used once and of blocks used again, whose shares adapt to what comes back.
+///
+/// Megiddo, Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The keys of blocks that were evicted
+/// from either list are remembered, together as many as there are blocks; a block that comes back from one of them moves
+/// the border towards that list. Prompts that never come back displace only what was used once.
+#[derive(Default)]
+pub struct Arc {
+    /// T1 of the paper.
+    once: PrefixLru,
+    /// T2.
+    again: PrefixLru,
+    /// B1.
+    evicted_once: Ghost,
+    /// B2.
+    evicted_again: Ghost,
+    /// Blocks that `once` should hold: p of the paper.
+    once_target: f64,
+}
+
+impl Arc {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c, where c is what the cache held when it was last full.
+    fn trim(&mut self, capacity: usize) {
+        self.evicted_once.trim(capacity.saturating_sub(self.once.len()));
+        let rest = (2 * capacity).saturating_sub(self.len() + self.evicted_once.len());
+        self.evicted_again.trim(rest);
+    }
+}
+
+impl ReplacementPolicy for Arc {
+    fn kind(&self) -> PolicyKind {
+        PolicyKind::Arc
+    }
+
+    /// Admits all; blocks that come back move the border before victims are chosen.
+    fn admit(&mut self, run: &[u64], _victims: usize, _blocks: &dyn Blocks) -> usize {
+        for &key in run {
+            let (once, again) = (self.evicted_once.len() as f64, self.evicted_again.len() as f64);
+            if self.evicted_once.contains(key) {
+                self.once_target = (self.once_target + (again / once).max(1.0)).min(self.len() as f64);
+            } else if self.evicted_again.contains(key) {
+                self.once_target = (self.once_target - (once / again).max(1.0)).max(0.0);
+            }
+        }
+        run.len()
+    }
+
+    fn insert(&mut self, run: &[u32], _parent: Option<u32>, blocks: &dyn Blocks) {
+        for &slot in run.iter().rev() {
+            let key = blocks.key(slot);
+            if self.evicted_once.remove(key) || self.evicted_again.remove(key) {
+                self.again.push_newest(slot);
+            } else {
+                self.once.push_newest(slot);
+            }
+        }
+    }
+
+    fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {
+        for &slot in prefix.iter().rev() {
+            if self.once.remove(slot) {
+                self.again.push_newest(slot);
+            } else {
+                self.again.touch(slot);
+            }
+        }
+    }
+
+    fn remove(&mut self, slot: u32) -> bool {
+        self.once.remove(slot) || self.again.remove(slot)
+    }
+
+    fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        let capacity = self.len();
+        let may_evict = |slot| blocks.may_evict(slot);
+        let once_first = self.once.len() as f64 > self.once_target || self.again.is_empty();
+        let from_once = |policy: &mut Self| {
+            let slot = policy.once.take_oldest(max_refusals / 2, may_evict)?;
+            policy.evicted_once.push(blocks.key(slot));
+            Some(slot)
+        };
+        let from_again = |policy: &mut Self| {
+            let slot = policy.again.take_oldest(max_refusals / 2, may_evict)?;
+            policy.evicted_again.push(blocks.key(slot));
+            Some(slot)
+        };
+        let victim = if once_first {
+            from_once(self).or_else(|| from_again(self))
+        } else {
+            from_again(self).or_else(|| from_once(self))
+        };
+        self.trim(capacity);
+        victim
+    }
+
+    fn len(&self) -> usize {
+        self.once.len() + self.again.len()
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.once.contains(slot) || self.again.contains(slot)
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.once.heap_bytes()
+            + self.again.heap_bytes()
+            + self.evicted_once.heap_bytes()
+            + self.evicted_again.heap_bytes()
+    }
+
+    fn slots(&self) -> Vec<u32> {
+        self.once.iter().chain(self.again.iter()).collect()
+    }
+}

@@ -1,0 +1,105 @@
+use super::PerSlot;
+use crate::PrefixLru;
+use crate::ghost::Ghost;
+use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+
+/// Part of the cache that new blocks pass through: one in so many.
+const SMALL_SHARE: usize = 10;
+/// Uses in the small queue that earn a place in the main one.
+const PROMOTING_USES: u8 = 2;
+/// Blocks moved within the queues for one victim, before one goes that would have been moved too.
+const MOVES: usize = 4096;
+
+/// A small queue that blocks leave soon unless they are used, and a main queue for the rest.
+///
+/// Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. A tenth of the cache is the
+/// small queue; a block that was evicted from it and comes back goes to the main queue at once. Prompts that never come
+/// back stay within the small queue. Best on caches that hold a few percent of what is asked for.
+#[derive(Default)]
+pub struct S3Fifo {
+    small: PrefixLru,
+    main: PrefixLru,
+    evicted: Ghost,
+    /// Since it came or was last moved, at most 3.
+    uses: PerSlot<u8>,
+}
+
+impl S3Fifo {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self::default()
+    }
+}
+
+impl ReplacementPolicy for S3Fifo {
+    fn kind(&self) -> PolicyKind {
+        PolicyKind::S3Fifo
+    }
+
+    fn insert(&mut self, run: &[u32], _parent: Option<u32>, blocks: &dyn Blocks) {
+        for &slot in run.iter().rev() {
+            self.uses.set(slot, 0);
+            if self.evicted.remove(blocks.key(slot)) {
+                self.main.push_newest(slot);
+            } else {
+                self.small.push_newest(slot);
+            }
+        }
+    }
+
+    fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {
+        for &slot in prefix.iter().filter(|&&slot| self.small.contains(slot) || self.main.contains(slot)) {
+            self.uses.set(slot, (self.uses.get(slot) + 1).min(3));
+        }
+    }
+
+    fn remove(&mut self, slot: u32) -> bool {
+        self.small.remove(slot) || self.main.remove(slot)
+    }
+
+    fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        let mut refusals = 0;
+        let mut moves = 0;
+        let len = self.len();
+        while refusals <= max_refusals.min(len) {
+            let from_small = self.main.is_empty() || self.small.len() * SMALL_SHARE > len;
+            let slot = if from_small { self.small.oldest() } else { self.main.oldest() }?;
+            let uses = self.uses.get(slot);
+            let promising = moves < MOVES && uses >= if from_small { PROMOTING_USES } else { 1 };
+            if promising {
+                moves += 1;
+                self.uses.set(slot, if from_small { 0 } else { uses - 1 });
+            } else if blocks.may_evict(slot) {
+                self.remove(slot);
+                if from_small {
+                    self.evicted.push(blocks.key(slot));
+                    self.evicted.trim(len);
+                }
+                return Some(slot);
+            } else {
+                refusals += 1;
+            }
+            // One that may not go is moved like one that was used: what continues it was.
+            self.small.remove(slot);
+            self.main.remove(slot);
+            self.main.push_newest(slot);
+        }
+        None
+    }
+
+    fn len(&self) -> usize {
+        self.small.len() + self.main.len()
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.small.contains(slot) || self.main.contains(slot)
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.small.heap_bytes() + self.main.heap_bytes() + self.evicted.heap_bytes() + self.uses.heap_bytes()
+    }
+
+    fn slots(&self) -> Vec<u32> {
+        self.small.iter().chain(self.main.iter()).collect()
+    }
+}

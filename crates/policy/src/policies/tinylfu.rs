@@ -1,0 +1,82 @@
+use crate::PrefixLru;
+use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::sketch::FrequencySketch;
+
+/// LRU behind a gate: under pressure a run comes in only if it was asked for more often than what it would displace.
+///
+/// Einziger, Friedman, Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM TOS 2017. The run that a request
+/// missed is judged as one: the mean of its blocks' recent uses against the mean of all the victims it needs, and a tie
+/// keeps it out. Keeps what is used all the time through any stream of prompts that never come back, at the price of
+/// keeping new conversations out: off by default.
+pub struct TinyLfu {
+    order: PrefixLru,
+    uses: FrequencySketch,
+}
+
+impl TinyLfu {
+    /// An empty one for a cache of about `capacity` blocks.
+    pub fn new(capacity: usize) -> Self {
+        Self { order: PrefixLru::new(), uses: FrequencySketch::new(capacity) }
+    }
+}
+
+/// The mean recent use of `keys`; 0 of none.
+pub(super) fn mean_uses(sketch: &FrequencySketch, keys: impl Iterator<Item = u64>) -> f64 {
+    let (mut sum, mut count) = (0, 0u32);
+    for key in keys {
+        sum += sketch.estimate(key);
+        count += 1;
+    }
+    f64::from(sum) / f64::from(count.max(1))
+}
+
+impl ReplacementPolicy for TinyLfu {
+    fn kind(&self) -> PolicyKind {
+        PolicyKind::TinyLfu
+    }
+
+    fn admit(&mut self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> usize {
+        run.iter().for_each(|&key| self.uses.increment(key));
+        if victims == 0 {
+            return run.len();
+        }
+        let candidate = mean_uses(&self.uses, run.iter().copied());
+        let displaced = self.order.iter().filter(|&slot| !blocks.in_use(slot)).take(victims);
+        let displaced = mean_uses(&self.uses, displaced.map(|slot| blocks.key(slot)));
+        // What fits without a victim comes in at any rate.
+        if candidate > displaced { run.len() } else { run.len().saturating_sub(victims) }
+    }
+
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
+        self.order.insert_run(run, parent);
+    }
+
+    fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {
+        prefix.iter().for_each(|&slot| self.uses.increment(blocks.key(slot)));
+        self.order.touch_prefix(prefix);
+    }
+
+    fn remove(&mut self, slot: u32) -> bool {
+        self.order.remove(slot)
+    }
+
+    fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        self.order.take_oldest(max_refusals, |slot| blocks.may_evict(slot))
+    }
+
+    fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.order.contains(slot)
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.order.heap_bytes() + self.uses.heap_bytes()
+    }
+
+    fn slots(&self) -> Vec<u32> {
+        self.order.iter().collect()
+    }
+}

@@ -1,0 +1,167 @@
+use super::PerSlot;
+use super::tinylfu::mean_uses;
+use crate::PrefixLru;
+use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
+use crate::sketch::FrequencySketch;
+
+/// The window is one block in so many of the cache.
+const WINDOW_SHARE: usize = 100;
+/// Of the main part, in tenths, what blocks that were used there may fill.
+const PROTECTED_TENTHS: usize = 5;
+/// Blocks of one run that are judged at once.
+const RUN: usize = 1024;
+
+/// TinyLFU with a small LRU window in front, so that new blocks have a chance to be used before they are judged.
+///
+/// Einziger, Eytan, Friedman, Manes, "Adaptive Software Cache Management", Middleware 2018; window of 1 %. Blocks that
+/// leave the window are judged by run: the mean of the recent uses of those that came together against the mean of as many
+/// victims of the main part, which is segmented: what was used in it is protected up to half of it. Good for tiny caches.
+pub struct WTinyLfu {
+    window: PrefixLru,
+    probation: PrefixLru,
+    protected: PrefixLru,
+    uses: FrequencySketch,
+    /// Which insertion a slot came with.
+    run: PerSlot<u32>,
+    next_run: u32,
+    /// A victim was asked for since the last insertion: the cache is full.
+    full: bool,
+    /// The run that was judged since the last request and lost: the rest of it goes without another look.
+    lost: Option<u32>,
+}
+
+impl WTinyLfu {
+    /// An empty one for a cache of about `capacity` blocks.
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            window: PrefixLru::new(),
+            probation: PrefixLru::new(),
+            protected: PrefixLru::new(),
+            uses: FrequencySketch::new(capacity),
+            run: PerSlot::default(),
+            next_run: 0,
+            full: false,
+            lost: None,
+        }
+    }
+
+    fn allowed_window(&self) -> usize {
+        (self.len() / WINDOW_SHARE).max(1)
+    }
+
+    fn main_len(&self) -> usize {
+        self.probation.len() + self.protected.len()
+    }
+
+    fn main_oldest(&self) -> impl Iterator<Item = u32> + '_ {
+        self.probation.iter().chain(self.protected.iter())
+    }
+
+    /// The oldest blocks of the window that came together.
+    fn oldest_run(&self) -> Vec<u32> {
+        let mut blocks = self.window.iter().take(RUN).peekable();
+        let run = blocks.peek().map(|&slot| self.run.get(slot));
+        blocks.take_while(|&slot| Some(self.run.get(slot)) == run).collect()
+    }
+
+    /// Whether the run that would leave the window is worth more than what it would displace.
+    fn wins(&self, run: &[u32], blocks: &dyn Blocks) -> bool {
+        let displaced = self.main_oldest().filter(|&slot| !blocks.in_use(slot)).take(run.len());
+        let displaced = mean_uses(&self.uses, displaced.map(|slot| blocks.key(slot)));
+        mean_uses(&self.uses, run.iter().map(|&slot| blocks.key(slot))) > displaced
+    }
+
+    fn take_from_main(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        let may_evict = |slot| blocks.may_evict(slot);
+        let victim = self.probation.take_oldest(max_refusals / 2, may_evict);
+        victim.or_else(|| self.protected.take_oldest(max_refusals / 2, may_evict))
+    }
+}
+
+impl ReplacementPolicy for WTinyLfu {
+    fn kind(&self) -> PolicyKind {
+        PolicyKind::WTinyLfu
+    }
+
+    fn admit(&mut self, run: &[u64], _victims: usize, _blocks: &dyn Blocks) -> usize {
+        run.iter().for_each(|&key| self.uses.increment(key));
+        run.len()
+    }
+
+    fn insert(&mut self, run: &[u32], _parent: Option<u32>, _blocks: &dyn Blocks) {
+        for &slot in run.iter().rev() {
+            self.run.set(slot, self.next_run);
+            self.window.push_newest(slot);
+        }
+        self.next_run = self.next_run.wrapping_add(1);
+        // While there is room nothing has to win against anything.
+        while !self.full && self.window.len() > self.allowed_window() {
+            let Some(oldest) = self.window.oldest() else { break };
+            self.window.remove(oldest);
+            self.probation.push_newest(oldest);
+        }
+        self.full = false;
+        self.lost = None;
+    }
+
+    fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {
+        for &slot in prefix.iter().rev() {
+            self.uses.increment(blocks.key(slot));
+            if self.probation.remove(slot) {
+                self.protected.push_newest(slot);
+            } else {
+                self.window.touch(slot);
+                self.protected.touch(slot);
+            }
+        }
+        self.lost = None;
+        while self.protected.len() * 10 > self.main_len() * PROTECTED_TENTHS {
+            let Some(oldest) = self.protected.oldest() else { break };
+            self.protected.remove(oldest);
+            self.probation.push_newest(oldest);
+        }
+    }
+
+    fn remove(&mut self, slot: u32) -> bool {
+        self.window.remove(slot) || self.probation.remove(slot) || self.protected.remove(slot)
+    }
+
+    fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
+        self.full = true;
+        if self.window.len() > self.allowed_window() {
+            let number = self.window.oldest().map(|slot| self.run.get(slot));
+            let run = if self.lost == number { Vec::new() } else { self.oldest_run() };
+            if !self.wins(&run, blocks) {
+                self.lost = number;
+                let victim = self.window.take_oldest(max_refusals / 2, |slot| blocks.may_evict(slot));
+                return victim.or_else(|| self.take_from_main(max_refusals / 2, blocks));
+            }
+            for slot in run {
+                self.window.remove(slot);
+                self.probation.push_newest(slot);
+            }
+        }
+        let victim = self.take_from_main(max_refusals / 2, blocks);
+        victim.or_else(|| self.window.take_oldest(max_refusals / 2, |slot| blocks.may_evict(slot)))
+    }
+
+    fn len(&self) -> usize {
+        self.window.len() + self.main_len()
+    }
+
+    fn contains(&self, slot: u32) -> bool {
+        self.window.contains(slot) || self.probation.contains(slot) || self.protected.contains(slot)
+    }
+
+    fn heap_bytes(&self) -> usize {
+        self.window.heap_bytes()
+            + self.probation.heap_bytes()
+            + self.protected.heap_bytes()
+            + self.uses.heap_bytes()
+            + self.run.heap_bytes()
+    }
+
+    fn slots(&self) -> Vec<u32> {
+        self.window.iter().chain(self.main_oldest()).collect()
+    }
+}

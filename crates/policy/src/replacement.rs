@@ -1,0 +1,154 @@
+//! What a replacement policy is: which blocks go when room is needed, and which come in at all.
+//!
+//! The caller (a store, or [`CacheModel`](crate::CacheModel) in virtual time) knows the blocks; a policy knows slots, and
+//! asks about them through [`Blocks`]. For one request the caller, in this order:
+//!
+//! 1. finds what is resident and reports it with [`touch`](ReplacementPolicy::touch);
+//! 2. asks [`admit`](ReplacementPolicy::admit) once for the run of missing blocks;
+//! 3. makes room with [`take_victim`](ReplacementPolicy::take_victim), as often as it needs to;
+//! 4. adds the new blocks with [`insert`](ReplacementPolicy::insert), below the last that was hit.
+//!
+//! All policies know that blocks are prefixes of prompts: a run comes in with its tail as the next to be evicted, a hit is
+//! counted from the tail to the head, a block goes only when nothing resident continues it ([`Blocks::may_evict`]), and what
+//! is leased or being written stays in its place but is passed over.
+
+use std::{fmt, str::FromStr};
+
+use crate::policies::{Arc, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
+
+/// What a policy asks about slots that it was told of.
+pub trait Blocks {
+    /// The block's fingerprint: equal for equal content whenever it comes back, and uniform over 64 bits.
+    fn key(&self, slot: u32) -> u64;
+    /// False while it is leased, being written, or continued by a resident block.
+    fn may_evict(&self, slot: u32) -> bool;
+    /// True while it is leased or being written: it will not be evicted even if all that continues it is.
+    fn in_use(&self, slot: u32) -> bool;
+}
+
+/// Decides what to evict and what to keep out. Slots are dense and below `u32::MAX - 1`; memory is a few bytes times the
+/// largest one, and for some policies as much again for the keys of evicted blocks.
+pub trait ReplacementPolicy: Send {
+    /// Which of the policies this is.
+    fn kind(&self) -> PolicyKind;
+
+    /// A request has missed these blocks, given by key from the head, and storing them costs `victims` evictions. Says how
+    /// many of them, from the head, to store: with no eviction needed always all.
+    fn admit(&mut self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> usize {
+        let _ = (victims, blocks);
+        run.len()
+    }
+
+    /// New blocks that continue each other, head first, and the block that the first of them continues. They must not be
+    /// in yet.
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks);
+
+    /// A request has hit these blocks, given from the head of its prompt. Slots that are not in are passed over.
+    fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks);
+
+    /// `slot` is gone for another reason than eviction; false if it was not in.
+    fn remove(&mut self, slot: u32) -> bool;
+
+    /// Takes out the block to evict: the first in the policy's order that [`Blocks::may_evict`] agrees to. None after
+    /// `max_refusals` that it did not agree to.
+    fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32>;
+
+    /// Slots that are in.
+    fn len(&self) -> usize;
+
+    /// True when nothing could be evicted.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// True when `slot` is in.
+    fn contains(&self, slot: u32) -> bool;
+
+    /// Bytes on the heap, about.
+    fn heap_bytes(&self) -> usize;
+
+    /// All slots, roughly the next victim first: what another policy starts with.
+    fn slots(&self) -> Vec<u32>;
+}
+
+/// The policies there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PolicyKind {
+    /// [`Lru`]
+    Lru,
+    /// [`Arc`]
+    Arc,
+    /// [`S3Fifo`]
+    S3Fifo,
+    /// [`Sieve`]
+    Sieve,
+    /// [`TinyLfu`]
+    TinyLfu,
+    /// [`WTinyLfu`]
+    WTinyLfu,
+}
+
+impl PolicyKind {
+    /// All of them, the default first.
+    pub const ALL: [Self; 6] =
+        [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu];
+
+    /// The name that flags and reports use.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lru => "lru",
+            Self::Arc => "arc",
+            Self::S3Fifo => "s3fifo",
+            Self::Sieve => "sieve",
+            Self::TinyLfu => "tinylfu",
+            Self::WTinyLfu => "wtinylfu",
+        }
+    }
+
+    /// An empty policy for a cache of about `capacity` blocks: frequency sketches are sized by it, nothing else.
+    pub fn build(self, capacity: usize) -> Box<dyn ReplacementPolicy> {
+        match self {
+            Self::Lru => Box::new(Lru::new()),
+            Self::Arc => Box::new(Arc::new()),
+            Self::S3Fifo => Box::new(S3Fifo::new()),
+            Self::Sieve => Box::new(Sieve::new()),
+            Self::TinyLfu => Box::new(TinyLfu::new(capacity)),
+            Self::WTinyLfu => Box::new(WTinyLfu::new(capacity)),
+        }
+    }
+
+    /// A policy for a cache of about `capacity` blocks that takes over what `from` holds, in its order; how often blocks
+    /// were used and which were evicted is learned anew.
+    pub fn take_over(
+        self,
+        from: &dyn ReplacementPolicy,
+        capacity: usize,
+        blocks: &dyn Blocks,
+    ) -> Box<dyn ReplacementPolicy> {
+        let mut policy = self.build(capacity);
+        for slot in from.slots() {
+            policy.insert(&[slot], None, blocks);
+        }
+        policy
+    }
+}
+
+impl fmt::Display for PolicyKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for PolicyKind {
+    type Err = UnknownPolicy;
+
+    fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
+        let kind = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        kind.ok_or_else(|| UnknownPolicy(text.to_owned()))
+    }
+}
+
+/// There is no policy of this name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is no policy: use lru, arc, s3fifo, sieve, tinylfu or wtinylfu")]
+pub struct UnknownPolicy(String);

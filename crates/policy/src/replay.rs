@@ -1,0 +1,149 @@
+//! A trace against a cache, in virtual time.
+
+use std::fmt;
+
+use crate::ceiling::{Ceiling, Window, WindowCount};
+use crate::model::CacheModel;
+use crate::replacement::PolicyKind;
+use crate::shadow::{Auto, Switch};
+use crate::trace::Trace;
+
+/// Requests between two reports of progress.
+const STEP: usize = 256;
+
+/// Which policy a cache runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// This one.
+    Fixed(PolicyKind),
+    /// The one that shadow caches find best, see [`Auto`].
+    Auto,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(kind) => kind.fmt(f),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+/// The cache of a replay.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// Its policy.
+    pub policy: Choice,
+    /// Blocks that fit into RAM.
+    pub capacity: usize,
+    /// Blocks that fit into the tier below; 0 is none. What RAM evicts goes there, the least recently used go from there.
+    /// A hit there brings the block back to RAM and leaves the copy.
+    pub ssd_capacity: usize,
+}
+
+/// What a replay counted, in block references.
+#[derive(Clone, Debug, Default)]
+pub struct Replayed {
+    /// All.
+    pub references: usize,
+    /// Hits in RAM as part of a prefix: from a request's first block on, up to the first that is not there.
+    pub prefix_hits: usize,
+    /// Hits further on in such a prefix that the tier below gave, or that RAM gave behind one of those.
+    pub ssd_prefix_hits: usize,
+    /// Hits in RAM wherever they stood.
+    pub block_hits: usize,
+    /// The changes of policy, with the request that each followed.
+    pub switches: Vec<(usize, Switch)>,
+    /// Bytes that the shadow caches held at most.
+    pub shadow_bytes: usize,
+}
+
+/// Replays a whole trace; `progress` is told now and then how many more references are done.
+pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> Replayed {
+    let (kind, mut auto) = match setup.policy {
+        Choice::Fixed(kind) => (kind, None),
+        Choice::Auto => (PolicyKind::Lru, Some(Auto::new(PolicyKind::Lru, setup.capacity))),
+    };
+    let mut ram = CacheModel::new(kind, setup.capacity);
+    let mut ssd = Ssd::new(setup.ssd_capacity);
+    let mut replayed = Replayed::default();
+    let mut keys: Vec<u64> = Vec::new();
+    let mut told = 0;
+    for (index, (_, request)) in trace.requests().enumerate() {
+        keys.clear();
+        keys.extend(request);
+        replayed.references += keys.len();
+        let below = ssd.read(&ram, &keys);
+        let outcome = ram.request(&keys, |evicted| ssd.demote(evicted));
+        replayed.prefix_hits += outcome.prefix_hits;
+        replayed.block_hits += outcome.block_hits;
+        replayed.ssd_prefix_hits += below;
+        if let Some(auto) = &mut auto
+            && let Some(switch) = auto.observe(&keys)
+        {
+            ram.switch(switch.to);
+            replayed.switches.push((index, switch));
+        }
+        if index % STEP == STEP - 1 {
+            progress(replayed.references - told);
+            told = replayed.references;
+        }
+    }
+    replayed.shadow_bytes = auto.map_or(0, |auto| auto.heap_bytes());
+    progress(replayed.references - told);
+    replayed
+}
+
+/// What the sketches of the longest window say of a trace, beside the exact count of the same stretch.
+#[derive(Clone)]
+pub struct EstimatedCeiling {
+    /// By the sketches.
+    pub estimated: WindowCount,
+    /// Exactly.
+    pub references: usize,
+    /// Exactly.
+    pub distinct: usize,
+}
+
+/// Runs a trace through the rolling windows as a daemon does, and reads the day at its end.
+pub fn estimate_ceiling(trace: &Trace) -> EstimatedCeiling {
+    let mut ceiling = Ceiling::new();
+    for (at, keys) in trace.requests() {
+        ceiling.record(keys, at);
+    }
+    let (references, distinct) = trace.count_since(Window::Day.start(trace.end()));
+    EstimatedCeiling { estimated: ceiling.window(Window::Day, trace.end()), references, distinct }
+}
+
+/// The tier below RAM.
+struct Ssd {
+    blocks: CacheModel,
+    capacity: usize,
+}
+
+impl Ssd {
+    fn new(capacity: usize) -> Self {
+        // A parent that is in RAM is no reason to keep its child.
+        Self { blocks: CacheModel::new(PolicyKind::Lru, capacity).without_leaves_first(), capacity }
+    }
+
+    /// How far the prefix goes on beyond what RAM holds of it; those blocks are touched.
+    fn read(&mut self, ram: &CacheModel, keys: &[u64]) -> usize {
+        if self.capacity == 0 {
+            return 0;
+        }
+        let from = keys.iter().take_while(|&&key| ram.contains(key)).count();
+        let rest = &keys[from..];
+        let found = rest.iter().take_while(|&&key| self.blocks.contains(key) || ram.contains(key)).count();
+        for &key in rest[..found].iter().rev().filter(|&&key| self.blocks.contains(key)).collect::<Vec<_>>() {
+            self.blocks.request(&[key], |_| ());
+        }
+        found
+    }
+
+    fn demote(&mut self, key: u64) {
+        if self.capacity > 0 {
+            self.blocks.request(&[key], |_| ());
+        }
+    }
+}

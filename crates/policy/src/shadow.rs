@@ -1,0 +1,146 @@
+//! Shadow caches: what each policy would hit, measured on a sample, to choose one while the cache runs.
+
+use crate::key::spread;
+use crate::model::CacheModel;
+use crate::replacement::PolicyKind;
+
+/// Blocks that a shadow cache should hold: enough for some dozens of prompts, so that what it says is not chance.
+const SHADOW_BLOCKS: usize = 4096;
+/// Sampled references, in shadow capacities, after which an old hit counts half.
+const HALF_LIFE: f64 = 16.0;
+/// The same: how many have to come before the first switch, and between two.
+const PATIENCE: f64 = 2.0;
+/// How much better, relative to the policy at work, another one must be.
+const MARGIN: f64 = 1.03;
+
+/// A change of policy, and why.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Switch {
+    /// The policy at work until now.
+    pub from: PolicyKind,
+    /// The one that is better.
+    pub to: PolicyKind,
+    /// The recent prefix hit rates of the two shadows, 0 to 1.
+    pub hit_rates: (f64, f64),
+}
+
+/// One cache without bytes for each policy, all fed with the same sample of prompts. The cache of a shadow is as large a
+/// part of the real one as the sample is of the prompts.
+///
+/// Prompts are sampled by their second block: those that continue each other go the same way, whereas the first block is
+/// often one system prompt that all share. A shadow holds 4,096 to 8,191 blocks, whatever the cache holds: of a cache of
+/// 262,144 blocks one prompt of 64 is sampled, of 32,768 one of 8, of one below 8,192 all.
+pub struct Auto {
+    shadows: Vec<Shadow>,
+    active: PolicyKind,
+    /// One prompt in so many.
+    sample: u32,
+    capacity: usize,
+    /// Recent sampled references, older ones counting less.
+    references: f64,
+    /// Sampled references since the last switch.
+    since_switch: f64,
+    /// Some shadow had to evict: before, all policies are the same.
+    pressure: bool,
+}
+
+struct Shadow {
+    kind: PolicyKind,
+    cache: CacheModel,
+    /// Recent prefix hits, older ones counting less.
+    hits: f64,
+}
+
+impl Auto {
+    /// For a cache of `capacity` blocks that now runs `active`.
+    pub fn new(active: PolicyKind, capacity: usize) -> Self {
+        let sample = 1 << (capacity / SHADOW_BLOCKS).max(1).ilog2();
+        let capacity = (capacity / sample as usize).max(1);
+        let shadow = |kind| Shadow { kind, cache: CacheModel::new(kind, capacity), hits: 0.0 };
+        Self {
+            shadows: PolicyKind::ALL.into_iter().map(shadow).collect(),
+            active,
+            sample,
+            capacity,
+            references: 0.0,
+            since_switch: 0.0,
+            pressure: false,
+        }
+    }
+
+    /// One prompt in so many is sampled.
+    pub fn sample(&self) -> u32 {
+        self.sample
+    }
+
+    /// The policy that should be at work.
+    pub fn active(&self) -> PolicyKind {
+        self.active
+    }
+
+    /// The recent prefix hit rate of each policy's shadow, 0 to 1.
+    pub fn hit_rates(&self) -> impl Iterator<Item = (PolicyKind, f64)> + '_ {
+        self.shadows.iter().map(|shadow| (shadow.kind, shadow.hits / self.references.max(1.0)))
+    }
+
+    /// Bytes of the shadow caches, about.
+    pub fn heap_bytes(&self) -> usize {
+        self.shadows.iter().map(|shadow| shadow.cache.heap_bytes()).sum()
+    }
+
+    /// A request for a prompt of these blocks, head first. Says when another policy is to take over.
+    pub fn observe(&mut self, keys: &[u64]) -> Option<Switch> {
+        let &by = keys.get(1).or(keys.first())?;
+        // Other bits of the key than those by which tables and sketches place it.
+        if spread(by) >> 32 & u64::from(self.sample - 1) != 0 {
+            return None;
+        }
+        let count = keys.len() as f64;
+        let decay = 0.5f64.powf(count / (HALF_LIFE * self.capacity as f64));
+        let pressure = &mut self.pressure;
+        for shadow in &mut self.shadows {
+            let outcome = shadow.cache.request(keys, |_| *pressure = true);
+            shadow.hits = shadow.hits * decay + outcome.prefix_hits as f64;
+        }
+        self.references = self.references * decay + count;
+        if self.pressure {
+            self.since_switch += count;
+        }
+        if self.since_switch < PATIENCE * self.capacity as f64 {
+            return None;
+        }
+        let hits =
+            |kind| self.shadows.iter().find(|shadow| shadow.kind == kind).map_or(0.0, |shadow| shadow.hits);
+        let now = hits(self.active);
+        let best = self.shadows.iter().max_by(|a, b| a.hits.total_cmp(&b.hits))?;
+        if best.hits <= MARGIN * now {
+            return None;
+        }
+        let hit_rates = (now / self.references, best.hits / self.references);
+        let switch = Switch { from: self.active, to: best.kind, hit_rates };
+        self.active = best.kind;
+        self.since_switch = 0.0;
+        Some(switch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_caches_are_sampled_finely_and_shadows_do_not_grow() {
+        let sample = |capacity| Auto::new(PolicyKind::Lru, capacity).sample();
+        let samples = [1, 1827, 8191, 8192, 32_768, 65_535, 262_144, 1 << 24].map(sample);
+        assert_eq!(samples, [1, 1, 1, 2, 8, 8, 64, 4096]);
+        let mut bytes = Vec::new();
+        for capacity in [4096, 262_144] {
+            let mut auto = Auto::new(PolicyKind::Lru, capacity);
+            for prompt in 0..2 * capacity as u64 / 8 {
+                auto.observe(&(0..8).map(|block| spread(prompt * 8 + block)).collect::<Vec<_>>());
+            }
+            bytes.push(auto.heap_bytes());
+        }
+        assert!(bytes[1] < 2 * bytes[0], "{bytes:?}");
+    }
+}

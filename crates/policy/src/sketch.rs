@@ -1,0 +1,86 @@
+//! How often keys were asked for lately, in 8 bytes a block of capacity.
+
+/// Counters a row has for each block of capacity.
+const SPREAD: usize = 4;
+/// Increments a block of capacity after which every counter was halved once.
+const SAMPLE: usize = 10;
+const ROWS: usize = 4;
+
+/// A count-min sketch of 4-bit counters that ages: within as many increments as ten times the capacity every counter is
+/// halved once. Cormode, Muthukrishnan, "An improved data stream summary", 2005; ageing after Einziger, Friedman, Manes,
+/// "TinyLFU", 2017, but a word at a time instead of all at once, so that no single request waits for it.
+pub(crate) struct FrequencySketch {
+    /// 16 counters a word, all rows one after the other.
+    words: Box<[u64]>,
+    row_words: usize,
+    /// Increments since the last word was aged.
+    increments: usize,
+    increments_a_word: usize,
+    hand: usize,
+}
+
+impl FrequencySketch {
+    pub(crate) fn new(capacity: usize) -> Self {
+        let capacity = capacity.max(64);
+        let row_words = (capacity * SPREAD / 16).next_power_of_two();
+        let words = vec![0; row_words * ROWS].into_boxed_slice();
+        let increments_a_word = (capacity * SAMPLE).div_ceil(words.len());
+        Self { words, row_words, increments: 0, increments_a_word, hand: 0 }
+    }
+
+    pub(crate) fn increment(&mut self, key: u64) {
+        for row in 0..ROWS {
+            let (word, shift) = self.counter(row, key);
+            if self.words[word] >> shift & 15 < 15 {
+                self.words[word] += 1 << shift;
+            }
+        }
+        self.increments += 1;
+        if self.increments == self.increments_a_word {
+            self.increments = 0;
+            self.words[self.hand] = self.words[self.hand] >> 1 & 0x7777_7777_7777_7777;
+            self.hand = (self.hand + 1) % self.words.len();
+        }
+    }
+
+    /// At most 15; never less than was counted since the key's counters aged.
+    pub(crate) fn estimate(&self, key: u64) -> u32 {
+        let count = |row| {
+            let (word, shift) = self.counter(row, key);
+            (self.words[word] >> shift & 15) as u32
+        };
+        (0..ROWS).map(count).min().unwrap_or(0)
+    }
+
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.words.len() * size_of::<u64>()
+    }
+
+    fn counter(&self, row: usize, key: u64) -> (usize, u32) {
+        const SEEDS: [u64; ROWS] =
+            [0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9, 0xD6E8_FEB8_6659_FD93];
+        let mixed = key.wrapping_mul(SEEDS[row]);
+        let mixed = mixed ^ mixed >> 32;
+        let word = row * self.row_words + (mixed as usize >> 4 & (self.row_words - 1));
+        (word, (mixed & 15) as u32 * 4)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_up_to_fifteen_and_forgets() {
+        let mut sketch = FrequencySketch::new(1000);
+        let key = |n: u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        for times in [1, 3, 30] {
+            (0..times).for_each(|_| sketch.increment(key(times)));
+        }
+        assert_eq!([1, 3, 30].map(|n| sketch.estimate(key(n))), [1, 3, 15]);
+        assert_eq!(sketch.estimate(key(77)), 0);
+        // Ten times the capacity of other keys: each counter was halved once, and what others added is small.
+        (0..10_240).for_each(|n| sketch.increment(key(1000 + n)));
+        assert!((7..15).contains(&sketch.estimate(key(30))), "{}", sketch.estimate(key(30)));
+    }
+}
