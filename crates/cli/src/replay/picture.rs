@@ -1,0 +1,44 @@
+//! The picture, drawn by the Python package.
+
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::python;
+
+/// The trace's name as a PNG in the current folder.
+pub(super) fn default_path(trace: &Path) -> PathBuf {
+    PathBuf::from(trace.file_stem().unwrap_or(trace.as_os_str())).with_extension("png")
+}
+
+/// Draws the JSON of a report into a PNG.
+pub(super) fn draw(path: &Path, report: &Value) -> Result<()> {
+    let interpreter = python::interpreter();
+    let mut drawing = Command::new(&interpreter)
+        .args(["-m", "kvlane.bench.replay_picture"])
+        .arg(path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot run {}", interpreter.display()))?;
+    if let Some(mut stdin) = drawing.stdin.take() {
+        // Python that ends early says why itself.
+        let _ = write!(stdin, "{report}");
+    }
+    let output = drawing.wait_with_output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let told = String::from_utf8_lossy(&output.stderr);
+    let reason = told.trim().lines().next_back().unwrap_or("no reason given").to_owned();
+    if reason.contains("No module named") {
+        bail!("{reason}; pip install 'kvlane[bench]' (Python: {})", interpreter.display());
+    }
+    bail!("{}: {reason}", path.display())
+}
