@@ -1,0 +1,160 @@
+//! Transfers as operations: what goes when, and what came of it.
+#![expect(unsafe_code, reason = "operations go from and to the pool")]
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::Device;
+use crate::io::{Ended, Op, OpKind, Piece};
+use crate::job::{Part, Transfer, What, cut};
+use crate::stats::Counters;
+
+/// Attempts of an operation that moves nothing.
+const STALLS: u32 = 16;
+
+impl Device {
+    pub(super) fn start(&mut self, id: u64, what: What, offset: u64, pieces: &[Piece]) {
+        let kind = what.kind();
+        let parts = match kind {
+            OpKind::Sync => {
+                vec![Part { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
+            }
+            _ => cut(id, kind, offset, pieces),
+        };
+        // Copies stand behind writes, though they read.
+        let is_read = matches!(what, What::Read { .. });
+        self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
+        if is_read {
+            self.ready_reads.extend(parts);
+        } else {
+            self.writes_ahead += parts.iter().map(Part::bytes).sum::<u64>();
+            self.ready_writes.extend(parts);
+        }
+    }
+
+    /// Posts what may go now, reads first. Returns when to look again, if that is not at the end of an operation.
+    pub(super) fn post(&mut self, now: Instant) -> Option<Duration> {
+        while self.io.room() > 0
+            && let Some(part) = self.ready_reads.pop_front()
+        {
+            self.turns.read_started(part.bytes());
+            self.post_part(part);
+        }
+        while self.io.room() > 0
+            && let Some(part) = self.ready_writes.front()
+        {
+            let bytes = part.bytes();
+            if let Some(wait) = self.turns.wait(bytes, now) {
+                return Some(wait);
+            }
+            if !self.closing
+                && let Some(wait) = self.rate.as_mut().and_then(|rate| rate.wait(now))
+            {
+                return Some(wait);
+            }
+            let Some(part) = self.ready_writes.pop_front() else { break };
+            if let Some(rate) = self.rate.as_mut() {
+                rate.take(bytes);
+            }
+            self.writes_ahead -= bytes;
+            self.turns.write_started(bytes);
+            self.post_part(part);
+        }
+        None
+    }
+
+    pub(super) fn post_part(&mut self, part: Part) {
+        let id = self.id();
+        let op = Op { id, kind: part.kind, offset: part.offset, pieces: part.pieces.clone() };
+        self.parts.insert(id, part);
+        // SAFETY: the transfer owns the tier's own pages, its job the pool's extents by the contract of read and write,
+        // and `memory` keeps the pool mapped. A transfer leaves `transfers` when its last operation has ended, and
+        // `io` is dropped before all of them.
+        unsafe { self.io.post(op) };
+        self.unsubmitted = true;
+    }
+
+    pub(super) fn operation_ended(&mut self, end: Ended) {
+        let Some(mut part) = self.parts.remove(&end.id) else { return };
+        let (bytes, is_read) = (part.bytes(), self.is_read(part.transfer));
+        if is_read {
+            self.turns.read_ended(bytes, Instant::now());
+        } else {
+            self.turns.write_ended(bytes);
+        }
+        let again = |error: &io::Error| {
+            matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock)
+        };
+        let failed = match end.result {
+            Ok(moved) if moved as u64 >= bytes => None,
+            Ok(0) if part.kind == OpKind::Read => Some(io::ErrorKind::UnexpectedEof.into()),
+            Ok(0) => Some(io::ErrorKind::WriteZero.into()),
+            Err(error) if !again(&error) => Some(error),
+            short => {
+                Counters::add(&self.shared.counters.short_transfers, 1);
+                part.advance(short.unwrap_or(0));
+                if part.stalls <= STALLS {
+                    if is_read {
+                        self.ready_reads.push_front(part);
+                    } else {
+                        self.writes_ahead += part.bytes();
+                        self.ready_writes.push_front(part);
+                    }
+                    return;
+                }
+                Some(io::Error::other("the device moves nothing"))
+            }
+        };
+        let Some(transfer) = self.transfers.get_mut(&part.transfer) else { return };
+        transfer.operations -= 1;
+        transfer.error = transfer.error.take().or(failed);
+        if transfer.operations == 0
+            && let Some(transfer) = self.transfers.remove(&part.transfer)
+        {
+            self.complete.push_back(transfer);
+        }
+    }
+
+    pub(super) fn is_read(&self, transfer: u64) -> bool {
+        matches!(self.transfers.get(&transfer), Some(Transfer { what: What::Read { .. }, .. }))
+    }
+
+    pub(super) fn finish(&mut self, transfer: Transfer) {
+        if transfer.what.kind() != OpKind::Read {
+            self.note_health(transfer.error.as_ref());
+        }
+        let failed = transfer.error.is_some();
+        match transfer.what {
+            What::Read { job, header } => self.finish_read(job, &header, transfer.error),
+            What::Write { .. } | What::CopyOut { .. } => self.finish_record(transfer),
+            What::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
+            What::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
+            What::Foot { segment, .. } => {
+                self.log.table_ended(segment);
+                if !failed {
+                    self.unsynced = true;
+                    Counters::add(&self.shared.counters.checkpoints, 1);
+                }
+            }
+            What::Sync => self.syncing = false,
+            What::CopyIn { live, from, buffer } => self.copy_out(live, from, buffer, failed),
+        }
+    }
+
+    pub(super) fn note_health(&self, error: Option<&io::Error>) {
+        let mut health = self.device.health.lock();
+        let now = Instant::now();
+        match error {
+            Some(error) => {
+                if health.reason().is_none() {
+                    tracing::warn!(
+                        path = %self.device.facts.path.display(), %error,
+                        "the device does not accept writes; blocks are not stored on it for a while"
+                    );
+                }
+                health.failed(error.to_string(), now);
+            }
+            None => health.succeeded(now),
+        }
+    }
+}

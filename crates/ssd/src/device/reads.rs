@@ -1,0 +1,107 @@
+//! Reads: waiting, under way, late, checked.
+#![expect(unsafe_code, reason = "operations go from and to the pool")]
+
+use std::cmp::Reverse;
+use std::io;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use super::Device;
+use crate::io::Piece;
+use crate::job::{ReadJob, Transfer, What};
+use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
+use crate::pages::Pages;
+use crate::read::verify;
+use crate::request::{Extent, Miss, ReadEnd};
+use crate::stats::Counters;
+
+/// Bytes of reads that are asked of the device at once.
+const READS_IN_FLIGHT: u64 = 32 << 20;
+
+impl Device {
+    pub(super) fn look_at_deadlines(&mut self, now: Instant) {
+        while let Some(Reverse((deadline, id))) = self.deadlines.peek().copied()
+            && deadline <= now
+        {
+            self.deadlines.pop();
+            if let Some(job) = self.queued_reads.remove(&id) {
+                Counters::add(&self.shared.counters.reads_late, 1);
+                self.end_read(job, ReadEnd::Miss(Miss::Late));
+            } else if let Some(Transfer { what: What::Read { job, .. }, .. }) = self.transfers.get_mut(&id) {
+                Counters::add(&self.shared.counters.reads_late, 1);
+                if let Some(late) = job.late.take() {
+                    late();
+                }
+            }
+        }
+    }
+
+    pub(super) fn start_reads(&mut self) {
+        while self.reads_in_flight < READS_IN_FLIGHT
+            && let Some(id) = self.read_order.pop_front()
+        {
+            // Those whose deadline has passed have ended.
+            let Some(job) = self.queued_reads.remove(&id) else { continue };
+            let header = Pages::new((header_pages(job.into.len()) * PAGE_BYTES) as usize);
+            let mut pieces = vec![header.piece(header.len())];
+            pieces.extend(job.into.iter().map(|extent| self.pool_piece(extent)));
+            let offset = self.superblock.offset(job.location.segment, job.location.page);
+            self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
+            self.start(id, What::Read { job, header }, offset, &pieces);
+        }
+    }
+
+    pub(super) fn pool_piece(&self, extent: &Extent) -> Piece {
+        let bytes = (shard_pages(extent.bytes) * PAGE_BYTES) as usize;
+        Piece { address: self.memory.base().wrapping_add(extent.offset as usize), bytes }
+    }
+
+    pub(super) fn finish_read(&mut self, job: ReadJob, header: &Pages, error: Option<io::Error>) {
+        self.reads_in_flight -= u64::from(job.location.pages) * PAGE_BYTES;
+        let counters = &self.shared.counters;
+        let end = if let Some(error) = error {
+            Counters::add(&counters.reads_failed, 1);
+            tracing::warn!(path = %self.device.facts.path.display(), %error, hash = %job.key.hash, "a block cannot be read");
+            ReadEnd::Miss(Miss::Failed)
+        } else {
+            let generation = self.log.generation(job.location.segment);
+            // SAFETY: the tier checked the extents; they are this read's until `done` is called, and its operations
+            // have ended.
+            unsafe {
+                verify(
+                    &self.superblock,
+                    generation,
+                    &job.location,
+                    &job.key,
+                    header.bytes(),
+                    &job.into,
+                    &*self.memory,
+                )
+            }
+        };
+        match end {
+            ReadEnd::Found { .. } => {
+                Counters::add(&counters.reads_found, 1);
+                Counters::add(&counters.read_bytes, u64::from(job.location.pages) * PAGE_BYTES);
+            }
+            ReadEnd::Miss(Miss::Damaged) => {
+                Counters::add(&counters.reads_damaged, 1);
+                self.shared.index.lock().index.remove_at(&job.key, job.location);
+                tracing::warn!(
+                    path = %self.device.facts.path.display(), hash = %job.key.hash,
+                    segment = job.location.segment, page = job.location.page,
+                    "a block is damaged and was dropped"
+                );
+            }
+            ReadEnd::Miss(Miss::Lengths) => Counters::add(&counters.reads_lengths, 1),
+            ReadEnd::Miss(_) => {}
+        }
+        self.end_read(job, end);
+    }
+
+    pub(super) fn end_read(&self, job: ReadJob, end: ReadEnd) {
+        self.device.pins[job.location.segment as usize].fetch_sub(1, Ordering::Release);
+        self.device.reads.fetch_sub(1, Ordering::Relaxed);
+        (job.done)(end);
+    }
+}

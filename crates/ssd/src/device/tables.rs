@@ -1,0 +1,101 @@
+//! Tables of full segments, checkpoints, and the end of all writing.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use super::Device;
+use crate::job::What;
+use crate::layout::{PAGE_BYTES, SegmentFoot, Table, TableRecord, table_bytes};
+use crate::log::Head;
+use crate::pages::Pages;
+use crate::request::Space;
+
+impl Device {
+    pub(super) fn finish_segments(&mut self) {
+        while let Some(segment) = self.log.finished() {
+            let Some(open) = self.log.written(segment) else { continue };
+            let (tail, generation) = (open.tail, open.generation);
+            let scan_from = self.superblock.segment_pages() - 1;
+            self.write_table(segment, generation, tail, scan_from);
+        }
+    }
+
+    pub(super) fn checkpoint(&mut self, now: Instant) {
+        if self.closing {
+            let writing = !self.queued_writes.is_empty()
+                || self.log.open.as_ref().is_some_and(|open| !open.in_flight.is_empty());
+            if !writing {
+                self.log.close_open();
+                self.finish_segments();
+            }
+        } else if now >= self.next_checkpoint {
+            self.next_checkpoint = now + self.checkpoint_interval;
+            let open = self.log.open.as_ref();
+            let due = open.is_some_and(|open| open.changed && !open.table && open.head == Head::Written);
+            if due {
+                match self.log.checkpoint_room() {
+                    None => self.log.close_open(),
+                    Some(page) => {
+                        if let Some(open) = self.log.open.as_mut() {
+                            (open.changed, open.table) = (false, true);
+                            // What is in flight may lie before what is not.
+                            let scan_from = open.in_flight.first().copied().unwrap_or(open.tail);
+                            let (segment, generation) = (open.segment, open.generation);
+                            self.write_table(segment, generation, page, scan_from);
+                        }
+                    }
+                }
+            }
+        }
+        if self.unsynced && !self.syncing && (self.closing || !self.tables_in_flight()) {
+            (self.unsynced, self.syncing) = (false, true);
+            let id = self.id();
+            self.start(id, What::Sync, 0, &[]);
+        }
+    }
+
+    pub(super) fn tables_in_flight(&self) -> bool {
+        !self.log.finishing.is_empty() || self.log.open.as_ref().is_some_and(|open| open.table)
+    }
+
+    pub(super) fn write_table(&mut self, segment: u32, generation: u64, table_page: u32, scan_from: u32) {
+        let live = self.shared.index.lock().index.live(self.number, segment);
+        let mut spaces: Vec<Space> = Vec::new();
+        let mut numbers: HashMap<Space, u32> = HashMap::new();
+        let records = live
+            .iter()
+            .map(|live| {
+                let space = *numbers.entry(live.key.space).or_insert_with(|| {
+                    spaces.push(live.key.space);
+                    (spaces.len() - 1) as u32
+                });
+                TableRecord { hash: live.key.hash, space, page: live.page, pages: live.pages }
+            })
+            .collect();
+        let device_id = self.superblock.device_id;
+        let table = Table { device_id, generation, spaces, records };
+        let table_bytes = table_bytes(table.records.len(), table.spaces.len()) as u32;
+        let pages = Pages::with(&table.encode());
+        let last_page = self.superblock.segment_pages() - 1;
+        let (id, piece) = (self.id(), pages.piece(pages.len()));
+        if u64::from(table_page) + pages.len() as u64 / PAGE_BYTES > u64::from(last_page) {
+            // Only in a segment found by its headers: those stand for it again.
+            self.log.table_ended(segment);
+            return;
+        }
+        let foot = SegmentFoot { device_id, segment, generation, table_page, table_bytes, scan_from };
+        let offset = self.superblock.offset(segment, table_page);
+        self.start(id, What::Table { segment, foot, pages }, offset, &[piece]);
+    }
+
+    pub(super) fn table_ended(&mut self, segment: u32, foot: SegmentFoot, failed: bool) {
+        if failed {
+            self.log.table_ended(segment);
+            return;
+        }
+        let page = Pages::with(&foot.encode());
+        let last_page = self.superblock.segment_pages() - 1;
+        let (id, piece) = (self.id(), page.piece(page.len()));
+        self.start(id, What::Foot { segment, page }, self.superblock.offset(segment, last_page), &[piece]);
+    }
+}

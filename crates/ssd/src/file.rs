@@ -1,0 +1,311 @@
+//! A tier's file: made, recognised, locked.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, FlockOperation};
+use rustix::io::Errno;
+
+use crate::error::OpenError;
+use crate::layout::{FORMAT_VERSION, LayoutError, PAGE_BYTES, Superblock};
+use crate::options::DeviceOptions;
+use crate::pages::Pages;
+
+/// In a directory, the file's name.
+const FILE_NAME: &str = "kvlane-ssd.data";
+/// A daemon that was killed may hold its file for as long as the kernel needs to end its transfers.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+const LOCK_LOOK: Duration = Duration::from_millis(10);
+/// Segments of new files, and how many a file has where they are smaller than the largest.
+const LARGEST_SEGMENT: u64 = 64 << 20;
+const SMALLEST_SEGMENT: u64 = 1 << 20;
+const SEGMENTS: u64 = 16;
+/// One is written, one is emptied, one is free for what is copied, and one holds something.
+const LEAST_SEGMENTS: u64 = 4;
+
+/// An open file of a tier. Its lock lasts until all clones of the descriptor are closed, the kernel's among them.
+pub(crate) struct TierFile {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+    pub(crate) superblock: Superblock,
+    /// Whether the page cache is bypassed.
+    pub(crate) direct: bool,
+    /// What is not as it should be, for the log and the status.
+    pub(crate) notes: Vec<String>,
+    /// There was a file.
+    pub(crate) warm: bool,
+}
+
+impl TierFile {
+    /// Opens the file, or makes it if there is none or an empty one.
+    pub(crate) fn open(
+        device: &DeviceOptions,
+        segment_bytes: Option<u64>,
+        buffered: bool,
+    ) -> Result<TierFile, OpenError> {
+        let named = &device.path;
+        let path = if named.is_dir() { named.join(FILE_NAME) } else { named.clone() };
+        // Links are followed once: the file is replaced by name when it is made.
+        let path = path.canonicalize().unwrap_or(path);
+        match path.metadata() {
+            Ok(found) if !found.is_file() => Err(OpenError::NotAFile { path }),
+            Ok(found) if found.len() > 0 => open(path, device.capacity, segment_bytes, buffered),
+            Ok(_) => make(path, device.capacity, segment_bytes, buffered),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                make(path, device.capacity, segment_bytes, buffered)
+            }
+            Err(source) => Err(OpenError::Io { path, what: "cannot look at it", source }),
+        }
+    }
+}
+
+/// How a new file is cut: segments and their size in bytes. `Err` is the smallest capacity in bytes.
+fn geometry(capacity: u64, segment_bytes: Option<u64>) -> Result<(u32, u64), u64> {
+    let room = capacity.saturating_sub(Superblock::SEGMENTS_START);
+    let fitting = (room / SEGMENTS + 1).next_power_of_two() / 2;
+    let segment_bytes = segment_bytes.unwrap_or(fitting.clamp(SMALLEST_SEGMENT, LARGEST_SEGMENT));
+    let segments = room / segment_bytes;
+    if segments < LEAST_SEGMENTS {
+        return Err(Superblock::SEGMENTS_START + LEAST_SEGMENTS * segment_bytes);
+    }
+    // Beyond 2^31 segments of the smallest size no file system goes.
+    Ok((segments.min(i32::MAX as u64) as u32, segment_bytes))
+}
+
+fn open(
+    path: PathBuf,
+    capacity: Option<u64>,
+    segment_bytes: Option<u64>,
+    buffered: bool,
+) -> Result<TierFile, OpenError> {
+    let (file, direct, mut notes) = open_file(&path, false, buffered)?;
+    lock(&file, &path)?;
+    let fail = |what| {
+        let path = path.clone();
+        move |source| OpenError::Io { path, what, source }
+    };
+    let mut start = Pages::new(2 * PAGE_BYTES as usize);
+    let read = read_full(&file, start.bytes_mut(), 0).map_err(fail("cannot read it"))?;
+    let superblock = match recognise(&start.bytes()[..read]) {
+        Ok(superblock) => superblock,
+        Err(LayoutError::OtherKind) => return Err(OpenError::NotOurs { path }),
+        Err(_) => return Err(OpenError::Damaged { path }),
+    };
+    if superblock.version != FORMAT_VERSION {
+        return Err(OpenError::OtherVersion { path, found: superblock.version, known: FORMAT_VERSION });
+    }
+    if let Some(asked) = segment_bytes.filter(|asked| *asked != superblock.segment_bytes) {
+        let found = superblock.segment_bytes;
+        return Err(OpenError::OtherGeometry { path, of: "a segment", found, asked });
+    }
+    // A file holds whole segments: what was asked for may be more by less than one.
+    let found = superblock.file_bytes().unwrap_or_default();
+    if let Some(asked) = capacity.filter(|asked| *asked < found || *asked - found >= superblock.segment_bytes)
+    {
+        return Err(OpenError::OtherGeometry { path, of: "of capacity", found, asked });
+    }
+    let length = file.metadata().map_err(fail("cannot look at it"))?.len();
+    if length < found {
+        let note = format!("the file was cut to {length} bytes and is made {found} bytes long again");
+        tracing::warn!(path = %path.display(), "{note}");
+        notes.push(note);
+        reserve(&file, &path, found, &mut notes)?;
+    }
+    Ok(TierFile { path, file, superblock, direct, notes, warm: true })
+}
+
+/// The superblock from the first two pages.
+fn recognise(start: &[u8]) -> Result<Superblock, LayoutError> {
+    let mut copies = start.chunks(PAGE_BYTES as usize).map(Superblock::decode);
+    let first = copies.next().unwrap_or(Err(LayoutError::OtherKind));
+    let second = copies.next().unwrap_or(Err(LayoutError::OtherKind));
+    match (first, second) {
+        (Ok(superblock), _) | (_, Ok(superblock)) => Ok(superblock),
+        // One copy that has our name says that the file was ours.
+        (Err(LayoutError::OtherKind), error) | (error, _) => error,
+    }
+}
+
+/// Makes the file under another name first, so that under its own it is complete or not there.
+fn make(
+    path: PathBuf,
+    capacity: Option<u64>,
+    segment_bytes: Option<u64>,
+    buffered: bool,
+) -> Result<TierFile, OpenError> {
+    let fail = |what| {
+        let path = path.clone();
+        move |source| OpenError::Io { path, what, source }
+    };
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let parent = parent.map_or_else(|| PathBuf::from("."), Path::to_path_buf);
+    if let Some(bytes) = segment_bytes
+        && !(bytes.is_multiple_of(PAGE_BYTES) && (4 * PAGE_BYTES..=1 << 30).contains(&bytes))
+    {
+        return Err(OpenError::SegmentBytes(bytes));
+    }
+    let free = free_bytes(&parent).map_err(fail("cannot look at its file system"))?;
+    let capacity = capacity.unwrap_or(free / 10 * 8);
+    let (segments, segment_bytes) = geometry(capacity, segment_bytes)
+        .map_err(|least| OpenError::TooSmall { path: path.clone(), capacity, least })?;
+    let mut device_id = [0; 16];
+    rustix::rand::getrandom(&mut device_id, rustix::rand::GetRandomFlags::empty())
+        .map_err(|errno| fail("cannot draw its identity")(errno.into()))?;
+    let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments };
+    let bytes = superblock.file_bytes().unwrap_or(u64::MAX);
+
+    let mut new_name = path.file_name().unwrap_or_default().to_os_string();
+    new_name.push(".kvlane-new");
+    let new_path = path.with_file_name(new_name);
+    let (file, direct, mut notes) = open_file(&new_path, true, buffered)?;
+    lock(&file, &path)?;
+    if !is_named(&file, &new_path) {
+        // Somebody else made it while this process waited.
+        return Err(OpenError::InUse { path });
+    }
+    let made = (|| {
+        file.set_len(0).map_err(fail("cannot empty it"))?;
+        reserve(&file, &path, bytes, &mut notes)?;
+        let mut start = superblock.encode();
+        start.extend_from_within(..);
+        write_full(&file, Pages::with(&start).bytes(), 0).map_err(fail("cannot write its superblock"))?;
+        file.sync_all().map_err(fail("cannot write its superblock"))?;
+        std::fs::rename(&new_path, &path).map_err(fail("cannot give it its name"))
+    })();
+    if let Err(error) = made {
+        // It was made a moment ago, and holds nothing.
+        let _ = std::fs::remove_file(&new_path);
+        return Err(error);
+    }
+    if let Ok(directory) = File::open(&parent) {
+        // The name lasts; without that an empty tier is made again after a power failure.
+        let _ = directory.sync_all();
+    }
+    Ok(TierFile { path, file, superblock, direct, notes, warm: false })
+}
+
+/// The file, whether with direct I/O, and why not.
+fn open_file(path: &Path, create: bool, buffered: bool) -> Result<(File, bool, Vec<String>), OpenError> {
+    let options = |flags: i32| {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(create).truncate(false).mode(0o600);
+        options.custom_flags(libc::O_CLOEXEC | flags);
+        options
+    };
+    let direct = if buffered {
+        Err(io::Error::other("it is switched off"))
+    } else {
+        options(libc::O_DIRECT).open(path).and_then(|file| {
+            // Some file systems accept the flag and refuse the transfers.
+            match file.read_at(Pages::new(PAGE_BYTES as usize).bytes_mut(), 0) {
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Err(error),
+                _ => Ok(file),
+            }
+        })
+    };
+    match direct {
+        Ok(file) => Ok((file, true, Vec::new())),
+        Err(refused) => {
+            let file = options(0).open(path).map_err(|source| OpenError::Io {
+                path: path.to_path_buf(),
+                what: "cannot open it",
+                source,
+            })?;
+            let note = format!("no direct I/O, transfers go through the page cache: {refused}");
+            Ok((file, false, vec![note]))
+        }
+    }
+}
+
+fn lock(file: &File, path: &Path) -> Result<(), OpenError> {
+    let until = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_LOOK),
+            Err(Errno::WOULDBLOCK) => return Err(OpenError::InUse { path: path.to_path_buf() }),
+            Err(errno) => {
+                let (path, source) = (path.to_path_buf(), errno.into());
+                return Err(OpenError::Io { path, what: "cannot lock it", source });
+            }
+        }
+    }
+}
+
+/// Whether the file is still the one of this name.
+fn is_named(file: &File, path: &Path) -> bool {
+    let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
+    let (here, there) = (file.metadata().map(identity), path.metadata().map(identity));
+    matches!((here, there), (Ok(here), Ok(there)) if here == there)
+}
+
+/// Gives the file its length, and room on its file system where that can be reserved.
+fn reserve(file: &File, path: &Path, bytes: u64, notes: &mut Vec<String>) -> Result<(), OpenError> {
+    let io_error = |errno: Errno| OpenError::Io {
+        path: path.to_path_buf(),
+        what: "cannot reserve its room",
+        source: errno.into(),
+    };
+    loop {
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
+            Ok(()) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
+                let note = "the file system reserves no room, so writes may fail when it is full";
+                notes.push(note.to_owned());
+                return rustix::fs::ftruncate(file, bytes).map_err(io_error);
+            }
+            Err(Errno::NOSPC | Errno::DQUOT | Errno::FBIG) => {
+                let free = path.parent().and_then(|parent| free_bytes(parent).ok()).unwrap_or(0);
+                return Err(OpenError::NoSpace { path: path.to_path_buf(), capacity: bytes, free });
+            }
+            Err(errno) => return Err(io_error(errno)),
+        }
+    }
+}
+
+fn free_bytes(directory: &Path) -> io::Result<u64> {
+    let found = rustix::fs::statvfs(directory)?;
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Reads until the buffer is full or the file is at its end.
+pub(crate) fn read_full(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut read = 0;
+    while read < buffer.len() {
+        match file.read_at(&mut buffer[read..], offset + read as u64) {
+            Ok(0) => break,
+            Ok(count) => read += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(read)
+}
+
+fn write_full(file: &File, buffer: &[u8], offset: u64) -> io::Result<()> {
+    file.write_all_at(buffer, offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_shrink_with_the_capacity() {
+        const MIB: u64 = 1 << 20;
+        let start = Superblock::SEGMENTS_START;
+        assert_eq!(geometry(start + 64 * 1024 * MIB, None), Ok((1024, 64 * MIB)));
+        assert_eq!(geometry(start + 1024 * MIB, None), Ok((16, 64 * MIB)));
+        assert_eq!(geometry(start + 1023 * MIB, None), Ok((31, 32 * MIB)));
+        assert_eq!(geometry(start + 4 * MIB, None), Ok((4, MIB)));
+        assert_eq!(geometry(start + 4 * MIB - 1, None), Err(start + 4 * MIB));
+        assert_eq!(geometry(0, None), Err(start + 4 * MIB));
+        assert_eq!(geometry(start + 4 * MIB, Some(64 << 10)), Ok((64, 64 << 10)));
+        assert_eq!(geometry(start + 3 * MIB, Some(MIB)), Err(start + 4 * MIB));
+    }
+}

@@ -1,0 +1,366 @@
+//! Which blocks are stored, and where: about 50 bytes a block with everything. Pure.
+
+use std::collections::HashMap;
+
+use hashbrown::HashTable;
+use kvlane_block::BlockHash;
+
+use crate::request::{Key, Space};
+
+/// Entries a chunk holds. Chunks never move, so that growing copies nothing.
+const CHUNK: usize = 4096;
+/// A table that grows rehashes at once; with so many, millions of blocks rehash in small steps.
+const TABLES: usize = 256;
+/// Segment of an entry that is none.
+const FREE: u32 = u32::MAX;
+
+/// Where a record is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Location {
+    pub(crate) device: u8,
+    pub(crate) segment: u32,
+    /// First page in its segment.
+    pub(crate) page: u32,
+    pub(crate) pages: u32,
+}
+
+/// A record of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Live {
+    pub(crate) key: Key,
+    pub(crate) page: u32,
+    pub(crate) pages: u32,
+    /// Reads since it was written here; more than 255 count as 255.
+    pub(crate) reads: u8,
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    hash: BlockHash,
+    space: u32,
+    segment: u32,
+    page: u32,
+    pages: u32,
+    device: u8,
+    reads: u8,
+}
+
+const NO_ENTRY: Entry =
+    Entry { hash: BlockHash([0; 16]), space: 0, segment: FREE, page: 0, pages: 0, device: 0, reads: 0 };
+
+impl Entry {
+    fn location(&self) -> Location {
+        Location { device: self.device, segment: self.segment, page: self.page, pages: self.pages }
+    }
+}
+
+/// The blocks of all devices of a tier.
+pub(crate) struct Index {
+    chunks: Vec<Box<[Entry]>>,
+    tables: Box<[HashTable<u32>]>,
+    free: Vec<u32>,
+    spaces: Vec<Space>,
+    numbers: HashMap<Space, u32>,
+    /// For each device and segment the slots whose records were put there. Some may have left since.
+    segments: Vec<Vec<Vec<u32>>>,
+    blocks: usize,
+    pages: u64,
+}
+
+impl Index {
+    pub(crate) fn new() -> Index {
+        Index {
+            chunks: Vec::new(),
+            tables: (0..TABLES).map(|_| HashTable::new()).collect(),
+            free: Vec::new(),
+            spaces: Vec::new(),
+            numbers: HashMap::new(),
+            segments: Vec::new(),
+            blocks: 0,
+            pages: 0,
+        }
+    }
+
+    /// Adds a device with so many segments; devices are numbered from 0.
+    pub(crate) fn add_device(&mut self, segments: u32) {
+        self.segments.push(vec![Vec::new(); segments as usize]);
+    }
+
+    /// Blocks stored.
+    pub(crate) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Pages of their records.
+    pub(crate) fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Slots that exist, for [`Index::key_at`].
+    pub(crate) fn slots(&self) -> u32 {
+        (self.chunks.len() * CHUNK) as u32
+    }
+
+    /// The block in a slot.
+    pub(crate) fn key_at(&self, slot: u32) -> Option<Key> {
+        let entry = self.chunks.get(slot as usize / CHUNK)?[slot as usize % CHUNK];
+        (entry.segment != FREE).then(|| self.key(&entry))
+    }
+
+    /// The number of a space, for [`Index::has`].
+    pub(crate) fn space(&self, space: &Space) -> Option<u32> {
+        self.numbers.get(space).copied()
+    }
+
+    pub(crate) fn has(&self, space: u32, hash: &BlockHash) -> bool {
+        self.slot(space, hash).is_some()
+    }
+
+    pub(crate) fn find(&self, key: &Key) -> Option<Location> {
+        let slot = self.slot(self.space(&key.space)?, &key.hash)?;
+        Some(self.at(slot).location())
+    }
+
+    /// Counts a read of the block.
+    pub(crate) fn touch(&mut self, key: &Key) {
+        let slot = self.space(&key.space).and_then(|space| self.slot(space, &key.hash));
+        if let Some(slot) = slot {
+            let entry = self.at_mut(slot);
+            entry.reads = entry.reads.saturating_add(1);
+        }
+    }
+
+    /// Puts a block where it was written; it leaves where it was before.
+    pub(crate) fn insert(&mut self, key: &Key, location: Location) {
+        let space = self.intern(key.space);
+        if let Some(slot) = self.slot(space, &key.hash) {
+            let old = self.at(slot).location();
+            if old == location {
+                return;
+            }
+            self.pages -= u64::from(old.pages);
+            self.place(slot, location);
+            return;
+        }
+        if self.free.is_empty() {
+            self.grow();
+        }
+        let Some(slot) = self.free.pop() else { return };
+        *self.at_mut(slot) = Entry { hash: key.hash, space, ..NO_ENTRY };
+        self.place(slot, location);
+        self.blocks += 1;
+        let Index { chunks, tables, .. } = self;
+        let bits = table_hash(space, &key.hash);
+        tables[table_of(bits)].insert_unique(bits, slot, |&slot| {
+            let entry = &chunks[slot as usize / CHUNK][slot as usize % CHUNK];
+            table_hash(entry.space, &entry.hash)
+        });
+    }
+
+    /// Moves a block that is still where it was copied from.
+    pub(crate) fn relocate(&mut self, key: &Key, from: Location, to: Location) -> bool {
+        let still_there = self.find(key) == Some(from);
+        if still_there {
+            self.insert(key, to);
+        }
+        still_there
+    }
+
+    /// Where the block was.
+    pub(crate) fn remove(&mut self, key: &Key) -> Option<Location> {
+        let slot = self.slot(self.space(&key.space)?, &key.hash)?;
+        let entry = *self.at(slot);
+        let bits = table_hash(entry.space, &entry.hash);
+        if let Ok(found) = self.tables[table_of(bits)].find_entry(bits, |&other| other == slot) {
+            found.remove();
+        }
+        *self.at_mut(slot) = NO_ENTRY;
+        self.free.push(slot);
+        self.blocks -= 1;
+        self.pages -= u64::from(entry.pages);
+        Some(entry.location())
+    }
+
+    /// Removes a block unless it is somewhere else by now.
+    pub(crate) fn remove_at(&mut self, key: &Key, location: Location) -> bool {
+        self.find(key) == Some(location) && self.remove(key).is_some()
+    }
+
+    /// The records of a segment that count, in the order of their pages.
+    pub(crate) fn live(&self, device: u8, segment: u32) -> Vec<Live> {
+        let slots = &self.segments[usize::from(device)][segment as usize];
+        let mut live: Vec<Live> = slots
+            .iter()
+            .map(|&slot| self.at(slot))
+            .filter(|entry| entry.segment == segment && entry.device == device)
+            .map(|entry| Live {
+                key: self.key(entry),
+                page: entry.page,
+                pages: entry.pages,
+                reads: entry.reads,
+            })
+            .collect();
+        live.sort_unstable_by_key(|live| live.page);
+        // A slot may have been used twice for one segment.
+        live.dedup_by_key(|live| live.page);
+        live
+    }
+
+    /// Forgets what was ever put into a segment. Its blocks must have left before.
+    pub(crate) fn segment_emptied(&mut self, device: u8, segment: u32) {
+        self.segments[usize::from(device)][segment as usize] = Vec::new();
+    }
+
+    /// Bytes of memory, about.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        let tables: usize = self.tables.iter().map(HashTable::allocation_size).sum();
+        let lists: usize = self.segments.iter().flatten().map(|list| list.capacity() * 4 + 24).sum();
+        let entries = self.chunks.len() * CHUNK * std::mem::size_of::<Entry>() + self.free.capacity() * 4;
+        (tables + lists + entries) as u64
+    }
+
+    fn place(&mut self, slot: u32, location: Location) {
+        let Location { device, segment, page, pages } = location;
+        let entry = self.at_mut(slot);
+        *entry = Entry { segment, page, pages, device, reads: 0, ..*entry };
+        self.pages += u64::from(pages);
+        self.segments[usize::from(device)][segment as usize].push(slot);
+    }
+
+    fn key(&self, entry: &Entry) -> Key {
+        Key { space: self.spaces[entry.space as usize], hash: entry.hash }
+    }
+
+    fn intern(&mut self, space: Space) -> u32 {
+        let Index { spaces, numbers, .. } = self;
+        *numbers.entry(space).or_insert_with(|| {
+            spaces.push(space);
+            (spaces.len() - 1) as u32
+        })
+    }
+
+    fn slot(&self, space: u32, hash: &BlockHash) -> Option<u32> {
+        let bits = table_hash(space, hash);
+        let is_it = |&slot: &u32| {
+            let entry = self.at(slot);
+            entry.hash == *hash && entry.space == space
+        };
+        self.tables[table_of(bits)].find(bits, is_it).copied()
+    }
+
+    fn grow(&mut self) {
+        let first = self.slots();
+        self.chunks.push(vec![NO_ENTRY; CHUNK].into_boxed_slice());
+        self.free.extend((first..first + CHUNK as u32).rev());
+    }
+
+    fn at(&self, slot: u32) -> &Entry {
+        &self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+    }
+
+    fn at_mut(&mut self, slot: u32) -> &mut Entry {
+        &mut self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
+    }
+}
+
+/// Hashes of real engines are uniform; the multiplication spreads others too and keeps spaces apart.
+fn table_hash(space: u32, hash: &BlockHash) -> u64 {
+    let bits = u128::from_le_bytes(hash.0);
+    let folded = (bits as u64) ^ ((bits >> 64) as u64).rotate_left(29) ^ u64::from(space).rotate_left(47);
+    let product = u128::from(folded) * 0x9E37_79B9_7F4A_7C15;
+    (product as u64) ^ ((product >> 64) as u64)
+}
+
+/// Bits that hashbrown uses neither for the bucket (low) nor for the tag (top seven).
+fn table_of(bits: u64) -> usize {
+    (bits >> 48) as usize % TABLES
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use kvlane_block::{CutDigest, Namespace};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn key(space: u8, hash: u32) -> Key {
+        let mut bytes = [0; 16];
+        bytes[..4].copy_from_slice(&hash.to_le_bytes());
+        let space = Space { namespace: Namespace([space; 16]), cut: CutDigest([space; 16]) };
+        Key { space, hash: BlockHash(bytes) }
+    }
+
+    #[test]
+    fn a_million_blocks_take_at_most_64_bytes_each() {
+        let mut index = Index::new();
+        index.add_device(1000);
+        for number in 0..1_000_000u32 {
+            let location = Location { device: 0, segment: number / 1000, page: number % 1000 + 1, pages: 1 };
+            index.insert(&key(0, number.wrapping_mul(0x9E37_79B1)), location);
+        }
+        let each = index.memory_bytes() as f64 / 1e6;
+        assert!(each <= 64.0, "{each} bytes a block");
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_map_and_its_segments_list_it(
+            steps in prop::collection::vec((0u8..4, 0u8..2, 0u32..24, 0u8..2, 0u32..4, 1u32..32), 1..300)
+        ) {
+            let mut index = Index::new();
+            index.add_device(4);
+            index.add_device(4);
+            let mut model: BTreeMap<Key, (Location, u8)> = BTreeMap::new();
+            for (step, space, hash, device, segment, page) in steps {
+                let key = key(space, hash);
+                // A page of a segment holds one record: who is there leaves.
+                let location = Location { device, segment, page, pages: hash % 3 + 1 };
+                match step {
+                    0 | 1 => {
+                        let there = model.iter().find(|(other, (at, _))| {
+                            **other != key && (at.device, at.segment, at.page) == (device, segment, page)
+                        });
+                        if let Some(other) = there.map(|(other, _)| *other) {
+                            model.remove(&other);
+                            index.remove(&other);
+                        }
+                        if model.get(&key).map(|(at, _)| *at) != Some(location) {
+                            model.insert(key, (location, 0));
+                        }
+                        index.insert(&key, location);
+                    }
+                    2 => {
+                        let expected = model.remove(&key).map(|(at, _)| at);
+                        prop_assert_eq!(index.remove(&key), expected);
+                    }
+                    _ => {
+                        index.touch(&key);
+                        if let Some((_, reads)) = model.get_mut(&key) {
+                            *reads += 1;
+                        }
+                    }
+                }
+                prop_assert_eq!(index.blocks(), model.len());
+                let pages: u64 = model.values().map(|(at, _)| u64::from(at.pages)).sum();
+                prop_assert_eq!(index.pages(), pages);
+            }
+            for device in 0..2 {
+                for segment in 0..4 {
+                    let live = index.live(device, segment);
+                    let mut expected: Vec<Live> = model
+                        .iter()
+                        .filter(|(_, (at, _))| at.device == device && at.segment == segment)
+                        .map(|(key, (at, reads))| Live { key: *key, page: at.page, pages: at.pages, reads: *reads })
+                        .collect();
+                    expected.sort_by_key(|live| live.page);
+                    prop_assert_eq!(live, expected);
+                }
+            }
+            let all: Vec<Key> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
+            prop_assert_eq!(all.len(), model.len());
+            prop_assert!(all.iter().all(|key| model.contains_key(key) && index.find(key).is_some()));
+        }
+    }
+}

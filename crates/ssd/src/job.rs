@@ -1,0 +1,218 @@
+//! What a device is doing for whom, and how it is cut into operations.
+
+use std::io;
+use std::time::Instant;
+
+use crate::index::{Live, Location};
+use crate::io::{Op, OpKind, Piece};
+use crate::layout::SegmentFoot;
+use crate::pages::Pages;
+use crate::request::{Extent, Key, ReadEnd, Record, WriteEnd};
+
+/// Bytes of one operation, about; at most half as much more. A block of 2 MiB is several, which devices carry out at the
+/// same time.
+const OP_BYTES: usize = 1 << 20;
+
+/// A read that was accepted. Its segment is pinned.
+pub(crate) struct ReadJob {
+    pub(crate) key: Key,
+    pub(crate) location: Location,
+    pub(crate) into: Vec<Extent>,
+    pub(crate) deadline: Option<Instant>,
+    pub(crate) late: Option<Box<dyn FnOnce() + Send>>,
+    pub(crate) done: Box<dyn FnOnce(ReadEnd) + Send>,
+}
+
+/// A write that was accepted.
+pub(crate) struct WriteJob {
+    pub(crate) record: Record,
+    /// Of the record with its header.
+    pub(crate) pages: u32,
+    pub(crate) done: Box<dyn FnOnce(WriteEnd) + Send>,
+}
+
+/// What a transfer is for. Each holds the memory that its operations use, but for the pool's.
+#[expect(dead_code, reason = "some pages are only kept: the kernel reads them")]
+pub(crate) enum What {
+    Read {
+        job: ReadJob,
+        header: Pages,
+    },
+    Write {
+        job: WriteJob,
+        location: Location,
+        header: Pages,
+    },
+    Head {
+        segment: u32,
+        page: Pages,
+    },
+    Table {
+        segment: u32,
+        foot: SegmentFoot,
+        pages: Pages,
+    },
+    Foot {
+        segment: u32,
+        page: Pages,
+    },
+    Sync,
+    /// A record on its way to the log's end.
+    CopyIn {
+        live: Live,
+        from: Location,
+        buffer: Pages,
+    },
+    CopyOut {
+        live: Live,
+        from: Location,
+        to: Location,
+        buffer: Pages,
+    },
+}
+
+impl What {
+    pub(crate) fn kind(&self) -> OpKind {
+        match self {
+            What::Read { .. } | What::CopyIn { .. } => OpKind::Read,
+            What::Sync => OpKind::Sync,
+            _ => OpKind::Write,
+        }
+    }
+}
+
+/// Something that is done when all its operations have ended.
+pub(crate) struct Transfer {
+    pub(crate) what: What,
+    pub(crate) operations: usize,
+    pub(crate) error: Option<io::Error>,
+}
+
+/// An operation, as far as it is not done yet.
+pub(crate) struct Part {
+    pub(crate) transfer: u64,
+    pub(crate) kind: OpKind,
+    pub(crate) offset: u64,
+    pub(crate) pieces: Vec<Piece>,
+    /// Attempts without progress.
+    pub(crate) stalls: u32,
+}
+
+impl Part {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.pieces.iter().map(|piece| piece.bytes as u64).sum()
+    }
+
+    /// So many bytes are done; the rest is to be asked for again. Only whole pages count.
+    pub(crate) fn advance(&mut self, bytes: usize) {
+        let mut left = bytes / crate::PAGE_BYTES as usize * crate::PAGE_BYTES as usize;
+        self.offset += left as u64;
+        self.stalls = if left == 0 { self.stalls + 1 } else { 0 };
+        self.pieces.retain_mut(|piece| {
+            let step = left.min(piece.bytes);
+            left -= step;
+            piece.address = piece.address.wrapping_add(step);
+            piece.bytes -= step;
+            piece.bytes > 0
+        });
+    }
+}
+
+/// Cuts contiguous bytes of the file, whose memory is these pieces, into operations.
+pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    // Of equal size, so that a header does not leave a page for an operation of its own.
+    let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
+    let count = ((bytes + OP_BYTES / 2) / OP_BYTES).max(1);
+    let part_bytes = bytes.div_ceil(count).next_multiple_of(crate::PAGE_BYTES as usize);
+    let (mut at, mut room) = (offset, 0);
+    for piece in pieces {
+        let mut rest = *piece;
+        while rest.bytes > 0 {
+            let new_part = || Part { transfer, kind, offset: at, pieces: Vec::new(), stalls: 0 };
+            if room == 0 {
+                parts.push(new_part());
+                room = part_bytes;
+            }
+            let Some(part) = parts.last_mut() else { break };
+            let adjacent = part
+                .pieces
+                .last()
+                .is_some_and(|last| std::ptr::eq(last.address.wrapping_add(last.bytes), rest.address));
+            if !adjacent && part.pieces.len() == Op::MAX_PIECES {
+                room = 0;
+                continue;
+            }
+            let step = rest.bytes.min(room);
+            match part.pieces.last_mut() {
+                Some(last) if adjacent => last.bytes += step,
+                _ => part.pieces.push(Piece { address: rest.address, bytes: step }),
+            }
+            rest = Piece { address: rest.address.wrapping_add(step), bytes: rest.bytes - step };
+            at += step as u64;
+            room -= step;
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn flat(parts: &[Part]) -> Vec<(u64, usize)> {
+        let mut pages = Vec::new();
+        for part in parts {
+            let mut at = part.offset;
+            for piece in &part.pieces {
+                for page in (0..piece.bytes).step_by(4096) {
+                    pages.push((at, piece.address as usize + page));
+                    at += 4096;
+                }
+            }
+        }
+        pages
+    }
+
+    proptest! {
+        #[test]
+        fn operations_cover_every_page_once_whatever_is_cut_short(
+            runs in prop::collection::vec((0usize..4, 1usize..700), 1..40),
+            short in prop::collection::vec(0usize..3_000_000, 0..40),
+        ) {
+            let mut address = 4096;
+            let pieces: Vec<Piece> = runs
+                .iter()
+                .map(|&(gap, pages)| {
+                    address += gap * 4096;
+                    let piece = Piece { address: address as *mut u8, bytes: pages * 4096 };
+                    address += pages * 4096;
+                    piece
+                })
+                .collect();
+            let mut offset = 8192;
+            let mut expected = Vec::new();
+            for piece in &pieces {
+                for page in (0..piece.bytes).step_by(4096) {
+                    expected.push((offset, piece.address as usize + page));
+                    offset += 4096;
+                }
+            }
+            let mut parts = cut(1, OpKind::Read, 8192, &pieces);
+            prop_assert_eq!(flat(&parts), expected.clone());
+            prop_assert!(parts.iter().all(|part| part.bytes() <= 3 << 19 && part.pieces.len() <= Op::MAX_PIECES));
+            let mut done = Vec::new();
+            for (part, short) in parts.iter_mut().zip(&short) {
+                let moved = short % part.bytes() as usize;
+                let before = flat(std::slice::from_ref(part));
+                part.advance(moved);
+                done.extend_from_slice(&before[..moved / 4096]);
+            }
+            let mut all: Vec<_> = done.into_iter().chain(flat(&parts)).collect();
+            all.sort_unstable();
+            prop_assert_eq!(all, expected);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A record's header: which block it is, where it stands, and the length and checksum of each shard.
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+
+use super::fields::{Reader, Writer, claimed_length};
+use super::{LayoutError, PAGE_BYTES};
+use crate::request::{Key, Space};
+
+const KIND: &[u8; 8] = b"kvlnBLCK";
+
+/// Bytes before the list of shards.
+const FIXED: u64 = 120;
+/// Bytes of each shard in that list: length and crc32c.
+const SHARD: u64 = 8;
+
+/// The header of a record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordHeader {
+    /// Of the superblock.
+    pub device_id: [u8; 16],
+    /// Of the segment's head. With the page it numbers the file's records in the order in which they were written.
+    pub generation: u64,
+    /// The segment it stands in.
+    pub segment: u32,
+    /// The page it begins at.
+    pub page: u32,
+    /// The block.
+    pub key: Key,
+    /// The block before it in its chain.
+    pub parent: Option<BlockHash>,
+    /// Bytes and crc32c of each shard.
+    pub shards: Vec<(u32, u32)>,
+}
+
+impl RecordHeader {
+    /// As it stands in the file, in whole pages.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::new(KIND);
+        out.raw(&self.device_id).u64(self.generation).u32(self.segment).u32(self.page);
+        out.raw(&self.key.space.namespace.0).raw(&self.key.space.cut.0).raw(&self.key.hash.0);
+        out.u32(u32::from(self.parent.is_some())).raw(&self.parent.unwrap_or_default().0);
+        out.u32(self.shards.len() as u32);
+        for (bytes, crc) in &self.shards {
+            out.u32(*bytes).u32(*crc);
+        }
+        let mut bytes = out.finish();
+        bytes.resize(bytes.len().next_multiple_of(PAGE_BYTES as usize), 0);
+        bytes
+    }
+
+    /// Reads a header.
+    pub fn decode(bytes: &[u8]) -> Result<RecordHeader, LayoutError> {
+        let mut fields = Reader::new(KIND, bytes)?;
+        let (device_id, generation) = (fields.array::<16>()?, fields.u64()?);
+        let (segment, page) = (fields.u32()?, fields.u32()?);
+        let namespace = Namespace(fields.array()?);
+        let space = Space { namespace, cut: CutDigest(fields.array()?) };
+        let key = Key { space, hash: BlockHash(fields.array()?) };
+        let (has_parent, parent) = (fields.u32()?, BlockHash(fields.array()?));
+        let shards = fields.u32()?;
+        let shards = fields.items::<8>(shards)?.iter();
+        let shards: Vec<(u32, u32)> = shards
+            .map(|[a, b, c, d, e, f, g, h]| {
+                (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]))
+            })
+            .collect();
+        fields.end()?;
+        if has_parent > 1 || shards.is_empty() || shards.iter().any(|(bytes, _)| *bytes == 0) {
+            return Err(LayoutError::Fields);
+        }
+        let parent = (has_parent == 1).then_some(parent);
+        Ok(RecordHeader { device_id, generation, segment, page, key, parent, shards })
+    }
+
+    /// Pages that a header claims to fill, from its first page; None if that is no header.
+    pub(crate) fn claimed_pages(page: &[u8]) -> Option<u64> {
+        claimed_length(KIND, page).ok().map(|length| (length as u64).div_ceil(PAGE_BYTES))
+    }
+
+    /// Pages of the whole record; None if they have no number.
+    pub fn pages(&self) -> Option<u32> {
+        record_pages(self.shards.iter().map(|(bytes, _)| u64::from(*bytes)))
+    }
+}
+
+/// Pages of the header of a record with so many shards.
+pub(crate) fn header_pages(shards: usize) -> u64 {
+    (FIXED + shards as u64 * SHARD).div_ceil(PAGE_BYTES)
+}
+
+/// Pages of a shard.
+pub(crate) fn shard_pages(bytes: u64) -> u64 {
+    bytes.div_ceil(PAGE_BYTES)
+}
+
+/// Pages of a record with shards of these lengths in bytes; None if they have no number.
+pub(crate) fn record_pages(shards: impl Iterator<Item = u64>) -> Option<u32> {
+    let (mut count, mut pages) = (0, 0u64);
+    for bytes in shards {
+        count += 1;
+        pages = pages.checked_add(shard_pages(bytes))?;
+    }
+    u32::try_from(pages.checked_add(header_pages(count))?).ok()
+}

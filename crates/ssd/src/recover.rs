@@ -1,0 +1,254 @@
+//! What is in a file when it is opened: read from the tables of its segments, and from headers where those are missing.
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::file::{TierFile, read_full};
+use crate::index::{Index, Location};
+use crate::layout::{PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
+use crate::log::Log;
+use crate::pages::Pages;
+use crate::request::Key;
+
+/// Reads in flight.
+const THREADS: usize = 8;
+/// Segments whose records are held in memory at once.
+const BATCH: usize = 64;
+/// Read at once where no header is where one was expected.
+const WINDOW_PAGES: u32 = 256;
+
+/// What was found.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Found {
+    pub(crate) from_tables: u64,
+    pub(crate) by_scan: u64,
+    /// Segments that could not be read and count as empty.
+    pub(crate) unreadable: u32,
+}
+
+/// The records of one segment.
+#[derive(Debug, Default)]
+struct Contents {
+    from_table: usize,
+    /// In the order of their pages: key, first page, pages.
+    records: Vec<(Key, u32, u32)>,
+    /// End of what the table or the scan saw, if the table does not cover all of the segment.
+    tail: Option<u32>,
+}
+
+/// Fills the index, and the log, with what `file` holds. `device` is its number in the index.
+pub(crate) fn recover(file: &TierFile, device: u8, index: &mut Index, log: &mut Log) -> Found {
+    let superblock = &file.superblock;
+    let mut found = Found::default();
+    let all: Vec<u32> = (0..superblock.segments).collect();
+    let mut generations: Vec<(u64, u32)> = Vec::new();
+    for (segment, generation) in all.iter().zip(in_parallel(&all, |segment| generation(file, *segment))) {
+        match generation {
+            Ok(Some(generation)) => generations.push((generation, *segment)),
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
+                found.unreadable += 1;
+            }
+        }
+    }
+    // A block that is there twice counts where it was written last.
+    generations.sort_unstable();
+    for batch in generations.chunks(BATCH) {
+        let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
+        for (&(generation, segment), contents) in batch.iter().zip(contents) {
+            let contents = contents.unwrap_or_else(|error| {
+                tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
+                found.unreadable += 1;
+                Contents::default()
+            });
+            if contents.records.is_empty() {
+                log.generation_seen(generation);
+                continue;
+            }
+            found.from_tables += contents.from_table as u64;
+            found.by_scan += (contents.records.len() - contents.from_table) as u64;
+            for (key, page, pages) in &contents.records {
+                index.insert(key, Location { device, segment, page: *page, pages: *pages });
+            }
+            log.found(segment, generation, contents.tail);
+        }
+    }
+    found
+}
+
+fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let run = || {
+        let mut results = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(index) else { return results };
+            results.push((index, work(item)));
+        }
+    };
+    let mut results: Vec<(usize, R)> = std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..THREADS.min(items.len()))
+            .filter_map(|_| std::thread::Builder::new().spawn_scoped(scope, run).ok())
+            .collect();
+        let mut results = run();
+        for helper in helpers {
+            match helper.join() {
+                Ok(more) => results.extend(more),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        }
+        results
+    });
+    results.sort_unstable_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// The generation of a segment that may hold something.
+fn generation(file: &TierFile, segment: u32) -> io::Result<Option<u64>> {
+    let superblock = &file.superblock;
+    let mut page = Pages::new(PAGE_BYTES as usize);
+    read(file, &mut page, PAGE_BYTES as usize, superblock.offset(segment, 0))?;
+    let head = SegmentHead::decode(page.bytes());
+    if let Ok(head) = head
+        && superblock.is_of(&head.device_id)
+        && head.segment == segment
+    {
+        return Ok(Some(head.generation));
+    }
+    // Never used, or damaged. What the foot says is right or older, and every record is checked when it is read.
+    Ok(foot(file, segment)?.map(|foot| foot.generation))
+}
+
+fn foot(file: &TierFile, segment: u32) -> io::Result<Option<SegmentFoot>> {
+    let superblock = &file.superblock;
+    let mut page = Pages::new(PAGE_BYTES as usize);
+    let last_page = superblock.segment_pages() - 1;
+    read(file, &mut page, PAGE_BYTES as usize, superblock.offset(segment, last_page))?;
+    let foot = SegmentFoot::decode(page.bytes()).ok();
+    Ok(foot.filter(|foot| superblock.is_of(&foot.device_id) && foot.segment == segment))
+}
+
+fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Contents> {
+    let superblock = &file.superblock;
+    let last_page = superblock.segment_pages() - 1;
+    let foot = foot(file, segment)?.filter(|foot| foot.generation == generation);
+    let mut contents = Contents::default();
+    let mut scan_from = 1;
+    if let Some(foot) = foot
+        && let Some(table) = table(file, segment, &foot)?
+    {
+        let inside = |page: u32, pages: u32| {
+            page >= 1 && pages >= 2 && page.checked_add(pages).is_some_and(|end| end <= last_page)
+        };
+        contents.records = table
+            .records
+            .iter()
+            .filter(|record| inside(record.page, record.pages))
+            .map(|record| {
+                let space = table.spaces[record.space as usize];
+                (Key { space, hash: record.hash }, record.page, record.pages)
+            })
+            .collect();
+        contents.from_table = contents.records.len();
+        scan_from = foot.scan_from.max(1);
+    }
+    if scan_from < last_page {
+        let table_end = foot
+            .map_or(1, |foot| foot.table_page.saturating_add(foot.table_bytes.div_ceil(PAGE_BYTES as u32)));
+        let mut scanned = scan(file, superblock, segment, generation, scan_from)?;
+        scanned.retain(|(_, page, _)| contents.records.iter().all(|(_, known, _)| known != page));
+        contents.records.extend(scanned);
+        let end = contents.records.iter().map(|(_, page, pages)| page + pages).max().unwrap_or(1);
+        contents.tail = Some(end.max(table_end.min(last_page)));
+    }
+    Ok(contents)
+}
+
+fn table(file: &TierFile, segment: u32, foot: &SegmentFoot) -> io::Result<Option<Table>> {
+    let superblock = &file.superblock;
+    let pages = foot.table_bytes.div_ceil(PAGE_BYTES as u32);
+    let end = foot.table_page.checked_add(pages);
+    if foot.table_page == 0 || end.is_none_or(|end| end >= superblock.segment_pages()) {
+        return Ok(None);
+    }
+    let bytes = pages as usize * PAGE_BYTES as usize;
+    let mut buffer = Pages::new(bytes);
+    read(file, &mut buffer, bytes, superblock.offset(segment, foot.table_page))?;
+    let table = Table::decode(buffer.bytes()).ok();
+    Ok(table.filter(|table| superblock.is_of(&table.device_id) && table.generation == foot.generation))
+}
+
+/// The records from page `from` on, by their headers. Behind what was not written completely there may be records that
+/// were, so every page is looked at until one begins a record.
+fn scan(
+    file: &TierFile,
+    superblock: &Superblock,
+    segment: u32,
+    generation: u64,
+    from: u32,
+) -> io::Result<Vec<(Key, u32, u32)>> {
+    let last_page = superblock.segment_pages() - 1;
+    let mut window = Pages::new((WINDOW_PAGES as u64 * PAGE_BYTES) as usize);
+    let (mut start, mut end) = (0, 0);
+    let mut page = from;
+    let mut missed = false;
+    let mut records = Vec::new();
+    while page < last_page {
+        if !(start..end).contains(&page) {
+            // Headers alone where they follow each other.
+            let pages = if missed { WINDOW_PAGES } else { 1 }.min(last_page - page);
+            read(file, &mut window, pages as usize * PAGE_BYTES as usize, superblock.offset(segment, page))?;
+            (start, end) = (page, page + pages);
+        }
+        let at = (page - start) as usize * PAGE_BYTES as usize;
+        let bytes = &window.bytes()[at..(end - start) as usize * PAGE_BYTES as usize];
+        match header(file, superblock, segment, page, bytes)? {
+            Some((header, pages)) if header.generation == generation => {
+                records.push((header.key, page, pages));
+                page += pages;
+                missed = false;
+            }
+            _ => {
+                page += 1;
+                missed = true;
+            }
+        }
+    }
+    Ok(records)
+}
+
+/// The header that begins at `page`, whose bytes are at hand, and the pages of its record.
+fn header(
+    file: &TierFile,
+    superblock: &Superblock,
+    segment: u32,
+    page: u32,
+    bytes: &[u8],
+) -> io::Result<Option<(RecordHeader, u32)>> {
+    let last_page = superblock.segment_pages() - 1;
+    let Some(pages) = RecordHeader::claimed_pages(bytes) else { return Ok(None) };
+    if pages > u64::from(last_page - page) {
+        return Ok(None);
+    }
+    let length = (pages * PAGE_BYTES) as usize;
+    let decoded = if length <= bytes.len() {
+        RecordHeader::decode(&bytes[..length])
+    } else {
+        let mut buffer = Pages::new(length);
+        read(file, &mut buffer, length, superblock.offset(segment, page))?;
+        RecordHeader::decode(buffer.bytes())
+    };
+    let Ok(header) = decoded else { return Ok(None) };
+    let ours = superblock.is_of(&header.device_id) && header.segment == segment && header.page == page;
+    let pages = header.pages().filter(|pages| *pages <= last_page - page);
+    Ok(pages.filter(|_| ours).map(|pages| (header, pages)))
+}
+
+fn read(file: &TierFile, pages: &mut Pages, bytes: usize, offset: u64) -> io::Result<()> {
+    let read = read_full(&file.file, &mut pages.bytes_mut()[..bytes], offset)?;
+    if read < bytes {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! The words of the tier's interface.
+
+use std::time::Instant;
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use thiserror::Error;
+
+/// Blocks that engines share: a namespace with one cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Space {
+    /// What the content means.
+    pub namespace: Namespace,
+    /// How it is cut into shards.
+    pub cut: CutDigest,
+}
+
+/// A block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    /// Where it belongs.
+    pub space: Space,
+    /// The engine's hash.
+    pub hash: BlockHash,
+}
+
+/// Bytes of the pool. A transfer touches all pages that they lie in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// From the start of the pool; a multiple of 4096.
+    pub offset: u64,
+    /// Length; above 0.
+    pub bytes: u64,
+}
+
+/// A shard to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// Where it lies.
+    pub extent: Extent,
+    /// The crc32c of its bytes, from the seal.
+    pub crc: u32,
+}
+
+/// A block to be written. Nobody may change its bytes before `done` is called.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// Which block.
+    pub key: Key,
+    /// The block before it in its chain, given back when it is read.
+    pub parent: Option<BlockHash>,
+    /// Its shards, in the order of the cut.
+    pub shards: Vec<Shard>,
+}
+
+/// A block to be read. The extents are the tier's, and the kernel's, until `done` is called.
+pub struct Read {
+    /// Which block.
+    pub key: Key,
+    /// Where each shard goes.
+    pub into: Vec<Extent>,
+    /// From then on nobody waits for it.
+    pub deadline: Option<Instant>,
+    /// Called at the deadline if the read has not ended, at most once, and never after `done`. The extents still belong
+    /// to the kernel.
+    pub late: Option<Box<dyn FnOnce() + Send>>,
+}
+
+/// How a write ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteEnd {
+    /// It will be found, after a crash of this process too.
+    Stored,
+    /// It is not stored: the device refused (see its status), or the tier was closed.
+    Failed,
+}
+
+/// How a read ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReadEnd {
+    /// All bytes are there, and are those that were written.
+    Found {
+        /// The block before it in its chain.
+        parent: Option<BlockHash>,
+        /// crc32c of each shard.
+        crcs: Vec<u32>,
+    },
+    /// The bytes in the extents mean nothing.
+    Miss(Miss),
+}
+
+/// Why there is nothing after all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Miss {
+    /// What is on the device is not what was written. The block is dropped.
+    Damaged,
+    /// The block was written with shards of other lengths.
+    Lengths,
+    /// The device reported an error.
+    Failed,
+    /// The deadline passed before the device was asked.
+    Late,
+    /// The tier was closed before the device was asked.
+    Closed,
+}
+
+/// Why a call did nothing. `done` was not called and never will be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum Refused {
+    /// The block is stored already, or being stored.
+    #[error("the block is stored already, or being stored")]
+    Present,
+    /// The block is not stored.
+    #[error("the block is not stored")]
+    Absent,
+    /// As much is waiting as may wait.
+    #[error("the queue is full")]
+    Full,
+    /// No device accepts writes; their status says why.
+    #[error("no device accepts writes at the moment")]
+    Degraded,
+    /// The block does not fit into a segment.
+    #[error("a block of {pages} pages does not fit into a segment of {segment_pages}")]
+    TooLarge {
+        /// Pages of 4096 bytes of its record.
+        pages: u64,
+        /// Pages of a segment.
+        segment_pages: u32,
+    },
+    /// The block is stored with other lengths or another number of shards.
+    #[error("the block is stored with other lengths")]
+    Lengths,
+    /// An extent is empty, does not begin a page, or ends outside of the pool; or a block has no shards.
+    #[error("{bytes} bytes at offset {offset} are not an extent of the pool")]
+    BadExtent {
+        /// Where it begins.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+    },
+    /// The tier is closed.
+    #[error("the tier is closed")]
+    Closed,
+}

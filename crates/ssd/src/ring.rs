@@ -1,0 +1,239 @@
+//! Operations through io_uring: direct I/O from and to registered memory, one system call for many of them.
+#![expect(unsafe_code, reason = "io_uring takes addresses, and hands them to the kernel")]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use io_uring::types::{Fixed, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+
+use crate::io::{Ended, Io, Op, OpKind, Piece, Waker};
+
+/// Operations in flight, wake-ups not counted.
+const ENTRIES: u32 = 256;
+/// The kernel registers at most this much in one piece.
+const REGISTERED_BYTES: usize = 1 << 30;
+/// The operation that waits for the waker.
+const WAKE: u64 = u64::MAX;
+
+/// A ring on one file.
+pub(crate) struct Ring {
+    ring: IoUring,
+    file: File,
+    /// Operations in flight and the vectors the kernel reads; their index is their user data.
+    slots: Vec<Option<(u64, Vec<libc::iovec>)>>,
+    free: Vec<usize>,
+    /// Start and end of each registered piece, ascending.
+    registered: Vec<(usize, usize)>,
+    wake_fd: Arc<OwnedFd>,
+    /// What is read from `wake_fd`. Boxed: the kernel writes it while a wake-up is awaited.
+    wake_count: Box<u64>,
+    wake_posted: bool,
+}
+
+// SAFETY: the iovecs in `slots` are addresses for the kernel; this type never looks behind them.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    /// A ring for this thread. The second value says why memory could not be registered, if it could not: then every
+    /// transfer pins its pages anew.
+    pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(Ring, Option<String>)> {
+        let new = || {
+            let mut builder = IoUring::builder();
+            builder.dontfork();
+            builder
+        };
+        let ring = new()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_submit_all()
+            .build(ENTRIES)
+            // Before Linux 6.1.
+            .or_else(|_| new().build(ENTRIES))?;
+        if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is older than Linux 5.11"));
+        }
+        ring.submitter().register_files(&[file.as_raw_fd()])?;
+        // SAFETY: a system call without addresses.
+        let event = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if event < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor was just made and nobody else has it.
+        let wake_fd = Arc::new(unsafe { OwnedFd::from_raw_fd(event) });
+        let mut ring = Ring {
+            ring,
+            file,
+            slots: (0..ENTRIES).map(|_| None).collect(),
+            free: (0..ENTRIES as usize).rev().collect(),
+            registered: Vec::new(),
+            wake_fd,
+            wake_count: Box::new(0),
+            wake_posted: false,
+        };
+        let refused = ring.register(memory).err().map(|error| {
+            format!("memory is not registered with io_uring: {error}; a higher limit of locked memory (ulimit -l) may help")
+        });
+        Ok((ring, refused))
+    }
+
+    fn register(&mut self, memory: &[Piece]) -> io::Result<()> {
+        let mut pieces: Vec<(usize, usize)> = Vec::new();
+        for piece in memory {
+            let (start, end) = (piece.address as usize, piece.address as usize + piece.bytes);
+            pieces.extend(
+                (start..end).step_by(REGISTERED_BYTES).map(|from| (from, end.min(from + REGISTERED_BYTES))),
+            );
+        }
+        pieces.sort_unstable();
+        let vectors: Vec<libc::iovec> = pieces
+            .iter()
+            .map(|&(start, end)| libc::iovec { iov_base: start as *mut libc::c_void, iov_len: end - start })
+            .collect();
+        // SAFETY: registering pins pages and changes none. Operations that use them keep to the contract of `post`; the
+        // pages stay pinned, and so cannot be reused by the system, until the ring is gone.
+        unsafe { self.ring.submitter().register_buffers(&vectors)? };
+        self.registered = pieces;
+        Ok(())
+    }
+
+    /// The registered piece that holds all of this memory.
+    fn registered_in(&self, piece: &Piece) -> Option<u16> {
+        let (start, end) = (piece.address as usize, piece.address as usize + piece.bytes);
+        let index = self.registered.partition_point(|(from, _)| *from <= start).checked_sub(1)?;
+        (end <= self.registered[index].1).then_some(index as u16)
+    }
+
+    fn entry(&mut self, op: Op) -> squeue::Entry {
+        let slot = self.free.pop().unwrap_or_default();
+        let file = Fixed(0);
+        let mut vectors = Vec::new();
+        let entry = match (op.kind, op.pieces.as_slice()) {
+            (OpKind::Sync, _) => {
+                opcode::Fsync::new(file).flags(io_uring::types::FsyncFlags::DATASYNC).build()
+            }
+            (kind, [piece]) if let Some(index) = self.registered_in(piece) => match kind {
+                OpKind::Read => opcode::ReadFixed::new(file, piece.address, piece.bytes as u32, index)
+                    .offset(op.offset)
+                    .build(),
+                _ => opcode::WriteFixed::new(file, piece.address, piece.bytes as u32, index)
+                    .offset(op.offset)
+                    .build(),
+            },
+            (kind, pieces) => {
+                let vector =
+                    |piece: &Piece| libc::iovec { iov_base: piece.address.cast(), iov_len: piece.bytes };
+                vectors = pieces.iter().map(vector).collect();
+                let (start, count) = (vectors.as_ptr(), vectors.len() as u32);
+                match kind {
+                    OpKind::Read => opcode::Readv::new(file, start, count).offset(op.offset).build(),
+                    _ => opcode::Writev::new(file, start, count).offset(op.offset).build(),
+                }
+            }
+        };
+        self.slots[slot] = Some((op.id, vectors));
+        entry.user_data(slot as u64)
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        loop {
+            // SAFETY: what the entry points to stays valid until its completion: the file by this value, vectors in
+            // `slots`, the wake count in its box, and the pieces by the contract of `post`.
+            if unsafe { self.ring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            // Only this thread fills the queue, and submitting empties it; a refusal passes when something has ended.
+            if self.ring.submit().is_err() {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    fn await_wake(&mut self) {
+        if !self.wake_posted {
+            let wake_count: *mut u64 = &mut *self.wake_count;
+            let fd = io_uring::types::Fd(self.wake_fd.as_raw_fd());
+            let entry = opcode::Read::new(fd, wake_count.cast(), 8).build().user_data(WAKE);
+            self.push(&entry);
+            self.wake_posted = true;
+        }
+    }
+
+    fn reap(&mut self, ended: &mut Vec<Ended>) {
+        let completions = self.ring.completion();
+        for completion in completions {
+            if completion.user_data() == WAKE {
+                self.wake_posted = false;
+                continue;
+            }
+            let slot = completion.user_data() as usize;
+            let Some((id, _)) = self.slots.get_mut(slot).and_then(Option::take) else { continue };
+            self.free.push(slot);
+            let result = completion.result();
+            let result =
+                if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(result as usize) };
+            ended.push(Ended { id, result });
+        }
+    }
+}
+
+impl Io for Ring {
+    unsafe fn post(&mut self, op: Op) {
+        assert!(!self.free.is_empty(), "more operations are posted than there is room for");
+        let entry = self.entry(op);
+        self.push(&entry);
+    }
+
+    fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
+        self.await_wake();
+        let time = Timespec::from(timeout);
+        let args = SubmitArgs::new().timespec(&time);
+        let entered = if timeout.is_zero() {
+            self.ring.submitter().submit_and_wait(0)
+        } else {
+            self.ring.submitter().submit_with_args(1, &args)
+        };
+        self.reap(ended);
+        match entered {
+            Ok(_) => Ok(()),
+            // The time is over; a signal; or completions had to be reaped first.
+            Err(error)
+                if matches!(
+                    error.raw_os_error(),
+                    Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)
+                ) =>
+            {
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn waker(&self) -> Waker {
+        let fd = Arc::clone(&self.wake_fd);
+        Arc::new(move || {
+            // The counter can only be full if 2^64 wakes were not read; then a wake is due anyway.
+            let _ = rustix::io::write(fd.as_fd(), &1u64.to_ne_bytes());
+        })
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The kernel uses the memory of what is in flight; and the wake-up writes into this value.
+        (self.waker())();
+        let mut ended = Vec::new();
+        while self.free.len() < ENTRIES as usize || self.wake_posted {
+            let _ = self.ring.submit_and_wait(1);
+            self.reap(&mut ended);
+        }
+        tracing::trace!(file = self.file.as_raw_fd(), "ring drained");
+    }
+}

@@ -1,0 +1,150 @@
+//! What callers and the devices' threads share.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::health::Health;
+use crate::index::Index;
+use crate::io::Waker;
+use crate::job::{ReadJob, WriteJob};
+use crate::request::Key;
+use crate::stats::{Counters, DeviceStatus};
+
+/// Of the tier.
+pub(crate) struct Shared {
+    pub(crate) index: Mutex<Stored>,
+    pub(crate) counters: Counters,
+}
+
+/// What is stored, and what is being stored.
+pub(crate) struct Stored {
+    pub(crate) index: Index,
+    pub(crate) pending: HashSet<Key>,
+}
+
+/// Of one device.
+pub(crate) struct DeviceShared {
+    pub(crate) orders: Mutex<Orders>,
+    /// The thread waits, or is about to.
+    sleeping: AtomicBool,
+    waker: OnceLock<Waker>,
+    /// Bytes of writes accepted and not ended.
+    pub(crate) backlog: AtomicU64,
+    /// Bytes of writes ever accepted.
+    pub(crate) assigned: AtomicU64,
+    /// Reads accepted and not ended.
+    pub(crate) reads: AtomicU64,
+    /// For each segment the reads from it. Raised under the index's lock while the block is in the index.
+    pub(crate) pins: Vec<AtomicU32>,
+    pub(crate) health: Mutex<Health>,
+    pub(crate) free_segments: AtomicU32,
+    /// What does not change.
+    pub(crate) facts: DeviceStatus,
+    ended: Mutex<bool>,
+    ended_changed: Condvar,
+}
+
+/// What callers have asked for and the thread has not taken yet.
+#[derive(Default)]
+pub(crate) struct Orders {
+    pub(crate) reads: Vec<ReadJob>,
+    pub(crate) writes: Vec<WriteJob>,
+    /// No more are accepted.
+    pub(crate) closed: bool,
+}
+
+impl DeviceShared {
+    pub(crate) fn new(facts: DeviceStatus) -> Arc<DeviceShared> {
+        let segments = facts.segments;
+        Arc::new(DeviceShared {
+            orders: Mutex::default(),
+            sleeping: AtomicBool::new(false),
+            waker: OnceLock::new(),
+            backlog: AtomicU64::new(0),
+            assigned: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
+            pins: (0..segments).map(|_| AtomicU32::new(0)).collect(),
+            health: Mutex::default(),
+            free_segments: AtomicU32::new(0),
+            facts,
+            ended: Mutex::new(false),
+            ended_changed: Condvar::new(),
+        })
+    }
+
+    pub(crate) fn set_waker(&self, waker: Waker) {
+        let _ = self.waker.set(waker);
+    }
+
+    /// Adds to the orders and sees to it that the thread looks at them. Gives the order back if the device is closed.
+    pub(crate) fn order(&self, read: Option<ReadJob>, write: Option<WriteJob>) -> bool {
+        let mut orders = self.orders.lock();
+        if orders.closed {
+            return false;
+        }
+        orders.reads.extend(read);
+        orders.writes.extend(write);
+        drop(orders);
+        self.wake();
+        true
+    }
+
+    /// No more orders.
+    pub(crate) fn close(&self) {
+        self.orders.lock().closed = true;
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if self.sleeping.swap(false, Ordering::SeqCst)
+            && let Some(waker) = self.waker.get()
+        {
+            waker();
+        }
+    }
+
+    /// The thread is about to wait. False: there are orders, it must not.
+    pub(crate) fn fall_asleep(&self, knows_closed: bool) -> bool {
+        self.sleeping.store(true, Ordering::SeqCst);
+        let orders = self.orders.lock();
+        let nothing = orders.reads.is_empty() && orders.writes.is_empty() && orders.closed == knows_closed;
+        if !nothing {
+            self.sleeping.store(false, Ordering::SeqCst);
+        }
+        nothing
+    }
+
+    pub(crate) fn awake(&self) {
+        self.sleeping.store(false, Ordering::SeqCst);
+    }
+
+    /// The thread has ended.
+    pub(crate) fn thread_ended(&self) {
+        *self.ended.lock() = true;
+        self.ended_changed.notify_all();
+    }
+
+    /// Waits for the thread's end.
+    pub(crate) fn await_end(&self, until: std::time::Instant) -> bool {
+        let mut ended = self.ended.lock();
+        while !*ended {
+            if self.ended_changed.wait_until(&mut ended, until).timed_out() {
+                return *ended;
+            }
+        }
+        true
+    }
+
+    pub(crate) fn status(&self) -> DeviceStatus {
+        DeviceStatus {
+            free_segments: self.free_segments.load(Ordering::Relaxed),
+            degraded: self.health.lock().reason().map(str::to_owned),
+            backlog_bytes: self.backlog.load(Ordering::Relaxed),
+            reads: self.reads.load(Ordering::Relaxed),
+            ..self.facts.clone()
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What is counted and shown.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Counts since the tier was opened, and what is in it now.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+            /// Blocks that are stored.
+            pub blocks: u64,
+            /// Bytes of their records.
+            pub block_bytes: u64,
+            /// Memory of the index in bytes, about.
+            pub index_bytes: u64,
+        }
+
+        #[derive(Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: AtomicU64,)*
+        }
+
+        impl Counters {
+            pub(crate) fn snapshot(&self) -> Stats {
+                Stats { $($name: self.$name.load(Ordering::Relaxed),)* ..Stats::default() }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Blocks that were read and right.
+    reads_found,
+    /// Bytes of blocks that were read and right, headers included.
+    read_bytes,
+    /// Reads of blocks that were not what was written; each block was dropped.
+    reads_damaged,
+    /// Reads that the device failed.
+    reads_failed,
+    /// Reads whose deadline passed, before or after the device was asked.
+    reads_late,
+    /// Reads refused because the block has other lengths.
+    reads_lengths,
+    /// Blocks written.
+    writes_stored,
+    /// Bytes of blocks written, headers included.
+    write_bytes,
+    /// Writes that failed.
+    writes_failed,
+    /// Writes refused because the queues were full.
+    writes_refused,
+    /// Writes refused while the devices recovered from errors.
+    writes_degraded,
+    /// Segments emptied.
+    segments_cleaned,
+    /// Blocks copied on because they had been read.
+    blocks_kept,
+    /// Blocks dropped to make room.
+    blocks_dropped,
+    /// Checkpoints written.
+    checkpoints,
+    /// Blocks found when the tier was opened, in the tables of segments.
+    recovered_from_tables,
+    /// Blocks found when the tier was opened, by their headers.
+    recovered_by_scan,
+    /// Transfers that moved less than asked for and were continued.
+    short_transfers,
+}
+
+impl Counters {
+    pub(crate) fn add(counter: &AtomicU64, count: u64) {
+        counter.fetch_add(count, Ordering::Relaxed);
+    }
+}
+
+/// What a device looks like now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceStatus {
+    /// The file.
+    pub path: PathBuf,
+    /// Its size in bytes.
+    pub capacity: u64,
+    /// Bytes of a segment: no block can be larger.
+    pub segment_bytes: u64,
+    /// Segments.
+    pub segments: u32,
+    /// Segments that hold nothing.
+    pub free_segments: u32,
+    /// "io_uring" or "threads".
+    pub io: &'static str,
+    /// Whether the page cache is bypassed.
+    pub direct: bool,
+    /// Whether the pool is registered with io_uring.
+    pub registered: bool,
+    /// Why not everything is as it should be; empty if it is.
+    pub notes: Vec<String>,
+    /// What the last write failed with, until one succeeds.
+    pub degraded: Option<String>,
+    /// Bytes accepted and not yet written.
+    pub backlog_bytes: u64,
+    /// Reads waiting or in flight.
+    pub reads: u64,
+    /// Whether the file was there when the tier was opened.
+    pub warm: bool,
+}

@@ -1,0 +1,426 @@
+//! The tier: opened, asked, closed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvlane_block::BlockHash;
+use parking_lot::Mutex;
+
+use crate::device::{Device, Start};
+use crate::error::OpenError;
+use crate::file::TierFile;
+use crate::index::Index;
+use crate::io::{Io, Piece};
+use crate::job::{ReadJob, WriteJob};
+use crate::layout::{PAGE_BYTES, record_pages};
+use crate::log::{Log, largest_record};
+use crate::memory::Memory;
+use crate::options::Options;
+use crate::recover::recover;
+use crate::request::{Extent, Key, Read, ReadEnd, Record, Refused, Space, WriteEnd};
+use crate::ring::Ring;
+use crate::shared::{DeviceShared, Shared, Stored};
+use crate::stats::{Counters, DeviceStatus, Stats};
+use crate::threads::Threads;
+
+/// Reads that each device accepts beyond those it has ended.
+const READS: u64 = 8192;
+/// How long a tier that is dropped waits for its devices.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Keys that are collected under one lock.
+const KEYS: u32 = 4096;
+
+/// Blocks on SSDs. Thread-safe; no call but [`Tier::open`] and [`Tier::close`] waits for a device.
+pub struct Tier {
+    memory: Arc<dyn Memory>,
+    shared: Arc<Shared>,
+    devices: Vec<Arc<DeviceShared>>,
+    backlog_bytes: u64,
+}
+
+/// What a device's thread found when it opened its interface.
+struct Opened {
+    io: &'static str,
+    registered: bool,
+    notes: Vec<String>,
+    waker: crate::io::Waker,
+}
+
+impl Tier {
+    /// Opens the files, makes those that are missing, and reads their index back. Blocks go from and to `memory`.
+    ///
+    /// # Errors
+    /// [`OpenError`] says what is wrong with a file and what to do. No file is changed then.
+    pub fn open(options: Options, memory: Arc<dyn Memory>) -> Result<Tier, OpenError> {
+        if options.devices.is_empty() || options.devices.len() > usize::from(u8::MAX) {
+            return Err(OpenError::DeviceCount(options.devices.len()));
+        }
+        let mut files: Vec<TierFile> = Vec::new();
+        for device in &options.devices {
+            let file = match TierFile::open(device, options.segment_bytes, options.buffered) {
+                Err(OpenError::InUse { path }) if files.iter().any(|other| other.path == path) => {
+                    return Err(OpenError::Twice { path });
+                }
+                file => file?,
+            };
+            files.push(file);
+        }
+        let mut index = Index::new();
+        for file in &files {
+            index.add_device(file.superblock.segments);
+        }
+        let shared = Arc::new(Shared {
+            index: Mutex::new(Stored { index, pending: Default::default() }),
+            counters: Counters::default(),
+        });
+        let mut tier =
+            Tier { memory, shared, devices: Vec::new(), backlog_bytes: options.backlog_bytes.max(1) };
+        // From here on an error drops the tier, which ends the threads that were started.
+        for (number, file) in files.into_iter().enumerate() {
+            let device = tier.start_device(number as u8, file, &options)?;
+            tier.devices.push(device);
+        }
+        Ok(tier)
+    }
+
+    fn start_device(
+        &self,
+        number: u8,
+        file: TierFile,
+        options: &Options,
+    ) -> Result<Arc<DeviceShared>, OpenError> {
+        let path = file.path.clone();
+        let fail = |what| {
+            let path = path.clone();
+            move |source| OpenError::Io { path, what, source }
+        };
+        let superblock = file.superblock;
+        let mut log = Log::new(superblock.segments, superblock.segment_pages());
+        let began = Instant::now();
+        let found = recover(&file, number, &mut self.shared.index.lock().index, &mut log);
+        Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
+        Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
+        tracing::info!(
+            path = %path.display(), from_tables = found.from_tables, by_scan = found.by_scan,
+            seconds = began.elapsed().as_secs_f64(), "SSD tier opened"
+        );
+
+        let descriptor = file.file.try_clone().map_err(fail("cannot use its descriptor twice"))?;
+        let (memory, wrap_io) = (Arc::clone(&self.memory), options.wrap_io.clone());
+        let threads = options.threads;
+        let (tell, opened) = crossbeam_channel::bounded(1);
+        let (give, starts) = crossbeam_channel::bounded::<(Arc<DeviceShared>, Log)>(1);
+        let shared = Arc::clone(&self.shared);
+        let (write_rate, checkpoint_interval) = (options.write_rate, options.checkpoint_interval);
+        // A ring belongs to the thread that makes it.
+        let work = move || {
+            let made = open_io(descriptor, &*memory, threads);
+            let (io, info) = match made {
+                Ok((mut io, mut info)) => {
+                    if let Some(wrap) = wrap_io {
+                        io = wrap.wrap(io);
+                        info.waker = io.waker();
+                    }
+                    (io, Ok(info))
+                }
+                Err(error) => {
+                    let _ = tell.send(Err(error));
+                    return;
+                }
+            };
+            let _ = tell.send(info);
+            let Ok((device, log)) = starts.recv() else { return };
+            let ends = Ended(Arc::clone(&device));
+            Device::new(Start {
+                io,
+                memory,
+                shared,
+                device,
+                number,
+                superblock,
+                log,
+                write_rate,
+                checkpoint_interval,
+            })
+            .run();
+            drop(ends);
+        };
+        std::thread::Builder::new()
+            .name(format!("kvlane-ssd{number}"))
+            .spawn(work)
+            .map_err(fail("cannot start its thread"))?;
+        let opened = opened
+            .recv()
+            .unwrap_or_else(|_| Err(std::io::Error::other("its thread ended")))
+            .map_err(fail("cannot transfer from and to it"))?;
+
+        let mut notes = file.notes;
+        notes.extend(opened.notes);
+        for note in &notes {
+            tracing::warn!(path = %path.display(), "{note}");
+        }
+        let device = DeviceShared::new(DeviceStatus {
+            path,
+            capacity: superblock.file_bytes().unwrap_or_default(),
+            segment_bytes: superblock.segment_bytes,
+            segments: superblock.segments,
+            free_segments: log.free_segments(),
+            io: opened.io,
+            direct: file.direct,
+            registered: opened.registered,
+            notes,
+            degraded: None,
+            backlog_bytes: 0,
+            reads: 0,
+            warm: file.warm,
+        });
+        device.set_waker(opened.waker);
+        device.free_segments.store(log.free_segments(), Ordering::Relaxed);
+        // The thread waits for it.
+        let _ = give.send((Arc::clone(&device), log));
+        Ok(device)
+    }
+
+    /// Writes a block, soon. `done` is called exactly once, by a device's thread, when the block's memory is not read any
+    /// more; it must return at once and may call the tier. If the call is refused, `done` is dropped without a call.
+    ///
+    /// # Errors
+    /// [`Refused`]: nothing was started, and the block is not stored by it.
+    pub fn write(&self, record: Record, done: impl FnOnce(WriteEnd) + Send + 'static) -> Result<(), Refused> {
+        self.check(record.shards.iter().map(|shard| &shard.extent))?;
+        let lengths = record.shards.iter().map(|shard| shard.extent.bytes);
+        let pages = record_pages(lengths)
+            .filter(|_| record.shards.iter().all(|shard| shard.extent.bytes <= u64::from(u32::MAX)));
+        let pages =
+            pages.ok_or(Refused::TooLarge { pages: u64::MAX, segment_pages: self.largest_segment() })?;
+        let counters = &self.shared.counters;
+        let device = self.device_for(pages).inspect_err(|refused| match refused {
+            Refused::Full => Counters::add(&counters.writes_refused, 1),
+            Refused::Degraded => Counters::add(&counters.writes_degraded, 1),
+            _ => {}
+        })?;
+        let key = record.key;
+        {
+            let mut stored = self.shared.index.lock();
+            if stored.index.find(&key).is_some() || !stored.pending.insert(key) {
+                return Err(Refused::Present);
+            }
+        }
+        let bytes = u64::from(pages) * PAGE_BYTES;
+        device.backlog.fetch_add(bytes, Ordering::Relaxed);
+        device.assigned.fetch_add(bytes, Ordering::Relaxed);
+        if !device.order(None, Some(WriteJob { record, pages, done: Box::new(done) })) {
+            device.backlog.fetch_sub(bytes, Ordering::Relaxed);
+            self.shared.index.lock().pending.remove(&key);
+            return Err(Refused::Closed);
+        }
+        Ok(())
+    }
+
+    /// Reads a block into memory that belongs to the tier, and to the kernel, until `done` is called: exactly once, by a
+    /// device's thread, whatever happens. `done` must return at once and may call the tier. What keeps the memory from
+    /// being used otherwise belongs into `done`. If the call is refused, `done` is dropped without a call.
+    ///
+    /// At the deadline `read.late` is called: nobody needs to wait any longer, but the memory is not free before `done`.
+    ///
+    /// # Errors
+    /// [`Refused`]: nothing was started.
+    pub fn read(&self, read: Read, done: impl FnOnce(ReadEnd) + Send + 'static) -> Result<(), Refused> {
+        self.check(read.into.iter())?;
+        let pages = record_pages(read.into.iter().map(|extent| extent.bytes));
+        let Read { key, into, deadline, late } = read;
+        let mut stored = self.shared.index.lock();
+        let location = stored.index.find(&key).ok_or(Refused::Absent)?;
+        if pages != Some(location.pages) {
+            Counters::add(&self.shared.counters.reads_lengths, 1);
+            return Err(Refused::Lengths);
+        }
+        let device = &self.devices[usize::from(location.device)];
+        if device.reads.load(Ordering::Relaxed) >= READS {
+            return Err(Refused::Full);
+        }
+        stored.index.touch(&key);
+        // Under the lock: a segment is emptied by taking its blocks out of the index first.
+        let pin = &device.pins[location.segment as usize];
+        pin.fetch_add(1, Ordering::Acquire);
+        drop(stored);
+        device.reads.fetch_add(1, Ordering::Relaxed);
+        let job = ReadJob { key, location, into, deadline, late, done: Box::new(done) };
+        if !device.order(Some(job), None) {
+            pin.fetch_sub(1, Ordering::Release);
+            device.reads.fetch_sub(1, Ordering::Relaxed);
+            return Err(Refused::Closed);
+        }
+        Ok(())
+    }
+
+    /// Whether a block is stored.
+    pub fn contains(&self, key: &Key) -> bool {
+        self.shared.index.lock().index.find(key).is_some()
+    }
+
+    /// For each of the hashes whether the block is stored.
+    pub fn which(&self, space: &Space, hashes: &[BlockHash]) -> Vec<bool> {
+        let stored = self.shared.index.lock();
+        let Some(space) = stored.index.space(space) else { return vec![false; hashes.len()] };
+        hashes.iter().map(|hash| stored.index.has(space, hash)).collect()
+    }
+
+    /// How many of the hashes, from the first one on, are stored.
+    pub fn leading(&self, space: &Space, hashes: &[BlockHash]) -> usize {
+        let stored = self.shared.index.lock();
+        let Some(space) = stored.index.space(space) else { return 0 };
+        hashes.iter().take_while(|hash| stored.index.has(space, hash)).count()
+    }
+
+    /// Takes a block out of the index; false if it was not in. Reads under way end as they would have. It may be found
+    /// again after a restart, and is then as right as any other.
+    pub fn remove(&self, key: &Key) -> bool {
+        self.shared.index.lock().index.remove(key).is_some()
+    }
+
+    /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.
+    pub fn for_each_key(&self, mut see: impl FnMut(Key)) {
+        let mut next = 0;
+        loop {
+            let stored = self.shared.index.lock();
+            let slots = stored.index.slots();
+            let end = slots.min(next + KEYS);
+            let keys: Vec<Key> = (next..end).filter_map(|slot| stored.index.key_at(slot)).collect();
+            drop(stored);
+            keys.into_iter().for_each(&mut see);
+            if end == slots {
+                return;
+            }
+            next = end;
+        }
+    }
+
+    /// What was counted, and what is stored.
+    pub fn stats(&self) -> Stats {
+        let stored = self.shared.index.lock();
+        Stats {
+            blocks: stored.index.blocks() as u64,
+            block_bytes: stored.index.pages() * PAGE_BYTES,
+            index_bytes: stored.index.memory_bytes(),
+            ..self.shared.counters.snapshot()
+        }
+    }
+
+    /// How each device is, in the order of the options.
+    pub fn status(&self) -> Vec<DeviceStatus> {
+        self.devices.iter().map(|device| device.status()).collect()
+    }
+
+    /// Accepts nothing more, writes what is waiting, then the tables from which the next start reads its index, and ends
+    /// the threads. False: a device did not end in time; its thread and the memory of what it does stay until it has.
+    pub fn close(&self, patience: Duration) -> bool {
+        let until = Instant::now() + patience;
+        for device in &self.devices {
+            device.close();
+        }
+        let ended: Vec<bool> = self.devices.iter().map(|device| device.await_end(until)).collect();
+        ended.into_iter().all(|ended| ended)
+    }
+
+    fn largest_segment(&self) -> u32 {
+        let pages = |device: &Arc<DeviceShared>| (device.facts.segment_bytes / PAGE_BYTES) as u32;
+        self.devices.iter().map(pages).max().unwrap_or(0)
+    }
+
+    /// The device with the least in it that takes a record of so many pages.
+    fn device_for(&self, pages: u32) -> Result<&DeviceShared, Refused> {
+        let now = Instant::now();
+        let mut refused =
+            Refused::TooLarge { pages: u64::from(pages), segment_pages: self.largest_segment() };
+        let mut best: Option<(f64, &DeviceShared)> = None;
+        for device in &self.devices {
+            let segment_pages = (device.facts.segment_bytes / PAGE_BYTES) as u32;
+            if pages > largest_record(segment_pages) {
+                continue;
+            }
+            if !device.health.lock().accepts_writes(now) {
+                refused = if refused == Refused::Full { refused } else { Refused::Degraded };
+                continue;
+            }
+            let backlog = device.backlog.load(Ordering::Relaxed);
+            // One block is always accepted, however large.
+            if backlog > 0 && backlog + u64::from(pages) * PAGE_BYTES > self.backlog_bytes {
+                refused = Refused::Full;
+                continue;
+            }
+            let assigned = device.assigned.load(Ordering::Relaxed) as f64 / device.facts.capacity as f64;
+            if best.is_none_or(|(least, _)| assigned < least) {
+                best = Some((assigned, device));
+            }
+        }
+        best.map(|(_, device)| device).ok_or(refused)
+    }
+
+    fn check<'a>(&self, mut extents: impl Iterator<Item = &'a Extent>) -> Result<(), Refused> {
+        let bytes = self.memory.bytes();
+        let bad = |extent: &Extent| {
+            let end = extent.bytes.checked_next_multiple_of(PAGE_BYTES);
+            let end = end.and_then(|length| extent.offset.checked_add(length));
+            extent.bytes == 0
+                || !extent.offset.is_multiple_of(PAGE_BYTES)
+                || end.is_none_or(|end| end > bytes)
+        };
+        let mut any = false;
+        let wrong = extents.find(|extent| {
+            any = true;
+            bad(extent)
+        });
+        match wrong {
+            Some(extent) => Err(Refused::BadExtent { offset: extent.offset, bytes: extent.bytes }),
+            None if !any => Err(Refused::BadExtent { offset: 0, bytes: 0 }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Tier {
+    fn drop(&mut self) {
+        if !self.close(PATIENCE) {
+            tracing::warn!("a device of the SSD tier does not answer and is left alone");
+        }
+    }
+}
+
+/// Tells that a thread has ended, however it does.
+struct Ended(Arc<DeviceShared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.thread_ended();
+    }
+}
+
+fn open_io(
+    file: std::fs::File,
+    memory: &dyn Memory,
+    threads: bool,
+) -> std::io::Result<(Box<dyn Io>, Opened)> {
+    let mut notes = Vec::new();
+    if threads {
+        notes.push("no io_uring, a few threads transfer: it is switched off".to_owned());
+    } else {
+        let pool = Piece { address: memory.base(), bytes: memory.bytes() as usize };
+        match Ring::new(file.try_clone()?, &[pool]) {
+            Ok((ring, not_registered)) => {
+                let opened = Opened {
+                    io: "io_uring",
+                    registered: not_registered.is_none(),
+                    notes: not_registered.into_iter().collect(),
+                    waker: ring.waker(),
+                };
+                return Ok((Box::new(ring), opened));
+            }
+            Err(refused) => notes.push(format!("no io_uring, a few threads transfer: {refused}")),
+        }
+    }
+    let threads = Threads::new(file)?;
+    let waker = threads.waker();
+    Ok((Box::new(threads), Opened { io: "threads", registered: false, notes, waker }))
+}
