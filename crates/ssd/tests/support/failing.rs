@@ -1,0 +1,155 @@
+//! A device that fails on demand, between the tier and the real one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use kvlane_ssd::{Ended, Io, Op, OpKind, Waker, WrapIo};
+
+/// What goes wrong.
+#[derive(Default)]
+pub(crate) struct Faults {
+    /// So many writes fail with this error.
+    pub(crate) failing_writes: (usize, i32),
+    /// So many reads fail with this error.
+    pub(crate) failing_reads: (usize, i32),
+    /// Operations move at most so many bytes at once.
+    pub(crate) at_most: Option<usize>,
+    /// Every other operation is interrupted once.
+    pub(crate) interrupt: bool,
+    /// Reads are kept back.
+    pub(crate) hold_reads: bool,
+    /// Writes are kept back.
+    pub(crate) hold_writes: bool,
+    /// The next read is kept back, alone, while this is false again.
+    pub(crate) hold_next_read: bool,
+    /// The read that was kept back alone may go.
+    pub(crate) release: bool,
+    /// Offset and bytes of every operation that reached the device.
+    pub(crate) seen: Vec<(OpKind, u64, usize)>,
+    wakers: Vec<Waker>,
+}
+
+/// The test's hand on it.
+#[derive(Clone, Default)]
+pub(crate) struct Failing(Arc<Mutex<Faults>>);
+
+impl Failing {
+    /// Changes what goes wrong, and has the device look at it.
+    pub(crate) fn set(&self, change: impl FnOnce(&mut Faults)) {
+        let mut faults = self.0.lock().unwrap();
+        change(&mut faults);
+        let wakers = faults.wakers.clone();
+        drop(faults);
+        wakers.iter().for_each(|waker| waker());
+    }
+
+    pub(crate) fn holds_next_read(&self) -> bool {
+        self.0.lock().unwrap().hold_next_read
+    }
+
+    pub(crate) fn seen(&self) -> Vec<(OpKind, u64, usize)> {
+        self.0.lock().unwrap().seen.clone()
+    }
+}
+
+impl WrapIo for Failing {
+    fn wrap(&self, io: Box<dyn Io>) -> Box<dyn Io> {
+        self.0.lock().unwrap().wakers.push(io.waker());
+        Box::new(Layer {
+            io,
+            faults: self.clone(),
+            ended: VecDeque::new(),
+            held: Vec::new(),
+            alone: None,
+            posted: 0,
+        })
+    }
+}
+
+struct Layer {
+    // First, so that nothing is in flight when the rest goes.
+    io: Box<dyn Io>,
+    faults: Failing,
+    ended: VecDeque<Ended>,
+    held: Vec<Op>,
+    alone: Option<Op>,
+    posted: u64,
+}
+
+impl Io for Layer {
+    unsafe fn post(&mut self, mut op: Op) {
+        let mut faults = self.faults.0.lock().unwrap();
+        self.posted += 1;
+        let failing = match op.kind {
+            OpKind::Read => &mut faults.failing_reads,
+            _ => &mut faults.failing_writes,
+        };
+        if failing.0 > 0 {
+            failing.0 -= 1;
+            let result = Err(io::Error::from_raw_os_error(failing.1));
+            self.ended.push_back(Ended { id: op.id, result });
+            return;
+        }
+        if faults.interrupt && self.posted.is_multiple_of(2) {
+            let result = Err(io::Error::from_raw_os_error(libc_eintr()));
+            self.ended.push_back(Ended { id: op.id, result });
+            return;
+        }
+        if let Some(mut left) = faults.at_most {
+            op.pieces.retain_mut(|piece| {
+                piece.bytes = piece.bytes.min(left);
+                left -= piece.bytes;
+                piece.bytes > 0
+            });
+        }
+        if faults.hold_next_read && op.kind == OpKind::Read {
+            faults.hold_next_read = false;
+            self.alone = Some(op);
+            return;
+        }
+        let held = match op.kind {
+            OpKind::Read => faults.hold_reads,
+            _ => faults.hold_writes,
+        };
+        if held {
+            self.held.push(op);
+            return;
+        }
+        faults.seen.push((op.kind, op.offset, op.bytes()));
+        // SAFETY: the caller's promise is handed on.
+        unsafe { self.io.post(op) };
+    }
+
+    fn room(&self) -> usize {
+        self.io.room().saturating_sub(self.ended.len() + self.held.len() + 1)
+    }
+
+    fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
+        let (reads, writes, release) = {
+            let faults = self.faults.0.lock().unwrap();
+            (faults.hold_reads, faults.hold_writes, faults.release)
+        };
+        let (held, free): (Vec<Op>, Vec<Op>) =
+            self.held.drain(..).partition(|op| if op.kind == OpKind::Read { reads } else { writes });
+        self.held = held;
+        let alone = if release { self.alone.take() } else { None };
+        for op in free.into_iter().chain(alone) {
+            // SAFETY: promised when it was posted; it has not ended since.
+            unsafe { self.io.post(op) };
+        }
+        let timeout = if self.ended.is_empty() { timeout } else { Duration::ZERO };
+        ended.extend(self.ended.drain(..));
+        self.io.wait(timeout, ended)
+    }
+
+    fn waker(&self) -> Waker {
+        self.io.waker()
+    }
+}
+
+fn libc_eintr() -> i32 {
+    rustix::io::Errno::INTR.raw_os_error()
+}
