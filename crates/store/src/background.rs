@@ -1,4 +1,4 @@
-//! The threads that seal and scrub.
+//! The threads that seal, scrub and spill.
 
 use std::io;
 use std::sync::Arc;
@@ -26,6 +26,9 @@ impl Store {
         let mut background =
             Background { store: Arc::clone(self), stop: Arc::clone(&stop), threads: Vec::new() };
         background.spawn("kvlane-seal", seal)?;
+        if self.tier.is_some() {
+            background.spawn("kvlane-spill", |store, stop| store.spill_until(stop))?;
+        }
         if scrub_bytes_per_s > 0 {
             background.spawn("kvlane-scrub", move |store, stop| scrub(store, stop, scrub_bytes_per_s))?;
         }
@@ -37,7 +40,7 @@ impl Background {
     fn spawn(
         &mut self,
         name: &str,
-        run: impl FnOnce(&Store, &AtomicBool) + Send + 'static,
+        run: impl FnOnce(&Arc<Store>, &AtomicBool) + Send + 'static,
     ) -> io::Result<()> {
         let (store, stop) = (Arc::clone(&self.store), Arc::clone(&self.stop));
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || run(&store, &stop))?;
@@ -54,6 +57,7 @@ impl Drop for Background {
             self.stop.store(true, Ordering::Relaxed);
             self.store.committed.notify_all();
             self.store.scrub_stop.notify_all();
+            self.store.spill_changed.notify_all();
         }
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -63,7 +67,7 @@ impl Drop for Background {
     }
 }
 
-fn seal(store: &Store, stop: &AtomicBool) {
+fn seal(store: &Arc<Store>, stop: &AtomicBool) {
     loop {
         {
             let mut index = store.index.lock();
@@ -79,7 +83,7 @@ fn seal(store: &Store, stop: &AtomicBool) {
 }
 
 /// Reads at most `bytes_per_s` over time: what a block is larger than an interval's share is slept off.
-fn scrub(store: &Store, stop: &AtomicBool, bytes_per_s: u64) {
+fn scrub(store: &Arc<Store>, stop: &AtomicBool, bytes_per_s: u64) {
     let mut wake = Instant::now();
     loop {
         {

@@ -203,6 +203,36 @@ impl Index {
         }
     }
 
+    /// All shards of one block are written, by whoever claimed all of them, with bytes that were compared with these
+    /// crc32c: it becomes visible at once. A dead claim is counted; its memory is free from here on.
+    pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32]) {
+        assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
+        let Some(&ShardClaim { slot, generation, .. }) = claims.first() else { return };
+        if self.entries.current(slot, generation).is_none() || self.claims.remove(&slot).is_none() {
+            for shard in claims {
+                self.counters.stale_commits += 1;
+                let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
+                self.free(unused);
+            }
+            return;
+        }
+        let entry = self.entries.at_mut(slot);
+        entry.state = State::Sealed;
+        let space = &mut self.spaces[entry.space as usize];
+        assert!(claims.len() == space.shards(), "{} of {} shards", claims.len(), space.shards());
+        for (claim, &crc) in claims.iter().zip(crcs) {
+            space.rows.set_crc(entry.row, claim.shard as usize, crc);
+        }
+        space.sealed += 1;
+        self.counters.fetched_blocks += 1;
+        self.counters.fetched_bytes += space.block_bytes();
+        self.make_evictable(slot);
+    }
+
+    pub(crate) fn note_failed_fetch(&mut self) {
+        self.counters.failed_fetches += 1;
+    }
+
     /// These shards will not be written: their blocks' claims die. Shards that other workers write meanwhile keep
     /// their memory until they commit or abort.
     pub fn abort(&mut self, claims: &[ShardClaim]) {

@@ -41,7 +41,7 @@ impl Index {
             let has_claim = self.claims.contains_key(&slot);
             expect(has_claim == (entry.state == State::Claimed), || format!("claims and {entry:?}"))?;
             if entry.state == State::Gap {
-                let idle = entry.row == NONE && entry.children > 0 && !entry.checking && entry.leases == 0;
+                let idle = entry.row == NONE && entry.children > 0 && entry.checks == 0 && entry.leases == 0;
                 expect(idle, || format!("gap at slot {slot}: {entry:?}"))?;
                 continue;
             }

@@ -40,8 +40,8 @@ pub(crate) struct Entry {
     /// Where its space keeps its extents; `NONE` in a gap.
     pub(crate) row: u32,
     pub(crate) state: State,
-    /// A background thread reads its bytes outside the lock.
-    pub(crate) checking: bool,
+    /// Background threads that read its bytes outside the lock.
+    pub(crate) checks: u8,
 }
 
 impl Entry {
@@ -54,7 +54,7 @@ impl Entry {
         generation: 0,
         row: NONE,
         state: State::Free,
-        checking: false,
+        checks: 0,
     };
 
     pub(crate) fn is(&self, space: u32, hash: &BlockHash) -> bool {

@@ -111,7 +111,8 @@ impl Index {
         self.add_descendants(&mut found);
         let can_go = |&slot: &u32| {
             let entry = self.entries.at(slot);
-            entry.state == State::Gap || entry.state == State::Sealed && entry.leases == 0 && !entry.checking
+            entry.state == State::Gap
+                || entry.state == State::Sealed && entry.leases == 0 && entry.checks == 0
         };
         found.iter().all(can_go).then_some(found)
     }

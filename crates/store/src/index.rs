@@ -32,6 +32,13 @@ pub struct Index {
     pub(crate) seal_queue: VecDeque<(u32, u32)>,
     pub(crate) seals_asked: u64,
     pub(crate) seals_ended: u64,
+    /// Slot and generation of blocks that became visible and that the tier below is to get, in that order. May name blocks
+    /// that died since.
+    pub(crate) spill_queue: VecDeque<(u32, u32)>,
+    /// Blocks that may be in it.
+    pub(crate) spill_limit: usize,
+    /// Bytes that the tier below reads now.
+    pub(crate) spilling_bytes: u64,
     pub(crate) counters: Counters,
 }
 
@@ -52,6 +59,9 @@ impl Index {
             seal_queue: VecDeque::new(),
             seals_asked: 0,
             seals_ended: 0,
+            spill_queue: VecDeque::new(),
+            spill_limit: 0,
+            spilling_bytes: 0,
             counters: Counters::default(),
         }
     }
@@ -83,6 +93,22 @@ impl Index {
         });
         self.space_ids.insert(key, id);
         id
+    }
+
+    /// Namespace and cut of a space.
+    pub(crate) fn names(&self, space: SpaceId) -> (Namespace, CutDigest) {
+        let space = &self.spaces[space.0 as usize];
+        (space.namespace, space.cut)
+    }
+
+    /// Shards that a block of a space has.
+    pub(crate) fn shards_of(&self, space: SpaceId) -> usize {
+        self.spaces[space.0 as usize].shards()
+    }
+
+    /// Bytes of each shard of a space's blocks.
+    pub(crate) fn shard_bytes(&self, space: SpaceId) -> &[u64] {
+        &self.spaces[space.0 as usize].shard_bytes
     }
 
     /// True when a lookup could answer this block.
@@ -120,6 +146,7 @@ impl Index {
             leased_blocks: self.leases.blocks(),
             claimed_blocks: self.claims.len() as u64,
             seal_queue: self.seals_asked - self.seals_ended,
+            spill_queue: self.spill_queue.len() as u64,
             leases: self.leases.len() as u64,
             counters: self.counters,
         }
@@ -150,7 +177,7 @@ impl Index {
         entry.state = State::Gap;
         entry.row = NONE;
         entry.leases = 0;
-        entry.checking = false;
+        entry.checks = 0;
 
         self.lru.remove(slot);
         if before.leases > 0 {
@@ -164,7 +191,7 @@ impl Index {
         if before.state == State::Sealed {
             space.sealed -= 1;
         }
-        let readers = before.leases + u32::from(before.checking);
+        let readers = before.leases + u32::from(before.checks);
         let pages = space.rows.shards(before.row).map(|(page, _)| page);
         let extents = pages.zip(&space.shard_bytes).map(|(page, &bytes)| Extent { page, bytes });
         if readers == 0 && claim.is_none() {

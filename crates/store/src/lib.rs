@@ -22,14 +22,17 @@ mod claim;
 mod consistency;
 mod entries;
 mod evict;
+mod fetch;
 mod index;
 mod lease;
 mod limbo;
 mod lookup;
 mod seal;
 mod space;
+mod spill;
 mod stats;
 mod store;
+mod tier;
 
 pub use api::{
     Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
@@ -38,5 +41,7 @@ pub use api::{
 pub use background::Background;
 pub use index::Index;
 pub use seal::{Check, Damaged};
+pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
+pub use tier::{BlockKey, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};

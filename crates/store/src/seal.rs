@@ -10,8 +10,8 @@ use crate::limbo::Extent;
 /// memory is not reused, even if the block dies.
 #[derive(Debug)]
 pub struct Check {
-    slot: u32,
-    generation: u32,
+    pub(crate) slot: u32,
+    pub(crate) generation: u32,
     /// Extent and checksum of each shard.
     shards: Vec<(Extent, u32)>,
 }
@@ -85,6 +85,7 @@ impl Index {
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
         self.make_evictable(check.slot);
+        self.queue_spill(check.slot, check.generation);
     }
 
     /// The next visible block at or after slot `cursor`, which moves behind it; looks at up to `steps` slots. None
@@ -93,7 +94,7 @@ impl Index {
         let end = self.entries.slots().min(cursor.saturating_add(steps));
         for slot in *cursor..end {
             let entry = self.entries.at(slot);
-            if entry.state == State::Sealed && !entry.checking {
+            if entry.state == State::Sealed && entry.checks == 0 {
                 *cursor = slot + 1;
                 return Some(self.start_check(slot));
             }
@@ -114,9 +115,9 @@ impl Index {
         Some(Damaged { namespace: self.spaces[space as usize].namespace, hash })
     }
 
-    fn start_check(&mut self, slot: u32) -> Check {
+    pub(crate) fn start_check(&mut self, slot: u32) -> Check {
         let entry = self.entries.at_mut(slot);
-        entry.checking = true;
+        entry.checks += 1;
         let space = &self.spaces[entry.space as usize];
         let shards = space.rows.shards(entry.row).zip(&space.shard_bytes);
         let shards = shards.map(|((page, crc), &bytes)| (Extent { page, bytes }, crc)).collect();
@@ -124,13 +125,13 @@ impl Index {
     }
 
     /// True when the block still lives.
-    fn end_check(&mut self, check: &Check) -> bool {
+    pub(crate) fn end_check(&mut self, check: &Check) -> bool {
         if self.entries.current(check.slot, check.generation).is_none() {
             let unused = self.limbo.reader_done(check.slot, check.generation);
             self.free(unused);
             return false;
         }
-        self.entries.at_mut(check.slot).checking = false;
+        self.entries.at_mut(check.slot).checks -= 1;
         true
     }
 }

@@ -19,6 +19,8 @@ pub struct StoreStats {
     pub claimed_blocks: u64,
     /// Blocks committed and not yet visible.
     pub seal_queue: u64,
+    /// Visible blocks that wait for the tier below.
+    pub spill_queue: u64,
     /// Leases held.
     pub leases: u64,
     /// Counter: see its fields.
@@ -34,6 +36,16 @@ pub struct Counters {
     pub evicted_bytes: u64,
     /// Blocks that became visible.
     pub sealed_blocks: u64,
+    /// Blocks that the tier below took, or had already.
+    pub spilled_blocks: u64,
+    /// Blocks that the tier below did not get: they died while they waited, there were too many, or it refused them.
+    pub unspilled_blocks: u64,
+    /// Blocks that came back from the tier below.
+    pub fetched_blocks: u64,
+    /// Their bytes.
+    pub fetched_bytes: u64,
+    /// Blocks that were to come back and did not: the tier had lost them, or could not read them in time.
+    pub failed_fetches: u64,
     /// Claims answered "present".
     pub dedup_present: u64,
     /// Claims answered "in flight".

@@ -10,9 +10,12 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::api::{
     Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
 };
+use crate::fetch::Fetches;
 use crate::index::Index;
 use crate::seal::Check;
+use crate::spill::WAITING_BLOCKS_MAX;
 use crate::stats::{SpaceStats, StoreStats};
+use crate::tier::Tier;
 
 /// Bytes that are sealed before others get to see them.
 const SEAL_BATCH_BYTES: u64 = 16 << 20;
@@ -25,11 +28,15 @@ const SCRUB_STEPS: u32 = 4096;
 /// outside it.
 pub struct Store {
     arena: Arc<Arena>,
+    pub(crate) tier: Option<Arc<dyn Tier>>,
+    pub(crate) fetches: Fetches,
     pub(crate) index: Mutex<Index>,
     /// A block was committed, or the background shall stop.
     pub(crate) committed: Condvar,
     /// Blocks were sealed.
     sealed: Condvar,
+    /// A block waits for the tier, the tier is done with one, or the background shall stop.
+    pub(crate) spill_changed: Condvar,
     /// The scrub thread shall stop.
     pub(crate) scrub_stop: Condvar,
     /// Held while a batch is sealed, so that batches end in the order of their commits.
@@ -42,15 +49,24 @@ impl Store {
     /// An empty store over the pool. Nothing becomes visible before the background runs
     /// ([`start_background`](Self::start_background)) or [`seal_pending`](Self::seal_pending) is called.
     pub fn new(arena: Arc<Arena>, options: StoreOptions) -> Arc<Self> {
+        Self::with_tier(arena, options, None)
+    }
+
+    /// The same, over a tier that gets what becomes visible and gives it back with [`fetch`](Self::fetch).
+    pub fn with_tier(arena: Arc<Arena>, options: StoreOptions, tier: Option<Arc<dyn Tier>>) -> Arc<Self> {
         let page = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
         let nodes: Vec<_> = arena.nodes().iter().map(|node| page(node.start)..page(node.end)).collect();
         let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
-        let index = Index::new(extents, arena.bytes(), options);
+        let mut index = Index::new(extents, arena.bytes(), options);
+        index.set_spill_limit(if tier.is_some() { WAITING_BLOCKS_MAX } else { 0 });
         Arc::new(Self {
             arena,
+            tier,
+            fetches: Fetches::default(),
             index: Mutex::new(index),
             committed: Condvar::new(),
             sealed: Condvar::new(),
+            spill_changed: Condvar::new(),
             scrub_stop: Condvar::new(),
             seal_turn: Mutex::new(()),
             scrub_turn: Mutex::new(0),
@@ -141,8 +157,12 @@ impl Store {
     }
 
     /// Drops all blocks that a namespace has now: when this returns they are invisible; they are freed when their
-    /// leases and writers are done. Answers how many, those being saved included.
+    /// leases and writers are done. The tier below forgets them too. Answers how many the pool had, those being saved
+    /// included.
     pub fn drop_namespace(&self, namespace: Namespace) -> u64 {
+        if let Some(tier) = &self.tier {
+            tier.drop_namespace(namespace);
+        }
         let blocks = self.index.lock().blocks_of(namespace);
         let drop_part = |part| {
             let mut index = self.index.lock();
@@ -180,6 +200,9 @@ impl Store {
         }
         let any = index.seals_ended > ended_before;
         self.sealed.notify_all();
+        if index.has_spill() {
+            self.spill_changed.notify_all();
+        }
         any
     }
 

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Chain, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
-    WriterId,
+    Chain, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Spill,
+    StoreOptions, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -24,6 +24,9 @@ const TTL: Duration = Duration::from_secs(60);
 const SPACES: [&[u64]; 3] = [&[2, 1], &[5], &[3]];
 const WINDOW_SPACE: usize = 2;
 const OWNERS: u64 = 3;
+/// Who brings blocks back from the tier below.
+const FETCHER: OwnerId = OwnerId(97);
+const FETCHING: WriterId = WriterId(970);
 
 #[derive(Clone, Debug)]
 enum Op {
@@ -72,6 +75,18 @@ enum Op {
         keep: usize,
     },
     ReleaseOwner(u64),
+    /// All shards of blocks claimed to be read from the tier below.
+    StartFetch {
+        space: usize,
+        prompt: u8,
+        blocks: Range<u8>,
+    },
+    EndFetch {
+        pick: usize,
+        came: bool,
+    },
+    StartSpill,
+    EndSpill(usize),
     Expire,
     Wait(u64),
     DropNamespace(usize),
@@ -80,6 +95,8 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let owner = || 0..OWNERS;
     let blocks =
+        (0..PROMPT_BLOCKS, 1..=PROMPT_BLOCKS).prop_map(|(from, n)| from..(from + n).min(PROMPT_BLOCKS));
+    let blocks_to_fetch =
         (0..PROMPT_BLOCKS, 1..=PROMPT_BLOCKS).prop_map(|(from, n)| from..(from + n).min(PROMPT_BLOCKS));
     prop_oneof![
         6 => (owner(), 0usize..3, 0u32..2, 0..PROMPTS, blocks).prop_map(|(owner, space, shard, prompt, blocks)| {
@@ -99,11 +116,15 @@ fn op() -> impl Strategy<Value = Op> {
             |(owner, space, prompt, blocks, with_window)| Op::Lookup { owner, space, prompt, blocks, with_window }
         ),
         3 => any::<usize>().prop_map(Op::Release),
-        2 => (owner(), 0usize..3).prop_map(|(owner, keep)| Op::Heartbeat { owner, keep }),
+        4 => (owner(), 0usize..3).prop_map(|(owner, keep)| Op::Heartbeat { owner, keep }),
         1 => (owner(), owner(), 0usize..3).prop_map(|(owner, new_owner, keep)| Op::Adopt { owner, new_owner, keep }),
         1 => owner().prop_map(Op::ReleaseOwner),
-        1 => Just(Op::Expire),
-        2 => (30u64..100).prop_map(Op::Wait),
+        3 => (0usize..3, 0..PROMPTS, blocks_to_fetch).prop_map(|(space, prompt, blocks)| Op::StartFetch { space, prompt, blocks }),
+        3 => (any::<usize>(), prop::bool::weighted(0.8)).prop_map(|(pick, came)| Op::EndFetch { pick, came }),
+        3 => Just(Op::StartSpill),
+        2 => any::<usize>().prop_map(Op::EndSpill),
+        3 => Just(Op::Expire),
+        3 => (30u64..100).prop_map(Op::Wait),
         1 => (0usize..3).prop_map(Op::DropNamespace),
     ]
 }
@@ -157,6 +178,10 @@ struct World {
     stored: BTreeMap<Key, Vec<u32>>,
     leases: BTreeMap<LeaseId, HeldLease>,
     checks: Vec<Check>,
+    /// Blocks that the tier below reads.
+    spills: Vec<Spill>,
+    /// Blocks that the tier below writes, with all their shards.
+    fetching: Vec<(Key, Vec<ShardClaim>)>,
     seen: Seen,
 }
 
@@ -174,6 +199,9 @@ struct Seen {
     expired_leases: u64,
     expired_claims: u64,
     filled_gaps: u64,
+    fetched: u64,
+    spilled: u64,
+    stale_fetches: u64,
 }
 
 fn writer(owner: u64, shard: u32) -> WriterId {
@@ -189,6 +217,7 @@ impl World {
         let extents = ExtentAllocator::new(POOL_PAGES, std::slice::from_ref(&(0..POOL_PAGES)));
         let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL };
         let mut index = Index::new(extents, u64::from(POOL_PAGES) * PAGE_BYTES, options);
+        index.set_spill_limit(4);
         let space = |(number, pages): (usize, &&[u64])| {
             let bytes: Vec<u64> = pages.iter().map(|pages| pages * PAGE_BYTES).collect();
             index.space(namespace(number), "model", CutDigest([9; 16]), &bytes)
@@ -204,6 +233,8 @@ impl World {
             stored: BTreeMap::new(),
             leases: BTreeMap::new(),
             checks: Vec::new(),
+            spills: Vec::new(),
+            fetching: Vec::new(),
             seen: Seen::default(),
         }
     }
@@ -227,6 +258,10 @@ impl World {
         for (first, bytes, _) in self.checks.iter().flat_map(|check| check.shards()) {
             pages.extend(first..first + (bytes / PAGE_BYTES) as u32);
         }
+        for shard in self.spills.iter().flat_map(Spill::shards) {
+            let first = (shard.at.offset / PAGE_BYTES) as u32;
+            pages.extend(first..first + (shard.at.bytes / PAGE_BYTES) as u32);
+        }
         pages
     }
 
@@ -238,8 +273,11 @@ impl World {
     /// Nobody is told to write where another reads or writes.
     fn check_no_late_write(&self) {
         let mut busy = self.read_pages();
-        for writing in &self.writing {
-            for page in Self::pages_of(writing) {
+        let fetching = self.fetching.iter().flat_map(|(key, shards)| {
+            shards.iter().map(|shard| Writing { writer: FETCHING, key: *key, shard: *shard })
+        });
+        for writing in self.writing.iter().copied().chain(fetching) {
+            for page in Self::pages_of(&writing) {
                 assert!(page < POOL_PAGES && busy.insert(page), "page {page} of {writing:?} is in use");
             }
         }
@@ -328,11 +366,39 @@ impl World {
                 self.index.release_owner(OwnerId(*owner));
                 self.leases.retain(|_, lease| lease.owner != OwnerId(*owner));
             }
+            Op::StartFetch { space, prompt, blocks } => {
+                self.start_fetch(*space, *prompt, blocks.clone());
+                self.check_evictions(&visible_before);
+            }
+            Op::EndFetch { pick, came } => self.end_fetch(*pick, *came),
+            Op::StartSpill => {
+                if let Some(spill) = self.index.take_spill() {
+                    let space = (0..SPACES.len()).find(|&space| namespace(space) == spill.key.namespace);
+                    let key = (space.unwrap(), spill.key.hash);
+                    let pages: Vec<u32> =
+                        spill.shards().iter().map(|shard| (shard.at.offset / PAGE_BYTES) as u32).collect();
+                    assert!(visible_before.contains(&key) && self.stored[&key] == pages, "{spill:?}");
+                    self.spills.push(spill);
+                }
+                assert_eq!(self.visible(), visible_before);
+            }
+            Op::EndSpill(pick) => {
+                if !self.spills.is_empty() {
+                    let spill = self.spills.swap_remove(pick % self.spills.len());
+                    self.index.finish_spill(&spill, true);
+                    self.seen.spilled += 1;
+                }
+                assert_eq!(self.visible(), visible_before);
+            }
             Op::Expire => {
                 self.index.expire(self.now);
                 let (now, writing) = (self.now, &self.writing);
-                let in_flight =
-                    |id| writing.iter().any(|other| (other.shard.slot, other.shard.generation) == id);
+                let fetching = &self.fetching;
+                let in_flight = |id| {
+                    let shards = fetching.iter().flat_map(|(_, shards)| shards);
+                    let mut shards = writing.iter().map(|other| &other.shard).chain(shards);
+                    shards.any(|shard| (shard.slot, shard.generation) == id)
+                };
                 self.claims.retain(|_, claim| now - claim.since <= TTL || in_flight(claim.id));
             }
             Op::Wait(seconds) => self.now += Duration::from_secs(*seconds),
@@ -463,6 +529,51 @@ impl World {
         }
     }
 
+    /// As the store does it: blocks of which only some shards could be claimed are given back.
+    fn start_fetch(&mut self, space: usize, prompt: u8, blocks: Range<u8>) {
+        let shards = SPACES[space].len();
+        for shard in 0..shards as u32 {
+            self.claim(FETCHER, space, shard, prompt, blocks.clone());
+        }
+        let is_fetch = |writing: &Writing| (0..shards as u32).any(|s| writing.writer == writer(FETCHER.0, s));
+        let (claimed, rest): (Vec<Writing>, _) = self.writing.drain(..).partition(is_fetch);
+        self.writing = rest;
+        let mut by_block: BTreeMap<Key, Vec<ShardClaim>> = BTreeMap::new();
+        for writing in claimed {
+            by_block.entry(writing.key).or_default().push(writing.shard);
+        }
+        for (key, claims) in by_block {
+            if claims.len() == shards {
+                self.fetching.push((key, claims));
+            } else {
+                self.index.abort(&claims);
+                self.claims.remove(&key);
+            }
+        }
+    }
+
+    fn end_fetch(&mut self, pick: usize, came: bool) {
+        if self.fetching.is_empty() {
+            return;
+        }
+        let (key, claims) = self.fetching.swap_remove(pick % self.fetching.len());
+        let id = (claims[0].slot, claims[0].generation);
+        let lives = self.claims.get(&key).is_some_and(|claim| claim.id == id);
+        if lives {
+            self.claims.remove(&key);
+        }
+        if !came {
+            return self.index.abort(&claims);
+        }
+        self.index.restore(&claims, &vec![1; claims.len()]);
+        self.seen.fetched += u64::from(lives);
+        self.seen.stale_fetches += u64::from(!lives);
+        if lives {
+            self.stored.insert(key, claims.iter().map(|claim| claim.page).collect());
+            assert!(self.visible().contains(&key), "what came back is visible at once");
+        }
+    }
+
     fn end_check(&mut self, check: Check, intact: bool) {
         // Which kind it was does not matter to the model: checks of unsealed blocks have checksum 0.
         let sealing = check.shards().all(|(_, _, crc)| crc == 0);
@@ -536,6 +647,12 @@ impl World {
         while let Some(check) = self.checks.pop() {
             self.end_check(check, true);
         }
+        while let Some(spill) = self.spills.pop() {
+            self.index.finish_spill(&spill, false);
+        }
+        while !self.fetching.is_empty() {
+            self.end_fetch(0, true);
+        }
         for owner in 0..OWNERS {
             self.index.release_owner(OwnerId(owner));
             self.leases.retain(|_, lease| lease.owner != OwnerId(owner));
@@ -567,7 +684,7 @@ impl World {
 fn any_order_of_calls_keeps_the_promises() {
     let total = std::cell::RefCell::new(Vec::new());
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
-    let run = TestRunner::new(config).run(&prop::collection::vec(op(), 1..90), |ops| {
+    let run = TestRunner::new(config).run(&prop::collection::vec(op(), 1..130), |ops| {
         let mut world = World::new();
         for op in &ops {
             world.apply(op);
@@ -591,6 +708,9 @@ fn any_order_of_calls_keeps_the_promises() {
         ("expired leases", sum(|seen| seen.expired_leases)),
         ("expired claims", sum(|seen| seen.expired_claims)),
         ("gaps filled", sum(|seen| seen.filled_gaps)),
+        ("fetched blocks", sum(|seen| seen.fetched)),
+        ("fetches of what died meanwhile", sum(|seen| seen.stale_fetches)),
+        ("spilled blocks", sum(|seen| seen.spilled)),
     ];
     println!("{reached:?}");
     assert!(reached.iter().all(|&(_, times)| times > 10), "{reached:?}");

@@ -1,0 +1,57 @@
+//! What a tier below the pool has to do: keep blocks that the pool may lose, and bring them back.
+
+use std::time::Instant;
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+
+/// A block's name below the pool: the same in every run of the daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockKey {
+    /// What the content means.
+    pub namespace: Namespace,
+    /// How it is cut into shards.
+    pub cut: CutDigest,
+    /// Which block it is.
+    pub hash: BlockHash,
+}
+
+/// Where a shard lies in the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolExtent {
+    /// From the pool's start; a multiple of 4096.
+    pub offset: u64,
+    /// Bytes of the shard.
+    pub bytes: u64,
+}
+
+/// A shard whose bytes are in the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealedShard {
+    /// Where.
+    pub at: PoolExtent,
+    /// Of its bytes.
+    pub crc32c: u32,
+}
+
+/// Called when a tier does not read a block's bytes any more: whether it keeps the block.
+pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
+
+/// Called when a tier does not write to the extents any more: the crc32c of each shard, if all bytes are there and were
+/// compared with what was written once.
+pub type ReadDone = Box<dyn FnOnce(Option<Vec<u32>>) + Send>;
+
+/// A tier below the pool. No call waits for a device. `done` is called exactly once, whatever happens, on any thread and
+/// maybe before the call returns; until then the memory belongs to the tier.
+pub trait Tier: Send + Sync {
+    /// Whether it has the block, as far as it knows.
+    fn contains(&self, key: &BlockKey) -> bool;
+
+    /// Starts to keep a block.
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone);
+
+    /// Starts to bring a block back, into one extent for each of its shards. After `deadline` nobody waits for it.
+    fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);
+
+    /// Forgets all blocks of a namespace, for good: also those being written now, and also after a restart.
+    fn drop_namespace(&self, namespace: Namespace);
+}

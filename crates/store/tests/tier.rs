@@ -1,0 +1,470 @@
+//! A store over a tier: what becomes visible goes down, what a prompt misses comes back, and nothing waits for ever.
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_store::{
+    BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, OwnerId, PoolExtent, ReadDone, SealedShard, ShardClaim,
+    SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+};
+use parking_lot::{Condvar, Mutex};
+use proptest::prelude::*;
+
+const ENGINE: OwnerId = OwnerId(1);
+const WORKER: WriterId = WriterId(10);
+const MODEL: Namespace = Namespace([1; 16]);
+/// Long enough for a loaded machine; reached only by a test that fails.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+type Work = Box<dyn FnOnce(&Shelf) + Send>;
+
+/// Keeps bytes in a map. Reads and writes wait to be let through while it is held.
+#[derive(Default)]
+struct Shelf {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    arena: Option<Arc<Arena>>,
+    kept: BTreeMap<BlockKey, Vec<Vec<u8>>>,
+    is_held: bool,
+    held: Vec<Work>,
+    /// Reads of these fail.
+    unreadable: BTreeSet<BlockKey>,
+    writes: u64,
+    reads: u64,
+}
+
+impl Shelf {
+    fn run(&self, work: Work) {
+        let mut state = self.state.lock();
+        if state.is_held {
+            state.held.push(work);
+            self.changed.notify_all();
+        } else {
+            drop(state);
+            work(self);
+        }
+    }
+
+    fn hold(&self) {
+        self.state.lock().is_held = true;
+    }
+
+    fn wait_for_held(&self, at_least: usize) {
+        let mut state = self.state.lock();
+        while state.held.len() < at_least {
+            assert!(
+                !self.changed.wait_for(&mut state, PATIENCE).timed_out(),
+                "{} are held",
+                state.held.len()
+            );
+        }
+    }
+
+    /// Waits until so much is held, then lets it through, the last first.
+    fn let_through(&self, at_least: usize) {
+        self.wait_for_held(at_least);
+        let mut state = self.state.lock();
+        state.is_held = false;
+        let held = std::mem::take(&mut state.held);
+        drop(state);
+        held.into_iter().rev().for_each(|work| work(self));
+    }
+
+    fn arena(&self) -> Arc<Arena> {
+        Arc::clone(self.state.lock().arena.as_ref().unwrap())
+    }
+}
+
+#[allow(clippy::mut_from_ref, reason = "the pool is shared memory")]
+fn bytes_at(arena: &Arena, at: PoolExtent) -> &mut [u8] {
+    // SAFETY: the test's store handed this extent out for as long as it is used here.
+    unsafe { std::slice::from_raw_parts_mut(arena.base().add(at.offset as usize), at.bytes as usize) }
+}
+
+struct ShelfTier(Arc<Shelf>);
+
+impl Tier for ShelfTier {
+    fn contains(&self, key: &BlockKey) -> bool {
+        self.0.state.lock().kept.contains_key(key)
+    }
+
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone) {
+        self.0.state.lock().writes += 1;
+        self.0.run(Box::new(move |shelf| {
+            let arena = shelf.arena();
+            let copy = |shard: &SealedShard| {
+                let bytes = bytes_at(&arena, shard.at).to_vec();
+                assert_eq!(crc32c::crc32c(&bytes), shard.crc32c, "written bytes are the sealed ones");
+                bytes
+            };
+            let bytes: Vec<Vec<u8>> = shards.iter().map(copy).collect();
+            shelf.state.lock().kept.insert(key, bytes);
+            done(true);
+        }));
+    }
+
+    fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, _: Instant, done: ReadDone) {
+        self.0.state.lock().reads += 1;
+        self.0.run(Box::new(move |shelf| {
+            let arena = shelf.arena();
+            let kept = {
+                let state = shelf.state.lock();
+                state.kept.get(&key).filter(|_| !state.unreadable.contains(&key)).cloned()
+            };
+            let crcs = kept.map(|kept| {
+                let copy = |(bytes, at): (&Vec<u8>, &PoolExtent)| {
+                    bytes_at(&arena, *at).copy_from_slice(bytes);
+                    crc32c::crc32c(bytes)
+                };
+                kept.iter().zip(&shards).map(copy).collect()
+            });
+            done(crcs);
+        }));
+    }
+
+    fn drop_namespace(&self, namespace: Namespace) {
+        self.0.state.lock().kept.retain(|key, _| key.namespace != namespace);
+    }
+}
+
+struct Pool {
+    shelf: Arc<Shelf>,
+    arena: Arc<Arena>,
+    store: Arc<Store>,
+    space: SpaceId,
+    _background: kvlane_store::Background,
+}
+
+fn hashes(prompt: u8, blocks: u8) -> Vec<BlockHash> {
+    (0..blocks).map(|block| BlockHash([prompt, block, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])).collect()
+}
+
+/// What a shard of a block holds.
+fn content(hash: &BlockHash, shard: u32) -> u8 {
+    hash.0[0].wrapping_mul(31).wrapping_add(hash.0[1].wrapping_mul(7)).wrapping_add(shard as u8)
+}
+
+/// Pages of each shard.
+const SHARDS: [u64; 2] = [2, 1];
+
+impl Pool {
+    /// A fresh pool over what a shelf keeps, as after a restart.
+    fn over(shelf: &Arc<Shelf>, pages: u64) -> Self {
+        let options = ArenaOptions {
+            bytes: pages * PAGE_BYTES,
+            hugepages: HugePages::Off,
+            numa: Numa::Off,
+            threads: 1,
+        };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        shelf.state.lock().arena = Some(Arc::clone(&arena));
+        let tier: Arc<dyn Tier> = Arc::new(ShelfTier(Arc::clone(shelf)));
+        let store = Store::with_tier(Arc::clone(&arena), StoreOptions::default(), Some(tier));
+        let space =
+            store.space(MODEL, "a model", CutDigest([5; 16]), &SHARDS.map(|pages| pages * PAGE_BYTES));
+        let _background = store.start_background(0).unwrap();
+        Self { shelf: Arc::clone(shelf), arena, store, space, _background }
+    }
+
+    fn save(&self, chain: Chain, hashes: &[BlockHash]) {
+        let mut claims: Vec<ShardClaim> = Vec::new();
+        for (shard, pages) in (0..).zip(SHARDS) {
+            let mut outcomes = Vec::new();
+            let now = Instant::now();
+            self.store.claim(ENGINE, WORKER, self.space, shard, chain, hashes, now, &mut outcomes);
+            for (outcome, hash) in outcomes.iter().zip(hashes) {
+                if let ClaimOutcome::Claimed(claim) = outcome {
+                    let at =
+                        PoolExtent { offset: u64::from(claim.page) * PAGE_BYTES, bytes: pages * PAGE_BYTES };
+                    bytes_at(&self.arena, at).fill(content(hash, shard));
+                    claims.push(*claim);
+                }
+            }
+        }
+        self.store.commit(&claims, Instant::now());
+        assert!(self.store.settle(PATIENCE));
+    }
+
+    fn group<'a>(&self, window_blocks: u32, hashes: &'a [BlockHash]) -> LookupGroup<'a> {
+        LookupGroup { space: self.space, tokens_per_block: 16, window_blocks, hashes }
+    }
+
+    fn fetch(&self, window_blocks: u32, hashes: &[BlockHash]) -> Option<Receiver<()>> {
+        let (done, is_done) = channel();
+        let groups = [self.group(window_blocks, hashes)];
+        let now = Instant::now();
+        let started =
+            self.store.fetch(&groups, u64::MAX, now, now + PATIENCE, move || done.send(()).unwrap());
+        started.then_some(is_done)
+    }
+
+    /// Blocks of a hit, with the bytes looked at.
+    fn hit_blocks(&self, window_blocks: u32, hashes: &[BlockHash]) -> u64 {
+        let groups = [self.group(window_blocks, hashes)];
+        let Some(hit) = self.store.lookup(ENGINE, &groups, u64::MAX, Instant::now()) else { return 0 };
+        self.check_bytes(&hit, hashes);
+        self.store.release(ENGINE, hit.lease);
+        hit.tokens / 16
+    }
+
+    fn check_bytes(&self, hit: &Hit, hashes: &[BlockHash]) {
+        let group = &hit.groups[0];
+        let hashes = &hashes[group.first_block as usize..];
+        for (pages, hash) in group.pages.chunks(SHARDS.len()).zip(hashes) {
+            for ((shard, page), count) in (0..).zip(pages).zip(SHARDS) {
+                let at = PoolExtent { offset: u64::from(*page) * PAGE_BYTES, bytes: count * PAGE_BYTES };
+                let expected = content(hash, shard);
+                assert!(bytes_at(&self.arena, at).iter().all(|byte| *byte == expected), "{hash:?} {shard}");
+            }
+        }
+    }
+
+    fn settle_spill(&self) {
+        assert!(self.store.settle_spill(Instant::now() + PATIENCE));
+    }
+}
+
+#[test]
+fn a_prompt_comes_back_into_a_new_pool() {
+    let shelf = Arc::new(Shelf::default());
+    let prompt = hashes(1, 6);
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &prompt);
+    pool.settle_spill();
+    assert_eq!(pool.store.stats().counters.spilled_blocks, 6);
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 64);
+    assert_eq!(pool.hit_blocks(0, &prompt), 0);
+    pool.fetch(0, &prompt).unwrap().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(0, &prompt), 6);
+    let stats = pool.store.stats();
+    assert_eq!((stats.counters.fetched_blocks, stats.counters.failed_fetches), (6, 0));
+    assert_eq!(stats.counters.fetched_bytes, 6 * 3 * PAGE_BYTES);
+    // What came from the tier does not go there again.
+    pool.settle_spill();
+    assert_eq!(shelf.state.lock().writes, 6);
+    // All is here: there is nothing to wait for.
+    assert!(pool.fetch(0, &prompt).is_none());
+    assert!(pool.fetch(0, &hashes(2, 6)).is_none());
+    assert_eq!(shelf.state.lock().reads, 6);
+}
+
+#[test]
+fn what_was_evicted_comes_back_and_the_prompt_before_it_stays() {
+    let shelf = Arc::new(Shelf::default());
+    // Room for eight blocks or so.
+    let pool = Pool::over(&shelf, 8 * 4);
+    let (first, second) = (hashes(1, 6), hashes(2, 6));
+    pool.save(Chain::Start, &first);
+    pool.settle_spill();
+    pool.save(Chain::Start, &second);
+    pool.settle_spill();
+    let left = pool.hit_blocks(0, &first);
+    assert!(left < 6, "nothing was evicted");
+    pool.fetch(0, &first).unwrap().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(0, &first), 6);
+}
+
+#[test]
+fn two_prompts_wait_for_the_blocks_they_share_and_those_are_read_once() {
+    let shelf = Arc::new(Shelf::default());
+    let (short, long) = (hashes(1, 3), hashes(1, 6));
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &long);
+    pool.settle_spill();
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 64);
+    shelf.hold();
+    let for_short = pool.fetch(0, &short).unwrap();
+    let for_long = pool.fetch(0, &long).unwrap();
+    let again = pool.fetch(0, &short).unwrap();
+    assert!(for_short.try_recv().is_err() && for_long.try_recv().is_err() && again.try_recv().is_err());
+    shelf.let_through(6);
+    for done in [for_short, for_long, again] {
+        done.recv_timeout(PATIENCE).unwrap();
+    }
+    assert_eq!(pool.hit_blocks(0, &long), 6);
+    assert_eq!(shelf.state.lock().reads, 6);
+}
+
+#[test]
+fn a_block_that_cannot_be_read_ends_the_hit_and_can_be_saved_again() {
+    let shelf = Arc::new(Shelf::default());
+    let prompt = hashes(1, 6);
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &prompt);
+    pool.settle_spill();
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 64);
+    let key = BlockKey { namespace: MODEL, cut: CutDigest([5; 16]), hash: prompt[3] };
+    shelf.state.lock().unreadable.insert(key);
+    pool.fetch(0, &prompt).unwrap().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(0, &prompt), 3);
+    assert_eq!(pool.store.stats().counters.failed_fetches, 1);
+    pool.save(Chain::Start, &prompt);
+    assert_eq!(pool.hit_blocks(0, &prompt), 6);
+}
+
+#[test]
+fn a_prompt_of_more_blocks_than_the_tier_takes_at_once_comes_whole() {
+    let shelf = Arc::new(Shelf::default());
+    let prompt: Vec<BlockHash> = (0..3000u16)
+        .map(|block| BlockHash([block.to_le_bytes(); 8].as_flattened().try_into().unwrap()))
+        .collect();
+    let pool = Pool::over(&shelf, 3000 * 4);
+    pool.save(Chain::Start, &prompt);
+    pool.settle_spill();
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 3000 * 4);
+    shelf.hold();
+    let done = pool.fetch(0, &prompt).unwrap();
+    let at_once = shelf.state.lock().held.len();
+    assert!((1..3000).contains(&at_once), "{at_once} reads at once");
+    shelf.let_through(at_once);
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(0, &prompt), 3000);
+}
+
+#[test]
+fn a_window_brings_only_its_own_blocks() {
+    let shelf = Arc::new(Shelf::default());
+    let prompt = hashes(1, 6);
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Unchained, &prompt);
+    pool.settle_spill();
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 64);
+    pool.fetch(2, &prompt).unwrap().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(shelf.state.lock().reads, 2);
+    assert_eq!(pool.hit_blocks(2, &prompt), 6);
+}
+
+#[test]
+fn memory_that_the_tier_still_writes_is_not_given_to_others() {
+    let shelf = Arc::new(Shelf::default());
+    let prompt = hashes(1, 6);
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &prompt);
+    pool.settle_spill();
+    drop(pool);
+
+    // Six blocks take all of the pool.
+    let pool = Pool::over(&shelf, 6 * 3);
+    shelf.hold();
+    let done = pool.fetch(0, &prompt).unwrap();
+    assert_eq!(pool.store.drop_namespace(MODEL), 6);
+    let mut outcomes = Vec::new();
+    let others = hashes(2, 1);
+    pool.store.claim(ENGINE, WORKER, pool.space, 0, Chain::Start, &others, Instant::now(), &mut outcomes);
+    assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
+    shelf.let_through(6);
+    done.recv_timeout(PATIENCE).unwrap();
+    assert_eq!(pool.hit_blocks(0, &prompt), 0);
+    pool.save(Chain::Start, &hashes(2, 6));
+    assert_eq!(pool.hit_blocks(0, &hashes(2, 6)), 6);
+}
+
+#[test]
+fn memory_that_the_tier_still_reads_is_not_given_to_others() {
+    let shelf = Arc::new(Shelf::default());
+    let pool = Pool::over(&shelf, 6 * 3);
+    shelf.hold();
+    pool.save(Chain::Start, &hashes(1, 6));
+    let mut outcomes = Vec::new();
+    shelf.wait_for_held(6);
+    pool.store.claim(
+        ENGINE,
+        WORKER,
+        pool.space,
+        0,
+        Chain::Start,
+        &hashes(2, 1),
+        Instant::now(),
+        &mut outcomes,
+    );
+    assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
+    // The shelf compares the bytes with the checksums.
+    shelf.let_through(6);
+    pool.settle_spill();
+    assert_eq!(shelf.state.lock().kept.len(), 6);
+}
+
+#[test]
+fn a_dropped_namespace_does_not_come_back() {
+    let shelf = Arc::new(Shelf::default());
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &hashes(1, 3));
+    pool.settle_spill();
+    pool.store.drop_namespace(MODEL);
+    assert!(pool.fetch(0, &hashes(1, 3)).is_none());
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Save(u8, u8),
+    Fetch(u8, u8),
+    Look(u8, u8),
+    Drop,
+    Restart,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let prompt = || (0u8..6, 1u8..8);
+    prop_oneof![
+        4 => prompt().prop_map(|(prompt, blocks)| Step::Save(prompt, blocks)),
+        4 => prompt().prop_map(|(prompt, blocks)| Step::Fetch(prompt, blocks)),
+        2 => prompt().prop_map(|(prompt, blocks)| Step::Look(prompt, blocks)),
+        1 => Just(Step::Drop),
+        1 => Just(Step::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// Whatever was saved, evicted, fetched and forgotten: a hit has the right bytes, is at least as long as what the shelf
+    /// has while there is room, and every fetch ends.
+    #[test]
+    fn a_hit_is_right(steps in prop::collection::vec(step(), 1..40)) {
+        let shelf = Arc::new(Shelf::default());
+        let mut pool = Pool::over(&shelf, 12 * 3);
+        for step in steps {
+            match step {
+                Step::Save(prompt, blocks) => {
+                    pool.save(Chain::Start, &hashes(prompt, blocks));
+                    pool.settle_spill();
+                }
+                Step::Fetch(prompt, blocks) => {
+                    let prompt = hashes(prompt, blocks);
+                    let is_kept = |hash: &&BlockHash| {
+                        let key = BlockKey { namespace: MODEL, cut: CutDigest([5; 16]), hash: **hash };
+                        shelf.state.lock().kept.contains_key(&key)
+                    };
+                    let kept = prompt.iter().take_while(is_kept).count() as u64;
+                    if let Some(done) = pool.fetch(0, &prompt) {
+                        done.recv_timeout(PATIENCE).unwrap();
+                    }
+                    prop_assert!(pool.hit_blocks(0, &prompt) >= kept);
+                }
+                Step::Look(prompt, blocks) => drop(pool.hit_blocks(0, &hashes(prompt, blocks))),
+                Step::Drop => drop(pool.store.drop_namespace(MODEL)),
+                Step::Restart => pool = Pool::over(&shelf, 12 * 3),
+            }
+        }
+        drop(pool.shelf);
+    }
+}
