@@ -19,7 +19,7 @@ export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed and restarted: table, out/demo.json, out/demo.png
+demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted, from SSD: table, out/demo.json, out/demo.png
 	$(PYTHON) scripts/demo.py --out $(OUT) $(ARGS)
 
 test: lint rust python engines ## everything that must hold before a change lands (below 45 minutes on two cores)

@@ -7,7 +7,8 @@ use clap::{Args, ValueEnum};
 use kvlane_gpu::{RailChoice, RailOptions};
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_proto::{Address, default_address};
-use kvlane_server::ServeOptions;
+use kvlane_server::{ServeOptions, SsdOptions};
+use kvlane_ssd::DeviceOptions;
 use serde::Deserialize;
 
 use crate::size::Size;
@@ -20,6 +21,8 @@ const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
 const DEFAULT_DRAIN_S: u64 = 10;
 const DEFAULT_SAVE_LINK_SHARE: u8 = 33;
+/// Longer than computing a long prompt takes is of no use.
+const DEFAULT_SSD_WAIT_MS: u32 = 1000;
 const DEFAULT_RAILS: &str = "off";
 const DEFAULT_LOG: &str = "info";
 
@@ -70,6 +73,20 @@ pub(crate) struct ServeArgs {
     /// [default: 33]
     #[arg(long, env = "KVLANE_SAVE_LINK_SHARE", value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
     save_link_share: Option<u8>,
+
+    /// Keep blocks on an SSD too: a file or directory, and how much of it to take (default: 80 % of what is free); may be
+    /// given more than once, for several devices. What is there is found again after a restart [default: none]
+    #[arg(long, env = "KVLANE_SSD", value_name = "PATH[:CAPACITY]", value_delimiter = ',')]
+    ssd: Option<Vec<String>>,
+
+    /// Most bytes that are written to each SSD a second, to spare it [default: no limit]
+    #[arg(long, env = "KVLANE_SSD_WRITE_RATE", value_name = "SIZE")]
+    ssd_write_rate: Option<Size>,
+
+    /// How long a request may wait for blocks that only the SSD has, in milliseconds; then it goes on with what is there
+    /// [default: 1000]
+    #[arg(long, env = "KVLANE_SSD_WAIT_MS", value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    ssd_wait_ms: Option<u32>,
 
     /// Measure at start, for about 0.3 s, from which length on copy engines of the first GPU are as fast as the copy kernel:
     /// auto with a real GPU, off takes what an H200 was measured to do [default: auto]
@@ -197,6 +214,11 @@ impl ServeArgs {
         if !(1..=100).contains(&save_link_share) {
             bail!("in --save-link-share: {save_link_share} is not a percentage from 1 to 100");
         }
+        let ssd = ssd_options(
+            self.ssd.or(file.ssd),
+            self.ssd_write_rate.or(file.ssd_write_rate),
+            self.ssd_wait_ms.or(file.ssd_wait_ms),
+        )?;
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
@@ -207,6 +229,7 @@ impl ServeArgs {
             gpu_driver,
             rails: RailOptions { choice: rails, staging, ..RailOptions::default() },
             save_link_share: f64::from(save_link_share) / 100.0,
+            ssd,
             calibrate,
             sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
         };
@@ -217,6 +240,46 @@ impl ServeArgs {
             no_gpu,
         })
     }
+}
+
+fn ssd_options(
+    paths: Option<Vec<String>>,
+    write_rate: Option<Size>,
+    wait_ms: Option<u32>,
+) -> Result<Option<SsdOptions>> {
+    let Some(paths) = paths.filter(|paths| !paths.is_empty()) else {
+        if write_rate.is_some() || wait_ms.is_some() {
+            bail!("--ssd-write-rate and --ssd-wait-ms are of no use without --ssd");
+        }
+        return Ok(None);
+    };
+    if write_rate.is_some_and(|rate| rate.0 == 0) {
+        bail!("--ssd-write-rate 0 would keep nothing: leave it out for no limit");
+    }
+    let wait = wait_ms.unwrap_or(DEFAULT_SSD_WAIT_MS);
+    if !(1..=60_000).contains(&wait) {
+        bail!("in --ssd-wait-ms: {wait} is not from 1 to 60000");
+    }
+    Ok(Some(SsdOptions {
+        devices: paths.iter().map(|text| ssd_device(text)).collect::<Result<_>>()?,
+        write_rate: write_rate.map(|rate| rate.0),
+        wait: Duration::from_millis(wait.into()),
+    }))
+}
+
+/// PATH or PATH:CAPACITY; what follows the last colon is a capacity if it begins with a digit.
+fn ssd_device(text: &str) -> Result<DeviceOptions> {
+    let (path, capacity) = match text.rsplit_once(':') {
+        Some((path, size)) if size.starts_with(|first: char| first.is_ascii_digit()) => {
+            let size: Size = size.parse().map_err(anyhow::Error::msg).context("in --ssd")?;
+            (path, Some(size.0))
+        }
+        _ => (text, None),
+    };
+    if path.is_empty() {
+        bail!("--ssd '{text}' names no path");
+    }
+    Ok(DeviceOptions { path: path.into(), capacity })
 }
 
 fn parse_http(text: &str) -> Result<Option<SocketAddr>> {

@@ -64,6 +64,11 @@ fn to_json(status: &Status) -> serde_json::Value {
         "blocks": status.blocks,
         "leased_blocks": status.leased_blocks,
         "claimed_blocks": status.claimed_blocks,
+        "ssd_blocks": status.ssd_blocks,
+        "ssds": status.ssds.iter().map(|s| json!({
+            "path": s.path, "capacity_bytes": s.capacity_bytes, "used_bytes": s.used_bytes, "method": s.method,
+            "trouble": s.trouble,
+        })).collect::<Vec<_>>(),
         "sessions": status.sessions.iter().map(|s| json!({
             "session": s.session_id, "engine": s.engine_id, "role": s.role, "pid": s.pid, "client": s.client,
             "silent_seconds": s.silent_ms as f64 / 1e3, "save_method": s.method, "save_method_reason": s.reason,
@@ -89,6 +94,15 @@ fn to_text(status: &Status) -> String {
         status.leased_blocks,
         status.claimed_blocks,
     );
+    if !status.ssds.is_empty() {
+        text.push_str(&format!("ssd         {} blocks\n", status.ssd_blocks));
+        let rows = status.ssds.iter().map(|s| {
+            let used = format!("{} of {}", size(s.used_bytes), size(s.capacity_bytes));
+            let trouble = if s.trouble.is_empty() { "none" } else { &s.trouble };
+            [s.path.clone(), used, s.method.clone(), trouble.to_owned()]
+        });
+        text.push_str(&table(&["file", "used", "by", "trouble"], rows));
+    }
     text.push_str("\nsessions\n");
     let rows = status.sessions.iter().map(|s| {
         let heard = format!("{:.1} s ago", s.silent_ms as f64 / 1e3);
@@ -133,7 +147,7 @@ fn table<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = [String; N
 
 #[cfg(test)]
 mod tests {
-    use kvlane_proto::v1::{NamespaceStatus, SessionStatus};
+    use kvlane_proto::v1::{NamespaceStatus, SessionStatus, SsdStatus};
 
     use super::*;
 
@@ -152,6 +166,13 @@ mod tests {
                 method: "process_vm".into(),
                 ..Default::default()
             }],
+            ssd_blocks: 1234,
+            ssds: vec![SsdStatus {
+                path: "/mnt/nvme0/blocks".into(),
+                capacity_bytes: 2_000_000_000_000,
+                method: "io_uring, direct".into(),
+                ..Default::default()
+            }],
             namespaces: vec![NamespaceStatus {
                 namespace: vec![0xab; 16].into(),
                 name: "llama".into(),
@@ -162,7 +183,18 @@ mod tests {
             ..Default::default()
         };
         let text = to_text(&status);
-        for wanted in ["25.0 %", "engine-a", "process_vm", "1.5 s ago", "abababab", "llama"] {
+        for wanted in [
+            "25.0 %",
+            "engine-a",
+            "process_vm",
+            "1.5 s ago",
+            "abababab",
+            "llama",
+            "1234 blocks",
+            "/mnt/nvme0/blocks",
+            "of 2.0 TB",
+            "io_uring, direct",
+        ] {
             assert!(text.contains(wanted), "{wanted} in\n{text}");
         }
     }

@@ -34,6 +34,8 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 const READY_PROBE: Duration = Duration::from_millis(20);
 /// Lookups that wait for their answer; beyond it new ones are misses.
 const PENDING_MAX: usize = 4096;
+/// Longest time that a daemon may name for bringing blocks to RAM before it answers.
+const FETCH_MAX: Duration = Duration::from_secs(60);
 /// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
 const HASHES_MAX: usize = 3 << 20;
 
@@ -63,7 +65,7 @@ pub struct SchedulerOptions {
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// A lookup that takes longer is a miss.
+    /// A lookup that takes longer is a miss, but for the time that the daemon says it needs to bring blocks from its SSD.
     pub lookup_timeout: Duration,
 }
 
@@ -94,7 +96,8 @@ enum Pending {
     Waiting {
         sent: Option<u64>,
         ask: v1::Lookup,
-        since: Instant,
+        /// Without an answer by then it is a miss.
+        until: Instant,
     },
     Answered(Hit),
 }
@@ -122,6 +125,8 @@ struct Up {
 struct Asked {
     request: Option<String>,
     since: Instant,
+    /// Without an answer by then the daemon counts as silent.
+    until: Instant,
 }
 
 /// The scheduler's side of an engine.
@@ -204,8 +209,9 @@ impl Scheduler {
                 v1::LookupGroup { group: group as u32, hashes: concatenate(&of_group[..sent]) }
             })
             .collect();
-        let ask = v1::Lookup { groups, max_tokens };
-        self.pending.insert(request.to_owned(), Pending::Waiting { sent: None, ask, since: now });
+        let ask = v1::Lookup { groups, max_tokens, may_wait: true };
+        let until = now + self.options.lookup_timeout;
+        self.pending.insert(request.to_owned(), Pending::Waiting { sent: None, ask, until });
         self.send_lookup(request);
     }
 
@@ -222,15 +228,14 @@ impl Scheduler {
                     let Some(Pending::Answered(hit)) = self.pending.remove(request) else { return None };
                     return Some(hit);
                 }
-                Some(Pending::Waiting { since, .. }) => {
-                    if now.duration_since(*since) >= self.options.lookup_timeout {
+                Some(Pending::Waiting { until, .. }) => {
+                    if now >= *until {
                         self.stats.timeouts += 1;
                         self.forget(request);
                         return Some(Hit::default());
                     }
                     let left = wait.saturating_sub(now.duration_since(start));
-                    let left =
-                        left.min((*since + self.options.lookup_timeout).saturating_duration_since(now));
+                    let left = left.min(until.saturating_duration_since(now));
                     match &self.up {
                         Some(up) if !left.is_zero() => up.connection.wait(Some(left), None),
                         Some(_) => return None,
@@ -412,6 +417,17 @@ impl Scheduler {
                 let asked = up.asked.remove(&reply.id);
                 self.take_lookup(asked, Hit::from_reply(boot, result), now);
             }
+            Some(Answer::LookupPending(pending)) => {
+                let Some(asked) = up.asked.get_mut(&reply.id) else { return };
+                let wait = Duration::from_millis(pending.wait_ms.into()).min(FETCH_MAX);
+                asked.until = now + wait + self.options.lookup_timeout;
+                let waiting = asked.request.as_ref().and_then(|request| self.pending.get_mut(request));
+                if let Some(Pending::Waiting { sent, until, .. }) = waiting
+                    && *sent == Some(reply.id)
+                {
+                    *until = asked.until;
+                }
+            }
             Some(Answer::Refused(refused)) => {
                 let asked = up.asked.remove(&reply.id);
                 let phase = up.phase;
@@ -451,26 +467,22 @@ impl Scheduler {
     /// Whether an answer is to be expected: connected or connecting, and not silent.
     fn may_ask(&self, now: Instant) -> bool {
         let Some(up) = &self.up else { return false };
-        let silent = up
-            .asked
-            .values()
-            .next()
-            .is_some_and(|oldest| now.duration_since(oldest.since) >= self.options.lookup_timeout);
-        !silent
+        up.asked.values().all(|asked| now < asked.until)
     }
 
     fn send_lookup(&mut self, request: &str) {
         if !self.is_connected() {
             return;
         }
-        let Some(Pending::Waiting { sent: sent @ None, ask, since }) = self.pending.get_mut(request) else {
+        let Some(Pending::Waiting { sent: sent @ None, ask, until }) = self.pending.get_mut(request) else {
             return;
         };
         let Some(up) = &mut self.up else { return };
         match up.connection.send(Ask::Lookup(std::mem::take(ask))) {
             Ok(id) => {
                 *sent = Some(id);
-                up.asked.insert(id, Asked { request: Some(request.to_owned()), since: *since });
+                let asked = Asked { request: Some(request.to_owned()), since: Instant::now(), until: *until };
+                up.asked.insert(id, asked);
             }
             Err(lost) => self.lose(&lost, Instant::now()),
         }
@@ -507,11 +519,12 @@ impl Scheduler {
         }
         up.probe_at = now + READY_PROBE;
         let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
-        let ask = v1::Lookup { groups: (0..groups).map(nothing).collect(), max_tokens: 0 };
+        let ask = v1::Lookup { groups: (0..groups).map(nothing).collect(), max_tokens: 0, may_wait: false };
         if let Some(id) = self.send(Ask::Lookup(ask))
             && let Some(up) = &mut self.up
         {
-            up.asked.insert(id, Asked { request: None, since: now });
+            let until = now + self.options.lookup_timeout;
+            up.asked.insert(id, Asked { request: None, since: now, until });
         }
     }
 

@@ -70,6 +70,18 @@ impl PyTool {
             namespaces.push(entry);
         }
         dict.set_item("namespaces", namespaces)?;
+        let mut ssds = Vec::new();
+        for ssd in status.ssds {
+            let entry = PyDict::new(py);
+            entry.set_item("path", ssd.path)?;
+            entry.set_item("capacity_bytes", ssd.capacity_bytes)?;
+            entry.set_item("used_bytes", ssd.used_bytes)?;
+            entry.set_item("method", ssd.method)?;
+            entry.set_item("trouble", ssd.trouble)?;
+            ssds.push(entry);
+        }
+        dict.set_item("ssds", ssds)?;
+        dict.set_item("ssd_blocks", status.ssd_blocks)?;
         Ok(dict)
     }
 

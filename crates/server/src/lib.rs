@@ -4,6 +4,7 @@ mod chunks;
 mod engines;
 mod gpu;
 mod http;
+mod late_lookups;
 mod listen;
 mod loads;
 mod meetings;
@@ -16,6 +17,7 @@ mod save_thread;
 mod saves;
 mod session;
 mod sessions;
+mod ssd;
 mod status;
 mod worker_memory;
 
@@ -32,12 +34,17 @@ use std::{
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_proto::Address;
+use kvlane_ssd::OpenError;
 use kvlane_store::{Background, Store, StoreOptions};
 use thiserror::Error;
 
 pub use metrics::{METRICS, Metric, MetricKind};
+pub use ssd::SsdOptions;
 
-use crate::{engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics, sessions::Sessions};
+use crate::{engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics, sessions::Sessions, ssd::Ssd};
+
+/// What the SSD tier gets at least to write its last blocks and its index.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// What a daemon needs to know.
 #[derive(Debug, Clone)]
@@ -60,6 +67,8 @@ pub struct ServeOptions {
     pub rails: RailOptions,
     /// Of a GPU's link, what a save takes while nothing waits behind it; 1 for all.
     pub save_link_share: f64,
+    /// What keeps blocks that the pool may lose; None for nothing.
+    pub ssd: Option<SsdOptions>,
     /// Whether to measure at start which way of copying is the fastest on this host's GPUs; else the usual is taken.
     pub calibrate: bool,
 }
@@ -76,6 +85,9 @@ pub enum StartError {
     /// A thread or descriptor.
     #[error("cannot start: {0}")]
     Io(#[from] std::io::Error),
+    /// The SSD tier.
+    #[error("the SSD tier: {0}")]
+    Ssd(#[from] OpenError),
     /// The pool could not be pinned for the GPUs.
     #[error("the GPUs cannot be used ({0}): mend them, or start with --gpu off")]
     Gpu(#[from] GpuError),
@@ -92,6 +104,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
+    /// None without an SSD.
+    pub(crate) ssd: Option<Ssd>,
     /// [`ServeOptions::save_link_share`]
     pub(crate) save_link_share: f64,
     pub(crate) stopping: AtomicBool,
@@ -126,9 +140,11 @@ impl Daemon {
             Gpus::start(Arc::clone(driver), Arc::clone(&arena), options.rails.clone(), options.calibrate)
         };
         let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
-        let store = Store::new(
+        let ssd = options.ssd.as_ref().map(|ssd| Ssd::open(ssd, &arena)).transpose()?;
+        let store = Store::with_tier(
             Arc::clone(&arena),
             StoreOptions { lease_ttl: options.lease_ttl, claim_ttl: Duration::from_secs(60) },
+            ssd.as_ref().map(Ssd::below),
         );
         let background = store.start_background(options.scrub_bytes_per_s)?;
         let shared = Arc::new(Shared {
@@ -140,6 +156,7 @@ impl Daemon {
             sessions: Sessions::new(options.sessions_max)?,
             metrics: Metrics::install(),
             gpus,
+            ssd,
             save_link_share: options.save_link_share,
             stopping: AtomicBool::new(false),
         });
@@ -179,12 +196,13 @@ impl Daemon {
         self.shared.arena.bytes()
     }
 
-    /// Takes no new work, waits up to `drain` for what is under way, closes all sessions and removes the sockets.
-    /// Returns whether everything under way ended in time.
+    /// Takes no new work, waits up to `drain` for what is under way, closes all sessions and removes the sockets; what is on
+    /// its way to the SSD arrives there. Returns whether everything under way ended in time.
     pub fn stop(mut self, drain: Duration) -> bool {
         self.shared.stopping.store(true, Ordering::Release);
         self.listeners.stop();
-        let drained = self.shared.sessions.drain(drain);
+        let deadline = Instant::now() + drain;
+        let mut drained = self.shared.sessions.drain(drain);
         self.shared.sessions.close_all();
         if let Some(reaper) = self.reaper.take()
             && reaper.join().is_err()
@@ -193,6 +211,12 @@ impl Daemon {
         }
         if let Some(http) = self.http.take() {
             http.stop();
+        }
+        if let Some(ssd) = &self.shared.ssd {
+            let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);
+            drained &=
+                self.shared.store.settle(left()) && self.shared.store.settle_spill(Instant::now() + left());
+            drained &= ssd.tier.close(left());
         }
         drained
     }

@@ -3,10 +3,11 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use kvlane_proto::v1::request::Body as Ask;
+use kvlane_store::StoreStats;
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
-use crate::{Shared, gpu::Gpus};
+use crate::{Shared, gpu::Gpus, ssd::Ssd};
 
 /// What a metric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +68,41 @@ pub const METRICS: &[Metric] = &[
     metric("kvlane_namespace_blocks", Gauge, "namespace, name", "Blocks of a namespace."),
     metric("kvlane_namespace_bytes", Gauge, "namespace, name", "Bytes of a namespace."),
     metric("kvlane_save_present_blocks_total", Counter, "", "Blocks not copied because the pool had them."),
+    metric("kvlane_ssd_blocks", Gauge, "", "Blocks that the SSD tier has."),
+    metric("kvlane_ssd_bytes", Gauge, "", "Bytes of the blocks that the SSD tier has."),
+    metric("kvlane_ssd_index_bytes", Gauge, "", "Memory that the index of the SSD tier takes, about."),
+    metric("kvlane_ssd_backlog_bytes", Gauge, "device", "Bytes on their way to an SSD."),
+    metric("kvlane_ssd_degraded", Gauge, "device", "1 while an SSD takes no writes after errors."),
+    metric("kvlane_ssd_waiting_blocks", Gauge, "", "Blocks that wait for their turn to go to the SSD."),
+    metric("kvlane_ssd_written_blocks_total", Counter, "", "Blocks written to the SSD tier."),
+    metric("kvlane_ssd_written_bytes_total", Counter, "", "Bytes written to the SSD tier for blocks."),
+    metric(
+        "kvlane_ssd_unwritten_blocks_total",
+        Counter,
+        "",
+        "Blocks that the SSD tier did not get: evicted before their turn, too many, or refused by it.",
+    ),
+    metric("kvlane_ssd_fetched_blocks_total", Counter, "", "Blocks brought back from the SSD tier."),
+    metric("kvlane_ssd_fetched_bytes_total", Counter, "", "Bytes brought back from the SSD tier."),
+    metric(
+        "kvlane_ssd_failed_fetches_total",
+        Counter,
+        "",
+        "Blocks that could not be brought back: gone meanwhile, damaged, or too slow.",
+    ),
+    metric("kvlane_ssd_damaged_blocks_total", Counter, "", "Blocks of the SSD tier dropped for wrong bytes."),
+    metric(
+        "kvlane_ssd_dropped_blocks_total",
+        Counter,
+        "",
+        "Blocks of the SSD tier that made room for others.",
+    ),
+    metric(
+        "kvlane_ssd_kept_blocks_total",
+        Counter,
+        "",
+        "Blocks of the SSD tier copied on, since they had been read, when their place was needed.",
+    ),
     metric(
         "kvlane_save_in_flight_blocks_total",
         Counter,
@@ -291,6 +327,9 @@ fn record(shared: &Shared) {
     for (gpu, bytes) in shared.gpus.as_ref().map_or_else(BTreeMap::new, Gpus::bytes_by_link) {
         counter!("kvlane_loaded_by_link_bytes_total", "gpu" => gpu.to_string()).absolute(bytes);
     }
+    if let Some(ssd) = &shared.ssd {
+        record_ssd(ssd, &stats);
+    }
     // A namespace has a space for each cut; its metrics are their sum.
     let mut namespaces: BTreeMap<(String, String), [u64; 4]> = BTreeMap::new();
     for space in shared.store.spaces() {
@@ -316,6 +355,36 @@ fn record(shared: &Shared) {
         gauge!("kvlane_sessions", "role" => role).set(count.count() as f64);
     }
     gauge!("kvlane_limbo_sessions").set(sessions.iter().filter(|(.., limbo)| *limbo).count() as f64);
+}
+
+fn record_ssd(ssd: &Ssd, store: &StoreStats) {
+    let tier = ssd.tier.stats();
+    for (name, value) in [
+        ("kvlane_ssd_blocks", tier.blocks),
+        ("kvlane_ssd_bytes", tier.block_bytes),
+        ("kvlane_ssd_index_bytes", tier.index_bytes),
+        ("kvlane_ssd_waiting_blocks", store.spill_queue),
+    ] {
+        gauge!(name).set(value as f64);
+    }
+    for (name, value) in [
+        ("kvlane_ssd_written_blocks_total", tier.writes_stored),
+        ("kvlane_ssd_written_bytes_total", tier.write_bytes),
+        ("kvlane_ssd_unwritten_blocks_total", store.counters.unspilled_blocks),
+        ("kvlane_ssd_fetched_blocks_total", store.counters.fetched_blocks),
+        ("kvlane_ssd_fetched_bytes_total", store.counters.fetched_bytes),
+        ("kvlane_ssd_failed_fetches_total", store.counters.failed_fetches),
+        ("kvlane_ssd_damaged_blocks_total", tier.reads_damaged),
+        ("kvlane_ssd_dropped_blocks_total", tier.blocks_dropped),
+        ("kvlane_ssd_kept_blocks_total", tier.blocks_kept),
+    ] {
+        counter!(name).absolute(value);
+    }
+    for device in ssd.tier.status() {
+        let labels = [("device", device.path.display().to_string())];
+        gauge!("kvlane_ssd_backlog_bytes", &labels).set(device.backlog_bytes as f64);
+        gauge!("kvlane_ssd_degraded", &labels).set(if device.degraded.is_some() { 1.0 } else { 0.0 });
+    }
 }
 
 #[cfg(test)]

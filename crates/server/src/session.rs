@@ -27,6 +27,7 @@ use crate::{
     chunks::SharedChunks,
     engines::{GroupSpec, OpenGroup, SessionId, WorkerGroup},
     gpu::GpuMemory,
+    late_lookups::{Late, LateLookups},
     loads,
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
@@ -119,6 +120,8 @@ struct Greeted {
     said_bye: bool,
     /// A scheduler that has opened its engine.
     opened: Option<OwnerId>,
+    /// A scheduler some of whose lookups had to wait.
+    late: Option<LateLookups>,
     /// Of a worker that is about to register.
     chunks: SharedChunks,
     /// A worker that has registered.
@@ -209,6 +212,12 @@ impl Session {
                 saves.push(&shared, request.id, save, call, start);
                 return Ok(true);
             }
+            (Ask::Lookup(lookup), _) if lookup.may_wait && !shared.is_stopping() => {
+                match self.look_up_later(request.id, lookup, call, start)? {
+                    Some(lookup) => Ask::Lookup(lookup),
+                    None => return Ok(true),
+                }
+            }
             (body, _) => body,
         };
         let is_greeting = matches!(body, Ask::Hello(_));
@@ -232,6 +241,42 @@ impl Session {
         self.greeted.as_ref()?.worker.as_ref()?.saves.as_ref()
     }
 
+    /// Starts to bring what the tier has of the prompt, if its hit grows by it; the answer comes later then. Gives the lookup
+    /// back where there is nothing to wait for.
+    fn look_up_later(
+        &mut self,
+        id: u64,
+        lookup: v1::Lookup,
+        call: Call,
+        since: Instant,
+    ) -> io::Result<Option<v1::Lookup>> {
+        let shared = Arc::clone(&self.shared);
+        let (Some(ssd), Some(greeted)) = (&shared.ssd, &mut self.greeted) else { return Ok(Some(lookup)) };
+        let Ok(owner) = greeted.scheduler() else { return Ok(Some(lookup)) };
+        let engine_id = &greeted.info.engine_id;
+        let late = match &mut greeted.late {
+            Some(late) => late,
+            none => {
+                let late =
+                    LateLookups::start(Arc::clone(&shared), engine_id.clone(), Arc::clone(&self.replies))?;
+                none.insert(late)
+            }
+        };
+        let (fetch, came) = late.begin();
+        let until = since + ssd.wait;
+        let is_fetched = shared.engines.with_ready(engine_id, |open, workers| {
+            let Ok(asked) = asked_blocks(open, workers, &lookup) else { return false };
+            shared.store.fetch(&lookup_groups(&asked), lookup.max_tokens, since, until, came)
+        });
+        if is_fetched != Some(true) {
+            return Ok(Some(lookup));
+        }
+        let wait_ms = ssd.wait.as_millis() as u32;
+        self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None)?;
+        late.push(fetch, Late { id, lookup, owner, call, since, until, _busy: Busy::new(&shared) });
+        Ok(None)
+    }
+
     fn answer(&mut self, body: Ask, descriptor: &mut Option<OwnedFd>) -> Result<Answer, Refusal> {
         if let Ask::Hello(hello) = body {
             return self.greet(hello);
@@ -244,10 +289,14 @@ impl Session {
         match body {
             Ask::GetStatus(_) => Ok(Answer::Status(status::collect(&shared))),
             Ask::Settle(settle) => {
-                if shared.store.settle(Duration::from_millis(settle.timeout_ms.into())) {
-                    Ok(done())
+                let deadline = Instant::now() + Duration::from_millis(settle.timeout_ms.into());
+                let timeout = settle.timeout_ms;
+                if !shared.store.settle(deadline.saturating_duration_since(Instant::now())) {
+                    Err((Reason::Limit, format!("not everything was sealed within {timeout} ms")))
+                } else if shared.ssd.is_some() && !shared.store.settle_spill(deadline) {
+                    Err((Reason::Limit, format!("not everything was on the SSD within {timeout} ms")))
                 } else {
-                    Err((Reason::Limit, format!("not everything was sealed within {} ms", settle.timeout_ms)))
+                    Ok(done())
                 }
             }
             Ask::Bye(_) => {
@@ -416,6 +465,7 @@ impl Session {
             heard,
             said_bye: false,
             opened: None,
+            late: None,
             chunks: SharedChunks::default(),
             worker: None,
         });
@@ -457,6 +507,8 @@ impl Session {
         let Some(mut greeted) = self.greeted.take() else { return };
         // Its saves are over before its claims are settled.
         greeted.worker = None;
+        // And no lookup takes a lease for it any more.
+        greeted.late = None;
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
@@ -662,7 +714,12 @@ fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
     regions.into_iter().map(region).collect()
 }
 
-fn look_up(shared: &Shared, engine_id: &str, owner: OwnerId, lookup: &v1::Lookup) -> Result<Answer, Refusal> {
+pub(crate) fn look_up(
+    shared: &Shared,
+    engine_id: &str,
+    owner: OwnerId,
+    lookup: &v1::Lookup,
+) -> Result<Answer, Refusal> {
     shared
         .engines
         .with_ready(engine_id, |open, workers| look_up_ready(shared, open, workers, owner, lookup))
@@ -677,31 +734,8 @@ fn look_up_ready(
     owner: OwnerId,
     lookup: &v1::Lookup,
 ) -> Result<Answer, Refusal> {
-    if lookup.groups.len() != open.len() {
-        return Err(invalid(format!(
-            "{} groups were looked up, the engine has {}",
-            lookup.groups.len(),
-            open.len()
-        )));
-    }
-    let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
-    for (index, group) in lookup.groups.iter().enumerate() {
-        if group.group as usize != index {
-            return Err(invalid(format!("group {} was named in place {index}", group.group)));
-        }
-        let mut named = parse_hashes(&group.hashes).map_err(invalid)?;
-        named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));
-        hashes.push((open[index], named));
-    }
-    let groups: Vec<LookupGroup<'_>> = hashes
-        .iter()
-        .map(|(group, hashes)| LookupGroup {
-            space: group.space,
-            tokens_per_block: group.tokens_per_block,
-            window_blocks: group.window_blocks,
-            hashes,
-        })
-        .collect();
+    let asked = asked_blocks(open, workers, lookup)?;
+    let groups = lookup_groups(&asked);
     let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
     };
@@ -724,6 +758,43 @@ fn look_up_ready(
         })
         .collect();
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
+}
+
+/// The blocks that a lookup names, group by group.
+fn asked_blocks(
+    open: &[OpenGroup],
+    workers: u32,
+    lookup: &v1::Lookup,
+) -> Result<Vec<(OpenGroup, Vec<BlockHash>)>, Refusal> {
+    if lookup.groups.len() != open.len() {
+        return Err(invalid(format!(
+            "{} groups were looked up, the engine has {}",
+            lookup.groups.len(),
+            open.len()
+        )));
+    }
+    let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
+    for (index, group) in lookup.groups.iter().enumerate() {
+        if group.group as usize != index {
+            return Err(invalid(format!("group {} was named in place {index}", group.group)));
+        }
+        let mut named = parse_hashes(&group.hashes).map_err(invalid)?;
+        named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));
+        hashes.push((open[index], named));
+    }
+    Ok(hashes)
+}
+
+fn lookup_groups(asked: &[(OpenGroup, Vec<BlockHash>)]) -> Vec<LookupGroup<'_>> {
+    asked
+        .iter()
+        .map(|(group, hashes)| LookupGroup {
+            space: group.space,
+            tokens_per_block: group.tokens_per_block,
+            window_blocks: group.window_blocks,
+            hashes,
+        })
+        .collect()
 }
 
 /// Copies blocks out of a worker's memory.

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use kvlane_proto::v1::{self, hello::Role};
 use kvlane_store::SpaceStats;
 
-use crate::Shared;
+use crate::{Shared, ssd::Ssd};
 
 /// As printed.
 pub(crate) fn role_name(role: Role) -> &'static str {
@@ -47,6 +47,8 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         claimed_blocks: stats.claimed_blocks,
         page_size: shared.arena.page_size().into(),
         sessions,
+        ssds: shared.ssd.iter().flat_map(Ssd::status).collect(),
+        ssd_blocks: shared.ssd.as_ref().map_or(0, |ssd| ssd.tier.stats().blocks),
         namespaces: shared.store.spaces().into_iter().map(namespace).collect(),
     }
 }

@@ -146,13 +146,14 @@ def _device_environment(device: str) -> dict[str, str]:
 
 
 class Daemon:
-    """A `kvlane serve`; can be killed and started again at the same address."""
+    """A `kvlane serve` with an SSD tier of the pool's size; can be ended and started again at the same address."""
 
     def __init__(self, folder: Path, pool_size: str, logs: Path, gpu: str = "off") -> None:
         self.address = f"unix:{folder}/kvlane.sock"
         self.log = logs / "kvlane.log"
         self._http = f"127.0.0.1:{free_port()}"
         self._pool_size = pool_size
+        self._ssd = f"{folder}/blocks:{pool_size}"
         self._gpu = gpu
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -160,7 +161,7 @@ class Daemon:
         """Return when it answers."""
         assert self._process is None, "the daemon runs already"
         command = [beside_python("kvlane"), "serve", "--listen", self.address, "--http", self._http]
-        command += ["--pool-size", self._pool_size, "--gpu", self._gpu]
+        command += ["--pool-size", self._pool_size, "--gpu", self._gpu, "--ssd", self._ssd]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_for_health(f"http://{self._http}", self._process, self.log)

@@ -205,8 +205,29 @@ class Demo:
         scenario.must(gone, "the daemon still counts the killed engine's sessions")
         return scenario
 
+    def from_ssd(self, step: Callable[[str], object]) -> Scenario:
+        """The daemon is stopped and started: its pool is empty, and every prompt comes from its SSD tier."""
+        scenario = Scenario("ssd: daemon stopped and started")
+        b = self.engines[1]
+        step("the daemon stops and starts")
+        self._forget(scenario, b)
+        self.daemon.close()
+        self.daemon.start()
+        ready = self._wait_for_status(_engine_is_ready, between=lambda: self._warm_up(b))
+        scenario.must(ready, f"engine B did not register again within {_RECONNECT_S} s")
+        with _tool(self.daemon.address) as tool:
+            scenario.must(tool.status()["blocks"] == 0, "the pool was not empty after the start")
+        answers = []
+        for number, reference in enumerate(self._references, 1):
+            step(f"engine B gets prompt {number} from the SSD")
+            answers.append(self._answer(b, reference.prompt))
+            self._compare(scenario, "from the SSD", answers[-1], reference, SAME_BATCH)
+            self._compare_bytes(scenario, b, reference)
+        scenario.figures["ttft_ms"] = summary(answer["ttft_ms"] for answer in answers)
+        return scenario
+
     def daemon_restarted(self, step: Callable[[str], object]) -> Scenario:
-        """The daemon is killed while B works, is away, and comes back empty."""
+        """The daemon is killed while B works, is away, and comes back."""
         scenario = Scenario("daemon killed and restarted under load")
         b = self.engines[1]
         known, newcomer = self._references[:2], self._new_prompt()
@@ -266,6 +287,7 @@ class Demo:
             self.control,
             self.together,
             self.engine_killed,
+            self.from_ssd,
             self.daemon_restarted,
             self.no_exceptions,
         )

@@ -25,6 +25,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
         sessions_max: 64,
+        ssd: None,
         gpu_driver: None,
         rails: kvlane_gpu::RailOptions::default(),
         save_link_share: 0.5,

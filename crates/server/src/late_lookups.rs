@@ -1,0 +1,140 @@
+//! Lookups that wait for blocks of the SSD tier, in a thread of their session: what RAM has is answered meanwhile.
+//!
+//! ```text
+//!  Lookup --> the tier has more of it? --no--> LookupResult
+//!                 | yes: fetch                      ^
+//!                 '--> LookupPending --> (all came, or time is up: look again)
+//! ```
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{Arc, mpsc},
+    thread::JoinHandle,
+    time::Instant,
+};
+
+use kvlane_proto::v1;
+use kvlane_store::OwnerId;
+
+use crate::{
+    Shared,
+    metrics::Call,
+    replies::Replies,
+    session::{look_up, refused},
+    sessions::Busy,
+};
+
+/// Lookups of a session that may wait at the same time; of more, each is answered with what RAM has.
+const WAITING_MAX: usize = 4096;
+
+/// A lookup that waits.
+pub(crate) struct Late {
+    pub(crate) id: u64,
+    pub(crate) lookup: v1::Lookup,
+    pub(crate) owner: OwnerId,
+    pub(crate) call: Call,
+    pub(crate) since: Instant,
+    /// When it is answered at the latest.
+    pub(crate) until: Instant,
+    pub(crate) _busy: Busy,
+}
+
+/// Numbers what one lookup waits for; the peer's own numbers may repeat.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Fetch(u64);
+
+enum Event {
+    Asked(Fetch, Box<Late>),
+    /// All blocks of it have come, or failed.
+    Came(Fetch),
+    Stop,
+}
+
+/// Answers the late lookups of one session.
+pub(crate) struct LateLookups {
+    events: mpsc::Sender<Event>,
+    fetches: u64,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl LateLookups {
+    /// For the session of one scheduler.
+    pub(crate) fn start(shared: Arc<Shared>, engine_id: String, replies: Arc<Replies>) -> io::Result<Self> {
+        let (events, come) = mpsc::channel();
+        let answer = move |late: Late| {
+            let answer = look_up(&shared, &engine_id, late.owner, &late.lookup);
+            let was_refused = answer.is_err();
+            // Without a peer that takes it, the session ends and gives the lease back.
+            if replies.send(late.id, answer.unwrap_or_else(refused), None).is_ok() {
+                shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
+            }
+        };
+        let run = move || serve(&come, answer);
+        let thread = std::thread::Builder::new().name("kvlane-late".into()).spawn(run)?;
+        Ok(Self { events, fetches: 0, thread: Some(thread) })
+    }
+
+    /// A new fetch, and what is to be called once when its blocks have come. Without that call nothing is kept of it.
+    pub(crate) fn begin(&mut self) -> (Fetch, impl FnOnce() + Send + 'static) {
+        self.fetches += 1;
+        let (fetch, events) = (Fetch(self.fetches), self.events.clone());
+        let came = move || {
+            // Fails only after the session's end.
+            let _ = events.send(Event::Came(fetch));
+        };
+        (fetch, came)
+    }
+
+    /// Answers it when its blocks have come, or in time. The fetch was begun and calls.
+    pub(crate) fn push(&self, fetch: Fetch, late: Late) {
+        let _ = self.events.send(Event::Asked(fetch, Box::new(late)));
+    }
+}
+
+impl Drop for LateLookups {
+    fn drop(&mut self) {
+        // The channel itself stays open as long as something is being fetched.
+        let _ = self.events.send(Event::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a thread of late lookups had panicked");
+        }
+    }
+}
+
+fn serve(events: &mpsc::Receiver<Event>, answer: impl Fn(Late)) {
+    // None: it was answered before its blocks came, or they came before it.
+    let mut waiting: HashMap<Fetch, Option<Late>> = HashMap::new();
+    loop {
+        let next = waiting.values().flatten().map(|late| late.until).min();
+        let event = match next {
+            Some(next) => events.recv_timeout(next.saturating_duration_since(Instant::now())),
+            None => events.recv().map_err(mpsc::RecvTimeoutError::from),
+        };
+        match event {
+            Ok(Event::Asked(fetch, late)) => {
+                if waiting.remove(&fetch).is_some() {
+                    answer(*late);
+                } else if waiting.len() >= WAITING_MAX {
+                    waiting.insert(fetch, None);
+                    answer(*late);
+                } else {
+                    waiting.insert(fetch, Some(*late));
+                }
+            }
+            Ok(Event::Came(fetch)) => match waiting.remove(&fetch) {
+                Some(late) => late.into_iter().for_each(&answer),
+                None => drop(waiting.insert(fetch, None)),
+            },
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let now = Instant::now();
+                let due =
+                    waiting.values_mut().filter(|late| late.as_ref().is_some_and(|late| late.until <= now));
+                due.filter_map(Option::take).for_each(&answer);
+            }
+            Ok(Event::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The SSD tier below the pool.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvlane_block::Namespace;
+use kvlane_memory::Arena;
+use kvlane_proto::v1;
+use kvlane_ssd::{
+    DeviceOptions, Extent, Key, OpenError, Options, Read, ReadEnd, Record, Shard, Space, WriteEnd,
+};
+use kvlane_store::{BlockKey, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+
+/// Which files keep blocks that the pool may lose.
+#[derive(Debug, Clone)]
+pub struct SsdOptions {
+    /// Files or directories, on as many devices; at least one.
+    pub devices: Vec<DeviceOptions>,
+    /// Most bytes written a second, on each device; None for no limit.
+    pub write_rate: Option<u64>,
+    /// How long a lookup may wait for blocks that only the SSD has.
+    pub wait: Duration,
+}
+
+/// The running tier.
+pub(crate) struct Ssd {
+    pub(crate) tier: Arc<kvlane_ssd::Tier>,
+    /// [`SsdOptions::wait`]
+    pub(crate) wait: Duration,
+}
+
+impl Ssd {
+    /// Reads the index back; that takes a moment where there are many blocks.
+    pub(crate) fn open(options: &SsdOptions, arena: &Arc<Arena>) -> Result<Self, OpenError> {
+        let of_tier = Options { write_rate: options.write_rate, ..Options::new(options.devices.clone()) };
+        let tier = kvlane_ssd::Tier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
+        Ok(Self { tier: Arc::new(tier), wait: options.wait })
+    }
+
+    /// Each file.
+    pub(crate) fn status(&self) -> Vec<v1::SsdStatus> {
+        let status = |device: kvlane_ssd::DeviceStatus| {
+            let cache = if device.direct { "direct" } else { "through the page cache" };
+            let notes: String = device.notes.iter().map(|note| format!("; {note}")).collect();
+            v1::SsdStatus {
+                path: device.path.display().to_string(),
+                capacity_bytes: device.capacity,
+                used_bytes: u64::from(device.segments - device.free_segments) * device.segment_bytes,
+                method: format!("{}, {cache}{notes}", device.io),
+                trouble: device.degraded.unwrap_or_default(),
+            }
+        };
+        self.tier.status().into_iter().map(status).collect()
+    }
+
+    /// For the store.
+    pub(crate) fn below(&self) -> Arc<dyn Tier> {
+        Arc::new(Below(Arc::clone(&self.tier)))
+    }
+}
+
+/// The tier as the store knows it.
+struct Below(Arc<kvlane_ssd::Tier>);
+
+/// Calls `done` with `refused` if nobody else calls it: the tier drops what it refuses.
+struct Once<F: FnOnce(T), T> {
+    done: Option<F>,
+    refused: fn() -> T,
+}
+
+impl<F: FnOnce(T), T> Once<F, T> {
+    fn call(mut self, with: T) {
+        if let Some(done) = self.done.take() {
+            done(with);
+        }
+    }
+}
+
+impl<F: FnOnce(T), T> Drop for Once<F, T> {
+    fn drop(&mut self) {
+        if let Some(done) = self.done.take() {
+            done((self.refused)());
+        }
+    }
+}
+
+impl Tier for Below {
+    fn contains(&self, key: &BlockKey) -> bool {
+        self.0.contains(&name(key))
+    }
+
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone) {
+        let once = Once { done: Some(done), refused: || false };
+        let shard = |shard: &SealedShard| Shard { extent: extent(&shard.at), crc: shard.crc32c };
+        let record = Record { key: name(&key), parent: None, shards: shards.iter().map(shard).collect() };
+        if let Err(reason) = self.0.write(record, move |end| once.call(end == WriteEnd::Stored)) {
+            tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
+        }
+    }
+
+    fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
+        let once = Once { done: Some(done), refused: || None };
+        let into = shards.iter().map(extent).collect();
+        let read = Read { key: name(&key), into, deadline: Some(deadline), late: None };
+        let ended = move |end| {
+            once.call(match end {
+                ReadEnd::Found { crcs, .. } => Some(crcs),
+                ReadEnd::Miss(_) => None,
+            });
+        };
+        if let Err(reason) = self.0.read(read, ended) {
+            tracing::debug!(%reason, hash = %key.hash, "a block does not come from the SSD");
+        }
+    }
+
+    fn drop_namespace(&self, namespace: Namespace) {
+        let mut keys = Vec::new();
+        self.0.for_each_key(|key| keys.extend((key.space.namespace == namespace).then_some(key)));
+        keys.iter().for_each(|key| { let _ = self.0.remove(key); });
+    }
+}
+
+fn name(key: &BlockKey) -> Key {
+    Key { space: Space { namespace: key.namespace, cut: key.cut }, hash: key.hash }
+}
+
+fn extent(at: &PoolExtent) -> Extent {
+    Extent { offset: at.offset, bytes: at.bytes }
+}

@@ -1,0 +1,205 @@
+"""A daemon with an SSD tier: what the pool loses comes back, also after its end, and never with a wrong byte."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from patterns import NAMESPACE
+from processes import Daemon, Engine, run_kvlane
+
+MakeDaemon = Callable[..., Daemon]
+MakeEngine = Callable[..., Engine]
+
+BLOCKS = 64
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> Path:
+    return tmp_path / "blocks"
+
+
+@pytest.fixture
+def ssd_daemon(make_daemon: MakeDaemon, ssd: Path) -> Daemon:
+    return make_daemon("--ssd", f"{ssd}:64mib")
+
+
+def right(blocks: int) -> dict[str, object]:
+    return {"blocks": blocks, "wrong": [], "ok": True, "detail": ""}
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_prompts_come_back_after_the_daemons_end(
+    ssd_daemon: Daemon, make_engine: MakeEngine, how: str
+) -> None:
+    engine = make_engine(ssd_daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    assert engine.call("save", prompt="two", count=BLOCKS // 2)["ok"]
+    if how == "stopped":
+        # A daemon that stops in order writes what it has first.
+        assert ssd_daemon.stop() == 0
+        ssd_daemon.start()
+    else:
+        ssd_daemon.settle()
+        ssd_daemon.restart()
+    engine.wait_connected(boot)
+    assert ssd_daemon.status()["blocks"] == 0
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
+    assert engine.call("check", prompt="two", count=BLOCKS) == right(BLOCKS // 2)
+    assert engine.call("check", prompt="three", count=BLOCKS) == right(0)
+    # What came back is in the pool now, and is not written again.
+    status = ssd_daemon.status()
+    assert status["blocks"] == BLOCKS + BLOCKS // 2
+    assert status["ssd_blocks"] == status["blocks"]
+    engine.call("close")
+
+
+def test_what_the_pool_cannot_hold_is_on_the_ssd(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path
+) -> None:
+    # Room for 128 blocks of 16 KiB.
+    daemon = make_daemon("--ssd", f"{ssd}:64mib", pool="2mib")
+    engine = make_engine(daemon, "engine")
+    engine.wait_connected()
+    prompts = [f"prompt-{number}" for number in range(6)]
+    for prompt in prompts:
+        assert engine.call("save", prompt=prompt, count=BLOCKS)["ok"]
+        daemon.settle()
+    for prompt in [*prompts, *reversed(prompts)]:
+        assert engine.call("check", prompt=prompt, count=BLOCKS) == right(BLOCKS)
+    _, metrics = daemon.http("/metrics")
+    values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("kvlane_ssd_"))
+    assert int(values["kvlane_ssd_written_blocks_total"]) == len(prompts) * BLOCKS
+    assert int(values["kvlane_ssd_fetched_blocks_total"]) >= 4 * BLOCKS
+    assert int(values["kvlane_ssd_failed_fetches_total"]) == 0
+    engine.call("close")
+
+
+def test_two_files_share_the_blocks(make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    daemon = make_daemon(*(flag for path in paths for flag in ("--ssd", f"{path}:32mib")))
+    engine = make_engine(daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    daemon.settle()
+    status = daemon.status()
+    assert status["ssd_blocks"] == BLOCKS
+    assert [device["path"] for device in status["ssds"]] == [str(path) for path in paths]
+    assert all(device["used_bytes"] > 0 and device["trouble"] == "" for device in status["ssds"])
+    daemon.restart()
+    engine.wait_connected(boot)
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
+    text = run_kvlane("status", "--addr", daemon.address).stdout
+    assert "ssd" in text and str(paths[0]) in text
+    engine.call("close")
+
+
+def test_engines_that_ask_for_the_same_at_once_share_the_reads(
+    ssd_daemon: Daemon, make_engine: MakeEngine
+) -> None:
+    engines = [make_engine(ssd_daemon, name) for name in ("a", "b")]
+    boot = [engine.wait_connected()["boot"] for engine in engines][0]
+    assert engines[0].call("save", prompt="one", count=BLOCKS)["ok"]
+    ssd_daemon.settle()
+    ssd_daemon.restart()
+    for engine in engines:
+        engine.wait_connected(boot)
+    for engine in engines:
+        engine.send("check", prompt="one", count=BLOCKS)
+    assert [engine.answer() for engine in engines] == [right(BLOCKS), right(BLOCKS)]
+    assert ssd_daemon.status()["blocks"] == BLOCKS
+    for engine in engines:
+        engine.call("close")
+
+
+def test_a_dropped_namespace_stays_away(ssd_daemon: Daemon, make_engine: MakeEngine) -> None:
+    engine = make_engine(ssd_daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    ssd_daemon.settle()
+    dropped = run_kvlane("drop", NAMESPACE.hex(), "--addr", ssd_daemon.address)
+    assert dropped.returncode == 0, dropped.stderr
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
+    assert ssd_daemon.stop() == 0
+    ssd_daemon.start()
+    engine.wait_connected(boot)
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
+    engine.call("close")
+
+
+def test_damaged_bytes_are_a_miss(ssd_daemon: Daemon, make_engine: MakeEngine, ssd: Path) -> None:
+    engine = make_engine(ssd_daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    assert ssd_daemon.stop() == 0
+    dice = random.Random(7)
+    with ssd.open("r+b") as file:
+        # Beyond the superblock; every second place hits a page that holds something.
+        for at in range(1 << 20, 3 << 20, 64 << 10):
+            file.seek(at + dice.randrange(4096))
+            file.write(b"\x55")
+    ssd_daemon.start()
+    engine.wait_connected(boot)
+    found = engine.call("check", prompt="one", count=BLOCKS)
+    assert found["ok"] and found["wrong"] == [] and found["blocks"] < BLOCKS
+    # It can be saved again.
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
+    engine.call("close")
+
+
+def test_a_file_in_use_or_of_something_else_is_left_alone(
+    ssd_daemon: Daemon, ssd: Path, tmp_path: Path
+) -> None:
+    def serve(path: Path) -> str:
+        flags = ("--pool-size", "2mib", "--listen", f"unix:{tmp_path}/other.sock", "--http", "off")
+        ended = run_kvlane("serve", *flags, "--hugepages", "off", "--ssd", f"{path}:64mib")
+        assert ended.returncode != 0
+        return ended.stderr
+
+    assert ssd_daemon.process is not None
+    assert "in use by another daemon" in serve(ssd)
+    letters = tmp_path / "letters"
+    letters.write_bytes(b"precious" * 1_000_000)
+    assert "is left alone" in serve(letters)
+    assert letters.read_bytes() == b"precious" * 1_000_000
+
+
+def _rounds(daemon: Daemon, make_engine: MakeEngine, rounds: int) -> int:
+    """Kills the daemon at random moments of work. Answers how many loads there were."""
+    dice = random.Random(rounds)
+    engine = make_engine(daemon, "engine", blocks=64)
+    loads = 0
+    for _ in range(rounds):
+        boot = engine.wait_connected()["boot"]
+        engine.send("work", seed=dice.randrange(1 << 32), seconds=0.2, prompts=12, count=32)
+        # The moment is what is varied: some time within the work, or after it.
+        if dice.random() < 0.8:
+            time.sleep(dice.random() * 0.2)
+        daemon.signal(signal.SIGKILL)
+        daemon.restart()
+        done = engine.answer()
+        assert done["wrong"] == [] and done["broken"] == []
+        loads += done["loads"]
+        engine.wait_connected(boot)
+    engine.call("close")
+    return loads
+
+
+def test_a_daemon_that_is_killed_at_work_never_gives_wrong_bytes(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path
+) -> None:
+    # A pool and a file that are both too small for the work: much is evicted, fetched and cleaned.
+    daemon = make_daemon("--ssd", f"{ssd}:8mib", pool="1mib")
+    assert _rounds(daemon, make_engine, 20) > 0
+
+
+@pytest.mark.long
+def test_many_kills(make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path) -> None:
+    daemon = make_daemon("--ssd", f"{ssd}:8mib", pool="1mib")
+    assert _rounds(daemon, make_engine, 300) > 0
