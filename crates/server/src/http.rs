@@ -156,7 +156,10 @@ async fn drop_namespace(State(shared): State<Arc<Shared>>, Path(name): Path<Stri
             format!("'{name}' is no namespace: 32 hexadecimal digits are wanted"),
         );
     };
-    if !shared.store.spaces().iter().any(|space| space.namespace == namespace) {
+    // The SSD may have blocks of engines that have not come back yet.
+    let is_known =
+        shared.ssd.is_some() || shared.store.spaces().iter().any(|space| space.namespace == namespace);
+    if !is_known {
         return error(StatusCode::NOT_FOUND, format!("namespace {namespace} does not exist"));
     }
     let blocks = shared.store.drop_namespace(namespace);

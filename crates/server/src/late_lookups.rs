@@ -75,20 +75,19 @@ impl LateLookups {
         Ok(Self { events, fetches: 0, thread: Some(thread) })
     }
 
-    /// A new fetch, and what is to be called once when its blocks have come. Without that call nothing is kept of it.
-    pub(crate) fn begin(&mut self) -> (Fetch, impl FnOnce() + Send + 'static) {
+    /// Answers it when its blocks have come, which is told by calling what this answers, or in time.
+    ///
+    /// # Errors
+    /// The thread has ended: nobody answers it.
+    pub(crate) fn push(&mut self, late: Late) -> io::Result<impl FnOnce() + Send + 'static> {
         self.fetches += 1;
         let (fetch, events) = (Fetch(self.fetches), self.events.clone());
-        let came = move || {
+        let asked = events.send(Event::Asked(fetch, Box::new(late)));
+        asked.map_err(|_| io::Error::other("the thread that answers late lookups has ended"))?;
+        Ok(move || {
             // Fails only after the session's end.
             let _ = events.send(Event::Came(fetch));
-        };
-        (fetch, came)
-    }
-
-    /// Answers it when its blocks have come, or in time. The fetch was begun and calls.
-    pub(crate) fn push(&self, fetch: Fetch, late: Late) {
-        let _ = self.events.send(Event::Asked(fetch, Box::new(late)));
+        })
     }
 }
 
@@ -105,34 +104,23 @@ impl Drop for LateLookups {
 }
 
 fn serve(events: &mpsc::Receiver<Event>, answer: impl Fn(Late)) {
-    // None: it was answered before its blocks came, or they came before it.
-    let mut waiting: HashMap<Fetch, Option<Late>> = HashMap::new();
+    let mut waiting: HashMap<Fetch, Late> = HashMap::new();
     loop {
-        let next = waiting.values().flatten().map(|late| late.until).min();
+        let next = waiting.values().map(|late| late.until).min();
         let event = match next {
             Some(next) => events.recv_timeout(next.saturating_duration_since(Instant::now())),
             None => events.recv().map_err(mpsc::RecvTimeoutError::from),
         };
         match event {
-            Ok(Event::Asked(fetch, late)) => {
-                if waiting.remove(&fetch).is_some() {
-                    answer(*late);
-                } else if waiting.len() >= WAITING_MAX {
-                    waiting.insert(fetch, None);
-                    answer(*late);
-                } else {
-                    waiting.insert(fetch, Some(*late));
-                }
-            }
-            Ok(Event::Came(fetch)) => match waiting.remove(&fetch) {
-                Some(late) => late.into_iter().for_each(&answer),
-                None => drop(waiting.insert(fetch, None)),
-            },
+            Ok(Event::Asked(_, late)) if waiting.len() >= WAITING_MAX => answer(*late),
+            Ok(Event::Asked(fetch, late)) => drop(waiting.insert(fetch, *late)),
+            // It may have been answered in time already.
+            Ok(Event::Came(fetch)) => waiting.remove(&fetch).into_iter().for_each(&answer),
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 let now = Instant::now();
-                let due =
-                    waiting.values_mut().filter(|late| late.as_ref().is_some_and(|late| late.until <= now));
-                due.filter_map(Option::take).for_each(&answer);
+                let due: Vec<Fetch> =
+                    waiting.iter().filter(|(_, late)| late.until <= now).map(|(fetch, _)| *fetch).collect();
+                due.iter().filter_map(|fetch| waiting.remove(fetch)).for_each(&answer);
             }
             Ok(Event::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
         }

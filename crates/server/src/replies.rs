@@ -27,7 +27,7 @@ impl Replies {
         Self { stream: Mutex::new(stream), boot }
     }
 
-    /// Answers a request, with a descriptor if there is one.
+    /// Answers a request, with a descriptor if there is one. A failure ends the connection.
     pub(crate) fn send(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
         let boot_id = Bytes::copy_from_slice(&self.boot);
         let mut reply = v1::Reply { id, boot_id, body: Some(body) };
@@ -38,14 +38,19 @@ impl Replies {
         }
         let frame = encode_frame(&reply);
         let stream = self.stream.lock();
-        match (&*stream, descriptor) {
+        let sent = match (&*stream, descriptor) {
             (Stream::Unix(stream), Some(fd)) => {
                 // The descriptor rides on the first byte that is taken.
-                let sent = send_with_fds(stream, &frame, &[fd.as_fd()])?;
-                (&mut &*stream).write_all(&frame[sent..])
+                send_with_fds(stream, &frame, &[fd.as_fd()])
+                    .and_then(|sent| (&mut &*stream).write_all(&frame[sent..]))
             }
             (Stream::Unix(stream), None) => (&mut &*stream).write_all(&frame),
             (Stream::Tcp(stream), _) => (&mut &*stream).write_all(&frame),
+        };
+        if sent.is_err() {
+            // A part of it may be on its way: what another thread sends next would be read as its rest.
+            stream.shutdown();
         }
+        sent
     }
 }

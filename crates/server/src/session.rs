@@ -254,26 +254,28 @@ impl Session {
         let (Some(ssd), Some(greeted)) = (&shared.ssd, &mut self.greeted) else { return Ok(Some(lookup)) };
         let Ok(owner) = greeted.scheduler() else { return Ok(Some(lookup)) };
         let engine_id = &greeted.info.engine_id;
+        let plan = shared.engines.with_ready(engine_id, |open, workers| {
+            let asked = asked_blocks(open, workers, &lookup).ok()?;
+            shared.store.plan_fetch(&lookup_groups(&asked), lookup.max_tokens, since)
+        });
+        let Some(plan) = plan.flatten() else { return Ok(Some(lookup)) };
         let late = match &mut greeted.late {
             Some(late) => late,
             none => {
-                let late =
-                    LateLookups::start(Arc::clone(&shared), engine_id.clone(), Arc::clone(&self.replies))?;
-                none.insert(late)
+                let replies = Arc::clone(&self.replies);
+                match LateLookups::start(Arc::clone(&shared), engine_id.clone(), replies) {
+                    Ok(late) => none.insert(late),
+                    Err(error) => {
+                        tracing::warn!(%error, "no thread for lookups that wait for the SSD");
+                        return Ok(Some(lookup));
+                    }
+                }
             }
         };
-        let (fetch, came) = late.begin();
-        let until = since + ssd.wait;
-        let is_fetched = shared.engines.with_ready(engine_id, |open, workers| {
-            let Ok(asked) = asked_blocks(open, workers, &lookup) else { return false };
-            shared.store.fetch(&lookup_groups(&asked), lookup.max_tokens, since, until, came)
-        });
-        if is_fetched != Some(true) {
-            return Ok(Some(lookup));
-        }
-        let wait_ms = ssd.wait.as_millis() as u32;
+        let (wait_ms, until) = (ssd.wait.as_millis() as u32, since + ssd.wait);
         self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None)?;
-        late.push(fetch, Late { id, lookup, owner, call, since, until, _busy: Busy::new(&shared) });
+        let came = late.push(Late { id, lookup, owner, call, since, until, _busy: Busy::new(&shared) })?;
+        shared.store.fetch(plan, since, until, came);
         Ok(None)
     }
 
@@ -855,7 +857,8 @@ fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces
         .map_err(invalid)?;
     for namespace in &named {
         let allowed = match greeted.info.role {
-            Role::Tool => known.contains(namespace),
+            // The SSD may have blocks of engines that have not come back yet.
+            Role::Tool => known.contains(namespace) || shared.ssd.is_some(),
             _ => own.contains(namespace),
         };
         if !allowed {

@@ -209,12 +209,8 @@ impl Index {
         assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
         let Some(&ShardClaim { slot, generation, .. }) = claims.first() else { return };
         if self.entries.current(slot, generation).is_none() || self.claims.remove(&slot).is_none() {
-            for shard in claims {
-                self.counters.stale_commits += 1;
-                let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
-                self.free(unused);
-            }
-            return;
+            self.counters.stale_commits += claims.len() as u64;
+            return self.abort(claims);
         }
         let entry = self.entries.at_mut(slot);
         entry.state = State::Sealed;

@@ -1,9 +1,9 @@
 //! Fetching: blocks of a prompt that only the tier below has come back into the pool, as if an engine had saved them.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
 use kvlane_memory::PAGE_BYTES;
@@ -19,6 +19,8 @@ const FETCHER: OwnerId = OwnerId(u64::MAX);
 const FETCHING: WriterId = WriterId(u64::MAX);
 /// Blocks that may be on their way at the same time, of all fetches; of a longer prompt the first ones come.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;
+/// Bytes that a fetch may claim whatever the tier's rate is.
+const LEAST_BYTES: u64 = 64 << 20;
 /// Reads that the tier has at the same time; others wait here.
 const READS_MAX: usize = 1024;
 /// Blocks that are looked at under one hold of the lock.
@@ -35,13 +37,56 @@ pub(crate) struct Fetches {
 #[derive(Default)]
 struct Reads {
     waiting: VecDeque<(Read, Instant)>,
-    /// That the tier has.
-    under_way: usize,
+    /// When nobody waits any more for those that the tier has, by their numbers.
+    under_way: BTreeMap<u64, Instant>,
+    begun: u64,
+    rate: Rate,
     /// Somebody hands reads to the tier, and goes on until there is nothing to hand over.
     is_fed: bool,
 }
 
 type Waiters = Vec<Arc<Waiting>>;
+
+impl Reads {
+    /// The tier still has a read that nobody waits for any more: it does not answer, or much too slowly.
+    fn is_late(&self, now: Instant) -> bool {
+        self.under_way.values().any(|deadline| *deadline < now)
+    }
+}
+
+/// How fast bytes come while any are on their way.
+#[derive(Default)]
+struct Rate {
+    bytes_per_s: Option<f64>,
+    /// Since when, and the bytes that came since.
+    busy: Option<(Instant, u64)>,
+}
+
+impl Rate {
+    fn begin(&mut self, now: Instant) {
+        self.busy.get_or_insert((now, 0));
+    }
+
+    fn came(&mut self, bytes: u64, is_idle: bool, now: Instant) {
+        let Some((since, sum)) = &mut self.busy else { return };
+        *sum += bytes;
+        // Of fewer bytes the time says more of the machine than of the tier.
+        if is_idle || *sum >= LEAST_BYTES {
+            let seconds = now.saturating_duration_since(*since).as_secs_f64();
+            if *sum >= LEAST_BYTES / 4 && seconds > 0.0 {
+                let seen = *sum as f64 / seconds;
+                self.bytes_per_s = Some(self.bytes_per_s.map_or(seen, |known| 0.5 * known + 0.5 * seen));
+            }
+            self.busy = (!is_idle).then_some((now, 0));
+        }
+    }
+
+    /// Bytes that come in this time, or somewhat more; without experience any number.
+    fn within(&self, time: Duration) -> u64 {
+        let bytes = self.bytes_per_s.map_or(f64::MAX, |rate| 1.5 * rate * time.as_secs_f64());
+        (bytes as u64).max(LEAST_BYTES)
+    }
+}
 
 /// Somebody who waits for a number of blocks.
 struct Waiting {
@@ -66,6 +111,13 @@ struct Stretch {
     hashes: Vec<BlockHash>,
 }
 
+/// What a fetch would bring.
+pub struct FetchPlan {
+    stretches: Vec<Stretch>,
+    /// [`Store::drops`] when it was made.
+    drops: u64,
+}
+
 /// A block that was claimed to be read.
 struct Read {
     space: SpaceId,
@@ -74,28 +126,43 @@ struct Read {
 }
 
 impl Store {
-    /// Starts to bring back what the tier has of a prompt beyond the pool, if the hit grows by it. `done` is called once,
-    /// when every block has come or failed; a lookup then tells what is there. False: nothing to wait for, and `done` is
-    /// dropped. What has not come by `deadline` may fail, but may come all the same.
+    /// What the tier has of a prompt beyond the pool, if the hit grows by it. None too while the tier is late with what
+    /// others wait for: waiting for it would only be longer than computing.
+    pub fn plan_fetch(&self, groups: &[LookupGroup<'_>], max_tokens: u64, now: Instant) -> Option<FetchPlan> {
+        let tier = self.tier.as_ref()?;
+        let drops = *self.drops.read();
+        if self.fetches.reads.lock().is_late(now) {
+            return None;
+        }
+        let stretches = self.missing(tier.as_ref(), groups, max_tokens);
+        (!stretches.is_empty()).then_some(FetchPlan { stretches, drops })
+    }
+
+    /// Starts to bring it back. `done` is called once, when every block has come or failed; a lookup then tells what is
+    /// there. What cannot come by `deadline`, by the tier's rate, is left away; what has not come by then may come all the
+    /// same.
     pub fn fetch(
         self: &Arc<Self>,
-        groups: &[LookupGroup<'_>],
-        max_tokens: u64,
+        plan: FetchPlan,
         now: Instant,
         deadline: Instant,
         done: impl FnOnce() + Send + 'static,
-    ) -> bool {
-        let Some(tier) = &self.tier else { return false };
-        let stretches = self.missing(tier.as_ref(), groups, max_tokens);
-        if stretches.is_empty() {
-            return false;
-        }
+    ) {
+        let Some(tier) = &self.tier else { return done() };
         let waiting = Arc::new(Waiting { left: AtomicUsize::new(1), done: Mutex::new(Some(Box::new(done))) });
-        let reads = self.claim_missing(stretches, &waiting, now);
+        let within = deadline.saturating_duration_since(now);
+        let most_bytes = self.fetches.reads.lock().rate.within(within).min(self.pool_bytes());
+        let reads = {
+            let drops = self.drops.read();
+            if *drops == plan.drops {
+                self.claim_missing(plan.stretches, &waiting, most_bytes, now)
+            } else {
+                Vec::new()
+            }
+        };
         self.fetches.reads.lock().waiting.extend(reads.into_iter().map(|read| (read, deadline)));
         self.feed(tier.as_ref());
         waiting.one_less();
-        true
     }
 
     /// What of a longer hit is not visible. Empty if the tier cannot make the hit longer.
@@ -153,7 +220,13 @@ impl Store {
     }
 
     /// Claims what is not on its way already, and lets `waiting` wait for both.
-    fn claim_missing(&self, stretches: Vec<Stretch>, waiting: &Arc<Waiting>, now: Instant) -> Vec<Read> {
+    fn claim_missing(
+        &self,
+        stretches: Vec<Stretch>,
+        waiting: &Arc<Waiting>,
+        mut most_bytes: u64,
+        now: Instant,
+    ) -> Vec<Read> {
         let mut reads = Vec::new();
         let mut coming = self.fetches.coming.lock();
         let wait_for = |waiters: &mut Waiters| {
@@ -161,7 +234,10 @@ impl Store {
             waiters.push(Arc::clone(waiting));
         };
         for Stretch { space, chain, mut hashes } in stretches {
-            hashes.truncate(IN_FLIGHT_BLOCKS.saturating_sub(coming.len()));
+            let block_bytes: u64 = self.index.lock().shard_bytes(space).iter().sum();
+            let most_blocks = usize::try_from(most_bytes / block_bytes).unwrap_or(usize::MAX);
+            hashes.truncate(most_blocks.min(IN_FLIGHT_BLOCKS.saturating_sub(coming.len())));
+            most_bytes -= hashes.len() as u64 * block_bytes;
             for hash in &hashes {
                 if let Some(waiters) = coming.get_mut(&(space, *hash)) {
                     wait_for(waiters);
@@ -197,7 +273,11 @@ impl Store {
         }
         let mut whole = Vec::with_capacity(hashes.len());
         for (hash, of_block) in hashes.iter().zip(claims) {
-            if of_block.len() == shards {
+            // One of another life was claimed after the first had died.
+            let is_one = |pair: &[ShardClaim]| {
+                (pair[0].slot, pair[0].generation) == (pair[1].slot, pair[1].generation)
+            };
+            if of_block.len() == shards && of_block.windows(2).all(is_one) {
                 whole.push((*hash, of_block));
             } else if !of_block.is_empty() {
                 self.abort(&of_block);
@@ -210,22 +290,25 @@ impl Store {
     /// from there leaves the next one to the loop that it came from.
     fn feed(self: &Arc<Self>, tier: &dyn Tier) {
         loop {
-            let (read, deadline) = {
+            let (read, deadline, number) = {
                 let mut reads = self.fetches.reads.lock();
-                if reads.is_fed || reads.under_way >= READS_MAX {
+                if reads.is_fed || reads.under_way.len() >= READS_MAX {
                     return;
                 }
-                let Some(next) = reads.waiting.pop_front() else { return };
-                reads.under_way += 1;
+                let Some((read, deadline)) = reads.waiting.pop_front() else { return };
+                let number = reads.begun;
+                reads.begun += 1;
+                reads.under_way.insert(number, deadline);
+                reads.rate.begin(Instant::now());
                 reads.is_fed = true;
-                next
+                (read, deadline, number)
             };
-            self.start_read(tier, read, deadline);
+            self.start_read(tier, read, deadline, number);
             self.fetches.reads.lock().is_fed = false;
         }
     }
 
-    fn start_read(self: &Arc<Self>, tier: &dyn Tier, read: Read, deadline: Instant) {
+    fn start_read(self: &Arc<Self>, tier: &dyn Tier, read: Read, deadline: Instant, number: u64) {
         let (key, extents) = {
             let index = self.index.lock();
             let (namespace, cut) = index.names(read.space);
@@ -238,24 +321,72 @@ impl Store {
             (BlockKey { namespace, cut, hash: read.hash }, extents)
         };
         let store = Arc::clone(self);
+        let bytes: u64 = extents.iter().map(|extent| extent.bytes).sum();
         let done = move |crcs: Option<Vec<u32>>| {
+            let came = if crcs.is_some() { bytes } else { 0 };
             store.end_read(&read, crcs);
-            store.fetches.reads.lock().under_way -= 1;
+            {
+                let mut reads = store.fetches.reads.lock();
+                reads.under_way.remove(&number);
+                let is_idle = reads.under_way.is_empty() && reads.waiting.is_empty();
+                reads.rate.came(came, is_idle, Instant::now());
+            }
             store.tier.iter().for_each(|tier| store.feed(tier.as_ref()));
         };
         tier.read(key, extents, deadline, Box::new(done));
     }
 
     fn end_read(&self, read: &Read, crcs: Option<Vec<u32>>) {
-        match crcs {
-            Some(crcs) => self.index.lock().restore(&read.claims, &crcs),
-            None => {
-                let mut index = self.index.lock();
-                index.abort(&read.claims);
-                index.note_failed_fetch();
+        let waiters = {
+            // Together: who looks for the block finds it on its way, or come, or can claim it anew.
+            let mut coming = self.fetches.coming.lock();
+            let mut index = self.index.lock();
+            match crcs {
+                Some(crcs) => index.restore(&read.claims, &crcs),
+                None => {
+                    index.abort(&read.claims);
+                    index.note_failed_fetch();
+                }
             }
-        }
-        let waiters = self.fetches.coming.lock().remove(&(read.space, read.hash)).unwrap_or_default();
+            coming.remove(&(read.space, read.hash)).unwrap_or_default()
+        };
         waiters.iter().for_each(|waiting| waiting.one_less());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_rate_is_learnt_from_much_and_bounds_what_is_asked_for() {
+        let start = Instant::now();
+        let mut rate = Rate::default();
+        assert!(rate.within(SECOND) > 1 << 60);
+        rate.begin(start);
+        rate.came(1 << 20, true, start + SECOND);
+        assert!(rate.within(SECOND) > 1 << 60, "a mebibyte says nothing");
+        rate.begin(start);
+        rate.came(1 << 30, true, start + SECOND);
+        assert_eq!(rate.within(SECOND), 3 << 29);
+        assert_eq!(rate.within(Duration::from_millis(1)), LEAST_BYTES);
+        // What comes while more is on its way counts from where the last look ended.
+        rate.begin(start + SECOND);
+        rate.came(3 << 30, false, start + 2 * SECOND);
+        rate.came(3 << 30, true, start + 3 * SECOND);
+        assert_eq!(rate.within(SECOND), 3 * (5 << 29) / 2);
+    }
+
+    #[test]
+    fn a_read_that_nobody_waits_for_any_more_is_late_until_it_ends() {
+        let start = Instant::now();
+        let mut reads = Reads::default();
+        reads.under_way.insert(0, start + SECOND);
+        assert!(!reads.is_late(start));
+        assert!(reads.is_late(start + 2 * SECOND));
+        reads.under_way.remove(&0);
+        assert!(!reads.is_late(start + 2 * SECOND));
     }
 }

@@ -1,6 +1,6 @@
 //! The core under the store's lock: which blocks there are, and what happens when one dies.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
@@ -37,7 +37,10 @@ pub struct Index {
     pub(crate) spill_queue: VecDeque<(u32, u32)>,
     /// Blocks that may be in it.
     pub(crate) spill_limit: usize,
-    /// Bytes that the tier below reads now.
+    /// Blocks that have left it, and the numbers of those that the tier below reads now.
+    pub(crate) spills_taken: u64,
+    pub(crate) spilling: BTreeSet<u64>,
+    /// Their bytes.
     pub(crate) spilling_bytes: u64,
     pub(crate) counters: Counters,
 }
@@ -61,6 +64,8 @@ impl Index {
             seals_ended: 0,
             spill_queue: VecDeque::new(),
             spill_limit: 0,
+            spills_taken: 0,
+            spilling: BTreeSet::new(),
             spilling_bytes: 0,
             counters: Counters::default(),
         }

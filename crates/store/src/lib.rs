@@ -39,6 +39,7 @@ pub use api::{
     WriterId,
 };
 pub use background::Background;
+pub use fetch::FetchPlan;
 pub use index::Index;
 pub use seal::{Check, Damaged};
 pub use spill::Spill;

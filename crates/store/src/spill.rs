@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use kvlane_memory::PAGE_BYTES;
 
@@ -23,6 +24,7 @@ pub struct Spill {
     /// What it is called there.
     pub key: BlockKey,
     check: Check,
+    number: u64,
 }
 
 impl Spill {
@@ -46,7 +48,7 @@ impl Index {
     /// first, for none.
     pub fn set_spill_limit(&mut self, blocks: usize) {
         self.spill_limit = blocks;
-        self.spill_queue.truncate(blocks);
+        assert!(self.spill_queue.len() <= blocks, "the limit is set before blocks are queued");
     }
 
     /// True when a block waits for the tier.
@@ -57,6 +59,8 @@ impl Index {
     /// The block that has waited the longest for the tier, if it is still there.
     pub fn take_spill(&mut self) -> Option<Spill> {
         while let Some((slot, generation)) = self.spill_queue.pop_front() {
+            let number = self.spills_taken;
+            self.spills_taken += 1;
             let Some(&Entry { space, hash, state: State::Sealed, .. }) =
                 self.entries.current(slot, generation)
             else {
@@ -65,7 +69,8 @@ impl Index {
             };
             let space = &self.spaces[space as usize];
             let key = BlockKey { namespace: space.namespace, cut: space.cut, hash };
-            return Some(Spill { key, check: self.start_check(slot) });
+            self.spilling.insert(number);
+            return Some(Spill { key, check: self.start_check(slot), number });
         }
         None
     }
@@ -73,10 +78,26 @@ impl Index {
     /// The tier does not read this block any more, and has it or not.
     pub fn finish_spill(&mut self, spill: &Spill, is_kept: bool) {
         self.end_check(&spill.check);
+        self.spilling.remove(&spill.number);
         match is_kept {
             true => self.counters.spilled_blocks += 1,
             false => self.counters.unspilled_blocks += 1,
         }
+    }
+
+    /// Whether the block is still what it was when it was taken.
+    pub fn is_current(&self, spill: &Spill) -> bool {
+        self.entries.current(spill.check.slot, spill.check.generation).is_some()
+    }
+
+    /// How many blocks were queued for the tier so far.
+    fn spills_queued(&self) -> u64 {
+        self.spills_taken + self.spill_queue.len() as u64
+    }
+
+    /// Whether the tier is done with the first `goal` blocks that were queued.
+    fn has_spilled(&self, goal: u64) -> bool {
+        self.spills_taken >= goal && self.spilling.first().is_none_or(|first| *first >= goal)
     }
 
     pub(crate) fn queue_spill(&mut self, slot: u32, generation: u32) {
@@ -85,6 +106,7 @@ impl Index {
         }
         if self.spill_queue.len() >= self.spill_limit {
             self.spill_queue.pop_front();
+            self.spills_taken += 1;
             self.counters.unspilled_blocks += 1;
         }
         self.spill_queue.push_back((slot, generation));
@@ -102,16 +124,24 @@ impl Store {
                     if stop.load(Ordering::Relaxed) {
                         return;
                     }
-                    if index.spilling_bytes < IN_FLIGHT_BYTES
-                        && let Some(spill) = index.take_spill()
-                    {
-                        index.spilling_bytes += spill.bytes();
-                        break spill;
+                    if index.spilling_bytes < IN_FLIGHT_BYTES && index.has_spill() {
+                        if let Some(spill) = index.take_spill() {
+                            index.spilling_bytes += spill.bytes();
+                            break spill;
+                        }
+                        // All that waited had died: nothing is left of it.
+                        self.spill_changed.notify_all();
                     }
                     self.spill_changed.wait(&mut index);
                 }
             };
             let store = Arc::clone(self);
+            // What a namespace is dropped of must not reach the tier after the drop did.
+            let _no_drop = self.drops.read();
+            if !self.index.lock().is_current(&spill) {
+                store.end_spill(&spill, false);
+                continue;
+            }
             if tier.contains(&spill.key) {
                 store.end_spill(&spill, true);
                 continue;
@@ -128,13 +158,13 @@ impl Store {
         self.spill_changed.notify_all();
     }
 
-    /// Waits until all that was visible before this call has been handed to the tier and the tier is done with it, or
-    /// until `deadline`: false.
-    pub fn settle_spill(&self, deadline: std::time::Instant) -> bool {
+    /// Waits until the tier is done with all that was visible before this call, or until `deadline`: false.
+    pub fn settle_spill(&self, deadline: Instant) -> bool {
         let mut index = self.index.lock();
-        while index.has_spill() || index.spilling_bytes > 0 {
+        let goal = index.spills_queued();
+        while !index.has_spilled(goal) {
             if self.spill_changed.wait_until(&mut index, deadline).timed_out() {
-                return !index.has_spill() && index.spilling_bytes == 0;
+                return index.has_spilled(goal);
             }
         }
         true

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ExtentAllocator, PAGE_BYTES};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
     Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
@@ -39,6 +39,9 @@ pub struct Store {
     pub(crate) spill_changed: Condvar,
     /// The scrub thread shall stop.
     pub(crate) scrub_stop: Condvar,
+    /// How often a namespace was dropped. Held for reading while a block is handed to the tier, or claimed to come from it:
+    /// so either the drop sees it, or it sees the drop.
+    pub(crate) drops: RwLock<u64>,
     /// Held while a batch is sealed, so that batches end in the order of their commits.
     seal_turn: Mutex<()>,
     /// Held while a block is scrubbed; the slot where the next one starts.
@@ -68,6 +71,7 @@ impl Store {
             sealed: Condvar::new(),
             spill_changed: Condvar::new(),
             scrub_stop: Condvar::new(),
+            drops: RwLock::new(0),
             seal_turn: Mutex::new(()),
             scrub_turn: Mutex::new(0),
         })
@@ -160,9 +164,8 @@ impl Store {
     /// leases and writers are done. The tier below forgets them too. Answers how many the pool had, those being saved
     /// included.
     pub fn drop_namespace(&self, namespace: Namespace) -> u64 {
-        if let Some(tier) = &self.tier {
-            tier.drop_namespace(namespace);
-        }
+        let mut drops = self.drops.write();
+        *drops += 1;
         let blocks = self.index.lock().blocks_of(namespace);
         let drop_part = |part| {
             let mut index = self.index.lock();
@@ -170,7 +173,11 @@ impl Store {
             MutexGuard::unlock_fair(index);
             dropped
         };
-        blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum()
+        let dropped = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
+        if let Some(tier) = &self.tier {
+            tier.drop_namespace(namespace);
+        }
+        dropped
     }
 
     /// Waits until everything committed before this call is visible (or died). False at the timeout.
@@ -259,6 +266,11 @@ impl Store {
         // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more, and
         // their extents are not reused before the check is given back.
         crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })
+    }
+
+    /// Bytes of the pool.
+    pub(crate) fn pool_bytes(&self) -> u64 {
+        self.arena.bytes()
     }
 
     /// State and counters.

@@ -202,9 +202,9 @@ impl Pool {
         let (done, is_done) = channel();
         let groups = [self.group(window_blocks, hashes)];
         let now = Instant::now();
-        let started =
-            self.store.fetch(&groups, u64::MAX, now, now + PATIENCE, move || done.send(()).unwrap());
-        started.then_some(is_done)
+        let plan = self.store.plan_fetch(&groups, u64::MAX, now)?;
+        self.store.fetch(plan, now, now + PATIENCE, move || done.send(()).unwrap());
+        Some(is_done)
     }
 
     /// Blocks of a hit, with the bytes looked at.
