@@ -1,5 +1,6 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
 
+mod ceilings;
 mod chunks;
 mod engines;
 mod gpu;
@@ -41,7 +42,10 @@ use thiserror::Error;
 pub use metrics::{METRICS, Metric, MetricKind};
 pub use ssd::SsdOptions;
 
-use crate::{engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics, sessions::Sessions, ssd::Ssd};
+use crate::{
+    ceilings::HitCeilings, engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics,
+    sessions::Sessions, ssd::Ssd,
+};
 
 /// What the SSD tier gets at least to write its last blocks and its index.
 const CLOSING: Duration = Duration::from_secs(2);
@@ -102,6 +106,7 @@ pub(crate) struct Shared {
     pub(crate) engines: Engines,
     pub(crate) sessions: Sessions,
     pub(crate) metrics: Metrics,
+    pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
     pub(crate) gpus: Option<Gpus>,
     /// None without an SSD.
@@ -155,6 +160,7 @@ impl Daemon {
             engines: Engines::default(),
             sessions: Sessions::new(options.sessions_max)?,
             metrics: Metrics::install(),
+            ceilings: HitCeilings::start()?,
             gpus,
             ssd,
             save_link_share: options.save_link_share,

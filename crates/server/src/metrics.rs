@@ -7,7 +7,7 @@ use kvlane_store::StoreStats;
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
-use crate::{Shared, gpu::Gpus, ssd::Ssd};
+use crate::{Shared, ceilings::Reading, gpu::Gpus, ssd::Ssd};
 
 /// What a metric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,6 +65,24 @@ pub const METRICS: &[Metric] = &[
     metric("kvlane_evicted_bytes_total", Counter, "", "Bytes of evicted blocks."),
     metric("kvlane_hit_blocks_total", Counter, "namespace, name", "Blocks that lookups found."),
     metric("kvlane_missed_blocks_total", Counter, "namespace, name", "Blocks that lookups did not find."),
+    metric(
+        "kvlane_hit_ceiling_ratio",
+        Gauge,
+        "window",
+        "Share of the blocks looked up in the last 15m, 1h or 24h that a cache without limit could have hit, estimated.",
+    ),
+    metric(
+        "kvlane_namespace_hit_ceiling_ratio",
+        Gauge,
+        "namespace, name, window",
+        "The same for each of the 16 namespaces first heard of, until one of them is silent for an hour.",
+    ),
+    metric(
+        "kvlane_hit_ceiling_left_out_total",
+        Counter,
+        "",
+        "Lookups that the ceilings do not count, since too many came at once.",
+    ),
     metric("kvlane_namespace_blocks", Gauge, "namespace, name", "Blocks of a namespace."),
     metric("kvlane_namespace_bytes", Gauge, "namespace, name", "Bytes of a namespace."),
     metric("kvlane_save_present_blocks_total", Counter, "", "Blocks not copied because the pool had them."),
@@ -344,6 +362,19 @@ fn record(shared: &Shared) {
         gauge!("kvlane_namespace_blocks", &labels).set(blocks as f64);
         gauge!("kvlane_namespace_bytes", &labels).set(bytes as f64);
     }
+    let names: BTreeMap<String, String> =
+        shared.store.spaces().into_iter().map(|space| (space.namespace.to_string(), space.name)).collect();
+    for Reading { namespace, window, ratio } in shared.ceilings.read() {
+        match namespace.map(|namespace| namespace.to_string()) {
+            None => gauge!("kvlane_hit_ceiling_ratio", "window" => window).set(ratio),
+            Some(namespace) => {
+                let name = names.get(&namespace).cloned().unwrap_or_default();
+                let labels = [("namespace", namespace), ("name", name), ("window", window.to_owned())];
+                gauge!("kvlane_namespace_hit_ceiling_ratio", &labels).set(ratio);
+            }
+        }
+    }
+    counter!("kvlane_hit_ceiling_left_out_total").absolute(shared.ceilings.left_out());
     for (direction, bytes) in shared.gpus.iter().flat_map(Gpus::engine_bytes) {
         gauge!("kvlane_gpu_engine_bytes", "direction" => direction).set(bytes as f64);
     }

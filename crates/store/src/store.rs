@@ -82,6 +82,11 @@ impl Store {
         self.index.lock().space(namespace, name, cut, shard_bytes)
     }
 
+    /// The namespace that a space belongs to.
+    pub fn namespace(&self, space: SpaceId) -> Namespace {
+        self.index.lock().names(space).0
+    }
+
     /// See [`Index::lookup`].
     pub fn lookup(
         &self,
