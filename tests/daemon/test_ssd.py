@@ -103,7 +103,8 @@ def test_engines_that_ask_for_the_same_at_once_share_the_reads(
     ssd_daemon: Daemon, make_engine: MakeEngine
 ) -> None:
     engines = [make_engine(ssd_daemon, name) for name in ("a", "b")]
-    boot = [engine.wait_connected()["boot"] for engine in engines][0]
+    boot = engines[0].wait_connected()["boot"]
+    engines[1].wait_connected()
     assert engines[0].call("save", prompt="one", count=BLOCKS)["ok"]
     ssd_daemon.settle()
     ssd_daemon.restart()
