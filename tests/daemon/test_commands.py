@@ -95,8 +95,9 @@ def test_every_metric_of_the_reference_appears(
     assert run_kvlane("reference", str(folder / "reference")).returncode == 0
     names = set(re.findall(r"\bkvlane_\w+", (folder / "reference/metrics.md").read_text()))
     assert len(names) > 20
-    # Some are of GPUs.
-    daemon = make_daemon("--scrub-rate", "100mb", environment={"KVLANE_GPU_DRIVER": "fake"})
+    # Some are of GPUs, some of an SSD.
+    flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib")
+    daemon = make_daemon(*flags, environment={"KVLANE_GPU_DRIVER": "fake"})
     engine = make_engine(daemon, "traffic")
     engine.call("save", prompt="p", count=9)
     engine.call("save", prompt="p", count=9)
