@@ -167,13 +167,23 @@ fn make(
         return Err(OpenError::InUse { path });
     }
     let made = (|| {
+        // Who held the lock before may have made the file since this process looked.
+        let there = match path.metadata() {
+            Ok(found) if found.len() > 0 => return Err(OpenError::InUse { path: path.clone() }),
+            Ok(_) => true,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            Err(error) => return Err(fail("cannot look at it")(error)),
+        };
         file.set_len(0).map_err(fail("cannot empty it"))?;
         reserve(&file, &path, bytes, &mut notes)?;
         let mut start = superblock.encode();
         start.extend_from_within(..);
         write_full(&file, Pages::with(&start).bytes(), 0).map_err(fail("cannot write its superblock"))?;
         file.sync_all().map_err(fail("cannot write its superblock"))?;
-        std::fs::rename(&new_path, &path).map_err(fail("cannot give it its name"))
+        give_name(&new_path, &path, there).map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => OpenError::InUse { path: path.clone() },
+            _ => fail("cannot give it its name")(error),
+        })
     })();
     if let Err(error) = made {
         // It was made a moment ago, and holds nothing.
@@ -185,6 +195,19 @@ fn make(
         let _ = directory.sync_all();
     }
     Ok(TierFile { path, file, superblock, direct, notes, warm: false })
+}
+
+/// Renames the new file. Only an empty file that was there before is replaced.
+fn give_name(new_path: &Path, path: &Path, there: bool) -> io::Result<()> {
+    if there {
+        return std::fs::rename(new_path, path);
+    }
+    let here = rustix::fs::CWD;
+    match rustix::fs::renameat_with(here, new_path, here, path, rustix::fs::RenameFlags::NOREPLACE) {
+        // The file system does not know the flag; the lock and the look at the name before stand for it.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => std::fs::rename(new_path, path),
+        renamed => Ok(renamed?),
+    }
 }
 
 /// The file, whether with direct I/O, and why not.
@@ -307,5 +330,22 @@ mod tests {
         assert_eq!(geometry(0, None), Err(start + 4 * MIB));
         assert_eq!(geometry(start + 4 * MIB, Some(64 << 10)), Ok((64, 64 << 10)));
         assert_eq!(geometry(start + 3 * MIB, Some(MIB)), Err(start + 4 * MIB));
+    }
+
+    #[test]
+    fn a_file_that_somebody_made_meanwhile_is_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("tier");
+        let first = make(path.clone(), Some(5 << 20), None, true).unwrap();
+        // The second one saw no file before, either.
+        let second = make(path.clone(), Some(5 << 20), None, true);
+        assert!(matches!(second, Err(OpenError::InUse { .. })));
+        assert!(is_named(&first.file, &path));
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left behind");
+        let new_path = directory.path().join("tier.kvlane-new");
+        std::fs::write(&new_path, "another").unwrap();
+        let renamed = give_name(&new_path, &path, false);
+        assert_eq!(renamed.map_err(|error| error.kind()), Err(io::ErrorKind::AlreadyExists));
+        assert!(is_named(&first.file, &path));
     }
 }

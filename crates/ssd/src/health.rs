@@ -11,6 +11,8 @@ pub(crate) struct Health {
     failures: u32,
     pause_until: Option<Instant>,
     reason: Option<String>,
+    /// It will not recover.
+    ended: bool,
 }
 
 impl Health {
@@ -31,8 +33,14 @@ impl Health {
         }
     }
 
+    /// Nothing is written any more.
+    pub(crate) fn ended(&mut self, reason: String) {
+        self.ended = true;
+        self.reason = Some(reason);
+    }
+
     pub(crate) fn accepts_writes(&self, now: Instant) -> bool {
-        self.pause_until.is_none_or(|until| now >= until)
+        !self.ended && self.pause_until.is_none_or(|until| now >= until)
     }
 
     /// What the last failed write said, until one succeeds.

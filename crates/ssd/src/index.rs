@@ -206,6 +206,13 @@ impl Index {
         live
     }
 
+    /// Removes all blocks of a device; returns how many.
+    pub(crate) fn remove_device(&mut self, device: u8) -> usize {
+        let segments = self.segments[usize::from(device)].len() as u32;
+        let blocks: Vec<Live> = (0..segments).flat_map(|segment| self.live(device, segment)).collect();
+        blocks.iter().filter(|live| self.remove(&live.key).is_some()).count()
+    }
+
     /// Forgets what was ever put into a segment. Its blocks must have left before.
     pub(crate) fn segment_emptied(&mut self, device: u8, segment: u32) {
         self.segments[usize::from(device)][segment as usize] = Vec::new();

@@ -49,6 +49,8 @@ impl Ring {
         let ring = new()
             .setup_single_issuer()
             .setup_defer_taskrun()
+            // So that asking without waiting sees what has ended, too.
+            .setup_taskrun_flag()
             .setup_submit_all()
             .build(ENTRIES)
             // Before Linux 6.1.

@@ -1,8 +1,9 @@
 //! What callers and the devices' threads share.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread::ThreadId;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -22,7 +23,8 @@ pub(crate) struct Shared {
 /// What is stored, and what is being stored.
 pub(crate) struct Stored {
     pub(crate) index: Index,
-    pub(crate) pending: HashSet<Key>,
+    /// With the device that each goes to.
+    pub(crate) pending: HashMap<Key, u8>,
 }
 
 /// Of one device.
@@ -43,6 +45,8 @@ pub(crate) struct DeviceShared {
     pub(crate) free_segments: AtomicU32,
     /// What does not change.
     pub(crate) facts: DeviceStatus,
+    /// Its thread.
+    thread: OnceLock<ThreadId>,
     ended: Mutex<bool>,
     ended_changed: Condvar,
 }
@@ -70,6 +74,7 @@ impl DeviceShared {
             health: Mutex::default(),
             free_segments: AtomicU32::new(0),
             facts,
+            thread: OnceLock::new(),
             ended: Mutex::new(false),
             ended_changed: Condvar::new(),
         })
@@ -121,14 +126,27 @@ impl DeviceShared {
         self.sleeping.store(false, Ordering::SeqCst);
     }
 
+    /// This is the thread.
+    pub(crate) fn thread_began(&self) {
+        let _ = self.thread.set(std::thread::current().id());
+    }
+
+    /// Whether the caller runs on the device's thread.
+    pub(crate) fn is_own_thread(&self) -> bool {
+        self.thread.get() == Some(&std::thread::current().id())
+    }
+
     /// The thread has ended.
     pub(crate) fn thread_ended(&self) {
         *self.ended.lock() = true;
         self.ended_changed.notify_all();
     }
 
-    /// Waits for the thread's end.
+    /// Waits for the thread's end; not if the caller is that thread.
     pub(crate) fn await_end(&self, until: std::time::Instant) -> bool {
+        if self.is_own_thread() {
+            return false;
+        }
         let mut ended = self.ended.lock();
         while !*ended {
             if self.ended_changed.wait_until(&mut ended, until).timed_out() {

@@ -131,6 +131,7 @@ impl Tier {
             };
             let _ = tell.send(info);
             let Ok((device, log)) = starts.recv() else { return };
+            device.thread_began();
             let ends = Ended(Arc::clone(&device));
             Device::new(Start {
                 io,
@@ -195,7 +196,7 @@ impl Tier {
         let pages =
             pages.ok_or(Refused::TooLarge { pages: u64::MAX, segment_pages: self.largest_segment() })?;
         let counters = &self.shared.counters;
-        let device = self.device_for(pages).inspect_err(|refused| match refused {
+        let (number, device) = self.device_for(pages).inspect_err(|refused| match refused {
             Refused::Full => Counters::add(&counters.writes_refused, 1),
             Refused::Degraded => Counters::add(&counters.writes_degraded, 1),
             _ => {}
@@ -203,16 +204,21 @@ impl Tier {
         let key = record.key;
         {
             let mut stored = self.shared.index.lock();
-            if stored.index.find(&key).is_some() || !stored.pending.insert(key) {
+            if stored.index.find(&key).is_some() || stored.pending.contains_key(&key) {
                 return Err(Refused::Present);
             }
+            stored.pending.insert(key, number);
         }
         let bytes = u64::from(pages) * PAGE_BYTES;
         device.backlog.fetch_add(bytes, Ordering::Relaxed);
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
         if !device.order(None, Some(WriteJob { record, pages, done: Box::new(done) })) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
-            self.shared.index.lock().pending.remove(&key);
+            let mut stored = self.shared.index.lock();
+            // A device that panicked has lost its keys already; by now this one may go to another device.
+            if stored.pending.get(&key) == Some(&number) {
+                stored.pending.remove(&key);
+            }
             return Err(Refused::Closed);
         }
         Ok(())
@@ -315,6 +321,7 @@ impl Tier {
 
     /// Accepts nothing more, writes what is waiting, then the tables from which the next start reads its index, and ends
     /// the threads. False: a device did not end in time; its thread and the memory of what it does stay until it has.
+    /// Called by `done`, it does not wait for the thread that it is on, and is false.
     pub fn close(&self, patience: Duration) -> bool {
         let until = Instant::now() + patience;
         for device in &self.devices {
@@ -330,12 +337,12 @@ impl Tier {
     }
 
     /// The device with the least in it that takes a record of so many pages.
-    fn device_for(&self, pages: u32) -> Result<&DeviceShared, Refused> {
+    fn device_for(&self, pages: u32) -> Result<(u8, &DeviceShared), Refused> {
         let now = Instant::now();
         let mut refused =
             Refused::TooLarge { pages: u64::from(pages), segment_pages: self.largest_segment() };
-        let mut best: Option<(f64, &DeviceShared)> = None;
-        for device in &self.devices {
+        let mut best: Option<(f64, (u8, &DeviceShared))> = None;
+        for (number, device) in self.devices.iter().enumerate() {
             let segment_pages = (device.facts.segment_bytes / PAGE_BYTES) as u32;
             if pages > largest_record(segment_pages) {
                 continue;
@@ -352,7 +359,7 @@ impl Tier {
             }
             let assigned = device.assigned.load(Ordering::Relaxed) as f64 / device.facts.capacity as f64;
             if best.is_none_or(|(least, _)| assigned < least) {
-                best = Some((assigned, device));
+                best = Some((assigned, (number as u8, device)));
             }
         }
         best.map(|(_, device)| device).ok_or(refused)
@@ -382,7 +389,9 @@ impl Tier {
 
 impl Drop for Tier {
     fn drop(&mut self) {
-        if !self.close(PATIENCE) {
+        // Who dropped it last may be a `done`: then its thread ends a moment later.
+        let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
+        if !self.close(PATIENCE) && !on_own_thread {
             tracing::warn!("a device of the SSD tier does not answer and is left alone");
         }
     }

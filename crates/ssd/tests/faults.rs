@@ -258,6 +258,83 @@ fn a_device_that_never_answers_keeps_its_memory_and_nobody_waits_for_it() {
     assert!(tier.close(PATIENCE));
 }
 
+// ---- Ends ----
+
+/// Checkpoints stop while closing; the time of the next one passes, and must not keep the device from seeing what ended.
+#[test]
+fn closing_ends_though_a_checkpoint_was_due_while_writes_were_in_flight() {
+    let Bench { tier, mut pool, failing, .. } =
+        bench(|options| options.checkpoint_interval = Duration::from_millis(1));
+    store(&tier, &mut pool, &block(0));
+    // From then on the device writes nothing of its own.
+    until("a checkpoint", || failing.seen().iter().any(|(kind, ..)| *kind == OpKind::Sync));
+    failing.set(|faults| faults.hold_writes = true);
+    let writes: Vec<_> =
+        (1..4).map(|number| start_write(&tier, pool.record(&block(number))).unwrap()).collect();
+    let into = pool.extents(&block(0).lengths);
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| tier.close(PATIENCE));
+        until("the close", || match start_read(&tier, block(0).key, into.clone()) {
+            Err(refused) => refused == Refused::Closed,
+            Ok(end) => end.recv_timeout(PATIENCE).is_err(),
+        });
+        // One is stored, so that the open segment wants a checkpoint, whose time has passed.
+        failing.set(|faults| faults.let_writes = 1);
+        assert_eq!(writes[0].recv_timeout(PATIENCE).unwrap(), WriteEnd::Stored);
+        let due = Instant::now() + Duration::from_millis(5);
+        until("the checkpoint's time", || Instant::now() > due);
+        failing.set(|faults| faults.hold_writes = false);
+        assert!(closing.join().unwrap());
+    });
+    assert!(writes[1..].iter().all(|end| end.recv_timeout(PATIENCE).unwrap() == WriteEnd::Stored));
+}
+
+#[test]
+fn a_device_whose_thread_panics_is_left_out_and_its_keys_are_free_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let Bench { tier, mut pool, failing, .. } = bench(|options| {
+        options.devices.push(device(&directory.path().join("second"), 4 * MIB + 64 * KIB));
+    });
+    for number in 0..8 {
+        store(&tier, &mut pool, &block(number));
+    }
+    failing.set(|faults| faults.hold_writes = true);
+    tier.write(pool.record(&block(8)), |_| panic!("as a test wants it")).unwrap();
+    let others: Vec<_> =
+        (9..16).map(|number| start_write(&tier, pool.record(&block(number))).unwrap()).collect();
+    failing.set(|faults| faults.hold_writes = false);
+    // Of those that went to the device that is gone, nothing is heard.
+    let _heard: Vec<_> = others.iter().map(|end| end.recv_timeout(PATIENCE)).collect();
+    let gone = || tier.status().iter().filter(|device| device.degraded.is_some()).count() == 1;
+    until("the end of a device", gone);
+    for number in 8..16 {
+        until("a write", || {
+            pool.reset();
+            match start_write(&tier, pool.record(&block(number))) {
+                Ok(end) => end.recv_timeout(PATIENCE) == Ok(WriteEnd::Stored),
+                Err(refused) => refused == Refused::Present && tier.contains(&block(number).key),
+            }
+        });
+    }
+    pool.reset();
+    let found = (0..16).filter(|number| is_found(&tier, &mut pool, &block(*number))).count();
+    assert_eq!(found as u64, tier.stats().blocks, "what is in the index is on the device that is left");
+    assert!((9..16).contains(&found), "{found} of 16");
+    assert!(tier.close(PATIENCE));
+}
+
+#[test]
+fn whoever_closes_on_a_devices_thread_does_not_wait_for_himself() {
+    let Bench { tier, mut pool, .. } = bench(|_| {});
+    let (tell, told) = channel();
+    let (tier, record) = (Arc::new(tier), pool.record(&block(1)));
+    let last = Arc::clone(&tier);
+    let done = move |_| tell.send(last.close(10 * PATIENCE)).unwrap_or(());
+    tier.write(record, done).unwrap();
+    assert!(!told.recv_timeout(PATIENCE).unwrap());
+    assert!(tier.close(PATIENCE), "it ends all the same");
+}
+
 // ---- Turns ----
 
 #[test]

@@ -19,7 +19,7 @@ use crate::log::Log;
 use crate::memory::Memory;
 use crate::rate::RateLimit;
 use crate::request::{Miss, ReadEnd};
-use crate::shared::{DeviceShared, Shared};
+use crate::shared::{DeviceShared, Orders, Shared};
 use crate::turns::Turns;
 
 /// Longest sleep.
@@ -193,7 +193,8 @@ impl Device {
         if let Some(Reverse((deadline, _))) = self.deadlines.peek() {
             until = until.min(*deadline);
         }
-        if self.log.open.as_ref().is_some_and(|open| open.changed) {
+        // No checkpoint comes while closing, and a time that has passed would mean not to sleep at all.
+        if !self.closing && self.log.open.as_ref().is_some_and(|open| open.changed) {
             until = until.min(self.next_checkpoint);
         }
         until.saturating_duration_since(now).min(posted_until.unwrap_or(IDLE))
@@ -214,8 +215,22 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         // Also when the thread panicked: nobody waits for what will never come.
-        let orders = std::mem::take(&mut *self.device.orders.lock());
-        self.device.orders.lock().closed = true;
-        drop(orders);
+        let panicked = std::thread::panicking();
+        if panicked {
+            self.device.health.lock().ended("its thread panicked; it comes back with a restart".to_owned());
+        }
+        // Under one lock: what is accepted before is dropped here, and nothing is accepted after.
+        let closed = Orders { closed: true, ..Orders::default() };
+        drop(std::mem::replace(&mut *self.device.orders.lock(), closed));
+        if panicked {
+            let mut stored = self.shared.index.lock();
+            stored.pending.retain(|_, device| *device != self.number);
+            let dropped = stored.index.remove_device(self.number);
+            drop(stored);
+            tracing::error!(
+                path = %self.device.facts.path.display(), blocks = dropped,
+                "the thread of a device panicked; its blocks are not found before a restart"
+            );
+        }
     }
 }

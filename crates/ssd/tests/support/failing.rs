@@ -23,6 +23,8 @@ pub(crate) struct Faults {
     pub(crate) hold_reads: bool,
     /// Writes are kept back.
     pub(crate) hold_writes: bool,
+    /// So many of the writes that are kept back may go.
+    pub(crate) let_writes: usize,
     /// The next read is kept back, alone, while this is false again.
     pub(crate) hold_next_read: bool,
     /// The read that was kept back alone may go.
@@ -128,12 +130,17 @@ impl Io for Layer {
     }
 
     fn wait(&mut self, timeout: Duration, ended: &mut Vec<Ended>) -> io::Result<()> {
-        let (reads, writes, release) = {
-            let faults = self.faults.0.lock().unwrap();
-            (faults.hold_reads, faults.hold_writes, faults.release)
-        };
-        let (held, free): (Vec<Op>, Vec<Op>) =
-            self.held.drain(..).partition(|op| if op.kind == OpKind::Read { reads } else { writes });
+        let mut faults = self.faults.0.lock().unwrap();
+        let (reads, writes, release) = (faults.hold_reads, faults.hold_writes, faults.release);
+        let (held, free): (Vec<Op>, Vec<Op>) = self.held.drain(..).partition(|op| match op.kind {
+            OpKind::Read => reads,
+            _ if writes && faults.let_writes > 0 => {
+                faults.let_writes -= 1;
+                false
+            }
+            _ => writes,
+        });
+        drop(faults);
         self.held = held;
         let alone = if release { self.alone.take() } else { None };
         for op in free.into_iter().chain(alone) {
