@@ -116,11 +116,8 @@ impl Tier for Below {
     }
 
     fn drop_namespace(&self, namespace: Namespace) {
-        let mut keys = Vec::new();
-        self.0.for_each_key(|key| keys.extend((key.space.namespace == namespace).then_some(key)));
-        keys.iter().for_each(|key| {
-            let _ = self.0.remove(key);
-        });
+        let dropped = self.0.drop_namespace(namespace);
+        tracing::info!(%namespace, blocks = dropped.blocks, durable = dropped.is_durable, "dropped on the SSD");
     }
 }
 

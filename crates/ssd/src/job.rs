@@ -8,6 +8,7 @@ use crate::io::{Op, OpKind, Piece};
 use crate::layout::SegmentFoot;
 use crate::pages::Pages;
 use crate::request::{Extent, Key, ReadEnd, Record, WriteEnd};
+use crate::shared::Accepted;
 
 /// Bytes of one operation, about; at most half as much more. A block of 2 MiB is several, which devices carry out at the
 /// same time.
@@ -28,6 +29,7 @@ pub(crate) struct WriteJob {
     pub(crate) record: Record,
     /// Of the record with its header.
     pub(crate) pages: u32,
+    pub(crate) accepted: Accepted,
     pub(crate) done: Box<dyn FnOnce(WriteEnd) + Send>,
 }
 

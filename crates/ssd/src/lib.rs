@@ -17,6 +17,7 @@
 
 mod cleaning;
 mod device;
+mod drops;
 mod error;
 mod file;
 mod health;
@@ -42,10 +43,10 @@ mod turns;
 pub use error::OpenError;
 pub use io::{Ended, Io, Op, OpKind, Piece, Waker, WrapIo};
 pub use layout::{
-    LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table, TableRecord,
+    Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table, TableRecord,
 };
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};
-pub use request::{Extent, Key, Miss, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
+pub use request::{Dropped, Extent, Key, Miss, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
 pub use stats::{DeviceStatus, Stats};
 pub use tier::Tier;

@@ -119,6 +119,11 @@ impl Log {
         self.next_generation = self.next_generation.max(generation.saturating_add(1));
     }
 
+    /// The highest generation so far.
+    pub(crate) fn last_generation(&self) -> u64 {
+        self.next_generation - 1
+    }
+
     pub(crate) fn generation(&self, segment: u32) -> u64 {
         self.states[segment as usize].1
     }

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::drops::DropTable;
 use crate::file::{TierFile, read_full};
 use crate::index::{Index, Location};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
@@ -37,7 +38,13 @@ struct Contents {
 }
 
 /// Fills the index, and the log, with what `file` holds. `device` is its number in the index.
-pub(crate) fn recover(file: &TierFile, device: u8, index: &mut Index, log: &mut Log) -> Found {
+pub(crate) fn recover(
+    file: &TierFile,
+    device: u8,
+    drops: &DropTable,
+    index: &mut Index,
+    log: &mut Log,
+) -> Found {
     let superblock = &file.superblock;
     let mut found = Found::default();
     let all: Vec<u32> = (0..superblock.segments).collect();
@@ -57,11 +64,15 @@ pub(crate) fn recover(file: &TierFile, device: u8, index: &mut Index, log: &mut 
     for batch in generations.chunks(BATCH) {
         let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
         for (&(generation, segment), contents) in batch.iter().zip(contents) {
-            let contents = contents.unwrap_or_else(|error| {
+            let mut contents = contents.unwrap_or_else(|error| {
                 tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
                 found.unreadable += 1;
                 Contents::default()
             });
+            let all = contents.records.len();
+            contents.records.retain(|(key, ..)| drops.counts(&key.space.namespace, generation));
+            // Which of them came from the table does not matter any more.
+            contents.from_table = contents.from_table.saturating_sub(all - contents.records.len());
             if contents.records.is_empty() {
                 log.generation_seen(generation);
                 continue;

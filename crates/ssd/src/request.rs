@@ -103,6 +103,15 @@ pub enum Miss {
     Closed,
 }
 
+/// What became of a namespace that was dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dropped {
+    /// Blocks that were found before.
+    pub blocks: u64,
+    /// Whether they stay away after a restart. If not, the log says why.
+    pub is_durable: bool,
+}
+
 /// Why a call did nothing. `done` was not called and never will be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum Refused {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
 
+use kvlane_block::Namespace;
 use parking_lot::{Condvar, Mutex};
 
 use crate::health::Health;
@@ -24,7 +25,30 @@ pub(crate) struct Shared {
 pub(crate) struct Stored {
     pub(crate) index: Index,
     /// With the device that each goes to.
-    pub(crate) pending: HashMap<Key, u8>,
+    pub(crate) pending: HashMap<Key, Accepted>,
+    /// How often each namespace was dropped.
+    pub(crate) drops: HashMap<Namespace, u64>,
+}
+
+/// A write that was accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Accepted {
+    pub(crate) device: u8,
+    /// How often its namespace had been dropped by then.
+    pub(crate) drops: u64,
+}
+
+impl Stored {
+    pub(crate) fn drops_of(&self, namespace: &Namespace) -> u64 {
+        self.drops.get(namespace).copied().unwrap_or(0)
+    }
+
+    /// A write has ended. Its key may be another write's by now.
+    pub(crate) fn no_longer_pending(&mut self, key: &Key, accepted: Accepted) {
+        if self.pending.get(key) == Some(&accepted) {
+            self.pending.remove(key);
+        }
+    }
 }
 
 /// Of one device.

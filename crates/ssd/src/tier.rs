@@ -1,13 +1,15 @@
 //! The tier: opened, asked, closed.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, Namespace};
 use parking_lot::Mutex;
 
 use crate::device::{Device, Start};
+use crate::drops::DropTable;
 use crate::error::OpenError;
 use crate::file::TierFile;
 use crate::index::Index;
@@ -18,9 +20,9 @@ use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
 use crate::recover::recover;
-use crate::request::{Extent, Key, Read, ReadEnd, Record, Refused, Space, WriteEnd};
+use crate::request::{Dropped, Extent, Key, Read, ReadEnd, Record, Refused, Space, WriteEnd};
 use crate::ring::Ring;
-use crate::shared::{DeviceShared, Shared, Stored};
+use crate::shared::{Accepted, DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
 
@@ -36,6 +38,8 @@ pub struct Tier {
     memory: Arc<dyn Memory>,
     shared: Arc<Shared>,
     devices: Vec<Arc<DeviceShared>>,
+    /// Of each device.
+    drops: Vec<DropTable>,
     backlog_bytes: u64,
 }
 
@@ -71,15 +75,21 @@ impl Tier {
             index.add_device(file.superblock.segments);
         }
         let shared = Arc::new(Shared {
-            index: Mutex::new(Stored { index, pending: Default::default() }),
+            index: Mutex::new(Stored { index, pending: HashMap::new(), drops: HashMap::new() }),
             counters: Counters::default(),
         });
-        let mut tier =
-            Tier { memory, shared, devices: Vec::new(), backlog_bytes: options.backlog_bytes.max(1) };
+        let mut tier = Tier {
+            memory,
+            shared,
+            devices: Vec::new(),
+            drops: Vec::new(),
+            backlog_bytes: options.backlog_bytes.max(1),
+        };
         // From here on an error drops the tier, which ends the threads that were started.
         for (number, file) in files.into_iter().enumerate() {
-            let device = tier.start_device(number as u8, file, &options)?;
+            let (device, drops) = tier.start_device(number as u8, file, &options)?;
             tier.devices.push(device);
+            tier.drops.push(drops);
         }
         Ok(tier)
     }
@@ -89,7 +99,7 @@ impl Tier {
         number: u8,
         file: TierFile,
         options: &Options,
-    ) -> Result<Arc<DeviceShared>, OpenError> {
+    ) -> Result<(Arc<DeviceShared>, DropTable), OpenError> {
         let path = file.path.clone();
         let fail = |what| {
             let path = path.clone();
@@ -98,7 +108,11 @@ impl Tier {
         let superblock = file.superblock;
         let mut log = Log::new(superblock.segments, superblock.segment_pages());
         let began = Instant::now();
-        let found = recover(&file, number, &mut self.shared.index.lock().index, &mut log);
+        let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
+        log.generation_seen(drops.highest());
+        let found = recover(&file, number, &drops, &mut self.shared.index.lock().index, &mut log);
+        let last = log.last_generation();
+        drops.end_former_run(last).map_err(fail("cannot note which namespaces were dropped"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
         tracing::info!(
@@ -180,7 +194,7 @@ impl Tier {
         device.free_segments.store(log.free_segments(), Ordering::Relaxed);
         // The thread waits for it.
         let _ = give.send((Arc::clone(&device), log));
-        Ok(device)
+        Ok((device, drops))
     }
 
     /// Writes a block, soon. `done` is called exactly once, by a device's thread, when the block's memory is not read any
@@ -202,23 +216,22 @@ impl Tier {
             _ => {}
         })?;
         let key = record.key;
-        {
+        let accepted = {
             let mut stored = self.shared.index.lock();
             if stored.index.find(&key).is_some() || stored.pending.contains_key(&key) {
                 return Err(Refused::Present);
             }
-            stored.pending.insert(key, number);
-        }
+            let accepted = Accepted { device: number, drops: stored.drops_of(&key.space.namespace) };
+            stored.pending.insert(key, accepted);
+            accepted
+        };
         let bytes = u64::from(pages) * PAGE_BYTES;
         device.backlog.fetch_add(bytes, Ordering::Relaxed);
         device.assigned.fetch_add(bytes, Ordering::Relaxed);
-        if !device.order(None, Some(WriteJob { record, pages, done: Box::new(done) })) {
+        if !device.order(None, Some(WriteJob { record, pages, accepted, done: Box::new(done) })) {
             device.backlog.fetch_sub(bytes, Ordering::Relaxed);
-            let mut stored = self.shared.index.lock();
             // A device that panicked has lost its keys already; by now this one may go to another device.
-            if stored.pending.get(&key) == Some(&number) {
-                stored.pending.remove(&key);
-            }
+            self.shared.index.lock().no_longer_pending(&key, accepted);
             return Err(Refused::Closed);
         }
         Ok(())
@@ -284,6 +297,43 @@ impl Tier {
     /// again after a restart, and is then as right as any other.
     pub fn remove(&self, key: &Key) -> bool {
         self.shared.index.lock().index.remove(key).is_some()
+    }
+
+    /// Takes all blocks of a namespace out, for good: those being written too, and also after a restart, if the answer says
+    /// so. What is written of the namespace from now on is found until the tier is closed, and not after that: of blocks of
+    /// one run the file does not tell which are newer than the drop. Waits for the devices, for a small write to each.
+    pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
+        let mut dropped = Dropped { blocks: 0, is_durable: true };
+        {
+            let mut stored = self.shared.index.lock();
+            *stored.drops.entry(namespace).or_default() += 1;
+            stored.pending.retain(|key, _| key.space.namespace != namespace);
+        }
+        let mut next = 0;
+        loop {
+            // In pieces: others ask meanwhile.
+            let mut stored = self.shared.index.lock();
+            let end = stored.index.slots().min(next + KEYS);
+            let keys: Vec<Key> = (next..end)
+                .filter_map(|slot| stored.index.key_at(slot))
+                .filter(|key| key.space.namespace == namespace)
+                .collect();
+            for key in &keys {
+                dropped.blocks += u64::from(stored.index.remove(key).is_some());
+            }
+            if end == stored.index.slots() {
+                break;
+            }
+            next = end;
+        }
+        for (device, drops) in self.devices.iter().zip(&self.drops) {
+            if let Err(error) = drops.drop_namespace(namespace) {
+                dropped.is_durable = false;
+                let path = device.facts.path.display();
+                tracing::error!(%path, %namespace, %error, "a restart would bring back what was dropped");
+            }
+        }
+        dropped
     }
 
     /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.

@@ -224,7 +224,7 @@ impl Drop for Device {
         drop(std::mem::replace(&mut *self.device.orders.lock(), closed));
         if panicked {
             let mut stored = self.shared.index.lock();
-            stored.pending.retain(|_, device| *device != self.number);
+            stored.pending.retain(|_, accepted| accepted.device != self.number);
             let dropped = stored.index.remove_device(self.number);
             drop(stored);
             tracing::error!(

@@ -84,8 +84,14 @@ impl Device {
         self.log.record_ended(to.segment, to.page, stored);
         match transfer.what {
             What::Write { job, .. } => {
+                let mut shared = self.shared.index.lock();
+                // If the namespace was dropped meanwhile, the record stays where it is and is nobody's.
+                let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
                 if stored {
-                    self.shared.index.lock().index.insert(&key, to);
+                    shared.index.insert(&key, to);
+                }
+                drop(shared);
+                if stored {
                     Counters::add(&self.shared.counters.write_bytes, u64::from(to.pages) * PAGE_BYTES);
                 }
                 self.end_write(job, if stored { WriteEnd::Stored } else { WriteEnd::Failed });
@@ -105,7 +111,7 @@ impl Device {
     }
 
     pub(super) fn end_write(&self, job: WriteJob, end: WriteEnd) {
-        self.shared.index.lock().pending.remove(&job.record.key);
+        self.shared.index.lock().no_longer_pending(&job.record.key, job.accepted);
         self.device.backlog.fetch_sub(u64::from(job.pages) * PAGE_BYTES, Ordering::Relaxed);
         let counters = &self.shared.counters;
         let counter = match end {

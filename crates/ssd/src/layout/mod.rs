@@ -3,6 +3,7 @@
 //! Every structure begins with 8 bytes that name its kind, the crc32c of the rest, and its length, so that whatever is
 //! found on a device is either exactly what was written or an error.
 
+mod drops;
 mod fields;
 mod record;
 mod segment;
@@ -10,6 +11,7 @@ mod superblock;
 
 use thiserror::Error;
 
+pub use drops::Drops;
 pub use record::RecordHeader;
 pub(crate) use record::{header_pages, record_pages, shard_pages};
 pub(crate) use segment::table_bytes;

@@ -1,4 +1,5 @@
 //! A device that fails on demand, between the tier and the real one.
+#![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 use std::collections::VecDeque;

@@ -1,0 +1,79 @@
+//! Which namespaces were dropped: what was written of them before does not count any more.
+
+use std::collections::BTreeMap;
+
+use kvlane_block::Namespace;
+
+use super::fields::{Reader, Writer};
+use super::{DeviceId, LayoutError, PAGE_BYTES};
+
+const KIND: &[u8; 8] = b"kvlnDROP";
+/// Namespace, generation.
+const ENTRY: usize = 24;
+
+/// What of a file does not count. It stands twice between the superblock and the segments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Drops {
+    /// Of the superblock.
+    pub device_id: [u8; 16],
+    /// Of two copies the one with the higher number counts.
+    pub sequence: u64,
+    /// No record of a segment of this generation or a lower one counts, whatever its namespace.
+    pub all_up_to: u64,
+    /// For each namespace, up to which generation its records do not count. [`Drops::OF_THIS_RUN`] is the highest one that
+    /// will be found at the next start.
+    pub namespaces: BTreeMap<Namespace, u64>,
+}
+
+impl Drops {
+    /// Everything that is there when the file is opened the next time.
+    pub const OF_THIS_RUN: u64 = u64::MAX;
+    /// Where the copies begin.
+    pub(crate) const COPIES: [u64; 2] = [2 * PAGE_BYTES, 9 * PAGE_BYTES];
+    /// Of a copy.
+    pub(crate) const COPY_BYTES: u64 = 7 * PAGE_BYTES;
+    /// Namespaces that a copy has room for.
+    pub(crate) const NAMESPACES_MAX: usize = (Self::COPY_BYTES as usize - 16 - 16 - 8 - 8 - 4) / ENTRY;
+
+    /// Nothing dropped.
+    pub fn none(device_id: [u8; 16]) -> Drops {
+        Drops { device_id, sequence: 0, all_up_to: 0, namespaces: BTreeMap::new() }
+    }
+
+    /// As it stands in the file, without what fills its last page.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Writer::new(KIND);
+        out.raw(&self.device_id).u64(self.sequence).u64(self.all_up_to);
+        out.u32(self.namespaces.len() as u32);
+        for (namespace, generation) in &self.namespaces {
+            out.raw(&namespace.0).u64(*generation);
+        }
+        out.finish()
+    }
+
+    /// Reads a copy.
+    pub fn decode(bytes: &[u8]) -> Result<Drops, LayoutError> {
+        let mut fields = Reader::new(KIND, bytes)?;
+        let mut found = Drops::none(fields.array::<16>()?);
+        (found.sequence, found.all_up_to) = (fields.u64()?, fields.u64()?);
+        let count = fields.u32()?;
+        for entry in fields.items::<ENTRY>(count)? {
+            let (namespace, generation) = entry.split_at(16);
+            let namespace = Namespace::from_bytes(namespace).map_err(|_| LayoutError::Fields)?;
+            let generation = generation.first_chunk().ok_or(LayoutError::Fields)?;
+            found.namespaces.insert(namespace, u64::from_le_bytes(*generation));
+        }
+        fields.end()?;
+        if found.namespaces.len() == count as usize { Ok(found) } else { Err(LayoutError::Fields) }
+    }
+
+    /// Whether records of a segment of this generation count.
+    pub fn counts(&self, namespace: &Namespace, generation: u64) -> bool {
+        let dropped = self.namespaces.get(namespace).copied().unwrap_or(0);
+        generation > self.all_up_to.max(dropped)
+    }
+
+    pub(crate) fn is_of(&self, device_id: &DeviceId) -> bool {
+        self.device_id == *device_id
+    }
+}

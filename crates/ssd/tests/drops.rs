@@ -1,0 +1,179 @@
+//! A namespace that was dropped stays away, whatever is under way and however the process ends.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+#[path = "support/failing.rs"]
+mod failing;
+mod support;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use failing::Failing;
+use kvlane_block::{CutDigest, Namespace};
+use kvlane_ssd::{Drops, Key, Options, Space, Tier, WriteEnd};
+use proptest::prelude::*;
+use support::*;
+
+const OTHER: Space = Space { namespace: Namespace([8; 16]), cut: CutDigest([9; 16]) };
+/// Where the file says what was dropped.
+const COPIES: [u64; 2] = [8 * KIB, 36 * KIB];
+
+fn block(number: u64) -> Block {
+    Block::new(number, &[4096, 5000])
+}
+
+fn of_other(number: u64) -> Block {
+    Block { key: Key { space: OTHER, hash: hash(number) }, ..block(number) }
+}
+
+fn found(tier: &Tier, pool: &mut Pool) -> (usize, usize) {
+    let ours = (0..8).filter(|number| is_found(tier, pool, &block(*number))).count();
+    (ours, (0..8).filter(|number| is_found(tier, pool, &of_other(*number))).count())
+}
+
+/// Eight blocks of each namespace are stored, and one of them is dropped.
+fn dropped(path: &Path, pool: &mut Pool) -> Tier {
+    let tier = open(small(path), pool);
+    for number in 0..8 {
+        store(&tier, pool, &block(number));
+        store(&tier, pool, &of_other(number));
+    }
+    assert_eq!(found(&tier, pool), (8, 8));
+    let dropped = tier.drop_namespace(SPACE.namespace);
+    assert!(dropped.is_durable);
+    assert_eq!(dropped.blocks, 8);
+    assert_eq!(found(&tier, pool), (0, 8));
+    tier
+}
+
+#[test]
+fn it_stays_away_after_a_restart_and_another_namespace_stays() {
+    let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    close(dropped(&path, &mut pool));
+    for _ in 0..2 {
+        let tier = open(small(&path), &pool);
+        assert_eq!(found(&tier, &mut pool), (0, 8));
+        close(tier);
+    }
+}
+
+#[test]
+fn it_stays_away_after_a_crash_right_after_the_call() {
+    let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    let tier = dropped(&path, &mut pool);
+    // What a process that is killed now leaves behind.
+    let left = directory.path().join("left");
+    std::fs::copy(&path, &left).unwrap();
+    let after = open(small(&left), &pool);
+    assert_eq!(found(&after, &mut pool), (0, 8));
+    close(after);
+    close(tier);
+}
+
+#[test]
+fn what_is_written_later_is_found_and_of_the_next_run_also_after_a_restart() {
+    let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    let tier = dropped(&path, &mut pool);
+    store(&tier, &mut pool, &block(3));
+    assert_eq!(found(&tier, &mut pool), (1, 8));
+    close(tier);
+    // The file does not tell it from those that were dropped.
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (0, 8));
+    store(&tier, &mut pool, &block(4));
+    close(tier);
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (1, 8));
+    assert!(is_found(&tier, &mut pool, &block(4)));
+    // And it can be dropped again.
+    assert!(tier.drop_namespace(SPACE.namespace).is_durable);
+    close(tier);
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (0, 8));
+    close(tier);
+}
+
+#[test]
+fn a_write_under_way_is_never_found_and_does_not_stand_in_the_way_of_a_new_one() {
+    let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    let failing = Failing::default();
+    let tier = open(Options { wrap_io: Some(Arc::new(failing.clone())), ..small(&path) }, &pool);
+    store(&tier, &mut pool, &of_other(0));
+    failing.set(|faults| faults.hold_writes = true);
+    let old = start_write(&tier, pool.record(&block(0))).unwrap();
+    assert_eq!(tier.drop_namespace(SPACE.namespace).blocks, 0);
+    let other_bytes = Block { lengths: vec![12_288], ..block(0) };
+    let new = start_write(&tier, pool.record(&other_bytes)).unwrap();
+    failing.set(|faults| faults.hold_writes = false);
+    assert!(old.recv_timeout(PATIENCE).is_ok());
+    assert_eq!(new.recv_timeout(PATIENCE).unwrap(), WriteEnd::Stored);
+    // The lengths tell which of the two is there.
+    assert!(is_found(&tier, &mut pool, &other_bytes));
+    close(tier);
+    let tier = open(small(&path), &pool);
+    assert!(!tier.contains(&block(0).key) && is_found(&tier, &mut pool, &of_other(0)));
+    close(tier);
+}
+
+#[test]
+fn one_damaged_copy_is_enough_and_without_both_the_tier_starts_empty() {
+    let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    close(dropped(&path, &mut pool));
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&[0x55], COPIES[0] + 40).unwrap();
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (0, 8));
+    close(tier);
+    for copy in COPIES {
+        file.write_all_at(&[0x55], copy + 40).unwrap();
+    }
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (0, 0));
+    store(&tier, &mut pool, &block(1));
+    close(tier);
+    // What was there before stays away, what came after is found.
+    let tier = open(small(&path), &pool);
+    assert_eq!(found(&tier, &mut pool), (1, 0));
+    close(tier);
+}
+
+#[test]
+fn more_namespaces_than_the_file_can_note_are_told() {
+    let (directory, pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
+    let tier = open(Options { buffered: true, ..small(&directory.path().join("tier")) }, &pool);
+    let namespace = |number: u32| {
+        let mut bytes = [1; 16];
+        bytes[..4].copy_from_slice(&number.to_le_bytes());
+        Namespace(bytes)
+    };
+    let noted = (0..2000).take_while(|number| tier.drop_namespace(namespace(*number)).is_durable).count();
+    assert!((1000..1300).contains(&noted), "{noted}");
+    // One that is noted already can be dropped again.
+    assert!(tier.drop_namespace(namespace(5)).is_durable);
+    close(tier);
+}
+
+proptest! {
+    #[test]
+    fn what_is_noted_is_read_or_refused(
+        sequence in any::<u64>(),
+        all_up_to in any::<u64>(),
+        namespaces in prop::collection::btree_map(any::<[u8; 16]>().prop_map(Namespace), any::<u64>(), 0..50),
+        flip in any::<prop::sample::Index>(),
+        junk in prop::collection::vec(any::<u8>(), 0..200),
+    ) {
+        let drops = Drops { sequence, all_up_to, namespaces, ..Drops::none([3; 16]) };
+        let mut bytes = drops.encode();
+        prop_assert_eq!(Drops::decode(&bytes), Ok(drops));
+        let at = flip.index(bytes.len());
+        bytes[at] ^= 1;
+        prop_assert!(Drops::decode(&bytes).is_err());
+        prop_assert!(Drops::decode(&junk).is_err());
+    }
+}
