@@ -7,6 +7,9 @@ use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 const SMALL_SHARE: usize = 10;
 /// Uses in the small queue that earn a place in the main one.
 const PROMOTING_USES: u8 = 2;
+/// Times that a search may come by the same block before it takes it: its uses are counted down, and one that moves from
+/// the small queue to the main one is looked at once more. What must stay is refused each time.
+const ROUNDS: usize = 5;
 /// Blocks moved within the queues for one victim, before one goes that would have been moved too.
 const MOVES: usize = 4096;
 
@@ -60,14 +63,19 @@ impl ReplacementPolicy for S3Fifo {
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         let mut refusals = 0;
         let mut moves = 0;
+        // In a row, of the main queue.
+        let mut refused_in_main = 0;
         let len = self.len();
-        while refusals <= max_refusals.min(len) {
-            let from_small = self.main.is_empty() || self.small.len() * SMALL_SHARE > len;
+        while refusals <= max_refusals.min(ROUNDS * len) {
+            // Where nothing of the main queue may go, the small one gives what it has.
+            let main_is_stuck = refused_in_main >= self.main.len() && !self.small.is_empty();
+            let from_small = main_is_stuck || self.small.len() * SMALL_SHARE > len;
             let slot = if from_small { self.small.oldest() } else { self.main.oldest() }?;
             let uses = self.uses.get(slot);
             let promising = moves < MOVES && uses >= if from_small { PROMOTING_USES } else { 1 };
             if promising {
                 moves += 1;
+                refused_in_main = 0;
                 self.uses.set(slot, if from_small { 0 } else { uses - 1 });
             } else if blocks.may_evict(slot) {
                 self.remove(slot);
@@ -78,6 +86,7 @@ impl ReplacementPolicy for S3Fifo {
                 return Some(slot);
             } else {
                 refusals += 1;
+                refused_in_main += usize::from(!from_small);
             }
             // One that may not go is moved like one that was used: what continues it was.
             self.small.remove(slot);

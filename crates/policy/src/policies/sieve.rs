@@ -2,6 +2,9 @@ use super::PerSlot;
 use crate::PrefixLru;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
+/// Times that a search may come by the same block before it takes it: the first time it was used. What must stay is
+/// refused each time.
+const ROUNDS: usize = 2;
 /// Used blocks that one search for a victim passes over, before one of them goes.
 const PASSES: usize = 4096;
 
@@ -51,7 +54,7 @@ impl ReplacementPolicy for Sieve {
 
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         let (mut refusals, mut passes) = (0, 0);
-        while refusals <= max_refusals.min(self.len()) {
+        while refusals <= max_refusals.min(ROUNDS * self.len()) {
             let slot = self.hand.or_else(|| self.queue.oldest())?;
             self.hand = self.queue.newer(slot);
             if self.used.get(slot) && passes < PASSES {
