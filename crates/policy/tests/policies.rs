@@ -68,6 +68,24 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// S3-FIFO looked at its main queue alone while the small one had less than its tenth.
+#[test]
+fn a_block_in_a_small_queue_goes_where_all_of_the_main_queue_is_leased() {
+    for kind in PolicyKind::ALL {
+        let mut policy = kind.build(SLOTS as usize);
+        let mut store = Store::default();
+        for slot in 0..20 {
+            store.blocks.insert(slot, Block { key: spread(slot.into()), parent: None, leased: true });
+            policy.insert(&[slot], None, &store);
+        }
+        // By this S3-FIFO moves them to the main queue.
+        assert_eq!(policy.take_victim(1000, &store), None, "{kind}");
+        store.blocks.insert(20, Block { key: spread(20), parent: None, leased: false });
+        policy.insert(&[20], None, &store);
+        assert_eq!(policy.take_victim(1000, &store), Some(20), "{kind}");
+    }
+}
+
 proptest! {
     #[test]
     fn no_policy_breaks_a_prefix_or_takes_what_is_leased(
