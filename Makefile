@@ -49,7 +49,7 @@ engines: vllm ## tests with real vLLM, newest and oldest
 test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests, loom
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-server --test gpu canary
-	PROPTEST_CASES=1000 KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-ssd
+	PROPTEST_CASES=100 KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-ssd
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test processes come_and_go
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test same_host come_and_go
 	RUSTFLAGS="--cfg loom" cargo test --locked --release -p kvlane-fabric --lib loom
