@@ -20,10 +20,11 @@ use thiserror::Error;
 
 use crate::descriptor::{Access, Descriptor};
 use crate::group::Group;
-use crate::hub::{Hub, PathStatus, Transport, random};
+use crate::hub::Hub;
 use crate::inbox::{EngineId, InboxOptions, MESSAGE_BYTES_MAX, Message};
 use crate::runs::Run;
 use crate::shape::{Pieces, ShapeError};
+use crate::sockets::{PathStatus, Transport, random};
 use crate::tcp::{BYTES_MAX, Credentials, ENTRIES_MAX, Identity, Tls, TlsError};
 use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket};
 
@@ -269,36 +270,36 @@ impl Engine {
     /// The memory is valid for reads and writes until [`Engine::unregister`] has given it back, or the engine was dropped.
     /// Others may write it at any time, so that it is read and written only as such memory may be.
     pub unsafe fn register(&self, memory: *mut u8, len: u64, access: Access) -> u32 {
-        self.shared.hub.lock().add_region(memory.expose_provenance(), len, access)
+        self.shared.hub.lock().sockets.add_region(memory.expose_provenance(), len, access)
     }
 
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
     pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
         let mut hub = self.shared.hub.lock();
-        match hub.regions.uses(region) {
+        match hub.sockets.regions.uses(region) {
             0 => {}
             transfers => return Err(FabricError::RegionInUse { region, transfers }),
         }
-        if !hub.stop_serving(region) {
+        if !hub.sockets.stop_serving(region) {
             return Err(FabricError::NoSuchRegion(region));
         }
-        hub.letting_go += 1;
+        hub.sockets.letting_go += 1;
         let deadline = Instant::now() + LET_GO;
         let let_go =
-            self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.is_touched(region)).then_some(()));
-        hub.letting_go -= 1;
+            self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.sockets.is_touched(region)).then_some(()));
+        hub.sockets.letting_go -= 1;
         if let_go.is_none() {
-            hub.end_links_that_touch(region);
+            hub.sockets.end_links_that_touch(region);
             hub.pump();
             self.shared.tell(&mut hub);
         }
-        hub.regions.remove(region);
+        hub.sockets.regions.remove(region);
         Ok(())
     }
 
     /// What peers have to know of this process and all memory that is registered now.
     pub fn describe(&self) -> Result<Descriptor, FabricError> {
-        Ok(self.shared.hub.lock().descriptor()?)
+        Ok(self.shared.hub.lock().sockets.descriptor()?)
     }
 
     /// A peer, by what it tells of itself. Connections are made meanwhile.
@@ -315,7 +316,7 @@ impl Engine {
 
     /// Takes note of what memory a peer has registered since.
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
-        let known = self.shared.hub.lock().update_peer(peer, descriptor);
+        let known = self.shared.hub.lock().sockets.update_peer(peer, descriptor);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }
 
@@ -327,7 +328,7 @@ impl Engine {
     /// Connections of either side that carried bytes by [`Transport::Cma`], but had to do without shared memory for the rest,
     /// ever: [`PathStatus::no_rings`] says why.
     pub fn connections_without_rings(&self) -> u64 {
-        self.shared.hub.lock().without_rings
+        self.shared.hub.lock().sockets.without_rings
     }
 
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
@@ -373,7 +374,7 @@ impl Engine {
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
-        hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
+        hub.sockets.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
         let now = hub.now();
         let deadline = now.saturating_add(options.timeout);
         let sent = hub.transfers.send(now, peer, bytes, deadline, options.priority);
@@ -405,7 +406,7 @@ impl Engine {
 
     /// What messages from here say of their sender; the same as in the descriptor.
     pub fn id(&self) -> EngineId {
-        let me = self.shared.hub.lock().me;
+        let me = self.shared.hub.lock().sockets.me;
         EngineId { engine_id: me.engine, boot_nonce: me.boot }
     }
 
@@ -416,18 +417,18 @@ impl Engine {
 
     /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
     pub fn open_counter(&self, counter: u32) -> u32 {
-        self.shared.hub.lock().immediates.open(counter)
+        self.shared.hub.lock().sockets.immediates.open(counter)
     }
 
     /// How many immediates have arrived for a counter of this generation.
     pub fn count(&self, counter: u32, generation: u32) -> u64 {
-        self.shared.hub.lock().immediates.count(counter, generation)
+        self.shared.hub.lock().sockets.immediates.count(counter, generation)
     }
 
     /// Ends a counter's use, and answers the generation of the next.
     pub fn retire_counter(&self, counter: u32, generation: u32) -> u32 {
         let mut hub = self.shared.hub.lock();
-        let next = hub.immediates.retire(counter, generation);
+        let next = hub.sockets.immediates.retire(counter, generation);
         hub.outcomes.note_change();
         self.shared.tell(&mut hub);
         next
@@ -436,7 +437,7 @@ impl Engine {
     /// Whether nothing counts for this use of a counter any more: it was retired, or the engine closed.
     pub fn is_counter_over(&self, counter: u32, generation: u32) -> bool {
         let hub = self.shared.hub.lock();
-        hub.is_closed || hub.immediates.is_retired(counter, generation)
+        hub.is_closed || hub.sockets.immediates.is_retired(counter, generation)
     }
 
     /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter or the
@@ -444,8 +445,8 @@ impl Engine {
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
         let mut hub = self.shared.hub.lock();
         let reached = |hub: &mut Hub| {
-            let has = hub.immediates.count(counter, generation) >= target;
-            let is_over = hub.is_closed || hub.immediates.is_retired(counter, generation);
+            let has = hub.sockets.immediates.count(counter, generation) >= target;
+            let is_over = hub.is_closed || hub.sockets.immediates.is_retired(counter, generation);
             (has || is_over).then_some(has)
         };
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
@@ -461,11 +462,11 @@ impl Engine {
         let mut hub = self.shared.hub.lock();
         hub.close();
         let deadline = Instant::now() + LET_GO;
-        self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.is_pulled()).then_some(()));
+        self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.sockets.is_pulled()).then_some(()));
         hub.forsake();
         self.shared.stop.store(true, Ordering::Release);
         self.shared.tell(&mut hub);
-        hub.wake();
+        hub.sockets.wake();
     }
 }
 
@@ -565,7 +566,7 @@ impl Drop for Receiving {
 
 /// A message that has arrived; Some(None): there will be none any more.
 fn next_message(hub: &mut Hub) -> Option<Option<Message>> {
-    let message = hub.inbox.take();
+    let message = hub.sockets.inbox.take();
     (message.is_some() || hub.is_closed).then_some(message)
 }
 
@@ -579,7 +580,7 @@ impl Shared {
         runs: Vec<Run>,
     ) -> Result<Handle, FabricError> {
         let now = hub.now();
-        let used = hub.used_by(peer, &runs);
+        let used = hub.sockets.used_by(peer, &runs);
         let request = Request {
             peer,
             op: transfer.op,
@@ -590,7 +591,7 @@ impl Shared {
         };
         let ticket = hub.transfers.submit(now, request).map_err(|full| FabricError::Full(full.0))?;
         hub.outcomes.want(ticket);
-        hub.note_use(ticket, used);
+        hub.sockets.note_use(ticket, used);
         Ok(Handle { shared: Arc::clone(self), ticket })
     }
 
@@ -627,7 +628,8 @@ impl Shared {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 break None;
             }
-            let is_read = now >= spin_until && now < spin_until + SPIN_FOR_NEIGHBOURS && hub.is_being_read();
+            let is_read =
+                now >= spin_until && now < spin_until + SPIN_FOR_NEIGHBOURS && hub.sockets.is_being_read();
             if now < spin_until || is_read {
                 // Others may begin transfers meanwhile.
                 if now + SPIN < spin_until + KEEP {
@@ -672,13 +674,13 @@ impl Shared {
     /// Wakes the thread behind if something is due before it looks by itself.
     fn wake_if_needed(&self, hub: &Hub) {
         if hub.asleep_until.is_some_and(|until| hub.next_tick() < until) {
-            hub.wake();
+            hub.sockets.wake();
         }
     }
 
     /// What the thread behind does.
     fn serve(&self) {
-        let epoll = self.hub.lock().epoll();
+        let epoll = self.hub.lock().sockets.epoll();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let mut busy_until = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
@@ -711,8 +713,8 @@ impl Shared {
             }
             let until = hub.next_tick();
             let timeout = until.saturating_sub(hub.now());
-            if !hub.prepare_to_sleep() {
-                hub.woken();
+            if !hub.sockets.prepare_to_sleep() {
+                hub.sockets.woken();
                 continue;
             }
             hub.asleep_until = Some(until);
@@ -724,15 +726,15 @@ impl Shared {
             let _ = epoll::wait(&*epoll, spare_capacity(&mut events), Some(&timeout));
             let mut hub = self.hub.lock();
             hub.asleep_until = None;
-            hub.woken();
-            hub.note_woken();
+            hub.sockets.woken();
+            hub.sockets.note_woken();
         }
     }
 }
 
 /// What a transfer with a peer moves, checked against the memory of both sides.
 pub(crate) fn runs_of(hub: &Hub, peer: PeerId, pieces: &Pieces) -> Result<Vec<Run>, FabricError> {
-    let sides = hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
+    let sides = hub.sockets.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
     Ok(pieces.runs(&sides)?)
 }
 

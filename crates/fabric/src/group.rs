@@ -49,7 +49,7 @@ impl Group {
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
-        if peers.iter().any(|peer| hub.both_sides(*peer).is_none()) {
+        if peers.iter().any(|peer| hub.sockets.both_sides(*peer).is_none()) {
             return Err(FabricError::NoSuchPeer);
         }
         drop(hub);

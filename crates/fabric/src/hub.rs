@@ -1,279 +1,26 @@
-//! All that one process has open: its connections, what goes over them, and what came of it. Nothing here blocks.
-//!
-//! ```text
-//!  connecting side:   TCP connect --> challenge --> Hello sent --> Welcome: up --> (fence) --> gone
-//!  listening side:    accepted: challenge sent --> Hello --> Welcome sent: serving --> gone
-//! ```
-//! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
-//! only when the peer has said over another connection that it reads the broken one no more (a fence), or when its lease is
-//! over ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not
-//! overwritten. Writes that a neighbour reads out of this process's memory ([`crate::same_host`]) count on no lease: it
-//! confirms, or it is gone.
+//! All that one engine has: its transfers, the sockets that carry them, and what came of it. Nothing here blocks.
 
-mod ending;
-mod greeting;
-mod links;
-mod neighbours;
-mod peers;
-mod posting;
-mod serving;
-
-use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::net::{SocketAddr, TcpListener};
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rustix::buffer::spare_capacity;
-use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, Timespec, eventfd};
+use rustix::event::epoll::Event;
 
-use self::neighbours::{Job, TURN_BYTES};
 use crate::completion::Outcomes;
-use crate::descriptor::RegionDescriptor;
+use crate::descriptor::Descriptor;
 use crate::engine::EngineOptions;
-use crate::fences::{Fences, LEASE, Whom};
-use crate::immediates::Immediates;
-use crate::inbox::{Admission, Inbox};
-use crate::lease::{self, Lease};
-use crate::numbered::Numbered;
-use crate::regions::{Piece, Regions};
-use crate::same_host::{Card, Neighbour};
-use crate::sessions::Sessions;
-use crate::shape::{RegionLengths, Side};
-use crate::shm::Segment;
-use crate::tcp::{BadFrame, Credentials, Ended, Identity, Key, Link, Outcome};
-use crate::transfers::{Action, PathId, PeerId, Ticket, Token, Transfers};
-
-/// How often connections are looked at. Whoever connected says something at each look.
-const LOOK: Duration = Duration::from_millis(500);
-/// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call.
-const WITHOUT_SOCKETS_MAX: u32 = 32;
-
-const WAKE: u64 = u64::MAX;
-/// Listeners are told from connections by this bit.
-const LISTENER: u64 = 1 << 63;
-
-/// A number of a connection, not used twice.
-type LinkId = u64;
+use crate::provider::drive;
+use crate::sockets::{PathStatus, Sockets, TURN_BYTES};
+use crate::tcp::{Credentials, Identity};
+use crate::transfers::{PeerId, Transfers};
 
 #[derive(Debug)]
 pub(crate) struct Hub {
-    pub(crate) me: Identity,
-    key: Key,
-    /// With these all connections are encrypted.
-    credentials: Option<Credentials>,
-    begun: Instant,
     pub(crate) transfers: Transfers,
-    pub(crate) immediates: Immediates,
-    pub(crate) inbox: Inbox,
-    pub(crate) regions: Regions,
+    pub(crate) sockets: Sockets,
     pub(crate) outcomes: Outcomes,
-    epoll: Arc<OwnedFd>,
-    wake: OwnedFd,
-    listeners: Vec<TcpListener>,
-    /// What peers are told instead of what is listened on.
-    advertised: Vec<SocketAddr>,
-    /// When listeners that were left alone are listened on again.
-    accept_at: Option<Duration>,
-    /// Paths to each address of a peer.
-    connections: usize,
-    links: Numbered<LinkId, Entry>,
-    next_link: LinkId,
-    /// Links with something to write that has not been tried.
-    dirty: Vec<LinkId>,
-    /// Links that had more than one turn's frames.
-    ready: Vec<LinkId>,
-    /// Links that go through rings, which epoll knows nothing of.
-    rings: Vec<LinkId>,
-    /// Polls in a row that brought enough without a look at sockets.
-    without_sockets: u32,
-    sessions: Sessions,
-    /// Regions that are being given back.
-    pub(crate) letting_go: usize,
     pub(crate) is_closed: bool,
-    peers: Numbered<PeerId, Peer>,
-    paths: Numbered<PathId, PathAt>,
-    posted: Numbered<Token, Posted>,
-    fences: Fences,
-    /// What neighbours read of this process; none where nothing goes by process_vm.
-    card: Option<Card>,
-    /// Whether a path that goes over TCP only is none.
-    needs_neighbours: bool,
-    /// [`crate::transfers::Options::chunk_bytes`]
-    chunk_bytes: u64,
-    /// Connections of either side between neighbours that had to do without rings.
-    pub(crate) without_rings: u64,
-    /// What is to be read from neighbours.
-    jobs: VecDeque<Job>,
-    /// Of broken connections that are fenced, whom their writes were to be read by.
-    pulling: HashMap<u64, Arc<Neighbour>>,
-    /// What transfers under way use.
-    used: Numbered<Ticket, Used>,
-    look_at: Duration,
     /// Until when the thread behind this sleeps if nothing happens.
     pub(crate) asleep_until: Option<Duration>,
-}
-
-#[derive(Debug)]
-struct Entry {
-    link: Link,
-    role: Role,
-    /// What epoll tells of.
-    interest: EventFlags,
-    heard: Duration,
-    acks: Vec<Outcome>,
-    /// Whether something that came was left there, since too much waited to be written.
-    is_held_up: bool,
-    /// Of what it asked this process to read: [`neighbours::Job`] counts.
-    queued: usize,
-    /// The process at the other end, where both can read each other's memory.
-    neighbour: Option<Arc<Neighbour>>,
-    /// The message whose bytes are coming.
-    coming: Option<Coming>,
-}
-
-#[derive(Debug)]
-struct Coming {
-    token: u64,
-    number: u64,
-    admission: Admission,
-    /// Where they go; not touched before all are there. Empty if it is not admitted.
-    bytes: Vec<u8>,
-}
-
-#[derive(Debug)]
-enum Role {
-    /// Of a peer that has not said who it is.
-    Accepted { challenge: [u8; 16], lease: Lease },
-    /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
-    Serving { from: Identity, session: u128, connection: u64, body: Option<(u64, bool)>, lease: Lease },
-    /// Ends when all is written.
-    Leaving,
-    /// Ours, on its way: TCP connects, then the peer's challenge comes, then its welcome.
-    Connecting { to: Goal, connection: u64 },
-    Greeted {
-        to: Goal,
-        connection: u64,
-        nonce: [u8; 16],
-        /// What was offered, or why nothing is. None: nobody thought of it.
-        segment: Option<Result<Segment, String>>,
-    },
-    /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
-    Up { path: PathId, number: u32, connection: u64, body: Option<Token>, stamp: u64 },
-}
-
-/// What a connection of ours is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Goal {
-    /// A path's connection of that number.
-    Path(PathId, u32),
-    /// That nothing more is read of an earlier connection.
-    Fence(u64),
-}
-
-#[derive(Debug)]
-struct Peer {
-    whom: Whom,
-    regions: HashMap<u32, RegionDescriptor>,
-}
-
-#[derive(Debug)]
-struct PathAt {
-    peer: PeerId,
-    address: SocketAddr,
-    link: Option<LinkId>,
-    /// Why it is not up, or was not the last time.
-    trouble: Option<String>,
-    transport: Transport,
-    /// Why it is not a faster one.
-    fallback: Option<String>,
-    /// Why what is said beside the bytes does not go through rings.
-    no_rings: Option<String>,
-}
-
-/// A way to a peer, as it is now.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PathStatus {
-    /// Of the peer.
-    pub address: SocketAddr,
-    /// Whether it carries transfers.
-    pub is_up: bool,
-    /// How bytes travel, or did the last time; TCP before the first.
-    pub transport: Transport,
-    /// Why they do not travel by [`Transport::Cma`]; None if they do, or if nobody wants that.
-    pub fallback: Option<String>,
-    /// With [`Transport::Cma`]: why small writes, and what is said beside the bytes, go through the socket and not through
-    /// shared memory. None if they do not, and over TCP, where that is no fallback.
-    pub no_rings: Option<String>,
-    /// Of the last parts that it carried, each by itself; None before the first.
-    pub bytes_per_second: Option<f64>,
-    /// Why it broke or could not be made the last time; None if that never happened.
-    pub trouble: Option<String>,
-}
-
-/// How bytes travel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transport {
-    /// Through a socket.
-    Tcp,
-    /// From the memory of one process straight into another's of the same host, by process_vm (cross-memory attach).
-    Cma,
-}
-
-impl Transport {
-    /// "tcp" or "cma".
-    pub fn name(self) -> &'static str {
-        match self {
-            Transport::Tcp => "tcp",
-            Transport::Cma => "cma",
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Posted {
-    link: LinkId,
-    what: Asked,
-}
-
-#[derive(Debug)]
-enum Asked {
-    /// And what the link has written when its bytes have left.
-    Write(u64),
-    /// The same, but the peer reads the bytes.
-    Pull,
-    Read(Vec<Piece>),
-    /// A read that a job of ours does.
-    Job,
-    Tell,
-    /// What the link has written when its bytes have left.
-    Message(u64, #[expect(dead_code, reason = "what the link writes is to stay alive")] Arc<[u8]>),
-}
-
-#[derive(Debug)]
-pub(crate) struct Used {
-    whom: PeerId,
-    /// Regions of this process.
-    own: Vec<u32>,
-    /// Regions of the peer, with the generation that they had when the transfer began.
-    peer: Vec<(u32, u32)>,
-}
-
-/// The lengths of this process's regions and those of a peer.
-pub(crate) struct BothSides<'a> {
-    own: &'a Regions,
-    peer: &'a HashMap<u32, RegionDescriptor>,
-}
-
-impl RegionLengths for BothSides<'_> {
-    fn region_bytes(&self, side: Side, region: u32) -> Option<u64> {
-        match side {
-            Side::Local => self.own.bytes(region),
-            Side::Remote => self.peer.get(&region).map(|region| region.len),
-        }
-    }
 }
 
 impl Hub {
@@ -282,131 +29,23 @@ impl Hub {
         credentials: Option<Credentials>,
         options: EngineOptions,
     ) -> io::Result<Hub> {
-        let EngineOptions { listen, advertise, token, connections, transport, transfers, inbox, .. } =
-            options;
-        // What is encrypted goes by TCP.
-        let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
-        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
-        let mut listeners = Vec::new();
-        for (index, address) in (0..).zip(&listen) {
-            let listener = TcpListener::bind(address)
-                .map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
-            listener.set_nonblocking(true)?;
-            epoll::add(&epoll, &listener, EventData::new_u64(LISTENER | index), EventFlags::IN)?;
-            listeners.push(listener);
-        }
         Ok(Hub {
-            me,
-            key: Key::new(&token),
-            credentials,
-            begun: Instant::now(),
-            chunk_bytes: transfers.chunk_bytes,
-            transfers: Transfers::new(transfers),
-            immediates: Immediates::default(),
-            inbox: Inbox::new(inbox),
-            regions: Regions::default(),
+            transfers: Transfers::new(options.transfers.clone()),
+            sockets: Sockets::open(me, credentials, options)?,
             outcomes: Outcomes::default(),
-            epoll: Arc::new(epoll),
-            wake,
-            listeners,
-            advertised: advertise,
-            accept_at: None,
-            connections: connections.max(1),
-            links: Numbered::default(),
-            next_link: 0,
-            dirty: Vec::new(),
-            ready: Vec::new(),
-            rings: Vec::new(),
-            without_sockets: 0,
-            sessions: Sessions::default(),
-            letting_go: 0,
             is_closed: false,
-            peers: Numbered::default(),
-            paths: Numbered::default(),
-            posted: Numbered::default(),
-            fences: Fences::default(),
-            card: (wanted != Some(Transport::Tcp)).then(|| Card::new(me)),
-            needs_neighbours: wanted == Some(Transport::Cma),
-            without_rings: 0,
-            jobs: VecDeque::new(),
-            pulling: HashMap::new(),
-            used: Numbered::default(),
-            look_at: LOOK,
             asleep_until: None,
         })
     }
 
-    pub(crate) fn epoll(&self) -> Arc<OwnedFd> {
-        Arc::clone(&self.epoll)
-    }
-
     pub(crate) fn now(&self) -> Duration {
-        self.begun.elapsed()
-    }
-
-    /// Lets whoever sleeps for this hub look again.
-    pub(crate) fn wake(&self) {
-        // A counter that is full wakes too.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    /// Takes note that it was woken; what it was woken for is seen to by [`Hub::poll`].
-    pub(crate) fn note_woken(&self) {
-        let mut count = [0; 8];
-        let _ = rustix::io::read(&self.wake, &mut count);
+        self.sockets.now()
     }
 
     /// Takes what came, without waiting, and does what is due. Whether anything happened.
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
-        events.clear();
-        let ready = std::mem::take(&mut self.ready);
-        let mut any = !ready.is_empty();
-        ready.into_iter().for_each(|link| self.take(link));
-        let by_rings = self.take_from_rings();
-        any |= by_rings;
-        self.without_sockets = if by_rings { self.without_sockets + 1 } else { WITHOUT_SOCKETS_MAX };
-        // Also before connections are judged by what was heard of them.
-        if self.without_sockets >= WITHOUT_SOCKETS_MAX || self.now() >= self.look_at {
-            self.without_sockets = 0;
-            // An interrupted call brought nothing.
-            let _ = epoll::wait(&self.epoll, spare_capacity(events), Some(&Timespec::default()));
-        }
-        for event in events.iter() {
-            match event.data.u64() {
-                // For the thread that sleeps.
-                WAKE => continue,
-                listener if listener & LISTENER != 0 => self.accept((listener ^ LISTENER) as usize),
-                link => {
-                    self.note_told(link);
-                    self.take(link);
-                }
-            }
-            any = true;
-        }
-        let now = self.now();
-        if now >= self.look_at {
-            let is_late = now >= self.look_at + LOOK;
-            self.look_at = now + LOOK;
-            self.look(now, is_late);
-        }
-        if self.accept_at.is_some_and(|at| at <= now) {
-            self.accept_at = None;
-            self.listen_to(EventFlags::IN);
-        }
-        self.see_to_fences(now);
+        let any = self.sockets.poll(events);
         self.pump() || any
-    }
-
-    /// When there is something to do if nothing comes.
-    pub(crate) fn next_tick(&self) -> Duration {
-        if !self.ready.is_empty() || !self.jobs.is_empty() {
-            return Duration::ZERO;
-        }
-        let look = (!self.links.is_empty() || !self.sessions.is_empty()).then_some(self.look_at);
-        let ticks = [self.transfers.next_tick(), self.fences.next_tick(), look, self.accept_at];
-        ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
     /// Posts and does whatever is due now. Whether that was anything.
@@ -415,70 +54,81 @@ impl Hub {
         let mut turn = TURN_BYTES;
         loop {
             let now = self.now();
-            self.transfers.tick(now);
-            let mut more = false;
-            while let Some(action) = self.transfers.next_action() {
-                more = true;
-                self.act(action);
-            }
-            while let Some(post) = self.transfers.next_post(now) {
-                more = true;
-                self.post(post);
-            }
-            let dirty = std::mem::take(&mut self.dirty);
-            // A link that ends here gives back what is to be posted elsewhere.
-            more |= !dirty.is_empty();
-            dirty.into_iter().for_each(|link| self.flush(link));
-            more |= self.do_jobs(&mut turn);
+            let outcomes = &mut self.outcomes;
+            let mut more = drive(&mut self.transfers, &mut self.sockets, now, |sockets, ticket, outcome| {
+                sockets.note_over(ticket);
+                outcomes.tell(ticket, outcome);
+            });
+            more |= self.sockets.work(&mut turn);
             any |= more;
             if !more {
+                self.hear();
                 return any;
             }
         }
     }
 
-    fn act(&mut self, action: Action) {
-        match action {
-            Action::Over(ticket, outcome) => {
-                for region in self.used.remove(&ticket).map(|used| used.own).unwrap_or_default() {
-                    self.regions.count_use(region, -1);
-                }
-                self.outcomes.tell(ticket, outcome);
-            }
-            Action::Close(path, number) => {
-                let link = self.paths.get(&path).and_then(|path| path.link);
-                let is_it = |entry: &Entry| matches!(entry.role, Role::Up { number: of, .. } if of == number);
-                if let Some(link) = link.filter(|link| self.links.get(link).is_some_and(is_it)) {
-                    self.end(link, &Ended::Bad(BadFrame("a part of a transfer took too long")));
-                }
-            }
-            Action::Connect(path, number) => {
-                let Some(at) = self.paths.get(&path) else { return };
-                let (peer, address) = (at.peer, at.address);
-                match self.connect(address, Goal::Path(path, number)) {
-                    Ok(link) => {
-                        if let Some(path) = self.paths.get_mut(&path) {
-                            path.link = Some(link);
-                        }
-                    }
-                    Err(error) => {
-                        tracing::debug!(?peer, %address, %error, "cannot connect");
-                        self.note_trouble(path, &error);
-                        let now = self.now();
-                        self.transfers.path_broke(now, path, number);
-                    }
-                }
-            }
-            Action::Lost(peer) => tracing::warn!(?peer, "a peer cannot be reached any more"),
+    /// When there is something to do if nothing comes.
+    pub(crate) fn next_tick(&self) -> Duration {
+        self.sockets.next_tick().min(self.transfers.next_tick().unwrap_or(Duration::MAX))
+    }
+
+    /// What came by itself is told to those who wait for it. A thread behind that sleeps, and has to do so otherwise from now
+    /// on, gets up.
+    fn hear(&mut self) {
+        let news = self.sockets.take_news();
+        if news.message {
+            self.outcomes.note_message();
+        }
+        if news.change {
+            self.outcomes.note_change();
+        }
+        if news.rings && self.asleep_until.is_some() {
+            self.sockets.wake();
         }
     }
-}
 
-/// A number that nobody else draws.
-pub(crate) fn random() -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    Ok(u64::from_le_bytes(bytes))
-}
+    /// A peer; none if it has no address that is known here.
+    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> io::Result<Option<PeerId>> {
+        let Some(ways) = self.sockets.ways_to(descriptor)? else { return Ok(None) };
+        let (peer, paths) = self.transfers.add_peer(self.now(), ways.paths());
+        self.sockets.add_peer(peer, &paths, ways, descriptor);
+        self.pump();
+        Ok(Some(peer))
+    }
 
-const _: () = assert!(LEASE.as_millis() > lease::PLACES.as_millis());
+    /// Ends all transfers with a peer. Those that wrote are over when the peer has confirmed that, or with its lease.
+    pub(crate) fn remove_peer(&mut self, peer: PeerId) {
+        let now = self.now();
+        self.transfers.remove_peer(now, peer);
+        self.pump();
+        self.sockets.remove_peer(peer);
+        self.pump();
+    }
+
+    /// All ways to a peer; none if there is no such peer.
+    pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
+        let status = |path| {
+            let status = self.sockets.path_status(path)?;
+            let (is_up, bytes_per_second) = (self.transfers.is_up(path), self.transfers.rate(path));
+            Some(PathStatus { is_up, bytes_per_second, ..status })
+        };
+        self.transfers.paths(peer).iter().copied().filter_map(status).collect()
+    }
+
+    /// Ends everything, for good, but what asks neighbours to read nothing more of this process
+    /// ([`Sockets::is_pulled`]).
+    pub(crate) fn close(&mut self) {
+        self.is_closed = true;
+        self.outcomes.note_message();
+        self.sockets.peers().into_iter().for_each(|peer| self.remove_peer(peer));
+        self.sockets.close();
+        self.hear();
+    }
+
+    /// Of a closed hub: asks nobody any more. All that was under way is over.
+    pub(crate) fn forsake(&mut self) {
+        self.sockets.forsake();
+        self.pump();
+    }
+}

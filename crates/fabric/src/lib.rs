@@ -1,7 +1,7 @@
 //! Moves bytes between processes and hosts.
 //!
-//! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. An
-//! [`Engine`] carries that out, over TCP, and between processes of one host by process_vm.
+//! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. A
+//! [`Provider`] carries that out. An [`Engine`] has the one for TCP, and for process_vm between processes of one host.
 #![deny(unsafe_code)]
 
 mod completion;
@@ -16,12 +16,14 @@ mod immediates;
 mod inbox;
 mod lease;
 mod numbered;
+mod provider;
 mod regions;
 mod runs;
 mod same_host;
 mod sessions;
 mod shape;
 mod shm;
+mod sockets;
 mod tcp;
 mod transfers;
 
@@ -30,11 +32,12 @@ pub use descriptor::{
 };
 pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer};
 pub use group::{Group, GroupHandle, Part};
-pub use hub::{PathStatus, Transport};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
+pub use provider::{Event, NotNow, Provider, drive};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
+pub use sockets::{PathStatus, Transport};
 pub use tcp::{Tls, TlsError};
 pub use transfers::{
     Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,

@@ -606,11 +606,11 @@ impl Transfers {
         true
     }
 
-    /// Posts that read over a path have at most so many bytes from now on, at least one; [`Options::chunk_bytes`] where that
-    /// was never said.
-    pub fn set_read_bytes(&mut self, path: PathId, bytes: u64) {
+    /// Posts that read over a path have at most so many bytes from now on, at least one; None for
+    /// [`Options::chunk_bytes`].
+    pub fn set_read_bytes(&mut self, path: PathId, bytes: Option<u64>) {
         if let Some(path) = self.paths.get_mut(&path) {
-            path.read_bytes = bytes.max(1);
+            path.read_bytes = bytes.unwrap_or(self.options.chunk_bytes).max(1);
         }
     }
 

@@ -304,7 +304,7 @@ fn a_path_may_be_read_over_in_larger_posts_than_it_is_written_over() {
     let options = Options { chunk_runs: 3, ..Options::default() };
     let (mut transfers, peer, paths) = connected(options, 1);
     warm_up(&mut transfers, peer, 1);
-    transfers.set_read_bytes(paths[0], 4 * MIB);
+    transfers.set_read_bytes(paths[0], Some(4 * MIB));
     let mut posted = |op: Op, runs: &[u64]| {
         let whole = request(peer, 0, Priority::High);
         let place = Place { region: 0, offset: 0 };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
-use super::{Asked, Entry, Goal, Hub, LinkId, Posted, Role};
+use super::{Asked, Entry, Goal, LinkId, Posted, Role, Sockets};
 use crate::fences::LEASE;
 use crate::same_host::Card;
 use crate::tcp::{Ended, Head};
@@ -14,13 +14,11 @@ use crate::transfers::{Completion, PathId, PeerId, Token};
 /// How long a connection may say nothing.
 const SILENT: Duration = Duration::from_millis(1500);
 
-impl Hub {
-    /// Ends everything, for good, but what asks neighbours to read nothing more of this process ([`Hub::is_pulled`]).
+impl Sockets {
+    /// Ends all connections, for good, but those that ask neighbours to read nothing more of this process
+    /// ([`Sockets::is_pulled`]).
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
-        self.outcomes.note_message();
-        let peers: Vec<PeerId> = self.peers.keys().copied().collect();
-        peers.into_iter().for_each(|peer| self.remove_peer(peer));
         let is_fence = |entry: &Entry| {
             matches!(
                 entry.role,
@@ -33,13 +31,12 @@ impl Hub {
         self.listeners.clear();
     }
 
-    /// Of a closed hub: asks nobody any more. All that was under way is over.
+    /// Ends these too. Nothing is under way any more.
     pub(crate) fn forsake(&mut self) {
         self.remove_links(|_| true);
         self.pulling.clear();
         let tokens = self.fences.take_all();
         self.give_back(tokens);
-        self.pump();
     }
 
     /// A connection is over.
@@ -56,7 +53,7 @@ impl Hub {
                     Goal::Path(path, number) => {
                         self.note_trouble(path, why);
                         self.unlink(path, id);
-                        self.transfers.path_broke(now, path, number);
+                        self.broke(path, number);
                     }
                     Goal::Fence(of) => self.fence_failed(now, of),
                 }
@@ -81,7 +78,7 @@ impl Hub {
                 broken.sort_unstable_by_key(|(token, _)| *token);
                 broken.iter().for_each(|(token, _)| drop(self.posted.remove(token)));
                 let peer = self.unlink(path, id);
-                self.transfers.path_broke(now, path, number);
+                self.broke(path, number);
                 let (writes, others): (Vec<_>, Vec<_>) =
                     broken.into_iter().partition(|(_, is_write)| *is_write);
                 let tokens: Vec<Token> = writes.into_iter().map(|(token, _)| token).collect();
@@ -121,7 +118,7 @@ impl Hub {
         let over = self.fences.take_over(now);
         self.give_back(over);
         for (connection, address) in self.fences.take_due(now) {
-            if let Err(error) = self.connect(address, Goal::Fence(connection)) {
+            if let Err(error) = self.open_link(address, Goal::Fence(connection)) {
                 tracing::debug!(%address, %error, "cannot connect");
                 self.fence_failed(now, connection);
             }
@@ -130,8 +127,7 @@ impl Hub {
 
     /// Nothing touches the memory of these posts any more.
     pub(super) fn give_back(&mut self, tokens: Vec<Token>) {
-        let now = self.now();
-        tokens.into_iter().for_each(|token| self.transfers.complete(now, token, Completion::Unknown));
+        tokens.into_iter().for_each(|token| self.completed(token, Completion::Unknown));
     }
 
     /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.

@@ -1,18 +1,18 @@
 //! Parts of transfers go out.
 
-use super::{Asked, Hub, Posted, Role};
+use super::{Asked, Posted, Role, Sockets};
+use crate::provider::NotNow;
 use crate::regions::Piece;
 use crate::runs::Run;
 use crate::tcp::{Head, WireRun};
 use crate::transfers::{Completion, Op, Post, Work};
 
-impl Hub {
-    pub(super) fn post(&mut self, post: Post) {
+impl Sockets {
+    pub(super) fn send(&mut self, post: Post) -> Result<(), NotNow> {
         let Post { path, token, ticket, work } = post;
-        let now = self.now();
         let link = self.paths.get(&path).and_then(|at| at.link);
         let Some((link, entry)) = link.and_then(|link| Some((link, self.links.get_mut(&link)?))) else {
-            return self.transfers.hand_back(now, token);
+            return Err(NotNow);
         };
         let number = token.number();
         let entry = match &work {
@@ -20,11 +20,11 @@ impl Hub {
                 match self.post_to_neighbour(link, token, ticket, *op, runs) {
                     Some(what) => {
                         self.posted.insert(token, Posted { link, what });
-                        return;
+                        return Ok(());
                     }
                     None => match self.links.get_mut(&link) {
                         Some(entry) => entry,
-                        None => return self.transfers.hand_back(now, token),
+                        None => return Err(NotNow),
                     },
                 }
             }
@@ -60,8 +60,8 @@ impl Hub {
                     let generation = known.iter().find(|(region, _)| *region == remote.region);
                     let piece = self.regions.own(local.region, local.offset, len);
                     let (Some(piece), Some((_, generation))) = (piece, generation) else {
-                        self.transfers.complete(now, token, Completion::Refused);
-                        return;
+                        self.completed(token, Completion::Refused);
+                        return Ok(());
                     };
                     WireRun { region: remote.region, generation: *generation, offset: remote.offset, len }
                         .encode(&mut frame);
@@ -79,5 +79,6 @@ impl Hub {
         };
         self.posted.insert(token, Posted { link, what });
         self.dirty.push(link);
+        Ok(())
     }
 }

@@ -1,24 +1,17 @@
 //! What peers ask for, and what they answer.
 
-use std::time::Duration;
-
 use super::neighbours::Job;
-use super::{Asked, Coming, Hub, LinkId, Posted, Role};
+use super::{Asked, Coming, LinkId, Posted, Role, Sockets};
 use crate::immediates::Arrival;
 use crate::inbox::{Admission, EngineId, Message};
 use crate::lease;
+use crate::provider::Event;
 use crate::regions::{Piece, Regions};
 use crate::tcp::{BadFrame, Ended, Head, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
 
-impl Hub {
-    pub(super) fn take_frame(
-        &mut self,
-        id: LinkId,
-        head: Head,
-        entries: &[u8],
-        now: Duration,
-    ) -> Result<(), Ended> {
+impl Sockets {
+    pub(super) fn take_frame(&mut self, id: LinkId, head: Head, entries: &[u8]) -> Result<(), Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(()) };
         match (&mut entry.role, head) {
             (Role::Serving { lease, .. }, Head::Ping { stamp }) => {
@@ -58,7 +51,7 @@ impl Hub {
             (Role::Serving { session, .. }, Head::Tell { token, number, counter, generation }) => {
                 let arrival = self.immediates.arrive(*session, number, counter, generation);
                 if matches!(arrival, Arrival::Counted(_)) {
-                    self.outcomes.note_change();
+                    self.news.change = true;
                 }
                 entry.acks.push(Outcome { token, refused: arrival == Arrival::Refused });
             }
@@ -80,7 +73,7 @@ impl Hub {
                     return Err(BadFrame("an answer before it can be known").into());
                 }
                 self.posted.remove(&token);
-                self.transfers.complete(now, token, Completion::NoRoom);
+                self.completed(token, Completion::NoRoom);
             }
             (Role::Up { body, .. }, Head::Data { token, bytes }) => {
                 let token = Token::from_number(token);
@@ -112,7 +105,7 @@ impl Hub {
                     }
                     self.posted.remove(&token);
                     let completion = if refused { Completion::Refused } else { Completion::Placed };
-                    self.transfers.complete(now, token, completion);
+                    self.happened.push_back(Event::Completed(token, completion));
                 }
             }
             _ => return Err(BadFrame("a frame that is not its side's").into()),
@@ -121,10 +114,10 @@ impl Hub {
     }
 
     /// All bytes of the last frame are in place.
-    pub(super) fn take_body(&mut self, id: LinkId, now: Duration) {
+    pub(super) fn take_body(&mut self, id: LinkId) {
         let Some(entry) = self.links.get_mut(&id) else { return };
         if self.letting_go > 0 {
-            self.outcomes.note_change();
+            self.news.change = true;
         }
         match &mut entry.role {
             Role::Serving { body, from, session, .. } => {
@@ -141,7 +134,7 @@ impl Hub {
                         let from = EngineId { engine_id: from.engine, boot_nonce: from.boot };
                         let message = Message { from, bytes };
                         if self.inbox.deliver(&mut self.immediates, *session, number, message) {
-                            self.outcomes.note_message();
+                            self.news.message = true;
                         }
                     }
                     Admission::Known | Admission::Refused => {}
@@ -151,7 +144,7 @@ impl Hub {
             Role::Up { body, .. } => {
                 if let Some(token) = body.take() {
                     self.posted.remove(&token);
-                    self.transfers.complete(now, token, Completion::Placed);
+                    self.completed(token, Completion::Placed);
                 }
             }
             _ => {}

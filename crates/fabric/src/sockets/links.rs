@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::greeting::challenge_of;
-use super::{Coming, Entry, Goal, Hub, LISTENER, LOOK, LinkId, Role, random};
+use super::{Coming, Entry, Goal, LISTENER, LOOK, LinkId, Role, Sockets, random};
 use crate::fences::Whom;
 use crate::inbox::Admission;
 use crate::lease::{self, Lease};
@@ -32,8 +32,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Frames of one connection before the others have their turn.
 const FRAMES_A_TURN: usize = 64;
 
-impl Hub {
-    pub(super) fn connect(&mut self, address: SocketAddr, to: Goal) -> io::Result<LinkId> {
+impl Sockets {
+    pub(super) fn open_link(&mut self, address: SocketAddr, to: Goal) -> io::Result<LinkId> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
@@ -66,7 +66,7 @@ impl Hub {
         let entry = self.links.remove(&id)?;
         if self.letting_go > 0 {
             // It touches nothing any more.
-            self.outcomes.note_change();
+            self.news.change = true;
         }
         self.rings.retain(|link| *link != id);
         if entry.neighbour.is_some() {
@@ -154,7 +154,7 @@ impl Hub {
             return self.end(id, &ended);
         }
         if entry.link.is_flushed() && self.letting_go > 0 {
-            self.outcomes.note_change();
+            self.news.change = true;
         }
         if matches!(entry.role, Role::Leaving) && entry.link.is_flushed() {
             self.remove(id);
@@ -211,7 +211,7 @@ impl Hub {
                 has_more = false;
                 break;
             }
-            match self.take_next(id, now) {
+            match self.take_next(id) {
                 Ok(true) => {}
                 Ok(false) => {
                     has_more = false;
@@ -256,7 +256,7 @@ impl Hub {
     }
 
     /// Takes the next thing that came over a connection. False: there is nothing, or the connection is gone.
-    pub(super) fn take_next(&mut self, id: LinkId, now: Duration) -> Result<bool, Ended> {
+    pub(super) fn take_next(&mut self, id: LinkId) -> Result<bool, Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
         match &mut entry.role {
             Role::Accepted { challenge, .. } => {
@@ -314,8 +314,8 @@ impl Hub {
                     return Ok(false);
                 }
                 match came {
-                    Came::Frame(head, entries) => self.take_frame(id, head, &entries, now)?,
-                    _ => self.take_body(id, now),
+                    Came::Frame(head, entries) => self.take_frame(id, head, &entries)?,
+                    _ => self.take_body(id),
                 }
                 Ok(true)
             }

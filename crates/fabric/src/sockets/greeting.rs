@@ -1,11 +1,12 @@
 //! Who is at the other end of a connection, and how bytes are to travel.
 
 use super::neighbours::PULLED_CHUNKS;
-use super::{Entry, Goal, Hub, LinkId, Role, Transport};
+use super::{Entry, Goal, LinkId, Role, Sockets, Transport};
+use crate::provider::Event;
 use crate::sessions::TooMany;
 use crate::tcp::{Answer, BYTES_MAX, BadFrame, Ended, Hello, Purpose, Welcome};
 
-impl Hub {
+impl Sockets {
     /// A peer has said who it is; None: without a proof.
     pub(super) fn greet(&mut self, id: LinkId, hello: Option<Hello>) {
         let (answer, nonce) = match hello {
@@ -61,12 +62,10 @@ impl Hub {
         match (welcome, to) {
             (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
                 let transport = self.know_neighbour(id, path, &welcome)?;
-                let chunks = if transport == Transport::Cma { PULLED_CHUNKS } else { 1 };
-                self.transfers.set_read_bytes(path, self.chunk_bytes.saturating_mul(chunks).min(BYTES_MAX));
+                let read_bytes = (transport == Transport::Cma)
+                    .then(|| self.chunk_bytes.saturating_mul(PULLED_CHUNKS).min(BYTES_MAX));
                 self.take_up_rings(id, path, &welcome, transport)?;
-                if !self.transfers.path_up(path, number) {
-                    return Err(Ended::Closed);
-                }
+                self.happened.push_back(Event::Up { path, connection: number, read_bytes });
                 if let Some(entry) = self.links.get_mut(&id) {
                     entry.role = Role::Up { path, number, connection, body: None, stamp: 0 };
                 }
@@ -75,7 +74,7 @@ impl Hub {
             (Some(Welcome { answer: Answer::Welcome, .. }), Goal::Fence(of)) => {
                 self.remove(id);
                 self.pulling.remove(&of);
-                self.outcomes.note_change();
+                self.news.change = true;
                 let tokens = self.fences.confirmed(of);
                 self.give_back(tokens);
                 Ok(false)

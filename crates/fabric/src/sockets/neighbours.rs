@@ -12,7 +12,7 @@ use kvlane_memory::ProbeError;
 use rustix::io::Errno;
 
 use super::links::is_same_host;
-use super::{Asked, Goal, Hub, LinkId, Role, Transport};
+use super::{Asked, Goal, LinkId, Role, Sockets, Transport};
 use crate::regions::Piece;
 use crate::runs::Run;
 use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};
@@ -21,7 +21,7 @@ use crate::tcp::{BadFrame, Ended, Head, Hello, Offer, Outcome, Reads, Rings, Wel
 use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 
 /// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
-pub(super) const TURN_BYTES: usize = 1 << 20;
+pub(crate) const TURN_BYTES: usize = 1 << 20;
 /// A post that reads from a neighbour has so many times the bytes of another: it is read in turns anyway, and nobody waits
 /// for a part of it. Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
 pub(super) const PULLED_CHUNKS: u64 = 8;
@@ -75,7 +75,7 @@ impl Job {
     }
 }
 
-impl Hub {
+impl Sockets {
     /// Where neighbours may read this process's card, and which descriptor is a segment for a connection.
     pub(super) fn offer(&self, rings: Option<u32>) -> Option<Offer> {
         self.card.as_ref().map(|card| Offer { pid: std::process::id(), card: card.address(), rings })
@@ -149,7 +149,7 @@ impl Hub {
         self.rings.push(id);
         // Something may be there already, and no wake for it.
         self.ready.push(id);
-        self.get_up();
+        self.news.rings = true;
     }
 
     /// Whether a neighbour was asked to read from this process, and has not said that it has.
@@ -176,15 +176,7 @@ impl Hub {
     pub(super) fn note_told(&mut self, id: LinkId) {
         if let Some(rings) = self.links.get_mut(&id).and_then(|entry| entry.link.rings()) {
             rings.note_told();
-            self.get_up();
-        }
-    }
-
-    /// The thread behind may sleep meanwhile: a wake that was meant for it, and is taken by whoever polls now, would not wake
-    /// it, and no other comes for what the peer says next. So it gets up, and asks for wakes anew before it sleeps again.
-    fn get_up(&self) {
-        if self.asleep_until.is_some() {
-            self.wake();
+            self.news.rings = true;
         }
     }
 
@@ -343,7 +335,7 @@ impl Hub {
 
     fn job_is_over(&mut self, job: &Job, refused: bool) {
         if self.letting_go > 0 {
-            self.outcomes.note_change();
+            self.news.change = true;
         }
         if job.regions.is_none() {
             if let Some(entry) = self.links.get_mut(&job.link) {
@@ -355,7 +347,7 @@ impl Hub {
         let token = Token::from_number(job.token);
         if self.posted.remove(&token).is_some() {
             let completion = if refused { Completion::Refused } else { Completion::Placed };
-            self.transfers.complete(self.begun.elapsed(), token, completion);
+            self.completed(token, completion);
         }
     }
 
@@ -374,7 +366,7 @@ impl Hub {
     pub(super) fn fence_failed(&mut self, now: Duration, of: u64) {
         if self.pulling.get(&of).is_some_and(|neighbour| !neighbour.is_there()) {
             self.pulling.remove(&of);
-            self.outcomes.note_change();
+            self.news.change = true;
             let tokens = self.fences.confirmed(of);
             return self.give_back(tokens);
         }

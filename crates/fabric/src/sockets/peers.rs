@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 
-use super::{BothSides, Hub, LinkId, PathAt, PathStatus, Peer, Transport, Used, random};
+use super::{BothSides, LinkId, PathAt, PathStatus, Peer, Sockets, Transport, Used, random};
 use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
 use crate::fences::Whom;
 use crate::runs::Run;
@@ -16,7 +16,7 @@ const ADDRESSES_MAX: usize = 16;
 /// The provider's number in an [`Address`].
 const TCP: u8 = 1;
 
-impl Hub {
+impl Sockets {
     pub(crate) fn descriptor(&self) -> io::Result<Descriptor> {
         let own = self.listeners.iter().map(TcpListener::local_addr);
         let addresses: Vec<SocketAddr> = match self.advertised.is_empty() {
@@ -31,26 +31,28 @@ impl Hub {
         })
     }
 
-    /// A peer; none if it has no address that is known here.
-    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> io::Result<Option<PeerId>> {
+    /// How a peer can be reached; none if it has no address that is known here.
+    pub(crate) fn ways_to(&self, descriptor: &Descriptor) -> io::Result<Option<Ways>> {
         let known = descriptor.addresses.iter().filter_map(decode_address).take(ADDRESSES_MAX);
         let addresses: Vec<SocketAddr> = known.collect();
         if addresses.is_empty() {
             return Ok(None);
         }
         let session = u128::from(random()?) << 64 | u128::from(random()?);
-        let now = self.now();
-        let (peer, paths) = self.transfers.add_peer(now, addresses.len() * self.connections);
-        for (path, address) in paths.into_iter().zip(addresses.iter().cycle()) {
+        let whom = Whom { identity: identity(descriptor), session, addresses };
+        Ok(Some(Ways { whom, connections: self.connections }))
+    }
+
+    /// A peer, with its paths: as many as its [`Ways::paths`].
+    pub(crate) fn add_peer(&mut self, peer: PeerId, paths: &[PathId], ways: Ways, descriptor: &Descriptor) {
+        let Ways { whom, .. } = ways;
+        for (path, address) in paths.iter().zip(whom.addresses.iter().cycle()) {
             let (transport, link, address) = (Transport::Tcp, None, *address);
             let (trouble, fallback, no_rings) = (None, None, None);
             let at = PathAt { peer, address, link, trouble, transport, fallback, no_rings };
-            self.paths.insert(path, at);
+            self.paths.insert(*path, at);
         }
-        let whom = Whom { identity: identity(descriptor), session, addresses };
         self.peers.insert(peer, Peer { whom, regions: by_number(descriptor) });
-        self.pump();
-        Ok(Some(peer))
     }
 
     /// The peer's memory, as it is now. False if it is another process's descriptor, or no such peer is known.
@@ -65,30 +67,26 @@ impl Hub {
         }
     }
 
-    /// Ends all transfers with a peer. Those that wrote are over when the peer has confirmed that, or with its lease.
+    /// Forgets a peer whose transfers were ended, and its paths.
     pub(crate) fn remove_peer(&mut self, peer: PeerId) {
-        let now = self.now();
-        self.transfers.remove_peer(now, peer);
-        self.pump();
         self.peers.remove(&peer);
         // Links of paths that were still connecting.
         let left: Vec<LinkId> =
             self.paths.values().filter(|path| path.peer == peer).filter_map(|path| path.link).collect();
         left.into_iter().for_each(|link| drop(self.remove(link)));
         self.paths.retain(|_, path| path.peer != peer);
-        self.pump();
     }
 
-    /// All ways to a peer; none if there is no such peer.
-    pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
-        let status = |path: &PathId| {
-            let PathAt { address, trouble, transport, fallback, no_rings, .. } = self.paths.get(path)?;
-            let (is_up, bytes_per_second) = (self.transfers.is_up(*path), self.transfers.rate(*path));
-            let (trouble, fallback, no_rings) = (trouble.clone(), fallback.clone(), no_rings.clone());
-            let (address, transport) = (*address, *transport);
-            Some(PathStatus { address, is_up, transport, fallback, no_rings, bytes_per_second, trouble })
-        };
-        self.transfers.paths(peer).iter().filter_map(status).collect()
+    pub(crate) fn peers(&self) -> Vec<PeerId> {
+        self.peers.keys().copied().collect()
+    }
+
+    /// A path, as far as it is known here: not whether it is up, and at which rate.
+    pub(crate) fn path_status(&self, path: PathId) -> Option<PathStatus> {
+        let PathAt { address, trouble, transport, fallback, no_rings, .. } = self.paths.get(&path)?;
+        let (trouble, fallback, no_rings) = (trouble.clone(), fallback.clone(), no_rings.clone());
+        let (address, transport, is_up, bytes_per_second) = (*address, *transport, false, None);
+        Some(PathStatus { address, is_up, transport, fallback, no_rings, bytes_per_second, trouble })
     }
 
     pub(crate) fn add_region(&mut self, base: usize, len: u64, access: Access) -> u32 {
@@ -132,10 +130,16 @@ impl Hub {
         Used { whom, own: sorted(|run| run.local.region), peer }
     }
 
-    /// Notes what a transfer uses.
+    /// Notes what a transfer uses, until it is over.
     pub(crate) fn note_use(&mut self, ticket: Ticket, used: Used) {
         used.own.iter().for_each(|region| self.regions.count_use(*region, 1));
         self.used.insert(ticket, used);
+    }
+
+    pub(crate) fn note_over(&mut self, ticket: Ticket) {
+        for region in self.used.remove(&ticket).map(|used| used.own).unwrap_or_default() {
+            self.regions.count_use(region, -1);
+        }
     }
 
     /// Ends the connections that move bytes of a region for a peer. Whether there were any.
@@ -159,6 +163,20 @@ impl Hub {
         let by_socket =
             self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link);
         by_socket.chain(self.jobs_that_touch(memory)).collect()
+    }
+}
+
+/// How a peer can be reached.
+#[derive(Debug)]
+pub(crate) struct Ways {
+    whom: Whom,
+    /// Paths to each address.
+    connections: usize,
+}
+
+impl Ways {
+    pub(crate) fn paths(&self) -> usize {
+        self.whom.addresses.len() * self.connections
     }
 }
 

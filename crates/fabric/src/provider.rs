@@ -1,0 +1,116 @@
+//! The seam between what is decided and what carries it out: [`Transfers`] decides, a [`Provider`] has the connections.
+//!
+//! ```text
+//!               Transfers  --- connect, close, post --->  Provider
+//!               (no I/O)   <--- Event ------------------  (sockets and process_vm; in tests a simulated network)
+//! ```
+
+use std::time::Duration;
+
+use crate::transfers::{Action, Completion, Failure, PathId, PeerId, Post, Ticket, Token, Transfers};
+
+/// Something that carries posts over connections. It decides nothing: which path, how much at once, what is tried again and
+/// when something is given up is [`Transfers`]' business.
+///
+/// What the two have to agree on beyond the calls: which paths there are, and which memory the places of a
+/// [`crate::Run`] name.
+pub trait Provider {
+    /// Opens a path's connection of that number. [`Event::Up`] or [`Event::Broke`] follows.
+    fn connect(&mut self, now: Duration, path: PathId, connection: u32);
+
+    /// Ends this connection, if that has not happened yet. [`Event::Broke`] follows, and for everything posted on it
+    /// [`Event::Completed`], as [`Completion::Unknown`] unless it is known better, once nothing touches its memory any more.
+    fn close(&mut self, now: Duration, path: PathId, connection: u32);
+
+    /// Takes a post; one [`Event::Completed`] follows, however it ends.
+    ///
+    /// # Errors
+    /// The path takes nothing now. [`Event::Ready`], or the completion of another post on it, says when it does.
+    fn post(&mut self, now: Duration, post: Post) -> Result<(), NotNow>;
+
+    /// No path to a peer has been up for [`crate::Options::peer_patience`]: its transfers are failed. Its paths are tried on.
+    fn lost(&mut self, now: Duration, peer: PeerId);
+
+    /// What happened next, in the order in which it did; None if nothing has.
+    fn next_event(&mut self) -> Option<Event>;
+}
+
+/// A path takes no post at the moment: its connection went, or its queue is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NotNow;
+
+/// What a [`Provider`] tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A path's connection of that number is there.
+    Up {
+        /// Whose.
+        path: PathId,
+        /// Its number.
+        connection: u32,
+        /// Most bytes of one post that reads over it; None for [`crate::Options::chunk_bytes`].
+        read_bytes: Option<u64>,
+    },
+    /// It broke, or could not be made. What was posted on it is still to complete. Told again, or late, it is passed over.
+    Broke {
+        /// Whose.
+        path: PathId,
+        /// Its number.
+        connection: u32,
+    },
+    /// A path that did not take a post takes one again.
+    Ready(PathId),
+    /// What became of a post. Told twice it counts once.
+    Completed(Token, Completion),
+}
+
+/// Does what is due: tells `transfers` what happened, and lets the provider carry out what they ask for, until there is
+/// nothing left. `over` is told of each transfer that is over. Answers whether there was anything to do.
+pub fn drive<P: Provider>(
+    transfers: &mut Transfers,
+    provider: &mut P,
+    now: Duration,
+    mut over: impl FnMut(&mut P, Ticket, Result<(), Failure>),
+) -> bool {
+    let mut any = false;
+    transfers.tick(now);
+    loop {
+        let mut more = false;
+        while let Some(event) = provider.next_event() {
+            more = true;
+            tell(transfers, provider, now, event);
+        }
+        while let Some(action) = transfers.next_action() {
+            more = true;
+            match action {
+                Action::Over(ticket, outcome) => over(provider, ticket, outcome),
+                Action::Close(path, connection) => provider.close(now, path, connection),
+                Action::Connect(path, connection) => provider.connect(now, path, connection),
+                Action::Lost(peer) => provider.lost(now, peer),
+            }
+        }
+        while let Some(post) = transfers.next_post(now) {
+            more = true;
+            let token = post.token;
+            if provider.post(now, post) == Err(NotNow) {
+                transfers.hand_back(now, token);
+            }
+        }
+        if !more {
+            return any;
+        }
+        any = true;
+    }
+}
+
+fn tell(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, event: Event) {
+    match event {
+        Event::Up { path, connection, read_bytes } => match transfers.path_up(path, connection) {
+            true => transfers.set_read_bytes(path, read_bytes),
+            false => provider.close(now, path, connection),
+        },
+        Event::Broke { path, connection } => transfers.path_broke(now, path, connection),
+        Event::Ready(path) => transfers.path_ready(path),
+        Event::Completed(token, completion) => transfers.complete(now, token, completion),
+    }
+}
