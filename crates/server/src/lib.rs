@@ -59,6 +59,8 @@ pub struct ServeOptions {
     pub listen: Vec<Address>,
     /// Health, metrics and admin; `None` serves none.
     pub http: Option<SocketAddr>,
+    /// Threads that take the checksums of what was saved, which nobody else sees before.
+    pub seal_threads: usize,
     /// How fast the background check of checksums reads the pool, in bytes a second; 0 turns it off.
     pub scrub_bytes_per_s: u64,
     /// How long leases last without a heartbeat that names them.
@@ -151,7 +153,7 @@ impl Daemon {
             StoreOptions { lease_ttl: options.lease_ttl, claim_ttl: Duration::from_secs(60) },
             ssd.as_ref().map(Ssd::below),
         );
-        let background = store.start_background(options.scrub_bytes_per_s)?;
+        let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
         let shared = Arc::new(Shared {
             boot: random::bytes16()?,
             started: Instant::now(),

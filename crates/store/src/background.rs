@@ -19,13 +19,19 @@ pub struct Background {
 }
 
 impl Store {
-    /// Starts to seal what is committed, and to compare what is visible with its checksums at
-    /// `scrub_bytes_per_s`, 0 for not at all. Fails if the system gives no thread.
-    pub fn start_background(self: &Arc<Self>, scrub_bytes_per_s: u64) -> io::Result<Background> {
+    /// Starts to seal what is committed, on `seal_threads` threads, one at least, and to compare what is visible with its
+    /// checksums at `scrub_bytes_per_s`, 0 for not at all. Fails if the system gives no thread.
+    pub fn start_background(
+        self: &Arc<Self>,
+        seal_threads: usize,
+        scrub_bytes_per_s: u64,
+    ) -> io::Result<Background> {
         let stop = Arc::new(AtomicBool::new(false));
         let mut background =
             Background { store: Arc::clone(self), stop: Arc::clone(&stop), threads: Vec::new() };
-        background.spawn("kvlane-seal", seal)?;
+        for _ in 0..seal_threads.max(1) {
+            background.spawn("kvlane-seal", seal)?;
+        }
         if self.tier.is_some() {
             background.spawn("kvlane-spill", |store, stop| store.spill_until(stop))?;
         }

@@ -31,7 +31,8 @@ pub struct Index {
     /// Slot and generation of committed blocks, in order of commit. May name blocks that died since.
     pub(crate) seal_queue: VecDeque<(u32, u32)>,
     pub(crate) seals_asked: u64,
-    pub(crate) seals_ended: u64,
+    /// Seals that were begun and are not over, by their number: several threads seal.
+    pub(crate) sealing: BTreeSet<u64>,
     /// Slot and generation of blocks that became visible and that the tier below is to get, in that order. May name blocks
     /// that died since.
     pub(crate) spill_queue: VecDeque<(u32, u32)>,
@@ -61,7 +62,7 @@ impl Index {
             limbo: Limbo::default(),
             seal_queue: VecDeque::new(),
             seals_asked: 0,
-            seals_ended: 0,
+            sealing: BTreeSet::new(),
             spill_queue: VecDeque::new(),
             spill_limit: 0,
             spills_taken: 0,
@@ -150,7 +151,7 @@ impl Index {
             blocks: self.spaces.iter().map(|space| space.sealed).sum(),
             leased_blocks: self.leases.blocks(),
             claimed_blocks: self.claims.len() as u64,
-            seal_queue: self.seals_asked - self.seals_ended,
+            seal_queue: (self.seal_queue.len() + self.sealing.len()) as u64,
             spill_queue: self.spill_queue.len() as u64,
             leases: self.leases.len() as u64,
             counters: self.counters,

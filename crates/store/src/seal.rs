@@ -12,6 +12,8 @@ use crate::limbo::Extent;
 pub struct Check {
     pub(crate) slot: u32,
     pub(crate) generation: u32,
+    /// Of a seal: the how many-th to be asked for, from 0 on.
+    seal: Option<u64>,
     /// Extent and checksum of each shard.
     shards: Vec<(Extent, u32)>,
 }
@@ -53,14 +55,20 @@ impl Index {
             && let Some((slot, generation)) = self.seal_queue.pop_front()
         {
             if self.entries.current(slot, generation).is_some() {
-                let check = self.start_check(slot);
+                let number = self.seals_asked - self.seal_queue.len() as u64 - 1;
+                self.sealing.insert(number);
+                let check = Check { seal: Some(number), ..self.start_check(slot) };
                 bytes += check.bytes();
                 checks.push(check);
-            } else {
-                self.seals_ended += 1;
             }
         }
         checks
+    }
+
+    /// So many of the first seals that were asked for are over: their blocks are visible, or died.
+    pub fn sealed_through(&self) -> u64 {
+        let queued = self.seals_asked - self.seal_queue.len() as u64;
+        self.sealing.first().map_or(queued, |first| queued.min(*first))
     }
 
     /// Makes a committed block visible with these crc32c, one a shard, unless it died meanwhile.
@@ -71,7 +79,9 @@ impl Index {
             crcs.len(),
             check.shards.len()
         );
-        self.seals_ended += 1;
+        if let Some(number) = check.seal {
+            self.sealing.remove(&number);
+        }
         if !self.end_check(&check) {
             return;
         }
@@ -121,7 +131,7 @@ impl Index {
         let space = &self.spaces[entry.space as usize];
         let shards = space.rows.shards(entry.row).zip(&space.shard_bytes);
         let shards = shards.map(|((page, crc), &bytes)| (Extent { page, bytes }, crc)).collect();
-        Check { slot, generation: entry.generation, shards }
+        Check { slot, generation: entry.generation, seal: None, shards }
     }
 
     /// True when the block still lives.

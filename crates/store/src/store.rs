@@ -42,8 +42,6 @@ pub struct Store {
     /// How often a namespace was dropped. Held for reading while a block is handed to the tier, or claimed to come from it:
     /// so either the drop sees it, or it sees the drop.
     pub(crate) drops: RwLock<u64>,
-    /// Held while a batch is sealed, so that batches end in the order of their commits.
-    seal_turn: Mutex<()>,
     /// Held while a block is scrubbed; the slot where the next one starts.
     scrub_turn: Mutex<u32>,
 }
@@ -72,7 +70,6 @@ impl Store {
             spill_changed: Condvar::new(),
             scrub_stop: Condvar::new(),
             drops: RwLock::new(0),
-            seal_turn: Mutex::new(()),
             scrub_turn: Mutex::new(0),
         })
     }
@@ -190,27 +187,29 @@ impl Store {
         let deadline = Instant::now() + timeout;
         let mut index = self.index.lock();
         let goal = index.seals_asked;
-        while index.seals_ended < goal {
+        while index.sealed_through() < goal {
             if self.sealed.wait_until(&mut index, deadline).timed_out() {
-                return index.seals_ended >= goal;
+                return index.sealed_through() >= goal;
             }
         }
         true
     }
 
-    /// Takes the checksums of a batch of committed blocks and makes them visible. False when there was none.
+    /// Takes the checksums of a batch of committed blocks and makes them visible. False when there was none. Several
+    /// threads may do so at once, each with a batch of its own.
     pub fn seal_pending(&self) -> bool {
-        let _turn = self.seal_turn.lock();
         let mut index = self.index.lock();
-        let ended_before = index.seals_ended;
+        let any = index.has_unsealed();
         let batch = index.take_unsealed(SEAL_BATCH_BYTES, BLOCKS_A_HOLD);
+        if index.has_unsealed() {
+            self.committed.notify_one();
+        }
         drop(index);
         let crcs: Vec<Vec<u32>> = batch.iter().map(|check| self.crcs(check)).collect();
         let mut index = self.index.lock();
         for (check, crcs) in batch.into_iter().zip(&crcs) {
             index.finish_seal(check, crcs);
         }
-        let any = index.seals_ended > ended_before;
         self.sealed.notify_all();
         if index.has_spill() {
             self.spill_changed.notify_all();

@@ -432,6 +432,33 @@ fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
     assert_eq!(index.stats().limbo_bytes, 0);
 }
 
+/// Several threads seal, each a batch: the later one may be done first. Who waited for the first one was told that it is
+/// sealed, by the number of those that were.
+#[test]
+fn a_seal_that_ends_before_an_earlier_one_does_not_count_for_it() {
+    let now = Instant::now();
+    let extents = ExtentAllocator::new(64, std::slice::from_ref(&(0..64)));
+    let mut index = Index::new(extents, 64 * PAGE_BYTES, StoreOptions::default());
+    let space = index.space(MODEL, "a model", CutDigest([5; 16]), &[PAGE_BYTES]);
+    let mut outcomes = Vec::new();
+    index.claim(A, WORKER, space, 0, Chain::Unchained, &hashes(0, 4), now, &mut outcomes);
+    let shards = claimed(&outcomes);
+    index.commit(&shards, now);
+    let [first] = index.take_unsealed(1, 1).try_into().unwrap();
+    let [second] = index.take_unsealed(1, 1).try_into().unwrap();
+    // The third one dies while it waits.
+    index.drop_blocks(&[(shards[2].slot, shards[2].generation)]);
+    assert!(index.stats().seal_queue >= 3);
+    index.finish_seal(second, &[0]);
+    assert_eq!(index.sealed_through(), 0);
+    index.finish_seal(first, &[0]);
+    assert_eq!(index.sealed_through(), 2);
+    let [last] = index.take_unsealed(u64::MAX, usize::MAX).try_into().unwrap();
+    assert_eq!((index.sealed_through(), index.stats().seal_queue), (3, 1));
+    index.finish_seal(last, &[0]);
+    assert_eq!((index.sealed_through(), index.stats().seal_queue), (4, 0));
+}
+
 /// Engines that extend their prompts in turns spread each prompt over the whole pool: then no slab can be emptied
 /// without a parent of blocks elsewhere.
 #[test]
@@ -471,7 +498,7 @@ fn the_background_seals_and_scrubs() {
     let space = pool.space(MODEL, &[1]);
     let prompt = hashes(0, 4);
     {
-        let background = pool.store.start_background(1 << 30).unwrap();
+        let background = pool.store.start_background(1, 1 << 30).unwrap();
         pool.write(&prompt, &pool.claim(space, &prompt), 1);
         assert!(pool.store.settle(PATIENCE));
         assert_eq!(pool.found(space, &prompt), 4);
@@ -494,7 +521,7 @@ fn the_background_seals_and_scrubs() {
 fn engines_at_once_read_what_was_saved() {
     let pool = Pool::new(64);
     let space = pool.space(MODEL, &[2]);
-    let background = pool.store.start_background(1 << 30).unwrap();
+    let background = pool.store.start_background(3, 1 << 30).unwrap();
     let pool = &pool;
     let engine = |number: u64| {
         let mut verified = 0;

@@ -171,7 +171,7 @@ impl Pool {
         let store = Store::with_tier(Arc::clone(&arena), StoreOptions::default(), Some(tier));
         let space =
             store.space(MODEL, "a model", CutDigest([5; 16]), &SHARDS.map(|pages| pages * PAGE_BYTES));
-        let _background = store.start_background(0).unwrap();
+        let _background = store.start_background(2, 0).unwrap();
         Self { shelf: Arc::clone(shelf), arena, store, space, _background }
     }
 
