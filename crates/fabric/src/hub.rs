@@ -122,7 +122,7 @@ impl Hub {
         self.is_closed = true;
         self.outcomes.note_message();
         self.sockets.peers().into_iter().for_each(|peer| self.remove_peer(peer));
-        self.sockets.close();
+        self.sockets.end_all();
         self.hear();
     }
 

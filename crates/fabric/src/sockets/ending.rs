@@ -17,7 +17,7 @@ const SILENT: Duration = Duration::from_millis(1500);
 impl Sockets {
     /// Ends all connections, for good, but those that ask neighbours to read nothing more of this process
     /// ([`Sockets::is_pulled`]).
-    pub(crate) fn close(&mut self) {
+    pub(crate) fn end_all(&mut self) {
         self.is_closed = true;
         let is_fence = |entry: &Entry| {
             matches!(
