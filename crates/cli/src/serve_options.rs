@@ -51,7 +51,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_NUMA", value_enum, value_name = "MODE")]
     numa: Option<NumaArg>,
 
-    /// Threads that take the checksums of saved blocks, each some 4 GB/s: saves that come faster than that for long find no
+    /// Threads that take the checksums of saved blocks, each 4 to 9 GB/s: saves that come faster than that for long find no
     /// room [default: a quarter of the CPUs, 1 to 8]
     #[arg(long, env = "KVLANE_SEAL_THREADS", value_name = "N")]
     seal_threads: Option<NonZeroUsize>,
