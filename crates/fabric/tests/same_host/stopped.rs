@@ -1,0 +1,151 @@
+//! Processes that are stopped: what they may still read when they go on is not over.
+
+use std::time::{Duration, Instant};
+
+use kvlane_fabric::{Failure, Handle, Op, Pieces, Transfer, Transport};
+
+use crate::side::{CANARY, LARGE, POISON, Peer, SOON, Side, done, impatient, lost};
+use crate::support::{MIB, PATIENCE, Process};
+
+/// Longer than a connection may be silent, and than a connection's lease.
+const STOPPED: Duration = Duration::from_secs(4);
+
+#[derive(Clone, Copy, PartialEq)]
+enum Stopped {
+    /// Before the write begins, which has a time limit.
+    Before,
+    /// While it takes the bytes of the write, which is cancelled then.
+    Amid,
+}
+
+/// A write to a process that was stopped: it may be about to read our memory when it goes on.
+fn written_to_a_stopped_process(stopped: Stopped) -> (Side, Peer, Process, Handle, Failure) {
+    let here = Side::new(LARGE, impatient());
+    here.memory.fill(0, LARGE, 7);
+    let mut there = Process::new(LARGE);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("fill 0 1 0");
+    let (handle, failure) = match stopped {
+        Stopped::Before => {
+            there.pause();
+            let pieces = Pieces::Contiguous(here.run(peer, 0, 0, LARGE));
+            let timeout = Some(Duration::from_millis(300));
+            let transfer = Transfer { timeout, ..Transfer::write(pieces) };
+            (here.engine.begin(peer.id, transfer).unwrap(), Failure::DeadlineExceeded)
+        }
+        Stopped::Amid => {
+            let handle = here.long(peer, Op::Write);
+            there.order(&format!("await {}", MIB + 12_345));
+            there.pause();
+            handle.cancel();
+            (handle, Failure::Cancelled)
+        }
+    };
+    assert_eq!(handle.wait(Some(STOPPED)), None, "it is over while its memory may still be read");
+    (here, peer, there, handle, failure)
+}
+
+fn a_write_to_a_stopped_process_is_over_when_that_goes_on(stopped: Stopped) {
+    let (here, peer, mut there, handle, failure) = written_to_a_stopped_process(stopped);
+    there.resume();
+    assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(failure)));
+    here.memory.fill(0, LARGE, POISON);
+    here.memory.fill(0, 1, 7);
+    here.reach(peer);
+    assert_eq!(here.path(peer).transport, Transport::Cma);
+    for _ in 0..100 {
+        there.order(&format!("absent {POISON}"));
+        done(&here.write(peer, 0, 1));
+    }
+    assert_eq!(handle.outcome(), Some(Err(failure)), "it is over only once");
+}
+
+#[test]
+fn a_write_to_a_stopped_process_that_is_out_of_time_is_over_when_that_goes_on() {
+    a_write_to_a_stopped_process_is_over_when_that_goes_on(Stopped::Before);
+}
+
+#[test]
+fn a_cancelled_write_to_a_process_that_was_stopped_amid_it_is_over_when_that_goes_on() {
+    a_write_to_a_stopped_process_is_over_when_that_goes_on(Stopped::Amid);
+}
+
+#[test]
+fn a_write_to_a_stopped_process_is_over_when_that_is_killed() {
+    for stopped in [Stopped::Before, Stopped::Amid] {
+        let (mut here, _, mut there, handle, failure) = written_to_a_stopped_process(stopped);
+        there.kill();
+        assert_eq!(handle.wait(Some(SOON)), Some(Err(failure)));
+        here.engine.unregister(here.region).unwrap();
+        here.register();
+    }
+}
+
+#[test]
+fn a_stopped_process_is_read_until_it_has_been_silent_for_too_long() {
+    let here = Side::new(LARGE, impatient());
+    let mut there = Process::new(LARGE);
+    there.order(&format!("fill 0 {LARGE} 9"));
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("fill 0 1 9");
+    there.pause();
+    done(&here.read(peer, 0, LARGE));
+    assert_eq!(here.memory.other_than(0, LARGE, 9), None);
+    let begun = Instant::now();
+    while here.path(peer).is_up {
+        assert!(begun.elapsed() < PATIENCE, "it stays up");
+        std::thread::yield_now();
+    }
+    here.memory.fill(0, LARGE, CANARY);
+    lost(&here.read(peer, 0, LARGE));
+    assert_eq!(here.memory.other_than(0, LARGE, CANARY), None, "of a transfer that failed");
+    there.resume();
+    here.reach(peer);
+    done(&here.read(peer, 1, LARGE - 1));
+    assert_eq!(here.memory.other_than(1, LARGE - 1, 9), None);
+}
+
+/// By its id it looks as if it were gone. That does not keep its other threads from reading.
+#[test]
+fn a_write_to_a_stopped_process_whose_first_thread_has_ended_is_over_when_that_goes_on() {
+    let here = Side::new(LARGE, impatient());
+    here.memory.fill(0, LARGE, 7);
+    let mut there = Process::new(LARGE);
+    let peer = here.meet(&there.descriptor());
+    here.is_neighbour(peer);
+    there.order("end-first-thread");
+    there.order("fill 0 1 0");
+    let handle = here.long(peer, Op::Write);
+    there.order(&format!("await {}", MIB + 12_345));
+    there.pause();
+    handle.cancel();
+    assert_eq!(handle.wait(Some(STOPPED)), None, "it is over while its memory may still be read");
+    there.resume();
+    assert_eq!(handle.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)));
+    here.memory.fill(0, LARGE, POISON);
+    here.memory.fill(0, 1, 7);
+    here.reach(peer);
+    done(&here.read(peer, 0, LARGE));
+    assert_eq!(here.memory.find(POISON), None);
+    assert_eq!(here.path(peer).transport, Transport::Tcp, "it cannot be read any more by its id");
+}
+
+/// It cannot see any more whether the peer is there. That does not keep the peer from reading it.
+#[test]
+fn a_write_of_a_process_that_may_read_others_no_more_is_not_over_while_the_peer_is_stopped() {
+    let (mut writer, mut taker) = (Process::new(LARGE), Process::new(LARGE));
+    writer.order(&format!("meet {}", taker.descriptor().to_text().unwrap()));
+    writer.order("write 0 1");
+    writer.order(&format!("fill 0 {LARGE} 7"));
+    writer.order("write-on");
+    taker.order(&format!("await {}", MIB + 12_345));
+    taker.pause();
+    writer.order("forbid");
+    writer.order("disconnect");
+    std::thread::sleep(STOPPED);
+    assert_eq!(writer.ask("outcome"), "None", "over while its memory may still be read");
+    taker.resume();
+    writer.order("lost");
+}
