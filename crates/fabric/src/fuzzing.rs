@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
@@ -130,7 +130,8 @@ pub fn link(cuts: &[u8], tape: &[u8]) {
             }
         }
     }
-    drop(feeder);
+    // Not by closing it: a process that another test is starting has a copy of its descriptor for a moment.
+    feeder.shutdown(Shutdown::Write).unwrap();
     loop {
         match receiver.next(&mut link) {
             Some(Ok(event)) => assert_eq!(Some(event), wanted.pop()),
