@@ -2,7 +2,8 @@
 //!
 //! Pure: no I/O, no clock, no locks. A *slot* is the store's number for a block, a *key* a fingerprint of its content.
 //!
-//! - [`PrefixLru`], the store's eviction order; [`ReplacementPolicy`] and its kinds, which can take its place.
+//! - [`ReplacementPolicy`] and its kinds: what a store evicts, and what it takes in. [`PrefixLru`] is the list that they are
+//!   made of.
 //! - [`longest_hit`]: how many tokens of a prompt can be reused.
 //! - [`CacheModel`]: a cache without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
 //! - [`Ceilings`]: what a cache without limit could have hit.
@@ -28,7 +29,7 @@ pub use hyperloglog::{BadSketch, HyperLogLog};
 pub use key::spread;
 pub use lru::PrefixLru;
 pub use model::{CacheModel, Outcome};
-pub use replacement::{Blocks, PolicyKind, ReplacementPolicy, UnknownPolicy};
-pub use replay::{Choice, EstimatedCeiling, Replayed, Setup, estimate_ceiling, replay};
+pub use replacement::{Blocks, Choice, PolicyKind, ReplacementPolicy, UnknownPolicy};
+pub use replay::{EstimatedCeiling, Replayed, Setup, estimate_ceiling, replay};
 pub use shadow::{Auto, Switch};
 pub use trace::Trace;

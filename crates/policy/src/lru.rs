@@ -17,8 +17,7 @@ struct Link {
 ///
 /// The rule that callers keep and this type helps with: a parent is newer than its children, so that the old end
 /// holds blocks whose children are gone. [`touch_prefix`](Self::touch_prefix) and
-/// [`insert_older`](Self::insert_older) place slots that way. Slots that must not be evicted (leased, being
-/// written) are simply not in the list.
+/// [`insert_run`](Self::insert_run) place slots that way.
 ///
 /// Slot numbers are below `u32::MAX - 1` and should be dense: memory is 8 bytes times the largest one.
 #[derive(Default)]
@@ -52,8 +51,7 @@ impl PrefixLru {
 
     /// True when `slot` is in the list.
     pub fn contains(&self, slot: u32) -> bool {
-        let chunk = self.chunks.get(slot as usize / CHUNK);
-        chunk.is_some_and(|links| links[slot as usize % CHUNK].older != OUT)
+        self.get(slot).is_some()
     }
 
     /// Adds `slot` as the last to be evicted. It must not be in the list.
@@ -111,30 +109,6 @@ impl PrefixLru {
         true
     }
 
-    /// Takes out the blocks of a prefix, given from its head; those that are not in are passed over. Like `remove` of
-    /// each, but neighbours in the list, which the blocks of a prefix mostly are, cost one write each.
-    pub fn remove_prefix(&mut self, slots: &[u32]) {
-        let mut rest = slots;
-        while let Some(&head) = rest.first() {
-            if !self.contains(head) {
-                rest = &rest[1..];
-                continue;
-            }
-            // The run of slots that each lie right below the one before.
-            let newer = self.link(head).newer;
-            let mut taken = 0;
-            let mut older = head;
-            while rest.get(taken) == Some(&older) {
-                let link = self.link(older);
-                older = std::mem::replace(&mut link.older, OUT);
-                taken += 1;
-            }
-            self.join(older, newer);
-            self.len -= taken;
-            rest = &rest[taken..];
-        }
-    }
-
     /// Makes `slot` the newest if it is in the list; otherwise nothing happens.
     pub fn touch(&mut self, slot: u32) {
         if self.ends.is_some_and(|ends| ends.newest != slot) && self.remove(slot) {
@@ -145,8 +119,27 @@ impl PrefixLru {
     /// Touches the blocks of a prefix, given from its head: the tail first and the head last, so that the head
     /// ends up newest.
     pub fn touch_prefix(&mut self, slots: &[u32]) {
-        for &slot in slots.iter().rev() {
-            self.touch(slot);
+        self.touch_from_tail(slots.iter().rev().copied());
+    }
+
+    /// Touches slots in this order; those that are not in are passed over. Slots of which each lies right above the one
+    /// before, as the blocks of a prefix mostly do, are moved together: they are read, not written.
+    pub fn touch_from_tail(&mut self, slots: impl IntoIterator<Item = u32>) {
+        // The oldest and the newest of the slots that are moved next.
+        let mut run: Option<(u32, u32)> = None;
+        for slot in slots {
+            let Some(Link { older, .. }) = self.get(slot) else { continue };
+            match &mut run {
+                Some((_, newest)) if *newest == older => *newest = slot,
+                _ => {
+                    if let Some((oldest, newest)) = run.replace((slot, slot)) {
+                        self.move_to_newest(oldest, newest);
+                    }
+                }
+            }
+        }
+        if let Some((oldest, newest)) = run {
+            self.move_to_newest(oldest, newest);
         }
     }
 
@@ -187,6 +180,22 @@ impl PrefixLru {
         (newer != NONE).then_some(newer)
     }
 
+    /// Moves neighbours, from `oldest` to `newest`, to the new end.
+    fn move_to_newest(&mut self, oldest: u32, newest: u32) {
+        let newer = self.link(newest).newer;
+        if newer == NONE {
+            return;
+        }
+        let older = self.link(oldest).older;
+        self.join(older, newer);
+        if let Some(ends) = self.ends {
+            self.link(oldest).older = ends.newest;
+            self.link(ends.newest).newer = oldest;
+            self.link(newest).newer = NONE;
+            self.ends = Some(Ends { newest, ..ends });
+        }
+    }
+
     /// Closes the gap between what lay right below and right above a slot that was taken out.
     fn join(&mut self, older: u32, newer: u32) {
         if older != NONE {
@@ -214,6 +223,11 @@ impl PrefixLru {
         while self.chunks.len() <= slot as usize / CHUNK {
             self.chunks.push(vec![Link { older: OUT, newer: NONE }; CHUNK].into_boxed_slice());
         }
+    }
+
+    fn get(&self, slot: u32) -> Option<Link> {
+        let link = self.chunks.get(slot as usize / CHUNK)?[slot as usize % CHUNK];
+        (link.older != OUT).then_some(link)
     }
 
     fn link(&mut self, slot: u32) -> &mut Link {

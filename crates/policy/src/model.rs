@@ -157,8 +157,10 @@ impl CacheModel {
     /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
     fn store_run(&mut self, keys: &[u64], parent: u32, evicted: &mut impl FnMut(u64)) -> usize {
         self.run.clear();
+        self.policy.missed(&mut keys.iter().copied());
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
-        let admitted = self.policy.admit(keys, victims, &self.resident).min(keys.len());
+        let refused = victims > 0 && !self.policy.admit(keys, victims, &self.resident);
+        let admitted = if refused { keys.len().saturating_sub(victims) } else { keys.len() };
         let mut last = parent;
         for &key in &keys[..admitted] {
             if self.len() >= self.capacity && !self.evict(evicted) {

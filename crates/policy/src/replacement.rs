@@ -3,10 +3,14 @@
 //! The caller (a store, or [`CacheModel`](crate::CacheModel) in virtual time) knows the blocks; a policy knows slots, and
 //! asks about them through [`Blocks`]. For one request the caller, in this order:
 //!
-//! 1. finds what is resident and reports it with [`touch`](ReplacementPolicy::touch);
-//! 2. asks [`admit`](ReplacementPolicy::admit) once for the run of missing blocks;
+//! 1. finds what is resident and reports it with [`touch`](ReplacementPolicy::touch), and what is not with
+//!    [`missed`](ReplacementPolicy::missed);
+//! 2. if storing the missing blocks needs victims, asks [`admit`](ReplacementPolicy::admit) once for their run;
 //! 3. makes room with [`take_victim`](ReplacementPolicy::take_victim), as often as it needs to;
 //! 4. adds the new blocks with [`insert`](ReplacementPolicy::insert), below the last that was hit.
+//!
+//! In a store the first happens when a prompt is looked up, the rest when its blocks are saved, maybe by and by: then it
+//! also tells with [`renew`](ReplacementPolicy::renew) that the blocks before them still matter.
 //!
 //! All policies know that blocks are prefixes of prompts: a run comes in with its tail as the next to be evicted, a hit is
 //! counted from the tail to the head, a block goes only when nothing resident continues it ([`Blocks::may_evict`]), and what
@@ -32,11 +36,21 @@ pub trait ReplacementPolicy: Send {
     /// Which of the policies this is.
     fn kind(&self) -> PolicyKind;
 
-    /// A request has missed these blocks, given by key from the head, and storing them costs `victims` evictions. Says how
-    /// many of them, from the head, to store: with no eviction needed always all.
-    fn admit(&mut self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> usize {
-        let _ = (victims, blocks);
-        run.len()
+    /// A request has missed these blocks, given by key from the head.
+    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+        let _ = run;
+    }
+
+    /// Whether [`admit`](Self::admit) may say no.
+    fn has_gate(&self) -> bool {
+        false
+    }
+
+    /// Storing these missing blocks, given by key from the head, costs `victims` evictions, more than none. Says whether
+    /// they are worth that. What of them fits without a victim is stored at any rate.
+    fn admit(&self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> bool {
+        let _ = (run, victims, blocks);
+        true
     }
 
     /// New blocks that continue each other, head first, and the block that the first of them continues. They must not be
@@ -46,12 +60,23 @@ pub trait ReplacementPolicy: Send {
     /// A request has hit these blocks, given from the head of its prompt. Slots that are not in are passed over.
     fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks);
 
+    /// What continues these blocks, given from the tail to the head of a prompt, is being stored. That is not a use, but where
+    /// new blocks come in below the one they continue, that one should not have grown old.
+    fn renew(&mut self, from_tail: &mut dyn Iterator<Item = u32>) {
+        let _ = from_tail;
+    }
+
     /// `slot` is gone for another reason than eviction; false if it was not in.
     fn remove(&mut self, slot: u32) -> bool;
 
     /// Takes out the block to evict: the first in the policy's order that [`Blocks::may_evict`] agrees to. None after
-    /// `max_refusals` that it did not agree to.
+    /// `max_refusals` that it did not agree to, or a quarter of that in one of several queues.
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32>;
+
+    /// The cache turned out to hold so many blocks.
+    fn grow(&mut self, capacity: usize) {
+        let _ = capacity;
+    }
 
     /// Slots that are in.
     fn len(&self) -> usize;
@@ -72,9 +97,10 @@ pub trait ReplacementPolicy: Send {
 }
 
 /// The policies there are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PolicyKind {
     /// [`Lru`]
+    #[default]
     Lru,
     /// [`Arc`]
     Arc,
@@ -145,6 +171,40 @@ impl FromStr for PolicyKind {
     fn from_str(text: &str) -> Result<Self, UnknownPolicy> {
         let kind = Self::ALL.into_iter().find(|kind| kind.name() == text);
         kind.ok_or_else(|| UnknownPolicy(text.to_owned()))
+    }
+}
+
+/// Which policy a cache runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// This one.
+    Fixed(PolicyKind),
+    /// The one that shadow caches find best, see [`Auto`](crate::Auto).
+    Auto,
+}
+
+impl Choice {
+    /// What it begins with.
+    pub fn first(self) -> PolicyKind {
+        match self {
+            Self::Fixed(kind) => kind,
+            Self::Auto => PolicyKind::default(),
+        }
+    }
+}
+
+impl Default for Choice {
+    fn default() -> Self {
+        Self::Fixed(PolicyKind::default())
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(kind) => kind.fmt(f),
+            Self::Auto => f.write_str("auto"),
+        }
     }
 }
 

@@ -1,33 +1,13 @@
 //! A trace against a cache, in virtual time.
 
-use std::fmt;
-
 use crate::ceiling::{Ceiling, Window, WindowCount};
 use crate::model::CacheModel;
-use crate::replacement::PolicyKind;
+use crate::replacement::{Choice, PolicyKind};
 use crate::shadow::{Auto, Switch};
 use crate::trace::Trace;
 
 /// Requests between two reports of progress.
 const STEP: usize = 256;
-
-/// Which policy a cache runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
-    /// This one.
-    Fixed(PolicyKind),
-    /// The one that shadow caches find best, see [`Auto`].
-    Auto,
-}
-
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Fixed(kind) => kind.fmt(f),
-            Self::Auto => f.write_str("auto"),
-        }
-    }
-}
 
 /// The cache of a replay.
 #[derive(Clone, Copy, Debug)]
@@ -60,11 +40,9 @@ pub struct Replayed {
 
 /// Replays a whole trace; `progress` is told now and then how many more references are done.
 pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> Replayed {
-    let (kind, mut auto) = match setup.policy {
-        Choice::Fixed(kind) => (kind, None),
-        Choice::Auto => (PolicyKind::Lru, Some(Auto::new(PolicyKind::Lru, setup.capacity))),
-    };
-    let mut ram = CacheModel::new(kind, setup.capacity);
+    let first = setup.policy.first();
+    let mut auto = (setup.policy == Choice::Auto).then(|| Auto::new(first, setup.capacity));
+    let mut ram = CacheModel::new(first, setup.capacity);
     let mut ssd = Ssd::new(setup.ssd_capacity);
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();

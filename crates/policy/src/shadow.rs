@@ -73,6 +73,12 @@ impl Auto {
         self.sample
     }
 
+    /// Whether one prompt in `sample`, a power of two, includes the one that begins with these blocks.
+    pub fn samples(sample: u32, first: u64, second: Option<u64>) -> bool {
+        // Other bits of the key than those by which tables and sketches place it.
+        spread(second.unwrap_or(first)) >> 32 & u64::from(sample - 1) == 0
+    }
+
     /// The policy that should be at work.
     pub fn active(&self) -> PolicyKind {
         self.active
@@ -90,9 +96,7 @@ impl Auto {
 
     /// A request for a prompt of these blocks, head first. Says when another policy is to take over.
     pub fn observe(&mut self, keys: &[u64]) -> Option<Switch> {
-        let &by = keys.get(1).or(keys.first())?;
-        // Other bits of the key than those by which tables and sketches place it.
-        if spread(by) >> 32 & u64::from(self.sample - 1) != 0 {
+        if !Self::samples(self.sample, *keys.first()?, keys.get(1).copied()) {
             return None;
         }
         let count = keys.len() as f64;

@@ -21,11 +21,26 @@ pub(crate) struct FrequencySketch {
 
 impl FrequencySketch {
     pub(crate) fn new(capacity: usize) -> Self {
-        let capacity = capacity.max(64);
-        let row_words = (capacity * SPREAD / 16).next_power_of_two();
-        let words = vec![0; row_words * ROWS].into_boxed_slice();
-        let increments_a_word = (capacity * SAMPLE).div_ceil(words.len());
-        Self { words, row_words, increments: 0, increments_a_word, hand: 0 }
+        Self {
+            words: vec![0; row_words(capacity) * ROWS].into_boxed_slice(),
+            row_words: row_words(capacity),
+            increments: 0,
+            increments_a_word: increments_a_word(capacity),
+            hand: 0,
+        }
+    }
+
+    /// For more blocks of capacity; what was counted stays. It never shrinks.
+    pub(crate) fn grow(&mut self, capacity: usize) {
+        let wanted = row_words(capacity);
+        if wanted > self.row_words {
+            // A key's place in a longer row is, in its low bits, the one it had.
+            let rows = self.words.chunks_exact(self.row_words);
+            self.words = rows.flat_map(|row| row.iter().copied().cycle().take(wanted)).collect();
+            self.row_words = wanted;
+            self.increments = 0;
+            self.increments_a_word = increments_a_word(capacity);
+        }
     }
 
     pub(crate) fn increment(&mut self, key: u64) {
@@ -66,9 +81,30 @@ impl FrequencySketch {
     }
 }
 
+fn row_words(capacity: usize) -> usize {
+    (capacity.max(64) * SPREAD / 16).next_power_of_two()
+}
+
+fn increments_a_word(capacity: usize) -> usize {
+    (capacity.max(64) * SAMPLE).div_ceil(row_words(capacity) * ROWS)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_counted_stays_when_it_grows() {
+        let mut sketch = FrequencySketch::new(100);
+        let key = |n: u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (1..20).for_each(|n| (0..n % 15).for_each(|_| sketch.increment(key(n))));
+        let before: Vec<u32> = (1..20).map(|n| sketch.estimate(key(n))).collect();
+        sketch.grow(1000);
+        assert_eq!((1..20).map(|n| sketch.estimate(key(n))).collect::<Vec<_>>(), before);
+        assert_eq!(sketch.heap_bytes(), FrequencySketch::new(1000).heap_bytes());
+        sketch.increment(key(7));
+        assert_eq!(sketch.estimate(key(7)), before[6] + 1);
+    }
 
     #[test]
     fn counts_up_to_fifteen_and_forgets() {

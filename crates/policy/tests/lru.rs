@@ -9,9 +9,8 @@ enum Op {
     InsertRun(Vec<u32>, Option<u32>),
     Remove(u32),
     Touch(u32),
-    TouchPrefix(Vec<u32>),
     /// So many neighbours in the list, then these slots.
-    RemovePrefix(usize, Vec<u32>),
+    TouchPrefix(usize, Vec<u32>),
     Take(usize, u32),
 }
 
@@ -24,8 +23,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (prop::collection::vec(slot(), 0..4), prop::option::of(slot())).prop_map(|(r, p)| Op::InsertRun(r, p)),
         2 => slot().prop_map(Op::Remove),
         2 => slot().prop_map(Op::Touch),
-        1 => prop::collection::vec(slot(), 0..6).prop_map(Op::TouchPrefix),
-        1 => (0usize..6, prop::collection::vec(slot(), 0..6)).prop_map(|(run, s)| Op::RemovePrefix(run, s)),
+        2 => (0usize..6, prop::collection::vec(slot(), 0..6)).prop_map(|(run, s)| Op::TouchPrefix(run, s)),
         2 => (0usize..6, 1u32..4).prop_map(|(refusals, keep)| Op::Take(refusals, keep)),
     ]
 }
@@ -71,18 +69,14 @@ proptest! {
                     lru.touch(slot);
                     touch(&mut model, slot);
                 }
-                Op::TouchPrefix(slots) => {
-                    lru.touch_prefix(&slots);
-                    for &slot in slots.iter().rev() {
-                        touch(&mut model, slot);
-                    }
-                }
-                Op::RemovePrefix(run, slots) => {
+                Op::TouchPrefix(run, slots) => {
                     // Neighbours first, then any slots: what a prefix with and without holes looks like.
                     let mut prefix: Vec<u32> = model.iter().rev().skip(1).take(run).copied().collect();
                     prefix.extend(slots);
-                    lru.remove_prefix(&prefix);
-                    model.retain(|slot| !prefix.contains(slot));
+                    lru.touch_prefix(&prefix);
+                    for &slot in prefix.iter().rev() {
+                        touch(&mut model, slot);
+                    }
                 }
                 Op::Take(max_refusals, divisor) => {
                     let accept = |slot: u32| slot.is_multiple_of(divisor);

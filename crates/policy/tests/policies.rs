@@ -109,7 +109,8 @@ proptest! {
                         above = Some(slot);
                     }
                     let keys: Vec<u64> = run.iter().map(|&slot| store.key(slot)).collect();
-                    prop_assert_eq!(policy.admit(&keys, 0, &store), keys.len(), "without pressure all come in");
+                    policy.missed(&mut keys.iter().copied());
+                    prop_assert!(policy.has_gate() || policy.admit(&keys, 1, &store), "only a gate keeps out");
                     policy.insert(&run, parent, &store);
                 }
                 Op::Touch(slot) if store.blocks.contains_key(&slot) => policy.touch(&store.prefix(slot), &store),

@@ -339,7 +339,7 @@ mod tests {
             ArenaOptions { bytes: 16 << 20, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
         let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
         let ttl = std::time::Duration::from_secs(60);
-        Store::new(arena, StoreOptions { lease_ttl: ttl, claim_ttl: ttl })
+        Store::new(arena, StoreOptions { lease_ttl: ttl, claim_ttl: ttl, ..StoreOptions::default() })
     }
 
     fn scheduler_group() -> GroupSpec {

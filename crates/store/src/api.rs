@@ -3,19 +3,26 @@
 use std::time::Duration;
 
 use kvlane_block::BlockHash;
+use kvlane_policy::Choice;
 
-/// How long what was promised is kept.
+/// How long what was promised is kept, and what goes when room is needed.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
     /// A lease that its owner's heartbeat does not name is given back at this age.
     pub lease_ttl: Duration,
     /// A claim without progress and without a shard being written dies at this age.
     pub claim_ttl: Duration,
+    /// Which blocks are evicted, and which are taken in.
+    pub policy: Choice,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { lease_ttl: Duration::from_secs(60), claim_ttl: Duration::from_secs(60) }
+        Self {
+            lease_ttl: Duration::from_secs(60),
+            claim_ttl: Duration::from_secs(60),
+            policy: Choice::default(),
+        }
     }
 }
 
@@ -68,7 +75,8 @@ pub enum ClaimOutcome {
     Present,
     /// Another engine is saving it.
     InFlight,
-    /// Not stored: nothing could be evicted, or the block's parent is not in the store.
+    /// Not stored: nothing could be evicted, the block's parent is not in the store, or the policy found it not worth what
+    /// it would displace.
     NoRoom,
 }
 

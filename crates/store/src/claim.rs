@@ -9,8 +9,8 @@ use crate::entries::{NONE, State};
 use crate::evict::Effort;
 use crate::index::Index;
 
-/// Ancestors that one claim call marks as used.
-const TOUCH_LIMIT: usize = 4096;
+/// Ancestors that one claim call renews.
+const RENEW_LIMIT: usize = 4096;
 
 /// A block being saved by the workers of one engine.
 pub(crate) struct Claim {
@@ -45,13 +45,29 @@ impl Claim {
     }
 }
 
-/// What is the same for all blocks of a call.
-struct Caller {
-    owner: OwnerId,
-    writer: WriterId,
-    space: SpaceId,
-    shard: u32,
-    now: Instant,
+/// Who claims which shard: what is the same for all blocks of a call.
+#[derive(Clone, Copy)]
+pub(crate) struct Caller {
+    pub(crate) owner: OwnerId,
+    pub(crate) writer: WriterId,
+    pub(crate) space: SpaceId,
+    pub(crate) shard: u32,
+    pub(crate) now: Instant,
+}
+
+/// Slot of a block that is stored or being stored: since this very call, or before it.
+#[derive(Clone, Copy)]
+enum Found {
+    New(u32),
+    Old(u32),
+}
+
+impl Found {
+    fn slot(self) -> u32 {
+        match self {
+            Self::New(slot) | Self::Old(slot) => slot,
+        }
+    }
 }
 
 /// Where the next block hangs.
@@ -69,7 +85,8 @@ impl Index {
     ///
     /// The first worker of an engine (`owner`) to claim a key creates the claim with room for all shards; the
     /// engine's other workers join with theirs. A chained block whose parent is neither stored nor being stored
-    /// (by anyone) is answered `NoRoom`. Making room evicts, within a bound of work for each call.
+    /// (by anyone) is answered `NoRoom`. Making room evicts, within a bound of work for each call; where the policy finds
+    /// the blocks not worth that, only those come in that find room.
     #[allow(clippy::too_many_arguments, reason = "one call of the wire; each argument is a different thing")]
     pub fn claim(
         &mut self,
@@ -82,10 +99,26 @@ impl Index {
         now: Instant,
         out: &mut Vec<ClaimOutcome>,
     ) {
+        let caller = Caller { owner, writer, space, shard, now };
+        let is_worth_victims = self.are_worth_victims(&caller, hashes);
+        self.claim_part(&caller, chain, hashes, is_worth_victims, out);
+    }
+
+    /// `claim` for some of the blocks of a call that was judged as one.
+    pub(crate) fn claim_part(
+        &mut self,
+        caller: &Caller,
+        chain: Chain,
+        hashes: &[BlockHash],
+        is_worth_victims: bool,
+        out: &mut Vec<ClaimOutcome>,
+    ) {
+        let Caller { space, shard, .. } = *caller;
         let shards = self.spaces[space.0 as usize].shards();
         assert!((shard as usize) < shards, "shard {shard} of a block with {shards} shards");
-        let caller = Caller { owner, writer, space, shard, now };
-        let mut effort = Effort::new();
+        let evicted_before = self.counters.evicted_blocks;
+        let mut effort = Effort::new(is_worth_victims);
+        let is_chained = chain != Chain::Unchained;
         let mut parent = match chain {
             Chain::Start | Chain::Unchained => Parent::None,
             Chain::After(hash) => match self.entries.find(space.0, &hash) {
@@ -96,32 +129,54 @@ impl Index {
         let mut tail = None;
         out.reserve(hashes.len());
         for hash in hashes {
-            let (outcome, block) = self.claim_block(&caller, parent, *hash, &mut effort);
+            let (outcome, block) = self.claim_block(caller, parent, *hash, &mut effort);
             match outcome {
                 ClaimOutcome::Present => self.counters.dedup_present += 1,
                 ClaimOutcome::InFlight => self.counters.dedup_in_flight += 1,
-                ClaimOutcome::NoRoom => self.counters.no_room += 1,
+                ClaimOutcome::NoRoom if is_worth_victims => self.counters.no_room += 1,
+                ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
             out.push(outcome);
-            match (chain, block) {
-                (Chain::Unchained, Some(slot)) => self.lru.touch(slot),
-                (Chain::Unchained, None) => {}
-                (_, Some(slot)) => {
-                    parent = Parent::At(slot);
-                    tail = block;
-                }
-                (_, None) => parent = Parent::Missing,
+            match block {
+                Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
+                Some(Found::Old(slot)) if !is_chained => self.policy.renew(&mut std::iter::once(slot)),
+                _ => {}
+            }
+            if is_chained {
+                tail = block.map(Found::slot).or(tail);
+                parent = block.map_or(Parent::Missing, |block| Parent::At(block.slot()));
             }
         }
-        // The whole prefix was used: tail first, so that parents end up newer.
+        self.end_run(is_chained);
+        let entries = &self.entries;
         let ancestors = std::iter::successors(tail, |&slot| {
-            let parent = self.entries.at(slot).parent;
+            let parent = entries.at(slot).parent;
             (parent != NONE).then_some(parent)
         });
-        for slot in ancestors.take(TOUCH_LIMIT) {
-            self.lru.touch(slot);
+        self.policy.renew(&mut ancestors.take(RENEW_LIMIT));
+        if self.counters.evicted_blocks > evicted_before {
+            self.correct_capacity();
         }
+    }
+
+    /// The policy gets new blocks by runs of which each continues the one before.
+    fn add_to_run(&mut self, slot: u32, is_chained: bool) {
+        if is_chained && self.run.last().is_some_and(|&last| self.entries.at(slot).parent != last) {
+            self.end_run(is_chained);
+        }
+        self.run.push(slot);
+    }
+
+    fn end_run(&mut self, is_chained: bool) {
+        let Some(&head) = self.run.first() else { return };
+        if !is_chained {
+            // Nothing continues anything: the last one, nearest to where the prompt goes on, stays the longest.
+            self.run.reverse();
+        }
+        let parent = self.entries.at(head).parent;
+        self.policy.insert(&self.run, (parent != NONE).then_some(parent), &self.entries);
+        self.run.clear();
     }
 
     /// The outcome, and the block's slot if it is stored or being stored.
@@ -131,12 +186,12 @@ impl Index {
         parent: Parent,
         hash: BlockHash,
         effort: &mut Effort,
-    ) -> (ClaimOutcome, Option<u32>) {
+    ) -> (ClaimOutcome, Option<Found>) {
         let slot = match self.entries.find(caller.space.0, &hash) {
             Some(slot) => match self.entries.at(slot).state {
                 State::Gap => slot,
-                State::Claimed => return (self.join(caller, slot), Some(slot)),
-                _ => return (ClaimOutcome::Present, Some(slot)),
+                State::Claimed => return (self.join(caller, slot), Some(Found::Old(slot))),
+                _ => return (ClaimOutcome::Present, Some(Found::Old(slot))),
             },
             None => match parent {
                 Parent::Missing => return (ClaimOutcome::NoRoom, None),
@@ -159,7 +214,7 @@ impl Index {
         self.entries.at_mut(slot).row = self.spaces[caller.space.0 as usize].rows.insert(slot, &pages);
         let shards = vec![Shard::Waiting; pages.len()].into_boxed_slice();
         self.claims.insert(slot, Claim { owner: caller.owner, since: caller.now, shards });
-        (self.join(caller, slot), Some(slot))
+        (self.join(caller, slot), Some(Found::New(slot)))
     }
 
     /// Starts to write a shard of a claim.
@@ -222,7 +277,6 @@ impl Index {
         space.sealed += 1;
         self.counters.fetched_blocks += 1;
         self.counters.fetched_bytes += space.block_bytes();
-        self.make_evictable(slot);
     }
 
     pub(crate) fn note_failed_fetch(&mut self) {

@@ -17,7 +17,7 @@ impl Index {
             rows.extend(space.rows.iter().map(|(slot, row)| ((number, row), slot)));
         }
         let mut sealed = vec![0u64; self.spaces.len()];
-        let (mut evictable, mut leased, mut claimed) = (0, 0, 0);
+        let (mut blocks, mut leased, mut claimed) = (0, 0, 0);
         for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
             *leases.entry(*block).or_default() += 1;
         }
@@ -33,9 +33,9 @@ impl Index {
             expect(found == Some(slot), || format!("slot {slot} is found as {found:?}"))?;
             let named = leases.remove(&(slot, entry.generation)).unwrap_or(0);
             expect(entry.leases == named, || format!("{named} leases name {entry:?}"))?;
-            let in_order = entry.state == State::Sealed && entry.leases == 0;
-            expect(self.lru.contains(slot) == in_order, || format!("eviction order and {entry:?}"))?;
-            evictable += usize::from(in_order);
+            let is_block = entry.state != State::Gap;
+            expect(self.policy.contains(slot) == is_block, || format!("the policy and {entry:?}"))?;
+            blocks += usize::from(is_block);
             leased += u64::from(entry.leases > 0);
             claimed += usize::from(entry.state == State::Claimed);
             let has_claim = self.claims.contains_key(&slot);
@@ -57,7 +57,7 @@ impl Index {
             expect(entry.children == count, || format!("{count} children hang on {entry:?}"))?;
         }
         expect(rows.is_empty(), || format!("rows without a block: {rows:?}"))?;
-        expect(self.lru.len() == evictable, || format!("{} of {evictable} in order", self.lru.len()))?;
+        expect(self.policy.len() == blocks, || format!("the policy has {} of {blocks}", self.policy.len()))?;
         expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
         for (space, &blocks) in self.spaces.iter().zip(&sealed) {

@@ -96,7 +96,7 @@ impl Entries {
     }
 
     pub(crate) fn find(&self, space: u32, hash: &BlockHash) -> Option<u32> {
-        let key = table_hash(space, hash);
+        let key = fingerprint(space, hash);
         let table = &self.tables[table_of(key)];
         table.find(key, |&slot| at(&self.chunks, slot).is(space, hash)).copied()
     }
@@ -125,10 +125,10 @@ impl Entries {
             self.at_mut(parent).children += 1;
         }
         let Self { chunks, tables, .. } = self;
-        let key = table_hash(space, &hash);
+        let key = fingerprint(space, &hash);
         tables[table_of(key)].insert_unique(key, slot, |&slot| {
             let entry = at(chunks, slot);
-            table_hash(entry.space, &entry.hash)
+            fingerprint(entry.space, &entry.hash)
         });
         slot
     }
@@ -140,7 +140,7 @@ impl Entries {
             if state != State::Gap || children > 0 {
                 return;
             }
-            let key = table_hash(space, &hash);
+            let key = fingerprint(space, &hash);
             if let Ok(found) = self.tables[table_of(key)].find_entry(key, |&other| other == slot) {
                 found.remove();
             }
@@ -179,9 +179,9 @@ fn at(chunks: &[Box<[Entry]>], slot: u32) -> &Entry {
     &chunks[slot as usize / CHUNK][slot as usize % CHUNK]
 }
 
-/// Block hashes are uniform already when they come from a real engine; one multiplication spreads those that are
-/// not, and keeps spaces apart.
-fn table_hash(space: u32, hash: &BlockHash) -> u64 {
+/// A key in 64 bits, for the tables and for the policy. Block hashes are uniform already when they come from a real
+/// engine; one multiplication spreads those that are not, and keeps spaces apart.
+pub(crate) fn fingerprint(space: u32, hash: &BlockHash) -> u64 {
     let bits = u128::from_le_bytes(hash.0);
     let folded = (bits as u64) ^ ((bits >> 64) as u64).rotate_left(29) ^ u64::from(space).rotate_left(47);
     let product = u128::from(folded) * 0x9E37_79B9_7F4A_7C15;

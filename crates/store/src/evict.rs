@@ -1,4 +1,4 @@
-//! Making room: extents for a block, at the cost of the least recently used ones.
+//! Making room: extents for a block, at the cost of others that the policy gives up first.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -23,8 +23,9 @@ pub(crate) struct Effort {
 }
 
 impl Effort {
-    pub(crate) fn new() -> Self {
-        Self { may_evict: true, may_clear_slab: true }
+    /// With all means if the blocks are worth victims, else with what is free.
+    pub(crate) fn new(is_worth_victims: bool) -> Self {
+        Self { may_evict: is_worth_victims, may_clear_slab: is_worth_victims }
     }
 }
 
@@ -42,7 +43,7 @@ impl Index {
             let bytes = self.spaces[space].shard_bytes[pages.len()];
             if let Some(page) = self.extents.alloc(bytes, None) {
                 pages.push(page);
-            } else if effort.may_evict && victims > 0 && self.evict_oldest() {
+            } else if effort.may_evict && victims > 0 && self.evict_next() {
                 victims -= 1;
             } else if effort.may_evict && effort.may_clear_slab {
                 effort.may_clear_slab = false;
@@ -58,11 +59,9 @@ impl Index {
         Some(pages)
     }
 
-    fn evict_oldest(&mut self) -> bool {
-        let entries = &self.entries;
-        // Also one that is being checked, though its memory is free only after that: to pass it over would be to pass
-        // over all its ancestors too, and to find no victim at all below a long prefix.
-        let victim = self.lru.take_oldest(REFUSALS, |slot| entries.at(slot).children == 0);
+    fn evict_next(&mut self) -> bool {
+        // The policy has what is in use among the rest: a search must be able to pass over all of that, wherever it lies.
+        let victim = self.policy.take_victim(REFUSALS + 4 * self.blocks_in_use(), &self.entries);
         if let Some(slot) = victim {
             self.evict(slot);
         }

@@ -4,13 +4,14 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
-use kvlane_policy::PrefixLru;
+use kvlane_policy::ReplacementPolicy;
 
 use crate::api::{SpaceId, StoreOptions};
 use crate::claim::Claim;
 use crate::entries::{Entries, NONE, State};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
+use crate::replacement::Refusals;
 use crate::space::{Rows, Space};
 use crate::stats::{Counters, SpaceStats, StoreStats};
 
@@ -22,8 +23,14 @@ pub struct Index {
     pub(crate) entries: Entries,
     pub(crate) spaces: Vec<Space>,
     space_ids: HashMap<(Namespace, CutDigest, Box<[u64]>), SpaceId>,
-    /// Exactly the sealed blocks without a lease.
-    pub(crate) lru: PrefixLru,
+    /// What goes next, and what comes in. Has all blocks, also those that are leased or being saved; no gaps.
+    pub(crate) policy: Box<dyn ReplacementPolicy>,
+    /// Blocks that the pool holds when it is full, about.
+    pub(crate) capacity: usize,
+    /// What was not admitted of one worker, for the others.
+    pub(crate) refusals: Refusals,
+    /// The new blocks of the present call that follow each other. Here so that its memory is used again.
+    pub(crate) run: Vec<u32>,
     pub(crate) leases: Leases,
     /// By slot; exactly the claimed blocks.
     pub(crate) claims: HashMap<u32, Claim>,
@@ -50,13 +57,16 @@ impl Index {
     /// An empty index over a pool of `pool_bytes` whose extents `extents` hands out.
     pub fn new(extents: ExtentAllocator, pool_bytes: u64, options: StoreOptions) -> Self {
         Self {
-            options,
             pool_bytes,
             extents,
             entries: Entries::new(),
             spaces: Vec::new(),
             space_ids: HashMap::new(),
-            lru: PrefixLru::new(),
+            policy: options.policy.first().build(0),
+            options,
+            capacity: 0,
+            refusals: Refusals::default(),
+            run: Vec::new(),
             leases: Leases::default(),
             claims: HashMap::new(),
             limbo: Limbo::default(),
@@ -98,6 +108,9 @@ impl Index {
             missed_blocks: 0,
         });
         self.space_ids.insert(key, id);
+        if self.capacity == 0 {
+            self.set_first_capacity(shard_bytes);
+        }
         id
     }
 
@@ -154,6 +167,7 @@ impl Index {
             seal_queue: (self.seal_queue.len() + self.sealing.len()) as u64,
             spill_queue: self.spill_queue.len() as u64,
             leases: self.leases.len() as u64,
+            policy: self.policy.kind(),
             counters: self.counters,
         }
     }
@@ -185,7 +199,7 @@ impl Index {
         entry.leases = 0;
         entry.checks = 0;
 
-        self.lru.remove(slot);
+        self.policy.remove(slot);
         if before.leases > 0 {
             self.leases.block_left();
         }
@@ -217,17 +231,6 @@ impl Index {
     pub(crate) fn free(&mut self, unused: Vec<Extent>) {
         for extent in unused {
             self.extents.free(extent.page, extent.bytes);
-        }
-    }
-
-    /// Puts a sealed, unleased block into the eviction order: just older than its parent, which was used when the
-    /// block was claimed.
-    pub(crate) fn make_evictable(&mut self, slot: u32) {
-        let parent = self.entries.at(slot).parent;
-        if parent != NONE && self.lru.contains(parent) {
-            self.lru.insert_older(slot, parent);
-        } else {
-            self.lru.push_newest(slot);
         }
     }
 }

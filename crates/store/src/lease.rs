@@ -71,7 +71,7 @@ impl Leases {
 }
 
 impl Index {
-    /// Leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
+    /// Uses and leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
     /// was leased is added to `leased`, for [`Leases::insert`].
     pub(crate) fn lease_blocks(
         &mut self,
@@ -79,7 +79,7 @@ impl Index {
         slots: &[u32],
         leased: &mut Vec<(u32, u32)>,
     ) -> Vec<u32> {
-        self.lru.remove_prefix(slots);
+        self.policy.touch(slots, &self.entries);
         let space = &self.spaces[space.0 as usize];
         let mut pages = Vec::with_capacity(slots.len() * space.shards());
         leased.reserve(slots.len());
@@ -98,8 +98,7 @@ impl Index {
     pub fn release(&mut self, owner: OwnerId, lease: LeaseId) {
         let Some(lease) = self.leases.remove(owner, lease) else { return };
         self.counters.ended_leases += 1;
-        // Tail first, so that parents end up newer than their children.
-        for (slot, generation) in lease.blocks.into_iter().rev() {
+        for (slot, generation) in lease.blocks {
             if self.entries.current(slot, generation).is_none() {
                 let unused = self.limbo.reader_done(slot, generation);
                 self.free(unused);
@@ -109,7 +108,6 @@ impl Index {
             entry.leases -= 1;
             if entry.leases == 0 {
                 self.leases.blocks -= 1;
-                self.lru.push_newest(slot);
             }
         }
     }

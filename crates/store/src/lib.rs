@@ -27,6 +27,7 @@ mod index;
 mod lease;
 mod limbo;
 mod lookup;
+mod replacement;
 mod seal;
 mod space;
 mod spill;

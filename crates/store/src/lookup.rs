@@ -5,7 +5,7 @@ use std::time::Instant;
 use kvlane_policy::{PrefixGroup, longest_hit};
 
 use crate::api::{Hit, HitGroup, LookupGroup, OwnerId};
-use crate::entries::{NONE, State};
+use crate::entries::{NONE, State, fingerprint};
 use crate::index::Index;
 
 impl Index {
@@ -54,6 +54,7 @@ impl Index {
             space.missed_blocks += need.blocks - hit_blocks;
         }
         if tokens == 0 {
+            self.note_missed(groups, &needs, 0);
             return None;
         }
         let mut leased = Vec::new();
@@ -72,6 +73,16 @@ impl Index {
             hit_groups.push(HitGroup { first_block, stored_blocks, pages });
         }
         let lease = self.leases.insert(owner, now, leased);
+        self.note_missed(groups, &needs, tokens);
         Some(Hit { tokens, lease, groups: hit_groups })
+    }
+
+    /// Tells the policy which blocks were asked for beyond a hit of `tokens`.
+    fn note_missed(&mut self, groups: &[LookupGroup<'_>], needs: &[PrefixGroup], tokens: u64) {
+        for (group, need) in groups.iter().zip(needs) {
+            let end = (tokens / u64::from(need.tokens_per_block)) as usize;
+            let beyond = group.hashes.get(end..).unwrap_or_default();
+            self.policy.missed(&mut beyond.iter().map(|hash| fingerprint(group.space.0, hash)));
+        }
     }
 }

@@ -94,7 +94,6 @@ impl Index {
         }
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
-        self.make_evictable(check.slot);
         self.queue_spill(check.slot, check.generation);
     }
 

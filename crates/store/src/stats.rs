@@ -1,6 +1,7 @@
 //! Figures about the store, for metrics and people.
 
 use kvlane_block::{CutDigest, Namespace};
+use kvlane_policy::PolicyKind;
 
 /// State and counters of a store. Counters only grow.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,6 +24,8 @@ pub struct StoreStats {
     pub spill_queue: u64,
     /// Leases held.
     pub leases: u64,
+    /// What decides which blocks are evicted now.
+    pub policy: PolicyKind,
     /// Counter: see its fields.
     pub counters: Counters,
 }
@@ -50,8 +53,10 @@ pub struct Counters {
     pub dedup_present: u64,
     /// Claims answered "in flight".
     pub dedup_in_flight: u64,
-    /// Claims answered "no room".
+    /// Claims answered "no room", without those that were not admitted.
     pub no_room: u64,
+    /// Claims answered "no room" because the policy found the blocks not worth what they would displace.
+    pub not_admitted: u64,
     /// Claims that died: aborted, writer gone, expired.
     pub dead_claims: u64,
     /// Claims among them that expired.

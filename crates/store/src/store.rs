@@ -10,6 +10,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use crate::api::{
     Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
 };
+use crate::claim::Caller;
 use crate::fetch::Fetches;
 use crate::index::Index;
 use crate::seal::Check;
@@ -21,6 +22,8 @@ use crate::tier::Tier;
 const SEAL_BATCH_BYTES: u64 = 16 << 20;
 /// Blocks that one hold of the lock claims, seals or drops. Others, lookups first of all, come in between.
 const BLOCKS_A_HOLD: usize = 64;
+/// So many of those are judged as one where the policy admits only what is worth its victims.
+const PARTS_A_JUDGEMENT: usize = 64;
 /// Slots that a scrub looks at under one hold of the lock.
 const SCRUB_STEPS: u32 = 4096;
 
@@ -123,14 +126,32 @@ impl Store {
         writer: WriterId,
         space: SpaceId,
         shard: u32,
-        mut chain: Chain,
+        chain: Chain,
         hashes: &[BlockHash],
         now: Instant,
         out: &mut Vec<ClaimOutcome>,
     ) {
-        for part in hashes.chunks(BLOCKS_A_HOLD) {
+        self.claim_in_parts(&Caller { owner, writer, space, shard, now }, chain, hashes, true, out);
+    }
+
+    /// `is_judged` false: whether the blocks are worth what they displace is not asked.
+    pub(crate) fn claim_in_parts(
+        &self,
+        caller: &Caller,
+        mut chain: Chain,
+        hashes: &[BlockHash],
+        is_judged: bool,
+        out: &mut Vec<ClaimOutcome>,
+    ) {
+        let mut is_worth_victims = true;
+        for (number, part) in hashes.chunks(BLOCKS_A_HOLD).enumerate() {
             let mut index = self.index.lock();
-            index.claim(owner, writer, space, shard, chain, part, now, out);
+            if is_judged && number % PARTS_A_JUDGEMENT == 0 {
+                let run = &hashes[number * BLOCKS_A_HOLD..];
+                let run = &run[..run.len().min(PARTS_A_JUDGEMENT * BLOCKS_A_HOLD)];
+                is_worth_victims = index.are_worth_victims(caller, run);
+            }
+            index.claim_part(caller, chain, part, is_worth_victims, out);
             MutexGuard::unlock_fair(index);
             if let (Chain::Start | Chain::After(_), Some(&last)) = (chain, part.last()) {
                 chain = Chain::After(last);

@@ -215,7 +215,7 @@ fn namespace(space: usize) -> Namespace {
 impl World {
     fn new() -> Self {
         let extents = ExtentAllocator::new(POOL_PAGES, std::slice::from_ref(&(0..POOL_PAGES)));
-        let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL };
+        let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL, ..StoreOptions::default() };
         let mut index = Index::new(extents, u64::from(POOL_PAGES) * PAGE_BYTES, options);
         index.set_spill_limit(4);
         let space = |(number, pages): (usize, &&[u64])| {

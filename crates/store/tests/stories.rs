@@ -39,7 +39,10 @@ impl Pool {
             threads: 1,
         };
         let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
-        let store = Store::new(Arc::clone(&arena), StoreOptions { lease_ttl: TTL, claim_ttl: TTL });
+        let store = Store::new(
+            Arc::clone(&arena),
+            StoreOptions { lease_ttl: TTL, claim_ttl: TTL, ..StoreOptions::default() },
+        );
         Self { arena, store, now: Instant::now() }
     }
 

@@ -40,9 +40,9 @@ impl ReplacementPolicy for Arc {
         PolicyKind::Arc
     }
 
-    /// Admits all; blocks that come back move the border before victims are chosen.
-    fn admit(&mut self, run: &[u64], _victims: usize, _blocks: &dyn Blocks) -> usize {
-        for &key in run {
+    /// Blocks that come back move the border before victims are chosen.
+    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+        for key in run {
             let (once, again) = (self.evicted_once.len() as f64, self.evicted_again.len() as f64);
             if self.evicted_once.contains(key) {
                 self.once_target = (self.once_target + (again / once).max(1.0)).min(self.len() as f64);
@@ -50,7 +50,6 @@ impl ReplacementPolicy for Arc {
                 self.once_target = (self.once_target - (once / again).max(1.0)).max(0.0);
             }
         }
-        run.len()
     }
 
     fn insert(&mut self, run: &[u32], _parent: Option<u32>, blocks: &dyn Blocks) {

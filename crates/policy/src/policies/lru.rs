@@ -30,6 +30,10 @@ impl ReplacementPolicy for Lru {
         self.order.touch_prefix(prefix);
     }
 
+    fn renew(&mut self, from_tail: &mut dyn Iterator<Item = u32>) {
+        self.order.touch_from_tail(from_tail);
+    }
+
     fn remove(&mut self, slot: u32) -> bool {
         self.order.remove(slot)
     }

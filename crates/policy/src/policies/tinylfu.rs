@@ -35,16 +35,19 @@ impl ReplacementPolicy for TinyLfu {
         PolicyKind::TinyLfu
     }
 
-    fn admit(&mut self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> usize {
-        run.iter().for_each(|&key| self.uses.increment(key));
-        if victims == 0 {
-            return run.len();
-        }
+    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+        run.for_each(|key| self.uses.increment(key));
+    }
+
+    fn has_gate(&self) -> bool {
+        true
+    }
+
+    fn admit(&self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> bool {
         let candidate = mean_uses(&self.uses, run.iter().copied());
         let displaced = self.order.iter().filter(|&slot| !blocks.in_use(slot)).take(victims);
         let displaced = mean_uses(&self.uses, displaced.map(|slot| blocks.key(slot)));
-        // What fits without a victim comes in at any rate.
-        if candidate > displaced { run.len() } else { run.len().saturating_sub(victims) }
+        candidate > displaced
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
@@ -56,12 +59,20 @@ impl ReplacementPolicy for TinyLfu {
         self.order.touch_prefix(prefix);
     }
 
+    fn renew(&mut self, from_tail: &mut dyn Iterator<Item = u32>) {
+        self.order.touch_from_tail(from_tail);
+    }
+
     fn remove(&mut self, slot: u32) -> bool {
         self.order.remove(slot)
     }
 
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
         self.order.take_oldest(max_refusals, |slot| blocks.may_evict(slot))
+    }
+
+    fn grow(&mut self, capacity: usize) {
+        self.uses.grow(capacity);
     }
 
     fn len(&self) -> usize {

@@ -83,9 +83,8 @@ impl ReplacementPolicy for WTinyLfu {
         PolicyKind::WTinyLfu
     }
 
-    fn admit(&mut self, run: &[u64], _victims: usize, _blocks: &dyn Blocks) -> usize {
-        run.iter().for_each(|&key| self.uses.increment(key));
-        run.len()
+    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+        run.for_each(|key| self.uses.increment(key));
     }
 
     fn insert(&mut self, run: &[u32], _parent: Option<u32>, _blocks: &dyn Blocks) {
@@ -143,6 +142,10 @@ impl ReplacementPolicy for WTinyLfu {
         }
         let victim = self.take_from_main(max_refusals / 2, blocks);
         victim.or_else(|| self.window.take_oldest(max_refusals / 2, |slot| blocks.may_evict(slot)))
+    }
+
+    fn grow(&mut self, capacity: usize) {
+        self.uses.grow(capacity);
     }
 
     fn len(&self) -> usize {

@@ -1,0 +1,157 @@
+//! The replacement policy at work: what it may know of the blocks, how large it takes the pool to be, what it keeps out.
+//!
+//! One policy has all blocks, of all spaces and sizes, each counting as one. Room for a large block may so cost several
+//! small ones; that a large one holds more bytes is not weighed.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use kvlane_block::BlockHash;
+use kvlane_memory::PAGE_BYTES;
+use kvlane_policy::{Blocks, PolicyKind};
+
+use crate::api::{OwnerId, SpaceId};
+use crate::claim::Caller;
+use crate::entries::{Entries, State, fingerprint};
+use crate::index::Index;
+
+/// Refused runs that are remembered for the other workers of their engine.
+const REFUSALS_KEPT: usize = 64;
+
+impl Blocks for Entries {
+    fn key(&self, slot: u32) -> u64 {
+        let entry = self.at(slot);
+        fingerprint(entry.space, &entry.hash)
+    }
+
+    /// Also while it is being checked, though its memory is free only after that: to pass it over would be to pass over all
+    /// its ancestors too, and to find no victim at all below a long prefix.
+    fn may_evict(&self, slot: u32) -> bool {
+        self.at(slot).children == 0 && !self.in_use(slot)
+    }
+
+    fn in_use(&self, slot: u32) -> bool {
+        let entry = self.at(slot);
+        entry.state != State::Sealed || entry.leases > 0
+    }
+}
+
+/// Runs that were not admitted when the first worker of an engine claimed them. Its other workers are told the same: a block
+/// of which only some shards were saved would never become visible.
+#[derive(Default)]
+pub(crate) struct Refusals(VecDeque<Refusal>);
+
+struct Refusal {
+    owner: OwnerId,
+    space: SpaceId,
+    first: BlockHash,
+    /// Whose workers were told.
+    shards: BTreeSet<u32>,
+}
+
+impl Refusals {
+    /// Whether the run that begins so was refused to another worker. A worker that asks again, or the last one, ends it:
+    /// what comes then is judged anew.
+    fn includes(
+        &mut self,
+        owner: OwnerId,
+        space: SpaceId,
+        shard: u32,
+        shards: usize,
+        first: BlockHash,
+    ) -> bool {
+        let is_it =
+            |refusal: &Refusal| (refusal.owner, refusal.space, refusal.first) == (owner, space, first);
+        let Some(at) = self.0.iter().position(is_it) else { return false };
+        let is_new = self.0[at].shards.insert(shard);
+        if !is_new || self.0[at].shards.len() == shards {
+            self.0.remove(at);
+        }
+        is_new
+    }
+
+    fn insert(&mut self, owner: OwnerId, space: SpaceId, shard: u32, first: BlockHash) {
+        if self.0.len() == REFUSALS_KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(Refusal { owner, space, first, shards: BTreeSet::from([shard]) });
+    }
+}
+
+impl Index {
+    /// Blocks that the pool holds when it is full: what the first space says, until the pool is full of something else.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// A block as the policy sees it.
+    pub fn fingerprint(space: SpaceId, hash: &BlockHash) -> u64 {
+        fingerprint(space.0, hash)
+    }
+
+    /// Goes on with another policy, which takes over what is resident, in order.
+    pub fn switch_policy(&mut self, kind: PolicyKind) {
+        if kind != self.policy.kind() {
+            self.policy = kind.take_over(self.policy.as_ref(), self.capacity, &self.entries);
+        }
+    }
+
+    /// Leased or being saved, at most.
+    pub(crate) fn blocks_in_use(&self) -> usize {
+        let unsealed = self.claims.len() as u64 + (self.seals_asked - self.seals_ended);
+        usize::try_from(self.leases.blocks() + unsealed).unwrap_or(usize::MAX / 8)
+    }
+
+    pub(crate) fn set_first_capacity(&mut self, shard_bytes: &[u64]) {
+        let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
+        self.capacity =
+            usize::try_from(self.extents.capacity_bytes() / block_bytes).unwrap_or(usize::MAX).max(1);
+        self.policy = self.policy.kind().build(self.capacity);
+    }
+
+    /// The pool is full: corrects what it was taken to hold, if that is off by more than a factor of two.
+    pub(crate) fn correct_capacity(&mut self) {
+        let blocks = self.policy.len().max(1);
+        if blocks > 2 * self.capacity || blocks < self.capacity / 2 {
+            self.capacity = blocks;
+            self.policy.grow(blocks);
+        }
+    }
+
+    /// Whether these consecutive blocks, which a worker claims, are worth the victims that they cost: those of them that are
+    /// missing are judged as one.
+    pub(crate) fn are_worth_victims(&mut self, caller: &Caller, hashes: &[BlockHash]) -> bool {
+        let Caller { owner, space, shard, .. } = *caller;
+        let Some(&first) = hashes.first() else { return true };
+        if !self.policy.has_gate() {
+            return true;
+        }
+        let shard_bytes = &self.spaces[space.0 as usize].shard_bytes;
+        let shards = shard_bytes.len();
+        let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
+        let free_bytes = self.extents.free_bytes();
+        if hashes.len() as u64 * block_bytes <= free_bytes {
+            return true;
+        }
+        if self.refusals.includes(owner, space, shard, shards, first) {
+            return false;
+        }
+        let is_missing = |hash: &&BlockHash| {
+            self.entries.find(space.0, hash).is_none_or(|slot| self.entries.at(slot).state == State::Gap)
+        };
+        let missing: Vec<u64> =
+            hashes.iter().filter(is_missing).map(|hash| fingerprint(space.0, hash)).collect();
+        let lacking = (missing.len() as u64 * block_bytes).saturating_sub(free_bytes);
+        if lacking == 0 {
+            return true;
+        }
+        let mean_bytes =
+            self.extents.used_bytes().checked_div(self.policy.len() as u64).unwrap_or(block_bytes);
+        let victims = lacking.div_ceil(mean_bytes.max(1));
+        let is_worth =
+            self.policy.admit(&missing, usize::try_from(victims).unwrap_or(usize::MAX), &self.entries);
+        if !is_worth && shards > 1 {
+            self.refusals.insert(owner, space, shard, first);
+        }
+        is_worth
+    }
+}
