@@ -70,16 +70,14 @@ impl PrefixLru {
 
     /// Adds new blocks that continue each other, head first: right below `parent` in age if that is in the list, else as
     /// the newest. The tail is evicted first.
-    pub fn insert_run(&mut self, run: &[u32], parent: Option<u32>) {
-        let Some((&head, rest)) = run.split_first() else { return };
-        match parent.filter(|&parent| self.contains(parent)) {
-            Some(parent) => self.insert_older(head, parent),
-            None => self.push_newest(head),
-        }
-        let mut newer = head;
-        for &slot in rest {
-            self.insert_older(slot, newer);
-            newer = slot;
+    pub fn insert_run(&mut self, run: impl IntoIterator<Item = u32>, parent: Option<u32>) {
+        let mut newer = parent.filter(|&parent| self.contains(parent));
+        for slot in run {
+            match newer {
+                Some(newer) => self.insert_older(slot, newer),
+                None => self.push_newest(slot),
+            }
+            newer = Some(slot);
         }
     }
 

@@ -55,7 +55,7 @@ proptest! {
                     run.sort_unstable();
                     run.dedup();
                     run.retain(|slot| !model.contains(slot));
-                    lru.insert_run(&run, parent);
+                    lru.insert_run(run.iter().copied(), parent);
                     let at = parent.and_then(|parent| model.iter().position(|&slot| slot == parent));
                     let at = at.unwrap_or(model.len());
                     model.splice(at..at, run.iter().rev().copied());

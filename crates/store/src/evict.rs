@@ -10,8 +10,9 @@ use crate::limbo::Extent;
 
 /// Victims that one block may cost before the pool counts as too fragmented for it.
 const VICTIMS: usize = 64;
-/// Blocks that cannot be evicted now, passed over in search of one victim.
-const REFUSALS: usize = 256;
+/// Blocks that cannot be evicted now, beside those in use, passed over in search of one victim: a policy that goes by when
+/// blocks came meets those before what a decode added. It moves them, so that the next search does not meet them again.
+const REFUSALS: usize = 4096;
 /// Slabs cut for another size that one call considers.
 const SLABS: usize = 4;
 

@@ -1,3 +1,4 @@
+use super::Arrivals;
 use crate::PrefixLru;
 use crate::ghost::Ghost;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
@@ -19,6 +20,7 @@ pub struct Arc {
     evicted_again: Ghost,
     /// Blocks that `once` should hold: p of the paper.
     once_target: f64,
+    arrivals: Arrivals,
 }
 
 impl Arc {
@@ -52,15 +54,17 @@ impl ReplacementPolicy for Arc {
         }
     }
 
-    fn insert(&mut self, run: &[u32], _parent: Option<u32>, blocks: &dyn Blocks) {
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
         for &slot in run.iter().rev() {
             let key = blocks.key(slot);
             if self.evicted_once.remove(key) || self.evicted_again.remove(key) {
                 self.again.push_newest(slot);
-            } else {
-                self.once.push_newest(slot);
             }
         }
+        let parent = parent.filter(|&parent| self.once.contains(parent));
+        let parent = self.arrivals.add(run, parent, self.once.len());
+        let again = &self.again;
+        self.once.insert_run(run.iter().copied().filter(|&slot| !again.contains(slot)), parent);
     }
 
     fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {
@@ -113,6 +117,7 @@ impl ReplacementPolicy for Arc {
             + self.again.heap_bytes()
             + self.evicted_once.heap_bytes()
             + self.evicted_again.heap_bytes()
+            + self.arrivals.heap_bytes()
     }
 
     fn slots(&self) -> Vec<u32> {

@@ -23,7 +23,7 @@ impl ReplacementPolicy for Lru {
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
-        self.order.insert_run(run, parent);
+        self.order.insert_run(run.iter().copied(), parent);
     }
 
     fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {

@@ -1,4 +1,4 @@
-use super::PerSlot;
+use super::{Arrivals, PerSlot};
 use crate::PrefixLru;
 use crate::ghost::Ghost;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
@@ -25,6 +25,7 @@ pub struct S3Fifo {
     evicted: Ghost,
     /// Since it came or was last moved, at most 3.
     uses: PerSlot<u8>,
+    arrivals: Arrivals,
 }
 
 impl S3Fifo {
@@ -39,15 +40,17 @@ impl ReplacementPolicy for S3Fifo {
         PolicyKind::S3Fifo
     }
 
-    fn insert(&mut self, run: &[u32], _parent: Option<u32>, blocks: &dyn Blocks) {
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
         for &slot in run.iter().rev() {
             self.uses.set(slot, 0);
             if self.evicted.remove(blocks.key(slot)) {
                 self.main.push_newest(slot);
-            } else {
-                self.small.push_newest(slot);
             }
         }
+        let parent = parent.filter(|&parent| self.small.contains(parent));
+        let parent = self.arrivals.add(run, parent, self.small.len());
+        let main = &self.main;
+        self.small.insert_run(run.iter().copied().filter(|&slot| !main.contains(slot)), parent);
     }
 
     fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {
@@ -105,7 +108,11 @@ impl ReplacementPolicy for S3Fifo {
     }
 
     fn heap_bytes(&self) -> usize {
-        self.small.heap_bytes() + self.main.heap_bytes() + self.evicted.heap_bytes() + self.uses.heap_bytes()
+        self.small.heap_bytes()
+            + self.main.heap_bytes()
+            + self.evicted.heap_bytes()
+            + self.uses.heap_bytes()
+            + self.arrivals.heap_bytes()
     }
 
     fn slots(&self) -> Vec<u32> {

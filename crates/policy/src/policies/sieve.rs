@@ -1,4 +1,4 @@
-use super::PerSlot;
+use super::{Arrivals, PerSlot};
 use crate::PrefixLru;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
@@ -18,6 +18,7 @@ pub struct Sieve {
     used: PerSlot<bool>,
     /// The next to be looked at; None is the oldest.
     hand: Option<u32>,
+    arrivals: Arrivals,
 }
 
 impl Sieve {
@@ -32,11 +33,11 @@ impl ReplacementPolicy for Sieve {
         PolicyKind::Sieve
     }
 
-    fn insert(&mut self, run: &[u32], _parent: Option<u32>, _blocks: &dyn Blocks) {
-        for &slot in run.iter().rev() {
-            self.used.set(slot, false);
-            self.queue.push_newest(slot);
-        }
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
+        run.iter().for_each(|&slot| self.used.set(slot, false));
+        let parent = parent.filter(|&parent| self.queue.contains(parent));
+        let parent = self.arrivals.add(run, parent, self.queue.len());
+        self.queue.insert_run(run.iter().copied(), parent);
     }
 
     fn touch(&mut self, prefix: &[u32], _blocks: &dyn Blocks) {
@@ -79,7 +80,7 @@ impl ReplacementPolicy for Sieve {
     }
 
     fn heap_bytes(&self) -> usize {
-        self.queue.heap_bytes() + self.used.heap_bytes()
+        self.queue.heap_bytes() + self.used.heap_bytes() + self.arrivals.heap_bytes()
     }
 
     fn slots(&self) -> Vec<u32> {

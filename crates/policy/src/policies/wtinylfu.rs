@@ -87,11 +87,12 @@ impl ReplacementPolicy for WTinyLfu {
         run.for_each(|key| self.uses.increment(key));
     }
 
-    fn insert(&mut self, run: &[u32], _parent: Option<u32>, _blocks: &dyn Blocks) {
-        for &slot in run.iter().rev() {
-            self.run.set(slot, self.next_run);
-            self.window.push_newest(slot);
-        }
+    fn insert(&mut self, run: &[u32], parent: Option<u32>, _blocks: &dyn Blocks) {
+        // What continues a part that has not been judged yet is judged with it.
+        let parent = parent.filter(|&parent| self.window.contains(parent));
+        let number = parent.map_or(self.next_run, |parent| self.run.get(parent));
+        run.iter().for_each(|&slot| self.run.set(slot, number));
+        self.window.insert_run(run.iter().copied(), parent);
         self.next_run = self.next_run.wrapping_add(1);
         // While there is room nothing has to win against anything.
         while !self.full && self.window.len() > self.allowed_window() {
