@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use kvlane_gpu::{RailChoice, RailOptions};
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
+use kvlane_policy::{Choice, PolicyKind};
 use kvlane_proto::{Address, default_address};
 use kvlane_server::{ServeOptions, SsdOptions};
 use kvlane_ssd::DeviceOptions;
@@ -55,6 +56,11 @@ pub(crate) struct ServeArgs {
     /// room [default: a quarter of the CPUs, 1 to 8]
     #[arg(long, env = "KVLANE_SEAL_THREADS", value_name = "N")]
     seal_threads: Option<NonZeroUsize>,
+
+    /// Which blocks make room for others in a full pool: lru, the least recently used; one of the other policies; or auto, the
+    /// one that shadow caches find to hit most of what is asked for. `kvlane replay` compares them on a trace [default: lru]
+    #[arg(long, env = "KVLANE_POLICY", value_enum, value_name = "NAME")]
+    policy: Option<PolicyArg>,
 
     /// How fast checksums are verified again in the background, a second; 0 turns it off [default: 16mb]
     #[arg(long, env = "KVLANE_SCRUB_RATE", value_name = "SIZE")]
@@ -122,6 +128,33 @@ enum HugePagesArg {
     Auto,
     On,
     Off,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[value(rename_all = "lower")]
+enum PolicyArg {
+    Lru,
+    Arc,
+    S3Fifo,
+    Sieve,
+    TinyLfu,
+    WTinyLfu,
+    Auto,
+}
+
+impl From<PolicyArg> for Choice {
+    fn from(policy: PolicyArg) -> Self {
+        Self::Fixed(match policy {
+            PolicyArg::Auto => return Self::Auto,
+            PolicyArg::Lru => PolicyKind::Lru,
+            PolicyArg::Arc => PolicyKind::Arc,
+            PolicyArg::S3Fifo => PolicyKind::S3Fifo,
+            PolicyArg::Sieve => PolicyKind::Sieve,
+            PolicyArg::TinyLfu => PolicyKind::TinyLfu,
+            PolicyArg::WTinyLfu => PolicyKind::WTinyLfu,
+        })
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Deserialize)]
@@ -232,6 +265,7 @@ impl ServeArgs {
             seal_threads: seal_threads(self.seal_threads.or(file.seal_threads)),
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
+            policy: self.policy.or(file.policy).map_or(Choice::default(), Choice::from),
             gpu_driver,
             rails: RailOptions { choice: rails, staging, ..RailOptions::default() },
             save_link_share: f64::from(save_link_share) / 100.0,
@@ -324,6 +358,21 @@ mod tests {
         assert_eq!(resolved.log, "info");
         let numbers = with_file("pool-size = 2097152", ServeArgs::default()).unwrap();
         assert_eq!(numbers.serve.arena.bytes, 2 << 20);
+    }
+
+    #[test]
+    fn policies_have_the_names_that_reports_use() {
+        for kind in PolicyKind::ALL {
+            assert!(
+                PolicyArg::from_str(kind.name(), false)
+                    .is_ok_and(|arg| Choice::from(arg) == Choice::Fixed(kind))
+            );
+            let resolved = with_file(&format!("policy = \"{kind}\""), ServeArgs::default()).unwrap();
+            assert_eq!(resolved.serve.policy, Choice::Fixed(kind));
+        }
+        let resolved = with_file("policy = \"auto\"", ServeArgs::default()).unwrap();
+        assert_eq!(resolved.serve.policy, Choice::Auto);
+        assert_eq!(with_file("", ServeArgs::default()).unwrap().serve.policy, Choice::Fixed(PolicyKind::Lru));
     }
 
     #[test]

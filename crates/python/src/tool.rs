@@ -82,6 +82,13 @@ impl PyTool {
         }
         dict.set_item("ssds", ssds)?;
         dict.set_item("ssd_blocks", status.ssd_blocks)?;
+        dict.set_item("policy", status.policy)?;
+        dict.set_item("active_policy", status.active_policy)?;
+        let shadows = PyDict::new(py);
+        for shadow in status.shadow_hit_ratios {
+            shadows.set_item(shadow.policy, shadow.hit_ratio)?;
+        }
+        dict.set_item("shadow_hit_ratios", shadows)?;
         Ok(dict)
     }
 

@@ -34,6 +34,7 @@ use std::{
 
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
+use kvlane_policy::Choice;
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
 use kvlane_store::{Background, Store, StoreOptions};
@@ -65,6 +66,8 @@ pub struct ServeOptions {
     pub scrub_bytes_per_s: u64,
     /// How long leases last without a heartbeat that names them.
     pub lease_ttl: Duration,
+    /// Which blocks make room for others, and which come in at all.
+    pub policy: Choice,
     /// Connections at the same time.
     pub sessions_max: usize,
     /// What copies for engines on GPUs; None serves engines in host memory only.
@@ -150,7 +153,11 @@ impl Daemon {
         let ssd = options.ssd.as_ref().map(|ssd| Ssd::open(ssd, &arena)).transpose()?;
         let store = Store::with_tier(
             Arc::clone(&arena),
-            StoreOptions { lease_ttl: options.lease_ttl, claim_ttl: Duration::from_secs(60) },
+            StoreOptions {
+                lease_ttl: options.lease_ttl,
+                claim_ttl: Duration::from_secs(60),
+                policy: options.policy,
+            },
             ssd.as_ref().map(Ssd::below),
         );
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;

@@ -2,8 +2,9 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use kvlane_policy::{Choice, PolicyKind};
 use kvlane_proto::v1::request::Body as Ask;
-use kvlane_store::StoreStats;
+use kvlane_store::{PolicyReport, StoreStats};
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
@@ -63,6 +64,30 @@ pub const METRICS: &[Metric] = &[
     metric("kvlane_sealed_blocks_total", Counter, "", "Blocks that became visible."),
     metric("kvlane_evicted_blocks_total", Counter, "", "Blocks that made room for others."),
     metric("kvlane_evicted_bytes_total", Counter, "", "Bytes of evicted blocks."),
+    metric(
+        "kvlane_replacement_policy",
+        Gauge,
+        "policy",
+        "1 for the policy that decides which blocks make room for others, else 0.",
+    ),
+    metric(
+        "kvlane_policy_shadow_hit_ratio",
+        Gauge,
+        "policy",
+        "With --policy auto, recent prefix hits of the shadow cache that runs this policy, of its block references.",
+    ),
+    metric(
+        "kvlane_policy_switches_total",
+        Counter,
+        "",
+        "With --policy auto, how often another policy took over.",
+    ),
+    metric(
+        "kvlane_policy_left_out_total",
+        Counter,
+        "",
+        "With --policy auto, sampled lookups that the shadow caches did not get, since too many came at once.",
+    ),
     metric("kvlane_hit_blocks_total", Counter, "namespace, name", "Blocks that lookups found."),
     metric("kvlane_missed_blocks_total", Counter, "namespace, name", "Blocks that lookups did not find."),
     metric(
@@ -132,6 +157,12 @@ pub const METRICS: &[Metric] = &[
         Counter,
         "",
         "Blocks not saved because everything was leased or in flight.",
+    ),
+    metric(
+        "kvlane_save_not_admitted_blocks_total",
+        Counter,
+        "",
+        "Blocks not saved because the policy found them not worth what they would displace.",
     ),
     metric(
         "kvlane_stale_commits_total",
@@ -332,6 +363,7 @@ fn record(shared: &Shared) {
         ("kvlane_save_present_blocks_total", stats.counters.dedup_present),
         ("kvlane_save_in_flight_blocks_total", stats.counters.dedup_in_flight),
         ("kvlane_save_no_room_blocks_total", stats.counters.no_room),
+        ("kvlane_save_not_admitted_blocks_total", stats.counters.not_admitted),
         ("kvlane_stale_commits_total", stats.counters.stale_commits),
         ("kvlane_lease_expired_total", stats.counters.expired_leases),
         ("kvlane_loaded_over_rails_bytes_total", shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)),
@@ -348,6 +380,7 @@ fn record(shared: &Shared) {
     if let Some(ssd) = &shared.ssd {
         record_ssd(ssd, &stats);
     }
+    record_policy(&shared.store.policy());
     // A namespace has a space for each cut; its metrics are their sum.
     let mut namespaces: BTreeMap<(String, String), [u64; 4]> = BTreeMap::new();
     for space in shared.store.spaces() {
@@ -386,6 +419,20 @@ fn record(shared: &Shared) {
         gauge!("kvlane_sessions", "role" => role).set(count.count() as f64);
     }
     gauge!("kvlane_limbo_sessions").set(sessions.iter().filter(|(.., limbo)| *limbo).count() as f64);
+}
+
+fn record_policy(report: &PolicyReport) {
+    for kind in PolicyKind::ALL {
+        let at_work = if kind == report.active { 1.0 } else { 0.0 };
+        gauge!("kvlane_replacement_policy", "policy" => kind.name()).set(at_work);
+    }
+    if report.choice == Choice::Auto {
+        for (kind, rate) in &report.shadow_hit_rates {
+            gauge!("kvlane_policy_shadow_hit_ratio", "policy" => kind.name()).set(*rate);
+        }
+        counter!("kvlane_policy_switches_total").absolute(report.switches);
+        counter!("kvlane_policy_left_out_total").absolute(report.left_out);
+    }
 }
 
 fn record_ssd(ssd: &Ssd, store: &StoreStats) {

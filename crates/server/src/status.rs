@@ -1,6 +1,7 @@
 //! What the daemon holds and who uses it, for people and tools.
 
 use bytes::Bytes;
+use kvlane_policy::PolicyKind;
 use kvlane_proto::v1::{self, hello::Role};
 use kvlane_store::SpaceStats;
 
@@ -18,6 +19,7 @@ pub(crate) fn role_name(role: Role) -> &'static str {
 /// A snapshot.
 pub(crate) fn collect(shared: &Shared) -> v1::Status {
     let stats = shared.store.stats();
+    let policy = shared.store.policy();
     let sessions = shared
         .sessions
         .list()
@@ -49,8 +51,15 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         sessions,
         ssds: shared.ssd.iter().flat_map(Ssd::status).collect(),
         ssd_blocks: shared.ssd.as_ref().map_or(0, |ssd| ssd.tier.stats().blocks),
+        policy: policy.choice.to_string(),
+        active_policy: policy.active.to_string(),
+        shadow_hit_ratios: policy.shadow_hit_rates.into_iter().map(shadow).collect(),
         namespaces: shared.store.spaces().into_iter().map(namespace).collect(),
     }
+}
+
+fn shadow((kind, hit_ratio): (PolicyKind, f64)) -> v1::ShadowHitRatio {
+    v1::ShadowHitRatio { policy: kind.to_string(), hit_ratio }
 }
 
 fn namespace(space: SpaceStats) -> v1::NamespaceStatus {

@@ -1,4 +1,4 @@
-//! The threads that seal, scrub and spill.
+//! The threads that seal, scrub, spill and compare policies.
 
 use std::io;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::auto::AutoPolicy;
 use crate::store::Store;
 
 /// How often the scrub works; in between it sleeps.
@@ -34,6 +35,9 @@ impl Store {
         }
         if self.tier.is_some() {
             background.spawn("kvlane-spill", |store, stop| store.spill_until(stop))?;
+        }
+        if self.auto.is_some() {
+            background.spawn("kvlane-policy", |store, stop| store.observe_until(stop))?;
         }
         if scrub_bytes_per_s > 0 {
             background.spawn("kvlane-scrub", move |store, stop| scrub(store, stop, scrub_bytes_per_s))?;
@@ -65,6 +69,7 @@ impl Drop for Background {
             self.store.scrub_stop.notify_all();
             self.store.spill_changed.notify_all();
         }
+        self.store.auto.iter().for_each(AutoPolicy::wake);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a background thread of the store panicked");

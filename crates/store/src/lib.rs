@@ -17,6 +17,7 @@
 #![deny(unsafe_code)]
 
 mod api;
+mod auto;
 mod background;
 mod claim;
 mod consistency;
@@ -39,6 +40,7 @@ pub use api::{
     Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
     WriterId,
 };
+pub use auto::PolicyReport;
 pub use background::Background;
 pub use fetch::FetchPlan;
 pub use index::Index;

@@ -5,11 +5,13 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ExtentAllocator, PAGE_BYTES};
+use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
     Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
 };
+use crate::auto::AutoPolicy;
 use crate::claim::Caller;
 use crate::fetch::Fetches;
 use crate::index::Index;
@@ -33,6 +35,8 @@ pub struct Store {
     arena: Arc<Arena>,
     pub(crate) tier: Option<Arc<dyn Tier>>,
     pub(crate) fetches: Fetches,
+    /// None with a policy that is fixed.
+    pub(crate) auto: Option<AutoPolicy>,
     pub(crate) index: Mutex<Index>,
     /// A block was committed, or the background shall stop.
     pub(crate) committed: Condvar,
@@ -67,6 +71,7 @@ impl Store {
             arena,
             tier,
             fetches: Fetches::default(),
+            auto: (options.policy == Choice::Auto).then(AutoPolicy::default),
             index: Mutex::new(index),
             committed: Condvar::new(),
             sealed: Condvar::new(),
@@ -95,7 +100,11 @@ impl Store {
         max_tokens: u64,
         now: Instant,
     ) -> Option<Hit> {
-        self.index.lock().lookup(owner, groups, max_tokens, now)
+        let hit = self.index.lock().lookup(owner, groups, max_tokens, now);
+        if let Some(auto) = &self.auto {
+            auto.note(groups);
+        }
+        hit
     }
 
     /// See [`Index::release`].

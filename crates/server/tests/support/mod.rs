@@ -25,6 +25,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         seal_threads: 2,
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
+        policy: kvlane_policy::Choice::default(),
         sessions_max: 64,
         ssd: None,
         gpu_driver: None,
