@@ -150,8 +150,11 @@ impl CacheModel {
     }
 
     fn touch_hits(&mut self) {
-        self.policy.touch(&self.hit, &self.resident);
-        self.hit.clear();
+        // As a store does, which tells of a prompt's hits once, and not of none.
+        if !self.hit.is_empty() {
+            self.policy.touch(&self.hit, &self.resident);
+            self.hit.clear();
+        }
     }
 
     /// Stores what the policy admits of a run that continues `parent`; says how many from its head.

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
+use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
     Chain, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Spill,
     StoreOptions, WriterId,
@@ -90,6 +91,7 @@ enum Op {
     Expire,
     Wait(u64),
     DropNamespace(usize),
+    SwitchPolicy(usize),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -126,6 +128,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => Just(Op::Expire),
         3 => (30u64..100).prop_map(Op::Wait),
         1 => (0usize..3).prop_map(Op::DropNamespace),
+        1 => (0..PolicyKind::ALL.len()).prop_map(Op::SwitchPolicy),
     ]
 }
 
@@ -193,6 +196,8 @@ struct Seen {
     limbo: u64,
     evicted: u64,
     no_room: u64,
+    not_admitted: u64,
+    switches: u64,
     in_flight: u64,
     damaged: u64,
     stale_commits: u64,
@@ -213,9 +218,9 @@ fn namespace(space: usize) -> Namespace {
 }
 
 impl World {
-    fn new() -> Self {
+    fn new(policy: PolicyKind) -> Self {
         let extents = ExtentAllocator::new(POOL_PAGES, std::slice::from_ref(&(0..POOL_PAGES)));
-        let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL, ..StoreOptions::default() };
+        let options = StoreOptions { lease_ttl: TTL, claim_ttl: TTL, policy: Choice::Fixed(policy) };
         let mut index = Index::new(extents, u64::from(POOL_PAGES) * PAGE_BYTES, options);
         index.set_spill_limit(4);
         let space = |(number, pages): (usize, &&[u64])| {
@@ -402,6 +407,12 @@ impl World {
                 self.claims.retain(|_, claim| now - claim.since <= TTL || in_flight(claim.id));
             }
             Op::Wait(seconds) => self.now += Duration::from_secs(*seconds),
+            Op::SwitchPolicy(kind) => {
+                let before = self.index.stats().policy;
+                self.index.switch_policy(PolicyKind::ALL[*kind]);
+                self.seen.switches += u64::from(self.index.stats().policy != before);
+                assert_eq!(self.visible(), visible_before);
+            }
             Op::DropNamespace(space) => {
                 let blocks = self.index.blocks_of(namespace(*space));
                 assert_eq!(self.index.drop_blocks(&blocks), blocks.len() as u64);
@@ -672,6 +683,7 @@ impl World {
         let counters = stats.counters;
         self.seen.evicted = counters.evicted_blocks;
         self.seen.no_room = counters.no_room;
+        self.seen.not_admitted = counters.not_admitted;
         self.seen.in_flight = counters.dedup_in_flight;
         self.seen.damaged = counters.scrub_bad;
         self.seen.stale_commits = counters.stale_commits;
@@ -684,8 +696,11 @@ impl World {
 fn any_order_of_calls_keeps_the_promises() {
     let total = std::cell::RefCell::new(Vec::new());
     let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
-    let run = TestRunner::new(config).run(&prop::collection::vec(op(), 1..130), |ops| {
-        let mut world = World::new();
+    // Each begins with another policy; runs without a switch among them stay with it.
+    let cases = ((0..PolicyKind::ALL.len()), any::<bool>(), prop::collection::vec(op(), 1..130));
+    let run = TestRunner::new(config).run(&cases, |(policy, may_switch, mut ops)| {
+        ops.retain(|op| may_switch || !matches!(op, Op::SwitchPolicy(_)));
+        let mut world = World::new(PolicyKind::ALL[policy]);
         for op in &ops {
             world.apply(op);
         }
@@ -702,6 +717,8 @@ fn any_order_of_calls_keeps_the_promises() {
         ("memory in limbo", sum(|seen| seen.limbo)),
         ("evictions", sum(|seen| seen.evicted)),
         ("no room", sum(|seen| seen.no_room)),
+        ("not admitted", sum(|seen| seen.not_admitted)),
+        ("switches of policy", sum(|seen| seen.switches)),
         ("in flight elsewhere", sum(|seen| seen.in_flight)),
         ("damaged blocks", sum(|seen| seen.damaged)),
         ("stale commits", sum(|seen| seen.stale_commits)),
