@@ -97,8 +97,8 @@ impl Index {
 
     /// Leased or being saved, at most.
     pub(crate) fn blocks_in_use(&self) -> usize {
-        let unsealed = self.claims.len() as u64 + (self.seals_asked - self.seals_ended);
-        usize::try_from(self.leases.blocks() + unsealed).unwrap_or(usize::MAX / 8)
+        let unsealed = self.claims.len() + self.seal_queue.len() + self.sealing.len();
+        usize::try_from(self.leases.blocks()).unwrap_or(usize::MAX / 8) + unsealed
     }
 
     pub(crate) fn set_first_capacity(&mut self, shard_bytes: &[u64]) {
