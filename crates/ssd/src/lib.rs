@@ -20,6 +20,8 @@ mod device;
 mod drops;
 mod error;
 mod file;
+#[cfg(any(feature = "fuzzing", test))]
+pub mod fuzzing;
 mod health;
 mod index;
 mod io;

@@ -159,18 +159,25 @@ fn more_namespaces_than_the_file_can_note_are_told() {
     close(tier);
 }
 
+/// Those that a file can have, and all of this run.
+fn generation() -> impl Strategy<Value = u64> {
+    prop_oneof![0..1u64 << 63, Just(Drops::OF_THIS_RUN)]
+}
+
 proptest! {
     #[test]
     fn what_is_noted_is_read_or_refused(
-        sequence in any::<u64>(),
-        all_up_to in any::<u64>(),
-        namespaces in prop::collection::btree_map(any::<[u8; 16]>().prop_map(Namespace), any::<u64>(), 0..50),
+        sequence in 0..1u64 << 63,
+        all_up_to in generation(),
+        namespaces in prop::collection::btree_map(any::<[u8; 16]>().prop_map(Namespace), generation(), 0..50),
         flip in any::<prop::sample::Index>(),
         junk in prop::collection::vec(any::<u8>(), 0..200),
     ) {
         let drops = Drops { sequence, all_up_to, namespaces, ..Drops::none([3; 16]) };
         let mut bytes = drops.encode();
-        prop_assert_eq!(Drops::decode(&bytes), Ok(drops));
+        prop_assert_eq!(Drops::decode(&bytes), Ok(drops.clone()));
+        let beyond = Drops { sequence: sequence | 1 << 63, ..drops };
+        prop_assert!(Drops::decode(&beyond.encode()).is_err());
         let at = flip.index(bytes.len());
         bytes[at] ^= 1;
         prop_assert!(Drops::decode(&bytes).is_err());

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvlane_block::Namespace;
 
 use super::fields::{Reader, Writer};
-use super::{DeviceId, LayoutError, PAGE_BYTES};
+use super::{DeviceId, GENERATIONS, LayoutError, PAGE_BYTES};
 
 const KIND: &[u8; 8] = b"kvlnDROP";
 /// Namespace, generation.
@@ -64,7 +64,11 @@ impl Drops {
             found.namespaces.insert(namespace, u64::from_le_bytes(*generation));
         }
         fields.end()?;
-        if found.namespaces.len() == count as usize { Ok(found) } else { Err(LayoutError::Fields) }
+        let can_be = |generation: &u64| *generation < GENERATIONS || *generation == Self::OF_THIS_RUN;
+        let sound = found.namespaces.len() == count as usize
+            && found.sequence < GENERATIONS
+            && found.namespaces.values().chain([&found.all_up_to]).all(can_be);
+        if sound { Ok(found) } else { Err(LayoutError::Fields) }
     }
 
     /// Whether records of a segment of this generation count.

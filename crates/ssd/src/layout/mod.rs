@@ -22,6 +22,10 @@ pub use superblock::Superblock;
 /// The unit of all addresses in a file.
 pub const PAGE_BYTES: u64 = 4096;
 
+/// No file has so many generations, nor as many changes of its drops: the next one can always be counted. A higher number
+/// was not written by us.
+pub(crate) const GENERATIONS: u64 = 1 << 63;
+
 /// Random bytes that tell files apart.
 pub(crate) type DeviceId = [u8; 16];
 

@@ -3,7 +3,7 @@
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 
 use super::fields::{Reader, Writer};
-use super::{LayoutError, PAGE_BYTES};
+use super::{GENERATIONS, LayoutError, PAGE_BYTES};
 use crate::request::Space;
 
 const HEAD: &[u8; 8] = b"kvlnHEAD";
@@ -85,7 +85,7 @@ impl SegmentHead {
             generation: fields.u64()?,
         };
         fields.end()?;
-        Ok(head)
+        if head.generation < GENERATIONS { Ok(head) } else { Err(LayoutError::Fields) }
     }
 }
 
@@ -110,7 +110,7 @@ impl SegmentFoot {
             scan_from: fields.u32()?,
         };
         fields.end()?;
-        Ok(foot)
+        if foot.generation < GENERATIONS { Ok(foot) } else { Err(LayoutError::Fields) }
     }
 }
 

@@ -1,0 +1,229 @@
+//! What has to hold for bytes of any origin, for `fuzz/`: each function panics where it does not.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a panic is what they are for")]
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use rustix::fs::MemfdFlags;
+
+use crate::drops::DropTable;
+use crate::file::TierFile;
+use crate::index::Index;
+use crate::layout::{
+    Drops, FORMAT_VERSION, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table,
+    TableRecord, header_pages, table_bytes,
+};
+use crate::log::{For, Log, largest_record};
+use crate::recover::recover;
+use crate::request::{Key, Space};
+
+const KINDS: [&[u8; 8]; 6] = [b"kvlnSSD\0", b"kvlnHEAD", b"kvlnFOOT", b"kvlnTABL", b"kvlnBLCK", b"kvlnDROP"];
+
+/// One structure of any kind: what is read is within the limits, and written as it was read. As the bytes are, and with a
+/// start that makes each kind of structure of them: random ones hardly ever have the right checksum.
+pub fn structure(bytes: &[u8]) {
+    decode_all(bytes);
+    for kind in KINDS {
+        decode_all(&sealed(kind, bytes));
+    }
+}
+
+/// The fields behind kind, checksum and length that are right for them.
+fn sealed(kind: &[u8; 8], fields: &[u8]) -> Vec<u8> {
+    let mut bytes = kind.to_vec();
+    let mut checked = (16 + fields.len() as u32).to_le_bytes().to_vec();
+    checked.extend_from_slice(fields);
+    bytes.extend_from_slice(&crc32c::crc32c(&checked).to_le_bytes());
+    bytes.extend_from_slice(&checked);
+    bytes
+}
+
+fn decode_all(bytes: &[u8]) {
+    let mut decoded = 0;
+    // What is behind a structure is not looked at.
+    let length =
+        bytes.get(12..16).and_then(|length| length.first_chunk().copied()).map_or(0, u32::from_le_bytes);
+    let again = |written: &[u8]| {
+        assert_eq!(written[..length as usize], bytes[..length as usize]);
+        assert!(written[length as usize..].iter().all(|byte| *byte == 0));
+    };
+    if let Ok(found) = Superblock::decode(bytes) {
+        // Of another version nothing else is read.
+        decoded += 1;
+        if found.version == FORMAT_VERSION {
+            again(&found.encode());
+            assert!(found.segment_bytes.is_multiple_of(PAGE_BYTES) && found.segment_pages() >= 4);
+            let end = found.file_bytes().expect("it was checked");
+            let last = found.segments.saturating_sub(1);
+            assert!(found.segments == 0 || found.offset(last, found.segment_pages() - 1) + PAGE_BYTES == end);
+        }
+    }
+    if let Ok(found) = SegmentHead::decode(bytes) {
+        decoded += 1;
+        again(&found.encode());
+    }
+    if let Ok(found) = SegmentFoot::decode(bytes) {
+        decoded += 1;
+        again(&found.encode());
+    }
+    if let Ok(found) = Table::decode(bytes) {
+        decoded += 1;
+        again(&found.encode());
+        assert_eq!(table_bytes(found.records.len(), found.spaces.len()), u64::from(length));
+        assert!(found.records.iter().all(|record| (record.space as usize) < found.spaces.len()));
+    }
+    if let Ok(found) = RecordHeader::decode(bytes) {
+        // A parent's hash that does not count is not kept.
+        let written = found.encode();
+        assert_eq!(RecordHeader::decode(&written).as_ref(), Ok(&found));
+        decoded += 1;
+        assert_eq!(written.len() as u64, header_pages(found.shards.len()) * PAGE_BYTES);
+        assert_eq!(RecordHeader::claimed_pages(bytes), Some(header_pages(found.shards.len())));
+        let shards: u64 = found.shards.iter().map(|(bytes, _)| u64::from(*bytes).div_ceil(PAGE_BYTES)).sum();
+        let pages = header_pages(found.shards.len()) + shards;
+        assert_eq!(found.pages().map(u64::from), u32::try_from(pages).is_ok().then_some(pages));
+    }
+    if let Ok(found) = Drops::decode(bytes) {
+        assert_eq!(Drops::decode(&found.encode()), Ok(found));
+        decoded += 1;
+    }
+    assert!(decoded <= 1, "structures of two kinds at once");
+}
+
+/// Pages of a segment, and segments.
+const PAGES: u32 = 8;
+const SEGMENTS: u32 = 3;
+const DEVICE: [u8; 16] = [7; 16];
+
+/// A whole file, in which stands what `tape` says, is opened: what is found lies inside of its segment and counts, and the
+/// next segment is newer than everything that is there. Superblock and places are right: each is checked before.
+pub fn file(tape: &[u8]) {
+    let superblock = Superblock {
+        version: FORMAT_VERSION,
+        device_id: DEVICE,
+        segment_bytes: u64::from(PAGES) * PAGE_BYTES,
+        segments: SEGMENTS,
+    };
+    let memory: File =
+        rustix::fs::memfd_create("kvlane-fuzz", MemfdFlags::CLOEXEC).expect("a file in memory").into();
+    memory.set_len(superblock.file_bytes().unwrap()).expect("it has room");
+    play(tape, &memory, &superblock);
+    let path = PathBuf::from("a file in memory");
+    let file = TierFile { path, file: memory, superblock, direct: false, notes: Vec::new(), warm: true };
+
+    let mut log = Log::new(SEGMENTS, PAGES);
+    let drops = DropTable::read(&file).expect("it can be read");
+    log.generation_seen(drops.highest());
+    let mut index = Index::new();
+    index.add_device(SEGMENTS);
+    let found = recover(&file, 0, &drops, &mut index, &mut log);
+    assert_eq!(found.unreadable, 0);
+    assert!(index.blocks() as u64 <= found.from_tables + found.by_scan);
+    let keys: Vec<Key> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
+    assert_eq!(keys.len(), index.blocks());
+    for key in keys {
+        let location = index.find(&key).expect("it is in the index");
+        assert!(location.device == 0 && location.segment < SEGMENTS);
+        // Between the head and the foot.
+        let end = location.page.checked_add(location.pages).expect("a record that has an end");
+        assert!(location.page >= 1 && location.pages >= 1 && end < PAGES, "{location:?}");
+        assert!(location.pages <= largest_record(PAGES) + 1, "{location:?}");
+        assert!(drops.counts(&key.space.namespace, log.generation(location.segment)));
+    }
+    let last = log.last_generation();
+    if let Some((_, generation)) = log.open_segment(For::Writes) {
+        assert!(generation > last && generation > drops.highest());
+    }
+    drops.end_former_run(last).expect("it can be written");
+    // What was dropped stays so.
+    let again = DropTable::read(&file).expect("it can be read");
+    assert!(again.highest() <= last.max(drops.highest()));
+}
+
+/// Structures with right checksums, most of them of this file, at pages of any segment; and noise.
+fn play(tape: &[u8], file: &File, superblock: &Superblock) {
+    let mut tape = tape.iter().copied();
+    while let Some(kind) = tape.next() {
+        let mut number = |below: u32| u32::from(tape.next().unwrap_or(1)) % below;
+        // Numbers around the limits, and sometimes any.
+        let (segment, page) = (number(SEGMENTS), number(PAGES));
+        let generation = match number(16) {
+            0 => u64::MAX - u64::from(number(3)),
+            small => u64::from(small % 5),
+        };
+        let device_id = if number(16) == 0 { [8; 16] } else { DEVICE };
+        let mut field = |usual: u32| match number(12) {
+            0 => number(256) << 24 | number(256),
+            1 => number(12),
+            _ => usual,
+        };
+        let named = field(segment);
+        let space = |number: u8| Space { namespace: Namespace([number; 16]), cut: CutDigest([1; 16]) };
+        let mut offset = superblock.offset(segment, page);
+        let bytes = match kind % 8 {
+            0 | 1 => {
+                offset = superblock.offset(segment, 0);
+                SegmentHead { device_id, segment: named, generation }.encode()
+            }
+            2 => {
+                offset = superblock.offset(segment, PAGES - 1);
+                let bytes = table_bytes(field(1).min(9) as usize, 1) as u32;
+                let (table_page, table_bytes, scan_from) = (field(page), field(bytes), field(page + 1));
+                SegmentFoot { device_id, segment: named, generation, table_page, table_bytes, scan_from }
+                    .encode()
+            }
+            3 => {
+                let count = field(1).min(9);
+                let record = |at: u32, field: &mut dyn FnMut(u32) -> u32| TableRecord {
+                    hash: BlockHash([at as u8; 16]),
+                    space: 0,
+                    page: field(1 + 2 * at),
+                    pages: field(2),
+                };
+                let records = (0..count).map(|at| record(at, &mut field)).collect();
+                Table { device_id, generation, spaces: vec![space(field(1) as u8)], records }.encode()
+            }
+            4 | 5 => {
+                let key = Key { space: space(field(1) as u8), hash: BlockHash([field(3) as u8; 16]) };
+                let shards = (0..=field(0).min(600)).map(|at| (field(4096).max(1), at)).collect();
+                let page = field(page);
+                RecordHeader { device_id, generation, segment: named, page, key, parent: None, shards }
+                    .encode()
+            }
+            6 => {
+                let mut drops = Drops { device_id, sequence: generation, ..Drops::none(device_id) };
+                drops.all_up_to = u64::from(field(0).min(5));
+                drops.namespaces.insert(Namespace([field(1) as u8; 16]), generation);
+                offset = Drops::COPIES[named as usize % 2];
+                drops.encode()
+            }
+            _ => {
+                offset += u64::from(field(0)) % PAGE_BYTES;
+                let count = field(20) as usize % 64;
+                tape.by_ref().take(count).collect()
+            }
+        };
+        let end = superblock.file_bytes().unwrap();
+        let fits = usize::try_from(end.saturating_sub(offset)).unwrap_or(0).min(bytes.len());
+        file.write_all_at(&bytes[..fits], offset).expect("it has room");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        // The fuzzer looks deeper; this keeps its targets in order.
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn what_the_fuzzer_checks_holds_for_some_bytes(bytes in vec(prop_oneof![0..8u8, any::<u8>()], 0..400)) {
+            super::structure(&bytes);
+            super::file(&bytes);
+        }
+    }
+}
