@@ -3,6 +3,7 @@
 use std::io;
 use std::time::Instant;
 
+use crate::headers::HeaderMemory;
 use crate::index::{Live, Location};
 use crate::io::{Op, OpKind, Piece};
 use crate::layout::SegmentFoot;
@@ -38,7 +39,7 @@ pub(crate) struct WriteJob {
 pub(crate) enum What {
     Read {
         job: ReadJob,
-        header: Pages,
+        header: HeaderMemory,
     },
     Write {
         job: WriteJob,
@@ -120,6 +121,30 @@ impl Part {
     }
 }
 
+/// Cuts a record into operations. `registered`: the kernel knows the memory, and has its pages at hand for operations of one
+/// piece. So the header, which never lies beside the shards, gets an operation of its own then if the shards lie together;
+/// they are posted together, and the kernel makes one request of them again. Otherwise all pieces are in one operation.
+pub(crate) fn cut_record(
+    transfer: u64,
+    kind: OpKind,
+    offset: u64,
+    header: Piece,
+    shards: &[Piece],
+    registered: bool,
+) -> Vec<Part> {
+    let is_one_run = shards.windows(2).all(|pair| ends_at(&pair[0], &pair[1]));
+    if registered && is_one_run {
+        let mut parts = cut(transfer, kind, offset, &[header]);
+        parts.extend(cut(transfer, kind, offset + header.bytes as u64, shards));
+        return parts;
+    }
+    cut(transfer, kind, offset, &[&[header], shards].concat())
+}
+
+fn ends_at(piece: &Piece, next: &Piece) -> bool {
+    std::ptr::eq(piece.address.wrapping_add(piece.bytes), next.address)
+}
+
 /// Cuts contiguous bytes of the file, whose memory is these pieces, into operations.
 pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
@@ -137,10 +162,7 @@ pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) ->
                 room = part_bytes;
             }
             let Some(part) = parts.last_mut() else { break };
-            let adjacent = part
-                .pieces
-                .last()
-                .is_some_and(|last| std::ptr::eq(last.address.wrapping_add(last.bytes), rest.address));
+            let adjacent = part.pieces.last().is_some_and(|last| ends_at(last, &rest));
             if !adjacent && part.pieces.len() == Op::MAX_PIECES {
                 room = 0;
                 continue;
@@ -176,6 +198,23 @@ mod tests {
             }
         }
         pages
+    }
+
+    #[test]
+    fn shards_that_lie_together_are_one_piece_where_memory_is_registered() {
+        let piece = |address: usize, pages: usize| Piece { address: address as *mut u8, bytes: pages * 4096 };
+        let (header, shards) = (piece(4096, 1), [piece(1 << 20, 8), piece((1 << 20) + 8 * 4096, 56)]);
+        let counts = |shards: &[Piece], registered| -> Vec<usize> {
+            let parts = cut_record(1, OpKind::Read, 8192, header, shards, registered);
+            assert_eq!(parts[0].offset, 8192);
+            parts.iter().map(|part| part.pieces.len()).collect()
+        };
+        assert_eq!(counts(&shards, true), [1, 1]);
+        assert_eq!(counts(&shards, false), [2]);
+        let apart = [shards[0], piece(1 << 24, 56)];
+        assert_eq!(counts(&apart, true), [3]);
+        let whole = cut_record(1, OpKind::Read, 8192, header, &shards, true);
+        assert_eq!(flat(&whole), flat(&cut(1, OpKind::Read, 8192, &[&[header], &shards[..]].concat())));
     }
 
     proptest! {

@@ -22,6 +22,7 @@ mod error;
 mod file;
 #[cfg(any(feature = "fuzzing", test))]
 pub mod fuzzing;
+mod headers;
 mod health;
 mod index;
 mod io;

@@ -55,10 +55,23 @@ impl Pages {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len()) }
     }
 
+    /// One page's bytes. Not while an operation may write this one.
+    pub(crate) fn page(&self, number: usize) -> &[u8] {
+        let piece = self.piece_at(number, PAGE_BYTES as usize);
+        // SAFETY: inside of the allocation, which is initialised; the others are not part of the reference.
+        unsafe { std::slice::from_raw_parts(piece.address, piece.bytes) }
+    }
+
+    /// So many bytes from a page on, for an operation.
+    pub(crate) fn piece_at(&self, page: usize, bytes: usize) -> Piece {
+        let at = page * PAGE_BYTES as usize;
+        assert!(at + bytes <= self.len(), "{bytes} bytes from page {page} of {}", self.len());
+        Piece { address: self.start.as_ptr().wrapping_add(at), bytes }
+    }
+
     /// The first so many bytes, for an operation.
     pub(crate) fn piece(&self, bytes: usize) -> Piece {
-        assert!(bytes <= self.len(), "{bytes} bytes of {}", self.len());
-        Piece { address: self.start.as_ptr(), bytes }
+        self.piece_at(0, bytes)
     }
 }
 

@@ -12,6 +12,7 @@ use crate::device::{Device, Start};
 use crate::drops::DropTable;
 use crate::error::OpenError;
 use crate::file::TierFile;
+use crate::headers::Headers;
 use crate::index::Index;
 use crate::io::{Io, Piece};
 use crate::job::{ReadJob, WriteJob};
@@ -129,14 +130,15 @@ impl Tier {
         let (write_rate, checkpoint_interval) = (options.write_rate, options.checkpoint_interval);
         // A ring belongs to the thread that makes it.
         let work = move || {
-            let made = open_io(descriptor, &*memory, threads);
-            let (io, info) = match made {
+            let headers = Headers::new();
+            let made = open_io(descriptor, &*memory, &headers, threads);
+            let (io, registered, info) = match made {
                 Ok((mut io, mut info)) => {
                     if let Some(wrap) = wrap_io {
                         io = wrap.wrap(io);
                         info.waker = io.waker();
                     }
-                    (io, Ok(info))
+                    (io, info.registered, Ok(info))
                 }
                 Err(error) => {
                     let _ = tell.send(Err(error));
@@ -149,6 +151,8 @@ impl Tier {
             let ends = Ended(Arc::clone(&device));
             Device::new(Start {
                 io,
+                headers,
+                registered,
                 memory,
                 shared,
                 device,
@@ -459,6 +463,7 @@ impl Drop for Ended {
 fn open_io(
     file: std::fs::File,
     memory: &dyn Memory,
+    headers: &Headers,
     threads: bool,
 ) -> std::io::Result<(Box<dyn Io>, Opened)> {
     let mut notes = Vec::new();
@@ -466,7 +471,7 @@ fn open_io(
         notes.push("no io_uring, a few threads transfer: it is switched off".to_owned());
     } else {
         let pool = Piece { address: memory.base(), bytes: memory.bytes() as usize };
-        match Ring::new(file.try_clone()?, &[pool]) {
+        match Ring::new(file.try_clone()?, &[pool, headers.memory()]) {
             Ok((ring, not_registered)) => {
                 let opened = Opened {
                     io: "io_uring",

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::headers::Headers;
 use crate::io::{Ended, Io};
 use crate::job::{Part, ReadJob, Transfer, WriteJob};
 use crate::layout::Superblock;
@@ -30,6 +31,7 @@ const RETRY: Duration = Duration::from_millis(10);
 /// What a device's thread owns. Fields are dropped in this order: first what may have operations in flight.
 pub(crate) struct Device {
     io: Box<dyn Io>,
+    headers: Headers,
     transfers: HashMap<u64, Transfer>,
     /// Operations in flight.
     parts: HashMap<u64, Part>,
@@ -44,6 +46,8 @@ pub(crate) struct Device {
     /// Records whose segment's head is not on the device yet.
     held: Vec<Transfer>,
     memory: Arc<dyn Memory>,
+    /// With the kernel, and so are `headers`.
+    registered: bool,
     shared: Arc<Shared>,
     device: Arc<DeviceShared>,
     number: u8,
@@ -67,6 +71,8 @@ pub(crate) struct Device {
 /// What a device begins with.
 pub(crate) struct Start {
     pub(crate) io: Box<dyn Io>,
+    pub(crate) headers: Headers,
+    pub(crate) registered: bool,
     pub(crate) memory: Arc<dyn Memory>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) device: Arc<DeviceShared>,
@@ -79,10 +85,23 @@ pub(crate) struct Start {
 
 impl Device {
     pub(crate) fn new(start: Start) -> Device {
-        let Start { io, memory, shared, device, number, superblock, log, write_rate, checkpoint_interval } =
-            start;
+        let Start {
+            io,
+            headers,
+            registered,
+            memory,
+            shared,
+            device,
+            number,
+            superblock,
+            log,
+            write_rate,
+            checkpoint_interval,
+        } = start;
         Device {
             io,
+            headers,
+            registered,
             transfers: HashMap::new(),
             parts: HashMap::new(),
             ready_reads: VecDeque::new(),

@@ -21,6 +21,10 @@ impl Device {
             }
             _ => cut(id, kind, offset, pieces),
         };
+        self.start_parts(id, what, parts);
+    }
+
+    pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<Part>) {
         // Copies stand behind writes, though they read.
         let is_read = matches!(what, What::Read { .. });
         self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
@@ -125,7 +129,7 @@ impl Device {
         }
         let failed = transfer.error.is_some();
         match transfer.what {
-            What::Read { job, header } => self.finish_read(job, &header, transfer.error),
+            What::Read { job, header } => self.finish_read(job, header, transfer.error),
             What::Write { .. } | What::CopyOut { .. } => self.finish_record(transfer),
             What::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
             What::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),

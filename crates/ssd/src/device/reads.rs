@@ -7,10 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Device;
-use crate::io::Piece;
-use crate::job::{ReadJob, Transfer, What};
+use crate::headers::HeaderMemory;
+use crate::io::{OpKind, Piece};
+use crate::job::{ReadJob, Transfer, What, cut_record};
 use crate::layout::{PAGE_BYTES, header_pages, shard_pages};
-use crate::pages::Pages;
 use crate::read::verify;
 use crate::request::{Extent, Miss, ReadEnd};
 use crate::stats::Counters;
@@ -42,12 +42,13 @@ impl Device {
         {
             // Those whose deadline has passed have ended.
             let Some(job) = self.queued_reads.remove(&id) else { continue };
-            let header = Pages::new((header_pages(job.into.len()) * PAGE_BYTES) as usize);
-            let mut pieces = vec![header.piece(header.len())];
-            pieces.extend(job.into.iter().map(|extent| self.pool_piece(extent)));
+            let header = self.headers.take(header_pages(job.into.len()) * PAGE_BYTES);
+            let shards: Vec<Piece> = job.into.iter().map(|extent| self.pool_piece(extent)).collect();
             let offset = self.superblock.offset(job.location.segment, job.location.page);
             self.reads_in_flight += u64::from(job.location.pages) * PAGE_BYTES;
-            self.start(id, What::Read { job, header }, offset, &pieces);
+            let piece = self.headers.piece(&header);
+            let parts = cut_record(id, OpKind::Read, offset, piece, &shards, self.registered);
+            self.start_parts(id, What::Read { job, header }, parts);
         }
     }
 
@@ -56,7 +57,7 @@ impl Device {
         Piece { address: self.memory.base().wrapping_add(extent.offset as usize), bytes }
     }
 
-    pub(super) fn finish_read(&mut self, job: ReadJob, header: &Pages, error: Option<io::Error>) {
+    pub(super) fn finish_read(&mut self, job: ReadJob, header: HeaderMemory, error: Option<io::Error>) {
         self.reads_in_flight -= u64::from(job.location.pages) * PAGE_BYTES;
         let counters = &self.shared.counters;
         let end = if let Some(error) = error {
@@ -73,12 +74,13 @@ impl Device {
                     generation,
                     &job.location,
                     &job.key,
-                    header.bytes(),
+                    self.headers.bytes(&header),
                     &job.into,
                     &*self.memory,
                 )
             }
         };
+        self.headers.give_back(header);
         match end {
             ReadEnd::Found { .. } => {
                 Counters::add(&counters.reads_found, 1);

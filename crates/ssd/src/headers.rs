@@ -1,0 +1,92 @@
+//! Pages that headers are read into, used again and again: they are registered with the kernel, and nothing is allocated or
+//! faulted in for a read.
+
+use crate::io::Piece;
+use crate::layout::PAGE_BYTES;
+use crate::pages::Pages;
+
+/// As many as operations are in flight.
+const COUNT: u32 = 256;
+
+/// The pages of one device.
+pub(crate) struct Headers {
+    pages: Pages,
+    free: Vec<u32>,
+}
+
+/// Memory that one header is read into.
+pub(crate) enum HeaderMemory {
+    /// A page of [`Headers`].
+    Shared(u32),
+    /// Where it is longer than a page, or none was free.
+    Own(Pages),
+}
+
+impl Headers {
+    pub(crate) fn new() -> Headers {
+        Headers {
+            pages: Pages::new((u64::from(COUNT) * PAGE_BYTES) as usize),
+            free: (0..COUNT).rev().collect(),
+        }
+    }
+
+    /// All of it, to be registered.
+    pub(crate) fn memory(&self) -> Piece {
+        self.pages.piece(self.pages.len())
+    }
+
+    /// Room for a header of so many bytes. What was read there before is still in it.
+    pub(crate) fn take(&mut self, bytes: u64) -> HeaderMemory {
+        match self.free.pop() {
+            Some(page) if bytes <= PAGE_BYTES => HeaderMemory::Shared(page),
+            page => {
+                self.free.extend(page);
+                HeaderMemory::Own(Pages::new(bytes as usize))
+            }
+        }
+    }
+
+    /// For an operation.
+    pub(crate) fn piece(&self, header: &HeaderMemory) -> Piece {
+        match header {
+            HeaderMemory::Shared(page) => self.pages.piece_at(*page as usize, PAGE_BYTES as usize),
+            HeaderMemory::Own(pages) => pages.piece(pages.len()),
+        }
+    }
+
+    /// Its bytes. Not while an operation may write them.
+    pub(crate) fn bytes<'a>(&'a self, header: &'a HeaderMemory) -> &'a [u8] {
+        match header {
+            HeaderMemory::Shared(page) => self.pages.page(*page as usize),
+            HeaderMemory::Own(pages) => pages.bytes(),
+        }
+    }
+
+    /// No operation uses it any more.
+    pub(crate) fn give_back(&mut self, header: HeaderMemory) {
+        if let HeaderMemory::Shared(page) = header {
+            self.free.push(page);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_used_again_and_no_two_at_once() {
+        let mut headers = Headers::new();
+        let taken: Vec<HeaderMemory> = (0..COUNT + 2).map(|_| headers.take(PAGE_BYTES)).collect();
+        let mut pieces: Vec<usize> =
+            taken.iter().map(|header| headers.piece(header).address as usize).collect();
+        pieces.sort_unstable();
+        assert!(pieces.windows(2).all(|pair| pair[0] + PAGE_BYTES as usize <= pair[1]));
+        let own = taken.iter().filter(|header| matches!(header, HeaderMemory::Own(_))).count();
+        assert_eq!(own, 2);
+        taken.into_iter().for_each(|header| headers.give_back(header));
+        let long = headers.take(PAGE_BYTES + 1);
+        assert_eq!(headers.piece(&long).bytes, 2 * PAGE_BYTES as usize);
+        assert!(matches!(headers.take(100), HeaderMemory::Shared(_)));
+    }
+}
