@@ -222,6 +222,44 @@ def bench_gpu_load(
     `joined` lie one after the other in the host's memory; `staged`: in long runs through a ring on the GPU. OSError
     where the bytes did not arrive as they were."""
 
+class SsdBench:
+    """An SSD tier on new files of `capacity` bytes each, for `kvlane bench ssd`; they are removed with it. OSError
+    where that is not possible, also where one of them is there already. What measures gives bytes, seconds, CPU
+    seconds of the process, those of the devices' threads, and the latency of each block in microseconds."""
+
+    def __init__(
+        self, paths: list[str], capacity: int, block_bytes: int, pool_bytes: int, threads: bool = False
+    ) -> None: ...
+    def status(self) -> list[tuple[str, bool, bool, list[str]]]:
+        """Of each device: "io_uring" or "threads", direct I/O, registered memory, and what is not as it should be."""
+
+    @property
+    def pool_pages(self) -> str:
+        """Size of the pool's pages."""
+
+    def write(self, count: int) -> tuple[int, float, float, float, list[int]]:
+        """Write so many new blocks, as fast as the backlog takes them."""
+
+    def read(self, among: int, count: int, depth: int) -> tuple[int, float, float, float, list[int]]:
+        """Read `count` times a block of the newest `among`, `depth` at once, with no pattern."""
+
+    def read_beside_writes(
+        self, among: int, count: int, depth: int
+    ) -> tuple[
+        tuple[int, float, float, float, list[int]],
+        tuple[int, float, float, float, list[int]],
+    ]:
+        """The same with a backlog of writes all the time: what was read and what was written, the CPU time of both."""
+
+    def close(self) -> None:
+        """End the tier and remove its files."""
+
+def bench_ssd_restart(path: str, blocks: int, headers: bool = False) -> tuple[float, float | None]:
+    """Seconds in which an SSD tier with so many blocks of 4 KiB is open again, from tables, and from headers alone."""
+
+def bench_crc32c(piece_bytes: int, bytes: int) -> float:
+    """Bytes of checksums for each second of CPU time, over memory that no cache holds."""
+
 def bench_echo(socket: int, length: int) -> None:
     """Send back messages of `length` bytes until the peer closes the socket."""
 

@@ -5,6 +5,7 @@ mod convert;
 mod fabric;
 mod gpu;
 mod scheduler;
+mod ssd;
 mod tool;
 mod worker;
 
@@ -21,6 +22,8 @@ mod _core {
     use super::gpu::{bench_gpu_calibrate, bench_gpu_copy, bench_gpu_load, bench_gpu_rails, bench_gpus};
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
+    #[pymodule_export]
+    use super::ssd::{PySsdBench, bench_crc32c, bench_ssd_restart};
     #[pymodule_export]
     use super::tool::PyTool;
     #[pymodule_export]

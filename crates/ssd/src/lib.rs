@@ -15,6 +15,7 @@
 //! device (`device`), which drives an [`Io`], a ring of io_uring or a few threads.
 #![deny(unsafe_code)]
 
+pub mod bench;
 mod cleaning;
 mod device;
 mod drops;

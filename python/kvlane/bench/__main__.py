@@ -19,6 +19,7 @@ SUBCOMMANDS = (
     "overhead",
     "share",
     "fabric",
+    "ssd",
     "all",
 )
 # Packages of the extra `kvlane[bench]`.

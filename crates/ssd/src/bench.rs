@@ -1,0 +1,549 @@
+//! How fast a tier is on this machine: throughput, latency, CPU time, restarts. For `kvlane bench ssd`.
+//!
+//! What ends calls for the next from its `done`, as a fetch of the daemon asks for many blocks at once: no thread waits for
+//! single blocks. Blocks have one shard.
+#![expect(unsafe_code, reason = "fills the pool, and asks for the process's CPU time")]
+
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use crate::error::OpenError;
+use crate::layout::{PAGE_BYTES, Superblock, header_pages, shard_pages};
+use crate::options::{DeviceOptions, Options};
+use crate::request::{Extent, Key, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
+use crate::stats::{DeviceStatus, Stats};
+use crate::tier::Tier;
+
+const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
+/// Nothing takes longer but a device that hangs.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Blocks of the restart.
+const SMALL: u64 = PAGE_BYTES;
+
+/// Why nothing was measured.
+#[derive(Debug, Error)]
+pub enum BenchError {
+    /// There is no pool.
+    #[error(transparent)]
+    Pool(#[from] ArenaError),
+    /// A file is not a tier's, or cannot be one.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// A file of the benchmark cannot be used.
+    #[error("{0}")]
+    File(#[from] io::Error),
+    /// What the tier answered is not what a benchmark can go on with.
+    #[error("{0}")]
+    Answer(String),
+}
+
+/// A phase.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Measured {
+    /// Of the blocks, without their headers.
+    pub bytes: u64,
+    /// From the first call to the last `done`.
+    pub seconds: f64,
+    /// Processor time of the whole process.
+    pub cpu_seconds: f64,
+    /// The part of it that the devices' threads used.
+    pub device_cpu_seconds: f64,
+    /// Of each block, in the order in which they ended.
+    pub latencies_us: Vec<u64>,
+}
+
+/// A tier that is measured. Its files are removed with it.
+pub struct Bench {
+    /// None when it is closed.
+    tier: Option<Arc<Tier>>,
+    paths: Vec<PathBuf>,
+    arena: Arc<Arena>,
+    block_bytes: u64,
+    crc: u32,
+    /// Blocks written so far.
+    written: u64,
+}
+
+impl Bench {
+    /// A tier on new files of `capacity` bytes each, for blocks of one size. `threads`: without io_uring.
+    ///
+    /// # Errors
+    /// [`BenchError`]; also where one of the files is there already: it might be of use to somebody.
+    pub fn open(
+        paths: Vec<PathBuf>,
+        capacity: u64,
+        block_bytes: u64,
+        pool_bytes: u64,
+        threads: bool,
+    ) -> Result<Bench, BenchError> {
+        for path in &paths {
+            if path.exists() {
+                let why = format!("{} exists, and a benchmark makes its own files", path.display());
+                return Err(BenchError::Answer(why));
+            }
+        }
+        if block_bytes == 0 || !block_bytes.is_multiple_of(PAGE_BYTES) || pool_bytes < block_bytes {
+            let why =
+                format!("{block_bytes} bytes are no block of a pool of {pool_bytes}: a multiple of 4096 is");
+            return Err(BenchError::Answer(why));
+        }
+        let arena = pool(pool_bytes)?;
+        // SAFETY: the arena is ours alone, and nothing is in flight.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(arena.base(), block_bytes as usize) };
+        let mut state = 1u64;
+        for word in bytes.chunks_exact_mut(8) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        let crc = crc32c::crc32c(bytes);
+        let device = |path: &PathBuf| DeviceOptions { path: path.clone(), capacity: Some(capacity) };
+        let options = Options::new(paths.iter().map(device).collect());
+        let backlog_bytes = options.backlog_bytes.min(capacity / 8);
+        let options = Options { threads, backlog_bytes, ..options };
+        let tier = Tier::open(options, arena.clone());
+        // An error removes what was made.
+        let mut bench = Bench { tier: None, paths, arena, block_bytes, crc, written: 0 };
+        bench.tier = Some(Arc::new(tier?));
+        Ok(bench)
+    }
+
+    /// How the devices are used.
+    pub fn status(&self) -> Vec<DeviceStatus> {
+        self.tier.as_ref().map(|tier| tier.status()).unwrap_or_default()
+    }
+
+    /// What the tier counted.
+    pub fn stats(&self) -> Stats {
+        self.tier.as_ref().map(|tier| tier.stats()).unwrap_or_default()
+    }
+
+    /// Size of the pool's pages, for people.
+    pub fn pool_pages(&self) -> String {
+        self.arena.page_size().to_owned()
+    }
+
+    /// Writes so many new blocks, as fast as the backlog takes them.
+    ///
+    /// # Errors
+    /// [`BenchError::Answer`] if one of them is not stored.
+    pub fn write(&mut self, count: u64) -> Result<Measured, BenchError> {
+        let meter = Meter::start();
+        let latencies = self.writer()?.run(self.written, count, &mut || true)?;
+        self.written += latencies.len() as u64;
+        Ok(meter.measured(self.block_bytes, latencies))
+    }
+
+    /// Reads `count` blocks, out of the newest `among` ones in an order without pattern, `depth` at once.
+    ///
+    /// # Errors
+    /// [`BenchError::Answer`] if one of them is not found.
+    pub fn read(&self, among: u64, count: u64, depth: u64) -> Result<Measured, BenchError> {
+        let meter = Meter::start();
+        let latencies = self.reader(among, count, depth)?.run()?;
+        Ok(meter.measured(self.block_bytes, latencies))
+    }
+
+    /// The same while new blocks are written, with a backlog all the time, or until they are a quarter of the files. What was
+    /// read, and what was written meanwhile; the CPU time of each is that of both.
+    ///
+    /// # Errors
+    /// As of both.
+    pub fn read_beside_writes(
+        &mut self,
+        among: u64,
+        count: u64,
+        depth: u64,
+    ) -> Result<(Measured, Measured), BenchError> {
+        let reads = self.reader(among, count, depth)?;
+        let (writer, first, block_bytes) = (self.writer()?, self.written, self.block_bytes);
+        let capacity: u64 = self.status().iter().map(|device| device.capacity).sum();
+        // More would take the place of what is read.
+        let most = capacity / 4 / block_bytes;
+        let (stop, stopped) = channel::<()>();
+        let (begun, has_begun) = channel();
+        let (read, write) = std::thread::scope(|scope| {
+            let writer = scope.spawn(move || {
+                let mut keep = || {
+                    let _ = begun.send(());
+                    matches!(stopped.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty))
+                };
+                let meter = Meter::start();
+                // What was accepted before the end is written after it.
+                let latencies = writer.run(first, most, &mut keep);
+                latencies.map(|latencies| meter.measured(block_bytes, latencies))
+            });
+            let _ = has_begun.recv();
+            let meter = Meter::start();
+            let read = reads.run().map(|latencies| meter.measured(block_bytes, latencies));
+            drop(stop);
+            (read, writer.join())
+        });
+        let write = write.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        self.written += write.latencies_us.len() as u64;
+        Ok((read?, write))
+    }
+
+    /// Ends the tier, and removes its files.
+    pub fn close(&mut self) {
+        if let Some(tier) = self.tier.take() {
+            tier.close(PATIENCE);
+        }
+        // They were not there before.
+        for path in std::mem::take(&mut self.paths) {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
+    fn tier(&self) -> Result<&Arc<Tier>, BenchError> {
+        self.tier.as_ref().ok_or_else(|| BenchError::Answer("the benchmark is closed".into()))
+    }
+
+    fn writer(&self) -> Result<Writer, BenchError> {
+        let shard = Shard { extent: self.slot(0), crc: self.crc };
+        Ok(Writer { tier: Arc::clone(self.tier()?), shard })
+    }
+
+    fn slot(&self, number: u64) -> Extent {
+        Extent { offset: number * self.block_bytes, bytes: self.block_bytes }
+    }
+
+    fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<Reader>, BenchError> {
+        let among = among.min(self.written);
+        // The first slot holds what is written.
+        let slots = (self.arena.bytes() / self.block_bytes).saturating_sub(1);
+        if among == 0 || depth == 0 || depth > slots {
+            let why = format!(
+                "{depth} reads at once of {among} blocks are not possible with {slots} places for them"
+            );
+            return Err(BenchError::Answer(why));
+        }
+        let (end, ends) = channel();
+        let progress = Progress {
+            dice: 88_172_645_463_325_252,
+            left: count,
+            in_flight: 0,
+            latencies_us: Vec::with_capacity(count as usize),
+            failed: None,
+            end: Some(end),
+        };
+        Ok(Arc::new(Reader {
+            tier: Arc::clone(self.tier()?),
+            first: self.written - among,
+            among,
+            slots: (1..=depth).map(|number| self.slot(number)).collect(),
+            progress: Mutex::new(progress),
+            ends: Mutex::new(ends),
+        }))
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// How long it takes to open a tier on new files with so many blocks of 4 KiB in each: from the tables, and if asked from the
+/// headers alone. Seconds of each.
+///
+/// # Errors
+/// As of [`Bench::open`] and [`Bench::write`].
+pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Option<f64>), BenchError> {
+    let segment_pages = LARGEST_SEGMENT / PAGE_BYTES;
+    let pages = blocks * (header_pages(1) + shard_pages(SMALL));
+    let capacity = Superblock::SEGMENTS_START + (pages.div_ceil(segment_pages) + 8) * LARGEST_SEGMENT;
+    let mut bench = Bench::open(vec![path.clone()], capacity, SMALL, 1 << 20, false)?;
+    bench.write(blocks)?;
+    let tier = bench.tier.take();
+    if !tier.is_some_and(|tier| tier.close(PATIENCE)) {
+        return Err(BenchError::Answer("the tier does not end".into()));
+    }
+    let arena = Arc::clone(&bench.arena);
+    let open = |bench: &mut Bench| {
+        let device = DeviceOptions { path: path.clone(), capacity: None };
+        let began = Instant::now();
+        let tier = Tier::open(Options::new(vec![device]), arena.clone())?;
+        let (seconds, found) = (began.elapsed().as_secs_f64(), tier.stats().blocks);
+        // With it, an error removes the file too.
+        bench.tier = Some(Arc::new(tier));
+        if found == blocks {
+            Ok(seconds)
+        } else {
+            Err(BenchError::Answer(format!("{found} blocks of {blocks} were found again")))
+        }
+    };
+    let from_tables = open(&mut bench)?;
+    let mut from_headers = None;
+    if headers_too {
+        if let Some(tier) = bench.tier.take() {
+            tier.close(PATIENCE);
+        }
+        drop_tables(&path, capacity)?;
+        from_headers = Some(open(&mut bench)?);
+    }
+    Ok((from_tables, from_headers))
+}
+
+/// Of a file as large as the restart's.
+const LARGEST_SEGMENT: u64 = 64 << 20;
+
+/// Without its foot a segment's table is not found.
+fn drop_tables(path: &std::path::Path, capacity: u64) -> io::Result<()> {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path)?;
+    let mut page = [0; PAGE_BYTES as usize];
+    for at in (0..capacity).step_by(PAGE_BYTES as usize) {
+        if file.read_exact_at(&mut page, at).is_ok() && page.starts_with(b"kvlnFOOT") {
+            file.write_all_at(&[0; PAGE_BYTES as usize], at)?;
+        }
+    }
+    file.sync_all()
+}
+
+/// Checksums of `bytes` in pieces, over memory that no cache holds: bytes for each second of CPU time.
+///
+/// # Errors
+/// Where there is no memory for it.
+pub fn crc_rate(piece_bytes: u64, bytes: u64) -> Result<f64, BenchError> {
+    let arena = pool(bytes.max(piece_bytes))?;
+    // SAFETY: the arena is ours alone.
+    let memory = unsafe { std::slice::from_raw_parts_mut(arena.base(), arena.bytes() as usize) };
+    // Pages that were never written are all the same one.
+    memory.fill(7);
+    let before = cpu();
+    let crcs = memory.chunks(piece_bytes as usize).fold(0, |sum, piece| sum ^ crc32c::crc32c(piece));
+    std::hint::black_box(crcs);
+    Ok(memory.len() as f64 / (cpu() - before).as_secs_f64())
+}
+
+fn pool(bytes: u64) -> Result<Arc<Arena>, ArenaError> {
+    let options = ArenaOptions { bytes, hugepages: HugePages::Auto, numa: Numa::Off, threads: 1 };
+    Ok(Arc::new(Arena::create(&options, &|_| {})?))
+}
+
+fn key(number: u64) -> Key {
+    let mut hash = [0; 16];
+    hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
+    Key { space: SPACE, hash: BlockHash(hash) }
+}
+
+struct Writer {
+    tier: Arc<Tier>,
+    shard: Shard,
+}
+
+impl Writer {
+    /// So many blocks from `first` on, or fewer if `keep` says so. Their latencies.
+    fn run(&self, first: u64, count: u64, keep: &mut dyn FnMut() -> bool) -> Result<Vec<u64>, BenchError> {
+        let (end, ends) = channel();
+        let (mut accepted, mut goes_on) = (0, true);
+        let mut latencies = Vec::new();
+        loop {
+            goes_on = goes_on && accepted < count && keep();
+            if goes_on {
+                let record = Record { key: key(first + accepted), parent: None, shards: vec![self.shard] };
+                let (end, at) = (end.clone(), Instant::now());
+                match self.tier.write(record, move |how| {
+                    let _ = end.send((how, at.elapsed()));
+                }) {
+                    Ok(()) => {
+                        accepted += 1;
+                        continue;
+                    }
+                    Err(Refused::Full) => {}
+                    Err(refused) => return Err(BenchError::Answer(refused.to_string())),
+                }
+            } else if latencies.len() as u64 == accepted {
+                return Ok(latencies);
+            }
+            // All that came, then more is accepted: this thread wakes up seldom.
+            let first = ends.recv_timeout(PATIENCE).map_err(|_| hangs())?;
+            for (how, took) in std::iter::once(first).chain(ends.try_iter()) {
+                if how != WriteEnd::Stored {
+                    return Err(BenchError::Answer("a block was not stored".into()));
+                }
+                latencies.push(took.as_micros() as u64);
+            }
+        }
+    }
+}
+
+/// Reads that keep themselves going.
+struct Reader {
+    tier: Arc<Tier>,
+    /// Number of the first block, and how many there are to choose from.
+    first: u64,
+    among: u64,
+    slots: Vec<Extent>,
+    progress: Mutex<Progress>,
+    ends: Mutex<Receiver<()>>,
+}
+
+struct Progress {
+    dice: u64,
+    /// Not begun yet.
+    left: u64,
+    in_flight: usize,
+    latencies_us: Vec<u64>,
+    failed: Option<String>,
+    /// Dropped when all have ended.
+    end: Option<Sender<()>>,
+}
+
+impl Reader {
+    fn run(self: Arc<Reader>) -> Result<Vec<u64>, BenchError> {
+        for slot in &self.slots {
+            Reader::next(&self, *slot);
+        }
+        // Also where there was nothing to read.
+        self.step_end();
+        if self.ends.lock().recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            return Err(hangs());
+        }
+        let mut progress = self.progress.lock();
+        match progress.failed.take() {
+            Some(why) => Err(BenchError::Answer(why)),
+            None => Ok(std::mem::take(&mut progress.latencies_us)),
+        }
+    }
+
+    fn step_end(&self) {
+        let mut progress = self.progress.lock();
+        if progress.in_flight == 0 && (progress.left == 0 || progress.failed.is_some()) {
+            progress.end = None;
+        }
+    }
+
+    fn next(reader: &Arc<Reader>, slot: Extent) {
+        let number = {
+            let mut progress = reader.progress.lock();
+            if progress.left == 0 || progress.failed.is_some() {
+                return;
+            }
+            progress.left -= 1;
+            progress.in_flight += 1;
+            progress.dice ^= progress.dice << 13;
+            progress.dice ^= progress.dice >> 7;
+            progress.dice ^= progress.dice << 17;
+            reader.first + progress.dice % reader.among
+        };
+        let read = Read { key: key(number), into: vec![slot], deadline: None, late: None };
+        let (again, at) = (Arc::clone(reader), Instant::now());
+        let started = reader.tier.read(read, move |how| {
+            let found = matches!(how, ReadEnd::Found { .. });
+            {
+                let mut progress = again.progress.lock();
+                progress.in_flight -= 1;
+                progress.latencies_us.push(at.elapsed().as_micros() as u64);
+                if !found {
+                    progress.failed = Some(format!("block {number} was not found: {how:?}"));
+                }
+            }
+            Reader::next(&again, slot);
+            again.step_end();
+        });
+        if let Err(refused) = started {
+            let mut progress = reader.progress.lock();
+            progress.in_flight -= 1;
+            progress.failed = Some(format!("block {number}: {refused}"));
+        }
+    }
+}
+
+fn hangs() -> BenchError {
+    BenchError::Answer(format!("a device does not answer for {} s", PATIENCE.as_secs()))
+}
+
+struct Meter {
+    began: Instant,
+    cpu: Duration,
+    device_cpu: Duration,
+}
+
+impl Meter {
+    fn start() -> Meter {
+        Meter { cpu: cpu(), device_cpu: device_cpu(), began: Instant::now() }
+    }
+
+    fn measured(&self, block_bytes: u64, latencies_us: Vec<u64>) -> Measured {
+        Measured {
+            bytes: latencies_us.len() as u64 * block_bytes,
+            seconds: self.began.elapsed().as_secs_f64(),
+            cpu_seconds: (cpu() - self.cpu).as_secs_f64(),
+            device_cpu_seconds: device_cpu().saturating_sub(self.device_cpu).as_secs_f64(),
+            latencies_us,
+        }
+    }
+}
+
+/// Processor time of this process, in the kernel too.
+fn cpu() -> Duration {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the call fills the structure, and zeroes are a valid one.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    let time = |part: libc::timeval| Duration::new(part.tv_sec as u64, part.tv_usec as u32 * 1000);
+    time(usage.ru_utime) + time(usage.ru_stime)
+}
+
+/// Of the threads that the tier's devices have.
+fn device_cpu() -> Duration {
+    let mut total = 0;
+    for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+        let read = |name| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
+        if read("comm").starts_with("kvlane-ssd") {
+            total += read("schedstat").split(' ').next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0);
+        }
+    }
+    Duration::from_nanos(total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_tier_is_measured_and_its_files_are_gone_after() -> Result<(), BenchError> {
+        let folder = tempfile::tempdir()?;
+        let paths: Vec<PathBuf> = ["a", "b"].iter().map(|name| folder.path().join(name)).collect();
+        let mut bench = Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false)?;
+        let wrote = bench.write(64)?;
+        assert_eq!((wrote.bytes, wrote.latencies_us.len()), (64 * (64 << 10), 64));
+        assert!(wrote.seconds > 0.0);
+        let read = bench.read(1000, 100, 8)?;
+        assert_eq!(read.latencies_us.len(), 100);
+        assert_eq!(bench.read(64, 0, 8)?.bytes, 0);
+        let (beside, wrote) = bench.read_beside_writes(64, 100, 8)?;
+        assert_eq!(beside.latencies_us.len(), 100);
+        assert_eq!(bench.written, 64 + wrote.latencies_us.len() as u64);
+        assert!(bench.stats().reads_found == 200 && bench.status().len() == 2);
+        assert!(matches!(bench.read(1, 1, 1 << 20), Err(BenchError::Answer(_))));
+        bench.close();
+        assert!(bench.write(1).is_err() && paths.iter().all(|path| !path.exists()));
+
+        std::fs::write(&paths[0], "somebody's")?;
+        assert!(Bench::open(paths.clone(), 32 << 20, 64 << 10, 2 << 20, false).is_err());
+        assert_eq!(std::fs::read(&paths[0])?, b"somebody's");
+        Ok(())
+    }
+
+    #[test]
+    fn all_blocks_are_back_after_a_restart_from_tables_and_from_headers() -> Result<(), BenchError> {
+        let folder = tempfile::tempdir()?;
+        let (tables, headers) = restart(folder.path().join("a"), 500, true)?;
+        assert!(tables > 0.0 && headers.is_some_and(|seconds| seconds > 0.0));
+        assert_eq!(folder.path().read_dir()?.count(), 0);
+        assert!(crc_rate(4096, 1 << 20)? > 0.0);
+        Ok(())
+    }
+}

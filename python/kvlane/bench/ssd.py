@@ -1,0 +1,348 @@
+"""`kvlane bench ssd`: the SSD tier on one file or several, and the same bytes moved by fio and NIXL."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from kvlane import _core
+from kvlane.bench import report, ssd_peers
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.ssd_peers import INSTALL, Phase, missing
+
+NAME = "ssd"
+HELP = "the SSD tier: reads, writes, both, CPU, restart; beside fio, NIXL's POSIX plugin and bare checksums"
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PEERS = ("fio", "nixl", "crc")
+# Blocks in flight, by their size.
+DEPTHS = {2 * MIB: 16, 256 * KIB: 32}
+DEPTH = 32
+READ_GOAL, WRITE_GOAL, P99_GOAL, BESIDE_GOAL = 0.95, 0.9, 1.2, 0.7
+CPU_GOAL, RESTART_GOAL = 0.15, 0.2
+_CRC_BYTES = 256 * MIB
+Values = dict[str, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench ssd`."""
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help="a file to make, or a folder for one; several are striped as one tier. They are removed after",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=_size,
+        default=2 * GIB,
+        help="of each file; the peers get another one (default: 2g)",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=lambda text: [_block(each) for each in text.split(",")],
+        default=list(DEPTHS),
+        help="sizes of blocks (default: 2m,256k)",
+    )
+    parser.add_argument(
+        "--phase-bytes", type=_size, default=GIB, help="that are read, or written, in a turn (default: 1g)"
+    )
+    parser.add_argument(
+        "--vs",
+        type=lambda text: [] if text == "none" else _peers(text),
+        help=f"what else to measure, in turns: {','.join(PEERS)} or none (default: what is installed)",
+    )
+    parser.add_argument("--rounds", type=_count, default=3, help="of all, in turns (default %(default)s)")
+    parser.add_argument(
+        "--restart-blocks", type=_count, default=100_000, help="to be found again (default %(default)s)"
+    )
+    parser.add_argument("--threads", action="store_true", help="the tier without io_uring")
+    add_out(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    # Where the files were is nobody's business.
+    shown = {key: value for key, value in vars(arguments).items() if key != "paths"}
+    return publish(argparse.Namespace(**shown, files=len(arguments.paths)), outcome, watch)
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """Medians over rounds in which the tier and its peers take turns."""
+    peers = _present(arguments.vs)
+    files = [path / "kvlane-bench.data" if path.is_dir() else path for path in arguments.paths]
+    for file in files:
+        if (beside := _peers_file(file)).exists():
+            sys.exit(f"kvlane bench ssd: {beside} exists, and a benchmark makes its own files")
+    sizes: list[dict[str, Any]] = []
+    figures: list[Figure] = []
+    turns = sum(1 for each in arguments.blocks for _ in range(arguments.rounds * 3 + 1)) + 1
+    with ExitStack() as stack:
+        stack.callback(_remove, [_peers_file(file) for file in files])
+        progress = stack.enter_context(tqdm(total=turns, unit="turn", leave=False))
+        for block in arguments.blocks:
+            measured = _measure_size(arguments, files, block, peers, progress)
+            sizes.append(measured)
+            figures += _figures(measured)
+        progress.set_description("restart")
+        tables, headers = _restart(files[0], arguments.restart_blocks)
+        progress.update()
+    # Opening a file costs something without any block in it: a few say nothing of many.
+    goal = RESTART_GOAL * arguments.restart_blocks / 100_000 if arguments.restart_blocks >= 100_000 else None
+    figures.append(
+        Figure(f"restart from tables, {arguments.restart_blocks} blocks", tables, "s", at_most=goal)
+    )
+    if headers is not None:
+        figures.append(Figure(f"restart from headers, {arguments.restart_blocks} blocks", headers, "s"))
+    note = (
+        f"{len(files)} file{'s' if len(files) > 1 else ''} of {arguments.capacity >> 20} MiB, direct I/O, the pool in "
+        f"pages of {sizes[0]['pool_pages']}; "
+        f"{arguments.phase_bytes >> 20} MiB a turn, medians over {arguments.rounds} rounds in which all take turns. "
+        "Reads come in an order without pattern and every block's checksum is verified; the peers verify nothing. "
+        "Writes go over a file that was full before. CPU is that of the whole process; fio and NIXL have one as well. "
+        "fio: io_uring, one job; NIXL: the POSIX plugin as it comes, a handle for each block, asked all the time, its "
+        "memory in pages as the pool's."
+    )
+    details = {
+        "files": len(files),
+        "sizes": sizes,
+        "restart_s": {"blocks": arguments.restart_blocks, "tables": tables, "headers": headers},
+    }
+    return Outcome(NAME, figures, details, note)
+
+
+def _measure_size(
+    arguments: argparse.Namespace, files: list[Path], block: int, peers: list[str], progress: tqdm[Any]
+) -> dict[str, Any]:
+    depth, count = DEPTHS.get(block, DEPTH), max(arguments.phase_bytes // block, 1)
+    paths = tuple(str(_peers_file(file)) for file in files)
+    rounds: dict[str, list[Values]] = {}
+    failures: dict[str, str] = {}
+    progress.set_description(f"{_name(block)}: filling")
+    try:
+        # One block more than is in flight: the one that is written.
+        tier = _core.SsdBench(
+            [str(file) for file in files], arguments.capacity, block, (depth + 1) * block, arguments.threads
+        )
+    except OSError as error:
+        sys.exit(f"kvlane bench ssd: {error}")
+    with closing(tier):
+        among = min(count, len(files) * arguments.capacity // 4 // block)
+        # Until the first segments are used again.
+        rounds["kvlane first write"] = [_values(tier.write(len(files) * arguments.capacity // block))]
+        file_bytes = _fill(paths, arguments.capacity) if {"fio", "nixl"} & set(peers) else 0
+        progress.update()
+
+        pages = tier.pool_pages
+        on_huge = pages.startswith("2 MB")
+
+        def phase(op: str, huge: bool = on_huge) -> Phase:
+            return Phase(op, paths, file_bytes, block, count, depth, huge)
+
+        for op in ("write", "read"):
+            does: dict[str, Callable[[], Values]] = {
+                f"kvlane {op}": lambda op=op: _values(
+                    tier.write(count) if op == "write" else tier.read(among, count, depth)
+                )
+            }
+            if "fio" in peers:
+                does[f"fio {op}"] = lambda op=op: ssd_peers.fio(phase(op))
+            if "nixl" in peers:
+                does[f"nixl {op}"] = lambda op=op: ssd_peers.nixl(phase(op))
+                if not on_huge:
+                    does[f"nixl on huge pages {op}"] = lambda op=op: ssd_peers.nixl(phase(op, True))
+            if "crc" in peers and op == "read":
+                does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _core.bench_crc32c(block, _CRC_BYTES)}
+            for number in range(arguments.rounds):
+                names = list(does)
+                # Nobody always comes after the same one.
+                first = number % len(names)
+                for name in names[first:] + names[:first]:
+                    if name in failures:
+                        continue
+                    progress.set_description(f"{_name(block)}: {name}")
+                    try:
+                        rounds.setdefault(name, []).append(does[name]())
+                    except (OSError, TimeoutError) as error:
+                        if name.startswith("kvlane"):
+                            raise
+                        failures[name] = str(error)
+                        report.say(f"{name} of {_name(block)} failed: {error}")
+                progress.update()
+        for _ in range(arguments.rounds):
+            progress.set_description(f"{_name(block)}: reads beside writes")
+            alone = _values(tier.read(among, count, depth))
+            read, written = tier.read_beside_writes(among, count, depth)
+            beside = _values(read)
+            share = {"share": beside["gb_per_s"] / alone["gb_per_s"]}
+            rounds.setdefault("kvlane read alone", []).append(alone)
+            rounds.setdefault("kvlane read beside writes", []).append(beside | share)
+            rounds.setdefault("kvlane write beside reads", []).append(_values(written))
+            progress.update()
+        status = tier.status()
+    medians = {
+        name: {what: statistics.median(each[what] for each in values) for what in values[0]}
+        for name, values in rounds.items()
+        if name not in failures
+    }
+    return {
+        "block_bytes": block,
+        "depth": depth,
+        "pool_pages": pages,
+        "devices": [
+            {"io": io, "direct": direct, "registered": registered, "notes": notes}
+            for io, direct, registered, notes in status
+        ],
+        "medians": medians,
+        "rounds": rounds,
+        "failures": failures,
+    }
+
+
+def _figures(measured: dict[str, Any]) -> list[Figure]:
+    name, medians = _name(measured["block_bytes"]), measured["medians"]
+    figures = []
+    for op, goal in (("read", READ_GOAL), ("write", WRITE_GOAL)):
+        own = medians[f"kvlane {op}"]
+        figures.append(Figure(f"{op} {name}", own["gb_per_s"], "GB/s"))
+        all_peers = ("fio", "nixl", "nixl on huge pages")
+        others = {peer: medians[f"{peer} {op}"] for peer in all_peers if f"{peer} {op}" in medians}
+        figures += [
+            Figure(f"{op} {name}, {peer}", other["gb_per_s"], "GB/s") for peer, other in others.items()
+        ]
+        # Other pages are another device: requests are as long as what lies together in memory.
+        if other := others.pop("nixl on huge pages", None):
+            what = f"{op} {name} / nixl on huge pages"
+            figures.append(Figure(what, own["gb_per_s"] / other["gb_per_s"]))
+        if others:
+            best = max(other["gb_per_s"] for other in others.values())
+            what = f"{op} {name} / {'better of ' if len(others) > 1 else ''}{', '.join(others)}"
+            figures.append(Figure(what, own["gb_per_s"] / best, at_least=goal))
+        figures.append(Figure(f"{op} {name}, p50", own["p50_us"] / 1e3, "ms"))
+        figures.append(Figure(f"{op} {name}, p99", own["p99_us"] / 1e3, "ms"))
+        if op == "read":
+            figures += [
+                Figure(
+                    f"{op} {name}, p99 / {peer}'s",
+                    own["p99_us"] / other["p99_us"],
+                    at_most=P99_GOAL if peer == "fio" else None,
+                )
+                for peer, other in others.items()
+            ]
+        figures.append(Figure(f"{op} {name}, CPU", own["cpu_s_per_gb"], "core s/GB", at_most=CPU_GOAL))
+        figures += [
+            Figure(f"{op} {name}, CPU, {peer}", other["cpu_s_per_gb"], "core s/GB")
+            for peer, other in others.items()
+        ]
+    if "crc32c" in medians:
+        figures.append(Figure(f"crc32c alone, {name}", medians["crc32c"]["cpu_s_per_gb"], "core s/GB"))
+    share = medians["kvlane read beside writes"]["share"]
+    figures.append(Figure(f"read {name} beside a write backlog / alone", share, at_least=BESIDE_GOAL))
+    return figures
+
+
+def _values(measured: tuple[int, float, float, float, list[int]]) -> Values:
+    """Of a phase of the tier."""
+    size, seconds, cpu, device_cpu, latencies = measured
+    if not size:
+        # What is written beside reads may have to stand back all the time.
+        return dict.fromkeys(
+            ("gb_per_s", "p50_us", "p99_us", "cpu_s_per_gb", "device_cpu_s_per_gb"), math.nan
+        )
+    times = report.summary(map(float, latencies))
+    return {
+        "gb_per_s": size / seconds / 1e9,
+        "p50_us": times["p50"],
+        "p99_us": times["p99"],
+        "cpu_s_per_gb": cpu / (size / 1e9),
+        "device_cpu_s_per_gb": device_cpu / (size / 1e9),
+    }
+
+
+def _restart(file: Path, blocks: int) -> tuple[float, float | None]:
+    try:
+        return _core.bench_ssd_restart(str(file), blocks, True)
+    except OSError as error:
+        sys.exit(f"kvlane bench ssd, restart: {error}")
+
+
+def _present(asked: list[str] | None) -> list[str]:
+    """The peers to measure; what is not there is said, and ends the benchmark if it was asked for."""
+    present = []
+    for name in PEERS if asked is None else asked:
+        if why := missing(name):
+            told = f"{name} is not measured, {why}: {INSTALL[name]}"
+            if asked is not None:
+                sys.exit(told)
+            report.say(told)
+        else:
+            present.append(name)
+    return present
+
+
+def _peers_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.peers")
+
+
+def _fill(paths: tuple[str, ...], size: int) -> int:
+    """Written files for the peers, on all of whose bytes there is something. How long they are."""
+    size = size // (4 * MIB) * (4 * MIB) or size
+    chunk = os.urandom(min(size, 4 * MIB))
+    for path in paths:
+        if os.path.exists(path) and os.path.getsize(path) == size:
+            continue
+        with open(path, "wb") as file:
+            for _ in range(size // len(chunk)):
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    return size
+
+
+def _remove(files: list[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _name(block: int) -> str:
+    return f"{block // MIB} MiB" if block % MIB == 0 else f"{block // KIB} KiB"
+
+
+def _size(text: str) -> int:
+    units = {"k": KIB, "m": MIB, "g": GIB}
+    unit = units.get(text[-1:].lower(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdigit() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no size; 256k, 2m and 1g are")
+    return int(number) * unit
+
+
+def _block(text: str) -> int:
+    size = _size(text)
+    if size % 4096:
+        raise argparse.ArgumentTypeError(f"{text} is no multiple of 4096")
+    return size
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
+def _peers(text: str) -> list[str]:
+    named = text.split(",")
+    if unknown := [each for each in named if each not in PEERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(PEERS)}")
+    return named
