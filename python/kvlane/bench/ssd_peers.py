@@ -25,7 +25,7 @@ from kvlane.bench.memory import Memory
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 INSTALL = {
     "fio": "apt-get install fio",
-    "nixl": "pip install nixl-cu12==1.5.1 numpy",
+    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy",
 }
 _TIMEOUT_S = 600
 
