@@ -106,7 +106,7 @@ fn prompts() -> Vec<Vec<BlockHash>> {
     let prompt = |n: u64| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let pick = random >> 33;
-        if pick % 3 == 0 {
+        if pick.is_multiple_of(3) {
             return hashes(1000 + n, 3 + pick % 7);
         }
         let talk = (pick / 3 % 12).min(pick / 64 % 12);
