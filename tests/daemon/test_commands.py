@@ -95,8 +95,8 @@ def test_every_metric_of_the_reference_appears(
     assert run_kvlane("reference", str(folder / "reference")).returncode == 0
     names = set(re.findall(r"\bkvlane_\w+", (folder / "reference/metrics.md").read_text()))
     assert len(names) > 20
-    # Some are of GPUs, some of an SSD.
-    flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib")
+    # Some are of GPUs, some of an SSD or of shadow caches.
+    flags = ("--scrub-rate", "100mb", "--ssd", f"{folder}/blocks:64mib", "--policy", "auto")
     daemon = make_daemon(*flags, environment={"KVLANE_GPU_DRIVER": "fake"})
     engine = make_engine(daemon, "traffic")
     engine.call("save", prompt="p", count=9)
