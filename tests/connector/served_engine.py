@@ -13,6 +13,8 @@ from engine import BLOCK, ENVIRONMENT
 
 RESET_ATTEMPTS = 600
 READY_ATTEMPTS = 100
+LOOKUP_TIMEOUT_MS = 60_000
+"""So long that only a lookup that is lost takes it."""
 
 
 def main() -> None:
@@ -45,7 +47,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 "kv_connector": "KVLaneConnector",
                 "kv_connector_module_path": "kvlane.connector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"kvlane.address": arguments.address},
+                "kv_connector_extra_config": {
+                    "kvlane.address": arguments.address,
+                    # Workers of two ranks spin on both processors while a step has nothing to compute.
+                    "kvlane.lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
+                },
             },  # pyright: ignore
         )
     )
