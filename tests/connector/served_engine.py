@@ -49,7 +49,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
                     "kvlane.address": arguments.address,
-                    # Workers of two ranks spin on both processors while a step has nothing to compute.
+                    # With two ranks on two cores a lookup took more than the usual 250 ms, several times in a row.
                     "kvlane.lookup_timeout_ms": LOOKUP_TIMEOUT_MS,
                 },
             },  # pyright: ignore
