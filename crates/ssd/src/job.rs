@@ -34,6 +34,54 @@ pub(crate) struct WriteJob {
     pub(crate) done: Box<dyn FnOnce(WriteEnd) + Send>,
 }
 
+/// A record on its way to the log.
+pub(crate) struct Written {
+    pub(crate) job: WriteJob,
+    pub(crate) location: Location,
+    pub(crate) header: Pages,
+}
+
+/// Records that lie one after the other in the log, and so can be written at once: a device takes a request of a MiB in
+/// much less time than four of a quarter.
+#[derive(Default)]
+pub(crate) struct Batch {
+    records: Vec<Written>,
+    pieces: Vec<Piece>,
+    bytes: usize,
+}
+
+impl Batch {
+    /// Whether a record at this place, of so many pieces, can follow those of the batch, as far as it has any.
+    pub(crate) fn takes(&self, location: &Location, pieces: usize) -> bool {
+        let Some(last) = self.records.last().map(|record| &record.location) else { return true };
+        let bytes = location.pages as usize * crate::PAGE_BYTES as usize;
+        let adjacent = last.segment == location.segment && last.page + last.pages == location.page;
+        // More than one operation would hold is no use; and if that one fails, all of its records do.
+        let in_one = self.bytes < OP_BYTES
+            && self.bytes + bytes <= OP_BYTES + OP_BYTES / 2
+            && self.pieces.len() + pieces <= Op::MAX_PIECES;
+        adjacent && in_one
+    }
+
+    /// `shards`: the record's memory behind its header.
+    pub(crate) fn push(&mut self, record: Written, shards: impl Iterator<Item = Piece>) {
+        self.bytes += record.location.pages as usize * crate::PAGE_BYTES as usize;
+        self.pieces.push(record.header.piece(record.header.len()));
+        self.pieces.extend(shards);
+        self.records.push(record);
+    }
+
+    /// Bytes in the file.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
+    /// The records and their memory in the order of the file.
+    pub(crate) fn into_parts(self) -> (Vec<Written>, Vec<Piece>) {
+        (self.records, self.pieces)
+    }
+}
+
 /// What a transfer is for. Each holds the memory that its operations use, but for the pool's.
 #[expect(dead_code, reason = "some pages are only kept: the kernel reads them")]
 pub(crate) enum What {
@@ -41,10 +89,9 @@ pub(crate) enum What {
         job: ReadJob,
         header: HeaderMemory,
     },
+    /// At least one record; all of one segment.
     Write {
-        job: WriteJob,
-        location: Location,
-        header: Pages,
+        records: Vec<Written>,
     },
     Head {
         segment: u32,

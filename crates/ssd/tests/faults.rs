@@ -335,6 +335,68 @@ fn whoever_closes_on_a_devices_thread_does_not_wait_for_himself() {
     assert!(tier.close(PATIENCE), "it ends all the same");
 }
 
+// ---- Records that wait together ----
+
+/// Records that were accepted while the device's thread was kept busy, and their ends.
+fn waiting_together(fails: bool) -> (Bench, Vec<Block>, Vec<WriteEnd>) {
+    let (directory, mut pool, failing) =
+        (tempfile::tempdir().unwrap(), Pool::new(16 * MIB), Failing::default());
+    let options = Options {
+        segment_bytes: Some(4 * MIB),
+        wrap_io: Some(Arc::new(failing.clone())),
+        ..Options::new(vec![device(&directory.path().join("tier"), 20 * MIB)])
+    };
+    let tier = open(options, &pool);
+    let ((entered, enters), (go, goes)) = (channel(), channel::<()>());
+    let keep_busy = move |_| {
+        entered.send(()).unwrap();
+        goes.recv().unwrap();
+    };
+    tier.write(pool.record(&block(0)), keep_busy).unwrap();
+    enters.recv_timeout(PATIENCE).unwrap();
+    let blocks: Vec<Block> = (1..=12).map(|number| Block::new(number, &[200 * KIB, 56 * KIB])).collect();
+    let ends: Vec<_> = blocks.iter().map(|block| start_write(&tier, pool.record(block)).unwrap()).collect();
+    failing.set(|faults| {
+        faults.seen.clear();
+        faults.failing_writes = (usize::from(fails), Errno::IO.raw_os_error());
+    });
+    go.send(()).unwrap();
+    let ends = ends.iter().map(|end| end.recv_timeout(PATIENCE).unwrap()).collect();
+    pool.reset();
+    (Bench { tier, pool, failing, directory }, blocks, ends)
+}
+
+#[test]
+fn records_that_wait_are_written_by_operations_of_about_a_mebibyte() {
+    let (Bench { tier, mut pool, failing, .. }, blocks, ends) = waiting_together(false);
+    assert!(ends.iter().all(|end| *end == WriteEnd::Stored));
+    let records =
+        failing.seen().into_iter().map(|(_, _, bytes)| bytes as u64).filter(|bytes| *bytes > 64 * KIB);
+    assert_eq!(records.collect::<Vec<_>>(), [4 * 260 * KIB; 3]);
+    assert!(blocks.iter().all(|block| is_found(&tier, &mut pool, block)));
+    close(tier);
+}
+
+#[test]
+fn an_operation_that_fails_takes_its_own_records_with_it_and_no_others() {
+    let (Bench { tier, mut pool, failing, directory }, blocks, ends) = waiting_together(true);
+    let stored: Vec<bool> = ends.iter().map(|end| *end == WriteEnd::Stored).collect();
+    assert_eq!(stored, [[false; 4], [true; 4], [true; 4]].concat());
+    let found = |tier: &Tier, pool: &mut Pool| -> Vec<bool> {
+        blocks.iter().map(|block| is_found(tier, pool, block)).collect()
+    };
+    assert_eq!(found(&tier, &mut pool), stored);
+    close(tier);
+    drop(failing);
+    let again = Options {
+        segment_bytes: Some(4 * MIB),
+        ..Options::new(vec![device(&directory.path().join("tier"), 20 * MIB)])
+    };
+    let tier = open(again, &pool);
+    assert_eq!(found(&tier, &mut pool), stored, "also after a restart");
+    close(tier);
+}
+
 // ---- Turns ----
 
 #[test]

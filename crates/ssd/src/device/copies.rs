@@ -95,4 +95,17 @@ impl Device {
             (self.id(), buffer.piece(buffer.len()), self.superblock.offset(segment, page));
         self.start(id, What::CopyOut { live, from, to, buffer }, offset, &[piece]);
     }
+
+    /// A record was copied to the log's end, or could not be.
+    pub(super) fn copy_ended(&mut self, live: &Live, from: Location, to: Location, stored: bool) {
+        self.log.record_ended(to.segment, to.page, stored);
+        let mut stored_now = self.shared.index.lock();
+        if stored && stored_now.index.relocate(&live.key, from, to) {
+            Counters::add(&self.shared.counters.blocks_kept, 1);
+        } else if stored_now.index.remove_at(&live.key, from) {
+            Counters::add(&self.shared.counters.blocks_dropped, 1);
+        }
+        drop(stored_now);
+        self.copied();
+    }
 }

@@ -130,7 +130,7 @@ impl Device {
         let failed = transfer.error.is_some();
         match transfer.what {
             What::Read { job, header } => self.finish_read(job, header, transfer.error),
-            What::Write { .. } | What::CopyOut { .. } => self.finish_record(transfer),
+            What::Write { .. } | What::CopyOut { .. } => self.finish_records(transfer),
             What::Head { segment, .. } => self.head_ended(segment, transfer.error.as_ref()),
             What::Table { segment, foot, .. } => self.table_ended(segment, foot, failed),
             What::Foot { segment, .. } => {

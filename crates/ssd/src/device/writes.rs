@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use super::Device;
 use crate::index::Location;
-use crate::job::{Transfer, What, WriteJob};
+use crate::io::Piece;
+use crate::job::{Batch, Transfer, What, WriteJob, Written};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead};
 use crate::log::{For, Head};
 use crate::pages::Pages;
@@ -23,13 +24,17 @@ impl Device {
                 self.end_write(job, WriteEnd::Failed);
             }
         }
-        while self.writes_ahead < WRITES_AHEAD
+        let mut batch = Batch::default();
+        while self.writes_ahead + batch.bytes() < WRITES_AHEAD
             && let Some(job) = self.queued_writes.front()
         {
             let (pages, space) = (job.pages, job.record.key.space);
-            let Some((segment, page)) = self.place(pages, &space, For::Writes) else { return };
-            let Some(job) = self.queued_writes.pop_front() else { return };
+            let Some((segment, page)) = self.place(pages, &space, For::Writes) else { break };
+            let Some(job) = self.queued_writes.pop_front() else { break };
             let location = Location { device: self.number, segment, page, pages };
+            if !batch.takes(&location, job.record.shards.len() + 1) {
+                self.start_batch(std::mem::take(&mut batch));
+            }
             let record = &job.record;
             let header = RecordHeader {
                 device_id: self.superblock.device_id,
@@ -41,11 +46,20 @@ impl Device {
                 shards: record.shards.iter().map(|shard| (shard.extent.bytes as u32, shard.crc)).collect(),
             };
             let header = Pages::with(&header.encode());
-            let mut pieces = vec![header.piece(header.len())];
-            pieces.extend(record.shards.iter().map(|shard| self.pool_piece(&shard.extent)));
-            let (id, offset) = (self.id(), self.superblock.offset(segment, page));
-            self.start(id, What::Write { job, location, header }, offset, &pieces);
+            let shards: Vec<Piece> =
+                record.shards.iter().map(|shard| self.pool_piece(&shard.extent)).collect();
+            batch.push(Written { job, location, header }, shards.into_iter());
         }
+        self.start_batch(batch);
+    }
+
+    fn start_batch(&mut self, batch: Batch) {
+        let (records, pieces) = batch.into_parts();
+        let Some(Location { segment, page, .. }) = records.first().map(|record| record.location) else {
+            return;
+        };
+        let (id, offset) = (self.id(), self.superblock.offset(segment, page));
+        self.start(id, What::Write { records }, offset, &pieces);
     }
 
     /// Room at the log's end, in the next segment if there is not enough in this one.
@@ -68,46 +82,45 @@ impl Device {
         self.log.append(pages, space, whom)
     }
 
-    /// A record, written whole, counts from here on; unless its segment's head is not there, or will never be.
-    pub(super) fn finish_record(&mut self, transfer: Transfer) {
-        let (to, key) = match &transfer.what {
-            What::Write { location, job, .. } => (*location, job.record.key),
-            What::CopyOut { to, live, .. } => (*to, live.key),
-            _ => return,
+    /// Records, written whole, count from here on; unless their segment's head is not there, or will never be.
+    pub(super) fn finish_records(&mut self, transfer: Transfer) {
+        let segment = match &transfer.what {
+            What::Write { records } => records.first().map(|record| record.location.segment),
+            What::CopyOut { to, .. } => Some(to.segment),
+            _ => None,
         };
-        let head = self.log.written(to.segment).map_or(Head::Failed, |open| open.head);
+        let Some(segment) = segment else { return };
+        let head = self.log.written(segment).map_or(Head::Failed, |open| open.head);
         if head == Head::Awaited {
             self.held.push(transfer);
             return;
         }
         let stored = transfer.error.is_none() && head == Head::Written;
-        self.log.record_ended(to.segment, to.page, stored);
         match transfer.what {
-            What::Write { job, .. } => {
-                let mut shared = self.shared.index.lock();
-                // If the namespace was dropped meanwhile, the record stays where it is and is nobody's.
-                let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
-                if stored {
-                    shared.index.insert(&key, to);
+            What::Write { records } => {
+                for Written { job, location, .. } in records {
+                    self.finish_write(job, location, stored);
                 }
-                drop(shared);
-                if stored {
-                    Counters::add(&self.shared.counters.write_bytes, u64::from(to.pages) * PAGE_BYTES);
-                }
-                self.end_write(job, if stored { WriteEnd::Stored } else { WriteEnd::Failed });
             }
-            What::CopyOut { from, .. } => {
-                let mut stored_now = self.shared.index.lock();
-                if stored && stored_now.index.relocate(&key, from, to) {
-                    Counters::add(&self.shared.counters.blocks_kept, 1);
-                } else if stored_now.index.remove_at(&key, from) {
-                    Counters::add(&self.shared.counters.blocks_dropped, 1);
-                }
-                drop(stored_now);
-                self.copied();
-            }
+            What::CopyOut { live, from, to, .. } => self.copy_ended(&live, from, to, stored),
             _ => {}
         }
+    }
+
+    fn finish_write(&mut self, job: WriteJob, location: Location, stored: bool) {
+        self.log.record_ended(location.segment, location.page, stored);
+        let key = job.record.key;
+        let mut shared = self.shared.index.lock();
+        // If the namespace was dropped meanwhile, the record stays where it is and is nobody's.
+        let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
+        if stored {
+            shared.index.insert(&key, location);
+        }
+        drop(shared);
+        if stored {
+            Counters::add(&self.shared.counters.write_bytes, u64::from(location.pages) * PAGE_BYTES);
+        }
+        self.end_write(job, if stored { WriteEnd::Stored } else { WriteEnd::Failed });
     }
 
     pub(super) fn end_write(&self, job: WriteJob, end: WriteEnd) {
@@ -126,7 +139,7 @@ impl Device {
         let head = if error.is_none() { Head::Written } else { Head::Failed };
         self.log.head_ended(segment, head);
         for transfer in std::mem::take(&mut self.held) {
-            self.finish_record(transfer);
+            self.finish_records(transfer);
         }
     }
 }
