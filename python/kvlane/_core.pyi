@@ -208,6 +208,17 @@ def bench_gpu_calibrate(gpu: int) -> tuple[list[tuple[str, int, str, float]], li
 def bench_gpu_rails(gpu: int) -> list[int]:
     """Ordinals of the GPUs whose links a load for this one can use too."""
 
+def bench_gpu_together(
+    gpus: list[int],
+    total_bytes: int,
+    piece_bytes: int,
+    method: str,
+    joined: int = 1,
+    staged: bool = False,
+) -> float:
+    """GB/s in sum from the host to each of these GPUs at the same time, of so many bytes to each in shuffled pieces;
+    `method`, `joined` and `staged` as in the other two. OSError where the bytes did not arrive as they were."""
+
 def bench_gpu_load(
     gpu: int,
     rails: list[int],

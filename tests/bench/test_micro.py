@@ -85,6 +85,12 @@ def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
     ] == [(piece, mib, *way) for piece, mib in ((16, 2), (64, 2), (64, 8)) for way in ways]
     assert value(result, "h2d: 8 MiB in pieces of 64 KiB, 2 links / contiguous, 1 link") > 0
     assert value(result, "h2d: 2 MiB in pieces of 16 KiB, 1 link, staged / contiguous, 1 link") > 0
+    assert [(each["piece_bytes"] >> 10, each["staged"]) for each in result["together_gb_per_s"]] == [
+        (0, False),
+        *((piece, staged) for piece in (16, 64) for staged in (False, True)),
+    ]
+    assert all(each["gpus"] == [0, 1] for each in result["together_gb_per_s"])
+    assert value(result, "h2d: pieces of 64 KiB, staged / contiguous, 2 GPUs at once") > 0
 
 
 def test_gpu_copy_shows_what_the_daemon_measures_at_its_start(

@@ -28,7 +28,7 @@ mod stream;
 mod together;
 mod words;
 
-pub use bench::{measure_copy, measure_rails};
+pub use bench::{measure_copy, measure_rails, measure_together};
 pub use calibrate::Calibration;
 pub use chunks::{ChunkRange, Chunks, ImportedChunks};
 pub use copier::{Copier, CopierOptions, Enqueued};

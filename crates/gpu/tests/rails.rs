@@ -6,11 +6,11 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvlane_gpu::bench::{Path, Shape};
+use kvlane_gpu::bench::{CopyMethod, Path, Shape};
 use kvlane_gpu::fake::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Loader,
-    Loading, Pinned, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails,
+    Loading, Pinned, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails, measure_together,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -637,4 +637,35 @@ fn rates_over_rails_are_measured_and_the_bytes_checked() {
     assert!(matches!(measure_rails(&gpu, options.clone(), &shape, true), Err(GpuError::Unsupported { .. })));
     let from_the_gpu = Shape { path: Path::DeviceToHost, ..shape };
     assert!(matches!(measure_rails(&gpu, options, &from_the_gpu, false), Err(GpuError::Invalid(_))));
+}
+
+#[test]
+fn rates_of_several_gpus_at_once_are_measured_and_the_bytes_checked() {
+    let driver = driver(3);
+    let gpus = [open(&driver, 0), open(&driver, 2)];
+    let shape = Shape {
+        total_bytes: 1 << 20,
+        piece_bytes: 4096,
+        joined: 4,
+        shuffled: true,
+        path: Path::HostToDevice,
+    };
+    for (method, staged) in
+        [(CopyMethod::Contiguous, false), (CopyMethod::Auto, false), (CopyMethod::Auto, true)]
+    {
+        let rate = measure_together(&gpus, &shape, method, staged).unwrap();
+        assert!(rate > 0.0 && rate.is_finite());
+    }
+    assert!(driver.log().iter().all(|call| call.device != 1));
+    // One fails in the third round; the other one is not left waiting.
+    for staged in [false, true] {
+        driver.fail_work(2, 6, INVALID_VALUE);
+        let failed = measure_together(&gpus, &shape, CopyMethod::Auto, staged);
+        assert_eq!(failed.unwrap_err().code(), Some(INVALID_VALUE));
+    }
+    let from_the_gpu = Shape { path: Path::DeviceToHost, ..shape.clone() };
+    for (gpus, shape) in [(&gpus[..], &from_the_gpu), (&[], &shape)] {
+        let refused = measure_together(gpus, shape, CopyMethod::Auto, false);
+        assert!(matches!(refused, Err(GpuError::Invalid(_))));
+    }
 }

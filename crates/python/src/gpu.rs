@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvlane_gpu::{
     Calibration, Direction, Driver, Gpu, GpuError, HostBuffer, NoDriver, RailChoice, RailOptions, Rails,
-    bench::{CopyMethod, Path, Shape, measure_copy, measure_rails},
+    bench::{CopyMethod, Path, Shape, measure_copy, measure_rails, measure_together},
     calibrate::CALIBRATION_BYTES,
 };
 use pyo3::{exceptions::PyOSError, prelude::*};
@@ -41,14 +41,7 @@ pub(crate) fn bench_gpu_copy(
         ("peer", Some(peer)) => Path::Peer(Gpu::open(driver, peer).map_err(failed)?),
         _ => return Err(value_error(format!("path '{path}' is h2d, d2h, or peer with a second GPU"))),
     };
-    let method = match method {
-        "contiguous" => CopyMethod::Contiguous,
-        "engine" => CopyMethod::CopyEngine,
-        "batch" => CopyMethod::Batch,
-        "kernel" => CopyMethod::Kernel { blocks },
-        "auto" => CopyMethod::Auto,
-        other => return Err(value_error(format!("there is no way to copy called '{other}'"))),
-    };
+    let method = method_named(method, blocks)?;
     let shape = Shape { total_bytes, piece_bytes, joined: 1, shuffled: true, path };
     py.detach(|| measure_copy(&device, &shape, method)).map_err(failed)
 }
@@ -127,6 +120,37 @@ pub(crate) fn bench_gpu_load(
     };
     let shape = Shape { total_bytes, piece_bytes, joined, shuffled: true, path: Path::HostToDevice };
     py.detach(|| measure_rails(&device, options, &shape, staged)).map_err(failed)
+}
+
+/// GB/s in sum from the host to each of these GPUs at the same time. `method` and `joined` as above; with `staged` what is
+/// joined comes in long runs. The bytes are checked.
+#[pyfunction]
+#[pyo3(signature = (gpus, total_bytes, piece_bytes, method, joined = 1, staged = false))]
+pub(crate) fn bench_gpu_together(
+    py: Python<'_>,
+    gpus: Vec<u32>,
+    total_bytes: u64,
+    piece_bytes: u64,
+    method: &str,
+    joined: u64,
+    staged: bool,
+) -> PyResult<f64> {
+    let (driver, method) = (driver()?, method_named(method, 16)?);
+    let open = |ordinal: u32| Gpu::open(Arc::clone(&driver), ordinal).map_err(failed);
+    let gpus = gpus.into_iter().map(open).collect::<PyResult<Vec<Gpu>>>()?;
+    let shape = Shape { total_bytes, piece_bytes, joined, shuffled: true, path: Path::HostToDevice };
+    py.detach(|| measure_together(&gpus, &shape, method, staged)).map_err(failed)
+}
+
+fn method_named(name: &str, blocks: u32) -> PyResult<CopyMethod> {
+    match name {
+        "contiguous" => Ok(CopyMethod::Contiguous),
+        "engine" => Ok(CopyMethod::CopyEngine),
+        "batch" => Ok(CopyMethod::Batch),
+        "kernel" => Ok(CopyMethod::Kernel { blocks }),
+        "auto" => Ok(CopyMethod::Auto),
+        other => Err(value_error(format!("there is no way to copy called '{other}'"))),
+    }
 }
 
 fn driver() -> PyResult<Arc<dyn Driver>> {

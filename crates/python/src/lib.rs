@@ -19,7 +19,9 @@ mod _core {
     #[pymodule_export]
     use super::fabric::{PyEngine, PyGroup, PyPeer, PyPieces, PyTransfer};
     #[pymodule_export]
-    use super::gpu::{bench_gpu_calibrate, bench_gpu_copy, bench_gpu_load, bench_gpu_rails, bench_gpus};
+    use super::gpu::{
+        bench_gpu_calibrate, bench_gpu_copy, bench_gpu_load, bench_gpu_rails, bench_gpu_together, bench_gpus,
+    };
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
     #[pymodule_export]

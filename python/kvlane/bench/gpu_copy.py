@@ -26,6 +26,8 @@ RING_SHAPES = ((16 * KIB, 1), (64 * KIB, 1), (64 * KIB, 4))
 RING_JOINED = 256 * KIB
 # Of one link, by four.
 FOUR_LINKS_GOAL = 2.2
+# Of contiguous copies over all links at once, when every GPU loads its own part, as the ranks of an engine do.
+TOGETHER_GOAL = 0.95
 PIECES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 2 * MIB)
 METHODS = ("auto", "kernel", "batch", "engine")
 
@@ -40,6 +42,21 @@ class Rings(NamedTuple):
     """Other GPUs whose links bring a part."""
     staged: bool
     """Whether what its own link brings goes through a ring on the same GPU, in long runs."""
+
+
+class Together(NamedTuple):
+    """Loads from the host to all GPUs at the same time."""
+
+    piece: int
+    """0: all of it in one."""
+    staged: bool
+
+
+CONTIGUOUS = Together(0, staged=False)
+TOGETHER = (
+    CONTIGUOUS,
+    *(Together(piece, staged) for piece in (16 * KIB, 64 * KIB) for staged in (False, True)),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +127,8 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         for staged in (False, True)
         if count or staged
     ]
+    ordinals = [ordinal for ordinal, *_ in gpus]
+    together_rates: dict[Together, list[float]] = {}
     rates: dict[tuple[str, int, str], list[float]] = {}
     ring_rates: dict[Rings, list[float]] = {}
     for _ in range(arguments.rounds):
@@ -131,6 +150,11 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 staged=way.staged,
             )
             ring_rates.setdefault(way, []).append(rate)
+        for way in TOGETHER if len(ordinals) > 1 else ():
+            method, piece = ("auto", way.piece) if way.piece else ("contiguous", total)
+            joined = RING_JOINED // way.piece if way.staged else 1
+            rate = _core.bench_gpu_together(ordinals, total, piece, method, joined, way.staged)
+            together_rates.setdefault(way, []).append(rate)
     medians = {key: statistics.median(values) for key, values in rates.items()}
     figures = []
     for (path, piece, way), rate in medians.items():
@@ -149,6 +173,22 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         # As the daemon loads pieces of this length over rails.
         goal = FOUR_LINKS_GOAL if way.rails == 3 and way.staged else None
         figures.append(Figure(f"h2d: {pieces}, {links} / contiguous, 1 link", share, at_least=goal))
+    for way, values in together_rates.items():
+        if way.piece == 0:
+            figures.append(
+                Figure(f"h2d: contiguous, {len(ordinals)} GPUs at once", statistics.median(values), "GB/s")
+            )
+            continue
+        pieces = f"pieces of {way.piece >> 10} KiB" + (", staged" if way.staged else "")
+        share = statistics.median(values) / statistics.median(together_rates[CONTIGUOUS])
+        figures.append(
+            Figure(
+                f"h2d: {pieces} / contiguous, {len(ordinals)} GPUs at once",
+                share,
+                # As the daemon loads pieces of this length without rails.
+                at_least=TOGETHER_GOAL if way == Together(16 * KIB, staged=True) else None,
+            )
+        )
     details = {
         "gpus": [{"name": name, "pci": pci, "bytes": size} for _, name, pci, size in gpus],
         "gb_per_s": [
@@ -164,6 +204,16 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 "rounds": values,
             }
             for way, values in ring_rates.items()
+        ],
+        "together_gb_per_s": [
+            {
+                "gpus": ordinals,
+                "bytes_each": total,
+                "piece_bytes": way.piece,
+                "staged": way.staged,
+                "rounds": values,
+            }
+            for way, values in together_rates.items()
         ],
     }
     note = (
