@@ -116,3 +116,21 @@ def test_a_series_goes_on_when_one_engine_fails(compare: Any, tmp_path: Path) ->
     )
     assert ended.returncode == 1
     assert ended.stderr.count("FAILED: the engine ended with 1; see") == 2
+
+
+def test_what_a_connector_adds_is_told_beside_how_much_engines_of_one_kind_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("hits", "turns", "pair", "measure", "systems", "model"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    hits = importlib.import_module("hits")
+    rounds = [
+        {"none 1": [10.0, 12.0], "kvlane 1": [12.0, 12.0], "none 2": [15.0, 15.0], "kvlane 2": [13.0, 13.0]},
+        {"none 1": [11.0, 11.0], "kvlane 1": [12.0, 99.0], "none 2": [15.0, 15.0], "kvlane 2": [13.0, 13.0]},
+    ]
+    found = hits.differences(rounds)
+    assert found["by_engine"]["kvlane 1"]["p50"] == 12.0
+    assert found["kvlane_adds_ms"] == pytest.approx((12 + 13) / 2 - (11 + 15) / 2)
+    assert found["same_kind_differs_by_ms"] == {"none": 4.0, "kvlane": 1.0}
+    assert found["kvlane_adds_by_round_ms"] == [12.5 - 13.5, 13.0 - 13.0]
