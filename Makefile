@@ -13,7 +13,7 @@ PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pyte
 FAULTS = without_a_daemon or abort or fails or slow_lookups or random_faults
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo test test-long lint rust python engines bench serve dev vllm wheel docs pins clean
+.PHONY: help demo test test-long fuzz lint rust python engines bench serve dev vllm wheel docs pins clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -46,7 +46,7 @@ engines: vllm ## tests with real vLLM, newest and oldest
 	$(ENVIRONMENT) vllm-0.24
 	KVLANE_TEST_CORE=real $(PYTEST_OLD_VLLM) -m old_vllm tests/connector/test_vllm_*.py
 
-test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests, loom
+test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests, loom, fuzzing
 	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-server --test gpu canary
 	PROPTEST_CASES=100 KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-ssd
@@ -54,6 +54,10 @@ test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, 
 	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test same_host come_and_go
 	RUSTFLAGS="--cfg loom" cargo test --locked --release -p kvlane-fabric --lib loom
 	$(PYTEST_DEV) -m long tests/daemon
+	$(PYTHON) scripts/fuzz.py --seconds 30
+
+fuzz: ## every fuzz target for a minute, or make fuzz ARGS="--seconds 3600 ssd_file"; needs a C++ compiler
+	$(PYTHON) scripts/fuzz.py $(ARGS)
 
 bench: vllm ## every benchmark, or make bench BENCH=serve ARGS="--model ..."
 	PATH="$(CURDIR)/$(VLLM):$$PATH" kvlane bench $(or $(BENCH),all) $(ARGS)

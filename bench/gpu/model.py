@@ -17,6 +17,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "torch_dtype": "bfloat16",
     },
+    # Latent attention as in DeepSeek-V2, without experts: 576 elements a token and layer, the same in all ranks.
+    "mla": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "first_k_dense_replace": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "vocab_size": 102400,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+    },
     # Runs on a CPU in seconds: for trying the comparison out.
     "tiny": {
         "hidden_size": 256,
@@ -32,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 # Of the weights, by shape: so that a changed block of the prompt changes the answer, which the controls check.
-DEVIATION = {"llama-8b": 0.04, "tiny": 0.5}
+DEVIATION = {"llama-8b": 0.04, "mla": 0.04, "tiny": 0.5}
 
 
 def write_config(shape: str, folder: Path) -> Path:

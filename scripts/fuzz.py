@@ -1,0 +1,89 @@
+"""Runs the fuzz targets, each for so many seconds; on a stable toolchain, without cargo-fuzz. Needs a C++ compiler.
+
+    python scripts/fuzz.py                             all targets, 60 s each
+    python scripts/fuzz.py --seconds 3600 ssd_file     one of them, for an hour
+
+Inputs that reach new code are kept in fuzz/corpus and used again. A find ends it: what broke is said, and the input is
+kept in fuzz/artifacts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FUZZ = Path(__file__).resolve().parent.parent / "fuzz"
+# What libFuzzer needs of the compiler, as cargo-fuzz asks for it; there is no address sanitizer in stable toolchains.
+COVERAGE = (
+    "-Cpasses=sancov-module",
+    "-Cllvm-args=-sanitizer-coverage-level=4",
+    "-Cllvm-args=-sanitizer-coverage-inline-8bit-counters",
+    "-Cllvm-args=-sanitizer-coverage-pc-table",
+)
+MEMORY_MIB = 2048
+INPUT_BYTES = 1 << 16
+SECONDS_FOR_AN_INPUT = 20
+
+
+def host() -> str:
+    """The toolchain's own target: flags for an explicit one do not reach build scripts."""
+    told = subprocess.run(["rustc", "-vV"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"^host: (\S+)$", told, re.MULTILINE)
+    if found is None:
+        sys.exit("rustc does not say which host it is for")
+    return found[1]
+
+
+def fuzz(target: str, seconds: int, environment: dict[str, str], triple: str) -> str:
+    """Runs one target; libFuzzer's last line of progress."""
+    corpus, artifacts = FUZZ / "corpus" / target, FUZZ / "artifacts" / target
+    for folder in (corpus, artifacts):
+        folder.mkdir(parents=True, exist_ok=True)
+    command = ["cargo", "run", "--quiet", "--locked", "--release", "--target", triple, "--bin", target, "--"]
+    command += [
+        f"-max_total_time={seconds}",
+        f"-rss_limit_mb={MEMORY_MIB}",
+        f"-max_len={INPUT_BYTES}",
+        f"-timeout={SECONDS_FOR_AN_INPUT}",
+        f"-artifact_prefix={artifacts}/",
+        str(corpus),
+    ]
+    ran = subprocess.run(command, cwd=FUZZ, env=environment, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        sys.stderr.write(ran.stderr[-8000:])
+        sys.exit(f"{target}: exit {ran.returncode}; inputs that broke something are in {artifacts}")
+    done = [line for line in ran.stderr.splitlines() if "DONE" in line]
+    if not done:
+        sys.exit(f"{target} did not run:\n{ran.stderr[-2000:]}")
+    return done[-1]
+
+
+def main() -> None:
+    """Runs what was asked for, one after the other."""
+    known = sorted(path.stem for path in (FUZZ / "fuzz_targets").glob("*.rs"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(known)}; all if none is named"
+    )
+    parser.add_argument("--seconds", type=int, default=60, help="for each target (default %(default)s)")
+    arguments = parser.parse_args()
+    unknown = set(arguments.targets) - set(known)
+    if unknown:
+        parser.error(f"there is no target {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    # Its own flags and its own target folder: nothing else is built anew because of them.
+    environment = {key: value for key, value in os.environ.items() if key != "CARGO_TARGET_DIR"}
+    environment["RUSTFLAGS"] = " ".join(COVERAGE)
+    triple = host()
+    print(f"==> building {len(known)} fuzz targets", flush=True)
+    build = ["cargo", "build", "--quiet", "--locked", "--release", "--target", triple, "--bins"]
+    subprocess.run(build, cwd=FUZZ, env=environment, check=True)
+    for target in arguments.targets or known:
+        print(f"{target}: {fuzz(target, arguments.seconds, environment, triple)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
