@@ -138,6 +138,16 @@ pub(crate) struct Transfer {
     pub(crate) error: Option<io::Error>,
 }
 
+impl Transfer {
+    /// Bytes of the file that were read for somebody; 0 if it is something else.
+    pub(crate) fn read_bytes(&self) -> u64 {
+        match &self.what {
+            What::Read { job, .. } => u64::from(job.location.pages) * crate::PAGE_BYTES,
+            _ => 0,
+        }
+    }
+}
+
 /// An operation, as far as it is not done yet.
 pub(crate) struct Part {
     pub(crate) transfer: u64,

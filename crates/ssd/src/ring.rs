@@ -117,14 +117,13 @@ impl Ring {
             (OpKind::Sync, _) => {
                 opcode::Fsync::new(file).flags(io_uring::types::FsyncFlags::DATASYNC).build()
             }
-            (kind, [piece]) if let Some(index) = self.registered_in(piece) => match kind {
-                OpKind::Read => opcode::ReadFixed::new(file, piece.address, piece.bytes as u32, index)
+            // Not for writes: from registered huge pages they reached 0.69 to 0.85 of what vectors do (2 and 4 MiB blocks,
+            // ext4 on virtio, Linux 6.18, in turns), from pages of 4 kB 0.93, and reads are as fast either way.
+            (OpKind::Read, [piece]) if let Some(index) = self.registered_in(piece) => {
+                opcode::ReadFixed::new(file, piece.address, piece.bytes as u32, index)
                     .offset(op.offset)
-                    .build(),
-                _ => opcode::WriteFixed::new(file, piece.address, piece.bytes as u32, index)
-                    .offset(op.offset)
-                    .build(),
-            },
+                    .build()
+            }
             (kind, pieces) => {
                 let vector =
                     |piece: &Piece| libc::iovec { iov_base: piece.address.cast(), iov_len: piece.bytes };

@@ -144,11 +144,12 @@ def _measure_size(
         file_bytes = _fill(paths, arguments.capacity) if {"fio", "nixl"} & set(peers) else 0
         progress.update()
 
+        first = 0
         pages = tier.pool_pages
         on_huge = pages.startswith("2 MB")
 
         def phase(op: str, huge: bool = on_huge) -> Phase:
-            return Phase(op, paths, file_bytes, block, count, depth, huge)
+            return Phase(op, paths, file_bytes, block, count, depth, huge, first if op == "write" else 0)
 
         for op in ("write", "read"):
             does: dict[str, Callable[[], Values]] = {
@@ -166,9 +167,13 @@ def _measure_size(
                 does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _core.bench_crc32c(block, _CRC_BYTES)}
             for number in range(arguments.rounds):
                 names = list(does)
+                # Writes go on where those of the last round ended, as a log's do.
+                blocks, share = file_bytes // block, -(-count // len(files))
+                first = number * share % blocks if blocks else 0
+                first = first if first + share <= blocks else 0
                 # Nobody always comes after the same one.
-                first = number % len(names)
-                for name in names[first:] + names[:first]:
+                turn = number % len(names)
+                for name in names[turn:] + names[:turn]:
                     if name in failures:
                         continue
                     progress.set_description(f"{_name(block)}: {name}")

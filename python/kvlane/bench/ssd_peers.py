@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from kvlane.bench import report
@@ -42,7 +43,9 @@ class Phase:
     count: int
     depth: int
     huge: bool
-    """Whether a peer that is asked for memory has it in huge pages."""
+    """Whether a peer has its memory in huge pages, where it can be told so."""
+    first: int = 0
+    """Of writes: the block of each file with which they begin."""
 
 
 def missing(name: str) -> str | None:
@@ -75,7 +78,10 @@ def fio(phase: Phase) -> dict[str, float]:
         "--lat_percentiles=1",
         "--fallocate=none",
         "--output-format=json",
+        f"--offset={phase.first * phase.block_bytes}",
     ]
+    if phase.huge and _reserved_huge_bytes() >= phase.depth * phase.block_bytes:
+        command.append("--mem=shmhuge")
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
     )
@@ -94,6 +100,13 @@ def fio(phase: Phase) -> dict[str, float]:
         "p99_us": part["lat_ns"]["percentile"]["99.000000"] / 1e3,
         "cpu_s_per_gb": (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds / (part["io_bytes"] / 1e9),
     }
+
+
+def _reserved_huge_bytes() -> int:
+    """Huge pages that are reserved (`vm.nr_hugepages`) and free."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    values = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
+    return values.get("HugePages_Free", 0) * values.get("Hugepagesize", 0) << 10
 
 
 def nixl(phase: Phase) -> dict[str, float]:
@@ -169,7 +182,7 @@ def _places(phase: Phase, files: Sequence[int]) -> list[tuple[int, int]]:
     """File and offset of each block: the files in turns."""
     source, blocks = random.Random(1), phase.file_bytes // phase.block_bytes
     of = [
-        source.randrange(blocks) if phase.op == "read" else number // len(files) % blocks
+        source.randrange(blocks) if phase.op == "read" else (phase.first + number // len(files)) % blocks
         for number in range(phase.count)
     ]
     return [(files[number % len(files)], block * phase.block_bytes) for number, block in enumerate(of)]

@@ -25,6 +25,8 @@ use crate::turns::Turns;
 
 /// Longest sleep.
 const IDLE: Duration = Duration::from_secs(1);
+/// Bytes whose checksums are taken before the next look at what is to be posted: a tenth of a millisecond.
+const CHECKED_AT_ONCE: u64 = 1 << 20;
 /// After the interface itself failed.
 const RETRY: Duration = Duration::from_millis(10);
 
@@ -151,7 +153,12 @@ impl Device {
                 if self.unsubmitted {
                     self.enter(Duration::ZERO, &mut ended);
                 }
-                while let Some(transfer) = self.complete.pop_front() {
+                // What is asked for meanwhile is posted in between.
+                let mut checked = 0;
+                while checked < CHECKED_AT_ONCE
+                    && let Some(transfer) = self.complete.pop_front()
+                {
+                    checked += transfer.read_bytes();
                     self.finish(transfer);
                 }
             } else if self.is_over() {
