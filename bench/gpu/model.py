@@ -17,6 +17,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "torch_dtype": "bfloat16",
     },
+    # By two ranks as the one above is by four: two heads of the KV cache each, pieces of 16 KiB.
+    "llama-8b-4-kv-heads": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    },
     # Latent attention as in DeepSeek-V2, without experts: 576 elements a token and layer, the same in all ranks.
     "mla": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -55,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 # Of the weights, by shape: so that a changed block of the prompt changes the answer, which the controls check.
-DEVIATION = {"llama-8b": 0.04, "mla": 0.04, "tiny": 0.5}
+DEVIATION = {"llama-8b": 0.04, "llama-8b-4-kv-heads": 0.04, "mla": 0.04, "tiny": 0.5}
 
 
 def write_config(shape: str, folder: Path) -> Path:
