@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -90,9 +91,22 @@ def test_what_fio_says_is_taken_in_our_units(tmp_path: Path, monkeypatch: pytest
     assert ssd_peers.fio(phase) == {"gb_per_s": 2.0, "p50_us": 7.0, "p99_us": 9.0, "cpu_s_per_gb": 0.2}
     asked = (tmp_path / "asked").read_text().split()
     assert {"--filename=/x/a\\:b:/x/c", "--iodepth=8", "--io_size=65536", "--rw=randread"} <= set(asked)
+    assert "--mem=shmhuge" not in asked
+    for reserved, is_huge in ((8 * 4096 - 1, False), (8 * 4096, True)):
+        monkeypatch.setattr(ssd_peers, "_reserved_huge_bytes", lambda reserved=reserved: reserved)
+        ssd_peers.fio(dataclasses.replace(phase, huge=True, first=3))
+        asked = (tmp_path / "asked").read_text().split()
+        assert "--offset=12288" in asked
+        assert ("--mem=shmhuge" in asked) == is_huge, "fio fails where its memory cannot be had"
     program.write_text("#!/bin/sh\necho no such engine >&2\nexit 1\n")
     with pytest.raises(OSError, match="no such engine"):
         ssd_peers.fio(phase)
+
+
+def test_a_peers_writes_go_on_where_they_are_told_to() -> None:
+    phase = Phase("write", ("/x/a", "/x/b"), 8 * 4096, 4096, 6, 2, huge=False, first=6)
+    places = ssd_peers._places(phase, [3, 4])
+    assert places == [(3, 6 * 4096), (4, 6 * 4096), (3, 7 * 4096), (4, 7 * 4096), (3, 0), (4, 0)]
 
 
 def test_a_peer_that_fails_is_left_out_of_the_figures(
