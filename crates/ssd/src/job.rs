@@ -64,7 +64,7 @@ impl Batch {
     }
 
     /// `shards`: the record's memory behind its header.
-    pub(crate) fn push(&mut self, record: Written, shards: impl Iterator<Item = Piece>) {
+    pub(crate) fn push(&mut self, record: Written, shards: &[Piece]) {
         self.bytes += record.location.pages as usize * crate::PAGE_BYTES as usize;
         self.pieces.push(record.header.piece(record.header.len()));
         self.pieces.extend(shards);

@@ -48,7 +48,7 @@ impl Device {
             let header = Pages::with(&header.encode());
             let shards: Vec<Piece> =
                 record.shards.iter().map(|shard| self.pool_piece(&shard.extent)).collect();
-            batch.push(Written { job, location, header }, shards.into_iter());
+            batch.push(Written { job, location, header }, &shards);
         }
         self.start_batch(batch);
     }
