@@ -610,17 +610,16 @@ fn a_load_that_nobody_waited_for_is_over_when_its_rails_serve_the_next() {
     assert_eq!(target.load(&loader), 1);
 }
 
+fn measured() -> Shape {
+    let (total_bytes, piece_bytes, joined) = (1 << 20, 4096, 4);
+    Shape { total_bytes, piece_bytes, joined, shuffled: true, path: Path::HostToDevice }
+}
+
 #[test]
 fn rates_over_rails_are_measured_and_the_bytes_checked() {
     let driver = driver(4);
     let gpu = open(&driver, 0);
-    let shape = Shape {
-        total_bytes: 1 << 20,
-        piece_bytes: 4096,
-        joined: 4,
-        shuffled: true,
-        path: Path::HostToDevice,
-    };
+    let shape = measured();
     let options = RailOptions { choice: "1,3".parse().unwrap(), ..small() };
     for staged in [false, true] {
         let rate = measure_rails(&gpu, options.clone(), &shape, staged).unwrap();
@@ -643,13 +642,7 @@ fn rates_over_rails_are_measured_and_the_bytes_checked() {
 fn rates_of_several_gpus_at_once_are_measured_and_the_bytes_checked() {
     let driver = driver(3);
     let gpus = [open(&driver, 0), open(&driver, 2)];
-    let shape = Shape {
-        total_bytes: 1 << 20,
-        piece_bytes: 4096,
-        joined: 4,
-        shuffled: true,
-        path: Path::HostToDevice,
-    };
+    let shape = measured();
     for (method, staged) in
         [(CopyMethod::Contiguous, false), (CopyMethod::Auto, false), (CopyMethod::Auto, true)]
     {
