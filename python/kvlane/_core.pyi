@@ -1,6 +1,6 @@
 """The Rust side of an engine's process: connections to the daemon, the mapped pool, copies without the GIL."""
 
-from typing import Literal, final
+from typing import Any, Literal, final
 
 __version__: str
 WIRE_VERSION: int
@@ -233,6 +233,27 @@ def bench_gpu_load(
     `joined` lie one after the other in the host's memory; `staged`: in long runs through a ring on the GPU. OSError
     where the bytes did not arrive as they were."""
 
+class GpuMemory:
+    """Memory of a GPU, for benchmarks and tests of what moves such memory. It takes addresses of host memory as
+    numbers, so a wrong one is a crash. OSError where there is no driver, no such GPU, or it refuses."""
+
+    def __init__(self, gpu: int, bytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> str:
+        """Such as "cuda:0"."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def copy_from_host(self, offset: int, address: int, length: int) -> None: ...
+    def copy_to_host(self, offset: int, address: int, length: int) -> None: ...
+    def bench_copy_through_host(self, offset: int, to: GpuMemory, to_offset: int, length: int) -> float:
+        """Into other memory by way of the host's pinned memory; the seconds that it took."""
+
+@final
 class SsdBench:
     """An SSD tier on new files of `capacity` bytes each, for `kvlane bench ssd`; they are removed with it. OSError
     where that is not possible, also where one of them is there already. What measures gives bytes, seconds, CPU
@@ -330,6 +351,12 @@ class FabricEngine:
         """`inbox`: most messages, and most bytes of them. `tls`: certificate, key, authority."""
 
     def register(self, address: int, length: int, writable: bool) -> int: ...
+    def register_gpu(self, gpu: int, address: int, length: int, writable: bool) -> int:
+        """OSError where there is no driver or no such GPU, or it refuses."""
+
+    def staged(self) -> tuple[int, int, int]:
+        """Bytes copied to GPUs, bytes copied from them, copies that failed."""
+
     def unregister(self, region: int) -> None: ...
     def describe(self) -> bytes: ...
     def connect(self, descriptor: bytes) -> FabricPeer: ...

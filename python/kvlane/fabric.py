@@ -25,14 +25,16 @@
 
 Transfers are reliable and have no order among each other. A transfer's memory, on both sides, belongs to it until it
 is over: `Transfer.wait` returned, or raised one of the errors below other than `StillMoving`. Lengths and offsets are
-in bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the host's memory can be registered as
-they are.
+in bytes, times in seconds. No torch or numpy is needed; arrays and tensors in the memory of the host or of GPUs can be
+registered as they are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import re
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -50,6 +52,8 @@ __all__ = [
     "Engine",
     "EngineId",
     "FabricError",
+    "GpuError",
+    "GpuFailed",
     "Group",
     "GroupFailed",
     "GroupTransfer",
@@ -62,6 +66,7 @@ __all__ = [
     "PeerLost",
     "Refused",
     "Region",
+    "Staged",
     "StillMoving",
     "Tls",
     "Transfer",
@@ -90,6 +95,14 @@ class NoRoom(FabricError, TimeoutError):
     """The peer had no room for a message within its `timeout`: nobody there receives what has arrived."""
 
 
+class GpuFailed(FabricError):
+    """The driver of a GPU, here or at the peer, could not copy the bytes: the log there says how."""
+
+
+class GpuError(OSError):
+    """Memory of a GPU cannot be registered: there is no driver, no such GPU, or it refuses; the text says which."""
+
+
 class PeerLost(FabricError, ConnectionError):
     """The peer cannot be reached, or every connection broke that carried the transfer."""
 
@@ -113,6 +126,7 @@ _FAILURES: dict[str, tuple[type[FabricError], str]] = {
     "deadline": (DeadlineExceeded, "the transfer was not over by its deadline"),
     "room": (NoRoom, "the peer had no room for the message until its deadline"),
     "refused": (Refused, "the peer refused the transfer: it does not share these bytes, or not any more"),
+    "gpu": (GpuFailed, "a GPU's driver, here or at the peer, could not copy the bytes"),
     "lost": (PeerLost, "the peer cannot be reached any more"),
     "breaks": (PeerLost, "every connection broke that carried the transfer"),
 }
@@ -144,6 +158,17 @@ class Message(NamedTuple):
     sender: EngineId
     """As `Peer.id`."""
     data: bytes
+
+
+class Staged(NamedTuple):
+    """What went through pinned memory of the host, since no transport reaches a GPU's memory itself."""
+
+    to_gpus: int
+    """Bytes copied into the memory of GPUs."""
+    from_gpus: int
+    """Bytes copied out of it."""
+    failed: int
+    """Copies that a driver reported as failed."""
 
 
 class Engine:
@@ -181,33 +206,34 @@ class Engine:
         )
         self._owners: dict[int, Any] = {}
 
-    def register(self, memory: Any, length: int | None = None, writable: bool = True) -> Region:
+    def register(
+        self, memory: Any, length: int | None = None, writable: bool = True, device: str | None = None
+    ) -> Region:
         """Let transfers touch memory: anything that can be written and has the buffer protocol (bytearray, mmap, numpy
-        array), a tensor in the host's memory (`data_ptr()` and `nbytes`), or an address with a `length`. Peers may read
-        it, and write it if `writable`. It is kept alive until `unregister` or `close`; an address is yours to keep."""
-        if isinstance(memory, int):
-            if length is None:
-                raise ValueError("an address needs a length")
-            address, size, owner = memory, length, None
-        elif hasattr(memory, "data_ptr"):
-            device = str(getattr(memory, "device", "cpu"))
-            if not device.startswith("cpu"):
-                raise ValueError(f"a tensor on {device}: only the host's memory can be registered")
-            if not memory.is_contiguous():
-                raise ValueError("a tensor that is not contiguous cannot be registered as one range")
-            address, size, owner = memory.data_ptr(), memory.nbytes, memory
-        else:
-            view = memoryview(memory)
-            if view.readonly or not view.c_contiguous:
-                raise ValueError("memory has to be writable and contiguous")
-            # Keeps the memory where it is: a bytearray cannot be resized meanwhile.
-            owner = (ctypes.c_char * view.nbytes).from_buffer(memory)
-            address, size = ctypes.addressof(owner), view.nbytes
+        array), a tensor (`data_ptr()`, `nbytes` and `device`), an array of a GPU (`__cuda_array_interface__`), or an
+        address with a `length` in bytes. Peers may read it, and write it if `writable`. It is kept alive until
+        `unregister` or `close`; an address is yours to keep.
+
+        `device`: "cpu", or "cuda:N" for the N-th GPU of this process, where the memory does not say it itself. A GPU's
+        bytes go through pinned memory of the host and through sockets, also between processes of one host. The engine
+        copies in streams of its own: what you have enqueued that touches the memory has to be over when a transfer
+        begins.
+
+        ValueError for what is no such memory, also a GPU's where the engine was made for cma only; `GpuError` where
+        there is no driver or no such GPU, or it refuses, as for memory that is not allocated on it."""
+        address, size, owner, where = _memory(memory, length, device)
         if length is not None and length > size:
             raise ValueError(f"{length} bytes of memory that has {size}")
-        number = self._core.register(address, size if length is None else length, writable)
+        size = size if length is None else length
+        if where is None:
+            number = self._core.register(address, size, writable)
+        else:
+            try:
+                number = self._core.register_gpu(where, address, size, writable)
+            except OSError as error:
+                raise GpuError(f"memory of cuda:{where} cannot be registered: {error}") from None
         self._owners[number] = owner
-        return Region(self, number, size if length is None else length)
+        return Region(self, number, size)
 
     def describe(self) -> bytes:
         """What a peer needs to connect and to name the memory that is registered now. Send it as you like."""
@@ -239,6 +265,11 @@ class Engine:
         was made; `Path.no_rings` says why."""
         return self._core.connections_without_rings()
 
+    @property
+    def staged(self) -> Staged:
+        """What went to and from the memory of GPUs since the engine was made."""
+        return Staged(*self._core.staged())
+
     def counter(self, number: int) -> Counter:
         """A counter of this process, which transfers of peers count up."""
         return Counter(self, number, self._core.open_counter(number))
@@ -263,6 +294,53 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _memory(memory: Any, length: int | None, device: str | None) -> tuple[int, int, Any, int | None]:
+    """Address, bytes, who keeps it, and the number of the GPU; None for the host's."""
+    if isinstance(memory, int):
+        if length is None:
+            raise ValueError("an address needs a length")
+        return memory, length, None, _gpu(device)
+    if hasattr(memory, "data_ptr"):
+        if not memory.is_contiguous():
+            raise ValueError("a tensor that is not contiguous cannot be registered as one range")
+        return memory.data_ptr(), memory.nbytes, memory, _gpu(device, memory)
+    if interface := getattr(memory, "__cuda_array_interface__", None):
+        if interface.get("strides") is not None:
+            raise ValueError("an array that is not contiguous cannot be registered as one range")
+        address, is_constant = interface["data"]
+        if is_constant:
+            raise ValueError("memory has to be writable and contiguous")
+        size = math.prod(interface["shape"]) * int(interface["typestr"][2:])
+        gpu = _gpu(device, memory)
+        if gpu is None:
+            raise ValueError('an array of a GPU that does not say which: give device="cuda:N"')
+        return address, size, memory, gpu
+    if _gpu(device) is not None:
+        raise ValueError(f"this memory is the host's, and not on {device}")
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous:
+        raise ValueError("memory has to be writable and contiguous")
+    # Keeps the memory where it is: a bytearray cannot be resized meanwhile.
+    owner = (ctypes.c_char * view.nbytes).from_buffer(memory)
+    return ctypes.addressof(owner), view.nbytes, owner, None
+
+
+def _gpu(device: str | None, memory: Any = None) -> int | None:
+    """The number of the GPU that memory is on, by what it says itself or else by `device`."""
+    own = getattr(memory, "device", None)
+    # An array of cupy's has an object with the number.
+    number = getattr(own, "id", None)
+    said = f"cuda:{number}" if isinstance(number, int) else None if own is None else str(own)
+    if said is not None and device is not None and said != device:
+        raise ValueError(f"memory on {said} was said to be on {device}")
+    where = said or device or "cpu"
+    if where == "cpu" or where.startswith("cpu:"):
+        return None
+    if not (found := re.fullmatch(r"cuda:(\d+)", where)):
+        raise ValueError(f"memory on {where}: it has to be on cpu or cuda:N")
+    return int(found[1])
 
 
 class Region:

@@ -12,6 +12,7 @@ use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kvlane_gpu::{Gpu, GpuError};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
@@ -25,13 +26,14 @@ use crate::inbox::{EngineId, InboxOptions, MESSAGE_BYTES_MAX, Message};
 use crate::runs::Run;
 use crate::shape::{Pieces, ShapeError};
 use crate::sockets::{PathStatus, Transport, random};
+use crate::staging::Staged;
 use crate::tcp::{BYTES_MAX, Credentials, ENTRIES_MAX, Identity, Tls, TlsError};
 use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
 /// The same while a neighbour reads what this process has written: until it has read a part of a transfer, 0.2 ms for each
-/// half a mebibyte, nothing is heard of it.
+/// half a mebibyte, nothing is heard of it. Of a GPU that copies nothing is heard either.
 const SPIN_FOR_NEIGHBOURS: Duration = Duration::from_micros(500);
 /// Of that, how long it keeps its processor to itself. Where there are fewer of them than there is work, the peer may need
 /// it to answer; while bytes are streaming, the next ones come sooner than this.
@@ -93,6 +95,12 @@ pub enum FabricError {
     /// A limit that the protocol does not have, or that would let nothing move.
     #[error("{0}")]
     Limit(String),
+    /// A GPU's driver refused.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    /// Memory of a GPU where nothing but [`Transport::Cma`] is wanted.
+    #[error("memory of GPUs cannot go by cma: process_vm does not reach it")]
+    NoWayToGpus,
     /// A file of [`Tls`].
     #[error(transparent)]
     Tls(#[from] TlsError),
@@ -273,6 +281,37 @@ impl Engine {
         self.shared.hub.lock().sockets.add_region(memory.expose_provenance(), len, access)
     }
 
+    /// As [`Engine::register`], of a GPU's memory. Its bytes go through pinned memory of the host ([`Staged`]) and through
+    /// sockets, also where the host's memory goes by [`Transport::Cma`]. An immediate comes after the last copy. The engine
+    /// copies in streams of its own: what others enqueued that writes or reads the memory has to be over when a transfer
+    /// begins.
+    ///
+    /// # Errors
+    /// [`FabricError::NoWayToGpus`] with [`Transport::Cma`] required; [`FabricError::Gpu`] if the memory is not allocated on
+    /// that GPU, or its driver gives no pinned memory.
+    ///
+    /// # Safety
+    /// The memory stays allocated until [`Engine::unregister`] has given it back, or the engine was closed.
+    pub unsafe fn register_gpu(
+        &self,
+        gpu: &Gpu,
+        address: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<u32, FabricError> {
+        check_allocated(gpu, address, len)?;
+        let mut hub = self.shared.hub.lock();
+        if hub.sockets.excludes_gpus() {
+            return Err(FabricError::NoWayToGpus);
+        }
+        Ok(hub.sockets.add_gpu_region(gpu, address, len, access)?)
+    }
+
+    /// What went through pinned memory of the host, to GPUs and from them, since the engine was made.
+    pub fn staged(&self) -> Staged {
+        self.shared.hub.lock().sockets.staging.staged
+    }
+
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
     pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
         let mut hub = self.shared.hub.lock();
@@ -292,6 +331,8 @@ impl Engine {
             hub.sockets.end_links_that_touch(region);
             hub.pump();
             self.shared.tell(&mut hub);
+            // A driver cannot be told to stop.
+            self.shared.wait(&mut hub, None, |hub| (!hub.sockets.is_touched(region)).then_some(()));
         }
         hub.sockets.regions.remove(region);
         Ok(())
@@ -628,8 +669,9 @@ impl Shared {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 break None;
             }
-            let is_read =
-                now >= spin_until && now < spin_until + SPIN_FOR_NEIGHBOURS && hub.sockets.is_being_read();
+            let is_read = now >= spin_until
+                && now < spin_until + SPIN_FOR_NEIGHBOURS
+                && (hub.sockets.is_being_read() || hub.sockets.is_copying());
             if now < spin_until || is_read {
                 // Others may begin transfers meanwhile.
                 if now + SPIN < spin_until + KEEP {
@@ -735,7 +777,24 @@ impl Shared {
 /// What a transfer with a peer moves, checked against the memory of both sides.
 pub(crate) fn runs_of(hub: &Hub, peer: PeerId, pieces: &Pieces) -> Result<Vec<Run>, FabricError> {
     let sides = hub.sockets.both_sides(peer).ok_or(FabricError::NoSuchPeer)?;
-    Ok(pieces.runs(&sides)?)
+    let runs = pieces.runs(&sides)?;
+    if hub.sockets.excludes_gpus() && hub.sockets.used_by(peer, &runs).has_gpus() {
+        return Err(FabricError::NoWayToGpus);
+    }
+    Ok(runs)
+}
+
+/// Whether all of it is device memory of this GPU, which may consist of several allocations.
+fn check_allocated(gpu: &Gpu, address: u64, len: u64) -> Result<(), GpuError> {
+    let (driver, device) = gpu.raw();
+    let end =
+        address.checked_add(len).ok_or_else(|| GpuError::Invalid(format!("{len} bytes at {address:#x}")))?;
+    let mut at = address;
+    while at < end {
+        let (base, bytes) = driver.address_range(device, at)?;
+        at = base.saturating_add(bytes).max(at + 1);
+    }
+    Ok(())
 }
 
 /// Whether transfers of these limits fit into frames.

@@ -50,7 +50,12 @@ impl Lease {
 
     /// Whether its bytes may be placed now. To be asked right before.
     pub(crate) fn holds(&self) -> bool {
-        clock() < self.stamp + PLACES
+        self.holds_for(Duration::ZERO)
+    }
+
+    /// The same for what takes so long once it was begun.
+    pub(crate) fn holds_for(&self, duration: Duration) -> bool {
+        clock() + duration < self.stamp + PLACES
     }
 }
 
@@ -80,7 +85,8 @@ mod tests {
         lease.renew(later).unwrap();
         lease.renew(earlier).unwrap();
         assert_eq!(lease.stamp, Duration::from_nanos(later), "a frame that waited says an earlier one");
-        assert!(lease.holds());
+        assert!(lease.holds() && lease.holds_for(PLACES / 2));
+        assert!(!lease.holds_for(PLACES), "not to the end of what is begun then");
         assert!(lease.renew(later + 1_000_000_000_000).is_err(), "nobody gives more time than there was");
     }
 }

@@ -24,6 +24,7 @@ mod sessions;
 mod shape;
 mod shm;
 mod sockets;
+mod staging;
 mod tcp;
 mod transfers;
 
@@ -38,6 +39,7 @@ pub use provider::{Event, NotNow, Provider, drive};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
 pub use sockets::{PathStatus, Transport};
+pub use staging::Staged;
 pub use tcp::{Tls, TlsError};
 pub use transfers::{
     Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,

@@ -2,6 +2,7 @@
 
 use crate::descriptor::{Access, MemoryKind, RegionDescriptor};
 use crate::numbered::Numbered;
+use crate::staging::Spot;
 
 /// Bytes that a socket or a system call reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,6 +30,8 @@ impl Piece {
 #[derive(Debug)]
 struct Known {
     descriptor: RegionDescriptor,
+    /// The number of the GPU whose memory it is.
+    gpu: Option<usize>,
     /// Transfers of this process that it belongs to.
     uses: usize,
     /// Only peers' requests for this generation are served; none while it is being given up.
@@ -41,19 +44,23 @@ pub(crate) struct Regions {
     known: Numbered<u32, Known>,
     generations: Vec<u32>,
     free: Vec<u32>,
+    /// Those on GPUs.
+    on_gpus: usize,
 }
 
 impl Regions {
     /// Its number and generation.
-    pub(crate) fn add(&mut self, base: usize, len: u64, access: Access) -> (u32, u32) {
+    pub(crate) fn add(&mut self, base: usize, len: u64, access: Access, gpu: Option<usize>) -> (u32, u32) {
         let number = self.free.pop().unwrap_or(self.generations.len() as u32);
         if number as usize == self.generations.len() {
             self.generations.push(0);
         }
         let generation = self.generations[number as usize];
-        let (kind, base) = (MemoryKind::Host, base as u64);
+        let kind = if gpu.is_some() { MemoryKind::Cuda } else { MemoryKind::Host };
+        let base = base as u64;
+        self.on_gpus += usize::from(gpu.is_some());
         let descriptor = RegionDescriptor { number, generation, kind, access, base, len, key: 0 };
-        self.known.insert(number, Known { descriptor, uses: 0, is_served: true });
+        self.known.insert(number, Known { descriptor, gpu, uses: 0, is_served: true });
         (number, generation)
     }
 
@@ -63,7 +70,8 @@ impl Regions {
     }
 
     pub(crate) fn remove(&mut self, number: u32) {
-        if self.known.remove(&number).is_some() {
+        if let Some(known) = self.known.remove(&number) {
+            self.on_gpus -= usize::from(known.gpu.is_some());
             let generation = &mut self.generations[number as usize];
             // A number whose generations are used up is not used again.
             if let Some(next) = generation.checked_add(1) {
@@ -95,9 +103,25 @@ impl Regions {
     }
 
     /// All bytes of a region.
-    pub(crate) fn all_of(&self, number: u32) -> Option<Piece> {
-        let region = self.known.get(&number)?.descriptor;
-        piece(&region, 0, region.len)
+    pub(crate) fn all_of(&self, number: u32) -> Option<Spot> {
+        let known = self.known.get(&number)?;
+        self.own_spot(number, 0, known.descriptor.len)
+    }
+
+    /// Whether any region is on a GPU.
+    pub(crate) fn has_gpus(&self) -> bool {
+        self.on_gpus > 0
+    }
+
+    /// The number of the GPU that a region is on.
+    pub(crate) fn gpu_of(&self, number: u32) -> Option<usize> {
+        self.known.get(&number)?.gpu
+    }
+
+    /// As [`Regions::own`], of the host or of a GPU.
+    pub(crate) fn own_spot(&self, number: u32, offset: u64, len: u64) -> Option<Spot> {
+        let known = self.known.get(&number)?;
+        Some(Spot { piece: piece(&known.descriptor, offset, len)?, gpu: known.gpu })
     }
 
     /// Bytes of a region for a transfer of this process, which counts as a use of it.
@@ -135,8 +159,8 @@ mod tests {
     #[test]
     fn a_peer_is_served_what_it_was_told_of_and_nothing_else() {
         let mut regions = Regions::default();
-        let (first, _) = regions.add(0x1000, 100, Access::Read);
-        let (second, _) = regions.add(0x2000, 50, Access::ReadWrite);
+        let (first, _) = regions.add(0x1000, 100, Access::Read, None);
+        let (second, _) = regions.add(0x2000, 50, Access::ReadWrite, None);
         assert_eq!(regions.for_peer(first, 0, 10, 90, false), Some(Piece { address: 0x1000 + 10, len: 90 }));
         assert_eq!(regions.for_peer(first, 0, 10, 91, false), None, "one byte too many");
         assert_eq!(regions.for_peer(first, 0, u64::MAX, 2, false), None);
@@ -148,7 +172,7 @@ mod tests {
         assert_eq!(regions.for_peer(second, 0, 0, 50, true), None);
         assert!(regions.own(second, 0, 50).is_some(), "a transfer under way goes on");
         regions.remove(second);
-        assert_eq!(regions.add(0x3000, 50, Access::ReadWrite).0, second);
+        assert_eq!(regions.add(0x3000, 50, Access::ReadWrite, None).0, second);
         assert_eq!(regions.for_peer(second, 0, 0, 1, true), None, "of the former region of this number");
         assert!(regions.for_peer(second, 1, 0, 1, true).is_some());
         assert_eq!(regions.descriptors().len(), 2);

@@ -18,6 +18,7 @@ mod neighbours;
 mod peers;
 mod posting;
 mod serving;
+mod staged;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -33,6 +34,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 pub(crate) use self::neighbours::TURN_BYTES;
 
 use self::neighbours::Job;
+use self::staged::{LOOK_AT_COPIES, StagedRead};
 use crate::descriptor::RegionDescriptor;
 use crate::engine::EngineOptions;
 use crate::fences::{Fences, LEASE, Whom};
@@ -46,6 +48,7 @@ use crate::same_host::{Card, Neighbour};
 use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
+use crate::staging::Staging;
 use crate::tcp::{BadFrame, Credentials, Ended, Identity, Key, Link, Outcome};
 use crate::transfers::{Completion, PathId, PeerId, Post, Ticket, Token};
 
@@ -113,6 +116,10 @@ pub(crate) struct Sockets {
     jobs: VecDeque<Job>,
     /// Of broken connections that are fenced, whom their writes were to be read by.
     pulling: HashMap<u64, Arc<Neighbour>>,
+    /// What goes to and from the memory of GPUs.
+    pub(crate) staging: Staging,
+    /// Whether it was said that a neighbour's transfer goes through the socket, since memory is on a GPU.
+    has_told_of_gpus: bool,
     /// What transfers under way use.
     used: Numbered<Ticket, Used>,
     look_at: Duration,
@@ -140,12 +147,21 @@ struct Entry {
     acks: Vec<Outcome>,
     /// Whether something that came was left there, since too much waited to be written.
     is_held_up: bool,
+    /// Whether what comes next has to wait for a slot.
+    awaits_slot: bool,
     /// Of what it asked this process to read: [`neighbours::Job`] counts.
     queued: usize,
     /// The process at the other end, where both can read each other's memory.
     neighbour: Option<Arc<Neighbour>>,
     /// The message whose bytes are coming.
     coming: Option<Coming>,
+}
+
+impl Entry {
+    /// Whether nothing is read from it for now.
+    fn is_stuck(&self) -> bool {
+        self.link.is_full() || self.awaits_slot
+    }
 }
 
 #[derive(Debug)]
@@ -256,9 +272,14 @@ struct Posted {
 enum Asked {
     /// And what the link has written when its bytes have left.
     Write(u64),
-    /// The same, but the peer reads the bytes.
+    /// A write of bytes that are being copied out of a GPU's memory: nothing was sent yet.
+    Staged,
+    /// A write whose bytes the peer reads.
     Pull,
+    /// And where what has not begun to come belongs.
     Read(Vec<Piece>),
+    /// A read into a GPU's memory.
+    ReadStaged(Box<StagedRead>),
     /// A read that a job of ours does.
     Job,
     Tell,
@@ -269,10 +290,20 @@ enum Asked {
 #[derive(Debug)]
 pub(crate) struct Used {
     whom: PeerId,
-    /// Regions of this process.
+    /// Regions of this process, and whether any of them is on a GPU.
     own: Vec<u32>,
+    is_gpu_here: bool,
     /// Regions of the peer, with the generation that they had when the transfer began.
     peer: Vec<(u32, u32)>,
+    /// Whether any of those is on a GPU.
+    is_gpu_there: bool,
+}
+
+impl Used {
+    /// Whether any of the memory is on a GPU, here or there.
+    pub(crate) fn has_gpus(&self) -> bool {
+        self.is_gpu_here || self.is_gpu_there
+    }
 }
 
 /// The lengths of this process's regions and those of a peer.
@@ -346,6 +377,8 @@ impl Sockets {
             without_rings: 0,
             jobs: VecDeque::new(),
             pulling: HashMap::new(),
+            staging: Staging::new(transfers.chunk_bytes),
+            has_told_of_gpus: false,
             used: Numbered::default(),
             look_at: LOOK,
         })
@@ -418,7 +451,8 @@ impl Sockets {
             return Duration::ZERO;
         }
         let look = (!self.links.is_empty() || !self.sessions.is_empty()).then_some(self.look_at);
-        let ticks = [self.fences.next_tick(), look, self.accept_at];
+        let copies = self.is_copying().then(|| self.now() + LOOK_AT_COPIES);
+        let ticks = [self.fences.next_tick(), look, self.accept_at, copies];
         ticks.into_iter().flatten().min().unwrap_or(Duration::MAX)
     }
 
@@ -428,12 +462,18 @@ impl Sockets {
         // A link that ends here gives back what is to be posted elsewhere.
         let any = !dirty.is_empty();
         dirty.into_iter().for_each(|link| self.flush(link));
-        self.do_jobs(turn) || any
+        let has_staged = self.see_to_staging();
+        self.do_jobs(turn) || has_staged || any
     }
 
     /// What came by itself since this was asked the last time.
     pub(crate) fn take_news(&mut self) -> News {
         std::mem::take(&mut self.news)
+    }
+
+    /// Whether bytes of GPUs have no way, since nothing but process_vm was wanted.
+    pub(crate) fn excludes_gpus(&self) -> bool {
+        self.needs_neighbours
     }
 
     fn broke(&mut self, path: PathId, connection: u32) {

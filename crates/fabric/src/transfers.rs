@@ -332,6 +332,7 @@ impl Transfers {
                 self.close(now, path);
             }
             Completion::NoRoom => self.pause(now, posted),
+            Completion::GpuFailed => self.give_up(now, ticket, Failure::Gpu),
         }
         self.settle(now, path);
     }

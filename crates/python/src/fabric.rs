@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use kvlane_fabric::{
     Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, Handle, InboxOptions,
-    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Tls, Transfer,
-    Transport,
+    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Staged, Tls,
+    Transfer, Transport,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -16,6 +16,8 @@ use pyo3::{
     prelude::*,
     types::PyBytes,
 };
+
+use crate::gpu::open_gpu;
 
 /// How often somebody who waits looks for a signal.
 const SIGNALS: Duration = Duration::from_millis(100);
@@ -83,6 +85,28 @@ impl PyEngine {
         let memory = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: kvlane.fabric holds the memory's owner until then.
         Ok(unsafe { self.engine()?.register(memory, length, access) })
+    }
+
+    /// As `register`, of the GPU with this ordinal. OSError where there is no driver, no such GPU, or it refuses.
+    fn register_gpu(
+        &self,
+        py: Python<'_>,
+        gpu: u32,
+        address: u64,
+        length: u64,
+        writable: bool,
+    ) -> PyResult<u32> {
+        let access = if writable { Access::ReadWrite } else { Access::Read };
+        let engine = self.engine()?;
+        let gpu = open_gpu(gpu)?;
+        // SAFETY: kvlane.fabric holds the memory's owner until then.
+        py.detach(|| unsafe { engine.register_gpu(&gpu, address, length, access) }).map_err(error)
+    }
+
+    /// Bytes copied to GPUs, bytes copied from them, copies that failed.
+    fn staged(&self) -> PyResult<(u64, u64, u64)> {
+        let Staged { to_gpus, from_gpus, failed } = self.engine()?.staged();
+        Ok((to_gpus, from_gpus, failed))
     }
 
     fn unregister(&self, py: Python<'_>, region: u32) -> PyResult<()> {
@@ -376,6 +400,7 @@ fn name(outcome: Result<(), Failure>) -> &'static str {
         Err(Failure::PeerLost) => "lost",
         Err(Failure::PathsBreak) => "breaks",
         Err(Failure::NoRoom) => "room",
+        Err(Failure::Gpu) => "gpu",
     }
 }
 
@@ -402,7 +427,7 @@ fn error(error: FabricError) -> PyErr {
         kind => kind,
     };
     match kind {
-        FabricError::Io(_) => PyOSError::new_err(sentence),
+        FabricError::Io(_) | FabricError::Gpu(_) => PyOSError::new_err(sentence),
         FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
         _ => PyValueError::new_err(sentence),
     }

@@ -1,12 +1,15 @@
 //! What `kvlane.bench` measures of GPUs.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 
 use kvlane_gpu::{
-    Calibration, Direction, Driver, Gpu, GpuError, HostBuffer, NoDriver, RailChoice, RailOptions, Rails,
+    Calibration, DRIVER_VARIABLE, Direction, Driver, Gpu, GpuError, HostBuffer, NoDriver, RailChoice,
+    RailOptions, Rails,
     bench::{CopyMethod, Path, Shape, measure_copy, measure_rails, measure_together},
     calibrate::CALIBRATION_BYTES,
 };
+use parking_lot::Mutex;
 use pyo3::{exceptions::PyOSError, prelude::*};
 
 use crate::convert::value_error;
@@ -153,10 +156,27 @@ fn method_named(name: &str, blocks: u32) -> PyResult<CopyMethod> {
     }
 }
 
-fn driver() -> PyResult<Arc<dyn Driver>> {
-    kvlane_gpu::detect().map_err(|reason: NoDriver| PyOSError::new_err(reason.to_string()))
+/// A GPU of the driver that this process shares.
+pub(crate) fn open_gpu(ordinal: u32) -> PyResult<Gpu> {
+    Gpu::open(driver()?, ordinal).map_err(failed)
 }
 
-fn failed(error: GpuError) -> PyErr {
+/// A driver, and what the environment said when it was made.
+type Named = (Option<OsString>, Arc<dyn Driver>);
+
+/// The driver that the environment asks for, made once: memory of a fake GPU is known to that fake only.
+fn driver() -> PyResult<Arc<dyn Driver>> {
+    static MADE: Mutex<Vec<Named>> = Mutex::new(Vec::new());
+    let wanted = std::env::var_os(DRIVER_VARIABLE);
+    let mut made = MADE.lock();
+    if let Some((_, driver)) = made.iter().find(|(name, _)| *name == wanted) {
+        return Ok(Arc::clone(driver));
+    }
+    let driver = kvlane_gpu::detect().map_err(|reason: NoDriver| PyOSError::new_err(reason.to_string()))?;
+    made.push((wanted, Arc::clone(&driver)));
+    Ok(driver)
+}
+
+pub(crate) fn failed(error: GpuError) -> PyErr {
     PyOSError::new_err(error.to_string())
 }

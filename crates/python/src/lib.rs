@@ -4,6 +4,7 @@ mod bench;
 mod convert;
 mod fabric;
 mod gpu;
+mod gpu_memory;
 mod scheduler;
 mod ssd;
 mod tool;
@@ -22,6 +23,8 @@ mod _core {
     use super::gpu::{
         bench_gpu_calibrate, bench_gpu_copy, bench_gpu_load, bench_gpu_rails, bench_gpu_together, bench_gpus,
     };
+    #[pymodule_export]
+    use super::gpu_memory::PyGpuMemory;
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
     #[pymodule_export]

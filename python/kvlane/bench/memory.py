@@ -7,8 +7,11 @@ import mmap
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy
+
+from kvlane import _core
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
@@ -37,6 +40,14 @@ class Memory:
         self.words *= numpy.uint64(0x9E37_79B9_7F4A_7C15)
         self.words += numpy.uint64(salt)
 
+    def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
+        """Bytes, from there on."""
+        self.words.view(numpy.uint8)[start : start + len(bytes)] = bytes
+
+    def get(self, start: int, end: int) -> numpy.ndarray[Any, Any]:
+        """The bytes from there to there."""
+        return self.words.view(numpy.uint8)[start:end]
+
     @property
     def page_size(self) -> str:
         """ "2 MB" where at least half of it lies on huge pages, else the size of an ordinary page."""
@@ -48,3 +59,25 @@ class Memory:
             elif inside and line.startswith(("AnonHugePages", "ShmemPmdMapped")):
                 huge_kb += int(line.split()[1])
         return "2 MB" if huge_kb * 1024 * 2 >= self.size else f"{mmap.PAGESIZE // 1024} kB"
+
+
+class GpuMemory:
+    """The same on the GPU of this name, such as "cuda:0". OSError where there is none."""
+
+    def __init__(self, size: int, device: str) -> None:
+        self.size = size
+        self.device = device
+        self.core = _core.GpuMemory(int(device.removeprefix("cuda:")), size)
+        self.address = self.core.address
+        self.put(0, numpy.zeros(size, dtype=numpy.uint8))
+
+    def put(self, start: int, bytes: numpy.ndarray[Any, Any]) -> None:
+        """Bytes, from there on."""
+        bytes = numpy.ascontiguousarray(bytes)
+        self.core.copy_from_host(start, bytes.ctypes.data, len(bytes))
+
+    def get(self, start: int, end: int) -> numpy.ndarray[Any, Any]:
+        """The bytes from there to there."""
+        bytes = numpy.empty(end - start, dtype=numpy.uint8)
+        self.core.copy_to_host(start, bytes.ctypes.data, len(bytes))
+        return bytes

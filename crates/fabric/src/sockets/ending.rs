@@ -34,6 +34,7 @@ impl Sockets {
     /// Ends these too. Nothing is under way any more.
     pub(crate) fn forsake(&mut self) {
         self.remove_links(|_| true);
+        self.drain_copies();
         self.pulling.clear();
         let tokens = self.fences.take_all();
         self.give_back(tokens);
@@ -125,9 +126,11 @@ impl Sockets {
         }
     }
 
-    /// Nothing touches the memory of these posts any more.
+    /// Nothing touches the memory of these posts any more, but a GPU that still copies: then that is told when it is done.
     pub(super) fn give_back(&mut self, tokens: Vec<Token>) {
-        tokens.into_iter().for_each(|token| self.completed(token, Completion::Unknown));
+        for token in tokens.into_iter().filter(|token| !self.staging.holds(*token)).collect::<Vec<_>>() {
+            self.completed(token, Completion::Unknown);
+        }
     }
 
     /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.

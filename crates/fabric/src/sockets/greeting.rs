@@ -19,6 +19,9 @@ impl Sockets {
             let fenced: Vec<LinkId> =
                 self.links.iter().filter(|(_, entry)| is_it(entry)).map(|(link, _)| *link).collect();
             fenced.iter().for_each(|link| self.end(*link, &Ended::Closed));
+            if self.still_places(from, of) {
+                return self.end(id, &Ended::StillPlaces);
+            }
         }
         let wants = |hello: &Hello| hello.purpose == Purpose::Path && answer == Answer::Welcome;
         if let Some(Hello { session, from, .. }) = hello.filter(wants) {

@@ -19,6 +19,7 @@ use crate::lease::{self, Lease};
 use crate::tcp::{
     Came, ENTRIES_MAX, Ended, Head, Hello, Link, Purpose, Stream, Welcome, decode_challenge, encode_challenge,
 };
+use crate::transfers::Token;
 
 /// Connections of peers, and of them those of whom nothing is known yet.
 const LINKS_MAX: usize = 16_384;
@@ -54,8 +55,10 @@ impl Sockets {
         let accepted = matches!(role, Role::Accepted { .. });
         let link = Link::new(Stream::new(socket, self.credentials.as_ref(), accepted)?)?;
         epoll::add(&self.epoll, &link, EventData::new_u64(id), interest)?;
-        let (acks, is_held_up, queued, neighbour, coming) = (Vec::new(), false, 0, None, None);
-        let entry = Entry { link, role, interest, heard, acks, is_held_up, queued, neighbour, coming };
+        let (acks, is_held_up, awaits_slot) = (Vec::new(), false, false);
+        let (queued, neighbour, coming) = (0, None, None);
+        let entry =
+            Entry { link, role, interest, heard, acks, is_held_up, awaits_slot, queued, neighbour, coming };
         self.links.insert(id, entry);
         self.look_at = self.look_at.min(heard + LOOK);
         Ok(id)
@@ -72,6 +75,8 @@ impl Sockets {
         if entry.neighbour.is_some() {
             self.jobs.retain(|job| job.link != id);
         }
+        let is_ours = matches!(entry.role, Role::Up { .. });
+        self.staging.leave(id, |token| is_ours.then(|| Token::from_number(token)));
         // A forked process may hold the socket too, which would be told of for ever.
         let _ = epoll::delete(&self.epoll, &entry.link);
         if let Role::Serving { session, .. } = entry.role {
@@ -149,7 +154,7 @@ impl Sockets {
         }
         // SAFETY: memory that is queued belongs to a registered region: of a transfer under way, or served to a peer;
         // a region is not given back before no link touches it. Or it is a message's, which `posted` holds until the link
-        // has written it or is gone.
+        // has written it or is gone. Or a slot's, which the link's lane holds as long.
         if let Err(ended) = unsafe { entry.link.flush() } {
             return self.end(id, &ended);
         }
@@ -160,18 +165,18 @@ impl Sockets {
             self.remove(id);
             return;
         }
-        if !entry.link.is_full() && std::mem::take(&mut entry.is_held_up) {
+        if !entry.is_stuck() && std::mem::take(&mut entry.is_held_up) {
             // What it left in our own buffer is not told of again.
             self.ready.push(id);
         }
-        let (is_full, is_flushed) = (entry.link.is_full(), entry.link.is_flushed());
+        let (is_stuck, is_flushed) = (entry.is_stuck(), entry.link.is_flushed());
         if let Some(rings) = entry.link.rings() {
             if !is_flushed && !rings.prepare_to_wait_for_room() {
                 self.ready.push(id);
             }
             return;
         }
-        let reads = if is_full { EventFlags::empty() } else { EventFlags::IN };
+        let reads = if is_stuck { EventFlags::empty() } else { EventFlags::IN };
         let writes = if is_flushed { EventFlags::empty() } else { EventFlags::OUT };
         self.tell_of(id, reads | writes);
     }
@@ -202,7 +207,7 @@ impl Sockets {
         let mut has_more = true;
         for _ in 0..FRAMES_A_TURN {
             let Some(entry) = self.links.get_mut(&id) else { return };
-            if entry.link.is_full() {
+            if entry.is_stuck() {
                 entry.is_held_up = true;
                 // Nothing is received that would tell so.
                 if entry.link.has_ended() {
@@ -232,7 +237,7 @@ impl Sockets {
         }
         let Some(entry) = self.links.get_mut(&id) else { return };
         // What has left the socket is not told of again, and what TLS has to say by itself nobody has queued.
-        if !has_more && entry.link.has_more() && !entry.link.is_full() {
+        if !has_more && entry.link.has_more() && !entry.is_stuck() {
             self.ready.push(id);
         }
         if !entry.link.is_flushed() && !entry.interest.contains(EventFlags::OUT) {
@@ -307,15 +312,15 @@ impl Sockets {
                     Role::Serving { lease, .. } => Some(lease),
                     _ => None,
                 };
-                // SAFETY: expected memory belongs to a registered region, as queued memory does, or to the message that
-                // the link's entry holds until all of it is there.
+                // SAFETY: expected memory belongs to a registered region, as queued memory does, to the message that the
+                // link's entry holds until all of it is there, or to a slot that the link's lane holds.
                 let came = unsafe { entry.link.receive(lease)? };
                 if matches!(came, Came::Nothing) {
                     return Ok(false);
                 }
                 match came {
                     Came::Frame(head, entries) => self.take_frame(id, head, &entries)?,
-                    _ => self.take_body(id),
+                    _ => self.take_body(id)?,
                 }
                 Ok(true)
             }

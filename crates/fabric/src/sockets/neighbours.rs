@@ -17,7 +17,7 @@ use crate::regions::Piece;
 use crate::runs::Run;
 use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};
 use crate::shm::{RING_BYTES, Reader, Segment, Side, Writer};
-use crate::tcp::{BadFrame, Ended, Head, Hello, Offer, Outcome, Reads, Rings, Welcome, WireRun};
+use crate::tcp::{BadFrame, Ended, Fate, Head, Hello, Offer, Outcome, Reads, Rings, Welcome, WireRun};
 use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 
 /// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
@@ -164,7 +164,7 @@ impl Sockets {
             // A link that ends takes its place in the list along.
             let Some(id) = self.rings.get(index).copied() else { continue };
             let Some(entry) = self.links.get_mut(&id) else { continue };
-            if !entry.link.is_full() && entry.link.rings().is_some_and(|rings| !rings.is_empty()) {
+            if !entry.is_stuck() && entry.link.rings().is_some_and(|rings| !rings.is_empty()) {
                 any = true;
                 self.take(id);
             }
@@ -185,8 +185,8 @@ impl Sockets {
         let mut may_sleep = true;
         for id in &self.rings {
             let Some(entry) = self.links.get_mut(id) else { continue };
-            // Of a full one nothing is taken before its peer has made room.
-            if !entry.link.is_full() {
+            // Of a full one nothing is taken before its peer has made room, or a driver.
+            if !entry.is_stuck() {
                 may_sleep &= entry.link.rings().is_none_or(Rings::prepare_to_sleep);
             }
         }
@@ -250,6 +250,14 @@ impl Sockets {
         let neighbour = entry.neighbour.as_ref()?;
         let used = self.used.get(&ticket)?;
         let bytes: u64 = runs.iter().map(|run| run.len).sum();
+        if used.has_gpus() {
+            if !std::mem::replace(&mut self.has_told_of_gpus, true) {
+                tracing::info!(
+                    "transfers of GPUs' memory go through the socket: process_vm does not reach it"
+                );
+            }
+            return None;
+        }
         if op == Op::Write && bytes < PULLED_BYTES_MIN {
             return None;
         }
@@ -340,7 +348,7 @@ impl Sockets {
         if job.regions.is_none() {
             if let Some(entry) = self.links.get_mut(&job.link) {
                 entry.queued -= job.weight;
-                entry.acks.push(Outcome { token: job.token, refused });
+                entry.acks.push(Outcome { token: job.token, fate: Fate::of(refused) });
             }
             return self.answer(job.link);
         }

@@ -4,10 +4,13 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 
-use super::{BothSides, LinkId, PathAt, PathStatus, Peer, Sockets, Transport, Used, random};
-use crate::descriptor::{Access, Address, Descriptor, RegionDescriptor};
+use kvlane_gpu::{Gpu, GpuError};
+
+use super::{BothSides, Entry, LinkId, PathAt, PathStatus, Peer, Sockets, Transport, Used, random};
+use crate::descriptor::{Access, Address, Descriptor, MemoryKind, RegionDescriptor};
 use crate::fences::Whom;
 use crate::runs::Run;
+use crate::staging::Spot;
 use crate::tcp::{BadFrame, Ended, Identity};
 use crate::transfers::{PathId, PeerId, Ticket};
 
@@ -90,10 +93,22 @@ impl Sockets {
     }
 
     pub(crate) fn add_region(&mut self, base: usize, len: u64, access: Access) -> u32 {
-        let (number, generation) = self.regions.add(base, len, access);
+        let (number, generation) = self.regions.add(base, len, access, None);
         // A closed engine has cleared its card.
         self.card.iter().filter(|_| !self.is_closed).for_each(|card| card.add(number, generation));
         number
+    }
+
+    /// Memory of a GPU, which is on no card: neighbours cannot read it.
+    pub(crate) fn add_gpu_region(
+        &mut self,
+        gpu: &Gpu,
+        address: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<u32, GpuError> {
+        let gpu = self.staging.add_gpu(gpu)?;
+        Ok(self.regions.add(address as usize, len, access, Some(gpu)).0)
     }
 
     /// Requests for a region are refused from now on. False if there is no such region, or somebody else gives it up already.
@@ -124,10 +139,17 @@ impl Sockets {
             regions
         };
         let known = self.peers.get(&whom);
-        let generation =
-            |region: u32| Some((region, known?.regions.get(&region).map(|region| region.generation)?));
+        let mut is_gpu_there = false;
+        let generation = |region: u32| {
+            let known = known?.regions.get(&region)?;
+            is_gpu_there |= known.kind == MemoryKind::Cuda;
+            Some((region, known.generation))
+        };
         let peer = sorted(|run| run.remote.region).into_iter().filter_map(generation).collect();
-        Used { whom, own: sorted(|run| run.local.region), peer }
+        let own = sorted(|run| run.local.region);
+        let is_gpu_here =
+            self.regions.has_gpus() && own.iter().any(|region| self.regions.gpu_of(*region).is_some());
+        Used { whom, own, is_gpu_here, peer, is_gpu_there }
     }
 
     /// Notes what a transfer uses, until it is over.
@@ -155,14 +177,19 @@ impl Sockets {
     }
 
     pub(crate) fn is_touched(&self, region: u32) -> bool {
-        !self.links_that_touch(region).is_empty()
+        let by_orphans = |memory: Spot| self.staging.is_touched_by_orphans(memory);
+        !self.links_that_touch(region).is_empty() || self.regions.all_of(region).is_some_and(by_orphans)
     }
 
     pub(super) fn links_that_touch(&self, region: u32) -> Vec<LinkId> {
         let Some(memory) = self.regions.all_of(region) else { return Vec::new() };
-        let by_socket =
-            self.links.iter().filter(|(_, entry)| entry.link.touches(memory)).map(|(link, _)| *link);
-        by_socket.chain(self.jobs_that_touch(memory)).collect()
+        let mut busy = self.staging.links_that_touch(memory);
+        if let Spot { piece: memory, gpu: None } = memory {
+            let touches = |entry: &Entry| entry.link.touches(memory);
+            busy.extend(self.links.iter().filter(|(_, entry)| touches(entry)).map(|(link, _)| *link));
+            busy.extend(self.jobs_that_touch(memory));
+        }
+        busy
     }
 }
 

@@ -1,6 +1,6 @@
 //! Parts of transfers go out.
 
-use super::{Asked, Posted, Role, Sockets};
+use super::{Asked, Posted, Role, Sockets, Used};
 use crate::provider::NotNow;
 use crate::regions::Piece;
 use crate::runs::Run;
@@ -30,7 +30,11 @@ impl Sockets {
             }
             _ => entry,
         };
+        let is_staged = |used: &Used| used.is_gpu_here;
         let what = match work {
+            Work::Move { op, runs } if self.used.get(&ticket).is_some_and(is_staged) => {
+                return self.post_staged(link, token, ticket, op, &runs);
+            }
             Work::Tell { number: of, counter, generation } => {
                 let head = Head::Tell { token: number, number: of, counter, generation };
                 entry.link.say(head.encode().to_vec());

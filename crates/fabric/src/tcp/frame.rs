@@ -18,9 +18,9 @@
 //!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
 //!  Write   count runs; bytes follow, to be placed in the runs one after the other;     -> Ack
 //!          more: the latest stamp
-//!  Read    count runs, which have so many bytes together                               -> Data, or Ack (refused)
+//!  Read    count runs, which have so many bytes together         -> Data, once or in parts, or Ack (refused, failed)
 //!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
-//!  Data    bytes follow: the answer to the Read of that token
+//!  Data    bytes follow: the next of the answer to the Read of that token
 //!  Pull    count runs with addresses, which have so many bytes together: the bytes are read from there -> Ack
 //!  Ack     count outcomes; more: a stamp
 //!  Ping    more: the latest stamp                                                      -> Pong
@@ -29,13 +29,14 @@
 //!  NoRoom  the answer to the Message of that token: to be sent again later
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
 //!  run with address:  | run | address at the side that connected, u64 |
-//!  outcome:  | token u64  | refused u32    | 0 u32      |
+//!  outcome:  | token u64  | fate u32: 0 placed, 1 refused, 2 the driver of a GPU failed | 0 u32 |
 //! ```
 //! A stamp is what the listening side's clock said; the connecting side says it back ([`crate::lease`]), 0 before the first.
 
 use thiserror::Error;
 
 use crate::inbox::MESSAGE_BYTES_MAX;
+use crate::transfers::Completion;
 
 /// Bytes of a head.
 pub(crate) const HEAD_BYTES: usize = 32;
@@ -78,7 +79,32 @@ pub(crate) struct WireRun {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) token: u64,
-    pub(crate) refused: bool,
+    pub(crate) fate: Fate,
+}
+
+/// What became of the bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fate {
+    Placed,
+    Refused,
+    /// The peer's driver could not copy them.
+    GpuFailed,
+}
+
+impl Fate {
+    pub(crate) fn of(is_refused: bool) -> Fate {
+        if is_refused { Fate::Refused } else { Fate::Placed }
+    }
+}
+
+impl From<Fate> for Completion {
+    fn from(fate: Fate) -> Completion {
+        match fate {
+            Fate::Placed => Completion::Placed,
+            Fate::Refused => Completion::Refused,
+            Fate::GpuFailed => Completion::GpuFailed,
+        }
+    }
 }
 
 /// A peer that does not keep to the protocol.
@@ -194,13 +220,23 @@ impl WireRun {
 impl Outcome {
     pub(crate) fn encode(&self, to: &mut Vec<u8>) {
         to.extend(self.token.to_le_bytes());
-        to.extend(u64::from(self.refused).to_le_bytes());
+        let fate: u64 = match self.fate {
+            Fate::Placed => 0,
+            Fate::Refused => 1,
+            Fate::GpuFailed => 2,
+        };
+        to.extend(fate.to_le_bytes());
     }
 
     pub(crate) fn decode_all(entries: &[u8]) -> impl Iterator<Item = Outcome> {
+        let fate = |number| match number {
+            0 => Fate::Placed,
+            2 => Fate::GpuFailed,
+            _ => Fate::Refused,
+        };
         entries
             .chunks_exact(OUTCOME_BYTES)
-            .map(|entry| Outcome { token: word(entry, 0), refused: word(entry, 8) != 0 })
+            .map(move |entry| Outcome { token: word(entry, 0), fate: fate(word(entry, 8)) })
     }
 }
 
@@ -216,6 +252,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn fate() -> impl Strategy<Value = Fate> {
+        prop_oneof![Just(Fate::Placed), Just(Fate::Refused), Just(Fate::GpuFailed)]
+    }
 
     fn head() -> impl Strategy<Value = Head> {
         let (token, count, bytes) = (any::<u64>(), 1..=ENTRIES_MAX, 1..=BYTES_MAX);
@@ -289,9 +329,9 @@ mod tests {
         }
 
         #[test]
-        fn outcomes_are_read_as_they_were_written(outcomes in vec((any::<u64>(), any::<bool>()), 1..20)) {
+        fn outcomes_are_read_as_they_were_written(outcomes in vec((any::<u64>(), fate()), 1..20)) {
             let outcomes: Vec<Outcome> =
-                outcomes.into_iter().map(|(token, refused)| Outcome { token, refused }).collect();
+                outcomes.into_iter().map(|(token, fate)| Outcome { token, fate }).collect();
             let mut entries = Vec::new();
             outcomes.iter().for_each(|outcome| outcome.encode(&mut entries));
             prop_assert_eq!(Outcome::decode_all(&entries).collect::<Vec<_>>(), outcomes);

@@ -33,6 +33,8 @@ pub(crate) enum Ended {
     Closed,
     #[error("the peer has said back nothing new for too long to place its bytes")]
     Late,
+    #[error("a GPU still copies what the fenced connection has brought")]
+    StillPlaces,
     #[error(transparent)]
     Bad(#[from] BadFrame),
     #[error("the peer wants TLS: give `tls` to both sides, or to neither")]

@@ -10,7 +10,7 @@ mod tls;
 
 pub(crate) use credentials::Credentials;
 pub use credentials::{Tls, TlsError};
-pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Head, Outcome, WireRun};
+pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, Outcome, WireRun};
 pub(crate) use greeting::{
     Answer, Hello, Identity, Key, Offer, Purpose, Reads, Welcome, decode_challenge, encode_challenge,
 };

@@ -123,6 +123,8 @@ pub enum Completion {
     Refused,
     /// The peer has no room for this message now.
     NoRoom,
+    /// The driver of a GPU, here or at the peer, could not copy its bytes. Nothing touches its memory any more.
+    GpuFailed,
 }
 
 /// Why a transfer failed.
@@ -146,6 +148,9 @@ pub enum Failure {
     /// The peer had no room for the message until its deadline: nobody there takes what has arrived.
     #[error("the peer had no room for the message until its deadline")]
     NoRoom,
+    /// The driver of a GPU, here or at the peer, could not copy a part of the bytes; the log there says how.
+    #[error("a GPU's driver, here or at the peer, could not copy the bytes: the log there says how")]
+    Gpu,
 }
 
 /// So many transfers are under way that no more can begin: wait for one to be over.

@@ -49,6 +49,7 @@ fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
             assert!(ends.get(end).is_some_and(|count| *count > 50), "{end}: {ends:?}");
             assert!(messages.get(end).is_some_and(|count| *count > 50), "{end}: {messages:?}");
         }
+        assert!(ends.get("Err(Gpu)").is_some_and(|count| *count > 50), "{ends:?}");
         assert!(messages.get("Err(NoRoom)").is_some_and(|count| *count > 50), "{messages:?}");
     }
 }

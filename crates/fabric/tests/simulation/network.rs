@@ -78,6 +78,8 @@ pub(crate) struct Seen {
     pub(crate) received: u64,
     pub(crate) no_room: bool,
     pub(crate) refused: bool,
+    /// A GPU's driver could not copy a part.
+    pub(crate) gpu_failed: bool,
     pub(crate) breaks: u32,
     pub(crate) is_over: bool,
 }
@@ -267,7 +269,9 @@ impl Network {
 
     fn complete(&mut self, token: Token) {
         let Some(taken) = self.taken.remove(&token) else { return };
+        let is_move = matches!(taken.work, Work::Move { .. });
         let completion = match taken.refused {
+            true if is_move && self.dice.one_in(2) => Completion::GpuFailed,
             true => Completion::Refused,
             // One that is told before the others of its connection.
             false if !self.calm && self.dice.one_in(100) => Completion::Unknown,
@@ -276,6 +280,7 @@ impl Network {
         };
         let seen = self.seen.get_mut(&taken.ticket).unwrap();
         seen.refused |= completion == Completion::Refused;
+        seen.gpu_failed |= completion == Completion::GpuFailed;
         seen.no_room |= completion == Completion::NoRoom;
         seen.breaks += u32::from(completion == Completion::Unknown);
         self.happened.push_back(Event::Completed(token, completion));

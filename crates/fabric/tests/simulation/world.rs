@@ -358,6 +358,7 @@ impl Ledger {
         let justified = match outcome {
             Err(Failure::Cancelled) => known.cancelled,
             Err(Failure::Refused) => seen.refused,
+            Err(Failure::Gpu) => seen.gpu_failed,
             Err(Failure::PeerLost) => network.lost.contains(&known.peer),
             Err(Failure::NoRoom) => seen.no_room && known.deadline.is_some_and(|at| now >= at),
             Err(Failure::PathsBreak) => seen.breaks > self.options.breaks_max,

@@ -1,0 +1,382 @@
+//! Bytes in the memory of GPUs pass through slots: pinned host memory that sockets read and write. Nothing here blocks, but
+//! where it says so.
+//!
+//! ```text
+//!             take: at most 4 a connection, 32 in all           copied         the socket has taken it
+//!  out:  free -------------------------------------> copying ----------> written ---------------------> free
+//!                                                    D2H                 behind its frame
+//!             take: as above           full            copied
+//!  in:   free ---------------> filling -----> copying -----------------------------------------------> free
+//!                              from the socket  H2D      then the answer, the immediate, the transfer's end
+//! ```
+//! A slot in a copy belongs to that copy, whatever becomes of the connection meanwhile: then it is an [`Orphan`], which holds
+//! back the end of its transfer, the giving back of its region and the fence of its connection, until the copy is over.
+//! Slots for what goes out and for what comes are apart: to be freed the first need a peer that reads, the others only a
+//! driver, so that two processes never wait for each other's slots.
+
+#![allow(unsafe_code, reason = "GPUs read and write registered memory")]
+
+mod lane;
+mod slots;
+
+use std::collections::VecDeque;
+
+use kvlane_gpu::{Gpu, GpuError};
+
+use self::lane::take_part;
+pub(crate) use self::lane::{Frame, Incoming, Lane, Outgoing, Part};
+use self::slots::Slots;
+pub(crate) use self::slots::{Slot, Way};
+use crate::numbered::Numbered;
+use crate::regions::Piece;
+use crate::tcp::Identity;
+use crate::transfers::Token;
+
+/// Bytes somewhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Spot {
+    pub(crate) piece: Piece,
+    /// The number of the GPU on which they are; None for the host.
+    pub(crate) gpu: Option<usize>,
+}
+
+/// A connection.
+type LinkId = u64;
+
+/// A copy whose connection has ended.
+#[derive(Debug)]
+struct Orphan {
+    part: Part,
+    way: Way,
+    /// Of a transfer of ours.
+    token: Option<Token>,
+    /// Of a peer's transfer: who, and over which connection.
+    of: Option<(Identity, u64)>,
+}
+
+/// All of an engine.
+#[derive(Debug)]
+pub(crate) struct Staging {
+    gpus: Vec<Gpu>,
+    slot_bytes: u64,
+    outward: Slots,
+    inward: Slots,
+    pub(crate) lanes: Numbered<LinkId, Lane>,
+    orphans: Vec<Orphan>,
+    /// Bytes that went through slots, ever: to GPUs, and from GPUs.
+    pub(crate) staged: Staged,
+    /// Connections take turns.
+    turn: usize,
+}
+
+/// What has passed through pinned host memory since the engine was made, since no way of the fabric's reaches a GPU's memory
+/// itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Staged {
+    /// Bytes copied into the memory of GPUs.
+    pub to_gpus: u64,
+    /// Bytes copied out of it.
+    pub from_gpus: u64,
+    /// Copies that the driver reported as failed.
+    pub failed: u64,
+}
+
+impl Staging {
+    pub(crate) fn new(slot_bytes: u64) -> Staging {
+        let (gpus, lanes, orphans) = (Vec::new(), Numbered::default(), Vec::new());
+        let (outward, inward, staged) = (Slots::default(), Slots::default(), Staged::default());
+        Staging { gpus, slot_bytes, outward, inward, lanes, orphans, staged, turn: 0 }
+    }
+
+    /// The number of a GPU, with slots to begin with.
+    pub(crate) fn add_gpu(&mut self, gpu: &Gpu) -> Result<usize, GpuError> {
+        let is_it = |known: &Gpu| {
+            std::ptr::addr_eq(known.raw().0, gpu.raw().0) && known.info().ordinal == gpu.info().ordinal
+        };
+        let number = self.gpus.iter().position(is_it).unwrap_or(self.gpus.len());
+        self.outward.prepare(gpu, number, self.slot_bytes)?;
+        self.inward.prepare(gpu, number, self.slot_bytes)?;
+        if number == self.gpus.len() {
+            self.gpus.push(gpu.clone());
+        }
+        Ok(number)
+    }
+
+    /// Whether nothing passes.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.lanes.is_empty() && self.orphans.is_empty()
+    }
+
+    /// Whether a driver copies something: nobody tells when it is done.
+    pub(crate) fn is_copying(&self) -> bool {
+        !self.orphans.is_empty() || self.lanes.values().any(Lane::is_copying)
+    }
+
+    /// All connections with something in hand, each time beginning with another.
+    pub(crate) fn links(&mut self) -> Vec<LinkId> {
+        let mut links: Vec<LinkId> = self.lanes.keys().copied().collect();
+        links.sort_unstable();
+        self.turn = self.turn.wrapping_add(1);
+        let first = self.turn % links.len().max(1);
+        links.rotate_left(first);
+        links
+    }
+
+    /// The next part of what comes over a connection, with a slot; None if it has to wait.
+    pub(crate) fn take_to_fill(&mut self, lane: &mut Lane) -> Option<Part> {
+        if !lane.awaits_slot() || !lane.may_receive_more() {
+            return None;
+        }
+        let slot = self.inward.take(&self.gpus, self.slot_bytes)?;
+        let spots = take_part(&mut lane.incoming.back_mut()?.left, self.slot_bytes);
+        Some(Part { slot, spots })
+    }
+
+    /// Copies what can be of what goes out over a connection. Whether there was anything.
+    ///
+    /// # Safety
+    /// The memory is valid for reads until the copies are over.
+    pub(crate) unsafe fn start_outgoing(&mut self, lane: &mut Lane) -> bool {
+        let mut any = false;
+        let mut next = 0;
+        while let Some(outgoing) = lane.outgoing.get(next) {
+            if outgoing.left.is_empty() {
+                next += 1;
+                continue;
+            }
+            if !lane.may_send_more() {
+                break;
+            }
+            let Some(mut slot) = self.outward.take(&self.gpus, self.slot_bytes) else { break };
+            any = true;
+            let outgoing = &mut lane.outgoing[next];
+            let spots = take_part(&mut outgoing.left, self.slot_bytes);
+            // SAFETY: the caller's promise, and a part fits its slot.
+            match unsafe { slot.start(&self.gpus, &spots, Way::Out) } {
+                Ok(()) => outgoing.copying.push_back(Part { slot, spots }),
+                Err(error) => {
+                    self.note_failure(&error, Way::Out);
+                    self.give_back(slot, Way::Out);
+                    outgoing.fail();
+                }
+            }
+        }
+        any
+    }
+
+    /// Copies what has been received to where it belongs, unless other bytes of the same frame could not be.
+    ///
+    /// # Safety
+    /// The memory is valid for writes until the copies are over.
+    pub(crate) unsafe fn start_incoming(&mut self, incoming: &mut Incoming, mut part: Part) {
+        if incoming.has_failed {
+            return self.give_back(part.slot, Way::In);
+        }
+        // SAFETY: the caller's promise, and a part fits its slot.
+        match unsafe { part.slot.start(&self.gpus, &part.spots, Way::In) } {
+            Ok(()) => incoming.copying.push(part),
+            Err(error) => {
+                self.note_failure(&error, Way::In);
+                self.give_back(part.slot, Way::In);
+                incoming.has_failed = true;
+            }
+        }
+    }
+
+    /// Whether the copies of a part ended well; None while they run.
+    pub(crate) fn is_done(&mut self, part: &mut Part, way: Way) -> Option<bool> {
+        match part.slot.is_done()? {
+            Ok(()) => {
+                let bytes: usize =
+                    part.spots.iter().filter(|spot| spot.gpu.is_some()).map(|spot| spot.piece.len).sum();
+                match way {
+                    Way::Out => self.staged.from_gpus += bytes as u64,
+                    Way::In => self.staged.to_gpus += bytes as u64,
+                }
+                Some(true)
+            }
+            Err(error) => {
+                self.note_failure(&error, way);
+                Some(false)
+            }
+        }
+    }
+
+    /// What comes over a connection, where copies are over: taken out with their slots. Answers the frames of which all is
+    /// in place, or failed, and whether any copy was over.
+    pub(crate) fn take_placed(&mut self, lane: &mut Lane) -> (VecDeque<Incoming>, bool) {
+        let mut any = false;
+        for incoming in &mut lane.incoming {
+            let mut index = 0;
+            while let Some(part) = incoming.copying.get_mut(index) {
+                match self.is_done(part, Way::In) {
+                    None => index += 1,
+                    Some(is_placed) => {
+                        incoming.has_failed |= !is_placed;
+                        self.give_back(incoming.copying.swap_remove(index).slot, Way::In);
+                        any = true;
+                    }
+                }
+            }
+        }
+        let is_filled = lane.filling.is_some();
+        let last = lane.incoming.len().saturating_sub(1);
+        let mut index = 0;
+        let (over, rest) = std::mem::take(&mut lane.incoming).into_iter().partition(|incoming| {
+            let is_coming = index == last && (is_filled || !incoming.left.is_empty());
+            index += 1;
+            incoming.copying.is_empty() && !is_coming
+        });
+        lane.incoming = rest;
+        (over, any)
+    }
+
+    pub(crate) fn give_back(&mut self, slot: Slot, way: Way) {
+        match way {
+            Way::Out => self.outward.give_back(slot),
+            Way::In => self.inward.give_back(slot),
+        }
+    }
+
+    /// A connection has ended, and nothing of it is sent or received any more. What is copied goes on as orphans. `token_of`:
+    /// the transfer of ours that incoming bytes belong to, by the token of their frame.
+    pub(crate) fn leave(&mut self, link: LinkId, token_of: impl Fn(u64) -> Option<Token>) {
+        let Some(Lane { outgoing, written, incoming, filling, of }) = self.lanes.remove(&link) else {
+            return;
+        };
+        written.into_iter().for_each(|(_, slot)| self.outward.give_back(slot));
+        filling.into_iter().for_each(|part| self.inward.give_back(part.slot));
+        for Outgoing { what, copying, .. } in outgoing {
+            let token = if let Frame::Write { token, .. } = what { Some(token) } else { None };
+            let orphan = |part| Orphan { part, way: Way::Out, token, of };
+            self.orphans.extend(copying.into_iter().map(orphan));
+        }
+        for Incoming { token, copying, .. } in incoming {
+            let token = token_of(token);
+            let orphan = |part| Orphan { part, way: Way::In, token, of };
+            self.orphans.extend(copying.into_iter().map(orphan));
+        }
+    }
+
+    /// Orphans whose copies are over are no more. Answers the transfers whose last one this was, and whether there was any.
+    pub(crate) fn take_orphans(&mut self) -> (Vec<Token>, bool) {
+        let mut over = Vec::new();
+        let before = self.orphans.len();
+        for mut orphan in std::mem::take(&mut self.orphans) {
+            if self.is_done(&mut orphan.part, orphan.way).is_some() {
+                self.give_back(orphan.part.slot, orphan.way);
+                over.extend(orphan.token);
+            } else {
+                self.orphans.push(orphan);
+            }
+        }
+        over.sort_unstable();
+        over.dedup();
+        over.retain(|token| !self.holds(*token));
+        (over, self.orphans.len() < before)
+    }
+
+    /// Whether a copy of this transfer's part runs whose connection has ended.
+    pub(crate) fn holds(&self, token: Token) -> bool {
+        self.orphans.iter().any(|orphan| orphan.token == Some(token))
+    }
+
+    /// Whether a copy to this process's GPUs runs for a connection of a peer's that has ended.
+    pub(crate) fn places_for(&self, who: Identity, connection: u64) -> bool {
+        self.orphans.iter().any(|orphan| orphan.way == Way::In && orphan.of == Some((who, connection)))
+    }
+
+    /// Waits for all copies whose connections have ended.
+    pub(crate) fn drain_orphans(&mut self) {
+        self.orphans.iter_mut().for_each(|orphan| orphan.part.slot.drain());
+    }
+
+    /// Connections over which this memory is still to be read or written.
+    pub(crate) fn links_that_touch(&self, memory: Spot) -> Vec<LinkId> {
+        let touches = |lane: &Lane| lane.spots().any(|spot| spot.overlaps(memory));
+        self.lanes.iter().filter(|(_, lane)| touches(lane)).map(|(link, _)| *link).collect()
+    }
+
+    /// Whether a copy touches it whose connection has ended.
+    pub(crate) fn is_touched_by_orphans(&self, memory: Spot) -> bool {
+        self.orphans.iter().flat_map(|orphan| &orphan.part.spots).any(|spot| spot.overlaps(memory))
+    }
+
+    fn note_failure(&mut self, error: &GpuError, way: Way) {
+        self.staged.failed += 1;
+        tracing::warn!(%error, ?way, "a GPU's driver could not copy bytes of a transfer");
+    }
+}
+
+impl Spot {
+    fn overlaps(&self, other: Spot) -> bool {
+        self.gpu == other.gpu && self.piece.overlaps(other.piece)
+    }
+}
+
+/// Of all together.
+pub(crate) fn bytes_of<'a>(spots: impl IntoIterator<Item = &'a Spot>) -> u64 {
+    spots.into_iter().map(|spot| spot.piece.len as u64).sum()
+}
+
+/// The first of these, of so many bytes together; None if they have fewer.
+pub(crate) fn take_bytes(spots: &mut Vec<Spot>, bytes: u64) -> Option<Vec<Spot>> {
+    let mut left = bytes;
+    let mut taken = Vec::new();
+    while left > 0 {
+        let spot = spots.get(taken.len())?;
+        let len = (spot.piece.len as u64).min(left) as usize;
+        taken.push(Spot { piece: Piece { len, ..spot.piece }, ..*spot });
+        left -= len as u64;
+    }
+    let whole = taken.last().zip(spots.get(taken.len().wrapping_sub(1)));
+    let cut = whole.filter(|(last, spot)| last.piece.len < spot.piece.len).map(|(last, _)| last.piece.len);
+    match cut {
+        Some(by) => {
+            spots.drain(..taken.len() - 1);
+            spots[0].piece = spots[0].piece.after(by);
+        }
+        None => drop(spots.drain(..taken.len())),
+    }
+    Some(taken)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn what_is_taken_and_what_is_left_are_all_bytes_in_order(
+            lens in vec(1..50usize, 0..12), share in 0..1100u64,
+        ) {
+            let spot = |(number, len): (usize, usize)| {
+                Spot { piece: Piece { address: number * 100, len }, gpu: (number % 2 == 0).then_some(number % 3) }
+            };
+            let spots: Vec<Spot> = lens.into_iter().enumerate().map(spot).collect();
+            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<usize>)> {
+                let bytes = |spot: &Spot| {
+                    let gpu = spot.gpu;
+                    (spot.piece.address..spot.piece.address + spot.piece.len).map(move |byte| (byte, gpu))
+                };
+                spots.iter().flat_map(bytes).collect()
+            };
+            let (all, bytes) = (each_byte(&spots), bytes_of(&spots) * share / 1000);
+            let mut left = spots.clone();
+            match take_bytes(&mut left, bytes) {
+                Some(taken) => {
+                    prop_assert_eq!(bytes_of(&taken), bytes);
+                    prop_assert!(taken.iter().chain(&left).all(|spot| spot.piece.len > 0));
+                    prop_assert_eq!([each_byte(&taken), each_byte(&left)].concat(), all);
+                }
+                None => {
+                    prop_assert!(bytes > bytes_of(&spots));
+                    prop_assert_eq!(left, spots);
+                }
+            }
+        }
+    }
+}

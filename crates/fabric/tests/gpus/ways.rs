@@ -1,0 +1,148 @@
+//! Which way bytes of GPUs go, and what cannot be.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_fabric::{Access, EngineOptions, FabricError, Failure, Op, Pieces, Tls, Transfer, Transport};
+use kvlane_gpu::{Gpu, GpuError};
+
+use crate::certificates::Authority;
+use crate::side::{Bytes, On, Side, done, driver, pattern, small_parts};
+use crate::support::{MIB, PATIENCE};
+
+#[test]
+fn the_hosts_memory_goes_by_cma_beside_a_gpus_that_cannot() {
+    let driver = driver();
+    let (here, there) = (Side::of(&driver, On::Gpu(0), MIB), Side::of(&driver, On::Host, MIB));
+    let host = Bytes::new(&driver, On::Host, MIB);
+    // SAFETY: the engine is closed below.
+    let number = unsafe { host.register(&here.engine) };
+    let peer = here.meet(&there);
+    here.memory.put(0, &pattern(MIB, 1));
+    done(&here.move_all(peer, Op::Write, there.region));
+    assert!(there.memory.get(0, MIB) == pattern(MIB, 1));
+    host.put(0, &pattern(MIB, 2));
+    let mut run = here.run(there.region, 0, 0, MIB);
+    run.local.region = number;
+    done(&here.begin(peer, Op::Write, vec![run]));
+    assert!(there.memory.get(0, MIB) == pattern(MIB, 2));
+    let path = &here.engine.paths(peer)[0];
+    assert_eq!((path.transport, path.trouble.as_deref()), (Transport::Cma, None));
+    assert_eq!(here.engine.staged().from_gpus, MIB as u64, "once, and the host's did not");
+    here.engine.close();
+}
+
+#[test]
+fn where_cma_is_required_a_gpus_memory_is_refused_with_a_reason() {
+    let driver = driver();
+    let options = EngineOptions { transport: Some(Transport::Cma), ..EngineOptions::default() };
+    let here = Side::new(&driver, On::Host, MIB, options);
+    let there = Side::of(&driver, On::Gpu(0), MIB);
+    let pieces = Pieces::Contiguous(here.run(there.region, 0, 0, MIB));
+    let begun = here.engine.begin(here.meet(&there), Transfer::write(pieces));
+    assert!(matches!(begun, Err(FabricError::NoWayToGpus)), "{begun:?}");
+    let gpu = Gpu::open(driver, 0).unwrap();
+    let memory = gpu.alloc(MIB as u64).unwrap();
+    // SAFETY: it is not registered.
+    let registered = unsafe { here.engine.register_gpu(&gpu, memory.address(), 1, Access::Read) };
+    assert!(matches!(registered, Err(FabricError::NoWayToGpus)), "{registered:?}");
+}
+
+#[test]
+fn what_is_not_allocated_on_a_gpu_cannot_be_registered() {
+    let driver = driver();
+    let side = Side::of(&driver, On::Host, MIB);
+    let gpu = Gpu::open(Arc::clone(&driver) as _, 0).unwrap();
+    let memory = gpu.alloc(MIB as u64).unwrap();
+    let register = |address, len| {
+        // SAFETY: what is registered here lives until the engine is dropped.
+        unsafe { side.engine.register_gpu(&gpu, address, len, Access::Read) }
+    };
+    assert!(register(memory.address() + 5, MIB as u64 - 5).is_ok());
+    for (address, len) in [(4096, 1), (memory.address(), u64::MAX), (memory.address(), 1 << 40)] {
+        let registered = register(address, len);
+        assert!(
+            matches!(registered, Err(FabricError::Gpu(_))),
+            "{len} bytes at {address:#x}: {registered:?}"
+        );
+    }
+    // Pinned memory is there for the first registration only, and its absence is that one's error.
+    let (poor, other) = (Side::of(&driver, On::Host, MIB), 2);
+    driver.fail_call(0, Some("cuMemHostAlloc"), 1, other);
+    // SAFETY: the memory lives until the engine is dropped.
+    let registered = unsafe { poor.engine.register_gpu(&gpu, memory.address(), 1, Access::Read) };
+    let Err(FabricError::Gpu(GpuError::Cuda { code, .. })) = registered else { panic!("{registered:?}") };
+    assert_eq!(code, other);
+    // SAFETY: as above.
+    unsafe { poor.engine.register_gpu(&gpu, memory.address(), 1, Access::Read).unwrap() };
+    side.engine.close();
+    poor.engine.close();
+}
+
+#[test]
+fn a_gpus_memory_that_may_only_be_read_is_not_written() {
+    let driver = driver();
+    let (here, there) = (Side::of(&driver, On::Gpu(0), MIB), Side::of(&driver, On::Host, MIB));
+    let gpu = Gpu::open(Arc::clone(&driver) as _, 1).unwrap();
+    let memory = gpu.alloc(MIB as u64).unwrap();
+    // SAFETY: the engine is closed below.
+    let number =
+        unsafe { there.engine.register_gpu(&gpu, memory.address(), MIB as u64, Access::Read).unwrap() };
+    let peer = here.meet(&there);
+    let outcome = here.move_all(peer, Op::Write, number).wait(Some(PATIENCE));
+    assert_eq!(outcome, Some(Err(Failure::Refused)));
+    done(&here.move_all(peer, Op::Read, number));
+    there.engine.unregister(number).unwrap();
+    let outcome = here.move_all(peer, Op::Read, number).wait(Some(PATIENCE));
+    assert_eq!(outcome, Some(Err(Failure::Refused)));
+    there.engine.close();
+}
+
+/// Thirteen connections could have 52 slots in each direction, and there are 32.
+#[test]
+fn more_connections_than_slots_take_turns() {
+    const PEERS: usize = 13;
+    let driver = driver();
+    let options = || small_parts(Some(Transport::Tcp));
+    let there = Side::new(&driver, On::Gpu(0), PEERS * MIB, options());
+    let sides: Vec<Side> = (0..PEERS).map(|_| Side::new(&driver, On::Host, MIB, options())).collect();
+    let peers: Vec<_> = sides.iter().map(|side| side.meet(&there)).collect();
+    driver.slow_down(Duration::from_millis(20));
+    for op in [Op::Write, Op::Read] {
+        sides.iter().zip(1..).for_each(|(side, seed)| match op {
+            Op::Write => side.memory.put(0, &pattern(MIB, seed)),
+            Op::Read => side.memory.fill(0),
+        });
+        let begin = |(index, side): (usize, &Side)| {
+            side.begin(peers[index], op, vec![side.run(there.region, 0, index * MIB, MIB)])
+        };
+        let handles: Vec<_> = sides.iter().enumerate().map(begin).collect();
+        handles.iter().for_each(done);
+        for (index, side) in sides.iter().enumerate() {
+            let wanted = pattern(MIB, index as u64 + 1);
+            assert!(
+                there.memory.get(index * MIB, MIB) == wanted && side.memory.get(0, MIB) == wanted,
+                "{op:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_gpus_memory_goes_encrypted_too() {
+    let (authority, folder) = (Authority::new("ours"), tempfile::tempdir().unwrap());
+    let driver = driver();
+    let options = |name| {
+        let (certificate, key, authority) = authority.files(folder.path(), name);
+        EngineOptions { tls: Some(Tls { certificate, key, authority }), ..EngineOptions::default() }
+    };
+    let here = Side::new(&driver, On::Gpu(0), MIB, options("here"));
+    let there = Side::new(&driver, On::Gpu(1), MIB, options("there"));
+    let peer = here.meet(&there);
+    here.memory.put(0, &pattern(MIB, 1));
+    done(&here.move_all(peer, Op::Write, there.region));
+    assert!(there.memory.get(0, MIB) == pattern(MIB, 1));
+    there.memory.put(0, &pattern(MIB, 2));
+    done(&here.move_all(peer, Op::Read, there.region));
+    assert!(here.memory.get(0, MIB) == pattern(MIB, 2));
+}

@@ -1,0 +1,125 @@
+//! Memory of GPUs for Python, without torch.
+
+use std::time::Instant;
+
+use kvlane_gpu::{Copy, DeviceMemory, HostBuffer, Priority, Stream};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::convert::value_error;
+use crate::gpu::{failed, open_gpu};
+
+/// Memory of a GPU, for benchmarks and tests of what moves such memory.
+#[pyclass(name = "GpuMemory", module = "kvlane._core", frozen)]
+pub(crate) struct PyGpuMemory {
+    memory: DeviceMemory,
+    stream: Stream,
+    /// What copies to other memory go through.
+    between: HostBuffer,
+}
+
+#[pymethods]
+impl PyGpuMemory {
+    #[new]
+    fn new(gpu: u32, bytes: u64) -> PyResult<Self> {
+        let gpu = open_gpu(gpu)?;
+        let stream = Stream::new(&gpu, Priority::Normal).map_err(failed)?;
+        let between = HostBuffer::new(&gpu, 2 * PART_BYTES).map_err(failed)?;
+        Ok(Self { memory: gpu.alloc(bytes).map_err(failed)?, stream, between })
+    }
+
+    #[getter]
+    fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+
+    #[getter]
+    fn device(&self) -> String {
+        format!("cuda:{}", self.stream.gpu().info().ordinal)
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let interface = PyDict::new(py);
+        interface.set_item("shape", (self.memory.bytes(),))?;
+        interface.set_item("typestr", "|u1")?;
+        interface.set_item("data", (self.memory.address(), false))?;
+        interface.set_item("version", 3)?;
+        Ok(interface)
+    }
+
+    /// Host memory at this address into this memory.
+    fn copy_from_host(&self, py: Python<'_>, offset: u64, address: u64, length: u64) -> PyResult<()> {
+        let copy = Copy { dst: self.place(offset, length)?, src: address, len: length };
+        self.copy(py, copy)
+    }
+
+    /// This memory into host memory at this address.
+    fn copy_to_host(&self, py: Python<'_>, offset: u64, address: u64, length: u64) -> PyResult<()> {
+        let copy = Copy { dst: address, src: self.place(offset, length)?, len: length };
+        self.copy(py, copy)
+    }
+
+    /// This memory into another GPU's or the same's, through pinned memory of the host: the seconds that it took. Each part
+    /// goes out while the one before goes in.
+    fn bench_copy_through_host(
+        &self,
+        py: Python<'_>,
+        offset: u64,
+        to: &PyGpuMemory,
+        to_offset: u64,
+        length: u64,
+    ) -> PyResult<f64> {
+        let (from, into) = (self.place(offset, length)?, to.place(to_offset, length)?);
+        let copy = |stream: &Stream, dst, src, len| {
+            // SAFETY: the memories and the buffer live until both streams are done, below.
+            unsafe { stream.copy(Copy { dst, src, len }) }
+        };
+        let run = || {
+            let start = Instant::now();
+            for (part, at) in (0..length).step_by(PART_BYTES as usize).enumerate() {
+                let len = PART_BYTES.min(length - at);
+                let half = self.between.address() + part as u64 % 2 * PART_BYTES;
+                copy(&self.stream, half, from + at, len)?;
+                // The part before goes in meanwhile.
+                self.stream.synchronize()?;
+                to.stream.synchronize()?;
+                copy(&to.stream, into + at, half, len)?;
+            }
+            to.stream.synchronize()?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        let outcome = py.detach(run);
+        if outcome.is_err() {
+            // Nothing touches the buffer any more.
+            let _ = (self.stream.synchronize(), to.stream.synchronize());
+        }
+        outcome.map_err(failed)
+    }
+}
+
+/// Of one copy between host and GPU: as the fabric cuts transfers.
+const PART_BYTES: u64 = 512 << 10;
+
+impl PyGpuMemory {
+    /// The address of a range.
+    fn place(&self, offset: u64, length: u64) -> PyResult<u64> {
+        match offset.checked_add(length) {
+            Some(end) if end <= self.memory.bytes() => Ok(self.memory.address() + offset),
+            _ => Err(value_error(format!("{length} bytes from {offset} of {}", self.memory.bytes()))),
+        }
+    }
+
+    fn copy(&self, py: Python<'_>, copy: Copy) -> PyResult<()> {
+        py.detach(|| {
+            // SAFETY: the place is inside this memory, whoever calls names memory of its own, and all of it is over below.
+            unsafe { self.stream.copy(copy)? };
+            self.stream.synchronize()
+        })
+        .map_err(failed)
+    }
+}
