@@ -98,6 +98,7 @@ def test_json_is_all_that_goes_to_stdout(tmp_path: Path, capfd: pytest.CaptureFi
             "p50_us",
             "p99_us",
             "system",
+            "memory",
         ]
         assert (each["transport"], each["pattern"], each["system"]) == ("tcp", "contiguous", "kvlane")
         assert each["gb_per_s"] > 0 and 0 < each["p50_us"] <= each["p99_us"]
@@ -292,3 +293,39 @@ def test_a_process_that_ends_or_fails_ends_the_benchmark_with_its_text() -> None
             child.ask("nothing of the kind")
     finally:
         child.end()
+
+
+def test_gpus_memory_is_measured_beside_a_socket_and_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
+    sizes = ["--sizes", "64,1m", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
+    assert main(["fabric", *sizes, "--memory", "cuda:1", "--out", str(tmp_path)]) == 0
+    assert "nixl is not measured with --memory cuda:1" in capfd.readouterr().err
+    result = json.loads((tmp_path / "fabric.json").read_text())
+    assert {(each["system"], each["memory"]) for each in result["results"]} == {
+        ("kvlane", "cuda:1"),
+        ("gpu-copies", "cuda:1"),
+        ("loop", "host"),
+    }
+    assert all(each["gb_per_s"] > 0 for each in result["results"])
+    assert any("GPU memory / slower of" in figure["what"] for figure in result["figures"])
+    for wrong, why in (
+        (["--vs", "memcpy"], "memcpy is not measured with"),
+        (["--transports", "cma"], "kvlane-cma is not measured with"),
+    ):
+        with pytest.raises(SystemExit, match=why):
+            main(["fabric", *sizes, "--memory", "cuda:1", *wrong])
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "off")
+    with pytest.raises(SystemExit, match="KVLANE_GPU_DRIVER is off"):
+        main(["fabric", *sizes, "--memory", "cuda:0", "--vs", "none"])
+
+
+def test_a_server_with_a_gpus_memory_is_measured_from_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
+    with server("--memory", "cuda:0", *SMALL) as address:
+        assert main(["fabric", address, *TINY, "--json"]) == 0
+    results = json.loads(capfd.readouterr().out)["results"]
+    assert {each["memory"] for each in results} == {"host"} and results[0]["gb_per_s"] > 0

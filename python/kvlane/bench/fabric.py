@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import statistics
@@ -37,6 +38,17 @@ OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
 TRANSPORTS = ("tcp", "cma")
 PEERS = ("nixl", "mooncake", "loop", "iperf3", "process_vm", "memcpy")
+# What is beside transfers of GPUs' memory: a plain socket, which has the host's memory, and the copies alone.
+GPU_PEERS = ("loop", "gpu-copies")
+# Why the others are not.
+NO_GPUS = {
+    "nixl": "nobody has measured what it does with a GPU's memory here",
+    "mooncake": "the package has no CUDA",
+    "iperf3": "it has memory of its own",
+    "process_vm": "it does not reach a GPU's memory",
+    "memcpy": "it does not reach a GPU's memory",
+    "kvlane-cma": "process_vm does not reach a GPU's memory",
+}
 # The runner of each system, its transport, and what its processes have in their environment.
 SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "kvlane": ("kvlane", "tcp", {}),
@@ -56,6 +68,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "loop": ("loop", "tcp", {}),
+    "gpu-copies": ("gpu-copies", "memory", {}),
     "iperf3": ("iperf3", "tcp", {}),
     "process_vm": ("process_vm", "cma", {}),
     "memcpy": ("memcpy", "memory", {}),
@@ -149,6 +162,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_some_of(TRANSPORTS),
         help="of kvlane: tcp,cma (process_vm, on one host); default: both with --loopback, tcp with ADDRESS",
     )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        default="host",
+        metavar="host|cuda:N",
+        help="of both sides; with ADDRESS of the near one, and --server says its own (default %(default)s)",
+    )
     parser.add_argument("--ops", type=_some_of(OPS), default=list(OPS), help="default: write,read")
     parser.add_argument(
         "--patterns", type=_some_of(PATTERNS), default=list(PATTERNS), help="default: contiguous,paged"
@@ -165,9 +185,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-bytes", type=_size, default=64 * KIB, help="of each page (default: 64k)")
     parser.add_argument(
         "--vs",
-        type=lambda text: [] if text == "none" else _some_of(PEERS)(text),
+        type=lambda text: [] if text == "none" else _some_of((*PEERS, "gpu-copies"))(text),
         help=f"what else to measure, in turns: {','.join(PEERS)} or none; with --loopback only (default: what is "
-        "installed)",
+        f"installed); with --memory cuda:N {','.join(GPU_PEERS)}",
     )
     parser.add_argument("--rounds", type=_positive, default=3, help="of all systems (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="the results to stdout as JSON, and no files")
@@ -232,14 +252,21 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         if key not in failures
     }
     results = [
-        _row(name, op, cell, medians.get((name, op, cell), {}), failures.get((name, op, cell)))
+        _row(
+            name,
+            op,
+            cell,
+            medians.get((name, op, cell), {}),
+            failures.get((name, op, cell)),
+            arguments.memory,
+        )
         for name in names
         for op, cell in cells
         if cell.pattern in _side(name).patterns
     ]
     whose = "one side" if arguments.address else "both sides"
     figures = [
-        *_ratios(medians),
+        *(_ratios(medians) if arguments.memory == "host" else _gpu_ratios(medians)),
         Figure(f"idle, {whose}, a connection open", idle, "cores", at_most=IDLE_GOAL),
     ]
     note = (
@@ -250,6 +277,14 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         "Mooncake's Transfer Engine as it comes, mooncake-tuned has longer queues, pooled connections and slices of "
         "1 MiB. iperf3 is one stream of writes of 1 MiB, which nobody answers one by one."
     )
+    if arguments.memory != "host":
+        note = (
+            f"Memory of {arguments.memory} on both sides. Single operations one after the other, medians over "
+            f"{arguments.rounds} rounds in which the systems take turns and the others are stopped; bytes checked "
+            f"once each, not timed. Paged: {arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one "
+            "call, which the others move in one piece. loop is a plain socket with the host's memory, gpu-copies the "
+            "same bytes copied out of a GPU's memory and in again through pinned memory, in one process."
+        )
     details = {
         "results": results,
         "rounds": [
@@ -260,7 +295,9 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     return Outcome(NAME, figures, details, note)
 
 
-def _row(name: str, op: str, cell: Cell, values: dict[str, float], failure: str | None) -> dict[str, Any]:
+def _row(
+    name: str, op: str, cell: Cell, values: dict[str, float], failure: str | None, memory: str = "host"
+) -> dict[str, Any]:
     """A result; None for what the system does not have, and `error` where it failed."""
     return {
         "op": op,
@@ -269,6 +306,7 @@ def _row(name: str, op: str, cell: Cell, values: dict[str, float], failure: str 
         "bytes": cell.bytes,
         **{what: values.get(what) for what in ("gb_per_s", "p50_us", "p99_us")},
         "system": name,
+        "memory": "host" if name == "loop" else memory,
         **({"error": failure} if failure else {}),
     }
 
@@ -342,6 +380,7 @@ class _System:
         self.failures: dict[tuple[str, Cell], str] = {}
         self._arguments, self._region = arguments, _region(arguments)
         self._runner, transport, _ = SYSTEMS[name]
+        self._side_type = SIDES[self._runner]
         self._tls = tls if transport == "tls" else None
         self._children: list[_Child] = []
         try:
@@ -370,6 +409,8 @@ class _System:
             "tls": self._tls,
             "transport": "cma" if SYSTEMS[self.name][1] == "cma" else "tcp",
         }
+        if self._runner in ("kvlane", "gpu-copies"):
+            options["memory"] = self._arguments.memory
         if not near:
             options["listen"] = _listen(self._arguments)
         child.ask("open", size=self._region, near=near, **options)
@@ -446,7 +487,7 @@ class _System:
             )
 
     def _prepare(self, far: bool, do: str, facts: dict[str, Any]) -> None:
-        if far and self._far is None and self._runner != "memcpy":
+        if far and self._far is None and not self._side_type.is_both:
             # Nobody there does it for us.
             self._near.ask(do, **facts)
             self._move("write", facts)
@@ -454,7 +495,7 @@ class _System:
         self._side(far).ask(do, **facts, far=far and self._far is None)
 
     def _wrong(self, far: bool, facts: dict[str, Any]) -> int | None:
-        if far and self._far is None and self._runner != "memcpy":
+        if far and self._far is None and not self._side_type.is_both:
             self._near.ask("poison", start=facts["start"], end=facts["end"])
             self._move("read", facts)
             return self._near.ask("wrong", **facts)
@@ -492,15 +533,20 @@ def _serve(arguments: argparse.Namespace) -> int:
     listen = _listen(arguments)
     with _tls(arguments) as tls:
         try:
-            side.open(_region(arguments), token=arguments.token, listen=listen, tls=tls)
+            side.open(_region(arguments), arguments.memory, token=arguments.token, listen=listen, tls=tls)
         except (OSError, ValueError) as error:
-            sys.exit(f"--listen {','.join(listen)}: {error}")
+            what = f"--listen {','.join(listen)}" + _but_host(arguments, ", --memory {}")
+            sys.exit(f"{what}: {error}")
     print(side.listen(), flush=True)
     try:
         while True:
             signal.pause()
     except KeyboardInterrupt:
         return 0
+
+
+def _but_host(arguments: argparse.Namespace, text: str) -> str:
+    return "" if arguments.memory == "host" else text.format(arguments.memory)
 
 
 def _listen(arguments: argparse.Namespace) -> list[str]:
@@ -534,10 +580,16 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
             sys.exit("--vs goes with --loopback only: the others need their far side here")
         if arguments.nics:
             sys.exit("--nics goes with --loopback or --server: the far side listens")
+        if arguments.memory != "host" and "cma" in (arguments.transports or ()):
+            sys.exit(f"--transports cma: {NO_GPUS['kvlane-cma']}")
         if arguments.tls is not None:
             return ["kvlane-tls"]
         return ["kvlane" if each == "tcp" else f"kvlane-{each}" for each in arguments.transports or ["tcp"]]
+    if arguments.memory != "host":
+        return _gpu_systems(arguments)
     peers = PEERS if arguments.vs is None else arguments.vs
+    if "gpu-copies" in peers:
+        sys.exit("--vs gpu-copies goes with --memory cuda:N")
     absent = {each: why for each in peers if (why := missing(each))}
     for name, why in absent.items():
         line = f"{name} is not measured, {why}: {INSTALL[name]}"
@@ -552,6 +604,21 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
         or (runner == "kvlane" and transport in (arguments.transports or TRANSPORTS))
         or (transport == "tls" and arguments.tls is not None)
     ]
+
+
+def _gpu_systems(arguments: argparse.Namespace) -> list[str]:
+    """Those that move the memory of GPUs, and what they are compared with."""
+    wanted = [*PEERS, *GPU_PEERS[1:]] if arguments.vs is None else arguments.vs
+    transports = arguments.transports or TRANSPORTS
+    without = [each for each in wanted if each not in GPU_PEERS] + ["kvlane-cma"] * ("cma" in transports)
+    asked = [*(arguments.vs or ()), *(["kvlane-cma"] if "cma" in (arguments.transports or ()) else [])]
+    for name in without:
+        line = f"{name} is not measured with --memory {arguments.memory}: {NO_GPUS[name]}"
+        if name in asked:
+            sys.exit(line)
+        report.say(line)
+    systems = ["kvlane", *(["kvlane-tls"] if arguments.tls is not None else [])]
+    return systems + [each for each in GPU_PEERS if each in wanted]
 
 
 def _cells(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Cell]]:
@@ -602,6 +669,19 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
         if mine and theirs:
             what = f"{'TCP' if pair[0] == 'kvlane' else 'cma'} {op} {_label(LATENCY_BYTES)}, p50 / {other}"
             figures.append(Figure(what, mine["p50_us"] / theirs["p50_us"], at_most=LATENCY_GOAL))
+    return figures
+
+
+def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
+    """Our rate by that of the slower of the two that it consists of: a socket, and copies."""
+    figures = []
+    for (name, op, cell), values in medians.items():
+        parts = [medians.get((each, op, cell)) for each in GPU_PEERS]
+        if name == "kvlane" and cell.bytes >= MIB and all(parts):
+            slower = min(part["gb_per_s"] for part in parts if part)
+            size = _label(cell.bytes if cell.pattern == "contiguous" else None)
+            what = f"TCP {op} {size}, GPU memory / slower of {' and '.join(GPU_PEERS)}"
+            figures.append(Figure(what, values["gb_per_s"] / slower))
     return figures
 
 
@@ -678,6 +758,13 @@ def _size(text: str) -> int:
     """ "64", "4k", "16m", "1g"; in bytes."""
     unit = {"k": KIB, "m": MIB, "g": 1 << 30}.get(text[-1:].lower())
     return _positive(text[:-1] if unit else text) * (unit or 1)
+
+
+def _memory(text: str) -> str:
+    """ "host", or "cuda:N"."""
+    if text != "host" and not re.fullmatch(r"cuda:\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither host nor cuda:N")
+    return text
 
 
 def _positive(text: str) -> int:

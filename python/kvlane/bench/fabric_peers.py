@@ -30,7 +30,7 @@ import numpy
 
 from kvlane import fabric
 from kvlane.bench import report
-from kvlane.bench.memory import Memory
+from kvlane.bench.memory import GpuMemory, Memory
 
 ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
@@ -136,10 +136,14 @@ class Side:
     def announce(self, op: str, cell: Cell, count: int) -> None:
         """Called before so many operations."""
 
-    def bytes_of(self, far: bool) -> numpy.ndarray[Any, Any]:
+    def memory_of(self, far: bool) -> Any:
         """This side's memory; the other side's too where one process has both."""
         assert not far, "this process has no far memory"
-        return self.memory.words.view(numpy.uint8)
+        return self.memory
+
+    def bytes_of(self, far: bool) -> numpy.ndarray[Any, Any]:
+        """The bytes of the host's memory."""
+        return self.memory_of(far).words.view(numpy.uint8)
 
     def measure(self, op: str, cell: Cell, warm_up: int, count: int) -> dict[str, float]:
         """Single operations one after the other, after `warm_up` that do not count."""
@@ -166,11 +170,11 @@ class Side:
 
     def fill(self, start: int, end: int, salt: int, far: bool = False) -> None:
         """Bytes that differ from place to place and from salt to salt."""
-        self.bytes_of(far)[start:end] = _pattern(start, end - start, salt)
+        self.memory_of(far).put(start, _pattern(start, end - start, salt))
 
     def poison(self, start: int, end: int, far: bool = False) -> None:
         """Bytes that no transfer brings."""
-        self.bytes_of(far)[start:end] = POISON
+        self.memory_of(far).put(start, numpy.full(end - start, POISON, dtype=numpy.uint8))
 
     def wrong(self, start: int, end: int, salt: int, runs: Runs, far: bool = False) -> int | None:
         """The first place from `start` to `end` that has not what the runs (offset there, offset here, length) brought
@@ -178,7 +182,7 @@ class Side:
         expected = numpy.full(end - start, POISON, dtype=numpy.uint8)
         for source, target, length in runs:
             expected[target - start : target - start + length] = _pattern(source, length, salt)
-        differs = self.bytes_of(far)[start:end] != expected
+        differs = self.memory_of(far).get(start, end) != expected
         return start + int(differs.argmax()) if differs.any() else None
 
     def _operation(self, op: str, cell: Cell) -> Operation:
@@ -198,6 +202,11 @@ def _pattern(offset: int, length: int, salt: int) -> numpy.ndarray[Any, Any]:
 class Kvlane(Side):
     """kvlane.fabric."""
 
+    def open(self, size: int, memory: str = "host", **options: Any) -> None:
+        """Memory of the host, all of it touched, or of a GPU."""
+        self.memory = Memory(size, huge=True) if memory == "host" else GpuMemory(size, memory)
+        self.start(**options)
+
     def start(
         self,
         token: str = "",
@@ -210,7 +219,8 @@ class Kvlane(Side):
         """An engine with the region registered."""
         credentials = fabric.Tls(*tls) if tls else None
         self.engine = fabric.Engine(listen, token, connections, transport=transport, tls=credentials)
-        self.region = self.engine.register(self.memory.address, self.memory.size)
+        device = self.memory.device if isinstance(self.memory, GpuMemory) else None
+        self.region = self.engine.register(self.memory.address, self.memory.size, device=device)
 
     def listen(self) -> str:
         """Descriptor, region number and region length."""
@@ -491,9 +501,9 @@ class Memcpy(Side):
         """The other memory."""
         self.far_memory = Memory(self.memory.size, huge=True)
 
-    def bytes_of(self, far: bool) -> numpy.ndarray[Any, Any]:
+    def memory_of(self, far: bool) -> Any:
         """Either memory."""
-        return (self.far_memory if far else self.memory).words.view(numpy.uint8)
+        return self.far_memory if far else self.memory
 
     def operation(self, op: str, cell: Cell) -> Operation:
         """One copy."""
@@ -504,6 +514,35 @@ class Memcpy(Side):
 
         def operate(number: int) -> None:
             copy(targets[number % len(targets)], sources[number % len(sources)])
+
+        return operate
+
+
+class GpuCopies(Side):
+    """Bytes of one memory of a GPU copied to another by way of the host's pinned memory, in one process: what is left
+    of a transfer without a network."""
+
+    moves_pages = False
+    is_both = True
+
+    def open(self, size: int, memory: str = "cuda:0", **options: Any) -> None:
+        """Two memories."""
+        self.memory, self.far_memory = GpuMemory(size, memory), GpuMemory(size, memory)
+
+    def memory_of(self, far: bool) -> Any:
+        """Either memory."""
+        return self.far_memory if far else self.memory
+
+    def operation(self, op: str, cell: Cell) -> Operation:
+        """A loop of copies out and in."""
+        offsets = cell.offsets(self.memory.size)
+        source, target = self.memory.core, self.far_memory.core
+        if op == "read":
+            source, target = target, source
+
+        def operate(number: int) -> None:
+            offset = offsets[number % len(offsets)]
+            source.bench_copy_through_host(offset, target, offset, cell.bytes)
 
         return operate
 
@@ -564,6 +603,7 @@ SIDES: dict[str, type[Side]] = {
     "nixl": Nixl,
     "mooncake": Mooncake,
     "loop": Loop,
+    "gpu-copies": GpuCopies,
     "iperf3": Iperf3,
     "process_vm": ProcessVm,
     "memcpy": Memcpy,
