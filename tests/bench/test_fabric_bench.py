@@ -248,7 +248,7 @@ def test_each_address_of_the_far_side_and_each_connection_is_a_path(
 
 def test_a_server_is_measured_by_its_address(capfd: pytest.CaptureFixture[str]) -> None:
     with server(*TINY, "--token", "t") as address:
-        assert main(["fabric", address, *TINY, "--token", "t", "--connections", "2", "--json"]) == 0
+        assert main(["fabric", address, *TINY, "--token", "t", "--paths", "2", "--json"]) == 0
         assert len(json.loads(capfd.readouterr().out)["results"]) == 6
         with pytest.raises(SystemExit, match="give the server the same --sizes"):
             main(["fabric", address, "--sizes", "1m", "--token", "t"])

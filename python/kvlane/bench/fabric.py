@@ -144,11 +144,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where throw-away ones are made by the openssl command. With an address or --server instead of plain ones",
     )
     parser.add_argument(
+        "--paths",
         "--connections",
+        dest="connections",
         type=_positive,
         default=1,
         metavar="N",
-        help="of kvlane, to each address of the far side (default %(default)s)",
+        help="connections of kvlane to each address of the far side (default %(default)s)",
     )
     parser.add_argument(
         "--nics",
