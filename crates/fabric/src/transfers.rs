@@ -158,6 +158,8 @@ struct Transfer {
     /// For a message that found no room: the pause, and when it is over.
     room_pause: Duration,
     again: Option<Duration>,
+    /// That was the last answer.
+    no_room: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -284,6 +286,7 @@ impl Transfers {
             breaks: 0,
             broken: None,
             room_pause: self.options.room_pause,
+            no_room: false,
             again: None,
         };
         self.live.insert(ticket, transfer);
@@ -343,8 +346,11 @@ impl Transfers {
             self.timers.remove(&(at, timer));
             match timer {
                 Timer::Deadline(ticket) => {
-                    let waits = self.live.get(&ticket).is_some_and(|transfer| transfer.again.is_some());
-                    let failure = if waits { Failure::NoRoom } else { Failure::DeadlineExceeded };
+                    // Also if its pause is over and nobody came to post it again.
+                    let failure = match self.live.get(&ticket) {
+                        Some(transfer) if transfer.no_room => Failure::NoRoom,
+                        _ => Failure::DeadlineExceeded,
+                    };
                     self.give_up(now, ticket, failure);
                 }
                 Timer::Drain(ticket) => self.close_paths_of(now, ticket),

@@ -220,6 +220,20 @@ fn peers_take_turns() {
     }
 }
 
+/// A thread that came late saw the pause end and the deadline pass at once, and said that nothing was known.
+#[test]
+fn a_message_whose_pause_and_deadline_pass_at_once_had_no_room() {
+    for late in [1, 400_000] {
+        let (mut transfers, peer, _) = connected(Options::default(), 1);
+        let bytes: Arc<[u8]> = vec![7; 100].into();
+        let ticket = transfers.send(at(0), peer, bytes, at(200_000), Priority::Bulk).unwrap();
+        let post = transfers.next_post(at(0)).unwrap();
+        transfers.complete(at(0), post.token, Completion::NoRoom);
+        transfers.tick(at(200_000 + late));
+        assert_eq!(actions(&mut transfers), [Action::Over(ticket, Err(Failure::NoRoom))]);
+    }
+}
+
 #[test]
 fn a_message_without_room_is_posted_again_after_longer_and_longer_pauses() {
     let (mut transfers, peer, _) = connected(Options::default(), 1);

@@ -117,6 +117,7 @@ impl Transfers {
         self.next_token += 1;
         if let Some(transfer) = self.live.get_mut(&ticket) {
             transfer.under_way.insert(token);
+            transfer.no_room = false;
         }
         if let Some(known) = self.paths.get_mut(&path) {
             known.under_way.insert(token, work.bytes());
@@ -166,7 +167,7 @@ impl Transfers {
     pub(super) fn pause(&mut self, now: Duration, posted: Posted) {
         let ticket = posted.ticket;
         if let Some(transfer) = self.live.get_mut(&ticket) {
-            transfer.breaks = 0;
+            (transfer.breaks, transfer.no_room) = (0, true);
             if transfer.failure == Some(Failure::DeadlineExceeded) {
                 transfer.failure = Some(Failure::NoRoom);
             }
