@@ -345,10 +345,12 @@ class FabricEngine:
         connections: int,
         patience_ms: float,
         transport: str,
+        copy_threads: int | None,
         inbox: tuple[int, int],
         tls: tuple[str, str, str] | None,
     ) -> None:
-        """`inbox`: most messages, and most bytes of them. `tls`: certificate, key, authority."""
+        """`copy_threads`: None for the engine's own choice. `inbox`: most messages, and most bytes of them. `tls`:
+        certificate, key, authority."""
 
     def register(self, address: int, length: int, writable: bool) -> int: ...
     def register_gpu(self, gpu: int, address: int, length: int, writable: bool) -> int:

@@ -178,7 +178,9 @@ class Engine:
     that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
     peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail. `transport`: "auto"
     for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of
-    this host whose memory may be read: others are not reached, and `Peer.paths` says why. `inbox_messages` and
+    this host whose memory may be read: others are not reached, and `Peer.paths` says why. `copy_threads`: so many
+    threads at the most copy between this process and others of its host, the one that waits among them, 1 to 64; None
+    for as many as there are processors for it, but 4 at the most. `inbox_messages` and
     `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again
     later. At least 1 and 65,536.
     `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
@@ -192,6 +194,7 @@ class Engine:
         connections: int = 1,
         patience: float = 2.5,
         transport: str = "auto",
+        copy_threads: int | None = None,
         inbox_messages: int = 1024,
         inbox_bytes: int = 16 << 20,
         tls: Tls | tuple[str, str, str] | None = None,
@@ -202,7 +205,7 @@ class Engine:
             certificate, key, authority = (os.fspath(file) for file in tls)
             files = (certificate, key, authority)
         self._core = _core.FabricEngine(
-            list(listen), token, connections, patience * 1e3, transport, inbox, files
+            list(listen), token, connections, patience * 1e3, transport, copy_threads, inbox, files
         )
         self._owners: dict[int, Any] = {}
 

@@ -5,6 +5,7 @@
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZero;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -43,6 +44,9 @@ const PARK: Duration = Duration::from_micros(200);
 /// How long memory that is given back may still be read or written for peers, before their connections are ended.
 const LET_GO: Duration = Duration::from_secs(1);
 const EVENTS: usize = 64;
+/// Threads that copy between processes of this host, if nobody says how many, and at the most.
+const COPY_THREADS_USUAL: usize = 4;
+const COPY_THREADS_MAX: usize = 64;
 
 /// How an engine is set up.
 #[derive(Debug, Clone)]
@@ -58,6 +62,9 @@ pub struct EngineOptions {
     /// How bytes are to travel: None for the best way that a peer and this process both have, TCP for nothing else, CMA for
     /// to connect to no peers but those of this host whose memory can be read.
     pub transport: Option<Transport>,
+    /// So many threads at the most copy between this process and others of this host, whoever waits among them; 1 to 64.
+    /// The others are made when 256 KiB or more are to be copied for the first time, and sleep when there is nothing.
+    pub copy_threads: usize,
     /// With it all connections are encrypted, and nothing is sent to peers that have none. What is encrypted goes by TCP.
     pub tls: Option<Tls>,
     /// The limits of transfers.
@@ -74,11 +81,17 @@ impl Default for EngineOptions {
             token: String::new(),
             connections: 1,
             transport: None,
+            copy_threads: copy_threads(),
             tls: None,
             transfers: Options::default(),
             inbox: InboxOptions::default(),
         }
     }
+}
+
+/// As many as this process has processors, but few: what is left of the memory's rate is others'.
+fn copy_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get).min(COPY_THREADS_USUAL)
 }
 
 /// Why something cannot be done.
@@ -250,6 +263,10 @@ impl Engine {
         }
         check(&options.transfers)?;
         check_inbox(&options.inbox)?;
+        if !(1..=COPY_THREADS_MAX).contains(&options.copy_threads) {
+            let threads = options.copy_threads;
+            return Err(FabricError::Limit(format!("copy_threads {threads}: 1 to {COPY_THREADS_MAX}")));
+        }
         let engine = u128::from(random()?) << 64 | u128::from(random()?);
         let me = Identity { engine, boot: random()? };
         if options.tls.is_some() && options.transport == Some(Transport::Cma) {

@@ -9,7 +9,7 @@ use crate::completion::Outcomes;
 use crate::descriptor::Descriptor;
 use crate::engine::EngineOptions;
 use crate::provider::drive;
-use crate::sockets::{PathStatus, Sockets, TURN_BYTES};
+use crate::sockets::{PathStatus, Sockets};
 use crate::tcp::{Credentials, Identity};
 use crate::transfers::{PeerId, Transfers};
 
@@ -51,7 +51,7 @@ impl Hub {
     /// Posts and does whatever is due now. Whether that was anything.
     pub(crate) fn pump(&mut self) -> bool {
         let mut any = false;
-        let mut turn = TURN_BYTES;
+        let mut turn = self.sockets.turn_bytes();
         loop {
             let now = self.now();
             let outcomes = &mut self.outcomes;

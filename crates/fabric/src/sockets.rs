@@ -31,8 +31,6 @@ use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec, eventfd};
 
-pub(crate) use self::neighbours::TURN_BYTES;
-
 use self::neighbours::Job;
 use self::staged::{LOOK_AT_COPIES, StagedRead};
 use crate::descriptor::RegionDescriptor;
@@ -44,7 +42,7 @@ use crate::lease::{self, Lease};
 use crate::numbered::Numbered;
 use crate::provider::{self, NotNow, Provider};
 use crate::regions::{Piece, Regions};
-use crate::same_host::{Card, Neighbour};
+use crate::same_host::{Card, Crew, Neighbour};
 use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
@@ -114,6 +112,8 @@ pub(crate) struct Sockets {
     pub(crate) without_rings: u64,
     /// What is to be read from neighbours.
     jobs: VecDeque<Job>,
+    /// And by whom.
+    crew: Crew,
     /// Of broken connections that are fenced, whom their writes were to be read by.
     pulling: HashMap<u64, Arc<Neighbour>>,
     /// What goes to and from the memory of GPUs.
@@ -327,8 +327,17 @@ impl Sockets {
         credentials: Option<Credentials>,
         options: EngineOptions,
     ) -> io::Result<Sockets> {
-        let EngineOptions { listen, advertise, token, connections, transport, transfers, inbox, .. } =
-            options;
+        let EngineOptions {
+            listen,
+            advertise,
+            token,
+            connections,
+            transport,
+            copy_threads,
+            transfers,
+            inbox,
+            ..
+        } = options;
         // What is encrypted goes by TCP.
         let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
@@ -376,6 +385,7 @@ impl Sockets {
             needs_neighbours: wanted == Some(Transport::Cma),
             without_rings: 0,
             jobs: VecDeque::new(),
+            crew: Crew::new(copy_threads),
             pulling: HashMap::new(),
             staging: Staging::new(transfers.chunk_bytes),
             has_told_of_gpus: false,

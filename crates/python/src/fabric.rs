@@ -53,12 +53,14 @@ type PySide<'a> = (u32, u64, u64, &'a [u8]);
 #[pymethods]
 impl PyEngine {
     #[new]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         listen: Vec<String>,
         token: String,
         connections: usize,
         patience_ms: f64,
         transport: &str,
+        copy_threads: Option<usize>,
         inbox: (usize, usize),
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
@@ -72,6 +74,7 @@ impl PyEngine {
         };
         let tls = tls.map(|(certificate, key, authority)| Tls { certificate, key, authority });
         let mut options = EngineOptions { token, connections, transport, tls, ..EngineOptions::default() };
+        options.copy_threads = copy_threads.unwrap_or(options.copy_threads);
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
         options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };
         options.transfers.peer_patience = milliseconds(patience_ms)?;

@@ -14,7 +14,9 @@
 //! ```
 
 mod card;
+mod crew;
 mod process;
 
 pub(crate) use card::Card;
+pub(crate) use crew::{Crew, Generations};
 pub(crate) use process::{Neighbour, PARTS_MAX, Part, PullError};

@@ -20,6 +20,15 @@ pub(crate) struct Part {
     pub(crate) from: u64,
 }
 
+impl Part {
+    /// The first bytes of it, and the others.
+    pub(crate) fn split_at(self, len: usize) -> (Part, Part) {
+        let first = Part { to: Piece { len, ..self.to }, from: self.from };
+        // A peer may name any address, the last of all too, behind which there is nothing to be read.
+        (first, Part { to: self.to.after(len), from: self.from.wrapping_add(len as u64) })
+    }
+}
+
 /// Most parts of one call: each region of theirs may need a range of its own beside them.
 pub(crate) const PARTS_MAX: usize = 500;
 

@@ -15,13 +15,14 @@ use super::links::is_same_host;
 use super::{Asked, Goal, LinkId, Role, Sockets, Transport};
 use crate::regions::Piece;
 use crate::runs::Run;
-use crate::same_host::{Neighbour, PARTS_MAX, Part, PullError};
+use crate::same_host::{Generations, Neighbour, PARTS_MAX, Part, PullError};
 use crate::shm::{RING_BYTES, Reader, Segment, Side, Writer};
 use crate::tcp::{BadFrame, Ended, Fate, Head, Hello, Offer, Outcome, Reads, Rings, Welcome, WireRun};
 use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 
-/// Bytes that are read from neighbours before sockets and those who wait have their turn: a fraction of a millisecond.
-pub(crate) const TURN_BYTES: usize = 1 << 20;
+/// Bytes that each thread reads from neighbours before sockets and those who wait have their turn: a fraction of a
+/// millisecond.
+const TURN_BYTES: usize = 1 << 20;
 /// A post that reads from a neighbour has so many times the bytes of another: it is read in turns anyway, and nobody waits
 /// for a part of it. Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
 pub(super) const PULLED_CHUNKS: u64 = 8;
@@ -43,7 +44,7 @@ pub(super) struct Job {
     weight: usize,
     parts: VecDeque<Part>,
     /// Of a read: the neighbour's regions, by number and generation. None: a write of the neighbour's.
-    regions: Option<Vec<(u32, u32)>>,
+    regions: Option<Generations>,
 }
 
 impl Job {
@@ -61,14 +62,13 @@ impl Job {
             && bytes > 0
             && taken.len() < PARTS_MAX
         {
-            let len = part.to.len.min(bytes);
-            taken.push(Part { to: Piece { len, ..part.to }, from: part.from });
-            bytes -= len;
-            if len == part.to.len {
+            let (first, rest) = part.split_at(part.to.len.min(bytes));
+            bytes -= first.to.len;
+            taken.push(first);
+            if rest.to.len == 0 {
                 self.parts.pop_front();
             } else {
-                // A peer may name any address, the last of all too, behind which there is nothing to be read.
-                *part = Part { to: part.to.after(len), from: part.from.wrapping_add(len as u64) };
+                *part = rest;
             }
         }
         taken
@@ -294,7 +294,7 @@ impl Sockets {
                     return None;
                 }
                 let (token, weight) = (token.number(), 0);
-                self.jobs.push_back(Job { link, token, weight, parts, regions: Some(regions) });
+                self.jobs.push_back(Job { link, token, weight, parts, regions: Some(regions.into()) });
                 Some(Asked::Job)
             }
         }
@@ -311,6 +311,11 @@ impl Sockets {
         Ok(())
     }
 
+    /// Bytes that a turn has, which all threads read together.
+    pub(crate) fn turn_bytes(&self) -> usize {
+        TURN_BYTES * self.crew.threads()
+    }
+
     /// Reads from neighbours, as many bytes as this turn has left. Whether there was anything to do.
     pub(super) fn do_jobs(&mut self, turn: &mut usize) -> bool {
         let mut any = false;
@@ -324,12 +329,7 @@ impl Sockets {
             *turn = turn.saturating_sub(parts.iter().map(|part| part.to.len.max(PART_COST)).sum());
             // SAFETY: the destinations are memory of a transfer of ours, or registered memory that its link touches: a
             // region is not given back before no job touches it.
-            let outcome = unsafe {
-                match &job.regions {
-                    Some(regions) => neighbour.read(&parts, regions),
-                    None => neighbour.pull(&parts),
-                }
-            };
+            let outcome = unsafe { self.crew.read(&neighbour, parts, job.regions.as_ref()) };
             match outcome {
                 Ok(()) if !job.parts.is_empty() => self.jobs.push_back(job),
                 Ok(()) => self.job_is_over(&job, false),

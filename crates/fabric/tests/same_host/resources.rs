@@ -11,9 +11,12 @@ fn neighbours_that_come_and_go_leave_nothing_open() {
     let (mut stays, mut goes) = (Process::new(MIB), Process::new(PAGE));
     let descriptor = stays.descriptor().to_text().unwrap();
     let all = |text: &str| -> Vec<usize> { text.split(' ').map(|count| count.parse().unwrap()).collect() };
+    let patience = PATIENCE + Duration::from_millis(500) * rounds;
+    // The threads that copy are made once, and stay.
+    goes.tell(&format!("cycle {descriptor} 0"));
+    goes.hear_within(PATIENCE);
     let before = stays.ask("count");
     goes.tell(&format!("cycle {descriptor} {rounds}"));
-    let patience = PATIENCE + Duration::from_millis(500) * rounds;
     let of_goes = all(&goes.hear_within(patience));
     let of_stays = [all(&before), all(&stays.ask(&format!("recount {before}")))].concat();
     for counts in [of_goes, of_stays] {
