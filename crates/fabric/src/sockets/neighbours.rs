@@ -25,7 +25,7 @@ use crate::transfers::{Completion, Op, PathId, Ticket, Token};
 const TURN_BYTES: usize = 1 << 20;
 /// A post that reads from a neighbour has so many times the bytes of another: it is read in turns anyway, and nobody waits
 /// for a part of it. Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
-pub(super) const PULLED_CHUNKS: u64 = 8;
+pub(super) const PULLED_CHUNKS: u64 = 4;
 /// What a part counts of a turn at the least: a short one takes about as long as a page.
 const PART_COST: usize = 4096;
 /// Writes of fewer bytes, less than a page, go with what is said of them.

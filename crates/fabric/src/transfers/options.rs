@@ -39,7 +39,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Options {
         Options {
-            chunk_bytes: 512 << 10,
+            chunk_bytes: 1 << 20,
             chunk_runs: 256,
             credits: 16,
             bulk_every: 8,
