@@ -1,6 +1,6 @@
 //! Transfers between two processes of one host, by process_vm (cross-memory attach, "cma").
 //!
-//! A READ is one system call of the reader. A WRITE is read by the process that it is for: whoever owns memory is the
+//! A READ is done by the reader alone. A WRITE is read by the process that it is for: whoever owns memory is the
 //! only one that writes it, and knows when nothing does so any more. Beside them goes a TCP connection, which carries
 //! what has to be said, and small writes.
 //!
