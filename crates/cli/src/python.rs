@@ -23,7 +23,7 @@ pub(crate) fn run(module: &str, args: &PythonArgs) -> Result<()> {
     let python = interpreter();
     let error = Command::new(&python).arg("-m").arg(module).args(&args.args).exec();
     Err(anyhow!(
-        "cannot run {} -m {module} ({error}): install the Python package, `pip install kvlane`",
+        "cannot run {} -m {module} ({error}): install kvlane's wheel where Python 3.10 or newer is",
         python.display()
     ))
 }

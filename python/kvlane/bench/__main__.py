@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kvlane.bench import extra
+
 SUBCOMMANDS = (
     "serve",
     "lookup",
@@ -22,8 +24,6 @@ SUBCOMMANDS = (
     "ssd",
     "all",
 )
-# Packages of the extra `kvlane[bench]`.
-EXTRA = ("aiohttp", "matplotlib", "numpy", "tqdm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,9 +47,10 @@ def _main_with_sentences() -> int:
     try:
         return main()
     except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
+        if error.name not in extra.NAMES:
             raise
-        print(f"kvlane bench needs {error.name}: pip install 'kvlane[bench]'", file=sys.stderr)
+        wanted = " ".join(extra.NAMES)
+        print(f"kvlane bench needs {error.name}: {sys.executable} -m pip install {wanted}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -14,12 +14,11 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy
-from tqdm import tqdm
 
 from kvlane import _core
 from kvlane.bench import daemon, report
 from kvlane.bench.engine import Engine, block_hashes
+from kvlane.bench.extra import numpy, tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
 

@@ -7,7 +7,8 @@ import json
 import re
 import time
 
-import aiohttp
+from kvlane.bench.extra import aiohttp
+
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 

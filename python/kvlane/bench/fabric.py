@@ -19,10 +19,10 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tqdm import tqdm
 
 from kvlane.bench import certificates, report
 from kvlane.bench.daemon import cpu_seconds
+from kvlane.bench.extra import tqdm
 from kvlane.bench.fabric_peers import INSTALL, SIDES, Cell, Kvlane, Side, missing, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy
 
 from kvlane import fabric
 from kvlane.bench import report
+from kvlane.bench.extra import numpy
 from kvlane.bench.memory import GpuMemory, Memory
 
 ADDRESS_PREFIX = "kvf1:"

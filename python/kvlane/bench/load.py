@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
+from kvlane.bench.extra import aiohttp
 
 
 @dataclass

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy
 
 from kvlane import _core
+from kvlane.bench.extra import numpy
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 

@@ -6,9 +6,9 @@ import argparse
 import random
 import statistics
 
-from tqdm import tqdm
 
 from kvlane.bench import daemon, report, vllm_process
+from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.vllm_process import VllmProcess
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 
 from kvlane.bench import load, report
 from kvlane.bench.endpoint import Endpoint
+from kvlane.bench.extra import tqdm
 from kvlane.bench.processes import connector_config, own_daemon, own_engine
 
 NAME = "serve"

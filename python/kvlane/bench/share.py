@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from tqdm import tqdm
 
 from kvlane.bench import daemon, report, share_vllm, trace
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
+from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
 

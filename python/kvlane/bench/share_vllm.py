@@ -12,9 +12,9 @@ import random
 import tempfile
 from typing import Any
 
-from tqdm import tqdm
 
 from kvlane.bench import daemon, report, trace, vllm_process
+from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure
 from kvlane.bench.vllm_process import TOKENS_PER_BLOCK, VllmProcess
 

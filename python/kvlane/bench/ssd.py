@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 
 from kvlane import _core
 from kvlane.bench import report, ssd_peers
+from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.ssd_peers import INSTALL, Phase, missing
 

@@ -19,7 +19,7 @@ from kvlane.demo.model import build_model
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 from kvlane.demo.scenarios import BLOCK_TOKENS, Demo, Scenario
 
-# Of the extra `kvlane[bench]`, and of vLLM.
+# Of the extra `bench`, and of vLLM.
 _NEEDED = ("aiohttp", "matplotlib", "safetensors", "torch", "tqdm", "vllm")
 
 

@@ -117,7 +117,7 @@ pub(crate) fn judge(packages: &Result<Packages, String>) -> Finding {
     match kvlane.as_deref() {
         None => Finding::note("vllm", found)
             .means("vLLM does not find the connector here")
-            .advice(format!("`{executable} -m pip install kvlane`")),
+            .advice(format!("install kvlane's wheel there: `{executable} -m pip install kvlane-*.whl`")),
         Some(other) if other != env!("CARGO_PKG_VERSION") => Finding::note("vllm", found)
             .means(format!(
                 "the connector here is of another version than this binary, {}",
@@ -178,7 +178,7 @@ mod tests {
             (packages(Some("0.34.0"), OWN), "use vLLM 0.24 to 0.33"),
             (packages(Some("dev"), OWN), "use vLLM 0.24 to 0.33"),
             (packages(None, OWN), "that has vLLM"),
-            (packages(Some("0.32.0"), None), "/x/python3 -m pip install kvlane"),
+            (packages(Some("0.32.0"), None), "/x/python3 -m pip install kvlane-*.whl"),
             (packages(Some("0.32.0"), Some("99.0.0")), "same version"),
             (Err("python3 cannot be run".into()), "install kvlane there too"),
         ] {

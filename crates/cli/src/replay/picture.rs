@@ -38,7 +38,7 @@ pub(super) fn draw(path: &Path, report: &Value) -> Result<()> {
     let told = String::from_utf8_lossy(&output.stderr);
     let reason = told.trim().lines().next_back().unwrap_or("no reason given").to_owned();
     if reason.contains("No module named") {
-        bail!("{reason}; pip install 'kvlane[bench]' (Python: {})", interpreter.display());
+        bail!("{reason}; {} -m pip install matplotlib", interpreter.display());
     }
     bail!("{}: {reason}", path.display())
 }
