@@ -2,18 +2,20 @@
 PYTHON ?= python3
 OUT ?= out
 ENVIRONMENT = $(PYTHON) scripts/environment.py
+# Runs targets one after the other; ends with the time of each and the slowest tests.
+STAGES = $(PYTHON) scripts/stages.py
 DEV = .venvs/dev/bin
 VLLM = .venvs/vllm-0.32/bin
 OLD_VLLM = .venvs/vllm-0.24/bin
+TIMES = $(or $(KVLANE_TEST_TIMES),.cache/times)
 # Tests start `kvlane` and find it beside their Python.
-PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
-PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
-PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
-# Faults of a daemon that only the in-process fake can be made to show at a given moment.
-FAULTS = without_a_daemon or abort or fails or slow_lookups or random_faults
+PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest $(PYTEST_ARGS)
+PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest $(PYTEST_ARGS)
+PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest $(PYTEST_ARGS)
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo test test-long fuzz lint rust python engines bench serve dev vllm wheel docs pins clean
+.PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom fuzz bench serve \
+	dev vllm docs pins clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,7 +24,21 @@ help: ## this list
 demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted, from SSD: table, out/demo.json, out/demo.png
 	$(PYTHON) scripts/demo.py --out $(OUT) $(ARGS)
 
-test: lint rust python engines ## everything that must hold before a change lands (below 45 minutes on two cores)
+test: ## what a change could break, in a quarter of an hour on two cores
+	$(STAGES) fetch build lint rust python engines
+
+gate: ## what a change must pass beside `make test` before it lands: other versions of vLLM, the wheel, loom, short fuzzing
+	$(STAGES) packaging oldest data-parallel loom fuzz
+
+soak: dev ## 1,000 rounds of everything that is random, an hour of fuzzing, all engines: make soak [MINUTES=60] [PARTS="fuzz loom"]
+	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
+
+fetch: ## what `make test` needs from registries
+	cargo fetch --locked
+	$(ENVIRONMENT) --without-kvlane dev vllm-0.32
+	$(PYTHON) scripts/fetch_contract_bases.py --into $(KVLANE_CONTRACT_BASES)
+
+build: dev vllm ## the crates, their tests, and the environments that have them
 
 lint: dev ## formatting, clippy, ruff, types
 	cargo fmt --all --check
@@ -33,53 +49,56 @@ lint: dev ## formatting, clippy, ruff, types
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 
-rust: ## tests of the crates
-	cargo test --locked --workspace
+rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
+	KVLANE_TEST_TIMES=$(TIMES) $(PYTHON) scripts/rust_tests.py $(or $(ARGS),--workspace)
 
-python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks
-	$(PYTHON) scripts/fetch_contract_bases.py
-	$(PYTEST_DEV) -m "not long" tests/daemon tests/connector tests/bench tests/fabric
+python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks; or ARGS="tests/daemon -k ssd"
+	$(PYTHON) scripts/fetch_contract_bases.py --into $(KVLANE_CONTRACT_BASES)
+	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak" \
+		$(or $(ARGS),tests/daemon tests/connector tests/bench tests/fabric)
 
-engines: vllm ## tests with real vLLM, newest and oldest
-	KVLANE_TEST_CORE=real $(PYTEST_VLLM) tests/connector/test_vllm_*.py tests/engine
-	$(PYTEST_VLLM) tests/connector/test_vllm_*.py -k "$(FAULTS)"
+engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
+	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
+
+oldest: ## tests with the oldest real vLLM
 	$(ENVIRONMENT) vllm-0.24
-	KVLANE_TEST_CORE=real $(PYTEST_OLD_VLLM) -m old_vllm tests/connector/test_vllm_*.py
+	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m old_vllm tests/connector/test_vllm_*.py
 
-test-long: dev ## the second stage: 1,000 rounds each of kills and of canaries, long property tests, loom, fuzzing
-	PROPTEST_CASES=20000 cargo test --locked --release -p kvlane-block -p kvlane-memory -p kvlane-policy -p kvlane-store -p kvlane-proto
-	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-server --test gpu canary
-	PROPTEST_CASES=100 KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-ssd
-	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test processes come_and_go
-	KVLANE_TEST_ROUNDS=1000 cargo test --locked --release -p kvlane-fabric --test same_host come_and_go
-	RUSTFLAGS="--cfg loom" cargo test --locked --release -p kvlane-fabric --lib loom
-	$(PYTEST_DEV) -m long tests/daemon
-	$(PYTHON) scripts/fuzz.py --seconds 30
+data-parallel: vllm ## data-parallel engines of the newest vLLM
+	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_parallel.py
 
-fuzz: ## every fuzz target for a minute, or make fuzz ARGS="--seconds 3600 ssd_file"; needs a C++ compiler
+wheel: ## the wheel that users get, for glibc 2.28 and newer: dist/kvlane-*.whl
+	$(PYTHON) scripts/wheel.py
+
+packaging: wheel dev ## installs the wheel where there is no Rust, and uses it
+	$(PYTEST_DEV) --junitxml $(TIMES)/packaging.xml tests/packaging
+
+loom: ## all orders of the steps of two threads at the fabric's ring
+	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-fabric --lib loom
+
+fuzz: ## every fuzz target for 5 s, or make fuzz ARGS="--seconds 3600 ssd_file"; needs a C++ compiler
 	$(PYTHON) scripts/fuzz.py $(ARGS)
 
-bench: vllm ## every benchmark, or make bench BENCH=serve ARGS="--model ..."
+bench: ## every benchmark, or make bench BENCH=serve ARGS="--model ..."
+	@$(ENVIRONMENT) --release vllm-0.32
 	PATH="$(CURDIR)/$(VLLM):$$PATH" kvlane bench $(or $(BENCH),all) $(ARGS)
 
-serve: dev ## a daemon with a 4 GB pool, for trying things out
+serve: ## a daemon with a 4 GB pool, for trying things out
+	@$(ENVIRONMENT) --release dev
 	$(DEV)/kvlane serve --pool-size 4gb
 
-dev: ## the environment .venvs/dev: kvlane, tests and lints
+dev: ## the environment .venvs/dev: lints, and kvlane as tests want it
 	@$(ENVIRONMENT) dev
 
-vllm: ## the environment .venvs/vllm-0.32: kvlane and vLLM for the CPU
+vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests want it
 	@$(ENVIRONMENT) vllm-0.32
 
 docs: dev ## the pages in docs/reference, made from the code
 	$(DEV)/kvlane reference docs/reference
 
-wheel: ## only the wheel
-	@$(ENVIRONMENT) --wheel-only
-
 pins: dev ## pin requirements/*.txt again from requirements/*.in
 	$(PYTHON) scripts/pin.py --uv .venvs/boot/bin/uv
 
 clean: ## what was built; keeps the environments
-	rm -rf build dist $(OUT) .cache/wheel python/*.egg-info
+	rm -rf build dist $(OUT) .cache/wheel .cache/times python/*.egg-info
 	cargo clean

@@ -37,7 +37,7 @@ def main() -> None:
         python, extra = Path(sys.executable), {"PYTHONPATH": _before(UNPACKED, "PYTHONPATH")}
         programs = UNPACKED / "bin"
     else:
-        environment.make([name])
+        environment.make([name], environment.FOR_USERS)
         programs, extra = environment.VENVS / name / "bin", {}
         python = programs / "python"
     command = [str(python), "-m", "kvlane.demo", "--device", chosen, *others]

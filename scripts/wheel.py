@@ -2,8 +2,8 @@
 
     python scripts/wheel.py --out dist
 
-Both programs are linked by zig against the symbols of glibc 2.28, whatever this machine has. auditwheel checks that they
-need nothing newer, and names the wheel for it; its report is printed.
+zig links both programs against the symbols of glibc 2.28, whatever this machine has. auditwheel checks that they need
+nothing newer, names the wheel for it, and prints its report.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Where engine tests keep their blocks: the in-process fake, or a real daemon (KVLANE_TEST_CORE=fake|real)."""
+"""Where engine tests keep their blocks: a daemon, or the in-process fake, whose faults come when a test wants them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from kvlane.testing import FakeCore
 
-KIND = os.environ.get("KVLANE_TEST_CORE", "fake")
 _numbers = itertools.count()
 
 

@@ -1,4 +1,4 @@
-"""Tensor and data parallelism, with all processes of vLLM and a real daemon (KVLANE_TEST_CORE=real)."""
+"""Tensor and data parallelism, with all processes of vLLM and a real daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stores import KIND, DaemonStore
+from stores import DaemonStore
 from tiny_model import build_tiny_model
 
 # Each engine is four processes that import vLLM, which takes minutes on a busy machine.
@@ -57,14 +57,14 @@ def check(result: dict[str, Any]) -> None:
     assert result["warm"] == {"tokens": result["cold"]["tokens"], "cached": 288}, result
 
 
-if KIND == "real":
+def test_tensor_parallel(tmp_path: Path) -> None:
+    result = serve(tmp_path, "--tensor", "2")
+    assert result["workers"] == 2
+    check(result)
 
-    def test_tensor_parallel(tmp_path: Path) -> None:
-        result = serve(tmp_path, "--tensor", "2")
-        assert result["workers"] == 2
-        check(result)
 
-    def test_data_parallel_engines_share(tmp_path: Path) -> None:
-        result = serve(tmp_path, "--data", "2")
-        assert len(result["engines"]) == 2
-        check(result)
+@pytest.mark.gate
+def test_data_parallel_engines_share(tmp_path: Path) -> None:
+    result = serve(tmp_path, "--data", "2")
+    assert len(result["engines"]) == 2
+    check(result)

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from another_user import pytest_pyfunc_call  # noqa: F401 - a hook
 from processes import Daemon, Engine
 
 

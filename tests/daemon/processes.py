@@ -220,12 +220,14 @@ class EngineError(Exception):
 
 
 class Engine:
-    """An `engine_process.py`; its options are the keyword arguments."""
+    """An `engine_process.py` of some Python; its options are the keyword arguments."""
 
-    def __init__(self, address: str, name: str, **options: Any) -> None:
+    def __init__(
+        self, address: str, name: str, *, python: str | Path = sys.executable, **options: Any
+    ) -> None:
         self.name = name
         self.process = subprocess.Popen(
-            [sys.executable, ENGINE, address, name, json.dumps(options)],
+            [python, ENGINE, address, name, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -167,7 +167,7 @@ def _as_user(uid: int, path: Path) -> tuple[int, str]:
     return int(reason), sentence
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.another_user
 def test_a_foreign_user_is_refused_by_credentials(daemon: Daemon, folder: Path) -> None:
     folder.chmod(0o755)
     assert "Permission" in _as_user(65534, daemon.path)[1], "by default not even the socket opens"

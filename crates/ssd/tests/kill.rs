@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kvlane_ssd::{Options, WriteEnd};
 use support::*;
@@ -17,6 +17,8 @@ use support::*;
 const CHILD: &str = "KVLANE_SSD_TEST_CHILD";
 /// How many rounds.
 const ROUNDS: &str = "KVLANE_TEST_ROUNDS";
+/// When the process is killed follows from it; another one each time.
+const SEED: &str = "KVLANE_TEST_SEED";
 const SEGMENT: u64 = 128 * KIB;
 /// The youngest of so many bytes are in no segment that is emptied: half of the file's segments.
 const KEPT: u64 = 5 * SEGMENT;
@@ -78,11 +80,16 @@ fn child() {
 
 #[test]
 fn a_daemon_killed_at_any_moment_leaves_what_it_stored_and_nothing_wrong() {
-    let rounds: u64 = std::env::var(ROUNDS).map_or(30, |rounds| rounds.parse().unwrap());
+    let rounds: u64 = std::env::var(ROUNDS).map_or(10, |rounds| rounds.parse().unwrap());
+    let seed: u64 = std::env::var(SEED).map_or_else(
+        |_| SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64,
+        |seed| seed.parse().unwrap(),
+    );
+    println!("{rounds} rounds of {SEED}={seed}");
     let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));
     let path = directory.path().join("tier");
     let mut stored: Vec<u64> = Vec::new();
-    let mut dice = 0x2545_F491_4F6C_DD1Du64;
+    let mut dice = seed;
     let (mut first, mut found, mut scanned) = (0, 0, 0);
     for round in 0..rounds {
         let mut child = Command::new(std::env::current_exe().unwrap())

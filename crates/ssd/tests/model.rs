@@ -32,7 +32,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: std::env::var("PROPTEST_CASES").map_or(24, |cases| cases.parse().unwrap()), ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: std::env::var("PROPTEST_CASES").map_or(10, |cases| cases.parse().unwrap()), ..ProptestConfig::default() })]
     #[test]
     fn a_tier_is_a_map_that_may_forget_the_oldest(steps in steps(), threads in any::<bool>()) {
         let (directory, mut pool) = (tempfile::tempdir().unwrap(), Pool::new(MIB));

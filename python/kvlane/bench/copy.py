@@ -14,7 +14,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-
 from kvlane import _core
 from kvlane.bench import daemon, report
 from kvlane.bench.engine import Engine, block_hashes

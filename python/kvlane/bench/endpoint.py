@@ -9,7 +9,6 @@ import time
 
 from kvlane.bench.extra import aiohttp
 
-
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 
 

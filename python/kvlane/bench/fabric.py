@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 from kvlane.bench import certificates, report
 from kvlane.bench.daemon import cpu_seconds
 from kvlane.bench.extra import tqdm

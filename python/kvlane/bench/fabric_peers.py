@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-
 from kvlane import fabric
 from kvlane.bench import report
 from kvlane.bench.extra import numpy

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-
 from kvlane import _core
 from kvlane.bench.extra import numpy
 

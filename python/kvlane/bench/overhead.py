@@ -6,7 +6,6 @@ import argparse
 import random
 import statistics
 
-
 from kvlane.bench import daemon, report, vllm_process
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish

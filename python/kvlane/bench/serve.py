@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-
 from kvlane.bench import load, report
 from kvlane.bench.endpoint import Endpoint
 from kvlane.bench.extra import tqdm

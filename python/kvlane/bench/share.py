@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-
 from kvlane.bench import daemon, report, share_vllm, trace
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.extra import tqdm

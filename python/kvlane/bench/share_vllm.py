@@ -12,7 +12,6 @@ import random
 import tempfile
 from typing import Any
 
-
 from kvlane.bench import daemon, report, trace, vllm_process
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure

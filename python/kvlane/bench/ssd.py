@@ -12,7 +12,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-
 from kvlane import _core
 from kvlane.bench import report, ssd_peers
 from kvlane.bench.extra import tqdm

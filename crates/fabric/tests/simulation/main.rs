@@ -1,5 +1,6 @@
 //! Transfers and messages over a simulated network that reorders, delays, breaks, refuses and repeats, with memory that tells
-//! a late or a missing write. `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first.
+//! a late or a missing write. `KVLANE_TEST_SEEDS` sets how many seeds run, `KVLANE_TEST_SEED` the first, which otherwise is
+//! another one each time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 mod dice;
@@ -8,6 +9,7 @@ mod network;
 mod world;
 
 use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::network::Fault;
 use crate::world::World;
@@ -20,7 +22,12 @@ fn number(name: &str) -> Option<u64> {
 
 #[test]
 fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
-    let first = number("KVLANE_TEST_SEED").unwrap_or(0);
+    let first = number("KVLANE_TEST_SEED").unwrap_or_else(|| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        // Room for all that follow, and short enough to be typed.
+        now.as_micros() as u64 % 1_000_000_000_000
+    });
+    println!("seeds from {first} on");
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     let mut messages: BTreeMap<String, u64> = BTreeMap::new();
     let mut posts = 0;

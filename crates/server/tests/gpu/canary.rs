@@ -18,6 +18,8 @@ use crate::{
 
 /// How many rounds.
 const ROUNDS: &str = "KVLANE_TEST_ROUNDS";
+/// What happens follows from it; another one each time.
+const SEED: &str = "KVLANE_TEST_SEED";
 const ROUNDS_OF_EACH_TEST_RUN: u32 = 40;
 
 /// Blocks of a prompt.
@@ -311,19 +313,18 @@ fn blocks_of(group: u32) -> std::ops::Range<u32> {
 fn once_a_load_has_ended_nobody_writes_its_blocks() {
     let folder = tempfile::tempdir().unwrap();
     let address = address(&folder);
-    let (rounds, seed) = match std::env::var(ROUNDS) {
-        Ok(rounds) => {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-            (rounds.parse().unwrap(), now.as_secs())
-        }
-        Err(_) => (ROUNDS_OF_EACH_TEST_RUN, 1),
-    };
+    let rounds = std::env::var(ROUNDS).map_or(ROUNDS_OF_EACH_TEST_RUN, |rounds| rounds.parse().unwrap());
+    let seed = std::env::var(SEED).map_or_else(
+        |_| SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64,
+        |seed| seed.parse().unwrap(),
+    );
+    println!("{rounds} rounds of {SEED}={seed}");
     let mut game = Rounds::new(&address, seed);
     for number in 0..rounds {
         game.number = number;
         game.play();
     }
-    println!("{rounds} rounds of seed {seed}: {:?}", game.tally);
+    println!("{:?}", game.tally);
     assert!(game.tally.loads > rounds && game.tally.loads_of_saves > rounds / 20);
     assert!(game.tally.saves > rounds / 20 && game.tally.saves_given_up > rounds / 20);
     let daemon = game.daemon.take().unwrap();

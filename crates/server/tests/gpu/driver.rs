@@ -43,5 +43,5 @@ pub fn many() -> u32 {
 
 /// Says why a test has nothing to do here.
 pub fn skip(test: &str, reason: &str) {
-    println!("{test} is left out: {reason}");
+    println!("not tested: {test}: {reason}");
 }

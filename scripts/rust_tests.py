@@ -1,0 +1,145 @@
+"""Builds the tests of the crates and runs them, several programs at once; then the examples in the documentation.
+
+    python scripts/rust_tests.py --workspace
+    python scripts/rust_tests.py -p kvlane-fabric --test simulation -- --nocapture late
+
+Everything but --jobs goes to `cargo test`, and what follows `--` to each program. `cargo test` itself runs one program
+after the other, and most of ours wait for processes, sockets and disks. What a program prints is shown when it has
+ended, as a whole if a test failed. With KVLANE_TEST_TIMES=FOLDER the times of all tests are left there as JUnit XML,
+which pytest writes too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from xml.etree import ElementTree
+
+import cargo
+from cargo import ROOT, Built
+
+TIMES = "KVLANE_TEST_TIMES"
+JOBS = 3
+# A line of libtest: the test's name, what became of it, and its seconds.
+LINE = re.compile(r"^test (\S+)(?: - should panic)? \.\.\. (\w+)(?:.*?<([\d.]+)s>)?", re.MULTILINE)
+
+
+def build(arguments: list[str]) -> list[Built]:
+    """The programs that these arguments of `cargo test` name."""
+    if arguments == ["--workspace"]:
+        # What scripts/environment.py wants, too: compiled at once.
+        cargo.build(*cargo.EVERYTHING)
+    made = cargo.build("test", "--no-run", "--locked", *arguments)
+    return [each for each in made if each.is_test and each.program]
+
+
+def _name(program: Built) -> str:
+    return f"{program.crate.name} {program.source.relative_to(program.crate)}"
+
+
+class Run:
+    """Programs under way, and what came of those that have ended."""
+
+    def __init__(self, options: list[str]) -> None:
+        self._options = options
+        self._printing = threading.Lock()
+        # --report-time is marked as unstable, and asked for in this way by whoever has a stable toolchain; it changes
+        # nothing but the output.
+        self._environment = {**os.environ, "RUSTC_BOOTSTRAP": "1"}
+        self.failed: list[str] = []
+        self.cases: list[tuple[str, str, str, float]] = []
+        """Program, test, outcome, seconds."""
+        self.left_out: list[str] = []
+        """What tests said that they could not do here."""
+
+    def run(self, program: Built) -> None:
+        began = time.monotonic()
+        command = [
+            str(program.program),
+            "-Z",
+            "unstable-options",
+            "--report-time",
+            "--show-output",
+            *self._options,
+        ]
+        done = subprocess.run(
+            command,
+            cwd=program.crate,
+            env=self._environment | {"CARGO_MANIFEST_DIR": str(program.crate)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        seconds = time.monotonic() - began
+        with self._printing:
+            self._tell(_name(program), done.stdout, done.returncode, seconds)
+
+    def _tell(self, program: str, output: str, status: int, seconds: float) -> None:
+        for test, outcome, took in LINE.findall(output):
+            self.cases.append((program, test, outcome, float(took or 0)))
+        self.left_out += re.findall(r"^not tested: (.*)", output, re.MULTILINE)
+        results = re.findall(r"^test result: .*", output, re.MULTILINE)
+        if status or not results:
+            self.failed.append(f"{program} (status {status})")
+        if status or not results or "--nocapture" in self._options:
+            print(f"\n==> {program}\n{output}", flush=True)
+        else:
+            print(f"{seconds:7.1f} s  {program}: {results[-1]}", flush=True)
+
+
+def report(cases: Iterable[tuple[str, str, str, float]], left_out: list[str], path: Path) -> None:
+    """As JUnit XML."""
+    suite = ElementTree.Element("testsuite", name="rust")
+    for program, name, outcome, seconds in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=program, name=name, time=f"{seconds:.3f}")
+        if outcome not in ("ok", "ignored"):
+            ElementTree.SubElement(case, "failure", message=outcome)
+    for what in left_out:
+        case = ElementTree.SubElement(suite, "testcase", classname="rust", name="not tested", time="0")
+        ElementTree.SubElement(case, "skipped", message=what)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ElementTree.ElementTree(suite).write(path)
+
+
+def main() -> None:
+    arguments, options = sys.argv[1:], []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, options = arguments[:at], arguments[at + 1 :]
+    jobs = JOBS
+    if "--jobs" in arguments:
+        at = arguments.index("--jobs")
+        jobs = int(arguments[at + 1])
+        del arguments[at : at + 2]
+    programs = build(arguments)
+    if not programs:
+        sys.exit("these arguments name no tests")
+    run = Run(options)
+    # The longest come first, so that none is left alone at the end: those with most to say are likely to be.
+    programs.sort(key=lambda each: -sum(file.stat().st_size for file in each.files))
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(run.run, programs):
+            pass
+    if folder := os.environ.get(TIMES):
+        report(run.cases, run.left_out, Path(folder) / "rust.xml")
+    for what in run.left_out:
+        print(f"not tested: {what}")
+    if run.failed:
+        sys.exit("failed: " + "; ".join(sorted(run.failed)))
+    if "--workspace" in arguments:
+        documentation = ["cargo", "test", "--quiet", "--doc", "--locked", *arguments]
+        sys.exit(subprocess.run(documentation, cwd=ROOT, check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Long rounds of what `make test` and `make gate` do in short ones: each part with seeds of its own time.
+
+    python scripts/soak.py                              all parts once
+    python scripts/soak.py ssd-kills fuzz               these
+    python scripts/soak.py --minutes 60 ssd-kills fuzz  these, again and again, each for half an hour
+
+A part that fails does not end the others; the table at the end says what became of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+from cargo import ROOT
+
+ROUNDS = {"KVLANE_TEST_ROUNDS": "1000"}
+
+
+@dataclass
+class Part:
+    """Something that can be done again and again."""
+
+    what: str
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+def _rust(*arguments: str) -> list[str]:
+    return ["cargo", "test", "--locked", "--release", *arguments]
+
+
+def _make(*arguments: str) -> list[str]:
+    return ["make", *arguments]
+
+
+PARTS = {
+    "properties": Part(
+        "20,000 cases of each property of the pure crates and the store",
+        _rust(*(f"-pkvlane-{name}" for name in ("block", "memory", "policy", "store", "proto"))),
+        {"PROPTEST_CASES": "20000"},
+    ),
+    "simulation": Part(
+        "200,000 seeds of the fabric's simulated network",
+        _rust("-p", "kvlane-fabric", "--test", "simulation"),
+        {"KVLANE_TEST_SEEDS": "200000"},
+    ),
+    "canaries": Part(
+        "1,000 rounds of GPU loads whose blocks are used again",
+        _rust("-p", "kvlane-server", "--test", "gpu", "canary"),
+        ROUNDS,
+    ),
+    "ssd-kills": Part(
+        "1,000 kills of a process that writes to the SSD tier, 100 cases of its model",
+        _rust("-p", "kvlane-ssd"),
+        {**ROUNDS, "PROPTEST_CASES": "100"},
+    ),
+    "connects": Part(
+        "1,000 peers of the fabric that come and go over TCP, and as many on one host",
+        _rust("-p", "kvlane-fabric", "--test", "processes", "--test", "same_host", "come_and_go"),
+        ROUNDS,
+    ),
+    "daemon-kills": Part(
+        "1,000 rounds in which daemon and engines are killed",
+        _make("python", "ARGS=tests/daemon -m soak"),
+    ),
+    "engines": Part("all tests of vLLM, newest and oldest", _make("engines", "data-parallel", "oldest")),
+    "demo": Part("the demo, on the CPU", _make("demo", "ARGS=--device cpu")),
+    "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
+    "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
+    "defects": Part(
+        "each defect of tests/defects, put back, is found", [sys.executable, "scripts/defects.py"]
+    ),
+}
+
+
+def main() -> None:
+    width = max(map(len, PARTS))
+    parts = "\n".join(f"  {name:{width}}  {part.what}" for name, part in PARTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all if none is named")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="for all of them together; default: each once"
+    )
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    names = arguments.parts or list(PARTS)
+    share = arguments.minutes * 60 / len(names)
+    told = [soak(name, share) for name in names]
+    print("\n==> soak")
+    for name, times, seconds, failed in told:
+        print(f"{seconds:8.0f} s  {name:{width}}  {times} times, {'FAILED' if failed else 'passed'}")
+    failures = sum(failed for *_, failed in told)
+    print(f"{len(told) - failures} passed, {failures} failed")
+    sys.exit(1 if failures else 0)
+
+
+def soak(name: str, share: float) -> tuple[str, int, float, bool]:
+    """One part until its share of the time is over, or it fails: name, times, seconds, whether it failed."""
+    part, times, began = PARTS[name], 0, time.monotonic()
+    while True:
+        print(f"\n==> {name}: {part.what}", flush=True)
+        times += 1
+        environment = {**os.environ, **part.variables}
+        status = subprocess.run(part.command, cwd=ROOT, env=environment, check=False).returncode
+        seconds = time.monotonic() - began
+        if status or seconds >= share:
+            return name, times, seconds, status != 0
+
+
+if __name__ == "__main__":
+    main()

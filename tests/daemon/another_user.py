@@ -1,0 +1,43 @@
+"""Tests that need a second user: as root they become one; else they run once more in a user namespace, as its root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Of the range of ids that /etc/subuid gives to this user, which newuidmap maps.
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--map-auto", "--"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is marked so in a process of its own, where this one is not root's."""
+    if pyfuncitem.get_closest_marker("another_user") is None or os.geteuid() == 0:
+        return None
+    if (why := _refusal()) is not None:
+        pytest.skip(f"needs another user: be root, or have newuidmap and a range in /etc/subuid ({why})")
+    test = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", pyfuncitem.nodeid]
+    done = subprocess.run(
+        [*NAMESPACE, *test],
+        cwd=Path(str(pyfuncitem.config.rootpath)),
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    return True
+
+
+def _refusal() -> str | None:
+    """Why there is no such namespace here."""
+    try:
+        done = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True, timeout=30, check=False)
+    except OSError as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip()
