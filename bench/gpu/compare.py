@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from systems import SYSTEMS, kvlane_address, running, versions
+from systems import SYSTEMS, gpus, kvlane_address, running, versions
 
 from kvlane.bench import report
 from kvlane.bench.figures import Figure
@@ -349,12 +349,8 @@ def _table(figures: list[Figure]) -> str:
 
 
 def _host() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        gpus = []
-    return {"gpus": f"{len(gpus)} x {gpus[0]}" if gpus else "none"}
+    found = gpus()
+    return {"gpus": f"{len(found)} x {found[0]}" if found else "none"}
 
 
 def _picture(runs: list[Run], mode: str, host: str, path: Path) -> None:

@@ -42,7 +42,7 @@ from typing import Any
 import model
 from compare import ENVIRONMENT, HERE, MODES
 from measure import POISON, Engine, summary
-from systems import START_PATIENCE_S, SYSTEMS, kvlane_address, versions
+from systems import START_PATIENCE_S, SYSTEMS, gpus, kvlane_address, versions
 
 from kvlane._core import Tool
 from kvlane.bench import report
@@ -322,15 +322,6 @@ def measure(
     return found, held
 
 
-def host() -> list[str]:
-    """Name and driver of each GPU."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return []
-
-
 def publish(result: dict[str, Any], folder: Path) -> int:
     """Writes the JSON file, the table and the picture; 1 if a control failed or a mode did not come to its end."""
     runs = result["runs"]
@@ -394,7 +385,7 @@ def main() -> int:
         "commit": settings.commit or report.commit(),
         "versions": versions(),
         "settings": {name: value for name, value in vars(settings).items() if name not in ("out", "engine")},
-        "host": {"gpus": host(), "cpus": os.cpu_count()},
+        "host": {"gpus": gpus(), "cpus": os.cpu_count()},
         "runs": {},
         "failures": [],
     }

@@ -144,6 +144,15 @@ def running(system: System, size: int, folder: Path, log: Path) -> Iterator[None
             server.wait()
 
 
+def gpus() -> list[str]:
+    """Name and driver of each GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
 def versions() -> dict[str, str]:
     """Of all packages that took part and are installed as such."""
     found = {}
