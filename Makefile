@@ -1,4 +1,4 @@
-# A fresh machine needs Python 3.10 or newer with pip, make, a C compiler and a Rust toolchain; nothing else.
+# A fresh machine needs Python 3.10 or newer with pip, make, a C compiler and a Rust toolchain; `make fuzz` a C++ compiler.
 PYTHON ?= python3
 OUT ?= out
 ENVIRONMENT = $(PYTHON) scripts/environment.py
@@ -7,11 +7,12 @@ STAGES = $(PYTHON) scripts/stages.py
 DEV = .venvs/dev/bin
 VLLM = .venvs/vllm-0.32/bin
 OLD_VLLM = .venvs/vllm-0.24/bin
-TIMES = $(or $(KVLANE_TEST_TIMES),.cache/times)
+# Where runners leave the times of tests.
+TIMES = .cache/times
 # Tests start `kvlane` and find it beside their Python.
-PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest $(PYTEST_ARGS)
-PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest $(PYTEST_ARGS)
-PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest $(PYTEST_ARGS)
+PYTEST_DEV = PATH="$(CURDIR)/$(DEV):$$PATH" $(DEV)/python -m pytest
+PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
+PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
 .PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom fuzz bench serve \
@@ -19,7 +20,7 @@ export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted, from SSD: table, out/demo.json, out/demo.png
 	$(PYTHON) scripts/demo.py --out $(OUT) $(ARGS)
@@ -28,19 +29,19 @@ test: ## what a change could break, in a quarter of an hour on two cores
 	$(STAGES) fetch build lint rust python engines
 
 gate: ## what a change must pass beside `make test` before it lands: other versions of vLLM, the wheel, loom, short fuzzing
-	$(STAGES) packaging oldest data-parallel loom fuzz
+	$(STAGES) fuzz packaging oldest data-parallel loom
 
-soak: dev ## 1,000 rounds of everything that is random, an hour of fuzzing, all engines: make soak [MINUTES=60] [PARTS="fuzz loom"]
+soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"]
 	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
 fetch: ## what `make test` needs from registries
 	cargo fetch --locked
 	$(ENVIRONMENT) --without-kvlane dev vllm-0.32
-	$(PYTHON) scripts/fetch_contract_bases.py --into $(KVLANE_CONTRACT_BASES)
+	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
 
 build: dev vllm ## the crates, their tests, and the environments that have them
 
-lint: dev ## formatting, clippy, ruff, types
+lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fits the code
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(DEV)/ruff format --check .
@@ -48,24 +49,24 @@ lint: dev ## formatting, clippy, ruff, types
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
+	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
-	KVLANE_TEST_TIMES=$(TIMES) $(PYTHON) scripts/rust_tests.py $(or $(ARGS),--workspace)
+	$(PYTHON) scripts/rust_tests.py $(or $(ARGS),--workspace)
 
-python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks; or ARGS="tests/daemon -k ssd"
-	$(PYTHON) scripts/fetch_contract_bases.py --into $(KVLANE_CONTRACT_BASES)
-	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak" \
-		$(or $(ARGS),tests/daemon tests/connector tests/bench tests/fabric)
+python: dev ## tests without vLLM: the daemon, the connector's units, the benchmarks; or ARGS="-k ssd"
+	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
+	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak" $(ARGS)
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
 	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
 
 oldest: ## tests with the oldest real vLLM
-	$(ENVIRONMENT) vllm-0.24
+	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24
 	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m old_vllm tests/connector/test_vllm_*.py
 
 data-parallel: vllm ## data-parallel engines of the newest vLLM
-	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_parallel.py
+	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_*.py tests/engine
 
 wheel: ## the wheel that users get, for glibc 2.28 and newer: dist/kvlane-*.whl
 	$(PYTHON) scripts/wheel.py
@@ -88,10 +89,10 @@ serve: ## a daemon with a 4 GB pool, for trying things out
 	$(DEV)/kvlane serve --pool-size 4gb
 
 dev: ## the environment .venvs/dev: lints, and kvlane as tests want it
-	@$(ENVIRONMENT) dev
+	@$(ENVIRONMENT) $(if $(RELEASE),--release) dev
 
 vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests want it
-	@$(ENVIRONMENT) vllm-0.32
+	@$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.32
 
 docs: dev ## the pages in docs/reference, made from the code
 	$(DEV)/kvlane reference docs/reference

@@ -3,8 +3,9 @@
     python scripts/defects.py                          all of them
     python scripts/defects.py 07-store-leased-block    those whose name begins so
 
-First that part has to pass without the defect. The copy is in .cache/defects and keeps what it has built. The exit
-status is 1 if a defect is not found.
+First that part has to pass without the defect; then the test that the patch names has to fail. The copy is in
+.cache/defects: it makes environments of its own there (6 GB), and keeps what it has built. The exit status is 1 if a
+defect is not found.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,10 +24,8 @@ from cargo import ROOT
 
 DEFECTS = ROOT / "tests/defects"
 COPY = ROOT / ".cache/defects"
-# What a run that could not begin says, or that named no test: then red proves nothing.
-NOT_A_TEST = re.compile(
-    r"^error: could not compile|no tests ran|name no tests|error: patch failed", re.MULTILINE
-)
+# Of pytest and of libtest.
+FAILED = re.compile(r"^(?:FAILED (\S+)|test (\S+) \.\.\. FAILED)", re.MULTILINE)
 
 
 def main() -> None:
@@ -41,59 +41,62 @@ def main() -> None:
     told = [found(patch) for patch in patches]
     print("\n==> defects")
     for patch, (verdict, seconds, part) in zip(patches, told, strict=True):
-        print(f"{seconds:8.0f} s  {verdict:9}  {patch.stem}  ({part})")
+        print(f"{seconds:8.0f} s  {verdict:10}  {patch.stem}  ({part})")
     missed = sum(verdict != "found" for verdict, *_ in told)
     print(f"{len(told) - missed} passed, {missed} failed")
     sys.exit(1 if missed else 0)
 
 
 def copy() -> None:
-    """This tree's tracked and new files, as they are."""
-    COPY.mkdir(parents=True, exist_ok=True)
+    """This tree's tracked and new files, as they are. What is the same is left alone, since cargo goes by times."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
-    existing = b"\0".join(name for name in files.split(b"\0") if name and (ROOT / os.fsdecode(name)).exists())
-    archive = subprocess.Popen(
-        ["tar", "-c", "--null", "-T", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    unpack = subprocess.Popen(["tar", "-x", "-C", str(COPY)], stdin=archive.stdout)
-    assert archive.stdin is not None
-    archive.stdin.write(existing)
-    archive.stdin.close()
-    if archive.wait() or unpack.wait():
-        sys.exit("this tree could not be copied")
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    wanted = {name for name in names if (ROOT / name).is_file()}
+    manifest = COPY / ".copied"
+    COPY.mkdir(parents=True, exist_ok=True)
+    for old in set(manifest.read_text().split("\0") if manifest.exists() else ()) - wanted:
+        (COPY / old).unlink(missing_ok=True)
+    for name in wanted:
+        source, target = ROOT / name, COPY / name
+        if not target.exists() or target.read_bytes() != source.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    manifest.write_text("\0".join(wanted))
 
 
 def found(patch: Path) -> tuple[str, float, str]:
-    """The verdict on one defect, the seconds of the red run, and the part of the tests that was asked."""
-    part = re.search(r"^Found by: (.+)$", patch.read_text(), re.MULTILINE)
-    assert part is not None, f"{patch.name} does not say what finds it"
+    """The verdict on one defect, the seconds of the run with it, and the part of the tests that was asked."""
+    text = patch.read_text()
+    part = re.search(r"^Found by: (.+)$", text, re.MULTILINE)
+    test = re.search(r"^Test: (.+)$", text, re.MULTILINE)
+    assert part is not None and test is not None, f"{patch.name} does not say what finds it"
     print(f"==> {patch.stem}: {part[1]}", flush=True)
     status, output = run(part[1])
     if status:
         print(output[-4000:])
         return "red before", 0, part[1]
+    if apply(patch):
+        return "no patch", 0, part[1]
     try:
-        apply(patch)
         began = time.monotonic()
         status, output = run(part[1])
         seconds = time.monotonic() - began
     finally:
         apply(patch, "--reverse")
-    failed = re.findall(r"^(?:FAILED .*|test .* FAILED.*|ERROR .*)$", output, re.MULTILINE)
-    print("\n".join(f"    {line[:160]}" for line in failed[:8]), flush=True)
-    if NOT_A_TEST.search(output):
-        print(output[-4000:])
-        return "no answer", seconds, part[1]
-    return ("found" if status and failed else "missed"), seconds, part[1]
+    failed = ["".join(names) for names in FAILED.findall(output)]
+    print("\n".join(f"    failed: {name}" for name in failed), flush=True)
+    if status and any(test[1] in name for name in failed):
+        return "found", seconds, part[1]
+    print(output[-4000:])
+    return "missed", seconds, part[1]
 
 
-def apply(patch: Path, *options: str) -> None:
-    """Outside of any repository, so that git does not look for the copy's files in this one."""
-    command = ["git", "apply", *options, str(patch)]
-    subprocess.run(
-        command, cwd=COPY, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(COPY.parent)}, check=True
-    )
+def apply(patch: Path, *options: str) -> int:
+    """The status of git, which is not to take the copy for a part of this repository."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(COPY.parent)}
+    return subprocess.run(
+        ["git", "apply", *options, str(patch)], cwd=COPY, env=environment, check=False
+    ).returncode
 
 
 def run(part: str) -> tuple[int, str]:

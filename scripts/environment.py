@@ -31,8 +31,11 @@ VENVS = ROOT / ".venvs"
 CACHE = ROOT / ".cache"
 BOOT = VENVS / "boot"
 REQUIREMENTS = ROOT / "requirements"
-# What goes into the wheel.
+# What goes into the wheel, or decides how it is built.
 SOURCES = (
+    ".cargo",
+    "scripts/cargo.py",
+    "scripts/environment.py",
     "pyproject.toml",
     "MANIFEST.in",
     "Cargo.toml",
@@ -214,7 +217,8 @@ def _digest(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".so":
+            is_made = any(part == "__pycache__" or part.endswith(".egg-info") for part in file.parts)
+            if file.is_file() and not is_made and file.suffix != ".so":
                 digest.update(f"{file.relative_to(ROOT)} {file.stat().st_size}\n".encode())
                 digest.update(file.read_bytes())
     return digest.hexdigest()

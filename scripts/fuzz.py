@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def main() -> None:
     unknown = set(arguments.targets) - set(known)
     if unknown:
         parser.error(f"there is no target {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        sys.exit("fuzzing takes a C++ compiler, for libFuzzer: install one (Debian: g++), or name it in CXX")
     # Its own flags and its own target folder: nothing else is built anew because of them.
     environment = {key: value for key, value in os.environ.items() if key != "CARGO_TARGET_DIR"}
     environment["RUSTFLAGS"] = " ".join(COVERAGE)

@@ -5,8 +5,8 @@
 
 Everything but --jobs goes to `cargo test`, and what follows `--` to each program. `cargo test` itself runs one program
 after the other, and most of ours wait for processes, sockets and disks. What a program prints is shown when it has
-ended, as a whole if a test failed. With KVLANE_TEST_TIMES=FOLDER the times of all tests are left there as JUnit XML,
-which pytest writes too.
+ended, as a whole if a test failed. The times of all tests are left in .cache/times/rust.xml, as JUnit XML, which pytest
+writes too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from xml.etree import ElementTree
 import cargo
 from cargo import ROOT, Built
 
-TIMES = "KVLANE_TEST_TIMES"
+TIMES = ROOT / ".cache/times/rust.xml"
 JOBS = 3
+PATIENCE_S = 900
 # A line of libtest: the test's name, what became of it, and its seconds.
 LINE = re.compile(r"^test (\S+)(?: - should panic)? \.\.\. (\w+)(?:.*?<([\d.]+)s>)?", re.MULTILINE)
 
 
 def build(arguments: list[str]) -> list[Built]:
     """The programs that these arguments of `cargo test` name."""
-    if arguments == ["--workspace"]:
-        # What scripts/environment.py wants, too: compiled at once.
-        cargo.build(*cargo.EVERYTHING)
-    made = cargo.build("test", "--no-run", "--locked", *arguments)
+    # All of them together are what scripts/environment.py wants, too: compiled once.
+    everything = arguments == ["--workspace"]
+    made = cargo.build(*(cargo.EVERYTHING if everything else ("test", "--no-run", "--locked", *arguments)))
     return [each for each in made if each.is_test and each.program]
 
 
@@ -61,16 +61,9 @@ class Run:
 
     def run(self, program: Built) -> None:
         began = time.monotonic()
-        command = [
-            str(program.program),
-            "-Z",
-            "unstable-options",
-            "--report-time",
-            "--show-output",
-            *self._options,
-        ]
-        done = subprocess.run(
-            command,
+        command = [str(program.program), "-Z", "unstable-options", "--report-time", "--show-output"]
+        running = subprocess.Popen(
+            [*command, *self._options],
             cwd=program.crate,
             env=self._environment | {"CARGO_MANIFEST_DIR": str(program.crate)},
             stdin=subprocess.DEVNULL,
@@ -78,16 +71,22 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            check=False,
         )
+        # One that hangs is ended, with what it said so far.
+        end = threading.Timer(PATIENCE_S, running.kill)
+        end.start()
+        try:
+            output, _ = running.communicate()
+        finally:
+            end.cancel()
         seconds = time.monotonic() - began
         with self._printing:
-            self._tell(_name(program), done.stdout, done.returncode, seconds)
+            self._tell(_name(program), output, running.returncode, seconds)
 
     def _tell(self, program: str, output: str, status: int, seconds: float) -> None:
         for test, outcome, took in LINE.findall(output):
             self.cases.append((program, test, outcome, float(took or 0)))
-        self.left_out += re.findall(r"^not tested: (.*)", output, re.MULTILINE)
+        self.left_out += re.findall(r"(?:^|\.\.\. )not tested: (.*)", output, re.MULTILINE)
         results = re.findall(r"^test result: .*", output, re.MULTILINE)
         if status or not results:
             self.failed.append(f"{program} (status {status})")
@@ -125,13 +124,12 @@ def main() -> None:
     if not programs:
         sys.exit("these arguments name no tests")
     run = Run(options)
-    # The longest come first, so that none is left alone at the end: those with most to say are likely to be.
+    # The longest come first, so that none is left alone at the end: the largest files are likely to be.
     programs.sort(key=lambda each: -sum(file.stat().st_size for file in each.files))
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(run.run, programs):
             pass
-    if folder := os.environ.get(TIMES):
-        report(run.cases, run.left_out, Path(folder) / "rust.xml")
+    report(run.cases, run.left_out, TIMES)
     for what in run.left_out:
         print(f"not tested: {what}")
     if run.failed:

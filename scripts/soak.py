@@ -2,7 +2,7 @@
 
     python scripts/soak.py                              all parts once
     python scripts/soak.py ssd-kills fuzz               these
-    python scripts/soak.py --minutes 60 ssd-kills fuzz  these, again and again, each for half an hour
+    python scripts/soak.py --minutes 60 ssd-kills fuzz  these, again and again, each for half an hour or longer
 
 A part that fails does not end the others; the table at the end says what became of each.
 """
@@ -65,10 +65,13 @@ PARTS = {
         ROUNDS,
     ),
     "daemon-kills": Part(
-        "1,000 rounds in which daemon and engines are killed",
-        _make("python", "ARGS=tests/daemon -m soak"),
+        "1,000 rounds in which daemon and engines are killed, 300 with an SSD; kvlane as users get it",
+        _make("python", "RELEASE=1", "ARGS=tests/daemon -m soak"),
     ),
-    "engines": Part("all tests of vLLM, newest and oldest", _make("engines", "data-parallel", "oldest")),
+    "engines": Part(
+        "all tests of vLLM, newest and oldest; kvlane as users get it",
+        _make("engines", "data-parallel", "oldest", "RELEASE=1"),
+    ),
     "demo": Part("the demo, on the CPU", _make("demo", "ARGS=--device cpu")),
     "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
@@ -86,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="all if none is named")
     parser.add_argument(
-        "--minutes", type=float, default=0, help="for all of them together; default: each once"
+        "--minutes", type=float, default=0, help="that they take together, at least; default: each runs once"
     )
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)

@@ -3,8 +3,7 @@ what was not tested.
 
     python scripts/stages.py lint rust python
 
-The first target that fails is the last one. Test runners leave their times as JUnit XML in the folder that
-KVLANE_TEST_TIMES names.
+The first target that fails is the last one. Test runners leave their times as JUnit XML in .cache/times.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ def main() -> None:
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET")
     targets = parser.parse_args().targets
-    # Who stops the run gets the times so far.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     TIMES.mkdir(parents=True, exist_ok=True)
     for old in TIMES.glob("*.xml"):
         old.unlink()
@@ -43,8 +40,10 @@ def main() -> None:
         for target in targets:
             print(f"==> make {target}", flush=True)
             began = time.monotonic()
-            status = make(target)
-            took.append((target, time.monotonic() - began))
+            try:
+                status = make(target)
+            finally:
+                took.append((target, time.monotonic() - began))
             if status:
                 break
     finally:
@@ -55,9 +54,18 @@ def main() -> None:
 
 
 def make(target: str) -> int:
-    """The status of one target."""
-    environment = {**os.environ, "KVLANE_TEST_TIMES": str(TIMES)}
-    return subprocess.run(["make", target], cwd=ROOT, env=environment, check=False).returncode
+    """The status of one target. What ends this process ends all that the target has started."""
+    # ARGS are for one target, not for all.
+    made = subprocess.Popen(["make", target, "ARGS="], cwd=ROOT, start_new_session=True)
+
+    def stop(number: int, _: object) -> None:
+        os.killpg(made.pid, signal.SIGTERM)
+        made.wait()
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    return made.wait()
 
 
 @dataclass
@@ -71,9 +79,14 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All tests of this run."""
-    found = [case for path in TIMES.glob("*.xml") for case in ElementTree.parse(path).iter("testcase")]
-    return [_case(case) for case in found]
+    """All tests of this run, but for those of a runner that was stopped while it wrote."""
+    found: list[Case] = []
+    for path in sorted(TIMES.glob("*.xml")):
+        try:
+            found += map(_case, ElementTree.parse(path).iter("testcase"))
+        except ElementTree.ParseError as error:
+            print(f"{path}: {error}")
+    return found
 
 
 def _case(element: ElementTree.Element) -> Case:

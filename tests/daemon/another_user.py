@@ -19,7 +19,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if pyfuncitem.get_closest_marker("another_user") is None or os.geteuid() == 0:
         return None
     if (why := _refusal()) is not None:
-        pytest.skip(f"needs another user: be root, or have newuidmap and a range in /etc/subuid ({why})")
+        pytest.skip(
+            f"needs another user: be root, or have newuidmap, a range in /etc/subuid and util-linux 2.38 ({why})"
+        )
     test = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", pyfuncitem.nodeid]
     done = subprocess.run(
         [*NAMESPACE, *test],

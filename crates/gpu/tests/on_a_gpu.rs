@@ -46,7 +46,9 @@ fn mixed_copies() -> Vec<Copy> {
 #[test]
 fn every_way_to_copy_moves_the_same_bytes() {
     if !is_real() {
-        return;
+        return println!(
+            "not tested: every_way_to_copy_moves_the_same_bytes: KVLANE_TEST_DRIVER is not cuda"
+        );
     }
     let (gpu, peer) = gpus();
     assert!(gpu.methods().kernel, "the kernel must load");
@@ -100,7 +102,9 @@ fn every_way_to_copy_moves_the_same_bytes() {
 #[test]
 fn a_pool_that_is_pinned_in_chunks_is_copied_across_its_seams() {
     if !is_real() {
-        return;
+        return println!(
+            "not tested: a_pool_that_is_pinned_in_chunks_is_copied_across_its_seams: KVLANE_TEST_DRIVER is not cuda"
+        );
     }
     let (gpu, _) = gpus();
     let stream = stream(&gpu);
@@ -141,11 +145,13 @@ fn a_pool_that_is_pinned_in_chunks_is_copied_across_its_seams() {
 #[test]
 fn loads_over_several_links_bring_the_same_bytes() {
     if !is_real() {
-        return;
+        return println!(
+            "not tested: loads_over_several_links_bring_the_same_bytes: KVLANE_TEST_DRIVER is not cuda"
+        );
     }
     let (gpu, peer) = gpus();
     if peer.info().ordinal == gpu.info().ordinal {
-        return;
+        return println!("not tested: loads_over_several_links_bring_the_same_bytes: there is one GPU");
     }
     let rails = Rails::new(gpu.driver(), &[], RailOptions::default()).unwrap();
     let reached = rails.loader(&gpu, "a test").reached();
@@ -174,7 +180,9 @@ fn loads_over_several_links_bring_the_same_bytes() {
 #[test]
 fn what_a_daemon_measures_at_its_start_is_printed() {
     if !is_real() {
-        return;
+        return println!(
+            "not tested: what_a_daemon_measures_at_its_start_is_printed: KVLANE_TEST_DRIVER is not cuda"
+        );
     }
     let (gpu, _) = gpus();
     let host = HostBuffer::new(&gpu, CALIBRATION_BYTES).unwrap();
@@ -194,7 +202,7 @@ fn what_a_daemon_measures_at_its_start_is_printed() {
 #[test]
 fn rates_are_printed() {
     if !is_real() {
-        return;
+        return println!("not tested: rates_are_printed: KVLANE_TEST_DRIVER is not cuda");
     }
     let (gpu, peer) = gpus();
     println!("{:?}", gpu.info());

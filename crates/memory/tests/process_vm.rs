@@ -276,9 +276,14 @@ fn in_a_user_namespace(test: &str) {
         command.args(["--user", "--map-root-user", "--map-auto", "--"]);
         command
     };
-    if !enter().arg("true").stderr(Stdio::null()).status().is_ok_and(|status| status.success()) {
-        println!("not tested: {test}: be root, or have newuidmap and a range in /etc/subuid");
-        return;
+    let refusal = match enter().arg("true").output() {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        Err(error) => Some(error.to_string()),
+    };
+    if let Some(why) = refusal {
+        let wanted = "be root, or have newuidmap, a range in /etc/subuid and util-linux 2.38";
+        return println!("not tested: {test}: {wanted} ({why})");
     }
     let status = enter().arg(std::env::current_exe().unwrap()).args(["--exact", test]).status().unwrap();
     assert!(status.success(), "{status}: what happened in the namespace stands above");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
+    missing = [name for name in extra.NAMES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"kvlane bench needs {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}",
+            file=sys.stderr,
+        )
+        return 2
     return parsed.run(parsed)
 
 
@@ -46,12 +54,6 @@ def _main_with_sentences() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return main()
-    except ModuleNotFoundError as error:
-        if error.name not in extra.NAMES:
-            raise
-        wanted = " ".join(extra.NAMES)
-        print(f"kvlane bench needs {error.name}: {sys.executable} -m pip install {wanted}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
 

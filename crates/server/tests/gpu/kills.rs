@@ -7,9 +7,9 @@ use kvlane_proto::Address;
 
 use crate::{
     daemon::Daemon,
-    driver::{BLOCKS, VERY_SLOW, driver, is_real, many},
+    driver::{BLOCKS, VERY_SLOW, driver, engines_gpu, is_real, many, piece, skip},
     engine::{GpuEngine, start_process},
-    support::address,
+    support::{address, settle},
 };
 
 /// A load whose daemon is killed or stopped may hold up its engine's stream for about a second; machines are busy.
@@ -181,5 +181,40 @@ fn a_daemon_that_is_stopped_in_the_middle_of_a_load_writes_nothing_after_its_end
     assert!(loaded.ok, "{loaded:?}");
     engine.assert_holds(blocks, 200);
     drop(engine);
+    daemon.stop();
+}
+
+/// The daemon looks at the fence before and after it copies. Without the second look it took for saved what the engine had
+/// computed in the blocks since it gave the save up.
+#[test]
+fn a_save_that_is_given_up_while_it_is_copied_never_becomes_visible() {
+    if is_real() {
+        return skip("a save given up in the middle", "a real GPU is done before its worker gives up");
+    }
+    // 4 MiB: of a longer save the next part begins with a look at the fence.
+    const PROMPT: u32 = 8;
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    // A prompt takes 0.4 s, so that the worker gives up when the daemon has begun and has not ended.
+    let daemon = Daemon::start_slow(&address, VERY_SLOW);
+    let impatient = Duration::from_millis(150);
+    let gpu = engines_gpu(&driver());
+    let mut engine = GpuEngine::on(&gpu, &address, "engine", piece(), impatient).unwrap();
+    for prompt in 0..3 {
+        (1..).zip(0..PROMPT).for_each(|(seed, block)| engine.compute(block, seed));
+        engine.synchronize();
+        let saved = engine.save(prompt, 0..PROMPT);
+        assert!(!saved.ok, "{saved:?}");
+        (100..).zip(0..PROMPT).for_each(|(seed, block)| engine.compute(block, seed));
+        engine.synchronize();
+        daemon.wait_until("done with the save", |status| status.claimed_blocks == 0);
+        settle(&address);
+        assert_eq!(engine.visible(prompt, PROMPT), 0, "blocks of a save that was given up");
+    }
+    // The control: who waits for it has it.
+    let mut patient = GpuEngine::new(&address, "patient", &driver());
+    patient.compute_and_save(&address, 100, 0..PROMPT, 1);
+    assert_eq!(patient.visible(100, PROMPT), PROMPT);
+    drop((engine, patient));
     daemon.stop();
 }
