@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -57,33 +58,33 @@ class Run:
         self.cases: list[tuple[str, str, str, float]] = []
         """Program, test, outcome, seconds."""
         self.left_out: list[str] = []
-        """What tests said that they could not do here."""
+        """What tests said that they could not do here: the test, a colon, and why."""
 
     def run(self, program: Built) -> None:
         began = time.monotonic()
         command = [str(program.program), "-Z", "unstable-options", "--report-time", "--show-output"]
-        running = subprocess.Popen(
-            [*command, *self._options],
-            cwd=program.crate,
-            env=self._environment | {"CARGO_MANIFEST_DIR": str(program.crate)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        # One that hangs is ended, with what it said so far.
-        end = threading.Timer(PATIENCE_S, running.kill)
-        end.start()
-        try:
-            output, _ = running.communicate()
-        finally:
-            end.cancel()
+        # Into a file: what a hanging test has started may outlive it, and would keep a pipe open.
+        with tempfile.TemporaryFile("w+", errors="replace") as written:
+            try:
+                status = subprocess.run(
+                    [*command, *self._options],
+                    cwd=program.crate,
+                    env=self._environment | {"CARGO_MANIFEST_DIR": str(program.crate)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=written,
+                    stderr=subprocess.STDOUT,
+                    timeout=PATIENCE_S,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = f"none after {PATIENCE_S} s"
+            written.seek(0)
+            output = written.read()
         seconds = time.monotonic() - began
         with self._printing:
-            self._tell(_name(program), output, running.returncode, seconds)
+            self._tell(_name(program), output, status, seconds)
 
-    def _tell(self, program: str, output: str, status: int, seconds: float) -> None:
+    def _tell(self, program: str, output: str, status: int | str, seconds: float) -> None:
         for test, outcome, took in LINE.findall(output):
             self.cases.append((program, test, outcome, float(took or 0)))
         self.left_out += re.findall(r"(?:^|\.\.\. )not tested: (.*)", output, re.MULTILINE)
@@ -104,8 +105,9 @@ def report(cases: Iterable[tuple[str, str, str, float]], left_out: list[str], pa
         if outcome not in ("ok", "ignored"):
             ElementTree.SubElement(case, "failure", message=outcome)
     for what in left_out:
-        case = ElementTree.SubElement(suite, "testcase", classname="rust", name="not tested", time="0")
-        ElementTree.SubElement(case, "skipped", message=what)
+        test, _, why = what.partition(": ")
+        case = ElementTree.SubElement(suite, "testcase", classname="crates", name=test, time="0")
+        ElementTree.SubElement(case, "skipped", message=why)
     path.parent.mkdir(parents=True, exist_ok=True)
     ElementTree.ElementTree(suite).write(path)
 

@@ -1,4 +1,4 @@
-"""Long rounds of what `make test` and `make gate` do in short ones: each part with seeds of its own time.
+"""Long rounds of what `make test` and `make gate` do in short ones, each time with other seeds.
 
     python scripts/soak.py                              all parts once
     python scripts/soak.py ssd-kills fuzz               these
