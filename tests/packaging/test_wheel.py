@@ -70,7 +70,7 @@ def test_all_of_the_package_is_in_it() -> None:
     sources = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.split()
     wanted = {name.removeprefix("python/") for name in sources} | {"kvlane/_core.abi3.so"}
     with zipfile.ZipFile(WHEELS[0]) as wheel:
-        names = wheel.namelist()
+        names = [name for name in wheel.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
     assert any(name.endswith(".data/scripts/kvlane") for name in names)
 

@@ -74,7 +74,7 @@ fn inside(test: &str, scenario: fn(Network)) {
         set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
         match Network::new() {
             Ok(network) => scenario(network),
-            Err(why) => println!("not tested: {why}"),
+            Err(why) => println!("not tested: {test}: {why}"),
         }
         return;
     }
@@ -83,7 +83,7 @@ fn inside(test: &str, scenario: fn(Network)) {
     unshare(&mut command, libc::CLONE_NEWUSER | libc::CLONE_NEWNET);
     match command.status() {
         Ok(status) => assert!(status.success(), "{status}: what happened inside stands above"),
-        Err(error) => println!("not tested: {}", refusal(&error)),
+        Err(error) => println!("not tested: {test}: {}", refusal(&error)),
     }
 }
 
