@@ -5,6 +5,12 @@ from typing import Any, Literal, final
 __version__: str
 WIRE_VERSION: int
 
+def log_descriptor() -> int:
+    """Begins to keep the core's log messages, and gives an eventfd that becomes readable with each. One a process."""
+
+def take_log() -> tuple[list[tuple[int, str]], int]:
+    """The messages since the last call, each with its level of Python's logging, and how many there was no room for."""
+
 # (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
 Region = tuple[int, int, int, int, list[int]]
 

@@ -16,6 +16,7 @@ mod nonce;
 mod pace;
 mod pools;
 mod scheduler;
+mod standing;
 mod tool;
 mod worker;
 

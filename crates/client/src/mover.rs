@@ -29,6 +29,7 @@ use crate::{
     loading::{Loading, Takeover},
     nonce::random_nonce,
     pools::{Mapped, Pools, ROUND},
+    standing::{Standing, describe, tell},
     worker::{
         After, Finished, Job, LoadGroup, Release, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions,
     },
@@ -50,6 +51,7 @@ pub(crate) fn run(options: WorkerOptions, groups: Vec<GroupMemory>, shared: &Sha
         link: None,
         pools: Pools::default(),
         round_at: now + ROUND,
+        standing: Standing::new(format!("rank {}", options.rank), options.address.clone(), now),
         options,
         groups,
         shared,
@@ -66,12 +68,15 @@ struct Mover<'a> {
     link: Option<Link>,
     pools: Pools,
     round_at: Instant,
+    standing: Standing,
 }
 
 /// A connection and what was asked over it.
 struct Link {
     connection: Connection,
     boot: BootId,
+    /// What the daemon said of itself, for the log.
+    daemon: String,
     stage: Stage,
     /// What is still to be shared before registering.
     batches: std::vec::IntoIter<ChunkBatch>,
@@ -284,7 +289,10 @@ impl Mover<'_> {
             else {
                 continue;
             };
-            tracing::warn!(job = load.job.number, "kvlane does not answer; its load is carried out here");
+            tracing::warn!(
+                job = load.job.number,
+                "kvlane: the daemon does not answer; the worker carries out its load itself"
+            );
             self.take_over(&mut load);
             if let Some(link) = &mut self.link {
                 link.asked.insert(id, Asked::Load(load));
@@ -298,7 +306,7 @@ impl Mover<'_> {
         load.release_at = None;
         if !end.ok {
             let job = load.job.number;
-            tracing::warn!(job, detail = end.detail, "a load could not be carried out here");
+            tracing::warn!(job, detail = end.detail, "kvlane: the worker could not carry out a load itself");
             load.takeover = Takeover::Failed;
             return;
         }
@@ -352,7 +360,9 @@ impl Mover<'_> {
         let mut connection = match Connection::connect(&self.options.address) {
             Ok(connection) => connection,
             Err(error) => {
-                self.note_refusal(&error.to_string());
+                let sentence = error.to_string();
+                tell(self.standing.absent(&sentence));
+                self.note_refusal(&sentence);
                 return self.backoff.failed(now);
             }
         };
@@ -366,12 +376,14 @@ impl Mover<'_> {
             live_leases: Vec::new(),
         };
         if let Err(lost) = connection.send(Ask::Hello(hello)) {
+            tell(self.standing.broken_off(&lost.to_string()));
             self.note_refusal(&lost.to_string());
             return self.backoff.failed(now);
         }
         self.link = Some(Link {
             connection,
             boot: [0; 16],
+            daemon: String::new(),
             stage: Stage::Greeting,
             batches: self.options.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.chunk_batches()).into_iter(),
             method: self.options.save_method,
@@ -400,7 +412,8 @@ impl Mover<'_> {
         let Some(link) = &mut self.link else { return Ok(()) };
         let asked = link.asked.remove(&reply.id);
         match reply.body {
-            Some(Answer::Welcome(_)) => {
+            Some(Answer::Welcome(welcome)) => {
+                link.daemon = describe(&welcome);
                 link.boot = reply.boot_id.as_ref().try_into().unwrap_or_default();
                 if let Some(credentials) = link.connection.unix().and_then(|s| PeerCredentials::of(s).ok()) {
                     // Without Yama there is nothing to allow; refused elsewhere, the daemon's probe will tell.
@@ -417,9 +430,6 @@ impl Mover<'_> {
                 };
                 let by_daemon = link.method != SaveMethod::Mapped;
                 let mut state = self.shared.state.lock();
-                if state.method != method {
-                    tracing::info!(method, reason = registered.reason, "saves to kvlane");
-                }
                 state.method = method.into();
                 state.reason = registered.reason;
                 drop(state);
@@ -433,7 +443,7 @@ impl Mover<'_> {
                     link.connection.send(Ask::PoolMapped(v1::PoolMapped {}))?;
                 }
                 Err(detail) => {
-                    self.note_refusal(&detail);
+                    self.refuse(&detail);
                     return Err(Lost::Closed);
                 }
             },
@@ -442,6 +452,8 @@ impl Mover<'_> {
                 link.stage = Stage::Open;
                 self.backoff.succeeded();
                 let mut state = self.shared.state.lock();
+                let how = format!("{}, saves by {} ({})", link.daemon, state.method, state.reason);
+                tell(self.standing.connected(&how, Instant::now()));
                 state.registered = true;
                 state.refusal.clear();
                 state.stats.connects += 1;
@@ -479,11 +491,16 @@ impl Mover<'_> {
                 _ => {}
             },
             Some(Answer::Refused(refused)) => {
-                let stage = link.stage;
-                self.note_refusal(&refused.sentence);
+                let is_open = link.stage == Stage::Open;
+                if !is_open {
+                    self.refuse(&refused.sentence);
+                } else if self.note_refusal(&refused.sentence) {
+                    let (address, sentence) = (&self.options.address, &refused.sentence);
+                    tracing::warn!("kvlane: the daemon at {address} refused a request: {sentence}");
+                }
                 if let Some(asked) = asked {
                     self.end(asked, &refused.sentence);
-                } else if stage != Stage::Open {
+                } else if !is_open {
                     return Err(Lost::Closed);
                 }
             }
@@ -503,7 +520,7 @@ impl Mover<'_> {
                     Ok(())
                 }
                 Err(error) => {
-                    self.note_refusal(&error.to_string());
+                    self.refuse(&error.to_string());
                     Err(Lost::Closed)
                 }
             };
@@ -602,7 +619,7 @@ impl Mover<'_> {
             self.end(asked, "the daemon did not answer in time");
         }
         self.shared.state.lock().stats.save_timeouts += ended;
-        tracing::warn!(saves = ended, "kvlane does not answer; its saves are given up");
+        tracing::warn!(saves = ended, "kvlane: the daemon does not answer; the worker gives up its saves");
     }
 
     fn end(&self, asked: Asked, why: &str) {
@@ -637,9 +654,13 @@ impl Mover<'_> {
         }
         asked.into_iter().for_each(|asked| self.end(asked, "the daemon went away"));
         self.backoff.failed(Instant::now());
+        tell(if open {
+            self.standing.lost(&lost.to_string(), Instant::now())
+        } else {
+            self.standing.broken_off(&lost.to_string())
+        });
         let mut state = self.shared.state.lock();
         if open {
-            tracing::warn!(address = %self.options.address, reason = %lost, "lost the kvlane daemon; the engine goes on without it");
             state.registered = false;
             state.stats.losses += 1;
         }
@@ -647,13 +668,21 @@ impl Mover<'_> {
         self.round_at = Instant::now() + ROUND;
     }
 
-    fn note_refusal(&self, sentence: &str) {
+    /// This daemon cannot be used.
+    fn refuse(&mut self, sentence: &str) {
+        tell(self.standing.refused(sentence, Instant::now()));
+        self.note_refusal(sentence);
+    }
+
+    /// Whoever waits for the registration learns why it does not come. True for a sentence that is new.
+    fn note_refusal(&self, sentence: &str) -> bool {
         let mut state = self.shared.state.lock();
-        if state.refusal != sentence {
-            tracing::warn!(address = %self.options.address, "{sentence}");
+        let is_new = state.refusal != sentence;
+        if is_new {
             state.refusal = sentence.into();
             self.shared.changed.notify_all();
         }
+        is_new
     }
 
     /// Waits for a job, an answer or a deadline; while `busy` only looks for them.

@@ -22,6 +22,7 @@ use crate::{
     backoff::Backoff,
     connection::{Connection, Lost},
     nonce::random_nonce,
+    standing::{Standing, describe, tell},
 };
 
 /// How long a new scheduler waits for its engine to be opened.
@@ -141,6 +142,9 @@ pub struct Scheduler {
     leases: BTreeMap<BootId, BTreeSet<u64>>,
     stats: SchedulerStats,
     last_refusal: Option<String>,
+    standing: Standing,
+    /// What the last daemon said of itself, for the log.
+    daemon: String,
 }
 
 impl Scheduler {
@@ -148,6 +152,7 @@ impl Scheduler {
     /// the engine, so that the first request can already hit.
     pub fn new(options: SchedulerOptions) -> Self {
         let now = Instant::now();
+        let standing = Standing::new("the scheduler".into(), options.address.clone(), now);
         let mut scheduler = Self {
             options,
             nonce: random_nonce(),
@@ -157,6 +162,8 @@ impl Scheduler {
             leases: BTreeMap::new(),
             stats: SchedulerStats::default(),
             last_refusal: None,
+            standing,
+            daemon: String::new(),
         };
         while scheduler.up.is_some() || scheduler.backoff.is_due(Instant::now()) {
             scheduler.advance(Instant::now());
@@ -352,7 +359,7 @@ impl Scheduler {
         let mut connection = match Connection::connect(&self.options.address) {
             Ok(connection) => connection,
             Err(error) => {
-                tracing::debug!(%error, "cannot connect");
+                tell(self.standing.absent(&error.to_string()));
                 return self.backoff.failed(now);
             }
         };
@@ -385,7 +392,8 @@ impl Scheduler {
         let Some(up) = &mut self.up else { return };
         let boot: BootId = reply.boot_id.as_ref().try_into().unwrap_or_default();
         match reply.body {
-            Some(Answer::Welcome(_)) => {
+            Some(Answer::Welcome(welcome)) => {
+                self.daemon = describe(&welcome);
                 up.boot = boot;
                 up.phase = Phase::Opening;
                 // A lease of another boot died with that daemon.
@@ -409,6 +417,7 @@ impl Scheduler {
                 self.backoff.succeeded();
                 self.stats.connects += 1;
                 self.last_refusal = None;
+                tell(self.standing.connected(&self.daemon, now));
                 let waiting: Vec<String> = self.pending.keys().cloned().collect();
                 waiting.iter().for_each(|request| self.send_lookup(request));
             }
@@ -431,10 +440,16 @@ impl Scheduler {
             Some(Answer::Refused(refused)) => {
                 let asked = up.asked.remove(&reply.id);
                 let phase = up.phase;
-                self.note_refusal(&refused.sentence);
+                let is_new = self.last_refusal.as_ref() != Some(&refused.sentence);
+                if phase == Phase::Open && is_new {
+                    let (address, sentence) = (&self.options.address, &refused.sentence);
+                    tracing::warn!("kvlane: the daemon at {address} refused a request: {sentence}");
+                }
+                self.last_refusal = Some(refused.sentence.clone());
                 if asked.is_some() {
                     self.take_lookup(asked, Hit::default(), now);
                 } else if phase != Phase::Open {
+                    tell(self.standing.refused(&refused.sentence, now));
                     self.up = None;
                     self.backoff.failed(now);
                 }
@@ -529,19 +544,16 @@ impl Scheduler {
     }
 
     fn lose(&mut self, lost: &Lost, now: Instant) {
-        tracing::warn!(address = %self.options.address, reason = %lost, "lost the kvlane daemon; requests go on without it");
+        tell(if self.is_connected() {
+            self.standing.lost(&lost.to_string(), now)
+        } else {
+            self.standing.broken_off(&lost.to_string())
+        });
         self.up = None;
         self.stats.losses += 1;
         self.backoff.failed(now);
         // What was asked will not be answered.
         self.pending.retain(|_, pending| !matches!(pending, Pending::Waiting { .. }));
-    }
-
-    fn note_refusal(&mut self, sentence: &str) {
-        if self.last_refusal.as_deref() != Some(sentence) {
-            tracing::warn!(address = %self.options.address, "the kvlane daemon refused: {sentence}");
-            self.last_refusal = Some(sentence.to_owned());
-        }
     }
 
     /// Why the daemon refused the last time, until it opens the engine.

@@ -5,6 +5,7 @@ mod convert;
 mod fabric;
 mod gpu;
 mod gpu_memory;
+mod log;
 mod scheduler;
 mod ssd;
 mod tool;
@@ -25,6 +26,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::gpu_memory::PyGpuMemory;
+    #[pymodule_export]
+    use super::log::{log_descriptor, take_log};
     #[pymodule_export]
     use super::scheduler::{PyHit, PyScheduler};
     #[pymodule_export]

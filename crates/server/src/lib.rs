@@ -12,6 +12,7 @@ mod meetings;
 mod metrics;
 mod peer;
 mod random;
+mod refusals;
 mod replies;
 mod save_pace;
 mod save_thread;
@@ -45,7 +46,7 @@ pub use ssd::SsdOptions;
 
 use crate::{
     ceilings::HitCeilings, engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics,
-    sessions::Sessions, ssd::Ssd,
+    refusals::Refusals, sessions::Sessions, ssd::Ssd,
 };
 
 /// What the SSD tier gets at least to write its last blocks and its index.
@@ -110,6 +111,7 @@ pub(crate) struct Shared {
     pub(crate) store: Arc<Store>,
     pub(crate) engines: Engines,
     pub(crate) sessions: Sessions,
+    pub(crate) refusals: Refusals,
     pub(crate) metrics: Metrics,
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.
@@ -168,6 +170,7 @@ impl Daemon {
             store,
             engines: Engines::default(),
             sessions: Sessions::new(options.sessions_max)?,
+            refusals: Refusals::default(),
             metrics: Metrics::install(),
             ceilings: HitCeilings::start()?,
             gpus,

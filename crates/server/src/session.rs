@@ -31,6 +31,7 @@ use crate::{
     loads,
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
+    refusals,
     replies::Replies,
     save_pace::Pace,
     save_thread::SaveThread,
@@ -70,7 +71,7 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                 Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
             };
             let replies = match stream.try_clone() {
-                Ok(clone) => Arc::new(Replies::new(clone, shared.boot)),
+                Ok(clone) => Arc::new(Replies::new(clone, Arc::clone(&shared), refusals::name_of(&peer))),
                 Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
             };
             let mut session = Session {

@@ -14,5 +14,7 @@ def open_core(address: str | None) -> Any:
 
         return FakeCore.named(address[len(FAKE) :])
     from kvlane import _core
+    from kvlane.connector import core_log
 
+    core_log.start(_core)
     return _core

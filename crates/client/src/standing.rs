@@ -1,0 +1,190 @@
+//! What an engine's link to the daemon tells the user's log: a sentence for each change, and none for what is known.
+//!
+//! ```text
+//!            +--> Absent <--+        connected: "is connected to" the first time, afterwards "is back ... after n s"
+//!   New -----+--> Refused <-+------> Up
+//!            +-----------------------^ |
+//!                    Absent, Refused <-+ lost
+//! ```
+
+use std::time::Instant;
+
+use kvlane_proto::{Address, v1};
+
+/// How urgent a sentence is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Urgency {
+    Info,
+    Warning,
+}
+
+/// A sentence for the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Notice {
+    pub(crate) urgency: Urgency,
+    pub(crate) sentence: String,
+}
+
+/// Gives a sentence to the log, if there is one.
+pub(crate) fn tell(notice: Option<Notice>) {
+    match notice {
+        Some(Notice { urgency: Urgency::Info, sentence }) => tracing::info!("{sentence}"),
+        Some(Notice { urgency: Urgency::Warning, sentence }) => tracing::warn!("{sentence}"),
+        None => {}
+    }
+}
+
+/// What a daemon says of itself when it greets, in words.
+pub(crate) fn describe(welcome: &v1::Welcome) -> String {
+    format!("kvlane {}, a pool of {:.1} GB", welcome.version, welcome.pool_bytes as f64 / 1e9)
+}
+
+/// The state that the log knows of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    New,
+    Up,
+    /// Nobody answers, or nobody does any more.
+    Absent,
+    /// The daemon answers, but does not serve this engine: its sentence.
+    Refused(String),
+}
+
+/// One link's standing with the daemon.
+#[derive(Debug)]
+pub(crate) struct Standing {
+    /// "the scheduler", "rank 3".
+    who: String,
+    address: Address,
+    state: State,
+    /// When the present outage began.
+    down_since: Instant,
+    was_up: bool,
+}
+
+impl Standing {
+    /// Nothing was tried yet.
+    pub(crate) fn new(who: String, address: Address, now: Instant) -> Self {
+        Self { who, address, state: State::New, down_since: now, was_up: false }
+    }
+
+    /// The daemon serves this link. `how` says what a user may want to know of it.
+    pub(crate) fn connected(&mut self, how: &str, now: Instant) -> Option<Notice> {
+        if self.state == State::Up {
+            return None;
+        }
+        let (who, address) = (&self.who, &self.address);
+        let seconds = now.saturating_duration_since(self.down_since).as_secs_f64();
+        let sentence = if self.was_up {
+            format!("kvlane: {who} is back at {address} after {seconds:.1} s: {how}")
+        } else {
+            format!("kvlane: {who} is connected to {address}: {how}")
+        };
+        (self.state, self.was_up) = (State::Up, true);
+        Some(Notice { urgency: Urgency::Info, sentence })
+    }
+
+    /// An attempt to connect failed. After a loss there is nothing new in it.
+    pub(crate) fn absent(&mut self, why: &str) -> Option<Notice> {
+        if matches!(self.state, State::Absent) {
+            return None;
+        }
+        self.state = State::Absent;
+        let sentence = format!(
+            "kvlane: {}: {why}. The engine computes without the cache; kvlane goes on trying",
+            self.who
+        );
+        Some(Notice { urgency: Urgency::Warning, sentence })
+    }
+
+    /// A connection ended before the daemon served this link. If it had refused, that was told.
+    pub(crate) fn broken_off(&mut self, why: &str) -> Option<Notice> {
+        match self.state {
+            State::New => self.absent(&format!("the daemon at {} broke off: {why}", self.address)),
+            _ => None,
+        }
+    }
+
+    /// The daemon does not serve this engine, or cannot be used by it.
+    pub(crate) fn refused(&mut self, why: &str, now: Instant) -> Option<Notice> {
+        if matches!(&self.state, State::Refused(known) if known == why) {
+            return None;
+        }
+        if self.state == State::Up {
+            self.down_since = now;
+        }
+        self.state = State::Refused(why.to_owned());
+        let (who, address) = (&self.who, &self.address);
+        let sentence = format!(
+            "kvlane: the daemon at {address} does not serve {who}: {why}. The engine computes without the cache"
+        );
+        Some(Notice { urgency: Urgency::Warning, sentence })
+    }
+
+    /// The connection ended. Nothing new if the daemon had refused before.
+    pub(crate) fn lost(&mut self, why: &str, now: Instant) -> Option<Notice> {
+        if self.state != State::Up {
+            return None;
+        }
+        (self.state, self.down_since) = (State::Absent, now);
+        let sentence = format!(
+            "kvlane: {} lost the daemon at {}: {why}. The engine computes without the cache until it is back",
+            self.who, self.address
+        );
+        Some(Notice { urgency: Urgency::Warning, sentence })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn standing(now: Instant) -> Standing {
+        Standing::new("rank 3".into(), Address::Unix("/run/k.sock".into()), now)
+    }
+
+    fn said(notice: Option<Notice>) -> String {
+        notice.map_or(String::new(), |notice| notice.sentence)
+    }
+
+    /// An engine used to run for days without the cache, and its log did not have a line of it.
+    #[test]
+    fn each_change_is_told_once() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut link = standing(start);
+        assert!(said(link.absent("no daemon answers")).contains("no daemon answers. The engine computes"));
+        assert_eq!(link.absent("connection refused"), None);
+        assert!(said(link.refused("another user", at(1))).ends_with(
+            "unix:/run/k.sock does not serve rank 3: another user. The engine computes without the cache"
+        ));
+        assert_eq!(link.broken_off("it hung up"), None, "that is what a refusal ends with");
+        assert_eq!(link.refused("another user", at(2)), None);
+        assert!(said(link.refused("too many sessions", at(3))).contains("too many sessions"));
+        assert!(said(link.absent("no daemon answers")).contains("no daemon"), "it has gone away since");
+        let first = link.connected("a pool of 4 GB", at(4)).unwrap();
+        assert_eq!(first.urgency, Urgency::Info);
+        assert_eq!(first.sentence, "kvlane: rank 3 is connected to unix:/run/k.sock: a pool of 4 GB");
+        assert_eq!(link.connected("a pool of 4 GB", at(5)), None);
+        assert!(said(link.lost("it hung up", at(10))).contains("rank 3 lost the daemon at unix:/run/k.sock"));
+        assert_eq!(link.absent("no daemon answers"), None, "the loss was told");
+        assert_eq!(link.lost("it hung up", at(11)), None);
+        let back = said(link.connected("saves by process_vm", at(12)));
+        assert_eq!(back, "kvlane: rank 3 is back at unix:/run/k.sock after 2.0 s: saves by process_vm");
+    }
+
+    #[test]
+    fn a_daemon_that_refuses_after_a_restart_is_named_and_so_is_its_return() {
+        let start = Instant::now();
+        let mut link = standing(start);
+        link.connected("", start);
+        link.lost("it hung up", start + Duration::from_secs(1));
+        assert!(
+            said(link.refused("the pool is too small", start + Duration::from_secs(2))).contains("small")
+        );
+        let back = said(link.connected("ok", start + Duration::from_secs(4)));
+        assert!(back.contains("after 3.0 s"), "{back}");
+    }
+}
