@@ -37,6 +37,7 @@ class Scheduler:
     connected: bool
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
+    gone: list[bytes]  # boots that this was connected to and is no more: their hits must not be promised
     address: str
     refusal: str  # the daemon's last refusal, or empty
 
@@ -140,9 +141,11 @@ class Worker:
         """Later work of the CUDA stream starts once this region (None: all) of every released load is there. Does not
         wait itself."""
 
-    def step_begins(self, computes: bool) -> None:
-        """The engine begins a step, which ends with the next `poll`, and may compute in it. During it the pool of a
-        dead daemon stays mapped, for loads that were promised on it."""
+    def step_begins(self, computes: bool, present: bytes | None = None, gone: list[bytes] = ...) -> None:
+        """The engine begins a step, which ends with the next `poll`, and may compute in it. The pool of a daemon that
+        died stays mapped, for loads that were promised on it, until a step tells that none follows: the scheduler is
+        at `present` and all loads of this step are of that boot, or its boot is one of `gone` and no load of this
+        step is of it."""
 
     def poll(self) -> list[Finished]:
         """Jobs that ended since the last call. Costs nothing when there are none."""

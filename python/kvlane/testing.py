@@ -11,6 +11,7 @@ import itertools
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import ClassVar
@@ -229,6 +230,8 @@ class FakeScheduler:
         self._engine = engine
         self._pending: dict[str, tuple[list[list[bytes]], int]] = {}
         self._stats: dict[str, float] = {}
+        self._connected_to: bytes | None = None
+        self._gone: list[bytes] = []
         self.address = address
 
     @property
@@ -241,7 +244,15 @@ class FakeScheduler:
 
     @property
     def boot(self) -> bytes | None:
-        return None if self._store.down else self._store.boot
+        boot = None if self._store.down else self._store.boot
+        if self._connected_to not in (None, boot):
+            self._gone.append(self._connected_to)
+        self._connected_to = boot
+        return boot
+
+    @property
+    def gone(self) -> list[bytes]:
+        return [boot for boot in self._gone if boot != self.boot]
 
     def lookup_start(self, request_id: str, hashes: list[list[bytes]], max_tokens: int) -> None:
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
@@ -300,6 +311,7 @@ class FakeWorker:
         self._saves: list[tuple[int, SaveGroups]] = []
         self._loads: list[tuple[int, bytes, LoadGroups]] = []
         self._finished: list[FakeFinished] = []
+        self._gone: set[bytes] = set()
 
     @property
     def connected(self) -> bool:
@@ -313,10 +325,12 @@ class FakeWorker:
     def load(
         self, job: int, boot: bytes, groups: LoadGroups, stream: int = 0, release: str = "at_end"
     ) -> None:
-        self._loads.append((job, boot, groups))
+        # A load that came before its boot was told to be gone is still carried out.
+        self._loads.append((job, b"" if boot in self._gone else boot, groups))
 
-    def step_begins(self, computes: bool) -> None:
-        """Nothing to do: the fake's blocks stay where they are."""
+    def step_begins(self, computes: bool, present: bytes | None = None, gone: Sequence[bytes] = ()) -> None:
+        """As the core does it: from here on no load may be of a boot that is gone."""
+        self._gone = set(gone)
 
     def poll(self) -> list[FakeFinished]:
         if not self._store.hold_saves:

@@ -23,7 +23,7 @@ class Core:
         self.idle_waits = 0
         self.has_outstanding_loads = False
 
-    def step_begins(self, computes: bool) -> None: ...
+    def step_begins(self, computes: bool, present: bytes | None, gone: list[bytes]) -> None: ...
 
     def load(self, job: int, boot: bytes, groups: Any, stream: int, release: str) -> None:
         self.loads.append((job, stream, release))

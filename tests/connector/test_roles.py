@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.connector.jobs import StepJobs
+from kvlane.connector.scheduler import MISS_IS_OLD_SECONDS
 from kvlane.testing import FakeCore
 
 PROMPT = list(range(100, 122))  # 5 full blocks and 2 tokens
@@ -249,6 +250,74 @@ def test_a_load_that_the_restarted_daemon_forgot_still_arrives() -> None:
     assert engine.step() == ({"warm"}, set())
     for index, block in enumerate(engine.tables["warm"][0]):
         assert engine.content(0, 0, block) == engine.value(warm, engine.groups[0], index, 0)
+
+
+@pytest.mark.parametrize("faults", [["restart"], ["restart", "restart"], ["down"], ["down", "restart"]])
+@pytest.mark.parametrize("steps", [0, 1, 10])
+def test_a_hit_that_waits_for_room_is_promised_only_while_its_daemon_lives(
+    faults: list[str], steps: int
+) -> None:
+    """A request had its hit and waited for room, the daemon was killed, room came: the hit of the former run was
+    promised when the workers had let its pool go already, and vLLM ended the request with an error."""
+    store = FakeCore()
+    engine = Engine(store)
+    cold = request("cold")
+    engine.run(cold)
+    engine.finish(cold)
+    waiting = request("waiting")
+    engine.scheduler.add_request(waiting)
+    assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
+    for fault in faults:
+        # Others run meanwhile, so steps go on.
+        known = engine.scheduler.matched_tokens(waiting, 0)
+        for _ in range(steps):
+            engine.step()
+            assert engine.scheduler.matched_tokens(waiting, 0) == known
+        if fault == "restart":
+            store.restart()
+        store.down = fault == "down"
+        engine.step()
+        assert engine.scheduler.matched_tokens(waiting, 0) == (0, False), "it is computed"
+        if fault == "restart":
+            # Meanwhile somebody saves it there, and the request, still without room, hits again.
+            other = request(f"other {store.boot.hex()}")
+            engine.run(other)
+            engine.finish(other)
+            engine.now += MISS_IS_OLD_SECONDS
+            assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
+    if faults[-1] == "restart":
+        engine.scheduler.allocated(waiting, engine.allocate(waiting, 20), 20)
+        assert engine.step() == ({"waiting"}, set())
+        waiting.num_computed_tokens = 20
+        engine.compute(waiting, 2)
+    else:
+        engine.scheduler.allocated(waiting, engine.allocate(waiting, 22), 0)
+        engine.compute(waiting, 22)
+    for index in range(5):
+        block = engine.tables["waiting"][0][index]
+        assert engine.content(0, 0, block) == engine.value(waiting, engine.groups[0], index, 0)
+    engine.finish(waiting)
+    engine.step()
+    assert engine.failures.count == 0
+
+
+def test_an_engine_that_made_no_step_for_long_looks_before_it_promises() -> None:
+    """While no step comes, a worker lets the pool of a dead daemon go after a minute."""
+    store = FakeCore()
+    engine = Engine(store)
+    cold = request("cold")
+    engine.run(cold)
+    engine.finish(cold)
+    paused = request("paused")
+    engine.scheduler.add_request(paused)
+    assert engine.scheduler.matched_tokens(paused, 0) == (20, True)
+    ticks = []
+    engine.scheduler._core.tick = lambda: ticks.append(engine.now)
+    assert engine.scheduler.matched_tokens(paused, 0) == (20, True)
+    assert not ticks, "steps look often enough"
+    engine.now += 60
+    assert engine.scheduler.matched_tokens(paused, 0) == (20, True)
+    assert ticks == [engine.now]
 
 
 def test_a_restarted_daemon_fills_up_with_what_runs() -> None:

@@ -23,6 +23,7 @@ mod worker;
 pub use connection::ConnectError;
 pub use gpu::WorkerGpu;
 pub use hit::Hit;
+pub use pools::Promises;
 pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
 pub use tool::{Tool, ToolError};
 pub use worker::{

@@ -15,7 +15,9 @@ use std::{
 
 use bytes::{Bytes, BytesMut};
 use kvlane_block::{Region, plan};
-use kvlane_memory::{EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by};
+use kvlane_memory::{
+    EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by, peer_pidfd,
+};
 use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
 
@@ -115,9 +117,9 @@ impl Mover<'_> {
     fn run(mut self) {
         loop {
             let now = Instant::now();
-            let (jobs, stop, polls, in_step) = {
+            let (jobs, stop, promises, in_step) = {
                 let mut state = self.shared.state.lock();
-                (std::mem::take(&mut state.queue), state.stop, state.polls, state.in_step)
+                (std::mem::take(&mut state.queue), state.stop, state.promises.take(), state.in_step)
             };
             if stop {
                 return self.stop(jobs);
@@ -128,9 +130,13 @@ impl Mover<'_> {
             self.give_up_overdue(Instant::now());
             self.release_near(Instant::now());
             self.take_over_overdue(Instant::now());
+            if let Some(promises) = promises {
+                // After the jobs that were queued before that step.
+                self.pools.step_begins(&promises);
+            }
             if self.pools.has_former() && now >= self.round_at {
                 self.round_at = now + ROUND;
-                self.pools.round(polls, in_step);
+                self.pools.round(in_step);
             }
             // A GPU's loads come through this mapping only when the daemon is gone.
             let busy = self.options.gpu.is_none() && self.pools.prefault_some();
@@ -562,9 +568,9 @@ impl Mover<'_> {
                 Some(map(second, true)?)
             }
         };
-        let mapped = Mapped { boot: link.boot, reading: map(descriptor, false)?, writing, prefaulted: 0 };
-        let polls = self.shared.state.lock().polls;
-        self.pools.set(mapped, polls);
+        let daemon = link.connection.unix().and_then(|stream| peer_pidfd(stream).ok()).map(Arc::new);
+        let reading = map(descriptor, false)?;
+        self.pools.set(Mapped { boot: link.boot, reading, writing, prefaulted: 0, daemon });
         Ok(())
     }
 
@@ -664,7 +670,8 @@ impl Mover<'_> {
             state.registered = false;
             state.stats.losses += 1;
         }
-        self.pools.lost(state.polls);
+        drop(state);
+        self.pools.lost();
         self.round_at = Instant::now() + ROUND;
     }
 

@@ -1,8 +1,13 @@
-//! The pools that a worker has mapped: the present one, and the last one while promises on it may be open.
+//! The pools that a worker has mapped: the present one, and former ones while promises on them may be open.
+//!
+//! The scheduler may promise a hit of a boot as long as it does not know that this boot is over, and the promise reaches
+//! the worker steps later. So a worker lets a former pool go only when a step tells that the scheduler makes no promise
+//! on it any more ([`Promises`]), and the daemon's process is gone, so that none can follow. While no step comes the
+//! engine is idle; then a minute is enough, since a scheduler looks at its connection before it promises.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use kvlane_memory::PoolView;
+use kvlane_memory::{PoolView, pidfd_exited};
 
 use crate::BootId;
 
@@ -16,17 +21,34 @@ pub(crate) struct Mapped {
     pub(crate) writing: Option<Arc<PoolView>>,
     /// So far the page tables are filled.
     pub(crate) prefaulted: u64,
+    /// The daemon's process; None where the kernel does not tell.
+    pub(crate) daemon: Option<Arc<OwnedFd>>,
+}
+
+impl Mapped {
+    /// As long as it lives, its pool keeps its memory, mapped here or not.
+    fn daemon_is_gone(&self) -> bool {
+        self.daemon.as_ref().is_none_or(|daemon| pidfd_exited(daemon))
+    }
+}
+
+/// What a step tells of the promises that its scheduler makes from the next step on.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Promises {
+    /// The boot that it is connected to, if all loads of this step are of that boot.
+    pub present: Option<BootId>,
+    /// Boots that it has been connected to and is no more; none of this step's loads is of one.
+    pub gone: Vec<BootId>,
 }
 
 /// Bytes whose page tables are filled in one go, between two looks at the queue.
 const PREFAULT_BYTES: u64 = 64 << 20;
 
-/// A promise reaches the worker with the engine's next step or the one after: so many polls after the daemon was
-/// lost, no load of its pool can come any more.
-const POLLS_TO_FORGET: u64 = 3;
 /// An engine outside a step that does not poll is idle, has no open promise, and must not hold a dead daemon's memory for ever.
 /// Counted in rounds of the mover, not in time: a stopped process does not count.
 const IDLE_ROUNDS_TO_FORGET: u64 = 60;
+/// Former pools; beyond it the oldest is let go. Each is a daemon that died within one step of the engine.
+const FORMER_MAX: usize = 8;
 /// Length of such a round.
 pub(crate) const ROUND: Duration = Duration::from_secs(1);
 
@@ -34,14 +56,16 @@ pub(crate) const ROUND: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub(crate) struct Pools {
     present: Option<Mapped>,
-    former: Option<Former>,
+    /// The oldest first.
+    former: VecDeque<Former>,
 }
 
 #[derive(Debug)]
 struct Former {
     pool: Mapped,
-    polls_at_loss: u64,
     rounds: u64,
+    /// The scheduler has said so.
+    without_promises: bool,
 }
 
 impl Pools {
@@ -50,26 +74,37 @@ impl Pools {
     }
 
     pub(crate) fn of(&self, boot: &BootId) -> Option<&Mapped> {
-        let former = self.former.as_ref().map(|f| &f.pool);
+        let former = self.former.iter().map(|former| &former.pool);
         self.present.iter().chain(former).find(|pool| pool.boot == *boot)
     }
 
     /// The daemon of the present pool is there again, or another one is.
-    pub(crate) fn set(&mut self, pool: Mapped, polls: u64) {
+    pub(crate) fn set(&mut self, pool: Mapped) {
         if self.present.as_ref().is_some_and(|present| present.boot != pool.boot) {
-            self.lost(polls);
+            self.lost();
         }
-        if self.former.as_ref().is_some_and(|former| former.pool.boot == pool.boot) {
-            self.former = None;
-        }
+        self.former.retain(|former| former.pool.boot != pool.boot);
         self.present = Some(pool);
     }
 
     /// The daemon went away; promises on its pool may still be open.
-    pub(crate) fn lost(&mut self, polls: u64) {
-        if let Some(pool) = self.present.take() {
-            self.former = Some(Former { pool, polls_at_loss: polls, rounds: 0 });
+    pub(crate) fn lost(&mut self) {
+        let Some(pool) = self.present.take() else { return };
+        if self.former.len() >= FORMER_MAX {
+            self.former.pop_front();
         }
+        self.former.push_back(Former { pool, rounds: 0, without_promises: false });
+    }
+
+    /// A step has begun. Whoever calls this has queued the loads of all steps before it.
+    pub(crate) fn step_begins(&mut self, promises: &Promises) {
+        // What was mapped before the scheduler's present boot is older than it.
+        let all_older =
+            self.present.as_ref().is_some_and(|present| promises.present.as_ref() == Some(&present.boot));
+        for former in &mut self.former {
+            former.without_promises |= all_older || promises.gone.contains(&former.pool.boot);
+        }
+        self.let_go();
     }
 
     /// Fills page tables of the present pool, so that the first loads do not fault page by page. True while there is
@@ -93,50 +128,108 @@ impl Pools {
 
     /// Whether rounds must be counted.
     pub(crate) fn has_former(&self) -> bool {
-        self.former.is_some()
+        !self.former.is_empty()
     }
 
-    /// One round of the mover passed; unmaps the former pool when no promise on it can be open.
-    pub(crate) fn round(&mut self, polls: u64, in_step: bool) {
-        if let Some(former) = &mut self.former {
+    /// One round of the mover passed; unmaps former pools on which no promise can be open.
+    pub(crate) fn round(&mut self, in_step: bool) {
+        for former in &mut self.former {
             former.rounds += u64::from(!in_step);
-            let polled = polls >= former.polls_at_loss + POLLS_TO_FORGET;
-            if polled || former.rounds >= IDLE_ROUNDS_TO_FORGET {
-                self.former = None;
-            }
         }
+        self.let_go();
+    }
+
+    fn let_go(&mut self) {
+        self.former.retain(|former| {
+            let is_free = former.without_promises || former.rounds >= IDLE_ROUNDS_TO_FORGET;
+            !(is_free && former.pool.daemon_is_gone())
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Child, Command};
+
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
     use super::*;
 
-    fn lost_pool() -> Pools {
+    fn pool(boot: u8, daemon: Option<Arc<OwnedFd>>) -> Mapped {
         let file = tempfile::tempfile().unwrap();
         file.set_len(4096).unwrap();
         let view = PoolView::map(file.into(), 4096, false).unwrap();
+        Mapped { boot: [boot; 16], reading: Arc::new(view), writing: None, prefaulted: 4096, daemon }
+    }
+
+    fn lost_pool() -> Pools {
         let mut pools = Pools::default();
-        pools.set(Mapped { boot: [1; 16], reading: Arc::new(view), writing: None, prefaulted: 4096 }, 7);
-        pools.lost(7);
+        pools.set(pool(1, None));
+        pools.lost();
         pools
+    }
+
+    fn gone(boots: &[u8]) -> Promises {
+        Promises { present: None, gone: boots.iter().map(|boot| [*boot; 16]).collect() }
+    }
+
+    /// A process that stands for a daemon that lives.
+    fn living() -> (Child, Option<Arc<OwnedFd>>) {
+        let child = Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = Pid::from_raw(child.id() as i32).unwrap();
+        (child, Some(Arc::new(pidfd_open(pid, PidfdFlags::empty()).unwrap())))
     }
 
     #[test]
     fn a_lost_pool_stays_through_a_step_of_any_length() {
         let mut pools = lost_pool();
-        (0..10 * IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(7, true));
+        (0..10 * IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(true));
         assert!(pools.of(&[1; 16]).is_some(), "the next step may bring a load that was promised");
-        (0..IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(8, false));
+        (0..IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(false));
         assert!(pools.of(&[1; 16]).is_none(), "an idle engine holds it no longer");
     }
 
+    /// A request that waits for room waits for any number of steps; the pool used to go after three of them.
     #[test]
-    fn a_lost_pool_goes_when_the_engine_polled_often_enough() {
+    fn a_lost_pool_goes_when_the_scheduler_promises_nothing_on_it() {
         let mut pools = lost_pool();
-        pools.round(7 + POLLS_TO_FORGET - 1, true);
+        (0..100).for_each(|_| pools.step_begins(&gone(&[])));
+        (0..100).for_each(|_| pools.step_begins(&gone(&[2])));
+        assert!(pools.of(&[1; 16]).is_some(), "the scheduler does not know yet that this boot is over");
+        pools.step_begins(&gone(&[2, 1]));
+        assert!(pools.of(&[1; 16]).is_none());
+    }
+
+    /// Of two restarts in a row only the last former pool used to be kept.
+    #[test]
+    fn pools_of_several_boots_stay_until_the_scheduler_is_at_the_last_one() {
+        let mut pools = lost_pool();
+        pools.set(pool(2, None));
+        pools.set(pool(3, None));
+        assert!([1, 2, 3].iter().all(|boot| pools.of(&[*boot; 16]).is_some()));
+        pools.step_begins(&Promises { present: Some([2; 16]), gone: Vec::new() });
+        assert!(pools.of(&[1; 16]).is_some(), "who is behind the worker may not know what is over");
+        pools.step_begins(&Promises { present: Some([3; 16]), gone: Vec::new() });
+        assert!(pools.of(&[1; 16]).is_none() && pools.of(&[2; 16]).is_none());
+        assert!(pools.of(&[3; 16]).is_some());
+        for boot in 4..4 + 2 * FORMER_MAX as u8 {
+            pools.set(pool(boot, None));
+        }
+        assert_eq!(pools.former.len(), FORMER_MAX, "they are bounded");
+    }
+
+    #[test]
+    fn the_pool_of_a_daemon_that_lives_stays_for_it_may_be_connected_to_again() {
+        let (mut child, daemon) = living();
+        let mut pools = Pools::default();
+        pools.set(pool(1, daemon));
+        pools.lost();
+        pools.step_begins(&gone(&[1]));
+        (0..IDLE_ROUNDS_TO_FORGET).for_each(|_| pools.round(false));
         assert!(pools.of(&[1; 16]).is_some());
-        pools.round(7 + POLLS_TO_FORGET, true);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        pools.round(false);
         assert!(pools.of(&[1; 16]).is_none());
     }
 }

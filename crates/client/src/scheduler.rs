@@ -9,7 +9,7 @@
 //! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -37,6 +37,8 @@ const READY_PROBE: Duration = Duration::from_millis(20);
 const PENDING_MAX: usize = 4096;
 /// Longest time that a daemon may name for bringing blocks to RAM before it answers.
 const FETCH_MAX: Duration = Duration::from_secs(60);
+/// Former boots that are remembered, for the workers.
+const GONE_MAX: usize = 8;
 /// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
 const HASHES_MAX: usize = 3 << 20;
 
@@ -138,6 +140,8 @@ pub struct Scheduler {
     backoff: Backoff,
     up: Option<Up>,
     pending: HashMap<String, Pending>,
+    /// Boots that were connected to and are no more, the last one last.
+    gone: VecDeque<BootId>,
     /// Leases handed to the caller or waiting to be consumed, by boot.
     leases: BTreeMap<BootId, BTreeSet<u64>>,
     stats: SchedulerStats,
@@ -159,6 +163,7 @@ impl Scheduler {
             backoff: Backoff::new(now),
             up: None,
             pending: HashMap::new(),
+            gone: VecDeque::new(),
             leases: BTreeMap::new(),
             stats: SchedulerStats::default(),
             last_refusal: None,
@@ -191,6 +196,12 @@ impl Scheduler {
     /// The daemon's run, once connected.
     pub fn boot(&self) -> Option<BootId> {
         self.up.as_ref().filter(|up| up.phase != Phase::Greeting).map(|up| up.boot)
+    }
+
+    /// Boots that this was connected to and is no more, the last eight. A hit of one must not be promised: workers let its pool
+    /// go once they are told ([`Promises`](crate::Promises)).
+    pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
+        self.gone.iter().copied()
     }
 
     /// Where the daemon is looked for.
@@ -396,6 +407,7 @@ impl Scheduler {
                 self.daemon = describe(&welcome);
                 up.boot = boot;
                 up.phase = Phase::Opening;
+                self.gone.retain(|of| *of != boot);
                 // A lease of another boot died with that daemon.
                 self.leases.retain(|of, _| *of == boot);
                 let groups = self
@@ -450,7 +462,7 @@ impl Scheduler {
                     self.take_lookup(asked, Hit::default(), now);
                 } else if phase != Phase::Open {
                     tell(self.standing.refused(&refused.sentence, now));
-                    self.up = None;
+                    self.leave();
                     self.backoff.failed(now);
                 }
             }
@@ -549,11 +561,22 @@ impl Scheduler {
         } else {
             self.standing.broken_off(&lost.to_string())
         });
-        self.up = None;
+        self.leave();
         self.stats.losses += 1;
         self.backoff.failed(now);
         // What was asked will not be answered.
         self.pending.retain(|_, pending| !matches!(pending, Pending::Waiting { .. }));
+    }
+
+    /// The connection is over, and with it what this boot has answered.
+    fn leave(&mut self) {
+        if let Some(boot) = self.boot() {
+            self.gone.push_back(boot);
+            if self.gone.len() > GONE_MAX {
+                self.gone.pop_front();
+            }
+        }
+        self.up = None;
     }
 
     /// Why the daemon refused the last time, until it opens the engine.

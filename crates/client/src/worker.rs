@@ -23,6 +23,7 @@ use crate::{
     group::GroupMemory,
     mover,
     pace::Pace,
+    pools::Promises,
 };
 
 /// Jobs that may be queued or under way; further ones end at once, as failed.
@@ -233,7 +234,8 @@ pub(crate) struct State {
     pub(crate) method: String,
     pub(crate) reason: String,
     pub(crate) refusal: String,
-    pub(crate) polls: u64,
+    /// What the last step told of its scheduler's promises, until the mover has seen it.
+    pub(crate) promises: Option<Promises>,
     /// A step began and has not polled yet.
     pub(crate) in_step: bool,
     pub(crate) outstanding: Vec<Outstanding>,
@@ -433,18 +435,19 @@ impl Worker {
         }
     }
 
-    /// The engine begins a step, which ends with the next [`poll`](Self::poll), and may compute in it. However long it
-    /// takes, the pool of a daemon that died stays mapped: loads that were promised on it may come with the next step.
-    pub fn step_begins(&self, computes: bool) {
+    /// The engine begins a step, which ends with the next [`poll`](Self::poll), and may compute in it. Its loads come after
+    /// this call, and those of the steps before it have come. `promises` says which pools of daemons that died no load will
+    /// be of any more; until then they stay mapped, however long that takes.
+    pub fn step_begins(&self, computes: bool, promises: Promises) {
         let mut state = self.shared.state.lock();
         state.in_step = true;
+        state.promises = Some(promises);
         state.pace.step_began(Instant::now(), computes);
     }
 
     /// Jobs that ended since the last call.
     pub fn poll(&self) -> Vec<Finished> {
         let mut state = self.shared.state.lock();
-        state.polls += 1;
         state.in_step = false;
         self.shared.ready.store(0, Ordering::Release);
         std::mem::take(&mut state.finished)

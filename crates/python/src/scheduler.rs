@@ -103,6 +103,11 @@ impl PyScheduler {
     }
 
     #[getter]
+    fn gone<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
+        self.0.lock().gone().map(|boot| PyBytes::new(py, &boot)).collect()
+    }
+
+    #[getter]
     fn address(&self) -> String {
         self.0.lock().address().to_string()
     }

@@ -4,8 +4,8 @@ use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::BlockHash;
 use kvlane_client::{
-    Finished, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu, WorkerGroupSpec,
-    WorkerOptions,
+    Finished, JobKind, LoadGroup, Promises, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu,
+    WorkerGroupSpec, WorkerOptions,
 };
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
@@ -238,8 +238,13 @@ impl PyWorker {
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 
-    fn step_begins(&self, computes: bool) {
-        self.0.read().step_begins(computes);
+    #[pyo3(signature = (computes, present = None, gone = Vec::new()))]
+    fn step_begins(&self, computes: bool, present: Option<Vec<u8>>, gone: Vec<Vec<u8>>) -> PyResult<()> {
+        let boot = |bytes: &Vec<u8>| bytes16("a boot id", bytes);
+        let present = present.as_ref().map(boot).transpose()?;
+        let gone = gone.iter().map(boot).collect::<PyResult<_>>()?;
+        self.0.read().step_begins(computes, Promises { present, gone });
+        Ok(())
     }
 
     fn poll(&self) -> Vec<PyFinished> {

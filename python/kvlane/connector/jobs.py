@@ -39,6 +39,10 @@ class StepJobs:
     of spinning."""
     computes: bool = True
     """The step has a forward pass."""
+    present: bytes | None = None
+    """The daemon's run that the scheduler is connected to, if all loads of this step are of it."""
+    gone: list[bytes] = field(default_factory=list)
+    """Runs that the scheduler was connected to and is no more. No load of this step or a later one is of them."""
 
 
 @dataclass

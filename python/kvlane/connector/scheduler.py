@@ -26,6 +26,9 @@ from kvlane.connector.settings import Settings
 MISS_IS_OLD_SECONDS = 1.0
 # How often, and how long each time, an unconfirmed reset is tried again.
 RESET_RETRY_SECONDS = 1.0
+# After so long without a step the connection is looked at before a hit is promised: an idle worker lets the pool of
+# a dead daemon go after a minute.
+LOOK_BEFORE_PROMISE_SECONDS = 1.0
 RESET_RETRY_TIMEOUT_MS = 20.0
 CORE_COUNTS = frozenset(
     {
@@ -105,6 +108,7 @@ class SchedulerSide:
         self._loads_to_send: list[LoadJob] = []
         self._events: list[Any] = []
         self._boot: bytes | None = None
+        self._ticked_at = clock()
         # Set while blocks that were dropped by a reset may still be visible or on their way.
         self._reset_pending = False
         self._next_reset_retry = 0.0
@@ -166,6 +170,7 @@ class SchedulerSide:
             # It starts over, so nothing of before the reset is left of it.
             state.stale = False
             state.forget_progress()
+        self._drop_former_hit(state)
         if self._wants_new_lookup(state):
             self._start_lookup(state)
         if state.looking_up:
@@ -176,6 +181,15 @@ class SchedulerSide:
         if state.hit is None or state.hit.tokens <= local_tokens:
             return 0, False
         return state.hit.tokens - local_tokens, True
+
+    def _drop_former_hit(self, state: RequestState) -> None:
+        """A hit of a run of the daemon that is over is not promised: the workers may have let its pool go."""
+        if state.hit is None or state.hit.tokens == 0:
+            return
+        if self._clock() - self._ticked_at >= LOOK_BEFORE_PROMISE_SECONDS:
+            self._tick()
+        if state.hit.boot != self._core.boot:
+            self._drop_hit(state)
 
     def _wants_new_lookup(self, state: RequestState) -> bool:
         if state.looking_up:
@@ -282,8 +296,9 @@ class SchedulerSide:
 
     def plan_step(self, output: Any, jobs: StepJobs) -> None:
         """Once a step: keep the connection alive, and queue what this step fills."""
-        self._core.tick()
+        self._tick()
         self._notice_restart()
+        self._tell_promises(jobs)
         self._retry_reset()
         self._plan_saves(output)
         save = self.saves.take_job(self._clock())
@@ -291,6 +306,17 @@ class SchedulerSide:
             jobs.saves.append(save)
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes and not any(state.looking_up for state in self._requests.values())
+
+    def _tick(self) -> None:
+        self._core.tick()
+        self._ticked_at = self._clock()
+
+    def _tell_promises(self, jobs: StepJobs) -> None:
+        """Which pools the workers may let go."""
+        boots = {load.boot for load in jobs.loads}
+        present = self._core.boot
+        jobs.present = present if boots <= {present} else None
+        jobs.gone = [boot for boot in self._core.gone if boot not in boots]
 
     def _notice_restart(self) -> None:
         """A new daemon has nothing: what runs is saved from its beginning."""

@@ -94,7 +94,7 @@ class WorkerSide:
         self._saves_started = False
         self.on_layer = None
         if self._core is not None:
-            self._core.step_begins(jobs.computes)
+            self._core.step_begins(jobs.computes, jobs.present, jobs.gone)
             if jobs.computes:
                 self._wait_for_released()
         for load in jobs.loads:

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use kvlane_client::{Hit, Release};
+use kvlane_client::{Hit, Promises, Release};
 use kvlane_proto::Address;
 
 use crate::{
@@ -146,9 +146,9 @@ impl Rounds {
         let mut loads = self.promised_loads();
         let release = [Release::AtEnd, Release::WhenNear, Release::AtOnce][self.below(3) as usize];
         // Steps as long as some of the loads: those are released at once, others before their end.
-        (0..3).for_each(|_| self.engine.worker.step_begins(true));
+        (0..3).for_each(|_| self.engine.worker.step_begins(true, Promises::default()));
         self.dawdle();
-        self.engine.worker.step_begins(true);
+        self.engine.worker.step_begins(true, Promises::default());
         // Stopped or killed already when they are asked for, or in the middle.
         let before = self.below(3) == 0;
         if before {

@@ -1,6 +1,6 @@
 //! Saves and loads, of healthy daemons and of one that is killed or stopped.
 
-use kvlane_client::{JobKind, Release};
+use kvlane_client::{JobKind, Promises, Release};
 use kvlane_gpu::{Priority, RailOptions, Stream};
 use kvlane_proto::Address;
 
@@ -295,7 +295,7 @@ fn a_load_beside_other_requests_is_released_when_it_is_near() {
     let hit = engine.look_up(0, 4);
     let before = engine.start_load(&hit, 20..24, Release::AtEnd);
     assert!(engine.end(before).ok);
-    (0..2).for_each(|_| engine.worker.step_begins(true));
+    (0..2).for_each(|_| engine.worker.step_begins(true, Promises::default()));
     let other = Stream::new(engine.stream.gpu(), Priority::Normal).unwrap();
     let gate = Gate::across(&other);
     let job = engine.start_load_after(other.raw(), &hit, 10..14, Release::WhenNear);
