@@ -70,8 +70,9 @@ class Scheduler:
     def tick(self) -> None:
         """Once a step: reconnect when due, send what is queued, read answers, heartbeat. Never blocks."""
 
-    def drop_namespaces(self, timeout_ms: float = 1000.0) -> bool:
-        """Drop what this engine's namespaces hold. False if the daemon did not confirm."""
+    def cancel_saves(self, up_to_job: int, timeout_ms: float = 1000.0) -> bool:
+        """No save job of the engine up to this one may become a block any more, unless it is complete. True when nobody
+        reads blocks of the engine for one of them: they may be overwritten. False if that could not be confirmed."""
 
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call: lookups, hits, misses, timeouts, reconnects, lookup_seconds_sum, ..."""

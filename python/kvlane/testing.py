@@ -60,6 +60,8 @@ class _Engine:
     groups: list[tuple[bytes, str, int, int]] = field(default_factory=list)
     workers: int = 0
     ranks: dict[int, list[tuple[bytes, bytes, list[Region]]]] = field(default_factory=dict)
+    cancelled: int = 0
+    """Save jobs up to this one are refused."""
     replicas: list[int] = field(default_factory=list)
     """Of each group, how many consecutive ranks hold the same blocks."""
 
@@ -85,6 +87,8 @@ class FakeCore:
         self.changed = threading.Condition()
         self.down = False
         """The daemon does not answer: lookups miss, saves store nothing, loads go on."""
+        self.silent = False
+        """The daemon does not confirm that it has cancelled saves."""
         self.hold_lookups = False
         """Lookups stay pending."""
         self.hold_saves = False
@@ -217,10 +221,6 @@ class FakeCore:
         ranks[rank] = page
         return True
 
-    def drop(self, namespaces: set[bytes]) -> None:
-        """Forget all blocks of the namespaces."""
-        self.blocks = {key: ranks for key, ranks in self.blocks.items() if key[0] not in namespaces}
-
 
 class FakeScheduler:
     """See `kvlane._core.Scheduler`."""
@@ -281,10 +281,10 @@ class FakeScheduler:
     def tick(self) -> None:
         return
 
-    def drop_namespaces(self, timeout_ms: float = 1000.0) -> bool:
-        if self._store.down:
+    def cancel_saves(self, up_to_job: int, timeout_ms: float = 1000.0) -> bool:
+        if self._store.silent:
             return False
-        self._store.drop({namespace for namespace, _, _, _ in self._engine.groups})
+        self._engine.cancelled = up_to_job
         return True
 
     def take_stats(self) -> dict[str, float]:
@@ -363,7 +363,12 @@ class FakeWorker:
 
     def _save(self, job: int, groups: SaveGroups) -> FakeFinished:
         done = FakeFinished(job, "save", ok=True)
-        if self._store.down or self._store.fail_saves or not self._engine.ready:
+        if (
+            self._store.down
+            or self._store.fail_saves
+            or not self._engine.ready
+            or job <= self._engine.cancelled
+        ):
             return FakeFinished(job, "save", ok=False, detail="the store takes nothing")
         for group, parent, hashes, block_ids in groups:
             assert len(hashes) == len(block_ids), "one block for each hash"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ ENVIRONMENT = {
 # The CPU backend's smallest.
 BLOCK = 32
 MAX_STEPS = 20_000
+Make = Callable[..., "InProcessEngine"]
 
 
 class InProcessEngine:
@@ -28,7 +32,7 @@ class InProcessEngine:
     def __init__(
         self,
         model: Path,
-        address: str | None,
+        address: str | None,  # None: without kvlane
         blocks: int = 200,
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
@@ -53,7 +57,7 @@ class InProcessEngine:
             enforce_eager=True,
             num_gpu_blocks_override=blocks,
             disable_log_stats=False,
-            kv_transfer_config=transfer,
+            kv_transfer_config=transfer if address is not None else None,
             **arguments,
         )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core  # pyright: ignore
@@ -110,7 +114,8 @@ class InProcessEngine:
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, so that only kvlane's is left."""
-        self.drain()
+        if self.connector is not None:
+            self.drain()
         assert self.llm.reset_prefix_cache(), "blocks of the engine are still pinned"
 
     def metric(self, name: str) -> float:
@@ -136,3 +141,38 @@ class InProcessEngine:
         for collector in list(getattr(REGISTRY, "_collector_to_names", {})):
             if getattr(collector, "_name", "").startswith("vllm:"):
                 REGISTRY.unregister(collector)
+
+
+@contextmanager
+def engines(address: str | None) -> Iterator[Make]:
+    running: list[InProcessEngine] = []
+
+    def start(model: Path, **arguments: Any) -> InProcessEngine:
+        while running:
+            running.pop().close()
+        engine = InProcessEngine(model, address, **arguments)
+        running.append(engine)
+        if address is not None:
+            wait_until_ready(engine)
+        return engine
+
+    try:
+        yield start
+    finally:
+        while running:
+            running.pop().close()
+
+
+def wait_until_ready(engine: InProcessEngine) -> None:
+    """A real daemon needs a moment for its handshake with the workers."""
+    core = engine.connector._scheduler._core
+    deadline = time.monotonic() + 10
+    while not core.ready and time.monotonic() < deadline:
+        engine.core.step_fn()
+        core.tick()
+    assert core.ready
+
+
+def prompt(seed: int, tokens: int = 300) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 2000) for _ in range(tokens)]

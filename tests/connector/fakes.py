@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.scheduler import EngineShape, SchedulerSide
 from kvlane.connector.settings import Settings
+from kvlane.connector.weights import STARTED_WITH, Weights, WeightsReport
 from kvlane.connector.worker import WorkerSide
 from kvlane.testing import FakeCore
 
@@ -50,12 +52,28 @@ class Pool:
         for block in blocks:
             block.ref_cnt += 1
 
+    def get_num_free_blocks(self) -> int:
+        return sum(1 for block in self.blocks if block.ref_cnt == 0 and not block.is_null)
+
+    def reset_prefix_cache(self) -> bool:
+        return all(block.ref_cnt == 0 for block in self.blocks)
+
     def free_blocks(self, blocks: Any) -> None:
         for block in blocks:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0
             if block.ref_cnt == 0:
                 self.freed.append(block.block_id)
+
+
+class FakeWeights:
+    """What a worker computes with; the test says what it is."""
+
+    def __init__(self) -> None:
+        self.label = STARTED_WITH
+
+    def report(self, reset: int) -> WeightsReport:
+        return WeightsReport(reset, 1, self.label)
 
 
 class Request:
@@ -148,10 +166,12 @@ class Engine:
         self.scheduler = SchedulerSide(
             core, shape, Settings.parse(settings), self.failures, clock=lambda: self.now
         )
-        self.scheduler.pins.bind(self.pool)
+        self.scheduler.pins.bind(self.pool, self.scheduler.before_pool_reset)
+        self.weights = FakeWeights()
         self.workers = []
         for rank in range(workers):
             worker = WorkerSide(rank, self.failures)
+            worker.weights = cast("Weights", self.weights)
             layout = []
             for group, namespace in zip(self.groups, namespaces, strict=True):
                 base = address(self.memory[rank]) + group.index * blocks * BLOCK_BYTES
@@ -200,6 +220,7 @@ class Engine:
         jobs = StepJobs(loads=self.scheduler.take_loads())
         self.scheduler.plan_step(output, jobs)
         results = []
+        reports = []
         for worker in self.workers:
             worker.bind(jobs)
             worker.start_saves()
@@ -208,6 +229,11 @@ class Engine:
             ended = worker.take_ended()
             worker.unbind()
             self.scheduler.jobs_ended(ended)
+            report = worker.take_weights_report()
+            if report is not None:
+                reports.append(report)
+        if reports:
+            self.scheduler.weights_reported(functools.reduce(WeightsReport.merge, reports))
         return results[0]
 
     def compute(self, request: Request, tokens: int) -> None:

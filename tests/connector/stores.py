@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -76,6 +77,13 @@ class DaemonStore:
     def block_count(self) -> int:
         return int(self._tool.status()["blocks"])
 
+    def drop_all(self) -> None:
+        """Forget every block."""
+        self.settle()
+        self._tool.drop_namespaces(
+            [bytes.fromhex(each["namespace"]) for each in self._tool.status()["namespaces"]]
+        )
+
     def lease_count(self) -> int:
         return int(self._tool.status()["leased_blocks"])
 
@@ -85,6 +93,13 @@ class DaemonStore:
         step = 1 << 20
         for offset in range(0, min(self.POOL_BYTES, 8 * used + (64 << 20)), step):
             self._tool.write_pool(offset, bytes(step))
+
+    def stop(self) -> None:
+        """It lives, and does not answer."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         self._tool.close()

@@ -14,10 +14,10 @@ import pytest
 from fakes import full_group, window_group
 
 from kvlane.connector.namespace import (
-    adapted_hash,
     adapter_identity,
     engine_meaning,
     group_namespace,
+    keyed_hash,
 )
 
 
@@ -179,6 +179,6 @@ def test_adapters_are_known_by_content(tmp_path: Path) -> None:
     assert None not in identities and identities[0] != identities[1]
     assert adapter_identity(None) is None
     block_hash = b"h" * 32
-    keys = {adapted_hash(block_hash, each) for each in [None, *identities]}
+    keys = {block_hash, *(keyed_hash(block_hash, each) for each in identities if each is not None)}
     assert len(keys) == 3
     assert all(len(each) >= 16 for each in keys)

@@ -605,65 +605,203 @@ def test_a_request_that_reads_no_cache_is_not_looked_up() -> None:
     assert store.leases == set()
 
 
-def test_a_reset_leaves_nothing_old_to_be_found() -> None:
+def reset(engine: Engine) -> None:
+    """What vLLM does once nothing runs: its own cache first, then the connector's."""
+    assert engine.pool.reset_prefix_cache()
+    engine.scheduler.reset()
+
+
+def hits(engine: Engine, name: str) -> int:
+    """Tokens of the prompt that a new request finds, and saves nothing of."""
+    asking = request(name)
+    engine.scheduler.add_request(asking)
+    for _ in range(3):
+        tokens, _ = engine.scheduler.matched_tokens(asking, 0)
+        if tokens is not None:
+            engine.scheduler.forget_request(name)
+            return tokens
+        engine.step()
+    raise AssertionError("a request waits for ever")
+
+
+def computed_by(engine: Engine, name: str) -> None:
+    """A request that is computed from its beginning, and saved."""
+    one = request(name)
+    engine.scheduler.add_request(one)
+    assert engine.scheduler.matched_tokens(one, 0) == (0, False)
+    engine.scheduler.allocated(one, engine.allocate(one, one.num_tokens), 0)
+    engine.compute(one, one.num_tokens)
+    engine.finish(one)
+    engine.step()
+
+
+def test_weights_that_were_changed_are_told_apart_and_nobody_loses_a_block() -> None:
+    """After a change of weights and a reset, the new weights' blocks went into the files' namespace: a fresh engine
+    answered wrongly. And the reset dropped what engines with the old weights shared."""
+    store = FakeCore()
+    trained, other = Engine(store, engine_id="trained"), Engine(store, engine_id="other")
+    computed_by(trained, "first")
+    assert store.block_count() == 5
+    trained.weights.label = "life 1"
+    reset(trained)
+    assert store.block_count() == 5
+    assert hits(trained, "asking") == 0, "they belong to other weights"
+    computed_by(trained, "second")
+    assert store.block_count() == 10
+    assert hits(trained, "again") == 20, "its own"
+    assert hits(other, "asking") == 20, "those of the first weights"
+    assert hits(Engine(store, engine_id="fresh"), "asking") == 20
+    assert store.block_count() == 10
+
+    # Changed again: neither of the two.
+    trained.weights.label = "life 2"
+    reset(trained)
+    assert hits(trained, "third") == 0
+    # And back, as sleep and wake-up leave them.
+    for label in ("life 1", ""):
+        trained.weights.label = label
+        reset(trained)
+        assert hits(trained, f"back to {label}") == 20
+
+
+def test_engines_whose_weights_have_one_name_share() -> None:
+    store = FakeCore()
+    engines = [Engine(store, engine_id=f"engine {number}") for number in range(3)]
+    for engine in engines[:2]:
+        engine.weights.label = "version step-120"
+        reset(engine)
+    assert hits(engines[0], "asking") == 0
+    computed_by(engines[0], "first")
+    assert hits(engines[1], "asking") == 20
+    assert hits(engines[2], "asking") == 0, "it has the first weights"
+    later = Engine(store, engine_id="later", settings={"kvlane.weights_version": "step-120"})
+    assert hits(later, "asking") == 20
+    reset(later)
+    assert hits(later, "again") == 20, "its weights are still those"
+
+
+def test_ranks_that_do_not_agree_share_with_nobody() -> None:
+    store = FakeCore()
+    engine = Engine(store, workers=2)
+    computed_by(engine, "first")
+    engine.workers[1].weights = None
+    reset(engine)
+    assert hits(engine, "asking") == 0
+    reset(engine)
+    assert hits(engine, "asking again") == 0
+
+
+def test_weights_are_looked_at_when_requests_run_again_and_not_before() -> None:
+    """Between the reset and the first request the trainer may still write."""
+    store = FakeCore()
+    engine = Engine(store)
+    computed_by(engine, "first")
+    reset(engine)
+    engine.step()
+    engine.weights.label = "life 1"
+    assert hits(engine, "asking") == 0
+
+
+def test_a_request_does_not_wait_for_ever_for_word_of_the_weights() -> None:
+    store = FakeCore()
+    engine = Engine(store)
+    computed_by(engine, "first")
+    reset(engine)
+    engine.now += 3600  # it slept
+    waiting = request("waiting")
+    engine.scheduler.add_request(waiting)
+    assert engine.scheduler.matched_tokens(waiting, 0) == (None, False)
+    engine.now += 3
+    assert engine.scheduler.matched_tokens(waiting, 0) == (0, False)
+
+
+def test_what_runs_through_a_reset_belongs_to_no_weights() -> None:
     store = FakeCore()
     engine = Engine(store, [full_group(0), window_group(1, 2)])
     running = request("running")
     engine.run(running)
+    assert store.block_count() == 10
     waiting = request("waiting")
     engine.scheduler.add_request(waiting)
-    engine.scheduler.matched_tokens(waiting, 0)
-    assert engine.scheduler.reset() is True
-    assert store.block_count() == 0
+    assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
+    engine.weights.label = "life 1"
+    engine.scheduler.reset()
     assert store.leases == set()
-    assert engine.scheduler.matched_tokens(waiting, 0) == (0, False)
     # What runs on was begun with the old weights.
     running.all_token_ids += range(8)
     engine.compute(running, 8)
-    assert store.block_count() == 0
+    engine.step()
+    assert store.block_count() == 10
     # Preempted, it starts over with the new ones.
     engine.free(running)
     running.num_computed_tokens = 0
     assert engine.scheduler.matched_tokens(running, 0) == (0, False)
     engine.compute(running, running.num_tokens)
-    assert store.block_count() == 14
+    assert store.block_count() == 10 + 14
 
 
-def test_a_reset_waits_for_saves_that_are_under_way() -> None:
+def test_a_reset_is_not_in_the_way_of_saves_and_they_do_not_end_in_the_cache() -> None:
+    """vLLM resets its own cache before it tells the connector, and raised because saves held blocks."""
     store = FakeCore()
     store.hold_saves = True
     engine = Engine(store)
     old = request("old")
     engine.run(old)
     engine.finish(old)
-    assert engine.scheduler.reset() is False
+    assert engine.scheduler.has_pending_work()
+    reset(engine)
+    assert engine.scheduler.saves.pinned_blocks == 0
+    assert not engine.scheduler.has_pending_work(), "a paused engine makes no step for it"
+    # The blocks get other content before the worker gets to read them.
+    for block in range(1, 6):
+        engine.fill(0, 0, block, 255)
     store.release_held()
     engine.step()
-    assert store.block_count() == 5, "the save ended after the first drop"
-    new = request("new")
-    engine.scheduler.add_request(new)
-    assert engine.scheduler.matched_tokens(new, 0) == (0, False)
-    engine.now += 2
-    engine.step()
     assert store.block_count() == 0
-    assert engine.scheduler.reset() is True
+    assert hits(engine, "new") == 0
+    computed_by(engine, "newer")
+    assert hits(engine, "newest") == 20
+    check_nothing_held(engine)
 
 
-def test_a_reset_without_the_daemon_is_made_up_for() -> None:
+def test_where_the_daemon_does_not_confirm_or_others_hold_blocks_nothing_is_given_up() -> None:
     store = FakeCore()
     engine = Engine(store)
-    old = request("old")
+    running = request("running")
+    engine.run(running)
+    store.hold_saves = True
+    old = request("old", tokens=list(range(40, 62)))
     engine.run(old)
     engine.finish(old)
-    store.down = True
-    assert engine.scheduler.reset() is False
-    store.down = False
-    new = request("new")
-    engine.scheduler.add_request(new)
-    assert engine.scheduler.matched_tokens(new, 0) == (0, False)
-    engine.now += 2
+    assert not engine.pool.reset_prefix_cache(), "a request runs"
+    engine.finish(running)
+    store.silent = True
+    assert not engine.pool.reset_prefix_cache(), "the daemon may still read the blocks"
+    assert engine.scheduler.saves.pinned_blocks == 5
+    store.release_held()
     engine.step()
-    assert store.block_count() == 0
+    assert store.block_count() == 10, "they were saved after all"
+    assert engine.pool.reset_prefix_cache()
+
+
+def test_a_load_under_way_keeps_its_blocks_through_a_reset() -> None:
+    store = FakeCore()
+    engine = Engine(store)
+    computed_by(engine, "cold")
+    store.hold_loads = True
+    warm = request("warm")
+    engine.scheduler.add_request(warm)
+    assert engine.scheduler.matched_tokens(warm, 0) == (20, True)
+    engine.scheduler.allocated(warm, engine.allocate(warm, 20), 20)
+    engine.step()
+    # Aborted; vLLM's own references go.
+    engine.scheduler.forget_request("warm")
+    engine.free(warm)
+    assert not engine.pool.reset_prefix_cache(), "its blocks are still written"
+    store.release_held()
+    engine.step()
+    assert engine.pool.reset_prefix_cache()
+    check_nothing_held(engine)
 
 
 def test_without_a_daemon_nothing_is_pinned_and_nothing_promised() -> None:

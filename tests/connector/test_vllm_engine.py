@@ -8,37 +8,22 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine import BLOCK, InProcessEngine
+from engine import BLOCK, Make, engines, prompt, wait_until_ready
 from stores import DaemonStore, FakeStore
 from tiny_model import build_tiny_model
 
 from kvlane.connector import capabilities
 
 pytestmark = pytest.mark.old_vllm
-Make = Callable[..., InProcessEngine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("windowed"), sliding_window=2 * BLOCK)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[DaemonStore]:
-    made = DaemonStore(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -49,51 +34,10 @@ def fake() -> Iterator[FakeStore]:
 
 
 @pytest.fixture
-def make(store: DaemonStore) -> Iterator[Make]:
-    """Starts engines on the daemon and ends them."""
-    with engines(store.address) as start:
-        yield start
-
-
-@pytest.fixture
 def make_on_fake(fake: FakeStore) -> Iterator[Make]:
     """Starts engines on the fake and ends them."""
     with engines(fake.address) as start:
         yield start
-
-
-@contextmanager
-def engines(address: str) -> Iterator[Make]:
-    running: list[InProcessEngine] = []
-
-    def start(model: Path, **arguments: Any) -> InProcessEngine:
-        while running:
-            running.pop().close()
-        engine = InProcessEngine(model, address, **arguments)
-        running.append(engine)
-        wait_until_ready(engine)
-        return engine
-
-    try:
-        yield start
-    finally:
-        while running:
-            running.pop().close()
-
-
-def wait_until_ready(engine: InProcessEngine) -> None:
-    """A real daemon needs a moment for its handshake with the workers."""
-    core = engine.connector._scheduler._core
-    deadline = time.monotonic() + 10
-    while not core.ready and time.monotonic() < deadline:
-        engine.core.step_fn()
-        core.tick()
-    assert core.ready
-
-
-def prompt(seed: int, tokens: int = 300) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 2000) for _ in range(tokens)]
 
 
 def test_cold_warm_and_a_corrupted_block(make: Make, store: DaemonStore, model: Path) -> None:
@@ -131,8 +75,7 @@ def test_cold_warm_and_a_corrupted_block(make: Make, store: DaemonStore, model: 
 
     # The same prompt computed from nothing.
     engine.forget()
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    store.settle()
+    store.drop_all()
     assert store.block_count() == 0
     alone, cached = engine.generate(branched)
     assert (alone, cached) == (answer, 0)
@@ -183,7 +126,7 @@ def test_preemption(make: Make, store: DaemonStore, model: Path) -> None:
     roomy = make(model)
     alone = [roomy.generate(each, 60)[0] for each in prompts]
     roomy.drain()
-    assert roomy.llm.reset_prefix_cache(reset_connector=True)
+    store.drop_all()
 
     cramped = make(model, blocks=17, max_model_len=512)
     for _ in range(2):

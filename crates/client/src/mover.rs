@@ -18,7 +18,9 @@ use kvlane_block::{Region, plan};
 use kvlane_memory::{
     EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by, peer_pidfd,
 };
-use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use kvlane_proto::{
+    WIRE_MAX, WIRE_MIN, v1, v1::refused::Reason, v1::reply::Body as Answer, v1::request::Body as Ask,
+};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::{
@@ -169,11 +171,13 @@ impl Mover<'_> {
                 let open = self.link.as_mut().filter(|link| link.stage == Stage::Open && !link.silent);
                 let Some(link) = open else { return self.shared.finish(job.failed("no kvlane daemon")) };
                 let (ask, asked) = if link.method == SaveMethod::Mapped {
-                    (Ask::Claim(v1::Claim { groups }), Asked::Claim { job, deadline })
+                    let ask = Ask::Claim(v1::Claim { groups, job: job.number });
+                    (ask, Asked::Claim { job, deadline })
                 } else {
                     let event = job.after.as_ref().map(|after| after.event);
                     let epoch = self.fence.epoch();
-                    (Ask::Save(v1::Save { groups, epoch, event }), Asked::Save { job, deadline })
+                    let ask = Ask::Save(v1::Save { groups, epoch, event, job: job.number });
+                    (ask, Asked::Save { job, deadline })
                 };
                 match link.connection.send(ask) {
                     Ok(id) => {
@@ -500,7 +504,7 @@ impl Mover<'_> {
                 let is_open = link.stage == Stage::Open;
                 if !is_open {
                     self.refuse(&refused.sentence);
-                } else if self.note_refusal(&refused.sentence) {
+                } else if refused.reason() != Reason::Cancelled && self.note_refusal(&refused.sentence) {
                     let (address, sentence) = (&self.options.address, &refused.sentence);
                     tracing::warn!("kvlane: the daemon at {address} refused a request: {sentence}");
                 }

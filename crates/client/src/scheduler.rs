@@ -10,11 +10,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
+    os::fd::OwnedFd,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
 use kvlane_block::BlockHash;
+use kvlane_memory::{peer_pidfd, pidfd_exited};
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use crate::{
@@ -37,6 +39,8 @@ const READY_PROBE: Duration = Duration::from_millis(20);
 const PENDING_MAX: usize = 4096;
 /// Longest time that a daemon may name for bringing blocks to RAM before it answers.
 const FETCH_MAX: Duration = Duration::from_secs(60);
+/// How long saves of a worker may last, and then some: longer than any save timeout.
+const SAVES_END: Duration = Duration::from_secs(60);
 /// Former boots that are remembered, for the workers.
 const GONE_MAX: usize = 8;
 /// Hashes that one lookup sends, over all groups: those of a longer prompt are left away.
@@ -120,8 +124,39 @@ struct Up {
     ready: bool,
     /// Unanswered lookups in the order they were sent. An entry without a name was given up.
     asked: BTreeMap<u64, Asked>,
+    /// The last request to cancel saves, and whether the daemon has done so.
+    cancelling: Option<(u64, Option<bool>)>,
+    /// The daemon's; None where the kernel does not tell.
+    process: Option<OwnedFd>,
     heartbeat_at: Instant,
     probe_at: Instant,
+}
+
+impl Up {
+    fn cancelling_answered(&mut self, id: u64, done: bool) {
+        if let Some((_, answer)) = self.cancelling.as_mut().filter(|(asked, _)| *asked == id) {
+            *answer = Some(done);
+        }
+    }
+}
+
+/// A daemon that this was connected to and is no more. It may still read for saves as long as its process lives.
+#[derive(Debug)]
+struct Left {
+    boot: BootId,
+    at: Instant,
+    /// None where the kernel does not tell.
+    process: Option<OwnedFd>,
+}
+
+impl Left {
+    /// Nothing of it can become a block of this engine's any more.
+    fn is_over(&self) -> bool {
+        match &self.process {
+            Some(process) => pidfd_exited(process),
+            None => self.at.elapsed() >= SAVES_END,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -142,6 +177,10 @@ pub struct Scheduler {
     pending: HashMap<String, Pending>,
     /// Boots that were connected to and are no more, the last one last.
     gone: VecDeque<BootId>,
+    /// Their processes, as far as they may live.
+    left: Vec<Left>,
+    /// See [`Self::cancel_saves`].
+    cancelled_below: u64,
     /// Leases handed to the caller or waiting to be consumed, by boot.
     leases: BTreeMap<BootId, BTreeSet<u64>>,
     stats: SchedulerStats,
@@ -164,6 +203,8 @@ impl Scheduler {
             up: None,
             pending: HashMap::new(),
             gone: VecDeque::new(),
+            left: Vec::new(),
+            cancelled_below: 0,
             leases: BTreeMap::new(),
             stats: SchedulerStats::default(),
             last_refusal: None,
@@ -308,27 +349,30 @@ impl Scheduler {
         self.advance(Instant::now());
     }
 
-    /// Drops what the engine's namespaces hold. False when the daemon did not confirm in time.
-    pub fn drop_namespaces(&mut self, timeout: Duration) -> bool {
-        self.advance(Instant::now());
-        let namespaces = self.options.groups.iter().map(|g| Bytes::copy_from_slice(&g.namespace)).collect();
-        let Some(id) = self.send(Ask::DropNamespaces(v1::DropNamespaces { namespaces })) else {
-            return false;
-        };
+    /// No save of the engine below this job may become a block any more, unless it is complete. True when nobody reads its
+    /// blocks for one: then they may be overwritten. Waits for the daemon until the timeout. Whatever the answer is, a save
+    /// that is not complete by now may end without effect.
+    pub fn cancel_saves(&mut self, below_job: u64, timeout: Duration) -> bool {
+        self.cancelled_below = self.cancelled_below.max(below_job);
         let deadline = Instant::now() + timeout;
+        let mut is_asked = false;
         loop {
-            let Some(up) = &mut self.up else { return false };
-            match up.connection.receive() {
-                Ok(Some(reply)) if reply.id == id => return matches!(reply.body, Some(Answer::Done(_))),
-                Ok(Some(reply)) => self.take_reply(reply, Instant::now()),
-                Ok(None) => {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        return false;
+            self.advance(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Some(up) = &mut self.up else { return self.left.iter().all(Left::is_over) };
+            match up.cancelling {
+                Some((_, Some(done))) if is_asked => return done && self.left.iter().all(Left::is_over),
+                _ if left.is_zero() => return false,
+                // While the engine is being opened, saves of a former connection may still be accepted.
+                _ if !is_asked && up.phase == Phase::Open => {
+                    is_asked = true;
+                    let timeout_ms = left.as_millis() as u32;
+                    let asked = self.send(Ask::CancelSaves(v1::CancelSaves { below_job, timeout_ms }));
+                    if let (Some(up), Some(id)) = (&mut self.up, asked) {
+                        up.cancelling = Some((id, None));
                     }
-                    up.connection.wait(Some(left), None);
                 }
-                Err(lost) => self.lose(&lost, Instant::now()),
+                _ => up.connection.wait(Some(left), None),
             }
         }
     }
@@ -394,6 +438,8 @@ impl Scheduler {
             boot: [0; 16],
             ready: false,
             asked: BTreeMap::new(),
+            cancelling: None,
+            process: None,
             heartbeat_at: now + HEARTBEAT,
             probe_at: now,
         });
@@ -405,9 +451,11 @@ impl Scheduler {
         match reply.body {
             Some(Answer::Welcome(welcome)) => {
                 self.daemon = describe(&welcome);
+                up.process = up.connection.unix().and_then(|stream| peer_pidfd(stream).ok());
                 up.boot = boot;
                 up.phase = Phase::Opening;
                 self.gone.retain(|of| *of != boot);
+                self.left.retain(|left| left.boot != boot && !left.is_over());
                 // A lease of another boot died with that daemon.
                 self.leases.retain(|of, _| *of == boot);
                 let groups = self
@@ -421,7 +469,8 @@ impl Scheduler {
                         window_blocks: g.window_blocks,
                     })
                     .collect();
-                self.send(Ask::OpenEngine(v1::OpenEngine { groups, workers: self.options.workers }));
+                let (workers, cancelled_below) = (self.options.workers, self.cancelled_below);
+                self.send(Ask::OpenEngine(v1::OpenEngine { groups, workers, cancelled_below }));
             }
             Some(Answer::EngineOpened(opened)) => {
                 up.phase = Phase::Open;
@@ -449,7 +498,9 @@ impl Scheduler {
                     *until = asked.until;
                 }
             }
+            Some(Answer::Done(_)) => up.cancelling_answered(reply.id, true),
             Some(Answer::Refused(refused)) => {
+                up.cancelling_answered(reply.id, false);
                 let asked = up.asked.remove(&reply.id);
                 let phase = up.phase;
                 let is_new = self.last_refusal.as_ref() != Some(&refused.sentence);
@@ -570,7 +621,10 @@ impl Scheduler {
 
     /// The connection is over, and with it what this boot has answered.
     fn leave(&mut self) {
-        if let Some(boot) = self.boot() {
+        if let (Some(boot), Some(up)) = (self.boot(), &mut self.up) {
+            let process = up.process.take();
+            self.left.retain(|left| !left.is_over());
+            self.left.push(Left { boot, at: Instant::now(), process });
             self.gone.push_back(boot);
             if self.gone.len() > GONE_MAX {
                 self.gone.pop_front();

@@ -163,10 +163,10 @@ impl PyScheduler {
         self.0.lock().tick();
     }
 
-    #[pyo3(signature = (timeout_ms = 1000.0))]
-    fn drop_namespaces(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+    #[pyo3(signature = (up_to_job, timeout_ms = 1000.0))]
+    fn cancel_saves(&self, py: Python<'_>, up_to_job: u64, timeout_ms: f64) -> PyResult<bool> {
         let timeout = milliseconds(timeout_ms)?;
-        Ok(py.detach(|| self.0.lock().drop_namespaces(timeout)))
+        Ok(py.detach(|| self.0.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
     }
 
     fn take_stats(&self) -> HashMap<&'static str, f64> {

@@ -1,11 +1,16 @@
 //! Engines: which sessions belong together, and which spaces their groups use.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use kvlane_block::{Cut, LayoutDigest, Namespace, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
+
+use crate::save_gate::SaveGate;
 
 /// One connection, unique in a run of the daemon.
 pub(crate) type SessionId = u64;
@@ -81,6 +86,7 @@ struct WorkerSlot {
 #[derive(Debug)]
 struct Engine {
     owner: OwnerId,
+    saves: Arc<SaveGate>,
     workers_expected: u32,
     scheduler: Option<SessionId>,
     groups: Vec<GroupSpec>,
@@ -180,6 +186,7 @@ impl Inner {
             self.next_owner += 1;
             let engine = Engine {
                 owner: OwnerId(self.next_owner),
+                saves: Arc::default(),
                 workers_expected: workers,
                 scheduler: None,
                 groups: Vec::new(),
@@ -206,6 +213,7 @@ impl Engines {
         session: SessionId,
         workers: u32,
         groups: Vec<GroupSpec>,
+        cancelled_below: u64,
         store: &Store,
     ) -> Result<(OwnerId, bool), EngineError> {
         if workers == 0 || workers > WORKERS_MAX {
@@ -227,6 +235,7 @@ impl Engines {
             });
         }
         engine.scheduler = Some(session);
+        engine.saves.set(cancelled_below);
         engine.groups = groups;
         if let Err(error) = engine.open_spaces(store) {
             engine.scheduler = None;
@@ -280,6 +289,11 @@ impl Engines {
             (engine.open.clone(), engine.workers_expected)
         };
         Some(serve(&open, workers))
+    }
+
+    /// Which saves of an engine may become blocks.
+    pub(crate) fn save_gate(&self, id: &str) -> Option<Arc<SaveGate>> {
+        self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.saves))
     }
 
     /// The namespaces of an engine's groups.
@@ -362,7 +376,7 @@ mod tests {
     fn an_engine_is_ready_when_every_worker_has_mapped_the_pool() {
         let (engines, store) = (Engines::default(), store());
         engines.register("e", 1, 0, 2, vec![worker_group(4096)], &store).unwrap();
-        let (_, ready) = engines.open("e", 2, 2, vec![scheduler_group()], &store).unwrap();
+        let (_, ready) = engines.open("e", 2, 2, vec![scheduler_group()], 0, &store).unwrap();
         assert!(!ready);
         engines.register("e", 3, 1, 2, vec![worker_group(4096)], &store).unwrap();
         engines.mapped("e", 1);
@@ -379,7 +393,7 @@ mod tests {
     fn a_second_engine_with_the_same_id_is_refused_and_the_first_goes_on() {
         let (engines, store) = (Engines::default(), store());
         engines.register("e", 1, 0, 1, vec![worker_group(4096)], &store).unwrap();
-        engines.open("e", 2, 1, vec![scheduler_group()], &store).unwrap();
+        engines.open("e", 2, 1, vec![scheduler_group()], 0, &store).unwrap();
         engines.mapped("e", 1);
         let other = engines.register("e", 7, 0, 1, vec![worker_group(2048)], &store).unwrap_err().to_string();
         assert!(other.contains("'e'") && other.contains("rank 0"), "{other}");
@@ -403,7 +417,7 @@ mod tests {
         ];
         for (second, sentence) in cases {
             let (engines, store) = (Engines::default(), store());
-            engines.open("e", 9, 2, vec![scheduler_group()], &store).unwrap();
+            engines.open("e", 9, 2, vec![scheduler_group()], 0, &store).unwrap();
             engines.register("e", 1, 0, 2, vec![shared(0, [4096, 2048])], &store).unwrap();
             let registered = engines.register("e", 2, 1, 2, vec![second], &store);
             match sentence {
@@ -419,7 +433,7 @@ mod tests {
         let mut foreign = worker_group(4096);
         foreign.namespace = Namespace([9; 16]);
         engines.register("e", 1, 0, 1, vec![foreign], &store).unwrap();
-        let error = engines.open("e", 2, 1, vec![scheduler_group()], &store).unwrap_err().to_string();
+        let error = engines.open("e", 2, 1, vec![scheduler_group()], 0, &store).unwrap_err().to_string();
         assert!(error.contains("group 0"), "{error}");
     }
 }

@@ -14,6 +14,7 @@ mod peer;
 mod random;
 mod refusals;
 mod replies;
+mod save_gate;
 mod save_pace;
 mod save_thread;
 mod saves;

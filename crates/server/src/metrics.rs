@@ -233,7 +233,7 @@ pub const METRICS: &[Metric] = &[
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call(usize);
 
-const CALLS: [&str; 17] = [
+const CALLS: [&str; 18] = [
     "Hello",
     "OpenEngine",
     "RegisterWorker",
@@ -251,6 +251,7 @@ const CALLS: [&str; 17] = [
     "Bye",
     "Load",
     "ShareChunks",
+    "CancelSaves",
 ];
 
 impl Call {
@@ -273,6 +274,7 @@ impl Call {
             Ask::Bye(_) => 14,
             Ask::Load(_) => 15,
             Ask::ShareChunks(_) => 16,
+            Ask::CancelSaves(_) => 17,
         })
     }
 }

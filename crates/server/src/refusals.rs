@@ -25,6 +25,10 @@ struct Told {
 impl Refusals {
     /// The daemon answers `peer` with a refusal.
     pub(crate) fn note(&self, peer: &str, refused: &Refused) {
+        // Nothing went wrong.
+        if refused.reason() == Reason::Cancelled {
+            return;
+        }
         if self.is_new(peer, refused.reason()) {
             let (reason, sentence) = (refused.reason().as_str_name(), &refused.sentence);
             tracing::warn!(peer, reason, "refused, and not told again for this peer and reason: {sentence}");

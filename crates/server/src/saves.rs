@@ -8,7 +8,7 @@ use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1;
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
 
-use crate::{Shared, engines::OpenGroup, save_pace::Pace, worker_memory::WorkerMemory};
+use crate::{Shared, engines::OpenGroup, save_gate::Inside, save_pace::Pace, worker_memory::WorkerMemory};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -20,6 +20,8 @@ pub(crate) struct Saver<'a> {
     pub(crate) regions: &'a [Vec<Region>],
     /// The engine's groups.
     pub(crate) open: &'a [OpenGroup],
+    /// Kept while anything is done for the save.
+    pub(crate) inside: &'a Inside,
 }
 
 /// A group of a save, parsed and checked.
@@ -31,7 +33,11 @@ pub(crate) struct Blocks {
 }
 
 /// Claims that were granted to a mapped worker, to be named in its commit.
-pub(crate) type Granted = Vec<ShardClaim>;
+pub(crate) struct Granted {
+    /// The save that they are for.
+    pub(crate) job: u64,
+    pub(crate) claims: Vec<ShardClaim>,
+}
 
 impl Saver<'_> {
     /// Checks what came over the wire.
@@ -77,6 +83,10 @@ impl Saver<'_> {
             let step = usize::try_from(memory.batch_bytes() / bytes_per_block).unwrap_or(usize::MAX).max(1);
             let mut chain = blocks.chain;
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
+                if self.inside.is_cancelled() {
+                    result.failed += hashes.len() as u64;
+                    continue;
+                }
                 self.copy_batch(blocks.group, chain, hashes, ids, memory, (epoch, event, pace), &mut result);
                 if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
                     chain = Chain::After(*last);
@@ -135,7 +145,7 @@ impl Saver<'_> {
     }
 
     /// Claims blocks that the worker will write itself.
-    pub(crate) fn grant(&self, groups: &[Blocks]) -> (v1::ClaimResult, Granted) {
+    pub(crate) fn grant(&self, groups: &[Blocks]) -> (v1::ClaimResult, Vec<ShardClaim>) {
         let mut granted = Vec::new();
         let mut outcome = BytesMut::new();
         let mut pages = BytesMut::new();

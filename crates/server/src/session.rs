@@ -52,6 +52,8 @@ const PAGES_BYTES_MAX: usize = 32 << 20;
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Descriptors that may have come before their requests are handled: those of a request and of the next.
 const DESCRIPTORS_PENDING_MAX: usize = 2 * DESCRIPTORS_MAX;
+/// Longest time that an engine may wait for its saves to be given up.
+const CANCEL_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// Claims that a mapped worker may hold without committing them.
 const CLAIMS_MAX: usize = 4096;
 
@@ -325,6 +327,18 @@ impl Session {
                 let page_size = shared.arena.page_size().into();
                 Ok(Answer::PoolDescriptor(v1::PoolDescriptor { bytes: shared.arena.bytes(), page_size }))
             }
+            Ask::CancelSaves(cancel) => {
+                greeted.scheduler()?;
+                let timeout = Duration::from_millis(cancel.timeout_ms.into()).min(CANCEL_TIMEOUT_MAX);
+                let gate = shared.engines.save_gate(&greeted.info.engine_id);
+                let is_closed =
+                    gate.is_some_and(|gate| gate.close(cancel.below_job, Instant::now() + timeout));
+                if is_closed {
+                    return Ok(done());
+                }
+                let sentence = format!("saves were still being copied after {} ms", timeout.as_millis());
+                Err((Reason::Limit, sentence))
+            }
             Ask::Release(release) => {
                 let owner = greeted.scheduler()?;
                 release.leases.iter().for_each(|lease| shared.store.release(owner, LeaseId(*lease)));
@@ -348,14 +362,19 @@ impl Session {
             }
             Ask::Commit(commit) => {
                 let worker = greeted.worker()?;
-                let claims = worker
+                let Granted { job, claims } = worker
                     .granted
                     .remove(&commit.claim)
                     .ok_or((Reason::Unknown, format!("claim {} is not open", commit.claim)))?;
-                if commit.written {
+                let gate = shared.engines.save_gate(&greeted.info.engine_id);
+                let inside = gate.and_then(|gate| gate.enter(job));
+                if !commit.written {
+                    shared.store.abort(&claims);
+                } else if inside.is_some() {
                     shared.store.commit(&claims, Instant::now());
                 } else {
                     shared.store.abort(&claims);
+                    return Err(cancelled());
                 }
                 Ok(done())
             }
@@ -392,11 +411,12 @@ impl Session {
                     return Err((Reason::Limit, format!("{CLAIMS_MAX} claims are open: commit some")));
                 }
                 let (mut result, granted) =
-                    with_saver(&shared, id, &engine_id, &worker.registered, |saver| {
+                    with_saver(&shared, id, &engine_id, &worker.registered, claim.job, |saver| {
                         Ok(saver.grant(&saver.parse(&claim.groups)?))
                     })?;
                 worker.next_claim += 1;
                 result.claim = worker.next_claim;
+                let granted = Granted { job: claim.job, claims: granted };
                 worker.granted.insert(worker.next_claim, granted);
                 Ok(Answer::ClaimResult(result))
             }
@@ -543,6 +563,10 @@ fn invalid(sentence: impl ToString) -> Refusal {
     (Reason::Invalid, sentence.to_string())
 }
 
+fn cancelled() -> Refusal {
+    (Reason::Cancelled, "the engine has cancelled this save".into())
+}
+
 fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> Result<Answer, Refusal> {
     if greeted.info.role != Role::Scheduler {
         return Err((Reason::NotAllowed, "only the scheduler opens an engine".into()));
@@ -563,7 +587,7 @@ fn open_engine(shared: &Shared, greeted: &mut Greeted, open: v1::OpenEngine) -> 
         .collect::<Result<Vec<_>, Refusal>>()?;
     let (owner, ready) = shared
         .engines
-        .open(&greeted.info.engine_id, greeted.id, open.workers, groups, &shared.store)
+        .open(&greeted.info.engine_id, greeted.id, open.workers, groups, open.cancelled_below, &shared.store)
         .map_err(|error| (Reason::Conflict, error.to_string()))?;
     greeted.opened = Some(owner);
     Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
@@ -818,7 +842,7 @@ pub(crate) fn save(
         .memory
         .as_ref()
         .ok_or((Reason::NotAllowed, "this worker saves by mapping: ask for claims".into()))?;
-    with_saver(shared, id, engine_id, worker, |saver| {
+    with_saver(shared, id, engine_id, worker, save.job, |saver| {
         let blocks = saver.parse(&save.groups)?;
         Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event, pace)))
     })
@@ -829,8 +853,11 @@ fn with_saver<T>(
     id: SessionId,
     engine_id: &str,
     worker: &Registered,
+    job: u64,
     save: impl FnOnce(&Saver<'_>) -> Result<T, String>,
 ) -> Result<T, Refusal> {
+    let gate = shared.engines.save_gate(engine_id);
+    let inside = gate.and_then(|gate| gate.enter(job)).ok_or_else(cancelled)?;
     shared
         .engines
         .with_ready(engine_id, |open, _| {
@@ -841,6 +868,7 @@ fn with_saver<T>(
                 rank: worker.rank,
                 regions: &worker.regions,
                 open,
+                inside: &inside,
             };
             save(&saver).map_err(invalid)
         })

@@ -4,9 +4,17 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    time::{Duration, Instant},
+};
 
 use kvlane_client::{SaveMethod, Tool};
+use kvlane_proto::{
+    Address, FrameReader, encode_frame,
+    v1::{self, reply::Body as Answer, request::Body as Ask},
+};
 use support::*;
 
 fn round_trip(method: SaveMethod) {
@@ -191,8 +199,123 @@ fn dropping_a_namespace_makes_it_a_miss() {
     let mut engine = Engine::start(&address, "a", SaveMethod::Auto);
     engine.save(0, 0..4);
     settle(&address);
-    assert!(engine.scheduler.drop_namespaces(PATIENCE));
+    Tool::connect(&address, PATIENCE).unwrap().drop_namespaces(&[[3; 16]]).unwrap();
     assert_eq!(engine.look_up(0, 4).tokens, 0);
     let error = Tool::connect(&address, PATIENCE).unwrap().drop_namespaces(&[[9; 16]]).unwrap_err();
     assert!(error.to_string().contains("09090909"), "{error}");
+}
+
+/// vLLM resets its cache only when nobody holds a block, and then overwrites them: a save that is still under way must not
+/// become a block with what comes next in its place.
+#[test]
+fn a_cancelled_save_does_not_become_a_block() {
+    for method in [SaveMethod::Auto, SaveMethod::Mapped] {
+        let folder = tempfile::tempdir().unwrap();
+        let address = address(&folder);
+        let _daemon = start(&address);
+        let mut engine = Engine::start(&address, "a", method);
+        assert!(engine.save(0, 0..4).ok);
+        // Two saves are on their way to the daemon, let us say: jobs 2 and 3.
+        assert!(engine.scheduler.cancel_saves(4, PATIENCE));
+        for first in [1000, 2000] {
+            let end = engine.save(first, 4..8);
+            assert!(!end.ok || end.blocks == 0, "{end:?}");
+        }
+        assert_eq!(engine.save(3000, 4..8).blocks, 4);
+        settle(&address);
+        assert_eq!(engine.look_up(0, 4).tokens, 64, "what was complete stays");
+        assert_eq!([1000, 2000].map(|first| engine.look_up(first, 4).tokens), [0, 0]);
+        assert_eq!(engine.look_up(3000, 4).tokens, 64);
+        // Coming back, the scheduler says it again; a new one begins anew.
+        drop(engine);
+        let mut engine = Engine::start(&address, "a", method);
+        assert_eq!(engine.save(1000, 0..4).blocks, 4);
+    }
+}
+
+/// A worker that writes by itself may have read its blocks after they were given away.
+#[test]
+fn a_claim_that_was_cancelled_cannot_be_committed() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let _daemon = start(&address);
+    let mut engine = scheduler(&address, "raw", PATIENCE);
+    let Address::Unix(path) = &address else { unreachable!() };
+    let mut worker = Wire::connect(path);
+    let hello = v1::Hello {
+        wire_min: 1,
+        wire_max: 1,
+        role: v1::hello::Role::Worker.into(),
+        engine_id: "raw".into(),
+        process_nonce: vec![7; 16].into(),
+        ..Default::default()
+    };
+    assert!(matches!(worker.ask(Ask::Hello(hello)), Answer::Welcome(_)));
+    let region =
+        v1::Region { base: 4096, block_stride: 4096, blocks: 8, piece_bytes: 4096, piece_offsets: vec![0] };
+    let group = v1::WorkerGroup {
+        namespace: vec![3; 16].into(),
+        layout: vec![4; 16].into(),
+        regions: vec![region],
+        slices: Vec::new(),
+    };
+    let register = v1::RegisterWorker {
+        workers: 1,
+        groups: vec![group],
+        method: v1::register_worker::Method::Mapped.into(),
+        ..Default::default()
+    };
+    assert!(matches!(worker.ask(Ask::RegisterWorker(register)), Answer::WorkerRegistered(_)));
+    assert_eq!(worker.ask(Ask::PoolMapped(v1::PoolMapped {})), Answer::Done(v1::Done {}));
+    let claim = |job| {
+        let hashes: Vec<u8> = hashes(0, 2).iter().flat_map(|hash| hash.0).collect();
+        let group = v1::SaveGroup { hashes: hashes.into(), block_ids: vec![0, 1], ..Default::default() };
+        Ask::Claim(v1::Claim { groups: vec![group], job })
+    };
+    let commit = |claim| Ask::Commit(v1::Commit { claim, written: true });
+    let Answer::ClaimResult(granted) = worker.ask(claim(5)) else { panic!("no claim") };
+    assert_eq!(granted.outcome.as_ref(), [0, 0]);
+    assert!(engine.cancel_saves(6, PATIENCE), "nobody but the worker reads its blocks");
+    let Answer::Refused(refused) = worker.ask(commit(granted.claim)) else { panic!("it was committed") };
+    assert_eq!(refused.reason(), v1::refused::Reason::Cancelled);
+    assert!(matches!(worker.ask(claim(5)), Answer::Refused(_)));
+    settle(&address);
+    assert_eq!(engine.lookup(&[hashes(0, 2)], u64::MAX, PATIENCE).tokens, 0);
+    // They are free to be saved anew.
+    let Answer::ClaimResult(granted) = worker.ask(claim(6)) else { panic!("no claim") };
+    assert_eq!(granted.outcome.as_ref(), [0, 0]);
+    assert_eq!(worker.ask(commit(granted.claim)), Answer::Done(v1::Done {}));
+    settle(&address);
+    assert_eq!(engine.lookup(&[hashes(0, 2)], u64::MAX, PATIENCE).tokens, 2 * u64::from(TOKENS));
+    engine.close();
+}
+
+/// A connection that says what the test wants.
+struct Wire {
+    stream: UnixStream,
+    reader: FrameReader,
+    next_id: u64,
+}
+
+impl Wire {
+    fn connect(path: &std::path::Path) -> Self {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self { stream, reader: FrameReader::default(), next_id: 0 }
+    }
+
+    fn ask(&mut self, body: Ask) -> Answer {
+        self.next_id += 1;
+        let request = v1::Request { id: self.next_id, body: Some(body) };
+        self.stream.write_all(&encode_frame(&request)).unwrap();
+        loop {
+            if let Some(reply) = self.reader.next_message::<v1::Reply>().unwrap() {
+                return reply.body.unwrap();
+            }
+            let mut bytes = [0; 4096];
+            let count = self.stream.read(&mut bytes).unwrap();
+            assert!(count > 0, "the daemon hung up");
+            self.reader.push(&bytes[..count]);
+        }
+    }
 }

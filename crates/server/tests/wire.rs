@@ -59,8 +59,11 @@ fn open_engine() -> impl Strategy<Value = Ask> {
     let group = (name(), small(), small()).prop_map(|(namespace, tokens_per_block, window_blocks)| {
         v1::Group { namespace, name: "n".into(), tokens_per_block, window_blocks }
     });
-    (proptest::collection::vec(group, 0..4), small())
-        .prop_map(|(groups, workers)| Ask::OpenEngine(v1::OpenEngine { groups, workers }))
+    (proptest::collection::vec(group, 0..4), small(), number()).prop_map(
+        |(groups, workers, cancelled_below)| {
+            Ask::OpenEngine(v1::OpenEngine { groups, workers, cancelled_below })
+        },
+    )
 }
 
 fn region() -> impl Strategy<Value = v1::Region> {
@@ -168,10 +171,12 @@ fn body() -> impl Strategy<Value = Option<Ask>> {
         2 => Just(Some(Ask::PoolMapped(v1::PoolMapped {}))),
         3 => (lookup_groups, number()).prop_map(|(groups, max_tokens)| Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait: max_tokens % 2 == 0 }))),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|leases| Some(Ask::Release(v1::Release { leases }))),
-        3 => (save_groups(), number(), proptest::option::of(small()))
-            .prop_map(|(groups, epoch, event)| Some(Ask::Save(v1::Save { groups, epoch, event }))),
+        3 => (save_groups(), number(), proptest::option::of(small()), number())
+            .prop_map(|(groups, epoch, event, job)| Some(Ask::Save(v1::Save { groups, epoch, event, job }))),
+        1 => (number(), 0u32..3)
+            .prop_map(|(below_job, timeout_ms)| Some(Ask::CancelSaves(v1::CancelSaves { below_job, timeout_ms }))),
         1 => load().prop_map(Some),
-        3 => save_groups().prop_map(|groups| Some(Ask::Claim(v1::Claim { groups }))),
+        3 => (save_groups(), number()).prop_map(|(groups, job)| Some(Ask::Claim(v1::Claim { groups, job }))),
         2 => (number(), any::<bool>()).prop_map(|(claim, written)| Some(Ask::Commit(v1::Commit { claim, written }))),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|live_leases| Some(Ask::Heartbeat(v1::Heartbeat { live_leases }))),
         1 => (0u32..3).prop_map(|timeout_ms| Some(Ask::Settle(v1::Settle { timeout_ms }))),

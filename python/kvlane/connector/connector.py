@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
+from kvlane.connector.weights import Weights, calling_runner, parameters_of
 from kvlane.connector.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -74,8 +76,17 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.attach(
                 *build_worker_core(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
             )
+            self._watch_weights()
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
+
+    @guarded(lambda: None, "after a reset this engine shares no blocks with others")
+    def _watch_weights(self) -> None:
+        """Called where vLLM registers the KV caches: the weights are loaded, and the model runner is the caller."""
+        assert self._worker is not None
+        runner = calling_runner()
+        if self._worker.weights is None and runner is not None:
+            self._worker.weights = Weights(functools.partial(parameters_of, runner))
 
     @guarded(lambda: None, "this worker takes no part in the cache")
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
@@ -152,15 +163,22 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVLaneWorkerMetadata | None:
-        ended = self._worker.take_ended() if self._worker is not None else {}
-        return KVLaneWorkerMetadata(ended) if ended else None
+        if self._worker is None:
+            return None
+        ended, weights = self._worker.take_ended(), self._worker.take_weights_report()
+        return KVLaneWorkerMetadata(ended, weights) if ended or weights is not None else None
 
     # Scheduler role
 
     @guarded(lambda: None, "nothing is saved or loaded")
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.pins.bind(gpu_block_pool)
+            self._scheduler.pins.bind(gpu_block_pool, self._before_pool_reset)
+
+    @guarded(lambda: None, "vLLM may not be able to reset its cache before saves have ended")
+    def _before_pool_reset(self) -> None:
+        assert self._scheduler is not None
+        self._scheduler.before_pool_reset()
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -198,6 +216,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(metadata, KVLaneWorkerMetadata):
             self._scheduler.jobs_ended(metadata.ended)
+            if metadata.weights is not None:
+                self._scheduler.weights_reported(metadata.weights)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -219,9 +239,11 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         return self._scheduler is not None and self._scheduler.frees_are_near()
 
-    @guarded(lambda: False, "old blocks may still be found")
+    @guarded(lambda: False, "blocks of other weights may be found")
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset() if self._scheduler is not None else True
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
 
     @guarded(tuple)
     def take_events(self) -> Iterable[Any]:

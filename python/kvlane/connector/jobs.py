@@ -44,6 +44,9 @@ class StepJobs:
     gone: list[bytes] = field(default_factory=list)
     """Runs that the scheduler was connected to and is no more. No load of this step or a later one is of them."""
 
+    weigh: int | None = None
+    """After this reset of the engine the workers are to look which weights they compute with."""
+
 
 @dataclass
 class JobEnd:

@@ -134,11 +134,10 @@ def adapter_identity(lora_request: Any) -> bytes | None:
     return digest16([lora_request.lora_name, str(path) if not files else "", files])
 
 
-def adapted_hash(block_hash: bytes, adapter: bytes | None) -> bytes:
-    """The hash under which a block is stored: vLLM's own, or mixed with the adapter's identity."""
-    if adapter is None:
-        return block_hash
-    return hashlib.blake2b(block_hash, key=adapter, digest_size=16).digest()
+def keyed_hash(block_hash: bytes, key: bytes) -> bytes:
+    """The hash under which a block is stored that depends on more than its namespace: vLLM's own, mixed with the
+    identity of the adapter or of changed weights."""
+    return hashlib.blake2b(block_hash, key=key, digest_size=16).digest()
 
 
 def fix_hash_seed(algorithm: str) -> bytes | None:

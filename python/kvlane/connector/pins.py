@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -13,9 +14,30 @@ class Pins:
         self.pool: Any = None
         """vLLM's block pool; nothing can be pinned, and so nothing be copied, before `bind`."""
 
-    def bind(self, pool: Any) -> None:
-        """From now on blocks of this pool are pinned."""
+    def bind(self, pool: Any, before_reset: Callable[[], None] | None = None) -> None:
+        """From now on blocks of this pool are pinned.
+
+        vLLM resets its pool before it tells its connector, and refuses while one block is held. So `before_reset` is
+        called first.
+        """
         self.pool = pool
+        if before_reset is None:
+            return
+        reset = pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            before_reset()
+            return reset()
+
+        pool.reset_prefix_cache = reset_prefix_cache
+
+    def are_all(self, pinned: Iterable[Any]) -> bool:
+        """Whether nobody holds a block of the pool but these pins; a block is named as often as it is pinned."""
+        times = Counter(block.block_id for block in pinned)
+        blocks = self.pool.blocks
+        ours = sum(1 for block_id, count in times.items() if blocks[block_id].ref_cnt == count)
+        # The null block counts as used.
+        return len(blocks) - self.pool.get_num_free_blocks() - 1 == ours
 
     def pin(self, blocks: list[Any]) -> None:
         """One reference more on each."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlane.connector.groups import CacheGroup
-from kvlane.connector.namespace import adapted_hash, adapter_identity
+from kvlane.connector.namespace import adapter_identity, keyed_hash
 
 NEVER = 1 << 62
 
@@ -65,6 +65,8 @@ class GroupHashes:
                 f"blocks of {group.tokens_per_block} tokens are not made of hashes of {hash_block_size}"
             )
         self._scale = [group.tokens_per_block // hash_block_size for group in groups]
+        self.epoch_key: bytes | None = None
+        """Of the engine's present weights; None for those of its files."""
 
     def count(self, state: RequestState, group: CacheGroup) -> int:
         """Blocks of the group that have a hash."""
@@ -81,6 +83,5 @@ class GroupHashes:
     def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
         """The hashes under which the blocks [first, end) are stored."""
         raw = self.raw(state, group, first, end)
-        if state.adapter is None:
-            return raw
-        return [adapted_hash(each, state.adapter) for each in raw]
+        key = (self.epoch_key or b"") + (state.adapter or b"")
+        return [keyed_hash(each, key) for each in raw] if key else raw

@@ -57,6 +57,8 @@ class Saves:
         self._open = _Save()
         self._open_groups: list[tuple[int, bytes, list[bytes], list[int]]] = []
         self._running: dict[int, _Save] = {}
+        self.last_job = 0
+        """The highest job that the workers were told of."""
 
     @property
     def _max_pinned(self) -> int:
@@ -65,7 +67,12 @@ class Saves:
     @property
     def pending(self) -> bool:
         """Whether any block is pinned."""
-        return bool(self._running) or bool(self._open.blocks)
+        return self._pinned > 0
+
+    def pinned(self) -> Iterator[Any]:
+        """The pinned blocks, each as often as it is being saved."""
+        saves = [*self._running.values(), self._open]
+        return itertools.chain.from_iterable(save.blocks for save in saves)
 
     @property
     def pinned_blocks(self) -> int:
@@ -174,7 +181,7 @@ class Saves:
         """What was queued since the last call, as one job for the workers."""
         if not self._open_groups:
             return None
-        job = next(self._jobs)
+        job = self.last_job = next(self._jobs)
         save, self._open = self._open, _Save()
         groups, self._open_groups = self._open_groups, []
         save.ranks_left = self._workers
@@ -200,6 +207,12 @@ class Saves:
         self._unpin(self._open)
         self._open = _Save()
         self._open_groups = []
+
+    def give_up(self) -> None:
+        """Unpin what is under way. Whoever calls this made sure that none of it becomes a block any more."""
+        for save in self._running.values():
+            self._unpin(save)
+            save.ok = False
 
     def _unpin(self, save: _Save) -> None:
         self._pinned -= len(save.blocks)

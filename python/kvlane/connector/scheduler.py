@@ -13,6 +13,7 @@ from typing import Any
 
 from kvlane.connector import events
 from kvlane.connector.counters import Counters
+from kvlane.connector.epoch import Epoch
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
@@ -21,15 +22,15 @@ from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.saves import Saves
 from kvlane.connector.settings import Settings
+from kvlane.connector.weights import STARTED_WITH, WeightsReport
 
 # A miss is asked again when a request has waited this long for its turn: others may have saved its prefix since.
 MISS_IS_OLD_SECONDS = 1.0
-# How often, and how long each time, an unconfirmed reset is tried again.
-RESET_RETRY_SECONDS = 1.0
 # After so long without a step the connection is looked at before a hit is promised: an idle worker lets the pool of
 # a dead daemon go after a minute.
 LOOK_BEFORE_PROMISE_SECONDS = 1.0
-RESET_RETRY_TIMEOUT_MS = 20.0
+# How long a reset of vLLM's cache waits for the daemon to give up the saves that are under way.
+CANCEL_TIMEOUT_MS = 2000.0
 CORE_COUNTS = frozenset(
     {
         "lookups",
@@ -109,9 +110,10 @@ class SchedulerSide:
         self._events: list[Any] = []
         self._boot: bytes | None = None
         self._ticked_at = clock()
-        # Set while blocks that were dropped by a reset may still be visible or on their way.
-        self._reset_pending = False
-        self._next_reset_retry = 0.0
+        self._epoch = Epoch(settings.weights_version, shape.workers)
+        self._hashes.epoch_key = self._epoch.key
+        # Since the last reset a request was to be scheduled: from here on the weights stay as they are.
+        self._is_scheduling = False
         self._seed_checked = shape.hash_seed is None
 
     # Lookups
@@ -141,7 +143,7 @@ class SchedulerSide:
         if (
             not self._shape.can_load
             or self.pins.pool is None
-            or self._reset_pending
+            or not self._epoch.is_known
             or state.load_failed
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
@@ -170,6 +172,9 @@ class SchedulerSide:
             # It starts over, so nothing of before the reset is left of it.
             state.stale = False
             state.forget_progress()
+        self._is_scheduling = True
+        if not self._epoch.is_known and self._shape.can_load and self._epoch.is_worth_waiting(self._clock()):
+            return None, False
         self._drop_former_hit(state)
         if self._wants_new_lookup(state):
             self._start_lookup(state)
@@ -299,7 +304,8 @@ class SchedulerSide:
         self._tick()
         self._notice_restart()
         self._tell_promises(jobs)
-        self._retry_reset()
+        if self._is_scheduling or output.total_num_scheduled_tokens > 0:
+            jobs.weigh = self._epoch.question()
         self._plan_saves(output)
         save = self.saves.take_job(self._clock())
         if save is not None:
@@ -326,14 +332,13 @@ class SchedulerSide:
         if self._boot is not None:
             for state in self._requests.values():
                 state.forget_progress()
-            self._reset_pending = False
         self._boot = boot
 
     def _plan_saves(self, output: Any) -> None:
         block_state = getattr(output, "kv_connector_block_state", None)
         if block_state is None:
             self._follow_tables(output)
-        if not self._shape.can_save or self._reset_pending or not self._core.ready:
+        if not self._shape.can_save or not self._epoch.is_known or not self._core.ready:
             return
         known = self._requests.get
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -401,7 +406,7 @@ class SchedulerSide:
             return
         if (
             self._shape.can_save
-            and not self._reset_pending
+            and self._epoch.is_known
             and state.loading is None
             and not state.load_failed
             and self._core.ready
@@ -425,28 +430,60 @@ class SchedulerSide:
         """Whether blocks come free without preempting a request."""
         return self.saves.frees_are_near(self._clock())
 
-    def reset(self) -> bool:
-        """Drop everything that the engine's namespaces hold. True once nothing old can be seen any more."""
+    # Resets
+
+    def before_pool_reset(self) -> None:
+        """vLLM is about to reset its own cache, which it does only when nobody holds a block: give the pins back.
+
+        What has lost its pins may be overwritten at once, so the daemon must have given up its saves first.
+        """
+        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
+        if self._loads or not self.saves.pending or not self.pins.are_all(self.saves.pinned()):
+            return
+        self.saves.drop_queued()
+        if not self.saves.pending:
+            return
+        if self._core.cancel_saves(self.saves.last_job, CANCEL_TIMEOUT_MS):
+            self.saves.give_up()
+        else:
+            logger.warning(
+                "kvlane: vLLM cannot reset its cache now: saves are under way, and the daemon did not confirm "
+                "within %.0f s that it has given them up; they end by themselves within the save timeout",
+                CANCEL_TIMEOUT_MS / 1000,
+            )
+
+    def reset(self) -> None:
+        """The engine's weights may be others from here on. What is stored stays, for those that still have these."""
         for state in self._requests.values():
             self._drop_hit(state)
             if state.request.num_computed_tokens > 0:
                 state.stale = True
         self.saves.drop_queued()
+        self._is_scheduling = False
+        self._epoch.forget()
+        self._hashes.epoch_key = self._epoch.key
+
+    def weights_reported(self, report: WeightsReport) -> None:
+        """Workers have looked at their weights."""
+        if not self._epoch.answer(report):
+            return
+        self._hashes.epoch_key = self._epoch.key
+        for state in self._requests.values():
+            # What was computed meanwhile was not saved.
+            state.forget_progress()
+        if report.label == STARTED_WITH:
+            logger.info("kvlane: after the reset the engine has the weights that it was started with")
+            return
         if self._shape.emit_events:
             self._events.append(events.all_cleared())
-        dropped = self._core.drop_namespaces()
-        # Saves that are under way would become visible after the drop; a second one follows them.
-        self._reset_pending = not dropped or self.saves.pending
-        self._next_reset_retry = self._clock() + RESET_RETRY_SECONDS
-        if not dropped:
-            logger.warning("kvlane: the daemon did not confirm the reset; no hits until it does")
-        return not self._reset_pending
-
-    def _retry_reset(self) -> None:
-        if not self._reset_pending or self.saves.pending or self._clock() < self._next_reset_retry:
-            return
-        self._next_reset_retry = self._clock() + RESET_RETRY_SECONDS
-        self._reset_pending = not self._core.drop_namespaces(RESET_RETRY_TIMEOUT_MS)
+        if report.label is not None and report.label.startswith("version "):
+            logger.info("kvlane: after the reset the engine has the weights of %s", report.label)
+        else:
+            logger.warning(
+                "kvlane: after the reset the engine has other weights than it was started with, so its blocks are "
+                "shared with no other engine; where several engines get the same weights, name them "
+                "(kvlane.connector.weights.name_weights)"
+            )
 
     def take_events(self) -> list[Any]:
         """KV events since the last call."""

@@ -35,6 +35,9 @@ class Settings:
     """How vLLM is asked to lay out its KV cache, one of LAYOUTS: as it likes, a block's layers together, or apart."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
+    weights_version: str = ""
+    """A name for the weights that the engine starts with, where they are not those of its files: see
+    kvlane.connector.weights.name_weights."""
 
     @staticmethod
     def parse(extra: Mapping[str, Any] | None) -> Settings:

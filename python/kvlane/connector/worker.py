@@ -13,6 +13,7 @@ from typing import Any
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
+from kvlane.connector.weights import Weights, WeightsReport
 
 # With nothing to compute the worker waits this long for its copies instead of spinning through empty steps: for saves
 # not long, since a request that arrives meanwhile waits too.
@@ -63,6 +64,9 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._jobs: StepJobs | None = None
         self._saves_started = False
+        self.weights: Weights | None = None
+        """What the model computes with; None where it could not be found."""
+        self._weights_report: WeightsReport | None = None
 
     def attach(self, core: Any, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
         """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas`
@@ -99,6 +103,18 @@ class WorkerSide:
                 self._wait_for_released()
         for load in jobs.loads:
             self._start_load(load)
+        if jobs.weigh is not None:
+            self._weigh(jobs.weigh)
+
+    def _weigh(self, reset: int) -> None:
+        """Before this step computes anything: the weights are those that its blocks will belong to."""
+        # If it fails, the scheduler must hear so.
+        self._weights_report = WeightsReport(reset, 1, None)
+        try:
+            if self.weights is not None:
+                self._weights_report = self.weights.report(reset)
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("looking at the weights", error, "this engine shares no blocks with others")
 
     def _wait_for_released(self) -> None:
         """Holds up what this step computes until the loads that were released are there, layer by layer if possible.
@@ -282,6 +298,11 @@ class WorkerSide:
         """The ends of jobs since the last call, for the scheduler."""
         ended, self._ended = self._ended, {}
         return ended
+
+    def take_weights_report(self) -> WeightsReport | None:
+        """What the last look at the weights found, if there was one since the last call."""
+        report, self._weights_report = self._weights_report, None
+        return report
 
     def take_stats(self) -> dict[str, float] | None:
         """Counters since the last call."""

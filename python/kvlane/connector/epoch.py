@@ -1,0 +1,87 @@
+"""Which weights the blocks of an engine belong to, as the scheduler role knows it.
+
+    at start: known --- reset ---> unknown --- the first step asks the workers ---> known
+                 ^                                                                    |
+                 +--------------------------------------------------------------------+
+
+While they are unknown the engine neither looks up nor saves. What is known is a label (`kvlane.connector.weights`),
+and the label is a key that is mixed into the blocks' hashes: engines find each other's blocks if their keys are equal.
+The weights of the files have no key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+from kvlane.connector.weights import STARTED_WITH, WeightsReport
+
+# A request waits for so long for the workers' word before it is computed without the cache.
+PATIENCE_SECONDS = 2.0
+
+
+class Epoch:
+    """The present weights of one engine."""
+
+    def __init__(self, started_with: str, workers: int) -> None:
+        """`started_with` is the user's name of the first weights, or empty for what their files say."""
+        self._first_key = version_key(started_with) if started_with else None
+        self._workers = workers
+        self._life = os.urandom(16)
+        self._resets = 0
+        self._asked: int | None = None
+        self._unknown_since: float | None = None
+        self.key: bytes | None = self._first_key
+        """Mixed into the hashes of blocks; None for none."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the key says what the engine computes with."""
+        return self._unknown_since is None
+
+    def is_worth_waiting(self, now: float) -> bool:
+        """Whether a request should wait for the workers' word. The time begins with the first call after a reset: the
+        engine may have slept since."""
+        if self._unknown_since == 0.0:
+            self._unknown_since = now
+        return self._unknown_since is not None and now - self._unknown_since < PATIENCE_SECONDS
+
+    def forget(self) -> None:
+        """The engine was reset: its weights may be others from here on."""
+        self._resets += 1
+        self._asked = None
+        self._unknown_since = 0.0
+        # Whatever is hashed meanwhile is found by nobody.
+        self.key = os.urandom(16)
+
+    def question(self) -> int | None:
+        """For the next step, once: the reset after which the workers are to look at their weights. To be called only
+        when requests run, since weights may be changed until then."""
+        if self.is_known or self._asked == self._resets:
+            return None
+        self._asked = self._resets
+        return self._resets
+
+    def answer(self, report: WeightsReport) -> bool:
+        """What ranks say. True if it is known now what the engine computes with."""
+        if self.is_known or report.reset != self._resets:
+            return False
+        if report.ranks < self._workers:
+            return False
+        self._unknown_since = None
+        if report.label is not None:
+            self.key = self._key_of(report.label)
+        # Else the key that was drawn at the reset stays: these blocks are this engine's alone, until its next reset.
+        return True
+
+    def _key_of(self, label: str) -> bytes | None:
+        if label == STARTED_WITH:
+            return self._first_key
+        if label.startswith("version "):
+            return version_key(label.removeprefix("version "))
+        return hashlib.blake2b(label.encode(), key=self._life, digest_size=16).digest()
+
+
+def version_key(name: str) -> bytes:
+    """The key of weights that a user or trainer has named; the same in all engines."""
+    return hashlib.blake2b(name.encode(), person=b"kvlane weights", digest_size=16).digest()

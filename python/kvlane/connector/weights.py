@@ -1,0 +1,151 @@
+"""Which weights a worker computes with: told by a digest of samples of every parameter.
+
+An engine may change its weights where they lie, as trainers do. Then what its files say is no longer true, and its
+blocks must not get the files' name. The digest tells weights apart; a label tells what is known of them:
+
+    ""              those that the engine was started with
+    "version NAME"  the trainer has named them (`name_weights`)
+    "life N"        nobody knows them: seen first after the engine's Nth reset
+
+A digest that was seen before has the label of then: an engine that slept, or was given its first weights again, finds
+its blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# Of each parameter so many words of 4 bytes are read, evenly spread; smaller ones are read whole. A training step may
+# change few of a parameter's words, in 16 bits one in a hundred, but the samples of a model are a million together.
+SAMPLED_WORDS = 4096
+WORD_BYTES = 4
+# Digests that are remembered; the one that was not seen for the longest time is forgotten.
+REMEMBERED = 64
+STARTED_WITH = ""
+# Callers between a model runner and the connector are fewer.
+FRAMES_MAX = 32
+
+# What `name_weights` was called with in this worker's process, until the next look at the weights.
+_named: str | None = None
+
+
+def name_weights(version: str) -> None:
+    """Tell kvlane which weights this worker has now: call it in every worker, after the weights were changed and before
+    `reset_prefix_cache(reset_connector=True)`. Engines of one model whose weights have one name share blocks."""
+    if not version:
+        raise ValueError("a version of weights needs a name")
+    global _named
+    _named = version
+
+
+class WorkerExtension:
+    """For vLLM's `worker_extension_cls="kvlane.connector.weights.WorkerExtension"`: lets an updater that is outside the
+    workers name the weights, by `collective_rpc("kvlane_name_weights", args=("step-120",))`."""
+
+    def kvlane_name_weights(self, version: str) -> None:
+        """See `name_weights`."""
+        name_weights(version)
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What ranks say of their weights after a reset."""
+
+    reset: int
+    """The reset that made the scheduler ask."""
+    ranks: int
+    label: str | None
+    """None where ranks differ, or one cannot look at its weights."""
+
+    def merge(self, other: WeightsReport) -> WeightsReport:
+        """What this and other ranks say; of two resets the later one counts."""
+        if self.reset != other.reset:
+            return max(self, other, key=lambda report: report.reset)
+        label = self.label if self.label == other.label else None
+        return WeightsReport(self.reset, self.ranks + other.ranks, label)
+
+
+class Weights:
+    """The weights of one worker."""
+
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+        """`parameters` gives the names and tensors that the worker computes with. Looks at them."""
+        self._parameters = parameters
+        self._labels: OrderedDict[bytes, str] = OrderedDict({digest(parameters()): STARTED_WITH})
+
+    def report(self, reset: int) -> WeightsReport:
+        """Looks at the weights again, after the engine's reset of that number."""
+        global _named
+        named, _named = _named, None
+        found = digest(self._parameters())
+        if named is not None:
+            self._labels[found] = f"version {named}"
+        elif found not in self._labels:
+            self._labels[found] = f"life {reset}"
+        self._labels.move_to_end(found)
+        if len(self._labels) > REMEMBERED:
+            self._labels.popitem(last=False)
+        return WeightsReport(reset, 1, self._labels[found])
+
+
+def digest(parameters: Iterable[tuple[str, Any]]) -> bytes:
+    """blake2b of samples of all parameters, in the order of their names; each memory once."""
+    hasher = hashlib.blake2b(digest_size=16)
+    seen: set[int] = set()
+    for name, tensor in sorted(parameters, key=lambda item: item[0]):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() == 0:
+            continue
+        seen.add(storage.data_ptr())
+        hasher.update(f"{name} {storage.nbytes()}\n".encode())
+        hasher.update(_samples(tensor, storage))
+    return hasher.digest()
+
+
+def _samples(tensor: Any, storage: Any) -> bytes:
+    """Bytes of a parameter's memory, in whatever order its dimensions lie."""
+    import torch
+
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    words = storage.nbytes() // WORD_BYTES
+    if words <= SAMPLED_WORDS:
+        return memory.cpu().numpy().tobytes()
+    each = words // SAMPLED_WORDS
+    place = torch.arange(SAMPLED_WORDS, dtype=torch.int64)
+    # Not always the same word of a row: rows may be as long as the distance between two samples.
+    places = place * words // SAMPLED_WORDS + place * 2654435761 % each
+    sampled = memory[: words * WORD_BYTES].view(torch.int32)[places.to(tensor.device)]
+    return sampled.cpu().numpy().tobytes()
+
+
+def calling_runner() -> Any | None:
+    """The model runner (or worker) on whose behalf the connector is being called; None where there is none.
+
+    vLLM does not hand its model to connectors. It calls `register_kv_caches` from its runner, in every version, when
+    the weights are loaded.
+    """
+    frame = sys._getframe(1)
+    for _ in range(FRAMES_MAX):
+        owner = frame.f_locals.get("self")
+        if callable(getattr(owner, "get_model", None)):
+            return owner
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def parameters_of(runner: Any) -> Iterable[tuple[str, Any]]:
+    """Names and tensors of the runner's model, and of its drafter's."""
+    yield from runner.get_model().named_parameters()
+    if hasattr(runner, "get_draft_model"):
+        draft = runner.get_draft_model()
+    else:
+        draft = getattr(getattr(runner, "drafter", None), "model", None)
+    if draft is not None:
+        yield from ((f"draft.{name}", tensor) for name, tensor in draft.named_parameters())
