@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -210,7 +211,7 @@ def test_status_over_tcp_and_nothing_else(make_daemon: MakeDaemon) -> None:
             assert "TCP" in sentence
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_cleanly(daemon: Daemon, make_engine: MakeEngine, number: signal.Signals) -> None:
     make_engine(daemon, "a").call("save", prompt="p", count=3)
     daemon.signal(number)
@@ -242,10 +243,11 @@ def test_it_ends_although_somebody_removed_its_socket(daemon: Daemon) -> None:
     assert daemon.stop() == 0
 
 
-def test_it_leaves_the_socket_of_its_successor_alone(daemon: Daemon) -> None:
-    daemon.path.unlink()
+def test_it_leaves_the_socket_of_its_successor_alone(daemon: Daemon, folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as successor:
-        successor.bind(str(daemon.path))
+        successor.bind(str(folder / "successor.sock"))
+        successor.listen()
+        os.replace(folder / "successor.sock", daemon.path)
         assert daemon.stop() == 0
         assert daemon.path.exists()
 

@@ -10,7 +10,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::{serve_options::ServeArgs, size::Size};
 
-/// Runs the daemon until SIGTERM or SIGINT.
+/// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
 pub(crate) fn run(args: ServeArgs) -> Result<()> {
     let options = args.resolve()?;
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log '{}'", options.log))?;
@@ -20,9 +20,11 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
-    let (mut term, mut interrupt) = {
+    let (mut term, mut interrupt, mut hangup) = {
         let _inside = runtime.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
+        // Whoever started it under `nohup` wants it to go on when the terminal is closed.
+        let hangup = (!is_ignored(SignalKind::hangup())).then(|| signal(SignalKind::hangup())).transpose()?;
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, hangup)
     };
     let start = Instant::now();
     let bar = progress_bar(options.serve.arena.bytes);
@@ -46,6 +48,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         tokio::select! {
             _ = term.recv() => {}
             _ = interrupt.recv() => {}
+            Some(_) = async { hangup.as_mut()?.recv().await } => {}
         }
     });
     tracing::info!("stopping: taking no new work");
@@ -56,6 +59,14 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Whether this process was started with the signal ignored.
+fn is_ignored(kind: SignalKind) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask >> (kind.as_raw_value() - 1) & 1 == 1
 }
 
 /// Shown on a terminal while the pool is pre-faulted.

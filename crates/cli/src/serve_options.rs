@@ -108,7 +108,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_MAX_SESSIONS", value_name = "N")]
     max_sessions: Option<usize>,
 
-    /// How long SIGTERM waits for saves under way, in seconds [default: 10]
+    /// How long SIGTERM, SIGINT and SIGHUP wait for saves under way, in seconds [default: 10]
     #[arg(long, env = "KVLANE_DRAIN_SECONDS", value_name = "S")]
     drain_seconds: Option<u64>,
 

@@ -87,13 +87,20 @@ async fn loopback_only(ConnectInfo(peer): ConnectInfo<SocketAddr>, request: Requ
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
+    let reasons = shared.unreachable.reasons();
     let (code, status) = if shared.is_stopping() {
         (StatusCode::SERVICE_UNAVAILABLE, "stopping")
+    } else if !reasons.is_empty() {
+        (StatusCode::SERVICE_UNAVAILABLE, "engines cannot connect")
     } else {
         (StatusCode::OK, "ok")
     };
-    let body =
-        json!({ "status": status, "version": env!("CARGO_PKG_VERSION"), "boot_id": hex(&shared.boot) });
+    let body = json!({
+        "status": status,
+        "reasons": reasons,
+        "version": env!("CARGO_PKG_VERSION"),
+        "boot_id": hex(&shared.boot),
+    });
     (code, Json(body))
 }
 

@@ -5,6 +5,7 @@ mod chunks;
 mod engines;
 mod gpu;
 mod http;
+mod keeper;
 mod late_lookups;
 mod listen;
 mod loads;
@@ -46,8 +47,8 @@ pub use metrics::{METRICS, Metric, MetricKind};
 pub use ssd::SsdOptions;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, gpu::Gpus, listen::Listeners, metrics::Metrics,
-    refusals::Refusals, sessions::Sessions, ssd::Ssd,
+    ceilings::HitCeilings, engines::Engines, gpu::Gpus, keeper::Unreachable, listen::Listeners,
+    metrics::Metrics, refusals::Refusals, sessions::Sessions, ssd::Ssd,
 };
 
 /// What the SSD tier gets at least to write its last blocks and its index.
@@ -121,6 +122,7 @@ pub(crate) struct Shared {
     pub(crate) ssd: Option<Ssd>,
     /// [`ServeOptions::save_link_share`]
     pub(crate) save_link_share: f64,
+    pub(crate) unreachable: Unreachable,
     pub(crate) stopping: AtomicBool,
 }
 
@@ -177,6 +179,7 @@ impl Daemon {
             gpus,
             ssd,
             save_link_share: options.save_link_share,
+            unreachable: Unreachable::default(),
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;

@@ -3,9 +3,12 @@
 use std::{
     fs, io,
     net::TcpListener,
-    os::unix::{
-        fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
-        net::{UnixListener, UnixStream},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt, FileTypeExt, PermissionsExt},
+            net::UnixListener,
+        },
     },
     path::{Path, PathBuf},
     sync::Arc,
@@ -13,10 +16,19 @@ use std::{
 };
 
 use kvlane_proto::Address;
-use rustix::net::{Shutdown, shutdown};
+use parking_lot::Mutex;
+use rustix::{
+    io::Errno,
+    net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with},
+};
 use thiserror::Error;
 
-use crate::{Shared, peer::Stream, session};
+use crate::{
+    Shared,
+    keeper::{Identity, Keeper},
+    peer::Stream,
+    session,
+};
 
 /// A place where the daemon cannot listen.
 #[derive(Debug, Error)]
@@ -47,31 +59,76 @@ enum Listener {
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
-    inode: u64,
+    identity: Identity,
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if fs::symlink_metadata(&self.path).is_ok_and(|found| found.ino() == self.inode) {
+        if Identity::of(&self.path).is_ok_and(|found| found == self.identity) {
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
+/// An address, and what listens there now.
+#[derive(Debug)]
+pub(crate) struct Door {
+    address: Address,
+    listener: Mutex<Arc<Listener>>,
+}
+
+impl Door {
+    fn bind(address: &Address) -> Result<Self, ListenError> {
+        let listener = Mutex::new(Arc::new(bind_one(address)?));
+        Ok(Self { address: address.clone(), listener })
+    }
+
+    /// Where engines and tools find it.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Of a socket with a file.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        match &self.address {
+            Address::Unix(path) => Some(path),
+            Address::Tcp(_) => None,
+        }
+    }
+
+    /// The file that belongs to what listens.
+    pub(crate) fn identity(&self) -> Option<Identity> {
+        match &**self.listener.lock() {
+            Listener::Unix(_, file) => Some(file.identity),
+            Listener::Tcp(_) => None,
+        }
+    }
+
+    /// Listens at the address anew, by the same rules as at the start; connections that are there go on. On an error what
+    /// listened before still does.
+    pub(crate) fn bind_again(&self) -> Result<(), ListenError> {
+        let new = Arc::new(bind_one(&self.address)?);
+        let former = std::mem::replace(&mut *self.listener.lock(), new);
+        former.wake();
+        Ok(())
+    }
+}
+
 /// Sockets that are bound but not yet served.
 #[derive(Debug)]
-pub(crate) struct Bound(Vec<Listener>);
+pub(crate) struct Bound(Vec<Door>);
 
 /// Sockets that are served.
 #[derive(Debug)]
 pub(crate) struct Listeners {
-    listeners: Vec<Arc<Listener>>,
+    doors: Vec<Arc<Door>>,
     threads: Vec<JoinHandle<()>>,
+    keeper: Option<Keeper>,
 }
 
 /// Binds all addresses. A stale socket file, which nobody answers, is replaced.
 pub(crate) fn bind(addresses: &[Address]) -> Result<Bound, ListenError> {
-    addresses.iter().map(bind_one).collect::<Result<_, _>>().map(Bound)
+    addresses.iter().map(Door::bind).collect::<Result<_, _>>().map(Bound)
 }
 
 fn bind_one(address: &Address) -> Result<Listener, ListenError> {
@@ -82,8 +139,8 @@ fn bind_one(address: &Address) -> Result<Listener, ListenError> {
             clear_stale(path, address)?;
             let listener = UnixListener::bind(path).map_err(refused)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(refused)?;
-            let inode = fs::symlink_metadata(path).map_err(refused)?.ino();
-            Ok(Listener::Unix(listener, SocketFile { path: path.clone(), inode }))
+            let identity = Identity::of(path).map_err(refused)?;
+            Ok(Listener::Unix(listener, SocketFile { path: path.clone(), identity }))
         }
         Address::Tcp(at) => match TcpListener::bind(at) {
             Ok(listener) => Ok(Listener::Tcp(listener)),
@@ -109,9 +166,9 @@ fn clear_stale(path: &Path, address: &Address) -> Result<(), ListenError> {
     if !found.file_type().is_socket() {
         return Err(ListenError::NotASocket(path.to_owned()));
     }
-    match UnixStream::connect(path) {
+    match try_connect(path) {
         Ok(_) => Err(ListenError::Occupied(address.clone())),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+        Err(Errno::CONNREFUSED) => {
             tracing::info!(path = %path.display(), "replacing a socket that nobody serves");
             fs::remove_file(path)
                 .map_err(|error| ListenError::Refused { address: address.to_string(), error })
@@ -121,24 +178,32 @@ fn clear_stale(path: &Path, address: &Address) -> Result<(), ListenError> {
     }
 }
 
-/// Accepts on all sockets, one thread each.
-pub(crate) fn serve(bound: Bound, shared: &Arc<Shared>) -> io::Result<Listeners> {
-    let listeners: Vec<Arc<Listener>> = bound.0.into_iter().map(Arc::new).collect();
-    let mut threads = Vec::new();
-    for listener in &listeners {
-        let (listener, shared) = (Arc::clone(listener), Arc::clone(shared));
-        threads.push(
-            std::thread::Builder::new()
-                .name("kvlane-accept".into())
-                .spawn(move || accept(&listener, &shared))?,
-        );
-    }
-    Ok(Listeners { listeners, threads })
+/// Does not wait where somebody listens and accepts nobody.
+fn try_connect(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
-fn accept(listener: &Listener, shared: &Arc<Shared>) {
+/// Accepts on all sockets, one thread each, and keeps them where they are.
+pub(crate) fn serve(bound: Bound, shared: &Arc<Shared>) -> io::Result<Listeners> {
+    let doors: Vec<Arc<Door>> = bound.0.into_iter().map(Arc::new).collect();
+    let mut threads = Vec::new();
+    for door in &doors {
+        let (door, shared) = (Arc::clone(door), Arc::clone(shared));
+        threads.push(
+            std::thread::Builder::new().name("kvlane-accept".into()).spawn(move || accept(&door, &shared))?,
+        );
+    }
+    let keeper = Some(Keeper::start(doors.clone(), Arc::clone(shared))?);
+    Ok(Listeners { doors, threads, keeper })
+}
+
+fn accept(door: &Door, shared: &Arc<Shared>) {
     loop {
-        let accepted = match listener {
+        let listener = Arc::clone(&door.listener.lock());
+        let accepted = match &*listener {
             Listener::Unix(listener, ..) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
             Listener::Tcp(listener) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nodelay(true)?;
@@ -150,6 +215,8 @@ fn accept(listener: &Listener, shared: &Arc<Shared>) {
         }
         match accepted {
             Ok(stream) => session::start(stream, Arc::clone(shared)),
+            // It was woken to go on with the new one.
+            Err(_) if !Arc::ptr_eq(&listener, &door.listener.lock()) => {}
             Err(error) => {
                 // Out of descriptors, for example: sessions that end will free some.
                 tracing::warn!(%error, "cannot accept a connection");
@@ -159,21 +226,29 @@ fn accept(listener: &Listener, shared: &Arc<Shared>) {
     }
 }
 
+impl Listener {
+    /// Wakes the accepting thread, whose accept fails from now on. Connecting would not do: the file may have been removed.
+    fn wake(&self) {
+        let _ = match self {
+            Self::Unix(listener, _) => shutdown(listener, Shutdown::Both),
+            Self::Tcp(listener) => shutdown(listener, Shutdown::Both),
+        };
+    }
+}
+
 impl Listeners {
     /// Stops accepting and removes the socket files.
     pub(crate) fn stop(&mut self) {
-        for listener in &self.listeners {
-            // Wakes the accepting thread, which then sees that the daemon stops. Connecting would not do: the file
-            // may have been removed.
-            let _ = match &**listener {
-                Listener::Unix(listener, _) => shutdown(listener, Shutdown::Both),
-                Listener::Tcp(listener) => shutdown(listener, Shutdown::Both),
-            };
+        if let Some(keeper) = self.keeper.take() {
+            keeper.stop();
+        }
+        for door in &self.doors {
+            door.listener.lock().wake();
         }
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
-        self.listeners.clear();
+        self.doors.clear();
     }
 }
 
