@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -143,18 +144,78 @@ def test_a_namespace_that_only_the_ssd_knows_can_be_dropped(
     ssd_daemon: Daemon, make_engine: MakeEngine
 ) -> None:
     """Before its engine has come back, a daemon that was started again has nothing of it in its pool. It used to answer
-    that there is no such namespace, and the blocks came back with the engine."""
+    that there is no such namespace, and the blocks came back with the engine. Then it took any name, listed none, and
+    wanted all digits."""
     engine = make_engine(ssd_daemon, "engine")
     assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
     ssd_daemon.settle()
     engine.close()
     assert ssd_daemon.stop() == 0
     ssd_daemon.start()
-    assert ssd_daemon.status()["namespaces"] == []
-    dropped = run_kvlane("drop", NAMESPACE.hex(), "--addr", ssd_daemon.address)
+    (held,) = ssd_daemon.status()["namespaces"]
+    assert (held["namespace"], held["name"]) == (NAMESPACE, "")
+    assert (held["blocks"], held["ssd_blocks"]) == (0, BLOCKS)
+    assert held["ssd_bytes"] >= BLOCKS * 16384
+    told = run_kvlane("status", "--addr", ssd_daemon.address).stdout
+    assert NAMESPACE.hex() in told and "(only on the SSD)" in told
+    unknown = run_kvlane("drop", "09" * 16, "--addr", ssd_daemon.address)
+    assert unknown.returncode == 1
+    assert "does not exist" in unknown.stderr
+    dropped = run_kvlane("drop", NAMESPACE.hex()[:4], "--addr", ssd_daemon.address)
     assert dropped.returncode == 0, dropped.stderr
+    assert f"{BLOCKS} on the SSD" in dropped.stdout
+    assert ssd_daemon.status()["namespaces"] == []
+    ssd_daemon.restart()
     engine = make_engine(ssd_daemon, "engine")
     engine.wait_connected()
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
+    engine.call("close")
+
+
+@pytest.fixture
+def failing_daemon(make_daemon: MakeDaemon, ssd: Path) -> Daemon:
+    """One whose writes at the start of its file can be made to fail, by a limit on the length of files."""
+    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)}
+    return make_daemon("--ssd", f"{ssd}:64mib", **ignore)
+
+
+def _limit_files(daemon: Daemon, length: int) -> None:
+    _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (length, hard))
+
+
+def test_a_drop_that_the_ssd_cannot_note_is_no_success(
+    failing_daemon: Daemon, make_engine: MakeEngine, ssd: Path
+) -> None:
+    """`kvlane drop` and an engine's reset reported success although the file had not noted it: after a kill the dropped
+    blocks were hits again, with new weights."""
+    daemon = failing_daemon
+    engine = make_engine(daemon, "engine")
+    boot = engine.wait_connected()["boot"]
+    assert engine.call("save", prompt="one", count=BLOCKS)["ok"]
+    daemon.settle()
+    _limit_files(daemon, 4096)
+    dropped = run_kvlane("drop", NAMESPACE.hex(), "--addr", daemon.address)
+    assert dropped.returncode == 1, dropped.stdout
+    for part in (str(ssd), NAMESPACE.hex(), "dropped from RAM", "restart"):
+        assert part in dropped.stderr, dropped.stderr
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
+    assert not engine.call("drop"), "an engine that resets its cache hears of it"
+    (device,) = daemon.status()["ssds"]
+    assert "could not be noted" in device["trouble"]
+    # As was said.
+    daemon.restart()
+    boot = engine.wait_connected(boot)["boot"]
+    assert engine.call("check", prompt="one", count=BLOCKS) == right(BLOCKS)
+
+    # The daemon tries again by itself; once it has noted it, a kill brings nothing back.
+    _limit_files(daemon, 4096)
+    assert run_kvlane("drop", NAMESPACE.hex(), "--addr", daemon.address).returncode == 1
+    _limit_files(daemon, resource.RLIM_INFINITY)
+    daemon.log.wait_for("the SSD has noted what was dropped")
+    assert daemon.status()["ssds"][0]["trouble"] == ""
+    daemon.restart()
+    engine.wait_connected(boot)
     assert engine.call("check", prompt="one", count=BLOCKS) == right(0)
     engine.call("close")
 

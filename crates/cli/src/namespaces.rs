@@ -1,16 +1,27 @@
 //! `kvlane drop`.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, bail};
 use clap::Args;
+use kvlane_proto::v1::Status;
 
-use crate::status::{DaemonArgs, hex};
+use crate::status::{DaemonArgs, ONLY_ON_THE_SSD, hex};
 
 #[derive(Debug, Args)]
 pub(crate) struct DropArgs {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// The namespace, as `kvlane status` prints it; the first digits are enough where they name one only. All 32 digits also name one that only the SSD knows
+    /// The namespace, as `kvlane status` prints it; the first digits are enough where they name one only
     namespace: String,
+}
+
+/// What the daemon has of a namespace, over all its layouts.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Held {
+    name: String,
+    blocks: u64,
+    ssd_blocks: u64,
 }
 
 /// Drops what one namespace holds.
@@ -18,25 +29,44 @@ pub(crate) fn run(args: &DropArgs) -> Result<()> {
     let mut tool = args.daemon.connect()?;
     let status = tool.status()?;
     let wanted = args.namespace.to_ascii_lowercase();
-    let found: Vec<_> = status.namespaces.iter().filter(|n| hex(&n.namespace).starts_with(&wanted)).collect();
-    let (name, held) = match (found.as_slice(), whole_name(&wanted)) {
-        ([known], _) => {
-            let mut name = [0; 16];
-            name.copy_from_slice(&known.namespace);
-            (name, format!("{} blocks of {} ({})", known.blocks, hex(&name), known.name))
-        }
-        // The pool knows nothing of it, but the SSD may: the daemon says if it can have none.
-        ([], Some(name)) => (name, format!("what the SSD has of {}", hex(&name))),
+    let all = by_namespace(&status);
+    let found: Vec<_> = all.iter().filter(|(namespace, _)| hex(*namespace).starts_with(&wanted)).collect();
+    let (namespace, held) = match (found.as_slice(), whole_name(&wanted)) {
+        ([(namespace, held)], _) => (**namespace, held.describe(&hex(*namespace))),
+        // Of an engine that has saved nothing, for example: the daemon says if there is no such namespace.
+        ([], Some(namespace)) => (namespace, format!("namespace {}", hex(&namespace))),
         _ => bail!(
-            "'{}' names {} of the {} namespaces: see `kvlane status`; one that only the SSD knows takes all 32 digits",
+            "'{}' names {} of the {} namespaces: see `kvlane status`",
             args.namespace,
             found.len(),
-            status.namespaces.len()
+            all.len()
         ),
     };
-    tool.drop_namespaces(&[name])?;
+    tool.drop_namespaces(&[namespace])?;
     println!("dropped {held}");
     Ok(())
+}
+
+/// The namespaces of a status, each once.
+fn by_namespace(status: &Status) -> BTreeMap<[u8; 16], Held> {
+    let mut all: BTreeMap<[u8; 16], Held> = BTreeMap::new();
+    for found in &status.namespaces {
+        let Ok(namespace) = found.namespace.as_ref().try_into() else { continue };
+        let held = all.entry(namespace).or_default();
+        if held.name.is_empty() {
+            held.name.clone_from(&found.name);
+        }
+        held.blocks += found.blocks;
+        held.ssd_blocks += found.ssd_blocks;
+    }
+    all
+}
+
+impl Held {
+    fn describe(&self, namespace: &str) -> String {
+        let name = if self.name.is_empty() { ONLY_ON_THE_SSD } else { &self.name };
+        format!("{} blocks in RAM and {} on the SSD of {namespace} {name}", self.blocks, self.ssd_blocks)
+    }
 }
 
 /// A namespace from all its digits.
@@ -47,7 +77,28 @@ fn whole_name(digits: &str) -> Option<[u8; 16]> {
 
 #[cfg(test)]
 mod tests {
+    use kvlane_proto::v1::NamespaceStatus;
+
     use super::*;
+
+    #[test]
+    fn a_namespace_of_several_layouts_is_one() {
+        let of = |byte: u8, name: &str, blocks, ssd_blocks| NamespaceStatus {
+            namespace: vec![byte; 16].into(),
+            name: name.into(),
+            blocks,
+            ssd_blocks,
+            ..Default::default()
+        };
+        let status = Status {
+            namespaces: vec![of(1, "m", 2, 1), of(1, "m", 3, 0), of(1, "", 0, 7), of(2, "", 0, 4)],
+            ..Default::default()
+        };
+        let all = by_namespace(&status);
+        assert_eq!(all.len(), 2);
+        assert_eq!(all[&[1; 16]], Held { name: "m".into(), blocks: 5, ssd_blocks: 8 });
+        assert!(all[&[2; 16]].describe("02").contains("4 on the SSD of 02 (only on the SSD)"));
+    }
 
     #[test]
     fn only_all_digits_are_a_name() {

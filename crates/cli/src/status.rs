@@ -12,6 +12,9 @@ use kvlane_proto::{
 };
 use serde_json::json;
 
+/// The name of a namespace of which the SSD has blocks and the pool none: no engine has told it since the daemon started.
+pub(crate) const ONLY_ON_THE_SSD: &str = "(only on the SSD)";
+
 /// Where the daemon is.
 #[derive(Debug, Args)]
 pub(crate) struct DaemonArgs {
@@ -83,6 +86,7 @@ fn to_json(status: &Status) -> serde_json::Value {
         "namespaces": status.namespaces.iter().map(|n| json!({
             "namespace": hex(&n.namespace), "name": n.name, "shards": n.shards, "blocks": n.blocks,
             "bytes": n.bytes, "hit_blocks": n.hit_blocks, "missed_blocks": n.missed_blocks,
+            "ssd_blocks": n.ssd_blocks, "ssd_bytes": n.ssd_bytes,
         })).collect::<Vec<_>>(),
     })
 }
@@ -133,9 +137,21 @@ fn to_text(status: &Status) -> String {
         } else {
             format!("{:.1} %", 100.0 * n.hit_blocks as f64 / asked as f64)
         };
-        [hex(&n.namespace), n.shards.to_string(), n.blocks.to_string(), size(n.bytes), rate, n.name.clone()]
+        let name =
+            if n.blocks == 0 && n.name.is_empty() { ONLY_ON_THE_SSD.to_owned() } else { n.name.clone() };
+        [
+            hex(&n.namespace),
+            n.shards.to_string(),
+            n.blocks.to_string(),
+            size(n.bytes),
+            n.ssd_blocks.to_string(),
+            size(n.ssd_bytes),
+            rate,
+            name,
+        ]
     });
-    text.push_str(&table(&["namespace", "shards", "blocks", "size", "hit rate", "name"], rows));
+    let head = ["namespace", "shards", "blocks", "size", "on SSD", "size", "hit rate", "name"];
+    text.push_str(&table(&head, rows));
     text
 }
 

@@ -115,7 +115,8 @@ impl Tool {
     /// Drops what the namespaces hold.
     ///
     /// # Errors
-    /// [`ToolError::Refused`] for a namespace that does not exist.
+    /// [`ToolError::Refused`] for a namespace that does not exist, and where a restart of the daemon would bring back what was
+    /// dropped, since its SSD could not note it.
     pub fn drop_namespaces(&mut self, namespaces: &[[u8; 16]]) -> Result<(), ToolError> {
         let namespaces = namespaces.iter().map(|n| Bytes::copy_from_slice(n)).collect();
         self.call(Ask::DropNamespaces(v1::DropNamespaces { namespaces }), self.timeout).map(drop)

@@ -67,6 +67,8 @@ impl PyTool {
             entry.set_item("shards", namespace.shards)?;
             entry.set_item("hit_blocks", namespace.hit_blocks)?;
             entry.set_item("missed_blocks", namespace.missed_blocks)?;
+            entry.set_item("ssd_blocks", namespace.ssd_blocks)?;
+            entry.set_item("ssd_bytes", namespace.ssd_bytes)?;
             namespaces.push(entry);
         }
         dict.set_item("namespaces", namespaces)?;

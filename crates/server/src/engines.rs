@@ -305,6 +305,12 @@ impl Engines {
             .map_or_else(Vec::new, |engine| engine.groups.iter().map(|g| g.namespace).collect())
     }
 
+    /// Those of all engines.
+    pub(crate) fn all_namespaces(&self) -> HashSet<Namespace> {
+        let inner = self.inner.lock();
+        inner.engines.values().flat_map(|engine| &engine.groups).map(|group| group.namespace).collect()
+    }
+
     /// The same process came back over a new connection: it takes its former place, without its mapping.
     pub(crate) fn replace(&self, id: &str, former: SessionId, session: SessionId) -> Option<OwnerId> {
         let mut inner = self.inner.lock();

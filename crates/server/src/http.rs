@@ -164,14 +164,18 @@ async fn drop_namespace(State(shared): State<Arc<Shared>>, Path(name): Path<Stri
         );
     };
     // The SSD may have blocks of engines that have not come back yet.
-    let is_known =
-        shared.ssd.is_some() || shared.store.spaces().iter().any(|space| space.namespace == namespace);
+    let is_known = shared.ssd.as_ref().is_some_and(|ssd| ssd.knows(&namespace))
+        || shared.store.spaces().iter().any(|space| space.namespace == namespace);
     if !is_known {
         return error(StatusCode::NOT_FOUND, format!("namespace {namespace} does not exist"));
     }
-    let blocks = shared.store.drop_namespace(namespace);
-    tracing::info!(%namespace, blocks, "namespace dropped");
-    Json(json!({ "dropped_blocks": blocks })).into_response()
+    let dropped = shared.store.drop_namespace(namespace);
+    tracing::info!(%namespace, blocks = dropped.blocks, "namespace dropped");
+    if let Err(reason) = dropped.below {
+        let sentence = format!("namespace {namespace} was dropped from RAM, but {reason}");
+        return error(StatusCode::INTERNAL_SERVER_ERROR, sentence);
+    }
+    Json(json!({ "dropped_blocks": dropped.blocks })).into_response()
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -238,6 +238,7 @@ impl Daemon {
             let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);
             drained &=
                 self.shared.store.settle(left()) && self.shared.store.settle_spill(Instant::now() + left());
+            ssd.note_missing();
             drained &= ssd.tier.close(left());
         }
         drained

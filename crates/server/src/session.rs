@@ -882,7 +882,8 @@ fn with_saver<T>(
 
 fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces) -> Result<Answer, Refusal> {
     let own = shared.engines.namespaces(&greeted.info.engine_id);
-    let known: Vec<Namespace> = shared.store.spaces().into_iter().map(|space| space.namespace).collect();
+    let mut known = shared.engines.all_namespaces();
+    known.extend(shared.store.spaces().into_iter().map(|space| space.namespace));
     let named = drop
         .namespaces
         .iter()
@@ -892,18 +893,31 @@ fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces
     for namespace in &named {
         let allowed = match greeted.info.role {
             // The SSD may have blocks of engines that have not come back yet.
-            Role::Tool => known.contains(namespace) || shared.ssd.is_some(),
+            Role::Tool => {
+                known.contains(namespace) || shared.ssd.as_ref().is_some_and(|ssd| ssd.knows(namespace))
+            }
             _ => own.contains(namespace),
         };
         if !allowed {
             return Err((Reason::Unknown, format!("namespace {namespace} does not exist here")));
         }
     }
+    let mut not_durable = Vec::new();
     for namespace in named {
-        let blocks = shared.store.drop_namespace(namespace);
-        tracing::info!(%namespace, blocks, "namespace dropped");
+        let dropped = shared.store.drop_namespace(namespace);
+        tracing::info!(%namespace, blocks = dropped.blocks, "namespace dropped");
+        if let Err(error) = dropped.below {
+            not_durable.push(format!("namespace {namespace} was dropped from RAM, but {error}"));
+        }
     }
-    Ok(done())
+    if not_durable.is_empty() {
+        return Ok(done());
+    }
+    let sentence = format!(
+        "{}. A restart of the daemon would bring back the blocks there; until then it tries again to note it",
+        not_durable.join("; ")
+    );
+    Err((Reason::NotDurable, sentence))
 }
 
 #[cfg(test)]

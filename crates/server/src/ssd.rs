@@ -11,7 +11,7 @@ use kvlane_proto::v1;
 use kvlane_ssd::{
     DeviceOptions, Extent, Key, OpenError, Options, Read, ReadEnd, Record, Shard, Space, WriteEnd,
 };
-use kvlane_store::{BlockKey, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+use kvlane_store::{BlockKey, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
 
 /// Which files keep blocks that the pool may lose.
 #[derive(Debug, Clone)]
@@ -39,6 +39,22 @@ impl Ssd {
         Ok(Self { tier: Arc::new(tier), wait: options.wait })
     }
 
+    /// Whether a file has blocks of the namespace, or was to note that it was dropped and could not.
+    pub(crate) fn knows(&self, namespace: &Namespace) -> bool {
+        self.tier.spaces().iter().any(|found| found.space.namespace == *namespace)
+            || self.tier.missing_notes().contains(namespace)
+    }
+
+    /// Tries again to note which namespaces were dropped. False while there is something that could not be noted.
+    pub(crate) fn note_missing(&self) -> bool {
+        let before = self.tier.missing_notes();
+        let left = self.tier.note_missing();
+        if !before.is_empty() && left.is_empty() {
+            tracing::info!(namespaces = before.len(), "the SSD has noted what was dropped");
+        }
+        left.is_empty()
+    }
+
     /// Each file.
     pub(crate) fn status(&self) -> Vec<v1::SsdStatus> {
         let status = |device: kvlane_ssd::DeviceStatus| {
@@ -49,7 +65,12 @@ impl Ssd {
                 capacity_bytes: device.capacity,
                 used_bytes: u64::from(device.segments - device.free_segments) * device.segment_bytes,
                 method: format!("{}, {cache}{notes}", device.io),
-                trouble: device.degraded.unwrap_or_default(),
+                trouble: device.degraded.unwrap_or_else(|| match device.drops_not_noted {
+                    0 => String::new(),
+                    count => format!(
+                        "{count} dropped namespaces could not be noted: a restart would bring them back"
+                    ),
+                }),
             }
         };
         self.tier.status().into_iter().map(status).collect()
@@ -115,9 +136,15 @@ impl Tier for Below {
         }
     }
 
-    fn drop_namespace(&self, namespace: Namespace) {
+    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood> {
         let dropped = self.0.drop_namespace(namespace);
-        tracing::info!(%namespace, blocks = dropped.blocks, durable = dropped.is_durable, "dropped on the SSD");
+        tracing::info!(%namespace, blocks = dropped.blocks, durable = dropped.is_durable(), "dropped on the SSD");
+        if dropped.is_durable() {
+            return Ok(());
+        }
+        let sentence = dropped.not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
+        Err(NotForGood(sentence))
     }
 }
 

@@ -1,5 +1,7 @@
 //! What the daemon holds and who uses it, for people and tools.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use kvlane_policy::PolicyKind;
 use kvlane_proto::v1::{self, hello::Role};
@@ -54,8 +56,26 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         policy: policy.choice.to_string(),
         active_policy: policy.active.to_string(),
         shadow_hit_ratios: policy.shadow_hit_rates.into_iter().map(shadow).collect(),
-        namespaces: shared.store.spaces().into_iter().map(namespace).collect(),
+        namespaces: namespaces(shared),
     }
+}
+
+/// Those that the pool knows, then those of which only the SSD has blocks.
+fn namespaces(shared: &Shared) -> Vec<v1::NamespaceStatus> {
+    let on_ssd = shared.ssd.iter().flat_map(|ssd| ssd.tier.spaces());
+    let mut on_ssd: BTreeMap<_, _> =
+        on_ssd.map(|found| ((found.space.namespace, found.space.cut), (found.blocks, found.bytes))).collect();
+    let mut all: Vec<v1::NamespaceStatus> = Vec::new();
+    for space in shared.store.spaces() {
+        let (ssd_blocks, ssd_bytes) = on_ssd.remove(&(space.namespace, space.cut)).unwrap_or_default();
+        all.push(v1::NamespaceStatus { ssd_blocks, ssd_bytes, ..namespace(space) });
+    }
+    let only_there = on_ssd.into_iter().map(|((namespace, _), (ssd_blocks, ssd_bytes))| {
+        let namespace = Bytes::copy_from_slice(&namespace.0);
+        v1::NamespaceStatus { namespace, ssd_blocks, ssd_bytes, ..Default::default() }
+    });
+    all.extend(only_there);
+    all
 }
 
 fn shadow((kind, hit_ratio): (PolicyKind, f64)) -> v1::ShadowHitRatio {
@@ -71,5 +91,7 @@ fn namespace(space: SpaceStats) -> v1::NamespaceStatus {
         shards: space.shards,
         hit_blocks: space.hit_blocks,
         missed_blocks: space.missed_blocks,
+        ssd_blocks: 0,
+        ssd_bytes: 0,
     }
 }

@@ -310,7 +310,8 @@ pub(crate) fn read_full(file: &File, buffer: &mut [u8], offset: u64) -> io::Resu
     Ok(read)
 }
 
-fn write_full(file: &File, buffer: &[u8], offset: u64) -> io::Result<()> {
+/// Writes all of it.
+pub(crate) fn write_full(file: &File, buffer: &[u8], offset: u64) -> io::Result<()> {
     file.write_all_at(buffer, offset)
 }
 

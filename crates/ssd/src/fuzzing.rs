@@ -137,10 +137,16 @@ pub fn file(tape: &[u8]) {
     if let Some((_, generation)) = log.open_segment(For::Writes) {
         assert!(generation > last && generation > drops.highest());
     }
-    drops.end_former_run(last).expect("it can be written");
-    // What was dropped stays so.
+    let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);
+    drops.end_former_run(last, may_hold).expect("it can be written");
+    // What was dropped stays so, also where the table has forgotten that it was.
     let again = DropTable::read(&file).expect("it can be read");
     assert!(again.highest() <= last.max(drops.highest()));
+    let (mut log, mut same) = (Log::new(SEGMENTS, PAGES), Index::new());
+    same.add_device(SEGMENTS);
+    recover(&file, 0, &again, &mut same, &mut log);
+    assert_eq!(same.blocks(), index.blocks());
+    assert!((0..same.slots()).filter_map(|slot| same.key_at(slot)).all(|key| index.find(&key).is_some()));
 }
 
 /// Structures with right checksums, most of them of this file, at pages of any segment; and noise.

@@ -54,12 +54,22 @@ impl Entry {
     }
 }
 
+/// A space with blocks.
+#[derive(Clone, Copy)]
+struct Room {
+    space: Space,
+    blocks: u64,
+    pages: u64,
+}
+
 /// The blocks of all devices of a tier.
 pub(crate) struct Index {
     chunks: Vec<Box<[Entry]>>,
     tables: Box<[HashTable<u32>]>,
     free: Vec<u32>,
-    spaces: Vec<Space>,
+    spaces: Vec<Room>,
+    /// Numbers of spaces that have no blocks.
+    free_numbers: Vec<u32>,
     numbers: HashMap<Space, u32>,
     /// For each device and segment the slots whose records were put there. Some may have left since.
     segments: Vec<Vec<Vec<u32>>>,
@@ -74,6 +84,7 @@ impl Index {
             tables: (0..TABLES).map(|_| HashTable::new()).collect(),
             free: Vec::new(),
             spaces: Vec::new(),
+            free_numbers: Vec::new(),
             numbers: HashMap::new(),
             segments: Vec::new(),
             blocks: 0,
@@ -107,7 +118,12 @@ impl Index {
         (entry.segment != FREE).then(|| self.key(&entry))
     }
 
-    /// The number of a space, for [`Index::has`].
+    /// Every space that has blocks, with their number and the pages of their records.
+    pub(crate) fn spaces(&self) -> impl Iterator<Item = (Space, u64, u64)> {
+        self.spaces.iter().filter(|room| room.blocks > 0).map(|room| (room.space, room.blocks, room.pages))
+    }
+
+    /// The number of a space, for [`Index::has`]. Another space may have it once this one has lost its last block.
     pub(crate) fn space(&self, space: &Space) -> Option<u32> {
         self.numbers.get(space).copied()
     }
@@ -139,6 +155,7 @@ impl Index {
                 return;
             }
             self.pages -= u64::from(old.pages);
+            self.spaces[space as usize].pages -= u64::from(old.pages);
             self.place(slot, location);
             return;
         }
@@ -149,6 +166,7 @@ impl Index {
         *self.at_mut(slot) = Entry { hash: key.hash, space, ..NO_ENTRY };
         self.place(slot, location);
         self.blocks += 1;
+        self.spaces[space as usize].blocks += 1;
         let Index { chunks, tables, .. } = self;
         let bits = table_hash(space, &key.hash);
         tables[table_of(bits)].insert_unique(bits, slot, |&slot| {
@@ -178,6 +196,13 @@ impl Index {
         self.free.push(slot);
         self.blocks -= 1;
         self.pages -= u64::from(entry.pages);
+        let room = &mut self.spaces[entry.space as usize];
+        room.blocks -= 1;
+        room.pages -= u64::from(entry.pages);
+        if room.blocks == 0 {
+            self.numbers.remove(&room.space);
+            self.free_numbers.push(entry.space);
+        }
         Some(entry.location())
     }
 
@@ -231,18 +256,29 @@ impl Index {
         let entry = self.at_mut(slot);
         *entry = Entry { segment, page, pages, device, reads: 0, ..*entry };
         self.pages += u64::from(pages);
+        let space = self.at(slot).space;
+        self.spaces[space as usize].pages += u64::from(pages);
         self.segments[usize::from(device)][segment as usize].push(slot);
     }
 
     fn key(&self, entry: &Entry) -> Key {
-        Key { space: self.spaces[entry.space as usize], hash: entry.hash }
+        Key { space: self.spaces[entry.space as usize].space, hash: entry.hash }
     }
 
     fn intern(&mut self, space: Space) -> u32 {
-        let Index { spaces, numbers, .. } = self;
+        let Index { spaces, numbers, free_numbers, .. } = self;
         *numbers.entry(space).or_insert_with(|| {
-            spaces.push(space);
-            (spaces.len() - 1) as u32
+            let room = Room { space, blocks: 0, pages: 0 };
+            match free_numbers.pop() {
+                Some(number) => {
+                    spaces[number as usize] = room;
+                    number
+                }
+                None => {
+                    spaces.push(room);
+                    (spaces.len() - 1) as u32
+                }
+            }
         })
     }
 
@@ -352,6 +388,18 @@ mod tests {
                 prop_assert_eq!(index.blocks(), model.len());
                 let pages: u64 = model.values().map(|(at, _)| u64::from(at.pages)).sum();
                 prop_assert_eq!(index.pages(), pages);
+                for number in 0..2 {
+                    let space = super::tests::key(number, 0).space;
+                    let of_it: Vec<u64> = model
+                        .iter()
+                        .filter(|(key, _)| key.space == space)
+                        .map(|(_, (at, _))| u64::from(at.pages))
+                        .collect();
+                    let expected = (!of_it.is_empty()).then(|| (of_it.len() as u64, of_it.iter().sum::<u64>()));
+                    let found = index.spaces().find(|(found, ..)| *found == space);
+                    prop_assert_eq!(found.map(|(_, blocks, pages)| (blocks, pages)), expected);
+                }
+                prop_assert!(index.spaces.len() <= 2, "numbers are used again");
             }
             for device in 0..2 {
                 for segment in 0..4 {

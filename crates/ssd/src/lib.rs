@@ -11,7 +11,7 @@
 //!   stored (`done` was told so) before the process died is found again.
 //! - **Nobody is kept waiting.** Every call returns at once; what does not fit into the queues is refused.
 //!
-//! Pure parts: `layout` (bytes), `index`, `log`, `cleaning`, `rate`, `turns`, `health`. The rest does I/O: a thread for each
+//! Pure parts: `layout` (bytes), `index`, `holdings`, `log`, `cleaning`, `rate`, `turns`, `health`. The rest does I/O: a thread for each
 //! device (`device`), which drives an [`Io`], a ring of io_uring or a few threads.
 #![deny(unsafe_code)]
 
@@ -25,6 +25,7 @@ mod file;
 pub mod fuzzing;
 mod headers;
 mod health;
+mod holdings;
 mod index;
 mod io;
 mod job;
@@ -51,6 +52,9 @@ pub use layout::{
 };
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};
-pub use request::{Dropped, Extent, Key, Miss, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
+pub use request::{
+    Dropped, Extent, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space, SpaceUse,
+    WriteEnd,
+};
 pub use stats::{DeviceStatus, Stats};
 pub use tier::Tier;

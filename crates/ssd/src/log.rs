@@ -119,6 +119,12 @@ impl Log {
         self.next_generation = self.next_generation.max(generation.saturating_add(1));
     }
 
+    /// A generation for a segment that stays free.
+    pub(crate) fn take_generation(&mut self) -> u64 {
+        self.next_generation += 1;
+        self.next_generation - 1
+    }
+
     /// The highest generation so far.
     pub(crate) fn last_generation(&self) -> u64 {
         self.next_generation - 1

@@ -1,10 +1,14 @@
 //! What is in a file when it is opened: read from the tables of its segments, and from headers where those are missing.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use kvlane_block::Namespace;
+
 use crate::drops::DropTable;
-use crate::file::{TierFile, read_full};
+use crate::file::{TierFile, read_full, write_full};
+use crate::holdings::Holdings;
 use crate::index::{Index, Location};
 use crate::layout::{PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
 use crate::log::Log;
@@ -19,12 +23,16 @@ const BATCH: usize = 64;
 const WINDOW_PAGES: u32 = 256;
 
 /// What was found.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) from_tables: u64,
     pub(crate) by_scan: u64,
     /// Segments that could not be read and count as empty.
     pub(crate) unreadable: u32,
+    /// Segments that may hold records, none of which counts.
+    pub(crate) void: Vec<u32>,
+    /// What the segments may hold, whether or not it counts.
+    pub(crate) holdings: Holdings,
 }
 
 /// The records of one segment.
@@ -33,6 +41,8 @@ struct Contents {
     from_table: usize,
     /// In the order of their pages: key, first page, pages.
     records: Vec<(Key, u32, u32)>,
+    /// Of all records that may be there, those that are in no table among them.
+    namespaces: BTreeSet<Namespace>,
     /// End of what the table or the scan saw, if the table does not cover all of the segment.
     tail: Option<u32>,
 }
@@ -46,7 +56,8 @@ pub(crate) fn recover(
     log: &mut Log,
 ) -> Found {
     let superblock = &file.superblock;
-    let mut found = Found::default();
+    let holdings = Holdings::new(superblock.segments);
+    let mut found = Found { from_tables: 0, by_scan: 0, unreadable: 0, void: Vec::new(), holdings };
     let all: Vec<u32> = (0..superblock.segments).collect();
     let mut generations: Vec<(u64, u32)> = Vec::new();
     for (segment, generation) in all.iter().zip(in_parallel(&all, |segment| generation(file, *segment))) {
@@ -56,6 +67,7 @@ pub(crate) fn recover(
             Err(error) => {
                 tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
                 found.unreadable += 1;
+                found.holdings.unreadable();
             }
         }
     }
@@ -67,14 +79,17 @@ pub(crate) fn recover(
             let mut contents = contents.unwrap_or_else(|error| {
                 tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
                 found.unreadable += 1;
+                found.holdings.unreadable();
                 Contents::default()
             });
+            found.holdings.found(segment, generation, std::mem::take(&mut contents.namespaces));
             let all = contents.records.len();
             contents.records.retain(|(key, ..)| drops.counts(&key.space.namespace, generation));
             // Which of them came from the table does not matter any more.
             contents.from_table = contents.from_table.saturating_sub(all - contents.records.len());
             if contents.records.is_empty() {
                 log.generation_seen(generation);
+                found.void.push(segment);
                 continue;
             }
             found.from_tables += contents.from_table as u64;
@@ -127,8 +142,22 @@ fn generation(file: &TierFile, segment: u32) -> io::Result<Option<u64>> {
     {
         return Ok(Some(head.generation));
     }
-    // Never used, or damaged. What the foot says is right or older, and every record is checked when it is read.
-    Ok(foot(file, segment)?.map(|foot| foot.generation))
+    // Never used, or damaged. What the foot says is right or older. Where it is older the first record is another: then
+    // nothing counts, for the file may have forgotten since which of the older records were dropped.
+    let Some(foot) = foot(file, segment)? else { return Ok(None) };
+    read(file, &mut page, PAGE_BYTES as usize, superblock.offset(segment, 1))?;
+    let first = header(file, superblock, segment, 1, page.bytes())?;
+    Ok(first.filter(|(header, _)| header.generation == foot.generation).map(|_| foot.generation))
+}
+
+/// Makes void for good what is in a segment of which nothing counts: its head gets a generation of its own, its foot goes.
+pub(crate) fn erase(file: &TierFile, segment: u32, generation: u64) -> io::Result<()> {
+    let superblock = &file.superblock;
+    let head = SegmentHead { device_id: superblock.device_id, segment, generation };
+    let last_page = superblock.segment_pages() - 1;
+    write_full(&file.file, Pages::with(&head.encode()).bytes(), superblock.offset(segment, 0))?;
+    let nothing = Pages::new(PAGE_BYTES as usize);
+    write_full(&file.file, nothing.bytes(), superblock.offset(segment, last_page))
 }
 
 fn foot(file: &TierFile, segment: u32) -> io::Result<Option<SegmentFoot>> {
@@ -162,6 +191,7 @@ fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Conten
             })
             .collect();
         contents.from_table = contents.records.len();
+        contents.namespaces = table.spaces.iter().map(|space| space.namespace).collect();
         scan_from = foot.scan_from.max(1);
     }
     if scan_from < last_page {
@@ -169,6 +199,7 @@ fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Conten
             .map_or(1, |foot| foot.table_page.saturating_add(foot.table_bytes.div_ceil(PAGE_BYTES as u32)));
         let mut scanned = scan(file, superblock, segment, generation, scan_from)?;
         scanned.retain(|(_, page, _)| contents.records.iter().all(|(_, known, _)| known != page));
+        contents.namespaces.extend(scanned.iter().map(|(key, ..)| key.space.namespace));
         contents.records.extend(scanned);
         let end = contents.records.iter().map(|(_, page, pages)| page + pages).max().unwrap_or(1);
         contents.tail = Some(end.max(table_end.min(last_page)));
@@ -262,4 +293,50 @@ fn read(file: &TierFile, pages: &mut Pages, bytes: usize, offset: u64) -> io::Re
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::path::PathBuf;
+
+    use kvlane_block::{BlockHash, CutDigest};
+
+    use super::*;
+    use crate::layout::{FORMAT_VERSION, TableRecord, table_bytes};
+    use crate::request::Space;
+
+    /// How many blocks are found in a segment without a head, whose foot and table are of generation 3 and whose first record
+    /// is of generation `first`.
+    fn found_by_foot(first: u64) -> usize {
+        let (device_id, segment, segment_bytes) = ([7; 16], 0, 8 * PAGE_BYTES);
+        let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments: 1 };
+        let memory: File =
+            rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into();
+        memory.set_len(superblock.file_bytes().unwrap()).unwrap();
+        let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
+        let key = Key { space, hash: BlockHash([2; 16]) };
+        let record = TableRecord { hash: key.hash, space: 0, page: 1, pages: 2 };
+        let table = Table { device_id, generation: 3, spaces: vec![space], records: vec![record] };
+        let (table_page, table_bytes) = (4, table_bytes(1, 1) as u32);
+        let foot = SegmentFoot { device_id, segment, generation: 3, table_page, table_bytes, scan_from: 7 };
+        let (page, parent, shards) = (1, None, vec![(100, 0)]);
+        let header = RecordHeader { device_id, generation: first, segment, page, key, parent, shards };
+        for (page, bytes) in [(1, header.encode()), (4, table.encode()), (7, foot.encode())] {
+            write_full(&memory, &bytes, superblock.offset(segment, page)).unwrap();
+        }
+        let path = PathBuf::from("a file in memory");
+        let file = TierFile { path, file: memory, superblock, direct: false, notes: Vec::new(), warm: true };
+        let (mut index, mut log) = (Index::new(), Log::new(1, 8));
+        index.add_device(1);
+        recover(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log);
+        index.blocks()
+    }
+
+    #[test]
+    fn without_a_head_a_foot_counts_only_if_the_first_record_is_of_its_generation() {
+        assert_eq!(found_by_foot(3), 1);
+        // The segment was used again; what the foot names may have been dropped, and the file forgotten that.
+        assert_eq!(found_by_foot(4), 0);
+    }
 }

@@ -1,5 +1,7 @@
 //! The words of the tier's interface.
 
+use std::io;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
@@ -104,12 +106,54 @@ pub enum Miss {
 }
 
 /// What became of a namespace that was dropped.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Dropped {
     /// Blocks that were found before.
     pub blocks: u64,
-    /// Whether they stay away after a restart. If not, the log says why.
-    pub is_durable: bool,
+    /// Files that could not note it: a restart would bring back what they have of it. The tier tries again when
+    /// [`Tier::note_missing`](crate::Tier::note_missing) is called.
+    pub not_noted: Vec<NotNoted>,
+}
+
+impl Dropped {
+    /// Whether the blocks stay away after a restart, and after a crash.
+    pub fn is_durable(&self) -> bool {
+        self.not_noted.is_empty()
+    }
+}
+
+/// A file that could not note that a namespace was dropped.
+#[derive(Debug, Error)]
+#[error("the SSD file {path} could not note it: {why}")]
+pub struct NotNoted {
+    /// The file.
+    pub path: PathBuf,
+    /// Why.
+    pub why: NoteError,
+}
+
+/// Why a file does not note that a namespace was dropped.
+#[derive(Debug, Error)]
+pub enum NoteError {
+    /// It names as many namespaces as it has room for, and has blocks of all of them.
+    #[error(
+        "it has blocks of {0} other namespaces that were dropped, the most it can name; restart the daemon, which erases what it can, or stop it and remove the file"
+    )]
+    Full(usize),
+    /// The device.
+    #[error(transparent)]
+    Io(io::Error),
+}
+
+/// A namespace and cut of which something is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpaceUse {
+    /// Which.
+    pub space: Space,
+    /// Blocks stored.
+    pub blocks: u64,
+    /// Bytes of their records.
+    pub bytes: u64,
 }
 
 /// Why a call did nothing. `done` was not called and never will be.

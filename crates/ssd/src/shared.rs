@@ -9,6 +9,7 @@ use kvlane_block::Namespace;
 use parking_lot::{Condvar, Mutex};
 
 use crate::health::Health;
+use crate::holdings::Holdings;
 use crate::index::Index;
 use crate::io::Waker;
 use crate::job::{ReadJob, WriteJob};
@@ -26,8 +27,10 @@ pub(crate) struct Stored {
     pub(crate) index: Index,
     /// With the device that each goes to.
     pub(crate) pending: HashMap<Key, Accepted>,
-    /// How often each namespace was dropped.
+    /// How often each namespace was dropped, since it was last not being written.
     pub(crate) drops: HashMap<Namespace, u64>,
+    /// Writes that were accepted and have not ended, those of dropped namespaces among them, by device and namespace.
+    pub(crate) writing: HashMap<(u8, Namespace), u64>,
 }
 
 /// A write that was accepted.
@@ -43,10 +46,23 @@ impl Stored {
         self.drops.get(namespace).copied().unwrap_or(0)
     }
 
+    /// A write is accepted.
+    pub(crate) fn now_pending(&mut self, key: &Key, accepted: Accepted) {
+        self.pending.insert(*key, accepted);
+        *self.writing.entry((accepted.device, key.space.namespace)).or_default() += 1;
+    }
+
     /// A write has ended. Its key may be another write's by now.
     pub(crate) fn no_longer_pending(&mut self, key: &Key, accepted: Accepted) {
         if self.pending.get(key) == Some(&accepted) {
             self.pending.remove(key);
+        }
+        let place = (accepted.device, key.space.namespace);
+        if let Some(count) = self.writing.get_mut(&place) {
+            *count -= 1;
+            if *count == 0 {
+                self.writing.remove(&place);
+            }
         }
     }
 }
@@ -66,6 +82,7 @@ pub(crate) struct DeviceShared {
     /// For each segment the reads from it. Raised under the index's lock while the block is in the index.
     pub(crate) pins: Vec<AtomicU32>,
     pub(crate) health: Mutex<Health>,
+    pub(crate) holdings: Mutex<Holdings>,
     pub(crate) free_segments: AtomicU32,
     /// What does not change.
     pub(crate) facts: DeviceStatus,
@@ -85,7 +102,7 @@ pub(crate) struct Orders {
 }
 
 impl DeviceShared {
-    pub(crate) fn new(facts: DeviceStatus) -> Arc<DeviceShared> {
+    pub(crate) fn new(facts: DeviceStatus, holdings: Holdings) -> Arc<DeviceShared> {
         let segments = facts.segments;
         Arc::new(DeviceShared {
             orders: Mutex::default(),
@@ -96,6 +113,7 @@ impl DeviceShared {
             reads: AtomicU64::new(0),
             pins: (0..segments).map(|_| AtomicU32::new(0)).collect(),
             health: Mutex::default(),
+            holdings: Mutex::new(holdings),
             free_segments: AtomicU32::new(0),
             facts,
             thread: OnceLock::new(),

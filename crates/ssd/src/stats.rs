@@ -98,6 +98,8 @@ pub struct DeviceStatus {
     pub notes: Vec<String>,
     /// What the last write failed with, until one succeeds.
     pub degraded: Option<String>,
+    /// Namespaces that were dropped and could not be noted in the file: a restart would bring them back.
+    pub drops_not_noted: usize,
     /// Bytes accepted and not yet written.
     pub backlog_bytes: u64,
     /// Reads waiting or in flight.

@@ -1,6 +1,6 @@
 //! The tier: opened, asked, closed.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -16,12 +16,15 @@ use crate::headers::Headers;
 use crate::index::Index;
 use crate::io::{Io, Piece};
 use crate::job::{ReadJob, WriteJob};
+use crate::layout::Drops;
 use crate::layout::{PAGE_BYTES, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
-use crate::recover::recover;
-use crate::request::{Dropped, Extent, Key, Read, ReadEnd, Record, Refused, Space, WriteEnd};
+use crate::recover::{erase, recover};
+use crate::request::{
+    Dropped, Extent, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
+};
 use crate::ring::Ring;
 use crate::shared::{Accepted, DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
@@ -76,7 +79,12 @@ impl Tier {
             index.add_device(file.superblock.segments);
         }
         let shared = Arc::new(Shared {
-            index: Mutex::new(Stored { index, pending: HashMap::new(), drops: HashMap::new() }),
+            index: Mutex::new(Stored {
+                index,
+                pending: HashMap::new(),
+                drops: HashMap::new(),
+                writing: HashMap::new(),
+            }),
             counters: Counters::default(),
         });
         let mut tier = Tier {
@@ -111,9 +119,22 @@ impl Tier {
         let began = Instant::now();
         let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
         log.generation_seen(drops.highest());
-        let found = recover(&file, number, &drops, &mut self.shared.index.lock().index, &mut log);
+        let mut found = recover(&file, number, &drops, &mut self.shared.index.lock().index, &mut log);
+        let needed =
+            drops.needed(log.last_generation(), |namespace, up_to| found.holdings.may_hold(namespace, up_to));
+        if needed > Drops::NAMESPACES_MAX / 2 && found.unreadable == 0 {
+            for segment in std::mem::take(&mut found.void) {
+                let generation = log.take_generation();
+                if let Err(error) = erase(&file, segment, generation) {
+                    tracing::warn!(path = %path.display(), segment, %error, "what was dropped cannot be erased");
+                    break;
+                }
+                found.holdings.erased(segment, generation);
+            }
+        }
         let last = log.last_generation();
-        drops.end_former_run(last).map_err(fail("cannot note which namespaces were dropped"))?;
+        let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);
+        drops.end_former_run(last, may_hold).map_err(fail("cannot note which namespaces were dropped"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
         tracing::info!(
@@ -179,21 +200,25 @@ impl Tier {
         for note in &notes {
             tracing::warn!(path = %path.display(), "{note}");
         }
-        let device = DeviceShared::new(DeviceStatus {
-            path,
-            capacity: superblock.file_bytes().unwrap_or_default(),
-            segment_bytes: superblock.segment_bytes,
-            segments: superblock.segments,
-            free_segments: log.free_segments(),
-            io: opened.io,
-            direct: file.direct,
-            registered: opened.registered,
-            notes,
-            degraded: None,
-            backlog_bytes: 0,
-            reads: 0,
-            warm: file.warm,
-        });
+        let device = DeviceShared::new(
+            DeviceStatus {
+                path,
+                capacity: superblock.file_bytes().unwrap_or_default(),
+                segment_bytes: superblock.segment_bytes,
+                segments: superblock.segments,
+                free_segments: log.free_segments(),
+                io: opened.io,
+                direct: file.direct,
+                registered: opened.registered,
+                notes,
+                degraded: None,
+                drops_not_noted: 0,
+                backlog_bytes: 0,
+                reads: 0,
+                warm: file.warm,
+            },
+            found.holdings,
+        );
         device.set_waker(opened.waker);
         device.free_segments.store(log.free_segments(), Ordering::Relaxed);
         // The thread waits for it.
@@ -226,7 +251,7 @@ impl Tier {
                 return Err(Refused::Present);
             }
             let accepted = Accepted { device: number, drops: stored.drops_of(&key.space.namespace) };
-            stored.pending.insert(key, accepted);
+            stored.now_pending(&key, accepted);
             accepted
         };
         let bytes = u64::from(pages) * PAGE_BYTES;
@@ -303,14 +328,19 @@ impl Tier {
         self.shared.index.lock().index.remove(key).is_some()
     }
 
-    /// Takes all blocks of a namespace out, for good: those being written too, and also after a restart, if the answer says
-    /// so. What is written of the namespace from now on is found until the tier is closed, and not after that: of blocks of
+    /// Takes all blocks of a namespace out, for good: those being written too, and also after a restart or a crash, unless the
+    /// answer names files that could not note it. What is written of the namespace from now on is found until the tier is closed, and not after that: of blocks of
     /// one run the file does not tell which are newer than the drop. Waits for the devices, for a small write to each.
     pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
-        let mut dropped = Dropped { blocks: 0, is_durable: true };
+        let mut dropped = Dropped { blocks: 0, not_noted: Vec::new() };
         {
             let mut stored = self.shared.index.lock();
-            *stored.drops.entry(namespace).or_default() += 1;
+            if stored.writing.keys().any(|(_, written)| *written == namespace) {
+                *stored.drops.entry(namespace).or_default() += 1;
+            } else {
+                // Nobody is left who could compare.
+                stored.drops.remove(&namespace);
+            }
             stored.pending.retain(|key, _| key.space.namespace != namespace);
         }
         let mut next = 0;
@@ -330,14 +360,47 @@ impl Tier {
             }
             next = end;
         }
-        for (device, drops) in self.devices.iter().zip(&self.drops) {
-            if let Err(error) = drops.drop_namespace(namespace) {
-                dropped.is_durable = false;
-                let path = device.facts.path.display();
-                tracing::error!(%path, %namespace, %error, "a restart would bring back what was dropped");
+        for (number, drops) in self.drops.iter().enumerate() {
+            let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);
+            if let Err(why) = drops.drop_namespace(namespace, may_hold) {
+                let path = self.devices[number].facts.path.clone();
+                dropped.not_noted.push(NotNoted { path, why });
             }
         }
         dropped
+    }
+
+    /// Whether there may be a record of the namespace in a segment of a device, up to a generation.
+    fn may_hold(&self, device: usize, namespace: &Namespace, up_to: u64) -> bool {
+        // In this order: what ends being written is in a segment before.
+        let is_written = self.shared.index.lock().writing.contains_key(&(device as u8, *namespace));
+        is_written || self.devices[device].holdings.lock().may_hold(namespace, up_to)
+    }
+
+    /// Tries again to note what was dropped and could not be noted. Answers what is still missing; waits for the devices, if
+    /// there is anything to note.
+    pub fn note_missing(&self) -> Vec<NotNoted> {
+        let note = |(number, drops): (usize, &DropTable)| {
+            if drops.missing().is_empty() {
+                return None;
+            }
+            let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);
+            let why = drops.note_missing(may_hold).err()?;
+            Some(NotNoted { path: self.devices[number].facts.path.clone(), why })
+        };
+        self.drops.iter().enumerate().filter_map(note).collect()
+    }
+
+    /// Namespaces that were dropped and could not be noted: a restart would bring them back.
+    pub fn missing_notes(&self) -> BTreeSet<Namespace> {
+        self.drops.iter().flat_map(DropTable::missing).collect()
+    }
+
+    /// Of which namespaces and cuts something is stored.
+    pub fn spaces(&self) -> Vec<SpaceUse> {
+        let stored = self.shared.index.lock();
+        let of = |(space, blocks, pages)| SpaceUse { space, blocks, bytes: pages * PAGE_BYTES };
+        stored.index.spaces().map(of).collect()
     }
 
     /// Every block that is stored, in no order. Blocks that come or go meanwhile may be named or not.
@@ -370,7 +433,11 @@ impl Tier {
 
     /// How each device is, in the order of the options.
     pub fn status(&self) -> Vec<DeviceStatus> {
-        self.devices.iter().map(|device| device.status()).collect()
+        let status = |(device, drops): (&Arc<DeviceShared>, &DropTable)| DeviceStatus {
+            drops_not_noted: drops.missing().len(),
+            ..device.status()
+        };
+        self.devices.iter().zip(&self.drops).map(status).collect()
     }
 
     /// Accepts nothing more, writes what is waiting, then the tables from which the next start reads its index, and ends

@@ -48,4 +48,4 @@ pub use seal::{Check, Damaged};
 pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
-pub use tier::{BlockKey, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+pub use tier::{BlockKey, Dropped, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};

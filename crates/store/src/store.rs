@@ -18,7 +18,7 @@ use crate::index::Index;
 use crate::seal::Check;
 use crate::spill::WAITING_BLOCKS_MAX;
 use crate::stats::{SpaceStats, StoreStats};
-use crate::tier::Tier;
+use crate::tier::{Dropped, Tier};
 
 /// Bytes that are sealed before others get to see them.
 const SEAL_BATCH_BYTES: u64 = 16 << 20;
@@ -193,9 +193,8 @@ impl Store {
     }
 
     /// Drops all blocks that a namespace has now: when this returns they are invisible; they are freed when their
-    /// leases and writers are done. The tier below forgets them too. Answers how many the pool had, those being saved
-    /// included.
-    pub fn drop_namespace(&self, namespace: Namespace) -> u64 {
+    /// leases and writers are done. The tier below forgets them too; whether for good is answered.
+    pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
         let mut drops = self.drops.write();
         *drops += 1;
         let blocks = self.index.lock().blocks_of(namespace);
@@ -205,11 +204,9 @@ impl Store {
             MutexGuard::unlock_fair(index);
             dropped
         };
-        let dropped = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
-        if let Some(tier) = &self.tier {
-            tier.drop_namespace(namespace);
-        }
-        dropped
+        let blocks = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
+        let below = self.tier.as_ref().map_or(Ok(()), |tier| tier.drop_namespace(namespace));
+        Dropped { blocks, below }
     }
 
     /// Waits until everything committed before this call is visible (or died). False at the timeout.

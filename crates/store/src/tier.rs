@@ -1,5 +1,6 @@
 //! What a tier below the pool has to do: keep blocks that the pool may lose, and bring them back.
 
+use std::fmt;
 use std::time::Instant;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
@@ -52,6 +53,31 @@ pub trait Tier: Send + Sync {
     /// Starts to bring a block back, into one extent for each of its shards. After `deadline` nobody waits for it.
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);
 
-    /// Forgets all blocks of a namespace, for good: also those being written now, and also after a restart.
-    fn drop_namespace(&self, namespace: Namespace);
+    /// Forgets all blocks of a namespace, for good: also those being written now, and also after a restart. Waits for the
+    /// devices, which note it.
+    ///
+    /// # Errors
+    /// [`NotForGood`]: the blocks are forgotten now, but would come back with a restart.
+    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood>;
+}
+
+/// Why a restart would bring back what was dropped, in a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotForGood(pub String);
+
+impl fmt::Display for NotForGood {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NotForGood {}
+
+/// What became of a namespace that was dropped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dropped {
+    /// Blocks that the pool had, those being saved included.
+    pub blocks: u64,
+    /// Whether the tier below forgot it for good; `Ok` without one.
+    pub below: Result<(), NotForGood>,
 }

@@ -345,7 +345,7 @@ fn a_dropped_namespace_is_gone_at_once_and_freed_when_its_readers_end() {
     pool.save(other, &prompt);
     let lease = pool.lookup(A, space, &prompt[..2]).unwrap().lease;
     let writing = claimed(&pool.claim_as((A, WORKER, 0), space, Chain::After(prompt[2]), &hashes(1, 1)));
-    assert_eq!(pool.store.drop_namespace(MODEL), 4);
+    assert_eq!(pool.store.drop_namespace(MODEL).blocks, 4);
     assert_eq!((pool.found(space, &prompt), pool.found(other, &prompt)), (0, 3));
     let stats = pool.store.stats();
     assert_eq!((stats.blocks, stats.limbo_bytes, stats.used_bytes), (3, 3 * PAGE_BYTES, 6 * PAGE_BYTES));

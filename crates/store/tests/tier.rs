@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
-    BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, OwnerId, PoolExtent, ReadDone, SealedShard, ShardClaim,
-    SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+    BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone, SealedShard,
+    ShardClaim, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
 };
 use parking_lot::{Condvar, Mutex};
 use proptest::prelude::*;
@@ -131,8 +131,9 @@ impl Tier for ShelfTier {
         }));
     }
 
-    fn drop_namespace(&self, namespace: Namespace) {
+    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood> {
         self.0.state.lock().kept.retain(|key, _| key.namespace != namespace);
+        Ok(())
     }
 }
 
@@ -366,7 +367,7 @@ fn memory_that_the_tier_still_writes_is_not_given_to_others() {
     let pool = Pool::over(&shelf, 6 * 3);
     shelf.hold();
     let done = pool.fetch(0, &prompt).unwrap();
-    assert_eq!(pool.store.drop_namespace(MODEL), 6);
+    assert_eq!(pool.store.drop_namespace(MODEL).blocks, 6);
     let mut outcomes = Vec::new();
     let others = hashes(2, 1);
     pool.store.claim(ENGINE, WORKER, pool.space, 0, Chain::Start, &others, Instant::now(), &mut outcomes);

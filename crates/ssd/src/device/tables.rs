@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use kvlane_block::CutDigest;
+
 use super::Device;
 use crate::job::What;
 use crate::layout::{PAGE_BYTES, SegmentFoot, Table, TableRecord, table_bytes};
@@ -60,6 +62,7 @@ impl Device {
 
     pub(super) fn write_table(&mut self, segment: u32, generation: u64, table_page: u32, scan_from: u32) {
         let live = self.shared.index.lock().index.live(self.number, segment);
+        let held = self.device.holdings.lock().namespaces(segment);
         let mut spaces: Vec<Space> = Vec::new();
         let mut numbers: HashMap<Space, u32> = HashMap::new();
         let records = live
@@ -72,6 +75,12 @@ impl Device {
                 TableRecord { hash: live.key.hash, space, page: live.page, pages: live.pages }
             })
             .collect();
+        // Who opens the file learns here of which other namespaces records are left, all of them dropped or elsewhere by now.
+        for namespace in held {
+            if spaces.iter().all(|space| space.namespace != namespace) {
+                spaces.push(Space { namespace, cut: CutDigest([0; 16]) });
+            }
+        }
         let device_id = self.superblock.device_id;
         let table = Table { device_id, generation, spaces, records };
         let table_bytes = table_bytes(table.records.len(), table.spaces.len()) as u32;

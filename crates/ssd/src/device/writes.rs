@@ -64,7 +64,7 @@ impl Device {
 
     /// Room at the log's end, in the next segment if there is not enough in this one.
     pub(super) fn place(&mut self, pages: u32, space: &Space, whom: For) -> Option<(u32, u32)> {
-        if let Some(found) = self.log.append(pages, space, whom) {
+        if let Some(found) = self.append(pages, space, whom) {
             return Some(found);
         }
         // Closing what cannot be followed would only waste it.
@@ -74,12 +74,19 @@ impl Device {
         }
         self.log.close_open();
         let (segment, generation) = self.log.open_segment(whom)?;
+        self.device.holdings.lock().opened(segment, generation);
         let head = SegmentHead { device_id: self.superblock.device_id, segment, generation };
         let page = Pages::with(&head.encode());
         let piece = page.piece(page.len());
         let (id, offset) = (self.id(), self.superblock.offset(segment, 0));
         self.start(id, What::Head { segment, page }, offset, &[piece]);
-        self.log.append(pages, space, whom)
+        self.append(pages, space, whom)
+    }
+
+    fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(u32, u32)> {
+        let (segment, page) = self.log.append(pages, space, whom)?;
+        self.device.holdings.lock().appended(segment, space.namespace);
+        Some((segment, page))
     }
 
     /// Records, written whole, count from here on; unless their segment's head is not there, or will never be.
@@ -137,6 +144,9 @@ impl Device {
 
     pub(super) fn head_ended(&mut self, segment: u32, error: Option<&io::Error>) {
         let head = if error.is_none() { Head::Written } else { Head::Failed };
+        if head == Head::Written {
+            self.device.holdings.lock().head_written(segment);
+        }
         self.log.head_ended(segment, head);
         for transfer in std::mem::take(&mut self.held) {
             self.finish_records(transfer);
