@@ -186,6 +186,11 @@ class Daemon:
         finally:
             tool.close()
 
+    def drop(self, namespace: bytes) -> None:
+        tool = _core.Tool(self.address, 10_000.0)
+        tool.drop_namespaces([namespace])
+        tool.close()
+
     def settle(self) -> None:
         tool = _core.Tool(self.address, 10_000.0)
         tool.settle(20_000)
@@ -204,8 +209,10 @@ class Daemon:
 
         return until("no lease and no claim", unused)
 
-    def http(self, path: str, method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
-        request = urllib.request.Request(f"http://{host}:{self.port}{path}", method=method)
+    def http(
+        self, path: str, method: str = "GET", host: str = "127.0.0.1", **headers: str
+    ) -> tuple[int, str]:
+        request = urllib.request.Request(f"http://{host}:{self.port}{path}", method=method, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=PATIENCE) as answer:

@@ -22,6 +22,7 @@ from wire import (
     LOOKUP,
     MAP_POOL,
     NOT_ALLOWED,
+    SETTLE,
     STATUS,
     WELCOME,
     Wire,
@@ -42,52 +43,10 @@ def test_serve_says_where_and_answers_over_http(daemon: Daemon, make_engine: Mak
     engine = make_engine(daemon, "http")
     assert engine.call("save", prompt="p", count=5)["blocks"] == 5
     daemon.settle()
-    until("the tool's session to go", lambda: len(json.loads(daemon.http("/admin/sessions")[1])) == 2)
-    status = json.loads(daemon.http("/admin/status")[1])
-    assert (status["pool_bytes"], status["blocks"], status["sessions"]) == (64 << 20, 5, 2)
-    sessions = json.loads(daemon.http("/admin/sessions")[1])
-    assert {(session["role"], session["engine"]) for session in sessions} == {
-        ("scheduler", "http"),
-        ("worker", "http"),
-    }
-    assert {session["pid"] for session in sessions} == {engine.pid}
-    (namespace,) = json.loads(daemon.http("/admin/namespaces")[1])
-    assert (namespace["namespace"], namespace["name"], namespace["blocks"]) == (NAMESPACE.hex(), "pattern", 5)
-
-    code, body = daemon.http("/admin/namespaces/xyz", "DELETE")
-    assert code == 400
-    assert "'xyz'" in body
-    code, body = daemon.http("/admin/namespaces/" + "09" * 16, "DELETE")
-    assert code == 404
-    assert "0909" in body
-    assert engine.call("check", prompt="p", count=5)["blocks"] == 5, "a refused call drops nothing"
-    assert daemon.http("/admin/namespaces/" + NAMESPACE.hex(), "DELETE") == (200, '{"dropped_blocks":5}')
-    assert engine.call("check", prompt="p", count=5)["blocks"] == 0
-
-
-def _own_address() -> str | None:
-    """An address of this host that is not the loopback's. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return None
-        return probe.getsockname()[0]
-
-
-def test_admin_is_served_to_this_host_only(make_daemon: MakeDaemon) -> None:
-    own = _own_address()
-    if own is None or own.startswith("127."):
-        pytest.skip("this host has no address but the loopback's")
-    port = free_port()
-    daemon = make_daemon(http=f"0.0.0.0:{port}")
-    daemon.port = port
-    code, body = daemon.http("/admin/status", host=own)
-    assert code == 403
-    assert own in body
-    assert daemon.http("/admin/namespaces/" + "03" * 16, "DELETE", host=own)[0] == 403
-    assert daemon.http("/health", host=own)[0] == 200
-    assert daemon.http("/admin/status")[0] == 200
+    assert (
+        f'kvlane_namespace_blocks{{namespace="{NAMESPACE.hex()}",name="pattern"}} 5'
+        in daemon.http("/metrics")[1]
+    )
 
 
 def test_every_metric_of_the_reference_appears(
@@ -205,7 +164,7 @@ def test_status_over_tcp_and_nothing_else(make_daemon: MakeDaemon) -> None:
     with Wire(("127.0.0.1", port)) as wire:
         wire.ask(HELLO, hello())
         assert wire.ask(GET_STATUS)[0] == STATUS
-        for body in (DROP_NAMESPACES, MAP_POOL, LOOKUP):
+        for body in (DROP_NAMESPACES, MAP_POOL, LOOKUP, SETTLE):
             reason, sentence = wire.refused(body)
             assert reason == NOT_ALLOWED
             assert "TCP" in sentence
@@ -257,7 +216,8 @@ def test_settings_come_from_flags_then_environment_then_file(folder: Path, make_
     file.write_text('pool-size = "20mib"\nmax-sessions = 3\nlog = "warn"\nscrub-rate = "1mb"\n')
     daemon = make_daemon(environment={"KVLANE_CONFIG": str(file), "KVLANE_MAX_SESSIONS": "2"}, pool="24mib")
     assert daemon.status()["pool_bytes"] == 24 << 20, "the flag wins over the file"
-    until("the status call's own session to go", lambda: json.loads(daemon.http("/admin/sessions")[1]) == [])
+    idle = 'kvlane_sessions{role="tool"} 0'
+    until("the status call's own session to go", lambda: idle in daemon.http("/metrics")[1])
     with Wire(daemon.path) as one, Wire(daemon.path) as two, Wire(daemon.path) as three:
         assert one.ask(HELLO, hello(nonce=b"1" * 16))[0] == WELCOME
         assert two.ask(HELLO, hello(nonce=b"2" * 16))[0] == WELCOME

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Daemon, Engine, until
+from patterns import NAMESPACE
+from processes import Daemon, Engine, free_port, run_kvlane, until
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
@@ -119,3 +120,81 @@ def test_another_daemon_at_its_socket_is_left_alone(in_folder: Daemon, folder: P
     # Nobody serves it any more: it is a file that a dead daemon left behind.
     until("health", lambda: _health(in_folder)[0] == 200)
     assert in_folder.status()["blocks"] == 0
+
+
+# HTTP.
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/admin/status"),
+        ("GET", "/admin/sessions"),
+        ("GET", "/admin/namespaces"),
+        ("DELETE", "/admin/namespaces/" + NAMESPACE.hex()),
+        ("POST", "/metrics"),
+        ("DELETE", "/health"),
+    ],
+)
+def test_over_http_nothing_is_listed_or_changed(
+    daemon: Daemon, make_engine: MakeEngine, method: str, path: str
+) -> None:
+    """Any user of the host, and any container with its network, listed engines with their pids, and deleted what they
+    had saved."""
+    engine = make_engine(daemon, "secret-engine")
+    engine.call("save", prompt="p", count=5)
+    daemon.settle()
+    code, body = daemon.http(path, method)
+    assert code in (404, 405), body
+    assert engine.call("check", prompt="p", count=5)["blocks"] == 5
+    for page in ("/health", "/metrics"):
+        code, body = daemon.http(page)
+        assert code == 200
+        assert "secret-engine" not in body
+
+
+def test_a_web_page_cannot_ask_under_a_name_of_its_own(make_daemon: MakeDaemon) -> None:
+    """By DNS rebinding a page's name resolves to 127.0.0.1, and the browser takes the daemon for the page's server."""
+    daemon = make_daemon("--http-host", "metrics.example", "--http-host", "kvlane")
+    for path in ("/health", "/metrics", "/"):
+        code, body = daemon.http(path, Host="evil.example")
+        assert code == 421, body
+        assert "--http-host evil.example" in json.loads(body)["error"]
+    for host in (
+        "127.0.0.1",
+        f"localhost:{daemon.port}",
+        "[::1]:80",
+        "10.0.0.7:9091",
+        "metrics.example:80",
+        "KVLANE",
+    ):
+        assert daemon.http("/metrics", Host=host)[0] == 200, host
+    with socket.create_connection(("127.0.0.1", daemon.port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"names no host" in answer
+
+
+# TCP.
+
+
+def test_status_over_tcp_leaves_out_who_uses_the_daemon(
+    make_daemon: MakeDaemon, make_engine: MakeEngine
+) -> None:
+    """Over TCP nobody proves who they are. They were told every engine, its pid, and the namespaces of all models."""
+    port = free_port()
+    daemon = make_daemon("--listen", f"127.0.0.1:{port}")
+    engine = make_engine(daemon, "secret-engine")
+    engine.call("save", prompt="p", count=5)
+    daemon.settle()
+    told = run_kvlane("status", "--addr", f"127.0.0.1:{port}")
+    assert told.returncode == 0, told.stderr
+    assert "5, 0 leased" in told.stdout
+    assert "over the Unix socket only" in told.stdout
+    status = json.loads(run_kvlane("status", "--json", "--addr", f"127.0.0.1:{port}").stdout)
+    assert (status["sessions"], status["namespaces"], status["blocks"]) == ([], [], 5)
+    text = told.stdout + json.dumps(status)
+    for secret in ("secret-engine", str(engine.pid), NAMESPACE.hex(), "pattern"):
+        assert secret not in text
+    assert "secret-engine" in run_kvlane("status", "--addr", daemon.address).stdout

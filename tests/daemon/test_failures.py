@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from patterns import NAMESPACE
 from processes import Daemon, Engine, EngineError, until
 
 MakeDaemon = Callable[..., Daemon]
@@ -193,7 +194,7 @@ def test_an_engine_is_killed_during_saves(daemon: Daemon, make_engine: MakeEngin
         partly += visible < MANY_BLOCKS
         status = daemon.wait_unused()
         assert status["used_bytes"] == sum(space["bytes"] for space in status["namespaces"])
-        daemon.http("/admin/namespaces/" + "03" * 16, "DELETE")
+        daemon.drop(NAMESPACE)
     assert partly > 0, "no save was met in the middle: the test shows nothing"
     assert {session["engine"] for session in daemon.engines()} == {"witness"}
 

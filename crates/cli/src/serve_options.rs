@@ -40,9 +40,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_LISTEN", value_name = "ADDRESS", value_delimiter = ',')]
     listen: Option<Vec<String>>,
 
-    /// Where health, metrics and admin are served, or off [default: 127.0.0.1:9091]
+    /// Where health and metrics are served, or off [default: 127.0.0.1:9091]
     #[arg(long, env = "KVLANE_HTTP", value_name = "HOST:PORT")]
     http: Option<String>,
+
+    /// A name under which health and metrics may be asked for, such as that of a Kubernetes service; may be given more than
+    /// once. Addresses and localhost always work. Other names are refused, so that no web page reads them by DNS rebinding
+    /// [default: none]
+    #[arg(long, env = "KVLANE_HTTP_HOST", value_name = "NAME", value_delimiter = ',')]
+    http_host: Option<Vec<String>>,
 
     /// Back the pool by huge pages: auto takes them where they are to be had, on fails without [default: auto]
     #[arg(long, env = "KVLANE_HUGEPAGES", value_enum, value_name = "MODE")]
@@ -262,6 +268,7 @@ impl ServeArgs {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
             listen,
             http: parse_http(&http)?,
+            http_hosts: http_hosts(self.http_host.or(file.http_host))?,
             seal_threads: seal_threads(self.seal_threads.or(file.seal_threads)),
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
@@ -335,6 +342,20 @@ fn parse_http(text: &str) -> Result<Option<SocketAddr>> {
     found.map(Some).with_context(|| format!("--http '{text}' is neither HOST:PORT nor off"))
 }
 
+/// Names without a port: they hold for any.
+fn http_hosts(names: Option<Vec<String>>) -> Result<Vec<String>> {
+    let names = names.unwrap_or_default();
+    let is_name = |name: &String| {
+        !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
+    };
+    match names.iter().find(|name| !is_name(name)) {
+        Some(name) => {
+            bail!("--http-host '{name}' is no name: write it without a port, such as kvlane.example")
+        }
+        None => Ok(names),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write;
@@ -393,6 +414,8 @@ mod tests {
         assert!(http.resolve().unwrap_err().to_string().contains("'nowhere'"));
         let listen = ServeArgs { listen: Some(vec!["unix:".into()]), ..Default::default() };
         assert!(format!("{:#}", listen.resolve().unwrap_err()).contains("'unix:'"));
+        let host = ServeArgs { http_host: Some(vec!["kvlane:9091".into()]), ..Default::default() };
+        assert!(host.resolve().unwrap_err().to_string().contains("--http-host 'kvlane:9091'"));
         let rails = ServeArgs { rails: Some("some".into()), ..Default::default() };
         assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("in --rails: 'some'"));
     }

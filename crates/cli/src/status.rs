@@ -71,6 +71,7 @@ fn to_json(status: &Status) -> serde_json::Value {
         "leased_blocks": status.leased_blocks,
         "claimed_blocks": status.claimed_blocks,
         "ssd_blocks": status.ssd_blocks,
+        "is_partial": status.is_partial,
         "policy": status.policy,
         "active_policy": status.active_policy,
         "shadow_hit_ratios": status.shadow_hit_ratios.iter().map(|s| (s.policy.clone(), s.hit_ratio.into()))
@@ -114,6 +115,10 @@ fn to_text(status: &Status) -> String {
             [s.path.clone(), used, s.method.clone(), trouble.to_owned()]
         });
         text.push_str(&table(&["file", "used", "by", "trouble"], rows));
+    }
+    if status.is_partial {
+        text.push_str("\nSessions and namespaces are told over the Unix socket only.\n");
+        return text;
     }
     text.push_str("\nsessions\n");
     let rows = status.sessions.iter().map(|s| {

@@ -84,6 +84,7 @@ impl PyTool {
         }
         dict.set_item("ssds", ssds)?;
         dict.set_item("ssd_blocks", status.ssd_blocks)?;
+        dict.set_item("is_partial", status.is_partial)?;
         dict.set_item("policy", status.policy)?;
         dict.set_item("active_policy", status.active_policy)?;
         let shadows = PyDict::new(py);

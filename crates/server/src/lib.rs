@@ -4,6 +4,7 @@ mod ceilings;
 mod chunks;
 mod engines;
 mod gpu;
+mod host;
 mod http;
 mod keeper;
 mod late_lookups;
@@ -61,8 +62,10 @@ pub struct ServeOptions {
     pub arena: ArenaOptions,
     /// Where engines and tools connect.
     pub listen: Vec<Address>,
-    /// Health, metrics and admin; `None` serves none.
+    /// Health and metrics; `None` serves none.
     pub http: Option<SocketAddr>,
+    /// Names under which they may be asked for, beside `localhost` and addresses.
+    pub http_hosts: Vec<String>,
     /// Threads that take the checksums of what was saved, which nobody else sees before.
     pub seal_threads: usize,
     /// How fast the background check of checksums reads the pool, in bytes a second; 0 turns it off.
@@ -183,7 +186,9 @@ impl Daemon {
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;
-        let http = http_bound.map(|bound| http::serve(bound, Arc::clone(&shared))).transpose()?;
+        let http = http_bound
+            .map(|bound| http::serve(bound, options.http_hosts.clone(), Arc::clone(&shared)))
+            .transpose()?;
         let listeners = listen::serve(bound, &shared)?;
         Ok(Self { shared, listeners, http, reaper: Some(reaper), _background: background })
     }

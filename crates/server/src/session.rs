@@ -292,7 +292,15 @@ impl Session {
         };
         let local = matches!(self.peer, Peer::Local { .. });
         match body {
-            Ask::GetStatus(_) => Ok(Answer::Status(status::collect(&shared))),
+            Ask::GetStatus(_) if local => Ok(Answer::Status(status::collect(&shared))),
+            Ask::GetStatus(_) => Ok(Answer::Status(status::for_anybody(&shared))),
+            Ask::Bye(_) => {
+                greeted.said_bye = true;
+                Ok(done())
+            }
+            _ if !local => {
+                Err((Reason::NotAllowed, "over TCP only status is served: use the Unix socket".into()))
+            }
             Ask::Settle(settle) => {
                 let deadline = Instant::now() + Duration::from_millis(settle.timeout_ms.into());
                 let timeout = settle.timeout_ms;
@@ -303,13 +311,6 @@ impl Session {
                 } else {
                     Ok(done())
                 }
-            }
-            Ask::Bye(_) => {
-                greeted.said_bye = true;
-                Ok(done())
-            }
-            _ if !local => {
-                Err((Reason::NotAllowed, "over TCP only status is served: use the Unix socket".into()))
             }
             Ask::DropNamespaces(drop) => drop_namespaces(&shared, greeted, &drop),
             Ask::MapPool(map) => {

@@ -57,7 +57,13 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         active_policy: policy.active.to_string(),
         shadow_hit_ratios: policy.shadow_hit_rates.into_iter().map(shadow).collect(),
         namespaces: namespaces(shared),
+        is_partial: false,
     }
+}
+
+/// The same without what tells of others: their sessions, processes and namespaces. For those who have proven nothing.
+pub(crate) fn for_anybody(shared: &Shared) -> v1::Status {
+    v1::Status { sessions: Vec::new(), namespaces: Vec::new(), is_partial: true, ..collect(shared) }
 }
 
 /// Those that the pool knows, then those of which only the SSD has blocks.

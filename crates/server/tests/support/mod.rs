@@ -22,6 +22,7 @@ pub fn options(address: &Address, pool_bytes: u64) -> ServeOptions {
         arena: ArenaOptions { bytes: pool_bytes, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 },
         listen: vec![address.clone()],
         http: None,
+        http_hosts: Vec::new(),
         seal_threads: 2,
         scrub_bytes_per_s: 0,
         lease_ttl: Duration::from_secs(60),
