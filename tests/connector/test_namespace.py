@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from fakes import full_group, window_group
+from weights import safetensors
 
+from kvlane.connector.groups import Unsupported
 from kvlane.connector.namespace import (
     adapter_identity,
     engine_meaning,
@@ -145,28 +147,64 @@ def test_a_drafter_in_its_own_group_leaves_the_others_shared() -> None:
 def local_model(path: Path, content: bytes = b"weights") -> Path:
     path.mkdir()
     (path / "config.json").write_text('{"hidden_size": 64}')
-    (path / "model.safetensors").write_bytes(content)
+    safetensors(path / "model.safetensors", {"a": content})
     return path
 
 
-def test_local_weights_are_known_by_content_not_by_path(tmp_path: Path) -> None:
+def test_a_model_copied_to_another_host_is_the_same_model(tmp_path: Path) -> None:
+    """Weights were told apart by modification times, so a copy, whose times are its own, found no block."""
     one = local_model(tmp_path / "one")
     copy = tmp_path / "copy"
     shutil.copytree(one, copy)
+    os.utime(copy / "model.safetensors", ns=(1, 1))
+    (copy / "README.md").write_text("copied")
     assert namespace(config(str(one))) == namespace(config(str(copy)))
-    assert namespace(config(str(local_model(tmp_path / "larger", b"weights2")))) != namespace(
-        config(str(one))
-    )
 
-    before = namespace(config(str(one)))
-    weights = one / "model.safetensors"
+
+def test_weights_written_within_one_timestamp_are_another_model(tmp_path: Path) -> None:
+    """Training wrote new weights of the same size, and a tool gave the file its old time: the engine that started
+    with them got blocks of the old ones."""
+    model = local_model(tmp_path / "model")
+    before = namespace(config(str(model)))
+    weights = model / "model.safetensors"
     stat = weights.stat()
-    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert namespace(config(str(one))) != before
+    safetensors(weights, {"a": b"WEIGHTS"})
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert namespace(config(str(model))) != before
 
-    before = namespace(config(str(copy)))
-    (copy / "config.json").write_text('{"hidden_size": 65}')
-    assert namespace(config(str(copy))) != before
+
+def test_another_configuration_is_another_model(tmp_path: Path) -> None:
+    model = local_model(tmp_path / "model")
+    before = namespace(config(str(model)))
+    (model / "config.json").write_text('{"hidden_size": 65}')
+    assert namespace(config(str(model))) != before
+
+
+def test_dummy_weights_are_told_apart_by_their_seed_and_files_are_not_read(tmp_path: Path) -> None:
+    model = local_model(tmp_path / "model")
+    before = namespace(config(str(model), load_format="dummy"))
+    (model / "model.safetensors").unlink()
+    assert namespace(config(str(model), load_format="dummy")) == before
+    assert namespace(config(str(model), load_format="dummy", seed=1)) != before
+
+
+def test_a_folder_without_known_weights_is_not_served(tmp_path: Path) -> None:
+    """By its path alone it could be another model on another host."""
+    model = local_model(tmp_path / "model")
+    (model / "model.safetensors").rename(model / "model.strange")
+    with pytest.raises(Unsupported, match="no weight files"):
+        namespace(config(str(model)))
+
+
+def test_weights_that_no_file_here_has_are_known_by_name_revision_and_commit() -> None:
+    stored = "s3://bucket/model"
+    names = [
+        namespace(config(stored)),
+        namespace(config("s3://bucket/other")),
+        namespace(config(stored, revision="v2")),
+        namespace(config(stored, hf_config=HubConfig(hidden_size=64, commit="abc"))),
+    ]
+    assert len(set(names)) == len(names)
 
 
 def test_adapters_are_known_by_content(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlane.connector.digest import digest16
 from kvlane.connector.groups import Unsupported
-from kvlane.connector.namespace import digest16
 
 # (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
 Region = tuple[int, int, int, int, list[int]]

@@ -6,12 +6,13 @@ Not in it: how the bytes are cut (parallel shape, layers of a rank, order of dim
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from kvlane.connector.digest import digest16
 from kvlane.connector.groups import CacheGroup
+from kvlane.connector.model_identity import model_identity
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
@@ -48,8 +49,7 @@ def engine_meaning(
     cache = vllm_config.cache_config
     meaning: dict[str, Any] = {
         "salt": salt,
-        "model": model_identity(vllm_config.model_config),
-        "load": load_identity(vllm_config),
+        "model": model_identity(vllm_config.model_config, vllm_config.load_config),
         "kv_dtype": str(cache.cache_dtype),
         "hash": str(cache.prefix_caching_hash_algo),
         "hash_seed": hash_seed.hex() if hash_seed is not None else "random",
@@ -62,35 +62,16 @@ def engine_meaning(
     return meaning
 
 
-def digest16(meaning: Any) -> bytes:
-    """blake2b-128 of the canonical JSON of `meaning`."""
-    text = json.dumps(meaning, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def model_identity(model: Any) -> dict[str, Any]:
-    """Name and revision of a hub model; for local files what is in them: the same weights by any path are equal."""
-    # For models in object storage vLLM replaces the name by a local folder of configuration files.
-    weights = getattr(model, "model_weights", "") or model.model
-    identity: dict[str, Any] = {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "overrides": _stable(getattr(model, "hf_overrides", None)),
+def draft_identity(vllm_config: Any) -> dict[str, Any] | None:
+    """The drafter's identity; None without speculative decoding."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return None
+    draft = getattr(speculative, "draft_model_config", None)
+    return {
+        "method": str(getattr(speculative, "method", None)),
+        "model": model_identity(draft, vllm_config.load_config) if draft is not None else None,
     }
-    path = Path(weights)
-    if path.exists():
-        identity["files"] = file_identities(path)
-        config = path / "config.json"
-        if config.is_file():
-            identity["config"] = hashlib.blake2b(config.read_bytes(), digest_size=16).hexdigest()
-            return identity
-    else:
-        identity["name"] = str(weights)
-        identity["revision"] = str(model.revision)
-        identity["code_revision"] = str(getattr(model, "code_revision", None))
-        identity["commit"] = str(getattr(model.hf_config, "_commit_hash", None))
-    identity["config"] = _config_digest(model.hf_config)
-    return identity
 
 
 def file_identities(path: Path) -> list[tuple[str, int, int]]:
@@ -102,24 +83,6 @@ def file_identities(path: Path) -> list[tuple[str, int, int]]:
         name = each.name if path.is_file() else str(each.relative_to(path))
         found.append((name, stat.st_size, stat.st_mtime_ns))
     return found
-
-
-def load_identity(vllm_config: Any) -> str:
-    """Empty for real weights; dummy ones are decided by the seed."""
-    load_format = str(getattr(vllm_config.load_config, "load_format", ""))
-    return f"dummy {vllm_config.model_config.seed}" if "dummy" in load_format else ""
-
-
-def draft_identity(vllm_config: Any) -> dict[str, Any] | None:
-    """The drafter's identity; None without speculative decoding."""
-    speculative = vllm_config.speculative_config
-    if speculative is None:
-        return None
-    draft = getattr(speculative, "draft_model_config", None)
-    return {
-        "method": str(getattr(speculative, "method", None)),
-        "model": model_identity(draft) if draft is not None else None,
-    }
 
 
 def adapter_identity(lora_request: Any) -> bytes | None:
@@ -164,18 +127,3 @@ def drawn_hash_seed() -> bytes | None:
     from vllm.v1.core import kv_cache_utils
 
     return getattr(kv_cache_utils, "NONE_HASH", None)
-
-
-def _config_digest(config: Any) -> str:
-    # These two say how the file was read, not what is in it.
-    values = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("_name_or_path", "transformers_version")
-    }
-    return digest16(values).hex()
-
-
-def _stable(value: Any) -> Any:
-    """A function by its name: its repr has an address that differs in every process."""
-    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value

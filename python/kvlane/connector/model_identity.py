@@ -1,0 +1,108 @@
+"""What a model is: the content of its weights and of its configuration, wherever they lie."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvlane.connector.digest import digest16
+from kvlane.connector.groups import Unsupported
+from kvlane.connector.guard import logger
+from kvlane.connector.model_files import configuration_files, model_folder, weight_files
+from kvlane.connector.weights_content import FilesChanging
+from kvlane.connector.weights_memo import WeightsMemo, memo_folder
+
+
+def model_identity(model: Any, load: Any) -> dict[str, Any]:
+    """The identity of a model as JSON; `load` is vLLM's LoadConfig. Raises Unsupported."""
+    # For models in object storage vLLM replaces the name by a local folder of configuration files.
+    name = str(getattr(model, "model_weights", "") or model.model)
+    revision = getattr(model, "revision", None)
+    load_format = str(getattr(load, "load_format", "auto"))
+    folder = model_folder(name, revision, getattr(load, "download_dir", None))
+    return {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "overrides": _stable(getattr(model, "hf_overrides", None)),
+        "weights": _weights(model, name, revision, folder, load_format),
+        "config": _configuration(model, name, revision, folder),
+    }
+
+
+def _weights(
+    model: Any, name: str, revision: str | None, folder: Path | None, load_format: str
+) -> dict[str, Any]:
+    if "dummy" in load_format:
+        return {"dummy": model.seed}
+    files = weight_files(folder, load_format) if folder is not None else []
+    if files:
+        try:
+            content = _memo().content(files)
+        except (OSError, FilesChanging) as error:
+            raise Unsupported(
+                f"the weights of {name} could not be read to tell them apart: {error}"
+            ) from error
+        if content.weaker:
+            _say_once(
+                f"kvlane: not all weights of {name} are safetensors files, so they are told apart by some of their "
+                "pages, not by each tensor; after changing them in place give the engines another kvlane.namespace"
+            )
+        return {"content": content.digest}
+    if Path(name).exists():
+        raise Unsupported(
+            f"{name} has no weight files that kvlane knows for the load format {load_format!r}, so it cannot be told "
+            "apart from other models at the same place"
+        )
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    _say_once(
+        f"kvlane: the weights of {name} are not in files of this host, so they are known by name, revision and "
+        "commit only; after changing them in place give the engines another kvlane.namespace"
+    )
+    return {"name": name, "revision": str(revision), "commit": str(commit)}
+
+
+def _configuration(model: Any, name: str, revision: str | None, folder: Path | None) -> dict[str, Any]:
+    remote_code = bool(getattr(model, "trust_remote_code", False))
+    identity: dict[str, Any] = {"code_revision": str(getattr(model, "code_revision", None))}
+    elsewhere = getattr(model, "hf_config_path", None)
+    places = [model_folder(elsewhere, revision, None)] if elsewhere else []
+    places += [folder, Path(model.model)]
+    if folder is not None and not Path(name).exists():
+        # vLLM keeps what it downloads besides weights in the hub's default folder.
+        places.append(model_folder(name, revision, None))
+    for place in places:
+        files = configuration_files(place, remote_code) if place is not None and place.is_dir() else []
+        if files:
+            identity["files"] = [
+                (each.name, hashlib.blake2b(each.read_bytes(), digest_size=16).hexdigest()) for each in files
+            ]
+            return identity
+    identity["values"] = _config_digest(model.hf_config)
+    return identity
+
+
+def _config_digest(config: Any) -> str:
+    # These two say how the file was read, not what is in it.
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    return digest16(values).hex()
+
+
+def _stable(value: Any) -> Any:
+    """A function by its name: its repr has an address that differs in every process."""
+    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
+
+
+@cache
+def _memo() -> WeightsMemo:
+    return WeightsMemo(memo_folder())
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,198 @@
+"""What is in a model's weight files, as a digest of chosen bytes: fast, and the same on every host.
+
+Of a safetensors file are read its header, the tensors below 64 KiB, and of every other tensor a page in each 16 MiB.
+Which pages is drawn from the tensor's name by a fixed key, so that all hosts read the same. Training changes nearly
+every number of a tensor, so a page tells two models apart. An edit of a few rows of a large tensor may go unseen.
+
+Files of other formats do not tell where their tensors are. Of them are read the beginning, the end (PyTorch keeps a
+checksum of every tensor there) and pages between; that is weaker.
+
+A file's name is not in the digest, so the same files by any path are equal. How the tensors are distributed over files
+is in it, since it is in the headers: the same weights cut into other files are another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = 4096
+WHOLE_BELOW = 64 << 10
+"""Tensors of fewer bytes are read whole."""
+STRETCH = 16 << 20
+"""Of larger tensors a page is read in each stretch of this many bytes."""
+KEY = b"kvlane weights 1"
+"""Draws the pages. Another key is another digest of every model."""
+# Of files that are not safetensors: bytes at both ends, and pages between.
+ENDS = 1 << 20
+PAGES_BETWEEN = 64
+# The format's own limit.
+MAX_HEADER = 100_000_000
+THREADS = 16
+TENSORS_A_JOB = 8
+
+
+@dataclass(frozen=True)
+class WeightsContent:
+    """What was found in a list of weight files."""
+
+    digest: str
+    """32 hexadecimal digits."""
+    weaker: bool
+    """Whether a file's tensors could not be told apart, so that only pages of it were read."""
+
+
+class FilesChanging(Exception):
+    """The files changed each time while they were read."""
+
+
+Signature = tuple[tuple[int, int, int, int, int], ...]
+
+
+def signature_of(files: Iterable[Path]) -> Signature:
+    """Device, inode, bytes, modification and change time (ns) of files. Raises OSError."""
+    found = []
+    for each in files:
+        stat = each.stat()
+        found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(found)
+
+
+def read_content(files: Sequence[Path], whole_below: int = WHOLE_BELOW) -> WeightsContent:
+    """Reads weight files, in this order; JSON files (an index, a configuration) are read whole. Raises OSError."""
+    digest = hashlib.blake2b(key=KEY, digest_size=16)
+    weaker = False
+    with ThreadPoolExecutor(min(THREADS, 4 * (os.cpu_count() or 1))) as pool:
+        for each in files:
+            with _opened(each) as file:
+                if each.suffix == ".json":
+                    parts = [_read(file, 0, os.fstat(file).st_size)]
+                else:
+                    size = os.fstat(file).st_size
+                    header = safetensors_header(file, size)
+                    weaker = weaker or header is None
+                    ranges = _pages(size) if header is None else [(0, header.end)]
+                    parts = [_read(file, *every) for every in ranges]
+                    if header is not None:
+                        tensors = header.tensors
+                        jobs = [
+                            tensors[first : first + TENSORS_A_JOB]
+                            for first in range(0, len(tensors), TENSORS_A_JOB)
+                        ]
+                        parts += pool.map(lambda job, file=file: _digest_of(file, job, whole_below), jobs)
+                    digest.update(struct.pack("<Q", size))
+                digest.update(struct.pack("<Q", len(parts)))
+                for part in parts:
+                    digest.update(struct.pack("<Q", len(part)))
+                    digest.update(part)
+    return WeightsContent(digest.hexdigest(), weaker)
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """Where a safetensors file's tensors are."""
+
+    end: int
+    """Bytes of the header with its length; data follow."""
+    tensors: list[tuple[str, int, int]]
+    """Name, first byte and end in the file, in the order of the data."""
+
+
+def safetensors_header(file: int, size: int) -> SafetensorsHeader | None:
+    """An open file's header; None if it is not a safetensors file, or a damaged one."""
+    start = os.pread(file, 8, 0)
+    if len(start) < 8:
+        return None
+    (length,) = struct.unpack("<Q", start)
+    end = 8 + length
+    if length > MAX_HEADER or end > size:
+        return None
+    try:
+        entries = json.loads(_read(file, 8, length))
+        tensors = [
+            _tensor(name, entry, end, size) for name, entry in entries.items() if name != "__metadata__"
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return SafetensorsHeader(end, sorted(tensors, key=lambda tensor: (tensor[1], tensor[0])))
+
+
+def _tensor(name: str, entry: Any, data: int, size: int) -> tuple[str, int, int]:
+    begin, end = entry["data_offsets"]
+    if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= size - data):
+        raise ValueError(f"the tensor {name!r} lies outside of its file")
+    return name, data + begin, data + end
+
+
+def _samples(name: str, begin: int, end: int, whole_below: int) -> list[tuple[int, int]]:
+    """The parts of a tensor to read: first byte and number of bytes of each."""
+    size = end - begin
+    if size < max(whole_below, PAGE):
+        return [(begin, size)]
+    what = name.encode("utf-8", "surrogatepass")
+    found = []
+    for stretch in range(0, size, STRETCH):
+        length = min(STRETCH, size - stretch)
+        page = min(PAGE, length)
+        at = _drawn(struct.pack("<Q", stretch) + what, length - page + 1)
+        found.append((begin + stretch + at, page))
+    return found
+
+
+def _drawn(what: bytes, below: int) -> int:
+    return int.from_bytes(hashlib.blake2b(what, key=KEY, digest_size=8).digest(), "little") % below
+
+
+def _pages(size: int) -> list[tuple[int, int]]:
+    """What is read of a file whose format is not known."""
+    if size <= 2 * ENDS + PAGES_BETWEEN * PAGE:
+        return [(0, size)]
+    between = size - 2 * ENDS - PAGE + 1
+    drawn = sorted(_drawn(struct.pack("<QQ", size, page), between) for page in range(PAGES_BETWEEN))
+    return [(0, ENDS), *((ENDS + at, PAGE) for at in drawn), (size - ENDS, ENDS)]
+
+
+def page_of(path: Path) -> bytes:
+    """A page of a file, drawn from its size. Raises OSError."""
+    with _opened(path) as file:
+        size = os.fstat(file).st_size
+        return os.pread(file, PAGE, _drawn(struct.pack("<Q", size), max(1, size - PAGE + 1)))
+
+
+def _digest_of(file: int, tensors: list[tuple[str, int, int]], whole_below: int) -> bytes:
+    digest = hashlib.blake2b(key=KEY, digest_size=16)
+    for tensor in tensors:
+        for each in _samples(*tensor, whole_below):
+            digest.update(_read(file, *each))
+    return digest.digest()
+
+
+def _read(file: int, at: int, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = os.pread(file, size, at)
+        if not part:
+            raise FilesChanging("a weight file became shorter while it was read")
+        parts.append(part)
+        at += len(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@contextmanager
+def _opened(path: Path) -> Any:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Pages far apart are wanted, and nothing of what lies beside them.
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+        yield file
+    finally:
+        os.close(file)
