@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+from kvlane.connector.adapters import Adapters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import StepJobs
@@ -132,6 +134,7 @@ class Engine:
         settings: dict[str, Any] | None = None,
         emit_events: bool = False,
         replicas: int = 1,
+        adapters: Adapters | None = None,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -164,7 +167,12 @@ class Engine:
             emit_events=emit_events,
         )
         self.scheduler = SchedulerSide(
-            core, shape, Settings.parse(settings), self.failures, clock=lambda: self.now
+            core,
+            shape,
+            Settings.parse(settings),
+            self.failures,
+            clock=lambda: self.now,
+            adapters=adapters or Adapters(now_ns=after_a_while),
         )
         self.scheduler.pins.bind(self.pool, self.scheduler.before_pool_reset)
         self.weights = FakeWeights()
@@ -273,6 +281,11 @@ class Engine:
     def finish(self, request: Request) -> None:
         self.scheduler.request_finished(request, self.tables[request.request_id])
         self.free(request)
+
+
+def after_a_while() -> int:
+    """A clock at which the files that a test writes are no longer new."""
+    return time.time_ns() + 3_000_000_000
 
 
 def address(memory: bytearray) -> int:

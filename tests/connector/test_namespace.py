@@ -16,10 +16,8 @@ from weights import safetensors
 
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.namespace import (
-    adapter_identity,
     engine_meaning,
     group_namespace,
-    keyed_hash,
 )
 
 
@@ -205,18 +203,3 @@ def test_weights_that_no_file_here_has_are_known_by_name_revision_and_commit() -
         namespace(config(stored, hf_config=HubConfig(hidden_size=64, commit="abc"))),
     ]
     assert len(set(names)) == len(names)
-
-
-def test_adapters_are_known_by_content(tmp_path: Path) -> None:
-    folder = local_model(tmp_path / "adapter")
-    same_name = [
-        SimpleNamespace(lora_name="a", lora_path=str(folder)),
-        SimpleNamespace(lora_name="a", lora_path=str(local_model(tmp_path / "retrained", b"new weights"))),
-    ]
-    identities = [adapter_identity(each) for each in same_name]
-    assert None not in identities and identities[0] != identities[1]
-    assert adapter_identity(None) is None
-    block_hash = b"h" * 32
-    keys = {block_hash, *(keyed_hash(block_hash, each) for each in identities if each is not None)}
-    assert len(keys) == 3
-    assert all(len(each) >= 16 for each in keys)

@@ -576,24 +576,6 @@ def test_an_old_miss_is_asked_again() -> None:
     assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
 
 
-def test_a_lora_adapter_has_blocks_of_its_own(tmp_path: Any) -> None:
-    store = FakeCore()
-    engine = Engine(store)
-    adapters = []
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "adapter_model.safetensors").write_bytes(name.encode() * 100)
-        adapters.append(SimpleNamespace(lora_name="tuned", lora_path=str(folder)))
-    loaded = []
-    for number, adapter in enumerate([None, *adapters, None, *adapters]):
-        tuned = request(f"r{number}")
-        tuned.lora_request = adapter
-        loaded.append(engine.run(tuned))
-        engine.finish(tuned)
-    assert loaded == [0, 0, 0, 20, 20, 20]
-
-
 def test_a_request_that_reads_no_cache_is_not_looked_up() -> None:
     store = FakeCore()
     engine = Engine(store)

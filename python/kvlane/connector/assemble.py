@@ -10,6 +10,7 @@ from typing import Any
 
 from kvlane import __version__
 from kvlane.connector import capabilities, events
+from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.core import open_core
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
@@ -64,7 +65,7 @@ def build_scheduler_side(
             f"{group.kind} {namespace.hex()}" for group, namespace in zip(groups, namespaces, strict=True)
         ),
     )
-    return SchedulerSide(core, shape, settings, failures)
+    return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config))
 
 
 def build_worker_core(
@@ -183,6 +184,17 @@ def _namespaces(
         )
     meaning = engine_meaning(vllm_config, groups, settings.namespace, seed)
     return [group_namespace(group, meaning) for group in groups], seed
+
+
+def _adapters(vllm_config: Any) -> Adapters:
+    lora = vllm_config.lora_config
+    adapters = Adapters(
+        meaning=None if lora is None else str(lora.lora_dtype),
+        path_is_hashed=capabilities.hashes_adapter_paths(),
+    )
+    if lora is not None:
+        adapters.loads_are_seen = watch_loads(adapters)
+    return adapters
 
 
 def gpu_of(kv_caches: dict[str, Any]) -> Any:

@@ -59,6 +59,20 @@ def cacheable_group_ids(kv_cache_config: Any) -> list[int]:
     return list(known) if known is not None else list(range(len(kv_cache_config.kv_cache_groups)))
 
 
+def hashes_adapter_paths() -> bool:
+    """Whether vLLM's block hashes hold a LoRA adapter's path beside its name, so that its own prefix cache tells apart
+    adapters that had one name after the other."""
+    from types import SimpleNamespace
+
+    from vllm.v1.core import kv_cache_utils
+
+    keys_of = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    if keys_of is None:
+        return False
+    adapter = SimpleNamespace(lora_name="a name", lora_path="a path")
+    return "a path" in str(keys_of(SimpleNamespace(lora_request=adapter)))
+
+
 def tensor_shards(vllm_config: Any, spec: Any) -> int | None:
     """Shards of a layer's cache that differ among all tensor-parallel ranks; further ranks hold copies. None where vLLM
     does not tell."""

@@ -28,6 +28,7 @@ COUNTERS = {
     "failed_saves": "Saves that the daemon did not take completely",
     "save_timeouts": "Saves given up because the daemon did not answer",
     "skipped_blocks": "Blocks not saved because too many were pinned or the daemon was away",
+    "unshared_requests": "Requests that took no part in the cache, since nobody can know what their blocks mean",
     "errors": "Errors inside the connector, each survived",
 }
 # Names in the core's take_stats that differ from ours.

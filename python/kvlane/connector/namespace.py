@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import Any
 
 from kvlane.connector.digest import digest16
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.model_identity import model_identity
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 # Whoever guesses the seed of these can build colliding prompts, so a random seed is right for them.
 GUESSABLE_HASHES = ("xxhash", "xxhash_cbor")
@@ -74,32 +72,11 @@ def draft_identity(vllm_config: Any) -> dict[str, Any] | None:
     }
 
 
-def file_identities(path: Path) -> list[tuple[str, int, int]]:
-    """Name, bytes and modification time (ns) of the weight files at a path, sorted."""
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.suffix in WEIGHT_SUFFIXES]
-    found = []
-    for each in sorted(files):
-        stat = each.stat()
-        name = each.name if path.is_file() else str(each.relative_to(path))
-        found.append((name, stat.st_size, stat.st_mtime_ns))
-    return found
-
-
-def adapter_identity(lora_request: Any) -> bytes | None:
-    """Digest of a LoRA adapter's content, None for requests without one.
-
-    vLLM's block hashes hold only the adapter's name or path, and two engines may mean different files by it.
-    """
-    if lora_request is None:
-        return None
-    path = Path(lora_request.lora_path)
-    files = file_identities(path) if path.exists() else []
-    return digest16([lora_request.lora_name, str(path) if not files else "", files])
-
-
 def keyed_hash(block_hash: bytes, key: bytes) -> bytes:
     """The hash under which a block is stored that depends on more than its namespace: vLLM's own, mixed with the
-    identity of the adapter or of changed weights."""
+    identity of an adapter, of changed weights, or of both.
+
+    vLLM's own holds only the adapter's name or path, and two engines may mean different files by it."""
     return hashlib.blake2b(block_hash, key=key, digest_size=16).digest()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlane.connector.adapters import Adapter, Adapters
 from kvlane.connector.groups import CacheGroup
-from kvlane.connector.namespace import adapter_identity, keyed_hash
+from kvlane.connector.namespace import keyed_hash
 
 NEVER = 1 << 62
 
@@ -16,7 +17,7 @@ class RequestState:
     """One live request. Token and block counts are of the whole request, from its first token."""
 
     request: Any
-    adapter: bytes | None
+    adapter: Adapter | None
     saved_blocks: list[int]
     """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
     looking_up: bool = False
@@ -39,12 +40,16 @@ class RequestState:
     """Computed tokens below which there is nothing to save."""
 
     @staticmethod
-    def new(request: Any, groups: list[CacheGroup]) -> RequestState:
+    def new(request: Any, groups: list[CacheGroup], adapters: Adapters) -> RequestState:
         return RequestState(
             request=request,
-            adapter=adapter_identity(request.lora_request),
+            adapter=adapters.of(request.lora_request),
             saved_blocks=[0] * len(groups),
         )
+
+    def takes_part(self) -> bool:
+        """Whether it is known what its blocks mean; without that they are neither looked up nor saved."""
+        return self.adapter is None or self.adapter.shared()
 
     def forget_progress(self) -> None:
         """Save from the first block on again."""
@@ -83,5 +88,5 @@ class GroupHashes:
     def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
         """The hashes under which the blocks [first, end) are stored."""
         raw = self.raw(state, group, first, end)
-        key = (self.epoch_key or b"") + (state.adapter or b"")
+        key = (self.epoch_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
         return [keyed_hash(each, key) for each in raw] if key else raw

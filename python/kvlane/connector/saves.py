@@ -96,7 +96,7 @@ class Saves:
         `tables` are its block ids by vLLM's groups; if not exact they may name blocks that have been reused since.
         With `wait`, blocks beyond the pin limit are left for a later call; otherwise they are counted as skipped.
         """
-        if self._pins.pool is None or state.stale:
+        if self._pins.pool is None or state.stale or not state.takes_part():
             return
         if not self._settings.save_decode:
             computed_tokens = min(computed_tokens, state.request.num_prompt_tokens)

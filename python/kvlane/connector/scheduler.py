@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlane.connector import events
+from kvlane.connector.adapters import Adapters
 from kvlane.connector.counters import Counters
 from kvlane.connector.epoch import Epoch
 from kvlane.connector.groups import CacheGroup
@@ -83,8 +84,10 @@ class SchedulerSide:
         settings: Settings,
         failures: Failures,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Adapters | None = None,
     ) -> None:
         self._core = core
+        self._adapters = adapters or Adapters()
         self._shape = shape
         self._settings = settings
         self._clock = clock
@@ -124,8 +127,10 @@ class SchedulerSide:
             self.forget_request(request.request_id)
         if not self._seed_checked:
             self._check_seed()
-        state = RequestState.new(request, self._shape.groups)
+        state = RequestState.new(request, self._shape.groups, self._adapters)
         self._requests[request.request_id] = state
+        if not state.takes_part():
+            self.counters.add("unshared_requests")
         self._start_lookup(state)
 
     def _check_seed(self) -> None:
@@ -145,6 +150,7 @@ class SchedulerSide:
             or self.pins.pool is None
             or not self._epoch.is_known
             or state.load_failed
+            or not state.takes_part()
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
             return
@@ -168,6 +174,9 @@ class SchedulerSide:
             self.add_request(request)
             state = self._requests[request.request_id]
         state.local_tokens = local_tokens
+        if not state.takes_part():
+            self._drop_hit(state)
+            return 0, False
         if state.stale:
             # It starts over, so nothing of before the reset is left of it.
             state.stale = False

@@ -1,0 +1,253 @@
+"""What each LoRA adapter of an engine is: the content that vLLM loaded, from the time when it could first load it.
+
+vLLM loads an adapter when it is told to (`add_lora`), or when the first request with it is scheduled; it loads it again
+when it had to make room for others. It tells adapters apart by a number (`lora_int_id`) and reads the files at that
+moment, whatever they hold by then. So an adapter is read here before vLLM can load it for the first time, and from
+then on its files have to stay as they are. If they do not, nobody can say which of the contents vLLM has, and the
+requests of this adapter take no part in the cache any more: nothing is looked up for them, and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlane.connector.digest import digest16
+from kvlane.connector.guard import logger
+from kvlane.connector.model_files import model_folder
+from kvlane.connector.weights_content import FilesChanging, Signature, read_content, signature_of
+from kvlane.connector.weights_memo import YOUNG_NS
+
+CONFIGURATION = "adapter_config.json"
+# As vLLM looks for them; the first that is there is loaded.
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+WHOLE_BELOW = 256 << 10
+"""Tensors of fewer bytes are read whole; adapters are small."""
+MAX_ADAPTERS = 65_536
+"""Adapters that one engine remembers; later ones take no part."""
+WHAT_TO_DO = "load changed weights under a new name and from a new folder"
+
+
+class Withdrawn(Exception):
+    """Why an adapter takes no part in the cache."""
+
+
+class Adapter:
+    """One adapter as an engine's requests name it: number, name and path together."""
+
+    def __init__(self, name: str, path: str, meaning: Any, now_ns: Callable[[], int]) -> None:
+        self.name = name
+        self._path = path
+        self._meaning = meaning
+        self._now_ns = now_ns
+        self._withdrawn = False
+        self._settled = False
+        self._signature: Signature = ()
+        self.digest = b""
+        """16 bytes; valid while the adapter is shared."""
+
+    def shared(self) -> bool:
+        """Whether what vLLM has loaded is known. Looks at the files each time."""
+        if self._withdrawn:
+            return False
+        try:
+            return self._unchanged()
+        except (Withdrawn, OSError, FilesChanging) as reason:
+            self.withdraw(str(reason))
+            return False
+
+    def read(self) -> None:
+        """Take the content for what vLLM loads from now on."""
+        try:
+            self._signature, self.digest = self._content()
+            self._settled = self._is_old(self._signature)
+        except (Withdrawn, OSError, FilesChanging) as reason:
+            self.withdraw(str(reason))
+
+    def withdraw(self, reason: str) -> None:
+        """Its requests take no part in the cache from now on."""
+        if not self._withdrawn:
+            self._withdrawn = True
+            logger.warning(
+                "kvlane: requests with the LoRA adapter %r take no part in the cache any more: %s; %s",
+                self.name,
+                reason,
+                WHAT_TO_DO,
+            )
+
+    def changed_at_ns(self) -> int:
+        """The latest change time of its files when they were read."""
+        return max((ctime for *_, ctime in self._signature), default=0)
+
+    def _unchanged(self) -> bool:
+        if signature_of(adapter_files(self._path)) != self._signature:
+            raise Withdrawn("its files have changed, and vLLM may have loaded the old ones or the new ones")
+        if self._settled:
+            return True
+        if not self._is_old(self._signature):
+            # They could still be written without a change of their times.
+            return False
+        if self._content() != (self._signature, self.digest):
+            raise Withdrawn("its files changed while vLLM loaded them")
+        self._settled = True
+        return True
+
+    def _content(self) -> tuple[Signature, bytes]:
+        files = adapter_files(self._path)
+        before = signature_of(files)
+        content = read_content(files, WHOLE_BELOW)
+        if signature_of(files) != before:
+            raise Withdrawn("its files changed while they were read")
+        return before, digest16([content.digest, self._meaning])
+
+    def _is_old(self, signature: Signature) -> bool:
+        now = self._now_ns()
+        return all(ctime <= now - YOUNG_NS for *_, ctime in signature)
+
+
+class Adapters:
+    """The adapters of one engine."""
+
+    def __init__(
+        self,
+        meaning: Any = None,
+        path_is_hashed: bool = False,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """`meaning`: what of the engine's configuration changes an adapter's effect, as JSON. `path_is_hashed`:
+        vLLM's own block hashes tell apart adapters of one name by their path."""
+        self._meaning = meaning
+        self._path_is_hashed = path_is_hashed
+        self.loads_are_seen = True
+        """Whether `loading` is called each time that vLLM loads an adapter for no request."""
+        self._now_ns = now_ns
+        self._started_ns = now_ns()
+        self._known: dict[tuple[int, str, str], Adapter] = {}
+        self._by_number: dict[int, Adapter] = {}
+        self._by_hash: dict[tuple[str, ...], Adapter] = {}
+
+    def of(self, lora_request: Any) -> Adapter | None:
+        """The adapter of a request that has arrived; None for requests without one."""
+        if lora_request is None:
+            return None
+        return self._of(lora_request)
+
+    def loading(self, lora_request: Any, load: Callable[[], Any]) -> Any:
+        """Runs `load`, by which vLLM loads an adapter before any request names it."""
+        key = _key(lora_request)
+        new = key not in self._known
+        if new and _is_here(lora_request.lora_path):
+            self.of(lora_request)
+        try:
+            done = load()
+        except BaseException:
+            if new:
+                self._forget(key)
+            raise
+        # An adapter from the hub is here only now.
+        adapter = self.of(lora_request)
+        assert adapter is not None
+        adapter.shared()
+        return done
+
+    def _of(self, lora_request: Any) -> Adapter:
+        key = _key(lora_request)
+        known = self._known.get(key)
+        if known is not None:
+            if getattr(lora_request, "load_inplace", False):
+                known.withdraw("it was loaded in place of itself")
+            return known
+        _, name, path = key
+        extra = bool(getattr(lora_request, "is_3d_lora_weight", False))
+        adapter = Adapter(name, path, [self._meaning, extra] if extra else [self._meaning], self._now_ns)
+        if len(self._known) >= MAX_ADAPTERS:
+            adapter.withdraw(f"this engine has had {MAX_ADAPTERS} adapters before")
+            return adapter
+        self._known[key] = adapter
+        adapter.read()
+        self._compare(adapter, lora_request)
+        return adapter
+
+    def _compare(self, adapter: Adapter, lora_request: Any) -> None:
+        number, name, path = _key(lora_request)
+        if getattr(lora_request, "load_inplace", False):
+            adapter.withdraw("it was loaded in place of another one")
+        if getattr(lora_request, "tensorizer_config_dict", None):
+            adapter.withdraw("it does not come from files of this host")
+        if not self.loads_are_seen and adapter.changed_at_ns() > self._started_ns - YOUNG_NS:
+            adapter.withdraw("its files are newer than the engine, so vLLM may have loaded older ones")
+        other = self._by_number.setdefault(number, adapter)
+        if other is not adapter:
+            # vLLM looks at the number alone and keeps the one that it loaded first.
+            other.withdraw(f"another adapter, {name!r}, has the same number")
+            adapter.withdraw(f"another adapter, {other.name!r}, has the same number")
+        hashed = (name, path) if self._path_is_hashed else (name,)
+        other = self._by_hash.setdefault(hashed, adapter)
+        if other is not adapter and other.digest != adapter.digest:
+            # vLLM's own prefix cache mixes their blocks.
+            for each in (other, adapter):
+                each.withdraw("two adapters of different content have had this name")
+
+    def _forget(self, key: tuple[int, str, str]) -> None:
+        adapter = self._known.pop(key, None)
+        for table in (self._by_number, self._by_hash):
+            for name in [name for name, each in table.items() if each is adapter]:
+                del table[name]  # type: ignore[arg-type]
+
+
+def watch_loads(adapters: Adapters) -> bool:
+    """Have `adapters.loading` called whenever this process's engine cores load an adapter; whether that is possible."""
+    from vllm.v1.engine.core import EngineCore
+
+    load = getattr(EngineCore, "add_lora", None)
+    if load is None:
+        return False
+    if not hasattr(load, "kvlane_adapters"):
+
+        @functools.wraps(load)
+        def add_lora(core: Any, lora_request: Any, *more: Any, **named: Any) -> Any:
+            def run() -> Any:
+                return load(core, lora_request, *more, **named)
+
+            for each in list(add_lora.kvlane_adapters):  # type: ignore[attr-defined]
+                run = functools.partial(each.loading, lora_request, run)
+            return run()
+
+        add_lora.kvlane_adapters = weakref.WeakSet()  # type: ignore[attr-defined]
+        EngineCore.add_lora = add_lora
+    EngineCore.add_lora.kvlane_adapters.add(adapters)  # type: ignore[attr-defined]
+    return True
+
+
+def adapter_files(path: str) -> list[Path]:
+    """The files of an adapter that vLLM reads. Raises Withdrawn if they are not here."""
+    folder = _folder(path)
+    if folder is None:
+        raise Withdrawn("its files are not on this host yet")
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / CONFIGURATION, folder / name]
+    raise Withdrawn(f"{folder} has none of {', '.join(WEIGHTS)}")
+
+
+def _folder(path: str) -> Path | None:
+    """As vLLM finds it, but nothing is downloaded."""
+    if os.path.isabs(path) or path.startswith("~"):
+        return Path(path).expanduser()
+    return model_folder(path, None, None)
+
+
+def _is_here(path: str) -> bool:
+    try:
+        return bool(adapter_files(path))
+    except Withdrawn:
+        return False
+
+
+def _key(lora_request: Any) -> tuple[int, str, str]:
+    return lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path
