@@ -18,7 +18,7 @@ from weights import safetensors
 
 from kvlane.connector import adapters as adapters_module
 from kvlane.connector.adapters import Adapters
-from kvlane.connector.namespace import adapted_hash
+from kvlane.connector.namespace import keyed_hash
 from kvlane.testing import FakeCore
 
 SECOND = 1_000_000_000
@@ -107,7 +107,7 @@ def test_a_copied_adapter_is_the_same_whatever_its_times_and_another_content_is_
     }
     assert len(others | same) == 6
     block_hash = b"h" * 32
-    assert len({block_hash, *(adapted_hash(block_hash, each) for each in others | same)}) == 7
+    assert len({block_hash, *(keyed_hash(block_hash, each) for each in others | same)}) == 7
 
 
 def test_adapters_and_the_model_itself_have_blocks_of_their_own(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +18,11 @@ import pytest
 from fakes import full_group, window_group
 from weights import safetensors
 
+from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT, WHEN
+from kvlane.connector.config_identity import CONDITIONS, as_json
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.namespace import (
+    adapters_meaning,
     engine_meaning,
     group_namespace,
 )
@@ -32,40 +39,82 @@ class HubConfig:
         return dict(self._values)
 
 
+@dataclass
+class ModelConfig:
+    """The part of vLLM's class of this name that the namespace looks at; so are the next ones."""
+
+    model: str
+    revision: str | None = None
+    code_revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "torch.bfloat16"
+    quantization: str | None = None
+    hf_overrides: Any = field(default_factory=dict)
+    seed: int = 0
+    max_model_len: int = 1024
+    hf_config: Any = None
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def try_get_generation_config(self) -> dict[str, Any]:
+        return {}
+
+
+@dataclass
+class CacheConfig:
+    cache_dtype: str = "auto"
+    prefix_caching_hash_algo: str = "sha256"
+    calculate_kv_scales: bool = False
+    mamba_ssm_cache_dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+
+
+@dataclass
+class LoadConfig:
+    load_format: str = "auto"
+    model_loader_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AttentionConfig:
+    backend: str | None = None
+    indexer_kv_dtype: str = "bf16"
+
+
+@dataclass
+class SpeculativeConfig:
+    method: str | None = None
+    draft_model_config: Any = None
+    num_speculative_tokens: int = 2
+
+
+@dataclass
+class VllmConfig:
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    load_config: LoadConfig
+    attention_config: AttentionConfig
+    kv_transfer_config: Any
+    speculative_config: Any = None
+    additional_config: dict[str, Any] = field(default_factory=dict)
+
+
+PARTS = {
+    "cache_config": CacheConfig,
+    "load_config": LoadConfig,
+    "attention_config": AttentionConfig,
+}
+
+
 def config(model: str = "org/model", **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "revision": None,
-        "code_revision": None,
-        "dtype": "torch.bfloat16",
-        "quantization": None,
-        "hf_overrides": {},
-        "seed": 0,
-        "hf_config": HubConfig(hidden_size=64, _name_or_path=model, transformers_version="5"),
-        "cache_dtype": "auto",
-        "hash": "sha256",
-        "scales": False,
-        "engine_id": "e",
-        "load_format": "auto",
-        "speculative": None,
-    } | changes
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=model,
-            **{
-                name: values[name]
-                for name in ("revision", "code_revision", "dtype", "quantization", "hf_overrides", "seed")
-            },
-            hf_config=values["hf_config"],
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype=values["cache_dtype"],
-            prefix_caching_hash_algo=values["hash"],
-            calculate_kv_scales=values["scales"],
-        ),
-        load_config=SimpleNamespace(load_format=values["load_format"]),
-        kv_transfer_config=SimpleNamespace(engine_id=values["engine_id"]),
-        speculative_config=values["speculative"],
-    )
+    """A configuration whose changes may be of any part."""
+    changes.setdefault("hf_config", HubConfig(hidden_size=64, _name_or_path=model, transformers_version="5"))
+    taken = {"engine_id": changes.pop("engine_id", "e")}
+    parts: dict[str, Any] = {}
+    for name, kind in {"model_config": ModelConfig, **PARTS}.items():
+        names = {each.name for each in fields(kind)} & changes.keys()
+        values = {each: changes.pop(each) for each in names}
+        parts[name] = kind(model, **values) if kind is ModelConfig else kind(**values)
+    return VllmConfig(**parts, kv_transfer_config=SimpleNamespace(**taken), **changes)
 
 
 def namespace(vllm_config: Any, group: Any = None, salt: str = "", seed: bytes | None = b"seed") -> bytes:
@@ -78,17 +127,19 @@ def namespace(vllm_config: Any, group: Any = None, salt: str = "", seed: bytes |
     [
         {"model": "org/other"},
         {"revision": "v2"},
-        {"code_revision": "v2"},
         {"dtype": "torch.float16"},
         {"quantization": "fp8"},
         {"hf_overrides": {"rope_theta": 5.0}},
         {"hf_config": HubConfig(hidden_size=128)},
         {"hf_config": HubConfig(hidden_size=64, commit="abc")},
         {"cache_dtype": "fp8"},
-        {"hash": "sha256_cbor"},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
         {"load_format": "dummy"},
-        {"scales": True},
-        {"speculative": SimpleNamespace(method="eagle", draft_model_config=config("org/draft").model_config)},
+        {"calculate_kv_scales": True},
+        {"speculative_config": SpeculativeConfig("eagle", config("org/draft").model_config)},
+        {"trust_remote_code": True, "code_revision": "v2"},
+        {"load_format": "a plugin's", "model_loader_extra_config": {"from": "elsewhere"}},
+        {"additional_config": {"platform": 1}},
     ],
 )
 def test_what_changes_the_bytes_changes_the_namespace(change: dict[str, Any]) -> None:
@@ -120,21 +171,12 @@ def test_ranks_and_engines_of_one_model_agree() -> None:
 
 
 def test_scales_measured_by_one_engine_are_read_by_no_other() -> None:
-    ours, other = (namespace(config(scales=True, engine_id=each)) for each in ("e", "f"))
+    ours, other = (namespace(config(calculate_kv_scales=True, engine_id=each)) for each in ("e", "f"))
     assert ours != other
 
 
-def test_functions_in_the_configuration_are_taken_by_name() -> None:
-    def change(value: Any) -> Any:
-        return value
-
-    meaning = engine_meaning(config(hf_overrides=change), [full_group()], "", b"")
-    assert "0x" not in json.dumps(meaning, default=str)
-    assert "change" in json.dumps(meaning, default=str)
-
-
 def test_a_drafter_in_its_own_group_leaves_the_others_shared() -> None:
-    drafted = config(speculative=SimpleNamespace(method="eagle", draft_model_config=None))
+    drafted = config(speculative_config=SpeculativeConfig("eagle"))
     target, draft = full_group(0), replace(full_group(1), is_draft=True)
     with_drafter = engine_meaning(drafted, [target, draft], "", b"")
     own_group_only = engine_meaning(config(), [target, draft], "", b"")
@@ -203,3 +245,168 @@ def test_weights_that_no_file_here_has_are_known_by_name_revision_and_commit() -
         namespace(config(stored, hf_config=HubConfig(hidden_size=64, commit="abc"))),
     ]
     assert len(set(names)) == len(names)
+
+
+# Fields of the configuration
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gpu_memory_utilization": 0.5},
+        {"max_model_len": 4096},
+        {"backend": "FLASHINFER"},
+        {"seed": 7},
+        {"mamba_ssm_cache_dtype": "float32"},
+        {"indexer_kv_dtype": "auto"},
+        {"model_loader_extra_config": {"enable_multithread_load": True}},
+    ],
+)
+def test_what_changes_no_bytes_leaves_the_namespace(change: dict[str, Any]) -> None:
+    assert namespace(config(**change)) == namespace(config())
+
+
+def test_a_speculating_engine_may_guess_more_tokens() -> None:
+    two, five = (config(speculative_config=SpeculativeConfig("eagle", None, n)) for n in (2, 5))
+    assert namespace(two) == namespace(five) != namespace(config())
+
+
+def rope(kind: str, length: int, **more: Any) -> bytes:
+    values = {"rope_parameters": {"rope_type": kind, "factor": 4.0} | more}
+    return namespace(config(hf_config=HubConfig(**values), max_model_len=length))
+
+
+def test_a_longer_longest_request_of_a_longrope_model_is_another_model() -> None:
+    """Models like Phi-3 have two sets of rotary factors. vLLM takes one for all requests, by --max-model-len: two
+    engines that differ in it shared blocks, and answered wrongly."""
+    trained = {"original_max_position_embeddings": 4096}
+    assert rope("longrope", 4096, **trained) != rope("longrope", 4097, **trained)
+    assert rope("longrope", 1024, **trained) == rope("longrope", 4096, **trained)
+    assert rope("longrope", 8192, **trained) == rope("longrope", 131072, **trained)
+    # Before transformers 5 the length stands beside the factors.
+    old = HubConfig(rope_scaling={"type": "longrope"}, original_max_position_embeddings=4096)
+    short, long = (config(hf_config=old, max_model_len=length) for length in (4096, 8192))
+    assert namespace(short) != namespace(long)
+    inside = HubConfig(
+        text_config={"rope_parameters": {"full": {"rope_type": "longrope"} | trained, "other": None}}
+    )
+    short, long = (config(hf_config=inside, max_model_len=length) for length in (4096, 8192))
+    assert namespace(short) != namespace(long)
+
+
+def test_the_longest_request_of_a_plain_rope_does_not_count_and_of_an_unknown_one_does() -> None:
+    for kind in ("default", "llama3", "linear", "yarn"):
+        assert rope(kind, 4096) == rope(kind, 8192)
+    for kind in ("dynamic", "a new one", "longrope"):
+        assert rope(kind, 4096) != rope(kind, 8192)
+
+
+def test_llama_4_tunes_attention_by_the_longest_request() -> None:
+    values = HubConfig(architectures=["Llama4ForConditionalGeneration"], model_type="llama4")
+
+    def of(length: int, **override: bool) -> bytes:
+        return namespace(config(hf_config=values, max_model_len=length, override_generation_config=override))
+
+    assert of(8192) == of(32768) != of(32769) == of(131072)
+    assert of(8192) != of(8192, attn_temperature_tuning=True) == of(131072)
+
+
+def test_what_an_indexer_or_a_state_space_needs_counts_only_for_them() -> None:
+    indexed = HubConfig(text_config={"index_topk": 2048})
+    assert namespace(config(hf_config=indexed)) != namespace(
+        config(hf_config=indexed, indexer_kv_dtype="fp8")
+    )
+    states = replace(window_group(0, 1), kind="mamba")
+    assert namespace(config(), states) != namespace(config(mamba_ssm_cache_dtype="float32"), states)
+
+
+def test_a_field_that_a_later_version_adds_counts_unless_at_its_default() -> None:
+    later = make_dataclass("CacheConfig", [("round_keys", bool, False)], bases=(CacheConfig,))
+    base = config()
+    assert namespace(replace(base, cache_config=later())) == namespace(base)
+    assert namespace(replace(base, cache_config=later(round_keys=True))) != namespace(base)
+
+
+def test_a_default_that_a_later_version_changes_counts() -> None:
+    """Left at their defaults both, the two versions would share blocks that mean different things."""
+    later = make_dataclass("CacheConfig", [("cache_dtype", str, "fp8")], bases=(CacheConfig,))
+    assert namespace(replace(config(), cache_config=later())) != namespace(config())
+
+
+class Kind(Enum):
+    ONE = 1
+
+
+def anyone(value: Any) -> Any:
+    return value
+
+
+class Something:
+    pass
+
+
+def test_values_are_the_same_json_in_every_process() -> None:
+    values = {
+        "set": {"b", "a"},
+        "enum": Kind.ONE,
+        "path": Path("/a"),
+        "bytes": b"a",
+        "function": anyone,
+        "class": Something,
+        "partial": partial(anyone, value=1),
+        "object": Something(),
+        "dataclass": LoadConfig(),
+        "tuple": (1, None, 2.5),
+    }
+    text = json.dumps(as_json(values))
+    assert "0x" not in text
+    assert json.loads(text) == {
+        "set": ["a", "b"],
+        "enum": "ONE",
+        "path": "/a",
+        "bytes": "61",
+        "function": f"{__name__}.anyone",
+        "class": f"{__name__}.Something",
+        "partial": [f"{__name__}.anyone", [], {"value": 1}],
+        "object": f"{__name__}.Something",
+        "dataclass": {"load_format": "auto", "model_loader_extra_config": {}},
+        "tuple": [1, None, 2.5],
+    }
+
+
+def test_adapters_of_engines_that_compute_them_differently_differ() -> None:
+    @dataclass
+    class LoRAConfig:
+        lora_dtype: str = "torch.bfloat16"
+        max_loras: int = 1
+
+    def meaning(lora: Any) -> Any:
+        return adapters_meaning(SimpleNamespace(lora_config=lora, model_config=None))
+
+    assert meaning(LoRAConfig()) == meaning(LoRAConfig(max_loras=4)) != meaning(LoRAConfig("torch.float16"))
+    assert meaning(None) == {}
+
+
+def test_each_field_has_one_place_and_one_reason() -> None:
+    classes = COUNTED.keys() | LEFT_OUT.keys() | ENTERED.keys()
+    for kind in classes:
+        left_out = [name for _, names in LEFT_OUT.get(kind, []) for name in names.split()]
+        everywhere = [*COUNTED.get(kind, {}), *left_out, *ENTERED.get(kind, "").split()]
+        assert len(everywhere) == len(set(everywhere)), kind
+        assert all(reason.endswith(".") for reason, _ in LEFT_OUT.get(kind, []))
+    assert WHEN.keys() == CONDITIONS.keys()
+    for name in WHEN:
+        kind, member = name.split(".")
+        assert member in COUNTED[kind]
+
+
+def test_the_page_on_identity_has_the_lists_of_the_code() -> None:
+    """Made by `python scripts/identity_table.py docs/identity.md`."""
+    root = Path(__file__).parents[2]
+    command = [
+        sys.executable,
+        str(root / "scripts" / "identity_table.py"),
+        str(root / "docs" / "identity.md"),
+    ]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

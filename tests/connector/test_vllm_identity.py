@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import shutil
+import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import after_a_while
+from engine import ENVIRONMENT
+from fakes import after_a_while, full_group
 from test_adapters import write_adapter
+from tiny_model import HEAD_DIM, build_tiny_model
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 from weights import safetensors
@@ -16,7 +25,10 @@ from weights import safetensors
 from kvlane.connector import adapters as adapters_module
 from kvlane.connector import capabilities
 from kvlane.connector.adapters import Adapters, watch_loads
+from kvlane.connector.config_fields import COUNTED, COUNTED_WHOLE, ENTERED, LEFT_OUT, WHEN
+from kvlane.connector.config_identity import _default, as_json
 from kvlane.connector.model_identity import model_identity
+from kvlane.connector.namespace import engine_meaning, group_namespace
 
 pytestmark = pytest.mark.old_vllm
 
@@ -124,3 +136,138 @@ def test_an_adapter_of_the_hub_is_its_local_snapshot(tmp_path: Path, monkeypatch
     assert adapter.digest == local.digest
     write_adapter(hub_copy(cache, "f" * 40, b"unused"))
     assert not adapter.shared() and local.shared()
+
+
+# Fields of the configuration
+
+
+def configuration_classes() -> dict[type, list[str]]:
+    """Every class of the running vLLM that a VllmConfig may hold, with its fields."""
+    found: dict[type, list[str]] = {}
+
+    def walk(kind: Any) -> None:
+        for inner in typing.get_args(kind):
+            walk(inner)
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)) or kind in found:
+            return
+        found[kind] = [field.name for field in dataclasses.fields(kind)]
+        hints = typing.get_type_hints(kind)
+        for name in found[kind]:
+            walk(hints[name])
+
+    walk(VllmConfig)
+    return found
+
+
+def test_every_field_of_vllms_configuration_has_been_decided_on() -> None:
+    """A new field of a new version fails here: somebody has to say whether it can change what KV bytes mean."""
+    classes = configuration_classes()
+    assert {"ModelConfig", "CacheConfig", "ParallelConfig", "AttentionConfig"} <= {
+        each.__name__ for each in classes
+    }
+    undecided = []
+    for kind, members in classes.items():
+        name = kind.__name__
+        if name in COUNTED_WHOLE:
+            continue
+        decided = {*COUNTED.get(name, {}), *ENTERED.get(name, "").split()}
+        decided.update(each for _, names in LEFT_OUT.get(name, []) for each in names.split())
+        undecided += [f"{name}.{each}" for each in members if each not in decided]
+    assert not undecided, (
+        f"{', '.join(undecided)}: say in kvlane/connector/config_fields.py of each whether it can change what the "
+        "bytes of a KV block mean: COUNTED with its default if it can, LEFT_OUT with the reason if it cannot"
+    )
+
+
+def test_the_defaults_that_leave_no_trace_are_those_of_the_running_version() -> None:
+    changed = []
+    for kind in configuration_classes():
+        counted = COUNTED.get(kind.__name__, {})
+        for field in dataclasses.fields(kind):
+            name = f"{kind.__name__}.{field.name}"
+            if field.name not in counted or name in WHEN:
+                continue
+            if as_json(_default(field)) != as_json(counted[field.name]):
+                changed.append(f"{name} is {_default(field)!r}")
+    assert not changed, (
+        f"the default of this vLLM differs from the one of others: {', '.join(changed)}; say in "
+        "kvlane/connector/config_fields.py when the field counts, or engines of these versions share nothing"
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = build_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+    # No engine is started; these bytes are the same on every machine.
+    safetensors(path / "model.safetensors", {"model.norm.weight": b"1" * 1024})
+    return path
+
+
+def engine_namespace(path: Path, **arguments: Any) -> str:
+    """The namespace of an engine with these arguments, as vLLM resolves them."""
+    os.environ.update(ENVIRONMENT)
+    values: dict[str, Any] = {"model": str(path), "dtype": "float32", "max_model_len": 1024}
+    transfer = KVTransferConfig(kv_connector="KVLaneConnector", kv_role="kv_both")
+    config = EngineArgs(**values | arguments, kv_transfer_config=transfer).create_engine_config()
+    group = full_group()
+    return group_namespace(group, engine_meaning(config, [group], "", b"seed")).hex()
+
+
+# What every version gives for the model of tiny_model.py: a change of it makes all stored blocks cold.
+TINY_MODEL = "adee35069855fa0f4fb79bf0881ef381"
+
+
+def test_engines_of_other_versions_share(model: Path) -> None:
+    """The same digest is expected of every version that runs this test."""
+    assert engine_namespace(model) == TINY_MODEL
+
+
+def test_what_must_share_does(model: Path) -> None:
+    different: list[dict[str, Any]] = [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 4096},
+        {"max_model_len": 512},
+        {"gpu_memory_utilization": 0.3},
+        {"num_gpu_blocks_override": 77},
+        {"enforce_eager": True},
+        {"compilation_config": {"mode": 0}},
+        {"master_addr": "127.0.0.2", "master_port": 4242},
+        {"seed": 5},
+        {"served_model_name": "another"},
+        {"enable_lora": True},
+        {"model": str(model) + "/."},
+    ]
+    for arguments in different:
+        assert engine_namespace(model, **arguments) == TINY_MODEL, arguments
+
+
+def test_what_must_not_share_does_not(model: Path) -> None:
+    different: list[dict[str, Any]] = [
+        {"dtype": "bfloat16"},
+        {"hf_overrides": {"rope_theta": 5.0}},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 5},
+        {"additional_config": {"platform": 1}},
+    ]
+    found = {TINY_MODEL} | {engine_namespace(model, **arguments) for arguments in different}
+    assert len(found) == 1 + len(different)
+
+
+def test_a_longer_longest_request_of_a_phi_3_is_another_model(model: Path, tmp_path: Path) -> None:
+    """--max-model-len chooses between the two sets of rotary factors. Engines that differ in it shared blocks and
+    answered wrongly."""
+    phi = shutil.copytree(model, tmp_path / "phi")
+    half = HEAD_DIM // 2
+    config = json.loads((phi / "config.json").read_text()) | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * half, "long_factor": [4.0] * half},
+    }
+    (phi / "config.json").write_text(json.dumps(config))
+    lengths = {length: engine_namespace(phi, max_model_len=length) for length in (128, 256, 512, 1024)}
+    assert lengths[128] == lengths[256] != lengths[512] == lengths[1024]

@@ -15,7 +15,7 @@ from kvlane.connector.core import open_core
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
-from kvlane.connector.namespace import engine_meaning, fix_hash_seed, group_namespace
+from kvlane.connector.namespace import adapters_meaning, engine_meaning, fix_hash_seed, group_namespace
 from kvlane.connector.scheduler import EngineShape, SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.worker import Stream
@@ -189,7 +189,7 @@ def _namespaces(
 def _adapters(vllm_config: Any) -> Adapters:
     lora = vllm_config.lora_config
     adapters = Adapters(
-        meaning=None if lora is None else str(lora.lora_dtype),
+        meaning=adapters_meaning(vllm_config),
         path_is_hashed=capabilities.hashes_adapter_paths(),
     )
     if lora is not None:

@@ -23,9 +23,6 @@ def model_identity(model: Any, load: Any) -> dict[str, Any]:
     load_format = str(getattr(load, "load_format", "auto"))
     folder = model_folder(name, revision, getattr(load, "download_dir", None))
     return {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "overrides": _stable(getattr(model, "hf_overrides", None)),
         "weights": _weights(model, name, revision, folder, load_format),
         "config": _configuration(model, name, revision, folder),
     }
@@ -65,7 +62,9 @@ def _weights(
 
 def _configuration(model: Any, name: str, revision: str | None, folder: Path | None) -> dict[str, Any]:
     remote_code = bool(getattr(model, "trust_remote_code", False))
-    identity: dict[str, Any] = {"code_revision": str(getattr(model, "code_revision", None))}
+    identity: dict[str, Any] = {}
+    if remote_code:
+        identity["code_revision"] = str(getattr(model, "code_revision", None))
     elsewhere = getattr(model, "hf_config_path", None)
     places = [model_folder(elsewhere, revision, None)] if elsewhere else []
     places += [folder, Path(model.model)]
@@ -91,11 +90,6 @@ def _config_digest(config: Any) -> str:
         if name not in ("_name_or_path", "transformers_version")
     }
     return digest16(values).hex()
-
-
-def _stable(value: Any) -> Any:
-    """A function by its name: its repr has an address that differs in every process."""
-    return f"{value.__module__}.{value.__qualname__}" if callable(value) else value
 
 
 @cache

@@ -9,6 +9,7 @@ import hashlib
 import os
 from typing import Any
 
+from kvlane.connector.config_identity import Context, counted_fields
 from kvlane.connector.digest import digest16
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.model_identity import model_identity
@@ -21,7 +22,7 @@ GUESSABLE_HASHES = ("xxhash", "xxhash_cbor")
 def group_namespace(group: CacheGroup, engine: dict[str, Any]) -> bytes:
     """16 bytes for one KV cache group of an engine; `engine` is from `engine_meaning`."""
     meaning: dict[str, Any] = {
-        "version": 1,
+        "version": 2,
         "engine": {name: value for name, value in engine.items() if name != "draft"},
         "group": {
             "kind": group.kind,
@@ -44,32 +45,41 @@ def engine_meaning(
 
     `hash_seed` is from `fix_hash_seed`, `salt` the user's own word.
     """
-    cache = vllm_config.cache_config
-    meaning: dict[str, Any] = {
+    kinds = frozenset(group.kind for group in groups)
+    return {
         "salt": salt,
         "model": model_identity(vllm_config.model_config, vllm_config.load_config),
-        "kv_dtype": str(cache.cache_dtype),
-        "hash": str(cache.prefix_caching_hash_algo),
+        "settings": counted_fields(vllm_config, Context(vllm_config, vllm_config.model_config, kinds)),
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "hash_seed": hash_seed.hex() if hash_seed is not None else "random",
-        "draft": draft_identity(vllm_config),
+        "draft": draft_identity(vllm_config, kinds),
         "draft_has_own_group": any(group.is_draft for group in groups),
     }
-    if getattr(cache, "calculate_kv_scales", False):
-        # The scales come from this engine's first batch, so nobody else can read its blocks.
-        meaning["scales_of"] = str(vllm_config.kv_transfer_config.engine_id)
-    return meaning
 
 
-def draft_identity(vllm_config: Any) -> dict[str, Any] | None:
-    """The drafter's identity; None without speculative decoding."""
+def draft_identity(vllm_config: Any, kinds: frozenset[str]) -> dict[str, Any] | None:
+    """The drafter's identity; None without speculative decoding. `kinds` are those of the engine's groups."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = speculative.draft_model_config
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    context = Context(vllm_config, draft, kinds)
     return {
-        "method": str(getattr(speculative, "method", None)),
-        "model": model_identity(draft, vllm_config.load_config) if draft is not None else None,
+        "settings": counted_fields(speculative, context),
+        "model": model_identity(draft, load) if draft is not None else None,
+        "model_settings": counted_fields(draft, context) if draft is not None else None,
     }
+
+
+def adapters_meaning(vllm_config: Any) -> dict[str, Any]:
+    """What of the configuration decides what an adapter does."""
+    lora = vllm_config.lora_config
+    return (
+        {}
+        if lora is None
+        else counted_fields(lora, Context(vllm_config, vllm_config.model_config, frozenset()))
+    )
 
 
 def keyed_hash(block_hash: bytes, key: bytes) -> bytes:

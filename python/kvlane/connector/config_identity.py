@@ -1,0 +1,214 @@
+"""What of an engine's configuration decides what a block's bytes mean, as JSON; `config_fields` says which fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT
+from kvlane.connector.guard import logger
+from kvlane.connector.model_files import PATTERNS
+
+# vLLM computes these from the model's own configuration, whatever the longest request is.
+PLAIN_ROPES = frozenset(
+    {
+        "default",
+        "linear",
+        "llama3",
+        "mllama4",
+        "mrope",
+        "bailing_mrope",
+        "openpangu",
+        "proportional",
+        "yarn",
+        "deepseek_yarn",
+        "deepseek_llama_scaling",
+    }
+)
+LLAMA4_LONG = 32_768
+
+
+@dataclass(frozen=True)
+class Context:
+    """What conditions look at."""
+
+    vllm_config: Any
+    model: Any
+    """The ModelConfig in question: the engine's, or the drafter's."""
+    kinds: frozenset[str]
+    """vLLM's names for the kinds of the engine's KV cache groups."""
+
+
+def counted_fields(config: Any, context: Context) -> dict[str, Any]:
+    """The fields of a configuration that count and are not at their default, with what was entered."""
+    kind = type(config).__name__
+    counted = COUNTED.get(kind, {})
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name = field.name
+        if name in _left_out(kind) or not hasattr(config, name):
+            continue
+        value = getattr(config, name)
+        if name in _entered(kind):
+            inner = counted_fields(value, context) if dataclasses.is_dataclass(value) else None
+            if inner:
+                found[name] = inner
+            continue
+        condition = CONDITIONS.get(f"{kind}.{name}")
+        if condition is not None:
+            trace = condition(context, value)
+            if trace is not None:
+                found[name] = as_json(trace)
+            continue
+        default = counted[name] if name in counted else _default(field)
+        if as_json(value) != as_json(default):
+            if name not in counted:
+                _say_unknown(kind, name)
+            found[name] = as_json(value)
+    return found
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON that is the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted((as_json(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
+    if hasattr(value, "__qualname__"):
+        # A function or a class: its repr may hold an address, which differs in every process.
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, partial):
+        return [as_json(value.func), as_json(value.args), as_json(value.keywords)]
+    text = repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
+
+
+# Conditions: what counts of a field's value, None if nothing does.
+
+
+def _longest_request(context: Context, length: Any) -> Any:
+    values = _model_values(context)
+    counts: dict[str, Any] = {}
+    for kind, original in _ropes(values):
+        if kind in ("longrope", "su") and isinstance(original, int):
+            # vLLM takes the short or the long factors for all requests of an engine.
+            counts.setdefault("long", set()).add((original, length > original))
+        elif kind not in PLAIN_ROPES:
+            counts["length"] = length
+    if _is_llama4(values):
+        generation = dict(context.model.try_get_generation_config())
+        generation.update(context.model.override_generation_config)
+        counts["tuned"] = bool(generation.get("attn_temperature_tuning", length > LLAMA4_LONG))
+    return counts or None
+
+
+def _model_values(context: Context) -> Mapping[str, Any]:
+    config: Any = getattr(context.model, "hf_config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else {}
+
+
+def _ropes(values: Mapping[str, Any], outer: Any = None) -> Iterator[tuple[str, Any]]:
+    """The kind of each RoPE in a model's configuration, and the length it was first trained for."""
+    original = values.get("original_max_position_embeddings", outer)
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            continue
+        if name not in ("rope_parameters", "rope_scaling"):
+            yield from _ropes(value, original)
+            continue
+        described = "rope_type" in value or "type" in value
+        # Some models have one for each kind of layer.
+        for each in [value] if described else value.values():
+            if isinstance(each, Mapping):
+                kind = str(each.get("rope_type", each.get("type", "default")))
+                yield kind, each.get("original_max_position_embeddings", original)
+
+
+def _is_llama4(values: Mapping[str, Any]) -> bool:
+    names = [str(values.get("model_type", "")), *map(str, values.get("architectures") or [])]
+    return any(name.lower().startswith(("llama4", "eaglellama4")) for name in names)
+
+
+def _own_scales(context: Context, calculated: Any) -> Any:
+    return str(context.vllm_config.kv_transfer_config.engine_id) if calculated else None
+
+
+def _of_states(context: Context, value: Any) -> Any:
+    return value if "mamba" in context.kinds else None
+
+
+def _of_indexer(context: Context, value: Any) -> Any:
+    values = _model_values(context)
+    return value if _has_indexer(values) else None
+
+
+def _has_indexer(values: Mapping[str, Any]) -> bool:
+    return any(
+        str(name).startswith("index_") or (isinstance(value, Mapping) and _has_indexer(value))
+        for name, value in values.items()
+    )
+
+
+def _of_other_loaders(context: Context, value: Any) -> Any:
+    load_format = str(getattr(context.vllm_config.load_config, "load_format", "auto"))
+    return value if value and load_format not in ("auto", "dummy", *PATTERNS) else None
+
+
+CONDITIONS: dict[str, Callable[[Context, Any], Any]] = {
+    "ModelConfig.max_model_len": _longest_request,
+    "CacheConfig.calculate_kv_scales": _own_scales,
+    "CacheConfig.mamba_cache_dtype": _of_states,
+    "CacheConfig.mamba_ssm_cache_dtype": _of_states,
+    "CacheConfig.mamba_cache_mode": _of_states,
+    "AttentionConfig.indexer_kv_dtype": _of_indexer,
+    "LoadConfig.model_loader_extra_config": _of_other_loaders,
+}
+
+
+@cache
+def _left_out(kind: str) -> frozenset[str]:
+    return frozenset(name for _, names in LEFT_OUT.get(kind, []) for name in names.split())
+
+
+@cache
+def _entered(kind: str) -> frozenset[str]:
+    return frozenset(ENTERED.get(kind, "").split())
+
+
+def _default(field: Any) -> Any:
+    """A dataclass field's default; vLLM writes some in pydantic's way."""
+    default = field.default
+    if default is dataclasses.MISSING:
+        factory = field.default_factory
+        return None if factory is dataclasses.MISSING else factory()
+    if type(default).__name__ == "FieldInfo":
+        return default.get_default(call_default_factory=True)
+    return default
+
+
+@cache
+def _say_unknown(kind: str, name: str) -> None:
+    logger.info(
+        "kvlane: %s.%s is a setting of this vLLM that kvlane does not know, so engines with another value of it share "
+        "no blocks",
+        kind,
+        name,
+    )
