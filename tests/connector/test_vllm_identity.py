@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
+import re
 import shutil
 import typing
 from pathlib import Path
@@ -19,6 +21,8 @@ from tiny_model import HEAD_DIM, build_tiny_model
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.renderers.base import BaseRenderer
+from vllm.utils.counter import AtomicCounter
 from vllm.v1.engine.core import EngineCore
 from weights import safetensors
 
@@ -27,6 +31,7 @@ from kvlane.connector import capabilities
 from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.config_fields import COUNTED, COUNTED_WHOLE, ENTERED, LEFT_OUT, WHEN
 from kvlane.connector.config_identity import _default, as_json
+from kvlane.connector.inputs import has_counted_inputs, names_are_content
 from kvlane.connector.model_identity import model_identity
 from kvlane.connector.namespace import engine_meaning, group_namespace
 
@@ -271,3 +276,30 @@ def test_a_longer_longest_request_of_a_phi_3_is_another_model(model: Path, tmp_p
     (phi / "config.json").write_text(json.dumps(config))
     lengths = {length: engine_namespace(phi, max_model_len=length) for length in (128, 256, 512, 1024)}
     assert lengths[128] == lengths[256] != lengths[512] == lengths[1024]
+
+
+@pytest.mark.parametrize("gigabytes", [0, 4])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_what_vllm_names_by_a_counter_is_known_as_such(gigabytes: float, prefix_caching: bool) -> None:
+    """Asks vLLM's own renderer; a version that counts in another way fails here."""
+    source = inspect.getsource(BaseRenderer)
+    (written,) = re.findall(r'mm_req_id = (f"renderer.*")', source)
+    multimodal = SimpleNamespace(mm_processor_cache_gb=gigabytes)
+    model = SimpleNamespace(multimodal_config=multimodal)
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    renderer: Any = SimpleNamespace(
+        model_config=model,
+        config=SimpleNamespace(cache_config=cache, model_config=model),
+        _validate_mm_uuids=lambda *_: None,
+        api_process_rank=3,
+        _mm_req_counter=AtomicCounter(),
+    )
+    items: Any = SimpleNamespace(get_all_counts=lambda: {"image": 2})
+    name = eval(written, {"self": renderer})
+    named = BaseRenderer._process_mm_uuids(renderer, {"image": [None, None]}, items, {}, name)
+    given = [each for each in named.get("image", []) if each is not None]
+    content = names_are_content(renderer.config)
+    assert bool(given) != content, "vLLM counts in other cases than kvlane thinks"
+    for each in given:
+        request = SimpleNamespace(mm_features=[SimpleNamespace(identifier=each)])
+        assert has_counted_inputs(request, names_are_content=True)

@@ -14,6 +14,7 @@ from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.core import open_core
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
+from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
 from kvlane.connector.namespace import adapters_meaning, engine_meaning, fix_hash_seed, group_namespace
 from kvlane.connector.scheduler import EngineShape, SchedulerSide
@@ -44,6 +45,7 @@ def build_scheduler_side(
         can_load=can_load,
         can_save=settings.save and transfer.is_kv_producer,
         emit_events=events.events_enabled(vllm_config),
+        names_are_content=names_are_content(vllm_config),
         hash_seed=hash_seed,
     )
     core = open_core(settings.address).Scheduler(

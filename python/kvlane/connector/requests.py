@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlane.connector.adapters import Adapter, Adapters
 from kvlane.connector.groups import CacheGroup
+from kvlane.connector.inputs import has_counted_inputs
 from kvlane.connector.namespace import keyed_hash
 
 NEVER = 1 << 62
@@ -20,6 +21,8 @@ class RequestState:
     adapter: Adapter | None
     saved_blocks: list[int]
     """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
+    counted_inputs: bool = False
+    """Whether an image or the like has a name that is only a number."""
     looking_up: bool = False
     hit: Any | None = None
     """The last lookup's answer; while its tokens are above 0 its lease is ours."""
@@ -40,16 +43,19 @@ class RequestState:
     """Computed tokens below which there is nothing to save."""
 
     @staticmethod
-    def new(request: Any, groups: list[CacheGroup], adapters: Adapters) -> RequestState:
+    def new(
+        request: Any, groups: list[CacheGroup], adapters: Adapters, names_are_content: bool = True
+    ) -> RequestState:
         return RequestState(
             request=request,
             adapter=adapters.of(request.lora_request),
             saved_blocks=[0] * len(groups),
+            counted_inputs=has_counted_inputs(request, names_are_content),
         )
 
     def takes_part(self) -> bool:
         """Whether it is known what its blocks mean; without that they are neither looked up nor saved."""
-        return self.adapter is None or self.adapter.shared()
+        return not self.counted_inputs and (self.adapter is None or self.adapter.shared())
 
     def forget_progress(self) -> None:
         """Save from the first block on again."""

@@ -59,6 +59,8 @@ class EngineShape:
     can_load: bool
     can_save: bool
     emit_events: bool
+    names_are_content: bool = True
+    """Whether vLLM names multimodal inputs by their content."""
     hash_seed: bytes | None = None
     """The hash that prompts start from, as the namespaces say; None if it is random."""
 
@@ -127,7 +129,7 @@ class SchedulerSide:
             self.forget_request(request.request_id)
         if not self._seed_checked:
             self._check_seed()
-        state = RequestState.new(request, self._shape.groups, self._adapters)
+        state = RequestState.new(request, self._shape.groups, self._adapters, self._shape.names_are_content)
         self._requests[request.request_id] = state
         if not state.takes_part():
             self.counters.add("unshared_requests")

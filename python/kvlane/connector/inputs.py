@@ -1,0 +1,38 @@
+"""Which multimodal inputs of a request have names that say what they are.
+
+vLLM names an image or a sound by a digest of its content, and a block's hash holds that name. Where both prefix caching
+and the processor's cache are off, it saves itself the digest and counts: `renderer0-mm-7-image-0`. Each engine counts
+from one, so the same name means another image in every engine and after every restart.
+
+Names that users give (`multi_modal_uuids`) are their promise that equal names mean equal inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+COUNTED = re.compile(r"(?:.*:)?renderer\d+-mm-\d+-.+-\d+", re.DOTALL)
+"""A counter's name; with an adapter for the input's own model, after the adapter's name."""
+DIGEST = re.compile(r"(?:.*:)?[0-9a-f]{32,}", re.DOTALL)
+
+
+def names_are_content(vllm_config: Any) -> bool:
+    """Whether this engine's own names of multimodal inputs are digests of their content."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is None:
+        return True
+    return multimodal.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
+
+
+def has_counted_inputs(request: Any, names_are_content: bool) -> bool:
+    """Whether a multimodal input of the request may have a name that is only a number.
+
+    Where the engine counts, a digest may be one of a counter's name together with the processor's options; so may a
+    user's own name be that looks like a digest.
+    """
+    for feature in getattr(request, "mm_features", None) or ():
+        name = feature.identifier
+        if COUNTED.fullmatch(name) or (not names_are_content and DIGEST.fullmatch(name)):
+            return True
+    return False
