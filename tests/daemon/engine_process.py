@@ -190,11 +190,6 @@ class EngineProcess:
                     done["broken"].append(end["detail"])
         return done
 
-    def drop(self) -> bool:
-        """Drops what the engine's namespaces hold, as for a reset; whether the daemon confirmed it."""
-        assert self.scheduler is not None
-        return self.scheduler.drop_namespaces(20_000.0)
-
     def release(self, lease: int) -> None:
         assert self.scheduler is not None
         hit = self.hits.pop(lease)

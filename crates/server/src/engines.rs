@@ -296,16 +296,7 @@ impl Engines {
         self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.saves))
     }
 
-    /// The namespaces of an engine's groups.
-    pub(crate) fn namespaces(&self, id: &str) -> Vec<Namespace> {
-        let inner = self.inner.lock();
-        inner
-            .engines
-            .get(id)
-            .map_or_else(Vec::new, |engine| engine.groups.iter().map(|g| g.namespace).collect())
-    }
-
-    /// Those of all engines.
+    /// The namespaces of all engines' groups.
     pub(crate) fn all_namespaces(&self) -> HashSet<Namespace> {
         let inner = self.inner.lock();
         inner.engines.values().flat_map(|engine| &engine.groups).map(|group| group.namespace).collect()

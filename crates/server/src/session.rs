@@ -882,7 +882,9 @@ fn with_saver<T>(
 }
 
 fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces) -> Result<Answer, Refusal> {
-    let own = shared.engines.namespaces(&greeted.info.engine_id);
+    if greeted.info.role != Role::Tool {
+        return Err((Reason::NotAllowed, "engines drop nothing that others may share: use a tool".into()));
+    }
     let mut known = shared.engines.all_namespaces();
     known.extend(shared.store.spaces().into_iter().map(|space| space.namespace));
     let named = drop
@@ -892,14 +894,8 @@ fn drop_namespaces(shared: &Shared, greeted: &Greeted, drop: &v1::DropNamespaces
         .collect::<Result<Vec<_>, _>>()
         .map_err(invalid)?;
     for namespace in &named {
-        let allowed = match greeted.info.role {
-            // The SSD may have blocks of engines that have not come back yet.
-            Role::Tool => {
-                known.contains(namespace) || shared.ssd.as_ref().is_some_and(|ssd| ssd.knows(namespace))
-            }
-            _ => own.contains(namespace),
-        };
-        if !allowed {
+        // The SSD may have blocks of engines that have not come back yet.
+        if !known.contains(namespace) && !shared.ssd.as_ref().is_some_and(|ssd| ssd.knows(namespace)) {
             return Err((Reason::Unknown, format!("namespace {namespace} does not exist here")));
         }
     }
