@@ -1,4 +1,7 @@
-"""The Rust side of an engine's process: connections to the daemon, the mapped pool, copies without the GIL."""
+"""The Rust side of an engine's process: connections to the daemon, the mapped pool, copies without the GIL.
+
+Schedulers, workers, tools and fabric engines belong to the process that made them. In a child that it forks their calls
+raise RuntimeError, and closing or dropping them does nothing."""
 
 from typing import Any, Literal, final
 

@@ -185,6 +185,9 @@ class Engine:
     later. At least 1 and 65,536.
     `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
     by TCP. ValueError names the file that cannot be used.
+
+    An engine belongs to the process that made it. In a child that this process forks, its calls and those of all that
+    came from it raise RuntimeError, and closing it does nothing: make another one there.
     """
 
     def __init__(

@@ -4,6 +4,7 @@
 
 use std::future::Future;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZero;
 use std::pin::Pin;
@@ -14,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_gpu::{Gpu, GpuError};
+use kvlane_memory::{Forked, OwnProcess};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
@@ -123,6 +125,9 @@ pub enum FabricError {
     /// After [`Engine::close`].
     #[error("the engine is closed")]
     Closed,
+    /// In a process that was forked from the engine's.
+    #[error(transparent)]
+    Forked(#[from] Forked),
     /// The descriptor names no address that can be reached from here.
     #[error("the peer's descriptor has no address of a kind that is known here")]
     NoAddress,
@@ -230,6 +235,10 @@ impl Default for SendOptions {
 /// transfer needs no switch of threads. Idle, nothing runs but a word to each peer twice a second.
 ///
 /// What a closed or dropped engine had under way may still arrive at its peers for a moment.
+///
+/// An engine belongs to the process that made it. In a child that this process forks, its calls and those of all that it
+/// made fail as [`FabricError::Forked`] or, where they return no such error, panic; closing and dropping do nothing there. A
+/// child makes an engine of its own.
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,
@@ -238,7 +247,9 @@ pub struct Engine {
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) hub: Mutex<Hub>,
+    /// Where all of this may be used.
+    own: OwnProcess,
+    hub: Mutex<Hub>,
     /// Something that a sleeper may wait for has happened.
     changed: Condvar,
     /// How many wait and do the work; the thread behind rests until there are none.
@@ -275,6 +286,7 @@ impl Engine {
         let credentials = options.tls.as_ref().map(Credentials::load).transpose()?;
         let hub = Hub::new(me, credentials, options)?;
         let shared = Arc::new(Shared {
+            own: OwnProcess::this(),
             hub: Mutex::new(hub),
             changed: Condvar::new(),
             pollers: AtomicUsize::new(0),
@@ -295,7 +307,7 @@ impl Engine {
     /// The memory is valid for reads and writes until [`Engine::unregister`] has given it back, or the engine was dropped.
     /// Others may write it at any time, so that it is read and written only as such memory may be.
     pub unsafe fn register(&self, memory: *mut u8, len: u64, access: Access) -> u32 {
-        self.shared.hub.lock().sockets.add_region(memory.expose_provenance(), len, access)
+        self.shared.hub().sockets.add_region(memory.expose_provenance(), len, access)
     }
 
     /// As [`Engine::register`], of a GPU's memory. Its bytes go through pinned memory of the host ([`Staged`]) and through
@@ -316,8 +328,9 @@ impl Engine {
         len: u64,
         access: Access,
     ) -> Result<u32, FabricError> {
+        self.shared.own.check()?;
         check_allocated(gpu, address, len)?;
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         if hub.sockets.excludes_gpus() {
             return Err(FabricError::NoWayToGpus);
         }
@@ -326,12 +339,12 @@ impl Engine {
 
     /// What went through pinned memory of the host, to GPUs and from them, since the engine was made.
     pub fn staged(&self) -> Staged {
-        self.shared.hub.lock().sockets.staging.staged
+        self.shared.hub().sockets.staging.staged
     }
 
     /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
     pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         match hub.sockets.regions.uses(region) {
             0 => {}
             transfers => return Err(FabricError::RegionInUse { region, transfers }),
@@ -357,12 +370,12 @@ impl Engine {
 
     /// What peers have to know of this process and all memory that is registered now.
     pub fn describe(&self) -> Result<Descriptor, FabricError> {
-        Ok(self.shared.hub.lock().sockets.descriptor()?)
+        Ok(self.shared.try_hub()?.sockets.descriptor()?)
     }
 
     /// A peer, by what it tells of itself. Connections are made meanwhile.
     pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
@@ -374,25 +387,25 @@ impl Engine {
 
     /// Takes note of what memory a peer has registered since.
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
-        let known = self.shared.hub.lock().sockets.update_peer(peer, descriptor);
+        let known = self.shared.try_hub()?.sockets.update_peer(peer, descriptor);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }
 
     /// The ways to a peer, and what is wrong with those that are not up; none if there is no such peer.
     pub fn paths(&self, peer: PeerId) -> Vec<PathStatus> {
-        self.shared.hub.lock().path_statuses(peer)
+        self.shared.hub().path_statuses(peer)
     }
 
     /// Connections of either side that carried bytes by [`Transport::Cma`], but had to do without shared memory for the rest,
     /// ever: [`PathStatus::no_rings`] says why.
     pub fn connections_without_rings(&self) -> u64 {
-        self.shared.hub.lock().sockets.without_rings
+        self.shared.hub().sockets.without_rings
     }
 
     /// Ends all transfers with a peer as failed, and its connections. Those that wrote are over as soon as the peer has
     /// confirmed it, or within a few seconds; those that a process of this host was to read are not over before that.
     pub fn disconnect(&self, peer: PeerId) {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         hub.remove_peer(peer);
         self.shared.tell(&mut hub);
         self.shared.wake_if_needed(&hub);
@@ -400,7 +413,7 @@ impl Engine {
 
     /// Begins a transfer. Its memory of both sides belongs to it until it is over.
     pub fn begin(&self, peer: PeerId, transfer: Transfer) -> Result<Handle, FabricError> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         let runs = runs_of(&hub, peer, &transfer.pieces)?;
         let handle = self.shared.submit(&mut hub, peer, transfer, runs)?;
         self.shared.set_going(&mut hub);
@@ -428,7 +441,7 @@ impl Engine {
         if bytes.len() > MESSAGE_BYTES_MAX {
             return Err(FabricError::MessageTooLong(bytes.len()));
         }
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
@@ -452,40 +465,40 @@ impl Engine {
     /// What is not taken fills the inbox ([`EngineOptions::inbox`]); then peers are told that there is no room.
     pub fn receive(&self, timeout: Option<Duration>) -> Option<Message> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         self.shared.wait(&mut hub, deadline, next_message).flatten()
     }
 
     /// As [`Engine::receive`], for tasks. Dropped before it is ready, it has taken nothing.
     pub fn receiving(&self) -> Receiving {
-        let receiver = self.shared.hub.lock().outcomes.add_receiver();
+        let receiver = self.shared.hub().outcomes.add_receiver();
         Receiving { shared: Arc::clone(&self.shared), receiver }
     }
 
     /// What messages from here say of their sender; the same as in the descriptor.
     pub fn id(&self) -> EngineId {
-        let me = self.shared.hub.lock().sockets.me;
+        let me = self.shared.hub().sockets.me;
         EngineId { engine_id: me.engine, boot_nonce: me.boot }
     }
 
     /// Whether it was closed.
     pub fn is_closed(&self) -> bool {
-        self.shared.hub.lock().is_closed
+        self.shared.hub().is_closed
     }
 
     /// Names a counter of this process: peers' immediates for it are to carry the generation that is answered.
     pub fn open_counter(&self, counter: u32) -> u32 {
-        self.shared.hub.lock().sockets.immediates.open(counter)
+        self.shared.hub().sockets.immediates.open(counter)
     }
 
     /// How many immediates have arrived for a counter of this generation.
     pub fn count(&self, counter: u32, generation: u32) -> u64 {
-        self.shared.hub.lock().sockets.immediates.count(counter, generation)
+        self.shared.hub().sockets.immediates.count(counter, generation)
     }
 
     /// Ends a counter's use, and answers the generation of the next.
     pub fn retire_counter(&self, counter: u32, generation: u32) -> u32 {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let next = hub.sockets.immediates.retire(counter, generation);
         hub.outcomes.note_change();
         self.shared.tell(&mut hub);
@@ -494,14 +507,14 @@ impl Engine {
 
     /// Whether nothing counts for this use of a counter any more: it was retired, or the engine closed.
     pub fn is_counter_over(&self, counter: u32, generation: u32) -> bool {
-        let hub = self.shared.hub.lock();
+        let hub = self.shared.hub();
         hub.is_closed || hub.sockets.immediates.is_retired(counter, generation)
     }
 
     /// Waits until so many immediates have arrived. False: not in this time, or this use of the counter or the
     /// engine has ended.
     pub fn wait_count(&self, counter: u32, generation: u32, target: u64, timeout: Option<Duration>) -> bool {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let reached = |hub: &mut Hub| {
             let has = hub.sockets.immediates.count(counter, generation) >= target;
             let is_over = hub.is_closed || hub.sockets.immediates.is_retired(counter, generation);
@@ -516,8 +529,13 @@ impl Engine {
     /// Ends all transfers as failed and all connections, for good: when this returns nothing of this process's memory is
     /// touched any more, whoever else still has the engine in hand, and all who wait are told. Only a process of this host
     /// that is stopped while it takes a write of ours may read on for a moment when it goes on.
+    ///
+    /// Does nothing in another process than the engine's.
     pub fn close(&self) {
-        let mut hub = self.shared.hub.lock();
+        if !self.shared.is_here() {
+            return;
+        }
+        let mut hub = self.shared.hub();
         hub.close();
         let deadline = Instant::now() + LET_GO;
         self.shared.wait(&mut hub, Some(deadline), |hub| (!hub.sockets.is_pulled()).then_some(()));
@@ -530,6 +548,12 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if !self.shared.is_here() {
+            // The parent goes on with it: its thread is not here to be joined, and nothing that it shares is ended.
+            let _thread = ManuallyDrop::new(self.thread.take());
+            let _shared = ManuallyDrop::new(Arc::clone(&self.shared));
+            return;
+        }
         self.close();
         let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
@@ -549,19 +573,19 @@ pub struct Handle {
 impl Handle {
     /// The outcome, if it is over.
     pub fn outcome(&self) -> Option<Result<(), Failure>> {
-        self.shared.hub.lock().outcomes.of(self.ticket)
+        self.shared.hub().outcomes.of(self.ticket)
     }
 
     /// Waits until it is over. None: not in this time.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Result<(), Failure>> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         self.shared.wait(&mut hub, deadline, |hub| hub.outcomes.of(self.ticket))
     }
 
     /// Gives it up. It is over when [`Handle::wait`] says so: its memory belongs to it until then.
     pub fn cancel(&self) {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let now = hub.now();
         hub.transfers.cancel(now, self.ticket);
         self.shared.set_going(&mut hub);
@@ -572,7 +596,7 @@ impl Future for Handle {
     type Output = Result<(), Failure>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         if let Some(outcome) = hub.outcomes.of(self.ticket) {
             return Poll::Ready(outcome);
         }
@@ -586,7 +610,10 @@ impl Future for Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        let waker = self.shared.hub.lock().outcomes.forget(self.ticket);
+        if !self.shared.is_here() {
+            return;
+        }
+        let waker = self.shared.hub().outcomes.forget(self.ticket);
         drop(waker);
     }
 }
@@ -603,7 +630,7 @@ impl Future for Receiving {
     type Output = Option<Message>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         if let Some(next) = next_message(&mut hub) {
             return Poll::Ready(next);
         }
@@ -617,7 +644,10 @@ impl Future for Receiving {
 
 impl Drop for Receiving {
     fn drop(&mut self) {
-        let waker = self.shared.hub.lock().outcomes.forget_receiver(self.receiver);
+        if !self.shared.is_here() {
+            return;
+        }
+        let waker = self.shared.hub().outcomes.forget_receiver(self.receiver);
         drop(waker);
     }
 }
@@ -629,6 +659,26 @@ fn next_message(hub: &mut Hub) -> Option<Option<Message>> {
 }
 
 impl Shared {
+    /// All that the engine has. Only in its own process: in a forked one the lock may be held by a thread that is not there.
+    pub(crate) fn try_hub(&self) -> Result<MutexGuard<'_, Hub>, FabricError> {
+        self.own.check()?;
+        Ok(self.hub.lock())
+    }
+
+    /// The same for calls that return no such error.
+    ///
+    /// # Panics
+    /// In another process than the engine's.
+    pub(crate) fn hub(&self) -> MutexGuard<'_, Hub> {
+        assert!(self.is_here(), "{Forked}");
+        self.hub.lock()
+    }
+
+    /// Whether this is the engine's own process.
+    pub(crate) fn is_here(&self) -> bool {
+        self.own.is_this()
+    }
+
     /// Makes a transfer of runs that were checked. It is begun by [`Shared::set_going`].
     pub(crate) fn submit(
         self: &Arc<Shared>,

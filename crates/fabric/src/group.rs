@@ -45,7 +45,7 @@ impl Group {
                 return Err(FabricError::SameMember(before, member));
             }
         }
-        let hub = shared.hub.lock();
+        let hub = shared.try_hub()?;
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
@@ -73,7 +73,7 @@ impl Group {
         priority: Priority,
     ) -> Result<GroupHandle, FabricError> {
         self.check_len(parts.len())?;
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.try_hub()?;
         if hub.is_closed {
             return Err(FabricError::Closed);
         }
@@ -168,14 +168,14 @@ impl GroupHandle {
 
     /// The outcome of each member in the group's order, where it is over.
     pub fn outcomes(&self) -> Vec<Option<Result<(), Failure>>> {
-        let hub = self.shared.hub.lock();
+        let hub = self.shared.hub();
         self.parts.iter().map(|part| hub.outcomes.of(part.ticket)).collect()
     }
 
     /// Waits until all are over, and answers the outcome of each member in the group's order. None: not in this time.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Vec<Result<(), Failure>>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let mut outcomes = Vec::with_capacity(self.parts.len());
         let all_over = self.shared.wait(&mut hub, deadline, |hub| {
             let left = &self.parts[outcomes.len()..];
@@ -187,7 +187,7 @@ impl GroupHandle {
 
     /// Gives all up that are not over. Each is over when it says so: its memory belongs to it until then.
     pub fn cancel(&self) {
-        let mut hub = self.shared.hub.lock();
+        let mut hub = self.shared.hub();
         let now = hub.now();
         self.parts.iter().for_each(|part| hub.transfers.cancel(now, part.ticket));
         self.shared.set_going(&mut hub);

@@ -18,25 +18,26 @@ use pyo3::{
 };
 
 use crate::gpu::open_gpu;
+use crate::own::{Own, forked};
 
 /// How often somebody who waits looks for a signal.
 const SIGNALS: Duration = Duration::from_millis(100);
 const RUN_BYTES: usize = 24;
 
 #[pyclass(name = "FabricEngine", module = "kvlane._core", frozen)]
-pub(crate) struct PyEngine(Mutex<Option<Arc<Engine>>>);
+pub(crate) struct PyEngine(Own<Mutex<Option<Arc<Engine>>>>);
 
 #[pyclass(name = "FabricPeer", module = "kvlane._core", frozen)]
 pub(crate) struct PyPeer(PeerId, EngineId);
 
 #[pyclass(name = "FabricTransfer", module = "kvlane._core", frozen)]
-pub(crate) struct PyTransfer(Handle);
+pub(crate) struct PyTransfer(Own<Handle>);
 
 #[pyclass(name = "FabricPieces", module = "kvlane._core", frozen)]
 pub(crate) struct PyPieces(Pieces);
 
 #[pyclass(name = "FabricGroup", module = "kvlane._core", frozen)]
-pub(crate) struct PyGroup(Group);
+pub(crate) struct PyGroup(Own<Group>);
 
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
@@ -79,7 +80,7 @@ impl PyEngine {
         options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };
         options.transfers.peer_patience = milliseconds(patience_ms)?;
         let engine = Engine::new(options).map_err(error)?;
-        Ok(Self(Mutex::new(Some(Arc::new(engine)))))
+        Ok(Self(Own::new(Mutex::new(Some(Arc::new(engine))))))
     }
 
     /// The caller keeps the memory until it is unregistered or the engine is closed.
@@ -173,7 +174,7 @@ impl PyEngine {
 
     fn group(&self, peers: Vec<PyRef<'_, PyPeer>>) -> PyResult<PyGroup> {
         let peers: Vec<PeerId> = peers.iter().map(|peer| peer.0).collect();
-        self.engine()?.group(&peers).map(PyGroup).map_err(error)
+        self.engine()?.group(&peers).map(|group| PyGroup(Own::new(group))).map_err(error)
     }
 
     fn send(
@@ -186,7 +187,7 @@ impl PyEngine {
     ) -> PyResult<PyTransfer> {
         let options = SendOptions { timeout: milliseconds(timeout_ms)?, priority: priority(is_bulk) };
         let engine = self.engine()?;
-        py.detach(|| engine.send(peer.0, bytes, options)).map(PyTransfer).map_err(error)
+        py.detach(|| engine.send(peer.0, bytes, options)).map(PyTransfer::new).map_err(error)
     }
 
     /// Engine id and boot nonce of the sender, and the bytes. None: not in this time.
@@ -244,11 +245,12 @@ impl PyEngine {
     }
 
     fn close(&self, py: Python<'_>) {
-        let engine = self.0.lock().clone();
+        let Some(shared) = self.0.if_here() else { return };
+        let engine = shared.lock().clone();
         // Others may be in a call: what frees the memory is that it is closed, not that this was the last one. Who closes it at
         // the same time waits too.
         py.detach(|| engine.inspect(|engine| engine.close()));
-        py.detach(|| drop(self.0.lock().take()));
+        py.detach(|| drop(shared.lock().take()));
     }
 }
 
@@ -295,14 +297,14 @@ impl PyGroup {
             |(pieces, immediate): &PyPart<'_>| Part { pieces: pieces.0.clone(), immediate: *immediate };
         let parts: Vec<Part> = parts.iter().map(part).collect();
         let timeout = timeout_ms.map(milliseconds).transpose()?;
-        let begun = self.0.scatter(&parts, timeout, priority(is_bulk)).map_err(error)?;
-        Ok(begun.into_parts().into_iter().map(PyTransfer).collect())
+        let begun = self.0.get()?.scatter(&parts, timeout, priority(is_bulk)).map_err(error)?;
+        Ok(begun.into_parts().into_iter().map(PyTransfer::new).collect())
     }
 
     fn barrier(&self, counters: Vec<(u32, u32)>, timeout_ms: Option<f64>) -> PyResult<Vec<PyTransfer>> {
         let timeout = timeout_ms.map(milliseconds).transpose()?;
-        let begun = self.0.barrier(&counters, timeout).map_err(error)?;
-        Ok(begun.into_parts().into_iter().map(PyTransfer).collect())
+        let begun = self.0.get()?.barrier(&counters, timeout).map_err(error)?;
+        Ok(begun.into_parts().into_iter().map(PyTransfer::new).collect())
     }
 }
 
@@ -311,25 +313,34 @@ impl PyTransfer {
     /// None: not over in this time. Else empty, or why it failed.
     fn wait(&self, py: Python<'_>, timeout_ms: Option<f64>) -> PyResult<Option<&'static str>> {
         // A read from a process of this host was over before it was begun. Nobody need let the interpreter go for that.
-        if let Some(outcome) = self.0.outcome() {
+        let handle = self.0.get()?;
+        if let Some(outcome) = handle.outcome() {
             return Ok(Some(name(outcome)));
         }
-        let outcome = wait_with_signals(py, timeout_ms, |timeout| self.0.wait(Some(timeout)))?;
+        let outcome = wait_with_signals(py, timeout_ms, |timeout| handle.wait(Some(timeout)))?;
         Ok(outcome.map(name))
     }
 
-    fn outcome(&self) -> Option<&'static str> {
-        self.0.outcome().map(name)
+    fn outcome(&self) -> PyResult<Option<&'static str>> {
+        Ok(self.0.get()?.outcome().map(name))
     }
 
-    fn cancel(&self, py: Python<'_>) {
-        py.detach(|| self.0.cancel());
+    fn cancel(&self, py: Python<'_>) -> PyResult<()> {
+        let handle = self.0.get()?;
+        py.detach(|| handle.cancel());
+        Ok(())
+    }
+}
+
+impl PyTransfer {
+    fn new(handle: Handle) -> PyTransfer {
+        PyTransfer(Own::new(handle))
     }
 }
 
 impl PyEngine {
     fn engine(&self) -> PyResult<Arc<Engine>> {
-        self.0.lock().clone().ok_or_else(closed)
+        self.0.get()?.lock().clone().ok_or_else(closed)
     }
 
     fn start(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
@@ -342,7 +353,7 @@ impl PyEngine {
             priority: priority(is_bulk),
         };
         // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
-        self.engine()?.begin(peer.0, transfer).map(PyTransfer).map_err(error)
+        self.engine()?.begin(peer.0, transfer).map(PyTransfer::new).map_err(error)
     }
 }
 
@@ -430,6 +441,7 @@ fn error(error: FabricError) -> PyErr {
         kind => kind,
     };
     match kind {
+        FabricError::Forked(why) => forked(*why),
         FabricError::Io(_) | FabricError::Gpu(_) => PyOSError::new_err(sentence),
         FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
         _ => PyValueError::new_err(sentence),

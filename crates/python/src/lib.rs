@@ -6,6 +6,7 @@ mod fabric;
 mod gpu;
 mod gpu_memory;
 mod log;
+mod own;
 mod scheduler;
 mod ssd;
 mod tool;

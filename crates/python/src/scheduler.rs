@@ -10,6 +10,7 @@ use pyo3::{
 };
 
 use crate::convert::{address, bytes16, hashes, milliseconds};
+use crate::own::Own;
 
 /// A poll of a lookup waits so long without letting the interpreter go. Each Python thread that computes keeps it for
 /// 5 ms before it hands it on, so that getting it back beside four of them takes 20 ms; an answer takes a tenth of one.
@@ -56,7 +57,7 @@ impl PyHit {
 
 /// The scheduler's connection. No call blocks longer than it says.
 #[pyclass(name = "Scheduler", module = "kvlane._core", frozen)]
-pub(crate) struct PyScheduler(Mutex<Scheduler>);
+pub(crate) struct PyScheduler(Own<Mutex<Scheduler>>);
 
 #[pymethods]
 impl PyScheduler {
@@ -77,44 +78,44 @@ impl PyScheduler {
                 Ok(GroupSpec { namespace, name, tokens_per_block, window_blocks })
             })
             .collect::<PyResult<_>>()?;
-        Ok(Self(Mutex::new(Scheduler::new(SchedulerOptions {
+        Ok(Self(Own::new(Mutex::new(Scheduler::new(SchedulerOptions {
             address: self::address(address.as_deref())?,
             engine_id,
             client,
             groups,
             workers,
             lookup_timeout: milliseconds(lookup_timeout_ms)?,
-        }))))
+        })))))
     }
 
     #[getter]
-    fn connected(&self) -> bool {
-        self.0.lock().is_connected()
+    fn connected(&self) -> PyResult<bool> {
+        Ok(self.0.get()?.lock().is_connected())
     }
 
     #[getter]
-    fn ready(&self) -> bool {
-        self.0.lock().is_ready()
+    fn ready(&self) -> PyResult<bool> {
+        Ok(self.0.get()?.lock().is_ready())
     }
 
     #[getter]
-    fn boot<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyBytes>> {
-        self.0.lock().boot().map(|boot| PyBytes::new(py, &boot))
+    fn boot<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        Ok(self.0.get()?.lock().boot().map(|boot| PyBytes::new(py, &boot)))
     }
 
     #[getter]
-    fn gone<'py>(&self, py: Python<'py>) -> Vec<Bound<'py, PyBytes>> {
-        self.0.lock().gone().map(|boot| PyBytes::new(py, &boot)).collect()
+    fn gone<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        Ok(self.0.get()?.lock().gone().map(|boot| PyBytes::new(py, &boot)).collect())
     }
 
     #[getter]
-    fn address(&self) -> String {
-        self.0.lock().address().to_string()
+    fn address(&self) -> PyResult<String> {
+        Ok(self.0.get()?.lock().address().to_string())
     }
 
     #[getter]
-    fn refusal(&self) -> String {
-        self.0.lock().last_refusal().unwrap_or_default().to_owned()
+    fn refusal(&self) -> PyResult<String> {
+        Ok(self.0.get()?.lock().last_refusal().unwrap_or_default().to_owned())
     }
 
     fn lookup_start(
@@ -124,17 +125,19 @@ impl PyScheduler {
         max_tokens: u64,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
-        self.0.lock().lookup_start(request_id, &hashes, max_tokens);
+        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens);
         Ok(())
     }
 
     #[pyo3(signature = (request_id, wait_us = 0))]
-    fn lookup_poll(&self, py: Python<'_>, request_id: &str, wait_us: u64) -> Option<PyHit> {
+    fn lookup_poll(&self, py: Python<'_>, request_id: &str, wait_us: u64) -> PyResult<Option<PyHit>> {
+        let scheduler = self.0.get()?;
         let wait = Duration::from_micros(wait_us);
         let attached = wait.min(WAIT_ATTACHED);
-        let poll = |wait| self.0.lock().lookup_poll(request_id, wait).map(PyHit);
+        let poll = |wait| scheduler.lock().lookup_poll(request_id, wait).map(PyHit);
         let answer = poll(attached);
-        if answer.is_some() || attached == wait { answer } else { py.detach(|| poll(wait - attached)) }
+        let is_over = answer.is_some() || attached == wait;
+        Ok(if is_over { answer } else { py.detach(|| poll(wait - attached)) })
     }
 
     #[pyo3(signature = (hashes, max_tokens, timeout_ms = 1000.0))]
@@ -147,31 +150,35 @@ impl PyScheduler {
     ) -> PyResult<PyHit> {
         let hashes = all_hashes(&hashes)?;
         let timeout = milliseconds(timeout_ms)?;
-        Ok(PyHit(py.detach(|| self.0.lock().lookup(&hashes, max_tokens, timeout))))
+        let scheduler = self.0.get()?;
+        Ok(PyHit(py.detach(|| scheduler.lock().lookup(&hashes, max_tokens, timeout))))
     }
 
-    fn forget(&self, request_id: &str) {
-        self.0.lock().forget(request_id);
-    }
-
-    fn release(&self, boot: &[u8], lease: u64) -> PyResult<()> {
-        self.0.lock().release(bytes16("a boot id", boot)?, lease);
+    fn forget(&self, request_id: &str) -> PyResult<()> {
+        self.0.get()?.lock().forget(request_id);
         Ok(())
     }
 
-    fn tick(&self) {
-        self.0.lock().tick();
+    fn release(&self, boot: &[u8], lease: u64) -> PyResult<()> {
+        self.0.get()?.lock().release(bytes16("a boot id", boot)?, lease);
+        Ok(())
+    }
+
+    fn tick(&self) -> PyResult<()> {
+        self.0.get()?.lock().tick();
+        Ok(())
     }
 
     #[pyo3(signature = (up_to_job, timeout_ms = 1000.0))]
     fn cancel_saves(&self, py: Python<'_>, up_to_job: u64, timeout_ms: f64) -> PyResult<bool> {
         let timeout = milliseconds(timeout_ms)?;
-        Ok(py.detach(|| self.0.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
+        let scheduler = self.0.get()?;
+        Ok(py.detach(|| scheduler.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
     }
 
-    fn take_stats(&self) -> HashMap<&'static str, f64> {
-        let stats = self.0.lock().take_stats();
-        HashMap::from([
+    fn take_stats(&self) -> PyResult<HashMap<&'static str, f64>> {
+        let stats = self.0.get()?.lock().take_stats();
+        Ok(HashMap::from([
             ("lookups", stats.lookups as f64),
             ("hits", stats.hits as f64),
             ("misses", stats.misses as f64),
@@ -180,11 +187,13 @@ impl PyScheduler {
             ("connects", stats.connects as f64),
             ("losses", stats.losses as f64),
             ("lookup_seconds", stats.lookup_seconds),
-        ])
+        ]))
     }
 
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.lock().close());
+        if let Some(scheduler) = self.0.if_here() {
+            py.detach(|| scheduler.lock().close());
+        }
     }
 }
 

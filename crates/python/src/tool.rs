@@ -11,10 +11,11 @@ use pyo3::{
 };
 
 use crate::convert::{address, bytes16, milliseconds};
+use crate::own::Own;
 
 /// Status, settle, and the pool itself.
 #[pyclass(name = "Tool", module = "kvlane._core", frozen)]
-pub(crate) struct PyTool(Mutex<Option<Tool>>);
+pub(crate) struct PyTool(Own<Mutex<Option<Tool>>>);
 
 #[pymethods]
 impl PyTool {
@@ -24,7 +25,7 @@ impl PyTool {
         let address = self::address(address)?;
         let timeout = milliseconds(timeout_ms)?;
         let tool = py.detach(|| Tool::connect(&address, timeout)).map_err(error)?;
-        Ok(Self(Mutex::new(Some(tool))))
+        Ok(Self(Own::new(Mutex::new(Some(tool)))))
     }
 
     #[getter]
@@ -114,8 +115,9 @@ impl PyTool {
     }
 
     fn close(&self, py: Python<'_>) {
+        let Some(shared) = self.0.if_here() else { return };
         py.detach(|| {
-            let tool = self.0.lock().take();
+            let tool = shared.lock().take();
             if let Some(tool) = tool {
                 tool.close();
             }
@@ -129,8 +131,9 @@ impl PyTool {
         py: Python<'_>,
         call: impl FnOnce(&mut Tool) -> Result<T, ToolError> + Send,
     ) -> PyResult<T> {
+        let shared = self.0.get()?;
         py.detach(|| {
-            let mut tool = self.0.lock();
+            let mut tool = shared.lock();
             let tool = tool.as_mut().ok_or_else(|| PyValueError::new_err("the tool is closed"))?;
             call(tool).map_err(error)
         })

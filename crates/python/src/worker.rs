@@ -11,6 +11,7 @@ use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 
 use crate::convert::{PyRegion, address, bytes16, hashes, milliseconds, region, value_error};
+use crate::own::Own;
 
 /// The end of a save or load job. Exactly one comes for each job.
 #[pyclass(name = "Finished", module = "kvlane._core", frozen)]
@@ -74,7 +75,7 @@ type PyLoadGroup = (u32, Vec<u32>, Vec<u8>);
 
 /// One rank of an engine. `close` needs the worker alone; the other calls share it.
 #[pyclass(name = "Worker", module = "kvlane._core", frozen)]
-pub(crate) struct PyWorker(RwLock<Worker>);
+pub(crate) struct PyWorker(Own<RwLock<Worker>>);
 
 #[pymethods]
 impl PyWorker {
@@ -144,7 +145,7 @@ impl PyWorker {
         // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
         // this worker; `_core.pyi` says so.
         let started = py.detach(|| unsafe { Worker::start(options) });
-        started.map(|worker| Self(RwLock::new(worker))).map_err(|error| match error {
+        started.map(|worker| Self(Own::new(RwLock::new(worker)))).map_err(|error| match error {
             error @ (kvlane_client::StartError::Layout(_) | kvlane_client::StartError::Replicas { .. }) => {
                 value_error(error)
             }
@@ -153,20 +154,20 @@ impl PyWorker {
     }
 
     #[getter]
-    fn connected(&self) -> bool {
-        self.0.read().is_connected()
+    fn connected(&self) -> PyResult<bool> {
+        Ok(self.0.get()?.read().is_connected())
     }
 
     #[getter]
-    fn method(&self) -> String {
-        self.0.read().method().0
+    fn method(&self) -> PyResult<String> {
+        Ok(self.0.get()?.read().method().0)
     }
 
     #[getter]
-    fn reason(&self) -> String {
-        let (_, reason) = self.0.read().method();
-        let refusal = self.0.read().refusal();
-        if refusal.is_empty() { reason } else { refusal }
+    fn reason(&self) -> PyResult<String> {
+        let worker = self.0.get()?.read();
+        let ((_, reason), refusal) = (worker.method(), worker.refusal());
+        Ok(if refusal.is_empty() { reason } else { refusal })
     }
 
     #[pyo3(signature = (job, groups, stream = 0))]
@@ -188,7 +189,7 @@ impl PyWorker {
             })
             .collect::<PyResult<_>>()?;
         // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
-        unsafe { self.0.read().save_after(job, groups, stream) };
+        unsafe { self.0.get()?.read().save_after(job, groups, stream) };
         Ok(())
     }
 
@@ -222,19 +223,19 @@ impl PyWorker {
             })
             .collect::<PyResult<_>>()?;
         // SAFETY: as in `save`.
-        unsafe { self.0.read().load_after(job, boot, groups, stream, release) };
+        unsafe { self.0.get()?.read().load_after(job, boot, groups, stream, release) };
         Ok(())
     }
 
     #[getter]
-    fn has_outstanding_loads(&self) -> bool {
-        self.0.read().has_outstanding_loads()
+    fn has_outstanding_loads(&self) -> PyResult<bool> {
+        Ok(self.0.get()?.read().has_outstanding_loads())
     }
 
     #[pyo3(signature = (stream, region = None))]
     fn wait_for_loads(&self, stream: u64, region: Option<u32>) -> PyResult<()> {
         // SAFETY: as in `save`.
-        let waited = unsafe { self.0.read().wait_for_loads(region, stream) };
+        let waited = unsafe { self.0.get()?.read().wait_for_loads(region, stream) };
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 
@@ -243,35 +244,39 @@ impl PyWorker {
         let boot = |bytes: &Vec<u8>| bytes16("a boot id", bytes);
         let present = present.as_ref().map(boot).transpose()?;
         let gone = gone.iter().map(boot).collect::<PyResult<_>>()?;
-        self.0.read().step_begins(computes, Promises { present, gone });
+        self.0.get()?.read().step_begins(computes, Promises { present, gone });
         Ok(())
     }
 
-    fn poll(&self) -> Vec<PyFinished> {
-        self.0.read().poll().into_iter().map(PyFinished).collect()
+    fn poll(&self) -> PyResult<Vec<PyFinished>> {
+        Ok(self.0.get()?.read().poll().into_iter().map(PyFinished).collect())
     }
 
     fn wait(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
         let timeout = milliseconds(timeout_ms)?;
-        Ok(py.detach(|| self.0.read().wait(timeout)))
+        let worker = self.0.get()?;
+        Ok(py.detach(|| worker.read().wait(timeout)))
     }
 
     /// Waits until registered with a daemon. False at the timeout, or at once when none answers.
     fn wait_registered(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
         let timeout = milliseconds(timeout_ms)?;
-        Ok(py.detach(|| self.0.read().wait_registered(timeout)))
+        let worker = self.0.get()?;
+        Ok(py.detach(|| worker.read().wait_registered(timeout)))
     }
 
-    fn take_stats(&self) -> HashMap<&'static str, f64> {
-        let stats = self.0.read().take_stats();
-        HashMap::from([
+    fn take_stats(&self) -> PyResult<HashMap<&'static str, f64>> {
+        let stats = self.0.get()?.read().take_stats();
+        Ok(HashMap::from([
             ("connects", stats.connects as f64),
             ("losses", stats.losses as f64),
             ("save_timeouts", stats.save_timeouts as f64),
-        ])
+        ]))
     }
 
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.write().close());
+        if let Some(worker) = self.0.if_here() {
+            py.detach(|| worker.write().close());
+        }
     }
 }
