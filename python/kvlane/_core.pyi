@@ -42,7 +42,7 @@ class Scheduler:
     boot: bytes | None
     gone: list[bytes]  # boots that this was connected to and is no more: their hits must not be promised
     address: str
-    refusal: str  # the daemon's last refusal, or empty
+    refusal: str  # the daemon's last refusal, or why it is not spoken to, or empty
 
     def __init__(
         self,
@@ -52,6 +52,8 @@ class Scheduler:
         groups: list[tuple[bytes, str, int, int]],  # (namespace 16 B, name, tokens per block, window blocks)
         workers: int,
         lookup_timeout_ms: float = 50.0,
+        daemon_user: str
+        | None = None,  # who may run the daemon beside this user and root; None: KVLANE_DAEMON_USER
     ) -> None: ...
     def lookup_start(self, request_id: str, hashes: list[list[bytes]], max_tokens: int) -> None:
         """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once."""
@@ -118,6 +120,7 @@ class Worker:
         # Of each group, how many consecutive ranks hold the same blocks: each saves a slice of a block and loads all of
         # it. A block has at least 512 bytes for each. None: 1, blocks of its own.
         replicas: list[int] | None = None,
+        daemon_user: str | None = None,
     ) -> None: ...
     def save(
         self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]], stream: int = 0
@@ -170,7 +173,9 @@ class Tool:
 
     boot: bytes
 
-    def __init__(self, address: str | None, timeout_ms: float = 1000.0) -> None:
+    def __init__(
+        self, address: str | None, timeout_ms: float = 1000.0, daemon_user: str | None = None
+    ) -> None:
         """Raises ConnectionError with the address and what to do when no daemon answers."""
 
     def status(self) -> dict[str, object]: ...

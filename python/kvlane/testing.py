@@ -113,6 +113,7 @@ class FakeCore:
         groups: list[tuple[bytes, str, int, int]],
         workers: int,
         lookup_timeout_ms: float = 50.0,
+        daemon_user: str | None = None,
     ) -> FakeScheduler:
         """See `kvlane._core.Scheduler`."""
         engine = self.engines.setdefault(engine_id, _Engine())
@@ -130,6 +131,7 @@ class FakeCore:
         save_method: str = "auto",
         save_timeout_ms: float = 10000.0,
         replicas: list[int] | None = None,
+        daemon_user: str | None = None,
     ) -> FakeWorker:
         """See `kvlane._core.Worker`."""
         assert 0 <= rank < workers, f"rank {rank} of {workers} workers"

@@ -14,6 +14,8 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
     assert settings.address == "unix:/run/k"
     assert settings.lookup_timeout_ms == 20.0
     assert isinstance(settings.lookup_timeout_ms, float)
+    assert Settings.parse({"kvlane.daemon_user": "kv"}).daemon_user == "kv"
+    assert Settings.parse({"kvlane.daemon_user": 1000}).daemon_user == "1000"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
         ({"kvlane.save_method": "rdma"}, ["kvlane.save_method", "process_vm", "'rdma'"]),
         ({"kvlane.layout": "blocks"}, ["kvlane.layout", "auto, block, layer", "'blocks'"]),
         ({"kvlane.namespace": 7}, ["kvlane.namespace", "a string", "7"]),
+        ({"kvlane.daemon_user": True}, ["kvlane.daemon_user", "a string", "True"]),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(extra: dict[str, object], words: list[str]) -> None:

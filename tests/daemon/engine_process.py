@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "layout": "04" * 16,
     "uid": None,
     "dumpable": None,
+    "daemon_user": None,
     "rank": 0,
     "workers": 1,
     "scheduler": True,
@@ -68,6 +69,7 @@ class EngineProcess:
             [(NAMESPACE, bytes.fromhex(options["layout"]), [region])],
             options["save_method"],
             options["save_timeout_ms"],
+            daemon_user=options["daemon_user"],
         )
         self.rank = options["rank"]
         self.scheduler: _core.Scheduler | None = None
@@ -75,7 +77,7 @@ class EngineProcess:
             groups = [(NAMESPACE, "pattern", TOKENS, 0)]
             timeout = options["lookup_timeout_ms"]
             self.scheduler = _core.Scheduler(
-                address, name, "kvlane tests", groups, options["workers"], timeout
+                address, name, "kvlane tests", groups, options["workers"], timeout, options["daemon_user"]
             )
 
     # What a block holds.

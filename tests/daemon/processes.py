@@ -131,6 +131,8 @@ class Daemon:
         self.binary = binary
         self.environment = environment or {}
         self.popen = popen
+        # Whom tools have to name, where the tests run as another user.
+        self.user = str(popen["user"]) if "user" in popen else None
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> str:
@@ -180,7 +182,7 @@ class Daemon:
         self.start()
 
     def status(self) -> dict[str, Any]:
-        tool = _core.Tool(self.address, 10_000.0)
+        tool = _core.Tool(self.address, 10_000.0, self.user)
         try:
             return tool.status()
         finally:
@@ -192,7 +194,7 @@ class Daemon:
         tool.close()
 
     def settle(self) -> None:
-        tool = _core.Tool(self.address, 10_000.0)
+        tool = _core.Tool(self.address, 10_000.0, self.user)
         tool.settle(20_000)
         tool.close()
 

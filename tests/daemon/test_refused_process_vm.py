@@ -70,7 +70,8 @@ def _saves_work(daemon: Daemon, engine: Engine, method: str, reason: str) -> Non
     (worker,) = [session for session in daemon.engines() if session["role"] == "worker"]
     assert worker["method"] == method
     assert reason in worker["reason"]
-    shown = run_kvlane("status", "--json", "--addr", daemon.address).stdout
+    whose = ("--daemon-user", daemon.user) if daemon.user else ()
+    shown = run_kvlane("status", "--json", "--addr", daemon.address, *whose).stdout
     assert f'"save_method": "{method}"' in shown
     assert f'kvlane_workers_registered_total{{method="{method}"}} 1' in daemon.http("/metrics")[1]
 
@@ -110,9 +111,10 @@ def test_an_unprivileged_pair_may_where_nothing_forbids_it(
 def test_an_engine_of_another_user(
     make_daemon: MakeDaemon, make_engine: MakeEngine, unprivileged: dict[str, Any]
 ) -> None:
-    """Root may use anybody's daemon, which may not read root's memory."""
+    """Root may use the daemon of a user that it names, which may not read root's memory."""
     daemon = make_daemon(**unprivileged)
-    _saves_work(daemon, make_engine(daemon, "a"), "mapped", "process_vm refused")
+    engine = make_engine(daemon, "a", daemon_user=str(NOBODY))
+    _saves_work(daemon, engine, "mapped", "process_vm refused")
 
 
 @pytest.mark.skipif(platform.machine() not in PROCESS_VM_READV, reason="the call's number here is not known")

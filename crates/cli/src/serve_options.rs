@@ -4,10 +4,11 @@ use std::{fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::Path
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
+use kvlane_client::default_address;
 use kvlane_gpu::{RailChoice, RailOptions};
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_policy::{Choice, PolicyKind};
-use kvlane_proto::{Address, default_address};
+use kvlane_proto::Address;
 use kvlane_server::{ServeOptions, SsdOptions};
 use kvlane_ssd::DeviceOptions;
 use serde::Deserialize;

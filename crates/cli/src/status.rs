@@ -5,9 +5,9 @@ use std::time::Duration;
 use anyhow::Result;
 use bytesize::ByteSize;
 use clap::Args;
-use kvlane_client::Tool;
+use kvlane_client::{DaemonUser, Tool, default_address};
 use kvlane_proto::{
-    Address, default_address,
+    Address,
     v1::{ShadowHitRatio, Status},
 };
 use serde_json::json;
@@ -21,6 +21,9 @@ pub(crate) struct DaemonArgs {
     /// The daemon's address: unix:PATH or HOST:PORT [default: kvlane.sock in the user's runtime directory]
     #[arg(long, env = "KVLANE_ADDR", value_name = "ADDRESS")]
     addr: Option<String>,
+    /// Who may run the daemon beside you and root: a user's name or number. Others' are not spoken to
+    #[arg(long, env = "KVLANE_DAEMON_USER", value_name = "USER")]
+    daemon_user: Option<DaemonUser>,
 }
 
 impl DaemonArgs {
@@ -29,9 +32,14 @@ impl DaemonArgs {
         Ok(self.addr.as_deref().map_or_else(|| Ok(default_address()), str::parse)?)
     }
 
+    /// Whose daemon it may be.
+    pub(crate) fn user(&self) -> DaemonUser {
+        self.daemon_user.unwrap_or_default()
+    }
+
     /// Connects, or says what to do.
     pub(crate) fn connect(&self) -> Result<Tool> {
-        Ok(Tool::connect(&self.address()?, Duration::from_secs(2))?)
+        Ok(Tool::connect_to_user(&self.address()?, self.user(), Duration::from_secs(2))?)
     }
 }
 

@@ -10,13 +10,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_memory::{peer_pidfd, recv_with_fds, send_with_fds};
+use kvlane_memory::{FolderFault, FolderRefused, RuntimeFolder, peer_pidfd, recv_with_fds, send_with_fds};
 use kvlane_proto::{Address, FrameError, FrameReader, MAX_FRAME_BYTES, Message, encode_frame, v1};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
 };
 use thiserror::Error;
+
+use crate::daemon_user::{DaemonUser, Stranger};
 
 /// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
 const OUT_BYTES_MAX: usize = 96 << 20;
@@ -36,6 +38,17 @@ pub enum ConnectError {
         address: Address,
         /// The kernel's reason.
         error: io::Error,
+    },
+    /// The folder of the default socket may be a stranger's. Nothing was said to whoever listens there.
+    #[error(transparent)]
+    Folder(#[from] FolderRefused),
+    /// Somebody else than the daemon that is wanted. Nothing was said to them.
+    #[error("{address} is not used: {stranger}")]
+    Stranger {
+        /// Where.
+        address: Address,
+        /// Who listens.
+        stranger: Stranger,
     },
     /// The daemon refused the greeting, in its own words.
     #[error("the daemon at {address} refused: {sentence}")]
@@ -85,16 +98,26 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn connect(address: &Address) -> Result<Self, ConnectError> {
+    /// Connects, and says nothing to somebody who is neither this user, nor root, nor `user`.
+    pub(crate) fn connect(address: &Address, user: DaemonUser) -> Result<Self, ConnectError> {
+        let refused = |error| ConnectError::Refused { address: address.clone(), error };
         let stream = match address {
-            Address::Unix(path) => connect_unix(path).map(Stream::Unix),
-            Address::Tcp(at) => TcpStream::connect_timeout(at, Duration::from_secs(1)).and_then(|stream| {
-                stream.set_nonblocking(true)?;
-                stream.set_nodelay(true)?;
-                Ok(Stream::Tcp(stream))
-            }),
-        }
-        .map_err(|error| ConnectError::Refused { address: address.clone(), error })?;
+            Address::Unix(path) => {
+                check_folder(path)?;
+                let stream = connect_unix(path).map_err(refused)?;
+                if let Some(stranger) = user.stranger_at(&stream).map_err(refused)? {
+                    return Err(ConnectError::Stranger { address: address.clone(), stranger });
+                }
+                Stream::Unix(stream)
+            }
+            Address::Tcp(at) => TcpStream::connect_timeout(at, Duration::from_secs(1))
+                .and_then(|stream| {
+                    stream.set_nonblocking(true)?;
+                    stream.set_nodelay(true)?;
+                    Ok(Stream::Tcp(stream))
+                })
+                .map_err(refused)?,
+        };
         Ok(Self {
             stream,
             reader: FrameReader::default(),
@@ -266,6 +289,20 @@ impl Connection {
 pub(crate) fn poll_for(watched: &mut [PollFd<'_>], timeout: Option<Duration>) {
     let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
     let _ = poll(watched, timeout.as_ref());
+}
+
+/// Where the socket lies in this user's runtime folder, that has to be this user's. Other folders are whose they may be, as
+/// containers share them: there it counts who listens.
+fn check_folder(path: &std::path::Path) -> Result<(), FolderRefused> {
+    let folder = RuntimeFolder::of_this_user();
+    if !folder.holds(path) {
+        return Ok(());
+    }
+    match folder.open() {
+        // There is no socket either, as connecting will say.
+        Err(FolderRefused { why: FolderFault::Missing, .. }) => Ok(()),
+        opened => opened.map(drop),
+    }
 }
 
 fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {

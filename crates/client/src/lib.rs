@@ -6,6 +6,7 @@
 
 mod backoff;
 mod connection;
+mod daemon_user;
 mod fence;
 mod gpu;
 mod group;
@@ -20,7 +21,11 @@ mod standing;
 mod tool;
 mod worker;
 
+use kvlane_memory::RuntimeFolder;
+use kvlane_proto::Address;
+
 pub use connection::ConnectError;
+pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use gpu::WorkerGpu;
 pub use hit::Hit;
 pub use pools::Promises;
@@ -30,6 +35,11 @@ pub use worker::{
     Finished, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, StartError, Worker, WorkerGroupSpec,
     WorkerOptions, WorkerStats,
 };
+
+/// The Unix socket used when none is named: `kvlane.sock` in this user's runtime folder.
+pub fn default_address() -> Address {
+    Address::Unix(RuntimeFolder::of_this_user().path().join("kvlane.sock"))
+}
 
 /// Name and version that clients give in their greeting when the caller has nothing better.
 pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));

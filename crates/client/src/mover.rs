@@ -26,7 +26,7 @@ use rustix::event::{PollFd, PollFlags};
 use crate::{
     BootId,
     backoff::Backoff,
-    connection::{Connection, Lost, poll_for},
+    connection::{ConnectError, Connection, Lost, poll_for},
     fence::Fence,
     gpu::{ChunkBatch, Flags},
     group::{GroupMemory, Places},
@@ -367,8 +367,12 @@ impl Mover<'_> {
         if self.link.is_some() || !self.backoff.is_due(now) {
             return;
         }
-        let mut connection = match Connection::connect(&self.options.address) {
+        let mut connection = match Connection::connect(&self.options.address, self.options.daemon_user) {
             Ok(connection) => connection,
+            Err(error @ (ConnectError::Folder(_) | ConnectError::Stranger { .. })) => {
+                self.refuse(&error.to_string());
+                return self.backoff.failed(now);
+            }
             Err(error) => {
                 let sentence = error.to_string();
                 tell(self.standing.absent(&sentence));

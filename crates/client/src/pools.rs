@@ -151,14 +151,15 @@ impl Pools {
 mod tests {
     use std::process::{Child, Command};
 
+    use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
     use super::*;
 
     fn pool(boot: u8, daemon: Option<Arc<OwnedFd>>) -> Mapped {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(4096).unwrap();
-        let view = PoolView::map(file.into(), 4096, false).unwrap();
+        let options = ArenaOptions { bytes: 4096, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let arena = Arena::create(&options, &|_| {}).unwrap();
+        let view = PoolView::map(arena.descriptor(false).unwrap(), 4096, false).unwrap();
         Mapped { boot: [boot; 16], reading: Arc::new(view), writing: None, prefaulted: 4096, daemon }
     }
 

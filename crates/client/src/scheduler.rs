@@ -20,9 +20,9 @@ use kvlane_memory::{peer_pidfd, pidfd_exited};
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use crate::{
-    BootId, Hit,
+    BootId, DaemonUser, Hit,
     backoff::Backoff,
-    connection::{Connection, Lost},
+    connection::{ConnectError, Connection, Lost},
     nonce::random_nonce,
     standing::{Standing, describe, tell},
 };
@@ -64,6 +64,8 @@ pub struct GroupSpec {
 pub struct SchedulerOptions {
     /// The daemon's Unix socket.
     pub address: Address,
+    /// Whose daemon it may be beside this user's and root's.
+    pub daemon_user: DaemonUser,
     /// Name of the engine instance; its workers give the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.
@@ -411,8 +413,14 @@ impl Scheduler {
         if self.up.is_some() || self.options.groups.is_empty() || !self.backoff.is_due(now) {
             return;
         }
-        let mut connection = match Connection::connect(&self.options.address) {
+        let mut connection = match Connection::connect(&self.options.address, self.options.daemon_user) {
             Ok(connection) => connection,
+            Err(error @ (ConnectError::Folder(_) | ConnectError::Stranger { .. })) => {
+                let sentence = error.to_string();
+                tell(self.standing.refused(&sentence, now));
+                self.last_refusal = Some(sentence);
+                return self.backoff.failed(now);
+            }
             Err(error) => {
                 tell(self.standing.absent(&error.to_string()));
                 return self.backoff.failed(now);
@@ -633,7 +641,7 @@ impl Scheduler {
         self.up = None;
     }
 
-    /// Why the daemon refused the last time, until it opens the engine.
+    /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.
     pub fn last_refusal(&self) -> Option<&str> {
         self.last_refusal.as_deref()
     }

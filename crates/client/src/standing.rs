@@ -116,7 +116,7 @@ impl Standing {
         self.state = State::Refused(why.to_owned());
         let (who, address) = (&self.who, &self.address);
         let sentence = format!(
-            "kvlane: the daemon at {address} does not serve {who}: {why}. The engine computes without the cache"
+            "kvlane: {who} cannot use the daemon at {address}: {why}. The engine computes without the cache"
         );
         Some(Notice { urgency: Urgency::Warning, sentence })
     }
@@ -158,7 +158,7 @@ mod tests {
         assert!(said(link.absent("no daemon answers")).contains("no daemon answers. The engine computes"));
         assert_eq!(link.absent("connection refused"), None);
         assert!(said(link.refused("another user", at(1))).ends_with(
-            "unix:/run/k.sock does not serve rank 3: another user. The engine computes without the cache"
+            "rank 3 cannot use the daemon at unix:/run/k.sock: another user. The engine computes without the cache"
         ));
         assert_eq!(link.broken_off("it hung up"), None, "that is what a refusal ends with");
         assert_eq!(link.refused("another user", at(2)), None);

@@ -8,7 +8,7 @@ use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v
 use thiserror::Error;
 
 use crate::{
-    BootId, CLIENT_NAME,
+    BootId, CLIENT_NAME, DaemonUser,
     connection::{ConnectError, Connection, Lost},
     nonce::random_nonce,
 };
@@ -50,12 +50,24 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// Connects and greets.
+    /// Connects to the daemon of this user or root, and greets.
     ///
     /// # Errors
     /// [`ToolError::Connect`] names the address and what to do.
     pub fn connect(address: &Address, timeout: Duration) -> Result<Self, ToolError> {
-        let mut connection = Connection::connect(address)?;
+        Self::connect_to_user(address, DaemonUser::default(), timeout)
+    }
+
+    /// The same where the daemon may also be that user's.
+    ///
+    /// # Errors
+    /// As of [`connect`](Self::connect).
+    pub fn connect_to_user(
+        address: &Address,
+        user: DaemonUser,
+        timeout: Duration,
+    ) -> Result<Self, ToolError> {
+        let mut connection = Connection::connect(address, user)?;
         let hello = v1::Hello {
             wire_min: WIRE_MIN,
             wire_max: WIRE_MAX,

@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
-    BootId,
+    BootId, DaemonUser,
     gpu::{Flags, WorkerGpu},
     group::GroupMemory,
     mover,
@@ -63,6 +63,8 @@ pub struct WorkerGroupSpec {
 pub struct WorkerOptions {
     /// The daemon's Unix socket.
     pub address: Address,
+    /// Whose daemon it may be beside this user's and root's.
+    pub daemon_user: DaemonUser,
     /// Name of the engine instance; its scheduler gives the same.
     pub engine_id: String,
     /// Name and version for the daemon's logs.

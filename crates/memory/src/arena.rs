@@ -17,6 +17,8 @@ use crate::hugepages::{self, HUGE_BYTES};
 use crate::mapping::Mapping;
 use crate::numa;
 
+/// What nobody who has the pool's descriptor may do: change its size, or add seals, such as one against our own writing.
+pub(crate) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 /// Bytes that one thread faults in before it reports progress.
 const CHUNK_BYTES: u64 = 64 << 20;
 
@@ -186,9 +188,7 @@ impl Arena {
         rustix::fs::ftruncate(&memfd, bytes).map_err(refused("ftruncate"))?;
         // Read-only descriptors stay read-only: a holder of the same user cannot reopen them for writing.
         rustix::fs::fchmod(&memfd, Mode::RUSR).map_err(refused("fchmod"))?;
-        // The last seal forbids others to add seals, such as one against our own writing.
-        rustix::fs::fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(refused("fcntl(F_ADD_SEALS)"))?;
+        rustix::fs::fcntl_add_seals(&memfd, SEALS).map_err(refused("fcntl(F_ADD_SEALS)"))?;
         let mapping = Mapping::new(memfd.as_fd(), bytes, true).map_err(|source| ArenaError::Refused {
             call: "mmap",
             bytes,

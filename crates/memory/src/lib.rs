@@ -1,5 +1,5 @@
 //! Memory that other processes may touch: the pool's arena and its extents, views of it in engines, the memory of
-//! engines themselves, and the sockets that carry descriptors and tell who a peer is.
+//! engines themselves, and who may: sockets that carry descriptors and tell who a peer is, and a user's runtime folder.
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
@@ -17,6 +17,8 @@ pub mod own_process;
 pub mod peer;
 pub mod process_vm;
 pub mod remote;
+pub mod runtime_folder;
+mod users;
 pub mod view;
 
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
@@ -30,4 +32,6 @@ pub use own_process::{Forked, OwnProcess};
 pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd_exited_within};
 pub use process_vm::{ProbeError, ProcessVm};
 pub use remote::{RANGES_MAX, RemoteProcess};
+pub use runtime_folder::{FolderFault, FolderRefused, RuntimeFolder};
+pub use users::user_number;
 pub use view::PoolView;

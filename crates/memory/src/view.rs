@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::mm::Advice;
 
+use crate::arena::SEALS;
 use crate::mapping::Mapping;
 
 /// A mapping of the pool's memfd. Share it in an `Arc`, one clone for each copy in flight: it is unmapped when the
@@ -16,17 +17,24 @@ pub struct PoolView {
 }
 
 impl PoolView {
-    /// Maps the first `bytes` bytes. Refuses a file that is shorter, since touching what is missing would be SIGBUS.
+    /// Maps the first `bytes` bytes. Touching what a file does not have is SIGBUS, so one that is shorter is refused, and one
+    /// that whoever sent it can shrink later: only a memfd with the seals of an [`Arena`](crate::Arena) is mapped.
     pub fn map(fd: OwnedFd, bytes: u64, writable: bool) -> io::Result<PoolView> {
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a pool of 0 bytes cannot be mapped"));
         }
+        let refused = |why| io::Error::new(io::ErrorKind::InvalidData, why);
+        let seals = rustix::fs::fcntl_get_seals(&fd)
+            .map_err(|errno| refused(format!("what came as the pool is no memfd: {errno}")))?;
+        if !seals.contains(SEALS) {
+            let missing = SEALS.difference(seals);
+            return Err(refused(format!(
+                "the pool's descriptor lacks the seals {missing:?}: whoever sent it could shrink it"
+            )));
+        }
         let file_bytes = rustix::fs::fstat(&fd)?.st_size as u64;
         if file_bytes < bytes {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("the pool's descriptor holds {file_bytes} bytes and not {bytes}"),
-            ));
+            return Err(refused(format!("the pool's descriptor holds {file_bytes} bytes and not {bytes}")));
         }
         Ok(PoolView { mapping: Mapping::new(fd.as_fd(), bytes, writable)?, writable })
     }

@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::Mutex;
 
 use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa, PoolView, available_memory};
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 
 const MIB: u64 = 1 << 20;
@@ -92,6 +93,30 @@ fn a_view_longer_than_its_file_is_refused() {
     let error = PoolView::map(arena.descriptor(false).unwrap(), bytes, false).unwrap_err();
     assert!(error.to_string().contains(&bytes.to_string()), "{error}");
     assert!(PoolView::map(arena.descriptor(false).unwrap(), 0, false).is_err());
+}
+
+/// An engine maps what the socket brings. A sender that made it shorter afterwards ended the engine, by SIGBUS, at its next
+/// load.
+#[test]
+fn what_its_sender_could_shrink_is_not_mapped() {
+    let memfd = |seals| {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memfd = rustix::fs::memfd_create("kvlane-test", flags).unwrap();
+        rustix::fs::ftruncate(&memfd, MIB).unwrap();
+        rustix::fs::fcntl_add_seals(&memfd, seals).unwrap();
+        memfd
+    };
+    let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    PoolView::map(memfd(all), MIB, true).unwrap();
+    for missing in [SealFlags::SHRINK, SealFlags::GROW, SealFlags::SEAL, all] {
+        let error = PoolView::map(memfd(all.difference(missing)), MIB, false).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidData);
+        assert!(error.to_string().contains("lacks the seals"), "{error}");
+    }
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(MIB).unwrap();
+    let error = PoolView::map(file.into(), MIB, false).unwrap_err();
+    assert!(error.to_string().contains("no memfd"), "{error}");
 }
 
 #[test]

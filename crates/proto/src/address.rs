@@ -1,8 +1,6 @@
 //! Where a daemon listens: a Unix socket or a TCP address.
 
-use std::{
-    env, fmt, fs, net::SocketAddr, net::ToSocketAddrs, os::unix::fs::MetadataExt, path::PathBuf, str::FromStr,
-};
+use std::{fmt, net::SocketAddr, net::ToSocketAddrs, path::PathBuf, str::FromStr};
 
 use thiserror::Error;
 
@@ -64,18 +62,6 @@ impl fmt::Display for Address {
             Self::Tcp(address) => write!(f, "{address}"),
         }
     }
-}
-
-/// The Unix socket used when none is named: `kvlane/kvlane.sock` in `$XDG_RUNTIME_DIR`, or in
-/// `/tmp/kvlane-UID` where the session has no runtime directory.
-pub fn default_address() -> Address {
-    let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|dir| dir.is_dir());
-    let folder = match runtime {
-        Some(dir) => dir.join("kvlane"),
-        // /proc/self belongs to the effective user of this process.
-        None => PathBuf::from(format!("/tmp/kvlane-{}", fs::metadata("/proc/self").map_or(0, |m| m.uid()))),
-    };
-    Address::Unix(folder.join("kvlane.sock"))
 }
 
 #[cfg(test)]

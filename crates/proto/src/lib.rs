@@ -8,7 +8,7 @@ mod address;
 mod frame;
 mod version;
 
-pub use address::{Address, AddressError, default_address};
+pub use address::{Address, AddressError};
 pub use frame::{FrameError, FrameReader, MAX_FRAME_BYTES, encode_frame};
 pub use prost::Message;
 pub use version::{Incompatible, WIRE_MAX, WIRE_MIN, negotiate};

@@ -3,20 +3,30 @@
 use std::time::Duration;
 
 use kvlane_block::{BlockHash, Region};
-use kvlane_proto::{Address, default_address};
+use kvlane_client::{DaemonUser, default_address};
+use kvlane_proto::Address;
 use pyo3::{exceptions::PyValueError, ffi, prelude::*, types::PyList};
 
-/// Environment variable that names the daemon.
+/// Environment variables that name the daemon, and whose it may be.
 const ADDRESS_VARIABLE: &str = "KVLANE_ADDR";
+const USER_VARIABLE: &str = "KVLANE_DAEMON_USER";
 
 /// The given address, else `KVLANE_ADDR`, else the default socket.
 pub(crate) fn address(given: Option<&str>) -> PyResult<Address> {
-    let named =
-        given.map(str::to_owned).or_else(|| std::env::var(ADDRESS_VARIABLE).ok().filter(|v| !v.is_empty()));
-    match named {
+    match named(given, ADDRESS_VARIABLE) {
         Some(text) => text.parse().map_err(value_error),
         None => Ok(default_address()),
     }
+}
+
+/// The given user, else `KVLANE_DAEMON_USER`, else nobody beside this user and root.
+pub(crate) fn daemon_user(given: Option<&str>) -> PyResult<DaemonUser> {
+    let user = named(given, USER_VARIABLE).map(|user| user.parse().map_err(value_error));
+    user.unwrap_or_else(|| Ok(DaemonUser::default()))
+}
+
+fn named(given: Option<&str>, variable: &str) -> Option<String> {
+    given.map(str::to_owned).or_else(|| std::env::var(variable).ok().filter(|value| !value.is_empty()))
 }
 
 pub(crate) fn value_error(error: impl ToString) -> PyErr {

@@ -9,7 +9,7 @@ use pyo3::{
     types::{PyBytes, PyList},
 };
 
-use crate::convert::{address, bytes16, hashes, milliseconds};
+use crate::convert::{address, bytes16, daemon_user, hashes, milliseconds};
 use crate::own::Own;
 
 /// A poll of a lookup waits so long without letting the interpreter go. Each Python thread that computes keeps it for
@@ -62,7 +62,8 @@ pub(crate) struct PyScheduler(Own<Mutex<Scheduler>>);
 #[pymethods]
 impl PyScheduler {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0))]
+    #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
+    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0, daemon_user = None))]
     fn new(
         address: Option<String>,
         engine_id: String,
@@ -70,6 +71,7 @@ impl PyScheduler {
         groups: Vec<(Vec<u8>, String, u32, u32)>,
         workers: u32,
         lookup_timeout_ms: f64,
+        daemon_user: Option<&str>,
     ) -> PyResult<Self> {
         let groups = groups
             .into_iter()
@@ -80,6 +82,7 @@ impl PyScheduler {
             .collect::<PyResult<_>>()?;
         Ok(Self(Own::new(Mutex::new(Scheduler::new(SchedulerOptions {
             address: self::address(address.as_deref())?,
+            daemon_user: self::daemon_user(daemon_user)?,
             engine_id,
             client,
             groups,

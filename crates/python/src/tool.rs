@@ -10,7 +10,7 @@ use pyo3::{
     types::{PyBytes, PyDict},
 };
 
-use crate::convert::{address, bytes16, milliseconds};
+use crate::convert::{address, bytes16, daemon_user, milliseconds};
 use crate::own::Own;
 
 /// Status, settle, and the pool itself.
@@ -20,11 +20,17 @@ pub(crate) struct PyTool(Own<Mutex<Option<Tool>>>);
 #[pymethods]
 impl PyTool {
     #[new]
-    #[pyo3(signature = (address, timeout_ms = 1000.0))]
-    fn new(py: Python<'_>, address: Option<&str>, timeout_ms: f64) -> PyResult<Self> {
+    #[pyo3(signature = (address, timeout_ms = 1000.0, daemon_user = None))]
+    fn new(
+        py: Python<'_>,
+        address: Option<&str>,
+        timeout_ms: f64,
+        daemon_user: Option<&str>,
+    ) -> PyResult<Self> {
+        let user = self::daemon_user(daemon_user)?;
         let address = self::address(address)?;
         let timeout = milliseconds(timeout_ms)?;
-        let tool = py.detach(|| Tool::connect(&address, timeout)).map_err(error)?;
+        let tool = py.detach(|| Tool::connect_to_user(&address, user, timeout)).map_err(error)?;
         Ok(Self(Own::new(Mutex::new(Some(tool)))))
     }
 

@@ -10,7 +10,7 @@ use kvlane_client::{
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 
-use crate::convert::{PyRegion, address, bytes16, hashes, milliseconds, region, value_error};
+use crate::convert::{PyRegion, address, bytes16, daemon_user, hashes, milliseconds, region, value_error};
 use crate::own::Own;
 
 /// The end of a save or load job. Exactly one comes for each job.
@@ -80,7 +80,7 @@ pub(crate) struct PyWorker(Own<RwLock<Worker>>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -94,6 +94,7 @@ impl PyWorker {
         save_timeout_ms: f64,
         gpu: Option<Vec<u8>>,
         replicas: Option<Vec<u32>>,
+        daemon_user: Option<&str>,
     ) -> PyResult<Self> {
         let replicas = replicas.unwrap_or_else(|| vec![1; groups.len()]);
         if replicas.len() != groups.len() {
@@ -133,6 +134,7 @@ impl PyWorker {
         };
         let options = WorkerOptions {
             address: self::address(address.as_deref())?,
+            daemon_user: self::daemon_user(daemon_user)?,
             engine_id,
             client,
             rank,

@@ -15,6 +15,7 @@ use std::{
     thread::JoinHandle,
 };
 
+use kvlane_memory::{FolderRefused, RuntimeFolder};
 use kvlane_proto::Address;
 use parking_lot::Mutex;
 use rustix::{
@@ -36,6 +37,9 @@ pub enum ListenError {
     /// Another daemon answers there.
     #[error("another daemon listens at {0}: stop it, or choose another --listen")]
     Occupied(Address),
+    /// The folder of the default socket may be a stranger's.
+    #[error(transparent)]
+    Folder(#[from] FolderRefused),
     /// Something else lies at the path.
     #[error("{0} exists and is no socket: remove it, or choose another --listen")]
     NotASocket(PathBuf),
@@ -135,7 +139,12 @@ fn bind_one(address: &Address) -> Result<Listener, ListenError> {
     let refused = |error| ListenError::Refused { address: address.to_string(), error };
     match address {
         Address::Unix(path) => {
-            make_folder(path).map_err(refused)?;
+            let runtime = RuntimeFolder::of_this_user();
+            if runtime.holds(path) {
+                runtime.make()?;
+            } else {
+                make_folder(path).map_err(refused)?;
+            }
             clear_stale(path, address)?;
             let listener = UnixListener::bind(path).map_err(refused)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(refused)?;

@@ -58,6 +58,7 @@ def build_scheduler_side(
         ],
         shape.workers,
         settings.lookup_timeout_ms,
+        daemon_user=settings.daemon_user,
     )
     logger.info(
         "kvlane: engine %s, %d worker(s), groups %s",
@@ -104,6 +105,7 @@ def build_worker_core(
             described,
             gpu=device_uuid(device),
             replicas=replicas,
+            daemon_user=settings.daemon_user,
         )
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}
@@ -117,6 +119,7 @@ def build_worker_core(
         described,
         settings.save_method,
         replicas=replicas,
+        daemon_user=settings.daemon_user,
     )
     return core, None, replicas
 

@@ -17,6 +17,8 @@ class Settings:
 
     address: str | None = None
     """The daemon: `unix:PATH` or `HOST:PORT`; None takes KVLANE_ADDR, then the user's default socket."""
+    daemon_user: str | None = None
+    """A user whose daemon is used beside one's own and root's, by name or number; None takes KVLANE_DAEMON_USER."""
     lookup_timeout_ms: float = 250.0
     """A lookup that takes longer is a miss."""
     lookup_wait_us: int = 300
@@ -53,6 +55,8 @@ class Settings:
                 raise ValueError(
                     f"kv_connector_extra_config has the unknown key {key!r}; kvlane knows {names}"
                 )
+            if name == "daemon_user" and isinstance(value, int) and not isinstance(value, bool):
+                value = str(value)
             values[name] = _checked(key, known[name].default, value)
         settings = Settings(**values)
         settings._check_ranges()

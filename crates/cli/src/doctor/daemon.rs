@@ -2,7 +2,7 @@
 
 use std::{io::ErrorKind, os::unix::fs::FileTypeExt, time::Duration};
 
-use kvlane_client::{ConnectError, Tool, ToolError};
+use kvlane_client::{ConnectError, DaemonUser, Tool, ToolError};
 use kvlane_proto::Address;
 
 use crate::doctor::finding::Finding;
@@ -20,13 +20,13 @@ pub(crate) enum Facts {
     Unwell(String),
 }
 
-pub(crate) fn read(address: &Address) -> Facts {
+pub(crate) fn read(address: &Address, user: DaemonUser) -> Facts {
     if let Address::Unix(path) = address
         && std::fs::symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket())
     {
         return Facts::Blocked;
     }
-    match Tool::connect(address, Duration::from_secs(2)) {
+    match Tool::connect_to_user(address, user, Duration::from_secs(2)) {
         Ok(tool) => {
             let version = tool.version().to_owned();
             tool.close();
@@ -83,13 +83,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let address = Address::Unix(folder.path().join("kvlane.sock"));
         let Address::Unix(path) = &address else { unreachable!() };
-        assert!(matches!(read(&address), Facts::Nobody));
+        assert!(matches!(read(&address, DaemonUser::default()), Facts::Nobody));
         drop(UnixListener::bind(path).unwrap());
-        assert!(matches!(read(&address), Facts::Nobody), "a socket of a daemon that died");
+        assert!(
+            matches!(read(&address, DaemonUser::default()), Facts::Nobody),
+            "a socket of a daemon that died"
+        );
         assert_eq!(judge(&Facts::Nobody, &address).verdict, Verdict::Note);
         fs::remove_file(path).unwrap();
         fs::write(path, "data").unwrap();
-        let found = judge(&read(&address), &address);
+        let found = judge(&read(&address, DaemonUser::default()), &address);
         assert_eq!(found.verdict, Verdict::Problem);
         assert!(found.found.contains("kvlane.sock exists and is no socket"), "{}", found.found);
     }
@@ -100,7 +103,7 @@ mod tests {
         let address = Address::Unix(folder.path().join("kvlane.sock"));
         let Address::Unix(path) = &address else { unreachable!() };
         let _listener = UnixListener::bind(path).unwrap();
-        let facts = read(&address);
+        let facts = read(&address, DaemonUser::default());
         assert!(matches!(facts, Facts::Unwell(_)), "{facts:?}");
         assert_eq!(judge(&facts, &address).verdict, Verdict::Problem);
     }

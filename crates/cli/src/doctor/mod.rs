@@ -58,7 +58,8 @@ pub(crate) fn run(args: &DoctorArgs) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let findings = examine(Path::new("/"), &address, args.pool_size.unwrap_or(Size(DEFAULT_POOL)));
+    let daemon = daemon::read(&address, args.daemon.user());
+    let findings = examine(Path::new("/"), &address, &daemon, args.pool_size.unwrap_or(Size(DEFAULT_POOL)));
     if args.json {
         println!("{:#}", to_json(&findings));
     } else {
@@ -68,8 +69,7 @@ pub(crate) fn run(args: &DoctorArgs) -> ExitCode {
     ExitCode::from(u8::from(count(&findings, Verdict::Problem) > 0))
 }
 
-fn examine(root: &Path, address: &Address, pool: Size) -> Vec<Finding> {
-    let daemon = daemon::read(address);
+fn examine(root: &Path, address: &Address, daemon: &daemon::Facts, pool: Size) -> Vec<Finding> {
     let running = daemon.is_running();
     let gpu = gpu::read(root);
     let gpus = match &gpu {
@@ -81,7 +81,7 @@ fn examine(root: &Path, address: &Address, pool: Size) -> Vec<Finding> {
     let available = Available::under(root);
     let seed = env::var_os("PYTHONHASHSEED").map(|seed| seed.to_string_lossy().into_owned());
 
-    let mut findings = vec![daemon::judge(&daemon, address)];
+    let mut findings = vec![daemon::judge(daemon, address)];
     findings.push(memory::judge(&available, pool, hugepages.hold(pool), running));
     findings.push(hugepages::judge(&hugepages, pool, running));
     findings.push(memory::judge_memlock(memory::read_memlock(root).as_deref()));
@@ -186,7 +186,7 @@ mod tests {
     fn every_subject_is_looked_at_on_a_machine_that_tells_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let address = Address::Unix(folder.path().join("kvlane.sock"));
-        let findings = examine(folder.path(), &address, Size(1 << 20));
+        let findings = examine(folder.path(), &address, &daemon::Facts::Nobody, Size(1 << 20));
         for subject in [
             "daemon",
             "memory",

@@ -8,7 +8,7 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, GroupSpec, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Scheduler,
+    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Scheduler,
     SchedulerOptions, Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_gpu::{
@@ -159,6 +159,7 @@ impl Rank {
         let layout = [replicas as u8 * 16 + (rank / replicas) as u8; 16];
         let worker = WorkerOptions {
             address: address.clone(),
+            daemon_user: DaemonUser::default(),
             engine_id: id.into(),
             client: "test".into(),
             rank,
@@ -237,6 +238,7 @@ impl Engine {
             here.map(|rank| Rank::new(address, id, place, rank, workers, replicas)).collect();
         let mut scheduler = Scheduler::new(SchedulerOptions {
             address: address.clone(),
+            daemon_user: DaemonUser::default(),
             engine_id: id.into(),
             client: "test".into(),
             groups: vec![GroupSpec {

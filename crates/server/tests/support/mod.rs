@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, Region};
 use kvlane_client::{
-    GroupSpec, Hit, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Tool, Worker,
-    WorkerGroupSpec, WorkerOptions,
+    DaemonUser, GroupSpec, Hit, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Tool,
+    Worker, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_proto::Address;
@@ -61,6 +61,7 @@ pub fn worker_options(
 ) -> WorkerOptions {
     WorkerOptions {
         address: address.clone(),
+        daemon_user: DaemonUser::default(),
         engine_id: id.into(),
         client: "test".into(),
         rank: 0,
@@ -76,6 +77,7 @@ pub fn worker_options(
 pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Scheduler {
     Scheduler::new(SchedulerOptions {
         address: address.clone(),
+        daemon_user: DaemonUser::default(),
         engine_id: id.into(),
         client: "test".into(),
         groups: vec![GroupSpec {

@@ -1,0 +1,255 @@
+//! The folder in which the daemon, the engines and the tools of one user find each other.
+//!
+//! What lies in it is believed: the daemon's socket, and the secret of the fabric. So it has to be this user's alone, however
+//! it came about. `/tmp` is open to all, so somebody else may have made `/tmp/kvlane-UID` first.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::{env, fmt, io};
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use thiserror::Error;
+
+/// Where daemon, engines and tools of one user meet if nobody names another place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuntimeFolder(PathBuf);
+
+/// Why what lies at the runtime folder's path is not used. As text it says what to do, too.
+#[derive(Debug, Error)]
+#[error(
+    "{} is not used: {why}. {}, set XDG_RUNTIME_DIR to a folder of your own, or name a socket elsewhere \
+     (`kvlane serve --listen unix:PATH`; KVLANE_ADDR for engines and tools)",
+    path.display(), why.remedy(path)
+)]
+pub struct FolderRefused {
+    /// The runtime folder.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub why: FolderFault,
+}
+
+/// What is wrong with a runtime folder.
+#[derive(Debug)]
+pub enum FolderFault {
+    /// Nobody made it yet.
+    Missing,
+    /// Whoever made the link decides what is used.
+    Link,
+    /// Something else lies there.
+    NoFolder,
+    /// It is somebody else's.
+    Owner {
+        /// Whose it is.
+        owner: u32,
+        /// Who runs this process.
+        own: u32,
+    },
+    /// Others may enter it: its permission bits.
+    Mode(u32),
+    /// Others may put another folder in its place, since this one that it lies in is theirs, or everybody may write there.
+    Around {
+        /// The folder around it.
+        folder: PathBuf,
+        /// Whose that is.
+        owner: u32,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The kernel does not let it be looked at, or made.
+    Io(io::Error),
+}
+
+impl fmt::Display for FolderFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => write!(f, "it does not exist"),
+            Self::Link => write!(f, "it is a symbolic link, which somebody else may have made"),
+            Self::NoFolder => write!(f, "it is no folder"),
+            Self::Owner { owner, own } => {
+                write!(f, "it belongs to user {owner}, and this process to user {own}")
+            }
+            Self::Mode(mode) => write!(f, "its mode is {mode:03o}, so others than its owner may enter it"),
+            Self::Around { folder, owner, mode } => write!(
+                f,
+                "{} around it belongs to user {owner} and has mode {mode:04o}, so others may put another folder in its \
+                 place",
+                folder.display()
+            ),
+            Self::Io(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl FolderFault {
+    /// What may help, to begin a sentence.
+    fn remedy(&self, path: &Path) -> String {
+        match self {
+            Self::Missing => "Start the daemon, which makes it".into(),
+            Self::Mode(_) => format!("Run `chmod 700 {}` if nothing in it is a stranger's", path.display()),
+            Self::Around { folder, .. } => format!("Protect {}", folder.display()),
+            Self::Link | Self::NoFolder | Self::Owner { .. } | Self::Io(_) => "Remove it".into(),
+        }
+    }
+}
+
+impl RuntimeFolder {
+    /// Of the user who runs this process: `kvlane` in `$XDG_RUNTIME_DIR`, or `/tmp/kvlane-UID` where the session has none.
+    pub fn of_this_user() -> RuntimeFolder {
+        let session = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_dir());
+        RuntimeFolder(match session {
+            Some(folder) => folder.join("kvlane"),
+            None => PathBuf::from(format!("/tmp/kvlane-{}", own_user())),
+        })
+    }
+
+    /// Another place, as a test has it.
+    pub fn at(path: impl Into<PathBuf>) -> RuntimeFolder {
+        RuntimeFolder(path.into())
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Whether this path names something in it, and not in a folder below.
+    pub fn holds(&self, path: &Path) -> bool {
+        path.parent() == Some(&self.0)
+    }
+
+    /// Opens it for paths relative to it, if it is this user's alone: a folder and no link, of this user, of mode 0700, and
+    /// nobody but this user and root may put another in its place.
+    pub fn open(&self) -> Result<OwnedFd, FolderRefused> {
+        self.try_open().map_err(|why| FolderRefused { path: self.0.clone(), why })
+    }
+
+    /// Makes it where it is missing, and opens it.
+    pub fn make(&self) -> Result<OwnedFd, FolderRefused> {
+        match rustix::fs::mkdir(&self.0, Mode::RWXU) {
+            Ok(()) | Err(Errno::EXIST) => self.open(),
+            Err(errno) => Err(FolderRefused { path: self.0.clone(), why: FolderFault::Io(errno.into()) }),
+        }
+    }
+
+    fn try_open(&self) -> Result<OwnedFd, FolderFault> {
+        if let Some(folder) = self.0.parent() {
+            check_around(folder)?;
+        }
+        // With PATH a link itself is opened, and no permission is needed to see whose it is.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let folder = rustix::fs::openat(CWD, &self.0, flags, Mode::empty()).map_err(fault)?;
+        let found = rustix::fs::fstat(&folder).map_err(fault)?;
+        let own = own_user();
+        match FileType::from_raw_mode(found.st_mode) {
+            FileType::Symlink => Err(FolderFault::Link),
+            FileType::Directory if found.st_uid != own => {
+                Err(FolderFault::Owner { owner: found.st_uid, own })
+            }
+            FileType::Directory if found.st_mode & 0o077 != 0 => Err(FolderFault::Mode(permissions(&found))),
+            FileType::Directory => Ok(folder),
+            _ => Err(FolderFault::NoFolder),
+        }
+    }
+}
+
+/// Whether nobody but this user and root may rename what lies in a folder: it is theirs, and others may not write there, or
+/// only change what is their own.
+fn check_around(folder: &Path) -> Result<(), FolderFault> {
+    const STICKY: u32 = 0o1000;
+    let found = rustix::fs::stat(folder).map_err(fault)?;
+    let mode = permissions(&found);
+    // In a user namespace that root of the host has no number in, its /tmp belongs to nobody known.
+    let owners = [own_user(), 0, unknown_user()];
+    let is_theirs = owners.contains(&found.st_uid) && (mode & 0o022 == 0 || mode & STICKY != 0);
+    let fault = || FolderFault::Around { folder: folder.to_owned(), owner: found.st_uid, mode };
+    is_theirs.then_some(()).ok_or_else(fault)
+}
+
+fn permissions(found: &Stat) -> u32 {
+    found.st_mode & 0o7777
+}
+
+fn fault(errno: Errno) -> FolderFault {
+    match errno {
+        Errno::NOENT => FolderFault::Missing,
+        errno => FolderFault::Io(errno.into()),
+    }
+}
+
+/// Who runs this process.
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// What the kernel says of users who have no number in this process's user namespace.
+fn unknown_user() -> u32 {
+    const USUAL: u32 = 65534;
+    let said = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
+    said.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(USUAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn refusal(folder: &RuntimeFolder) -> FolderFault {
+        let refused = folder.open().unwrap_err();
+        assert!(refused.to_string().contains(&refused.path.display().to_string()), "{refused}");
+        refused.why
+    }
+
+    #[test]
+    fn a_folder_is_made_for_its_user_alone_and_found_again() {
+        let around = tempfile::tempdir().unwrap();
+        let folder = RuntimeFolder::at(around.path().join("kvlane"));
+        assert!(matches!(refusal(&folder), FolderFault::Missing));
+        folder.make().unwrap();
+        assert_eq!(fs::metadata(folder.path()).unwrap().permissions().mode() & 0o7777, 0o700);
+        folder.make().unwrap();
+        folder.open().unwrap();
+        assert!(folder.holds(&folder.path().join("kvlane.sock")));
+        assert!(!folder.holds(folder.path()));
+        assert!(!folder.holds(&folder.path().join("deeper/kvlane.sock")));
+    }
+
+    #[test]
+    fn a_link_a_file_and_open_permissions_are_refused_and_left_alone() {
+        let around = tempfile::tempdir().unwrap();
+        let real = RuntimeFolder::at(around.path().join("real"));
+        real.make().unwrap();
+        let link = RuntimeFolder::at(around.path().join("link"));
+        symlink(real.path(), link.path()).unwrap();
+        assert!(matches!(refusal(&link), FolderFault::Link));
+        assert!(matches!(link.make().unwrap_err().why, FolderFault::Link));
+        let file = RuntimeFolder::at(around.path().join("file"));
+        fs::write(file.path(), "data").unwrap();
+        assert!(matches!(file.make().unwrap_err().why, FolderFault::NoFolder));
+        for mode in [0o701, 0o710, 0o704, 0o770, 0o777, 0o1777] {
+            fs::set_permissions(real.path(), Permissions::from_mode(mode)).unwrap();
+            let refused = real.make().unwrap_err();
+            assert!(matches!(refused.why, FolderFault::Mode(found) if found == mode), "{refused}");
+            assert!(refused.to_string().contains("chmod 700"), "{refused}");
+            assert_eq!(fs::metadata(real.path()).unwrap().permissions().mode() & 0o7777, mode);
+        }
+    }
+
+    /// Else whoever may write there renames the folder after it was looked at, and puts one of theirs in its place.
+    #[test]
+    fn a_folder_that_others_can_replace_is_refused() {
+        let around = tempfile::tempdir().unwrap();
+        let folder = RuntimeFolder::at(around.path().join("kvlane"));
+        folder.make().unwrap();
+        for (mode, is_right) in [(0o777, false), (0o770, false), (0o1777, true), (0o755, true)] {
+            fs::set_permissions(around.path(), Permissions::from_mode(mode)).unwrap();
+            let opened = folder.open();
+            assert_eq!(opened.is_ok(), is_right, "{mode:o}: {opened:?}");
+            if let Err(refused) = opened {
+                assert!(matches!(refused.why, FolderFault::Around { .. }), "{refused}");
+            }
+        }
+    }
+}
