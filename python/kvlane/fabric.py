@@ -175,9 +175,12 @@ class Engine:
     """Memory, peers and transfers of this process.
 
     `listen`: where peers connect, HOST:PORT, port 0 for any; each address is a path of its own for them. An address
-    that other hosts reach needs a `token`, which both sides have to give. `connections`: how many to each address of a
-    peer. `patience`: a peer that cannot be reached for so long is lost, and transfers with it fail. `transport`: "auto"
-    for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of
+    that other hosts reach needs a `token`, which both sides have to give. `token`: with one, only engines with the same
+    are trusted. Without, engines of this user on this host are, by a secret in the user's runtime folder
+    ($XDG_RUNTIME_DIR/kvlane or /tmp/kvlane-UID); where that folder is not this user's alone, whoever has the
+    descriptor, which then carries a secret. Both sides prove it to each other before anything else.
+    `connections`: how many to each address of a peer. `patience`: a peer that cannot be reached for so long is lost,
+    and transfers with it fail. `transport`: "auto" for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of
     this host whose memory may be read: others are not reached, and `Peer.paths` says why. `copy_threads`: so many
     threads at the most copy between this process and others of its host, the one that waits among them, 1 to 64; None
     for as many as there are processors for it, but 4 at the most. `inbox_messages` and
@@ -242,11 +245,13 @@ class Engine:
         return Region(self, number, size)
 
     def describe(self) -> bytes:
-        """What a peer needs to connect and to name the memory that is registered now. Send it as you like."""
+        """What a peer needs to connect and to name the memory that is registered now. Send it as you like; it is secret
+        only where this engine has neither a token nor a runtime folder."""
         return self._core.describe()
 
     def connect(self, descriptor: bytes) -> Peer:
-        """A peer, by its descriptor. Returns at once: transfers wait for the connection."""
+        """A peer, by its descriptor. Returns at once: transfers wait for the connection. ValueError for a descriptor of
+        another version of kvlane, or where only one of both engines has a token."""
         return Peer(self, self._core.connect(descriptor))
 
     def group(self, peers: Sequence[Peer]) -> Group:

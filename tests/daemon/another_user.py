@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+# What a child of another user may take.
+SECONDS = 60
 # Of the range of ids that /etc/subuid gives to this user, which newuidmap maps.
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--map-auto", "--"]
 
@@ -43,3 +47,31 @@ def _refusal() -> str | None:
     except OSError as error:
         return str(error)
     return None if done.returncode == 0 else done.stderr.strip()
+
+
+def become(uid: int) -> None:
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def as_user(uid: int, call: Callable[[], str], environment: dict[str, str] | None = None) -> str:
+    """What a child of that user answers."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(SECONDS)
+            os.environ.pop("XDG_RUNTIME_DIR", None)
+            os.environ.update(environment or {})
+            become(uid)
+            os.write(writing, call().encode())
+        except BaseException as error:  # noqa: BLE001 - the parent reads it
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said

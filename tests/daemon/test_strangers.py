@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from another_user import as_user, become
 from patterns import NAMESPACE
 from processes import KVLANE, PATIENCE, Daemon, Engine, clean_environment, run_kvlane
 
@@ -28,34 +29,6 @@ VICTIM = 20_000 + os.getpid() % 20_000
 STRANGER = VICTIM + 20_000
 NOBODY = 65534
 DEFAULT_FOLDER = Path(f"/tmp/kvlane-{VICTIM}")
-
-
-def become(uid: int) -> None:
-    os.setgroups([])
-    os.setgid(uid)
-    os.setuid(uid)
-
-
-def as_user(uid: int, call: Callable[[], str], environment: dict[str, str] | None = None) -> str:
-    """What a child of that user answers."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(int(PATIENCE))
-            os.environ.pop("XDG_RUNTIME_DIR", None)
-            os.environ.update(environment or {})
-            become(uid)
-            os.write(writing, call().encode())
-        except BaseException as error:  # noqa: BLE001 - the parent reads it
-            os.write(writing, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return said
 
 
 class Heard:

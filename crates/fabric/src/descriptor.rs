@@ -3,8 +3,9 @@
 //! ```text
 //!  0      4      5      6        8             16                            32         34         36
 //!  +------+------+------+--------+-------------+-----------------------------+----------+----------+
-//!  | KVFD | ver  |  0   | 0      | boot nonce  | engine id                   | addresses| regions  |
+//!  | KVFD | ver  |trust | 0      | boot nonce  | engine id                   | addresses| regions  |
 //!  +------+------+------+--------+-------------+-----------------------------+----------+----------+
+//!  trust:            0 a token, 1 the user's secret, 2 the secret that follows: | secret 32 |
 //!  addresses, each:  | kind u8 | len u8 | len bytes |
 //!  regions, each:    | number u32 | generation u32 | kind u8 | access u8 | 0 u16 | 0 u32 | base u64 | len u64 | key u64 |
 //! ```
@@ -15,10 +16,12 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
+use crate::trust::{SECRET_BYTES, Secret, Trust};
+
 /// Longest descriptor that is read.
 pub const DESCRIPTOR_BYTES_MAX: usize = 1 << 20;
 const MAGIC: [u8; 4] = *b"KVFD";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 const HEAD_BYTES: usize = 36;
 const REGION_BYTES: usize = 40;
 
@@ -75,6 +78,8 @@ pub struct Descriptor {
     pub boot_nonce: u64,
     /// Of the process.
     pub engine_id: u128,
+    /// What whoever connects has to prove. With a secret of the engine's own, the descriptor is a key: whoever has it is let in.
+    pub trust: Trust,
     /// All ways to reach it.
     pub addresses: Vec<Address>,
     /// Its memory.
@@ -87,11 +92,17 @@ pub enum DescriptorError {
     /// Something else, or a part of one.
     #[error("not a memory descriptor of kvlane: {0}")]
     Malformed(&'static str),
+    /// An older peer, which let in every user of its host.
+    #[error(
+        "made by an older kvlane: a memory descriptor of version {0}, which does not say what its engine and we are to prove to \
+         each other, as version {VERSION} does: use the same version of kvlane on both sides"
+    )]
+    Older(u8),
     /// A newer peer.
     #[error(
         "a memory descriptor of version {0}, this is version {VERSION}: use the same version of kvlane on both sides"
     )]
-    Version(u8),
+    Newer(u8),
     /// Too much for one.
     #[error("a memory descriptor holds {0}")]
     TooLarge(&'static str),
@@ -105,11 +116,17 @@ impl Descriptor {
         };
         let mut bytes = Vec::with_capacity(HEAD_BYTES + self.regions.len() * REGION_BYTES);
         bytes.extend(MAGIC);
-        bytes.extend([VERSION, 0, 0, 0]);
+        let (trust, secret) = match &self.trust {
+            Trust::Token => (0, None),
+            Trust::User => (1, None),
+            Trust::Own(secret) => (2, Some(secret)),
+        };
+        bytes.extend([VERSION, trust, 0, 0]);
         bytes.extend(self.boot_nonce.to_le_bytes());
         bytes.extend(self.engine_id.to_le_bytes());
         bytes.extend(count(self.addresses.len())?.to_le_bytes());
         bytes.extend(count(self.regions.len())?.to_le_bytes());
+        secret.iter().for_each(|secret| bytes.extend(secret.bytes()));
         for Address { kind, bytes: address } in &self.addresses {
             let len = u8::try_from(address.len());
             let len = len.map_err(|_| DescriptorError::TooLarge("addresses of at most 255 bytes"))?;
@@ -147,15 +164,24 @@ impl Descriptor {
         if reader.array()? != MAGIC {
             return Err(DescriptorError::Malformed("it begins with something else"));
         }
-        let [version, ..] = reader.array::<4>()?;
-        if version != VERSION {
-            return Err(DescriptorError::Version(version));
+        let [version, trust, ..] = reader.array::<4>()?;
+        match version {
+            VERSION => {}
+            0..VERSION => return Err(DescriptorError::Older(version)),
+            _ => return Err(DescriptorError::Newer(version)),
         }
         let boot_nonce = u64::from_le_bytes(reader.array()?);
         let engine_id = u128::from_le_bytes(reader.array()?);
         let addresses = u16::from_le_bytes(reader.array()?);
         let regions = u16::from_le_bytes(reader.array()?);
-        let mut descriptor = Descriptor { boot_nonce, engine_id, addresses: Vec::new(), regions: Vec::new() };
+        let trust = match trust {
+            0 => Trust::Token,
+            1 => Trust::User,
+            2 => Trust::Own(Secret::new(reader.array::<SECRET_BYTES>()?)),
+            _ => return Err(DescriptorError::Malformed("what its engine trusts is not known")),
+        };
+        let mut descriptor =
+            Descriptor { boot_nonce, engine_id, trust, addresses: Vec::new(), regions: Vec::new() };
         for _ in 0..addresses {
             let [kind, len] = reader.array()?;
             let bytes = reader.take(usize::from(len))?.to_vec();

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_gpu::{Gpu, GpuError};
-use kvlane_memory::{Forked, OwnProcess};
+use kvlane_memory::{Forked, OwnProcess, RuntimeFolder};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
@@ -32,6 +32,7 @@ use crate::sockets::{PathStatus, Transport, random};
 use crate::staging::Staged;
 use crate::tcp::{BYTES_MAX, Credentials, ENTRIES_MAX, Identity, Tls, TlsError};
 use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket};
+use crate::trust::{Mistrust, Proofs};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
 const SPIN: Duration = Duration::from_micros(50);
@@ -57,7 +58,8 @@ pub struct EngineOptions {
     pub listen: Vec<SocketAddr>,
     /// What peers are told instead, where they reach it at other addresses; needed where `listen` says all addresses.
     pub advertise: Vec<SocketAddr>,
-    /// What both sides of a connection have to know. Needed where an address is not of this host only.
+    /// What both sides of a connection have to know; they prove it to each other. Needed where an address is not of this
+    /// host only. Empty: [`Trust`](crate::Trust) says what is proved instead, the secret of this process's user mostly.
     pub token: String,
     /// Connections to each address of a peer.
     pub connections: usize,
@@ -131,6 +133,9 @@ pub enum FabricError {
     /// The descriptor names no address that can be reached from here.
     #[error("the peer's descriptor has no address of a kind that is known here")]
     NoAddress,
+    /// The descriptor is of an engine that nothing can be proved to.
+    #[error(transparent)]
+    Mistrust(#[from] Mistrust),
     /// A transfer that does not fit the memory of both sides.
     #[error(transparent)]
     Shape(#[from] ShapeError),
@@ -284,7 +289,8 @@ impl Engine {
             return Err(FabricError::Limit("with TLS bytes go by TCP, and not by cma".into()));
         }
         let credentials = options.tls.as_ref().map(Credentials::load).transpose()?;
-        let hub = Hub::new(me, credentials, options)?;
+        let proofs = Proofs::new(&options.token, &RuntimeFolder::of_this_user())?;
+        let hub = Hub::new(me, proofs, credentials, options)?;
         let shared = Arc::new(Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),

@@ -11,7 +11,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::tcp::Identity;
+use crate::tcp::{Identity, Key};
 use crate::transfers::Token;
 
 /// So long after a connection was closed nothing of it is placed any more: what [`crate::lease`] allows, and what clocks and
@@ -26,6 +26,8 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 pub(crate) struct Whom {
     pub(crate) identity: Identity,
     pub(crate) session: u128,
+    /// What it proves to us, and we to it.
+    pub(crate) key: Key,
     /// They are tried in turns; there is one.
     pub(crate) addresses: Vec<SocketAddr>,
 }
@@ -132,7 +134,7 @@ mod tests {
 
     fn whom(ports: &[u16]) -> Whom {
         let addresses = ports.iter().map(|port| SocketAddr::from(([127, 0, 0, 1], *port))).collect();
-        Whom { identity: Identity { engine: 1, boot: 2 }, session: 3, addresses }
+        Whom { identity: Identity { engine: 1, boot: 2 }, session: 3, key: Key::new(b"secret"), addresses }
     }
 
     #[test]

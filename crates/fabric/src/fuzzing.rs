@@ -12,9 +12,9 @@ use crate::descriptor::Descriptor;
 use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::regions::Piece;
 use crate::tcp::{
-    Answer, BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Identity, Key, Link,
-    Outcome, PULLED_RUN_BYTES, RUN_BYTES, Reads, Stream, WELCOME_BYTES, Welcome, WireRun, decode_challenge,
-    encode_challenge,
+    BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Key, Link, Nonces, Outcome,
+    PROOF_MESSAGE_BYTES, PULLED_RUN_BYTES, RUN_BYTES, Stream, VERDICT_BYTES, Verdict, WELCOME_BYTES, Welcome,
+    WireRun, decode_challenge, encode_challenge, encode_refusal,
 };
 
 /// A frame's head with what follows it: what is read is within the limits, and written as it was read.
@@ -322,49 +322,57 @@ fn play(tape: &[u8]) -> Vec<u8> {
     stream
 }
 
-/// A challenge, a hello and a welcome: nobody without the token is known, and what is read is written as it was read.
+/// The messages of a greeting: nobody without the secret proves anything or is known, and what is read is written as it was
+/// read.
 pub fn greeting(bytes: &[u8]) {
-    let key = Key::new("secret");
-    let (nonce, other) = ([3; 16], [4; 16]);
+    let (key, other) = (Key::new(b"secret"), Key::new(b"other"));
+    let nonces = Nonces { listening: [3; 16], connecting: [4; 16] };
+    let (session, later) = (key.session(&nonces), key.session(&Nonces { connecting: [5; 16], ..nonces }));
     let mut padded = [0; HELLO_BYTES];
     let len = bytes.len().min(HELLO_BYTES);
     padded[..len].copy_from_slice(&bytes[..len]);
     for begins_right in [false, true] {
         if begins_right {
-            padded[..5].copy_from_slice(&encode_challenge(&nonce)[..5]);
+            padded[..5].copy_from_slice(&encode_challenge(&nonces.listening)[..5]);
         }
         if let Ok(nonce) = decode_challenge(padded.first_chunk().unwrap()) {
             assert_eq!(decode_challenge(&encode_challenge(&nonce).try_into().unwrap()), Ok(nonce));
         }
-        assert!(!matches!(Hello::decode(&padded, &key, &nonce), Ok(Some(_))), "a forged hello");
+        let proof: &[u8; PROOF_MESSAGE_BYTES] = padded.first_chunk().unwrap();
+        assert!(!matches!(key.decode_proof(proof, &nonces.listening), Ok(Some(_))), "a forged proof");
+        let verdict: &[u8; VERDICT_BYTES] = padded.first_chunk().unwrap();
+        assert_ne!(key.decode_verdict(verdict, &nonces), Ok(Verdict::Proved), "a forged verdict");
+        assert!(Hello::decode(&padded, &session).is_err(), "a forged hello");
         let welcome: &[u8; WELCOME_BYTES] = padded.first_chunk().unwrap();
-        assert!(!matches!(Welcome::decode(welcome, &key, &nonce), Ok(Some(_))), "a forged welcome");
+        assert!(Welcome::decode(welcome, &session).is_err(), "a forged welcome");
 
-        // From a peer that has the token, and says anything.
-        let signed = key.sign(&nonce, padded);
-        if let Ok(hello) = Hello::decode(&signed, &key, &nonce) {
-            let hello = hello.expect("the proof is right");
-            let again: [u8; HELLO_BYTES] = hello.encode(&key, &nonce).try_into().unwrap();
-            assert_eq!(Hello::decode(&again, &key, &nonce), Ok(Some(hello)));
-            assert_eq!(Hello::decode(&again, &key, &other), Ok(None));
+        // From a peer that knows the secret, and says anything.
+        if let Ok(hello) = Hello::decode(&session.sign(padded), &session) {
+            let again: [u8; HELLO_BYTES] = hello.encode(&session).try_into().unwrap();
+            assert_eq!(Hello::decode(&again, &session), Ok(hello));
+            assert!(Hello::decode(&again, &later).is_err());
         }
-        let signed = key.sign(&nonce, *welcome);
-        if let Ok(Some(welcome)) = Welcome::decode(&signed, &key, &nonce) {
-            assert_ne!(welcome.answer, Answer::WrongToken);
-            let again: [u8; WELCOME_BYTES] = welcome.encode(&key, &nonce).try_into().unwrap();
-            assert_eq!(Welcome::decode(&again, &key, &nonce), Ok(Some(welcome)));
-            assert_eq!(Welcome::decode(&again, &key, &other), Ok(None));
+        if let Ok(welcome) = Welcome::decode(&session.sign(*welcome), &session) {
+            let again: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
+            assert_eq!(Welcome::decode(&again, &session), Ok(welcome));
+            assert!(Welcome::decode(&again, &later).is_err());
         }
     }
-    let from = Identity { engine: 1, boot: 2 };
-    let told = Welcome { answer: Answer::WrongToken, from, offer: None, reads: Reads::No, rings: false };
-    let told: [u8; WELCOME_BYTES] = told.encode(&key, &nonce).try_into().unwrap();
-    assert_eq!(Welcome::decode(&told, &key, &nonce), Ok(None));
+    // Both with nonces that nobody has chosen.
+    let chosen = Nonces { connecting: *padded.last_chunk().unwrap(), ..nonces };
+    let proof: [u8; PROOF_MESSAGE_BYTES] = key.encode_proof(&chosen).try_into().unwrap();
+    assert_eq!(key.decode_proof(&proof, &chosen.listening), Ok(Some(chosen)));
+    assert_eq!(other.decode_proof(&proof, &chosen.listening), Ok(None));
+    let verdict: [u8; VERDICT_BYTES] = key.encode_verdict(&chosen).try_into().unwrap();
+    assert_eq!(key.decode_verdict(&verdict, &chosen), Ok(Verdict::Proved));
+    assert_eq!(other.decode_verdict(&verdict, &chosen), Ok(Verdict::Unproved));
+    let refusal: [u8; VERDICT_BYTES] = encode_refusal().try_into().unwrap();
+    assert_eq!(key.decode_verdict(&refusal, &chosen), Ok(Verdict::Refused));
 }
 
 /// A descriptor: what is read can be written, and is read again as the same.
 pub fn descriptor(bytes: &[u8]) {
-    let mut right = b"KVFD\x01".to_vec();
+    let mut right = b"KVFD\x02".to_vec();
     right.extend(bytes.get(5..).unwrap_or_default());
     for bytes in [bytes, &right] {
         let Ok(descriptor) = Descriptor::from_bytes(bytes) else { continue };

@@ -7,11 +7,12 @@ use rustix::event::epoll::Event;
 
 use crate::completion::Outcomes;
 use crate::descriptor::Descriptor;
-use crate::engine::EngineOptions;
+use crate::engine::{EngineOptions, FabricError};
 use crate::provider::drive;
 use crate::sockets::{PathStatus, Sockets};
 use crate::tcp::{Credentials, Identity};
 use crate::transfers::{PeerId, Transfers};
+use crate::trust::Proofs;
 
 #[derive(Debug)]
 pub(crate) struct Hub {
@@ -26,12 +27,13 @@ pub(crate) struct Hub {
 impl Hub {
     pub(crate) fn new(
         me: Identity,
+        proofs: Proofs,
         credentials: Option<Credentials>,
         options: EngineOptions,
     ) -> io::Result<Hub> {
         Ok(Hub {
             transfers: Transfers::new(options.transfers.clone()),
-            sockets: Sockets::open(me, credentials, options)?,
+            sockets: Sockets::open(me, proofs, credentials, options)?,
             outcomes: Outcomes::default(),
             is_closed: false,
             asleep_until: None,
@@ -89,7 +91,7 @@ impl Hub {
     }
 
     /// A peer; none if it has no address that is known here.
-    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> io::Result<Option<PeerId>> {
+    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> Result<Option<PeerId>, FabricError> {
         let Some(ways) = self.sockets.ways_to(descriptor)? else { return Ok(None) };
         let (peer, paths) = self.transfers.add_peer(self.now(), ways.paths());
         self.sockets.add_peer(peer, &paths, ways, descriptor);

@@ -27,6 +27,7 @@ mod sockets;
 mod staging;
 mod tcp;
 mod transfers;
+mod trust;
 
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
@@ -45,3 +46,4 @@ pub use transfers::{
     Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,
     Ticket, Token, Transfers, Work,
 };
+pub use trust::{Mistrust, Secret, Trust};

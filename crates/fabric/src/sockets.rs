@@ -2,8 +2,8 @@
 //! Also what peers ask of this process. Nothing here blocks.
 //!
 //! ```text
-//!  connecting side:   TCP connect --> challenge --> Hello sent --> Welcome: up --> (fence) --> gone
-//!  listening side:    accepted: challenge sent --> Hello --> Welcome sent: serving --> gone
+//!  connecting side:   TCP connect --> challenge --> proof sent --> verdict --> Hello sent --> Welcome: up --> (fence) --> gone
+//!  listening side:    accepted: challenge sent --> proof --> verdict sent --> Hello --> Welcome sent: serving --> gone
 //! ```
 //! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
 //! only when the peer has said over another connection that it reads the broken one no more (a fence), or when its lease is
@@ -47,8 +47,9 @@ use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
 use crate::staging::Staging;
-use crate::tcp::{BadFrame, Credentials, Ended, Identity, Key, Link, Outcome};
+use crate::tcp::{BadFrame, Credentials, Ended, Identity, Link, Nonces, Outcome, SessionKey};
 use crate::transfers::{Completion, PathId, PeerId, Post, Ticket, Token};
+use crate::trust::{Proofs, Trust};
 
 /// How often connections are looked at. Whoever connected says something at each look.
 const LOOK: Duration = Duration::from_millis(500);
@@ -65,7 +66,7 @@ type LinkId = u64;
 #[derive(Debug)]
 pub(crate) struct Sockets {
     pub(crate) me: Identity,
-    key: Key,
+    pub(crate) proofs: Proofs,
     /// With these all connections are encrypted.
     credentials: Option<Credentials>,
     begun: Instant,
@@ -175,23 +176,51 @@ struct Coming {
 
 #[derive(Debug)]
 enum Role {
-    /// Of a peer that has not said who it is.
-    Accepted { challenge: [u8; 16], lease: Lease },
+    /// Of somebody who has proved nothing, and is told nothing.
+    Accepted {
+        challenge: [u8; 16],
+        lease: Lease,
+    },
+    /// Of a peer that knows the secret, and has not said who it is.
+    Proved {
+        key: SessionKey,
+        lease: Lease,
+    },
     /// Of a peer whose transfers are served; and the write whose bytes are coming, with whether it is refused.
-    Serving { from: Identity, session: u128, connection: u64, body: Option<(u64, bool)>, lease: Lease },
+    Serving {
+        from: Identity,
+        session: u128,
+        connection: u64,
+        body: Option<(u64, bool)>,
+        lease: Lease,
+    },
     /// Ends when all is written.
     Leaving,
-    /// Ours, on its way: TCP connects, then the peer's challenge comes, then its welcome.
-    Connecting { to: Goal, connection: u64 },
+    /// Ours, on its way: TCP connects, then the peer's challenge comes, then its verdict about our proof, then its welcome.
+    Connecting {
+        to: Goal,
+        connection: u64,
+    },
+    Proving {
+        to: Goal,
+        connection: u64,
+        nonces: Nonces,
+    },
     Greeted {
         to: Goal,
         connection: u64,
-        nonce: [u8; 16],
+        key: SessionKey,
         /// What was offered, or why nothing is. None: nobody thought of it.
         segment: Option<Result<Segment, String>>,
     },
     /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
-    Up { path: PathId, number: u32, connection: u64, body: Option<Token>, stamp: u64 },
+    Up {
+        path: PathId,
+        number: u32,
+        connection: u64,
+        body: Option<Token>,
+        stamp: u64,
+    },
 }
 
 /// What a connection of ours is for.
@@ -206,6 +235,8 @@ enum Goal {
 #[derive(Debug)]
 struct Peer {
     whom: Whom,
+    /// As its descriptor said, which does not change while it runs.
+    trust: Trust,
     regions: HashMap<u32, RegionDescriptor>,
 }
 
@@ -324,19 +355,12 @@ impl RegionLengths for BothSides<'_> {
 impl Sockets {
     pub(crate) fn open(
         me: Identity,
+        proofs: Proofs,
         credentials: Option<Credentials>,
         options: EngineOptions,
     ) -> io::Result<Sockets> {
         let EngineOptions {
-            listen,
-            advertise,
-            token,
-            connections,
-            transport,
-            copy_threads,
-            transfers,
-            inbox,
-            ..
+            listen, advertise, connections, transport, copy_threads, transfers, inbox, ..
         } = options;
         // What is encrypted goes by TCP.
         let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
@@ -353,7 +377,7 @@ impl Sockets {
         }
         Ok(Sockets {
             me,
-            key: Key::new(&token),
+            proofs,
             credentials,
             begun: Instant::now(),
             chunk_bytes: transfers.chunk_bytes,

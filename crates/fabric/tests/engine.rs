@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, Pages, PeerId, Pieces, Place,
-    Run, ShapeError, Transfer, Transport,
+    Access, Engine, EngineOptions, FabricError, Failure, Handle, Mistrust, Op, Options, Pages, PeerId,
+    Pieces, Place, Run, ShapeError, Transfer, Transport,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -191,9 +191,12 @@ fn without_the_token_nothing_is_moved() {
     };
     let mut there = Side::new(100, Access::ReadWrite, with("secret"));
     there.fill(6);
-    for (token, outcome) in
-        [("", Err(Failure::PeerLost)), ("other", Err(Failure::PeerLost)), ("secret", Ok(()))]
-    {
+    let plain = Side::of(100);
+    let refused = plain.engine.connect(&there.engine.describe().unwrap());
+    assert!(matches!(refused, Err(FabricError::Mistrust(Mistrust::TokenThere))), "{refused:?}");
+    let refused = there.engine.connect(&plain.engine.describe().unwrap());
+    assert!(matches!(refused, Err(FabricError::Mistrust(Mistrust::TokenHere))), "{refused:?}");
+    for (token, outcome) in [("other", Err(Failure::PeerLost)), ("secret", Ok(()))] {
         let here = Side::new(100, Access::ReadWrite, quick(token));
         let read = Transfer::read(Pieces::Contiguous(here.run(0, &there, 0, 100)));
         let peer = here.peer(&there);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvlane_fabric::{
     Access, Address, Arrival, COUNTERS_MAX, Descriptor, DescriptorError, Immediates, MemoryKind, Pages,
-    Pieces, Place, RegionDescriptor, RegionLengths, Run, ShapeError, Side,
+    Pieces, Place, RegionDescriptor, RegionLengths, Run, Secret, ShapeError, Side, Trust,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -99,6 +99,7 @@ proptest! {
         engine_id: u128,
         addresses in vec((any::<u8>(), vec(any::<u8>(), 0..40)), 0..4),
         regions in vec((any::<u32>(), any::<u32>(), any::<bool>(), any::<bool>(), any::<u32>(), any::<u64>()), 0..4),
+        trust in prop_oneof![Just(Trust::Token), Just(Trust::User), any::<[u8; 32]>().prop_map(|bytes| Trust::Own(Secret::new(bytes)))],
     ) {
         let addresses = addresses.into_iter().map(|(kind, bytes)| Address { kind, bytes }).collect();
         let regions = regions
@@ -113,7 +114,7 @@ proptest! {
                 key,
             })
             .collect();
-        let descriptor = Descriptor { boot_nonce, engine_id, addresses, regions };
+        let descriptor = Descriptor { boot_nonce, engine_id, trust, addresses, regions };
         let bytes = descriptor.to_bytes().unwrap();
         let text = descriptor.to_text().unwrap();
         prop_assert_eq!(text.parse(), Ok(descriptor.clone()));
@@ -131,7 +132,7 @@ proptest! {
 
     #[test]
     fn no_bytes_make_the_reader_panic(bytes in vec(any::<u8>(), 0..200), sound: bool) {
-        let head = *b"KVFD\x01\0\0\0";
+        let head = *b"KVFD\x02\0\0\0";
         let bytes = if sound { [&head[..], &bytes].concat() } else { bytes };
         if let Ok(descriptor) = Descriptor::from_bytes(&bytes) {
             // What is read can be written; kinds that are not known are left out.
@@ -234,7 +235,7 @@ fn sizes_around_every_limit_are_kept() {
 }
 
 #[test]
-fn newer_descriptors_are_named_and_unknown_kinds_left_out() {
+fn other_versions_are_named_and_unknown_kinds_left_out() {
     let region = |number, kind| RegionDescriptor {
         number,
         generation: 1,
@@ -245,11 +246,19 @@ fn newer_descriptors_are_named_and_unknown_kinds_left_out() {
         key: 9,
     };
     let regions = vec![region(0, MemoryKind::Host), region(1, MemoryKind::Cuda)];
-    let descriptor = Descriptor { boot_nonce: 1, engine_id: 2, addresses: Vec::new(), regions };
+    let descriptor =
+        Descriptor { boot_nonce: 1, engine_id: 2, trust: Trust::Token, addresses: Vec::new(), regions };
     let bytes = descriptor.to_bytes().unwrap();
     let mut newer = bytes.clone();
-    newer[4] = 2;
-    assert_eq!(Descriptor::from_bytes(&newer), Err(DescriptorError::Version(2)));
+    newer[4] = 3;
+    assert_eq!(Descriptor::from_bytes(&newer), Err(DescriptorError::Newer(3)));
+    newer[4] = 1;
+    let older = Descriptor::from_bytes(&newer).unwrap_err();
+    assert_eq!(older, DescriptorError::Older(1));
+    assert!(older.to_string().contains("made by an older kvlane"), "{older}");
+    let mut untrusted = bytes.clone();
+    untrusted[5] = 3;
+    assert!(matches!(Descriptor::from_bytes(&untrusted), Err(DescriptorError::Malformed(_))));
     let mut unknown = bytes;
     unknown[36 + 8] = 200;
     let read = Descriptor::from_bytes(&unknown).unwrap();

@@ -22,7 +22,9 @@ impl Sockets {
         let is_fence = |entry: &Entry| {
             matches!(
                 entry.role,
-                Role::Connecting { to: Goal::Fence(_), .. } | Role::Greeted { to: Goal::Fence(_), .. }
+                Role::Connecting { to: Goal::Fence(_), .. }
+                    | Role::Proving { to: Goal::Fence(_), .. }
+                    | Role::Greeted { to: Goal::Fence(_), .. }
             )
         };
         self.remove_links(|entry| !is_fence(entry));
@@ -46,9 +48,11 @@ impl Sockets {
         let now = self.now();
         let peer = entry.link.socket().peer_addr().ok();
         match entry.role {
-            Role::Accepted { .. } | Role::Leaving => tracing::debug!(?peer, %why, "a connection ended"),
+            Role::Accepted { .. } | Role::Proved { .. } | Role::Leaving => {
+                tracing::debug!(?peer, %why, "a connection ended")
+            }
             Role::Serving { .. } => tracing::debug!(?peer, %why, "a peer's connection ended"),
-            Role::Connecting { to, .. } | Role::Greeted { to, .. } => {
+            Role::Connecting { to, .. } | Role::Proving { to, .. } | Role::Greeted { to, .. } => {
                 tracing::debug!(?peer, %why, ?to, "a connection failed");
                 match to {
                     Goal::Path(path, number) => {

@@ -4,17 +4,33 @@ use super::neighbours::PULLED_CHUNKS;
 use super::{Entry, Goal, LinkId, Role, Sockets, Transport};
 use crate::provider::Event;
 use crate::sessions::TooMany;
-use crate::tcp::{Answer, BYTES_MAX, BadFrame, Ended, Hello, Purpose, Welcome};
+use crate::tcp::{
+    Answer, BYTES_MAX, BadFrame, Ended, Hello, Nonces, Purpose, SessionKey, Welcome, encode_refusal,
+};
 
 impl Sockets {
-    /// A peer has said who it is; None: without a proof.
-    pub(super) fn greet(&mut self, id: LinkId, hello: Option<Hello>) {
-        let (answer, nonce) = match hello {
-            None => (Answer::WrongToken, [0; 16]),
-            Some(hello) if hello.to != self.me => (Answer::SomebodyElse, hello.nonce),
-            Some(hello) => (Answer::Welcome, hello.nonce),
+    /// Somebody who has connected has proved to know the secret; None: has not, and learns nothing else.
+    pub(super) fn judge(&mut self, id: LinkId, proved: Option<Nonces>) {
+        let Some(entry) = self.links.get_mut(&id) else { return };
+        let verdict = match (proved, &entry.role) {
+            (Some(nonces), Role::Accepted { lease, .. }) => {
+                let (key, lease) = (self.proofs.own.session(&nonces), *lease);
+                entry.role = Role::Proved { key, lease };
+                self.proofs.own.encode_verdict(&nonces)
+            }
+            _ => {
+                tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer that does not know the secret");
+                entry.role = Role::Leaving;
+                encode_refusal()
+            }
         };
-        if let (Answer::Welcome, Some(Hello { purpose: Purpose::Fence(of), from, .. })) = (answer, hello) {
+        self.say(id, verdict);
+    }
+
+    /// A peer that has proved to know the secret has said who it is. `key`: of the connection.
+    pub(super) fn greet(&mut self, id: LinkId, hello: Hello, key: &SessionKey) {
+        let answer = if hello.to == self.me { Answer::Welcome } else { Answer::SomebodyElse };
+        if let (Answer::Welcome, Hello { purpose: Purpose::Fence(of), from, .. }) = (answer, hello) {
             let is_it = |entry: &Entry| matches!(entry.role, Role::Serving { from: f, connection, .. } if (f, connection) == (from, of));
             let fenced: Vec<LinkId> =
                 self.links.iter().filter(|(_, entry)| is_it(entry)).map(|(link, _)| *link).collect();
@@ -23,47 +39,42 @@ impl Sockets {
                 return self.end(id, &Ended::StillPlaces);
             }
         }
-        let wants = |hello: &Hello| hello.purpose == Purpose::Path && answer == Answer::Welcome;
-        if let Some(Hello { session, from, .. }) = hello.filter(wants) {
+        let path = (hello.purpose == Purpose::Path && answer == Answer::Welcome).then_some(hello);
+        if let Some(Hello { session, from, .. }) = path {
             match self.sessions.join(self.now(), session, from) {
                 Ok(forgotten) => forgotten.into_iter().for_each(|session| self.immediates.forget(session)),
                 Err(TooMany) => return self.end(id, &BadFrame("it has too many sessions").into()),
             }
             self.inbox.share_among(self.sessions.connected());
         }
-        let (neighbour, reads, rings) = self.meet(hello.filter(wants));
+        let (neighbour, reads, rings) = self.meet(path);
         let offer = self.offer(None).filter(|_| neighbour.is_some());
         let Some(entry) = self.links.get_mut(&id) else { return };
         entry.neighbour = neighbour;
-        entry.role = match (answer, hello, &entry.role) {
-            (
-                Answer::Welcome,
-                Some(Hello { purpose: Purpose::Path, from, connection, session, .. }),
-                Role::Accepted { lease, .. },
-            ) => Role::Serving { from, session, connection, body: None, lease: *lease },
+        entry.role = match (path, &entry.role) {
+            (Some(Hello { from, connection, session, .. }), Role::Proved { lease, .. }) => {
+                Role::Serving { from, session, connection, body: None, lease: *lease }
+            }
             _ => Role::Leaving,
         };
-        if answer == Answer::WrongToken {
-            tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer without the token");
-        }
         let welcome = Welcome { answer, from: self.me, offer, reads, rings: rings.is_some() };
-        self.say(id, welcome.encode(&self.key, &nonce));
+        self.say(id, welcome.encode(key));
         if let Some(rings) = rings {
             self.flush(id);
             self.go_through(id, rings);
         }
     }
 
-    /// The peer has answered our greeting; None: without a proof.
+    /// The peer has answered our greeting.
     pub(super) fn welcomed(
         &mut self,
         id: LinkId,
         to: Goal,
         connection: u64,
-        welcome: Option<Welcome>,
+        welcome: Welcome,
     ) -> Result<bool, Ended> {
         match (welcome, to) {
-            (Some(welcome @ Welcome { answer: Answer::Welcome, .. }), Goal::Path(path, number)) => {
+            (Welcome { answer: Answer::Welcome, .. }, Goal::Path(path, number)) => {
                 let transport = self.know_neighbour(id, path, &welcome)?;
                 let read_bytes = (transport == Transport::Cma)
                     .then(|| self.chunk_bytes.saturating_mul(PULLED_CHUNKS).min(BYTES_MAX));
@@ -74,7 +85,7 @@ impl Sockets {
                 }
                 Ok(true)
             }
-            (Some(Welcome { answer: Answer::Welcome, .. }), Goal::Fence(of)) => {
+            (Welcome { answer: Answer::Welcome, .. }, Goal::Fence(of)) => {
                 self.remove(id);
                 self.pulling.remove(&of);
                 self.news.change = true;
@@ -82,10 +93,7 @@ impl Sockets {
                 self.give_back(tokens);
                 Ok(false)
             }
-            (Some(_), _) => {
-                Err(BadFrame("another process listens there now: describe the peer's memory again").into())
-            }
-            (None, _) => Err(BadFrame("it has another token").into()),
+            _ => Err(BadFrame("another process listens there now: describe the peer's memory again").into()),
         }
     }
 }

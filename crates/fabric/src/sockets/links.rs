@@ -17,7 +17,8 @@ use crate::fences::Whom;
 use crate::inbox::Admission;
 use crate::lease::{self, Lease};
 use crate::tcp::{
-    Came, ENTRIES_MAX, Ended, Head, Hello, Link, Purpose, Stream, Welcome, decode_challenge, encode_challenge,
+    BadFrame, Came, ENTRIES_MAX, Ended, Head, Hello, Link, Nonces, Purpose, Stream, Verdict, Welcome,
+    decode_challenge, encode_challenge,
 };
 use crate::transfers::Token;
 
@@ -29,6 +30,9 @@ const ACCEPTED_MAX: usize = 1_024;
 /// with half of it, 1.9 with twice as much; reads of 16 MiB 3.3 and 3.4, 2.9 and 2.2, 2.6. Over a network it would hold back
 /// whatever is faster than this in a round trip.
 const SAME_HOST_SEND_BYTES: usize = 512 << 10;
+/// Where one side does not know the secret of the other.
+const UNPROVED: &str = "it has another token, or other engines than ours are trusted there: without a token these are those of \
+     one user, with one runtime folder. Give both sides the same token";
 /// How long nobody is accepted after that failed for want of something.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Frames of one connection before the others have their turn.
@@ -261,14 +265,28 @@ impl Sockets {
         }
     }
 
+    /// At whom a connection of ours aims, if that is still wanted.
+    fn whom(&self, to: Goal) -> Option<&Whom> {
+        match to {
+            Goal::Path(path, _) => Some(&self.peers.get(&self.paths.get(&path)?.peer)?.whom),
+            Goal::Fence(of) => self.fences.whom(of),
+        }
+    }
+
     /// Takes the next thing that came over a connection. False: there is nothing, or the connection is gone.
     pub(super) fn take_next(&mut self, id: LinkId) -> Result<bool, Ended> {
         let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
         match &mut entry.role {
             Role::Accepted { challenge, .. } => {
+                let Some(proof) = entry.link.greeting()? else { return Ok(false) };
+                let proved = self.proofs.own.decode_proof(&proof, challenge)?;
+                self.judge(id, proved);
+                Ok(true)
+            }
+            Role::Proved { key, .. } => {
                 let Some(hello) = entry.link.greeting()? else { return Ok(false) };
-                let hello = Hello::decode(&hello, &self.key, challenge)?;
-                self.greet(id, hello);
+                let (hello, key) = (Hello::decode(&hello, key)?, key.clone());
+                self.greet(id, hello, &key);
                 Ok(true)
             }
             Role::Connecting { to, connection } => {
@@ -282,30 +300,47 @@ impl Sockets {
                     return Ok(true);
                 }
                 let Some(challenge) = entry.link.greeting()? else { return Ok(false) };
-                let challenge = decode_challenge(&challenge)?;
-                let (to, connection, nonce) = (*to, *connection, challenge_of(random()?, random()?));
+                let listening = decode_challenge(&challenge)?;
+                let nonces = Nonces { listening, connecting: challenge_of(random()?, random()?) };
+                let (to, connection) = (*to, *connection);
+                entry.role = Role::Proving { to, connection, nonces };
+                let Some(Whom { key, .. }) = self.whom(to) else { return Err(Ended::Closed) };
+                let proof = key.encode_proof(&nonces);
+                self.say(id, proof);
+                Ok(true)
+            }
+            Role::Proving { to, connection, nonces } => {
+                let Some(verdict) = entry.link.greeting()? else { return Ok(false) };
+                let (to, connection, nonces) = (*to, *connection, *nonces);
+                let Some(Whom { identity, session, key, .. }) = self.whom(to) else {
+                    return Err(Ended::Closed);
+                };
+                let (wanted, session) = (*identity, *session);
+                match key.decode_verdict(&verdict, &nonces)? {
+                    Verdict::Proved => {}
+                    Verdict::Unproved | Verdict::Refused => return Err(BadFrame(UNPROVED).into()),
+                }
+                let key = key.session(&nonces);
+                let Some(entry) = self.links.get_mut(&id) else { return Ok(false) };
                 let segment =
                     self.card.as_ref().and_then(|_| super::neighbours::segment(entry.link.socket(), to));
                 let offered = segment.as_ref().and_then(|segment| segment.as_ref().ok());
                 let rings = offered.map(|segment| segment.as_fd().as_raw_fd() as u32);
-                entry.role = Role::Greeted { to, connection, nonce, segment };
-                let of_path = |path| self.peers.get(&self.paths.get(&path)?.peer);
-                let (purpose, whom) = match to {
-                    Goal::Path(path, _) => (Purpose::Path, of_path(path).map(|peer| &peer.whom)),
-                    Goal::Fence(of) => (Purpose::Fence(of), self.fences.whom(of)),
+                entry.role = Role::Greeted { to, connection, key: key.clone(), segment };
+                let purpose = match to {
+                    Goal::Path(..) => Purpose::Path,
+                    Goal::Fence(of) => Purpose::Fence(of),
                 };
-                let Some(Whom { identity, session, .. }) = whom else { return Err(Ended::Closed) };
-                let (to, session) = (*identity, *session);
                 let offer = self.offer(rings).filter(|_| purpose == Purpose::Path);
-                let hello = Hello { purpose, connection, from: self.me, to, nonce, session, offer };
-                let bytes = hello.encode(&self.key, &challenge);
+                let hello = Hello { purpose, connection, from: self.me, to: wanted, session, offer };
+                let bytes = hello.encode(&key);
                 self.say(id, bytes);
                 Ok(true)
             }
-            Role::Greeted { to, connection, nonce, .. } => {
+            Role::Greeted { to, connection, key, .. } => {
                 let Some(welcome) = entry.link.greeting()? else { return Ok(false) };
                 let (to, connection) = (*to, *connection);
-                let answer = Welcome::decode(&welcome, &self.key, nonce)?;
+                let answer = Welcome::decode(&welcome, key)?;
                 self.welcomed(id, to, connection, answer)
             }
             Role::Serving { .. } | Role::Up { .. } => {

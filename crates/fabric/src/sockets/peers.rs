@@ -8,6 +8,7 @@ use kvlane_gpu::{Gpu, GpuError};
 
 use super::{BothSides, Entry, LinkId, PathAt, PathStatus, Peer, Sockets, Transport, Used, random};
 use crate::descriptor::{Access, Address, Descriptor, MemoryKind, RegionDescriptor};
+use crate::engine::FabricError;
 use crate::fences::Whom;
 use crate::runs::Run;
 use crate::staging::Spot;
@@ -29,20 +30,22 @@ impl Sockets {
         Ok(Descriptor {
             boot_nonce: self.me.boot,
             engine_id: self.me.engine,
+            trust: self.proofs.trust.clone(),
             addresses: addresses.into_iter().map(encode_address).collect(),
             regions: self.regions.descriptors(),
         })
     }
 
     /// How a peer can be reached; none if it has no address that is known here.
-    pub(crate) fn ways_to(&self, descriptor: &Descriptor) -> io::Result<Option<Ways>> {
+    pub(crate) fn ways_to(&self, descriptor: &Descriptor) -> Result<Option<Ways>, FabricError> {
+        let key = self.proofs.key_for(&descriptor.trust)?;
         let known = descriptor.addresses.iter().filter_map(decode_address).take(ADDRESSES_MAX);
         let addresses: Vec<SocketAddr> = known.collect();
         if addresses.is_empty() {
             return Ok(None);
         }
         let session = u128::from(random()?) << 64 | u128::from(random()?);
-        let whom = Whom { identity: identity(descriptor), session, addresses };
+        let whom = Whom { identity: identity(descriptor), session, key, addresses };
         Ok(Some(Ways { whom, connections: self.connections }))
     }
 
@@ -55,12 +58,14 @@ impl Sockets {
             let at = PathAt { peer, address, link, trouble, transport, fallback, no_rings };
             self.paths.insert(*path, at);
         }
-        self.peers.insert(peer, Peer { whom, regions: by_number(descriptor) });
+        let (trust, regions) = (descriptor.trust.clone(), by_number(descriptor));
+        self.peers.insert(peer, Peer { whom, trust, regions });
     }
 
     /// The peer's memory, as it is now. False if it is another process's descriptor, or no such peer is known.
     pub(crate) fn update_peer(&mut self, peer: PeerId, descriptor: &Descriptor) -> bool {
-        let is_it = |peer: &&mut Peer| peer.whom.identity == identity(descriptor);
+        let is_it =
+            |peer: &&mut Peer| peer.whom.identity == identity(descriptor) && peer.trust == descriptor.trust;
         match self.peers.get_mut(&peer).filter(is_it) {
             Some(peer) => {
                 peer.regions = by_number(descriptor);

@@ -5,11 +5,12 @@
 //! ```text
 //!  connecting side                              listening side
 //!      |  <--- Challenge: KVFT, version, nonce -----  |
-//!      |  --- Hello: who, for whom, proof --------->  |
-//!      |  <--- Welcome: who, proof, or a refusal ---  |
+//!      |  --- Proof: nonce, proof ----------------->  |
+//!      |  <--- Verdict: proof, or a refusal --------  |
+//!      |  --- Hello: who, for whom ---------------->  |
+//!      |  <--- Welcome: who ------------------------  |
 //! ```
-//! A proof is an HMAC-SHA256 with the shared token over both nonces and what the message says; without a token the key is
-//! empty. Then frames follow, each with a head of 32 bytes, little-endian:
+//! That is the greeting ([`super::greeting`]). Then frames follow, each with a head of 32 bytes, little-endian:
 //!
 //! ```text
 //!  0      1      2        4          8            16           24           32

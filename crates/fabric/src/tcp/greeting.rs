@@ -1,20 +1,31 @@
-//! Who is at the other end of a connection, before anything else.
+//! Who is at the other end of a connection, before anything else. First both prove that they know one secret; nothing is said
+//! before that, of neither side, but random numbers. Then they say who they are.
 //!
 //! ```text
-//!  Challenge:  | KVFT | version u8 | 0 x 3 | nonce 16 |
+//!  connecting side                                          listening side
+//!     |  <---- Challenge: | KVFT | version u8 | 0 x 3 | nonce 16 |
+//!     |  Proof:  | KVFT | version u8 | 0 x 3 | nonce 16 | proof 32 |  ---->
+//!     |  <---- Verdict: | KVFT | version u8 | verdict u8 | 0 x 2 | proof 32 |   1: refused, without a proof, and the end
+//!     |  Hello  ---->
+//!     |  <---- Welcome
+//!
 //!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
-//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | nonce 16 | session u128
-//!              | pid u32 | rings u32 | card u64 | proof 32 |
+//!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | session u128
+//!              | pid u32 | rings u32 | card u64 | seal 32 |
 //!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64
-//!              | pid u32 | reads u8, rings u8, 0 x 2 | card u64 | proof 32 |
+//!              | pid u32 | reads u8, rings u8, 0 x 2 | card u64 | seal 32 |
 //! ```
 //! `pid` and `card` say where a process of the same host lets its card be read (pid 0: nowhere); `reads` whether the
 //! listening side could read that of the connecting side: 0 it was not asked to or may not, 255 yes, else why not, an errno.
 //! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process that connects, 0 if there is none;
 //! of a Welcome 1 if all that follows goes through that segment, in both directions.
 //!
-//! A proof is the HMAC-SHA256 of the other side's nonce and the message before the proof, with the shared token as key:
-//! only who has the token can make it, and none is good a second time.
+//! A proof is the HMAC-SHA256 of the side that makes it and both nonces, with the secret as key ([`crate::trust`]). Only who
+//! knows the secret can make it; none is good on another connection, and none is one of the other side, so that sending
+//! somebody's own proof back to them proves nothing. The session's key is made from the secret and both nonces likewise. With
+//! it Hello and Welcome are sealed, so they are of whoever has proved it, and nobody has changed them.
+
+use std::sync::Arc;
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -22,13 +33,17 @@ use sha2::Sha256;
 use super::frame::BadFrame;
 
 pub(crate) const CHALLENGE_BYTES: usize = 24;
-pub(crate) const HELLO_BYTES: usize = 152;
+pub(crate) const PROOF_MESSAGE_BYTES: usize = 56;
+pub(crate) const VERDICT_BYTES: usize = 40;
+pub(crate) const HELLO_BYTES: usize = 136;
 pub(crate) const WELCOME_BYTES: usize = 80;
 const MAGIC: [u8; 4] = *b"KVFT";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 /// Of a welcome: the listening side reads memory of the connecting side. Not an errno.
 const READS: u8 = 255;
 const PROOF_BYTES: usize = 32;
+const CHANGED: BadFrame =
+    BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
 
 /// A process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -54,7 +69,6 @@ pub(crate) struct Hello {
     pub(crate) connection: u64,
     pub(crate) from: Identity,
     pub(crate) to: Identity,
-    pub(crate) nonce: [u8; 16],
     /// All connections of one peer of the side that connects have the same: its immediates are numbered within it.
     pub(crate) session: u128,
     /// Where the process that connects lets its card be read.
@@ -95,15 +109,24 @@ pub(crate) struct Welcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
     Welcome,
-    /// The proof is wrong.
-    WrongToken,
     /// Another process than the wanted one listens here.
     SomebodyElse,
 }
 
-/// The token that both sides have; may be empty.
+/// Drawn by both sides of a connection for it alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Nonces {
+    pub(crate) listening: [u8; 16],
+    pub(crate) connecting: [u8; 16],
+}
+
+/// What both sides know and nobody else.
 #[derive(Clone)]
-pub(crate) struct Key(Vec<u8>);
+pub(crate) struct Key(Arc<[u8]>);
+
+/// Of one connection, whose sides have proved the [`Key`] to each other.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct SessionKey([u8; PROOF_BYTES]);
 
 impl std::fmt::Debug for Key {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -111,34 +134,134 @@ impl std::fmt::Debug for Key {
     }
 }
 
+impl std::fmt::Debug for SessionKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SessionKey(..)")
+    }
+}
+
+/// What a MAC is for: one that was made for one of them is not taken for another.
+#[derive(Clone, Copy)]
+enum Use {
+    ProofOfConnecting,
+    ProofOfListening,
+    Session,
+    Hello,
+    Welcome,
+}
+
+impl Use {
+    /// All of one length.
+    fn label(self) -> [u8; 16] {
+        *match self {
+            Use::ProofOfConnecting => b"kvlane connects ",
+            Use::ProofOfListening => b"kvlane listens  ",
+            Use::Session => b"kvlane session  ",
+            Use::Hello => b"kvlane hello    ",
+            Use::Welcome => b"kvlane welcome  ",
+        }
+    }
+}
+
+fn mac(key: &[u8], of: Use, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
+    // HMAC takes keys of any length.
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).ok()?;
+    mac.update(&of.label());
+    parts.iter().for_each(|part| mac.update(part));
+    Some(mac)
+}
+
+fn prove(key: &[u8], of: Use, parts: &[&[u8]]) -> [u8; PROOF_BYTES] {
+    mac(key, of, parts).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
+}
+
+/// In constant time.
+fn is_proof(key: &[u8], of: Use, parts: &[&[u8]], proof: &[u8]) -> bool {
+    mac(key, of, parts).is_some_and(|mac| mac.verify_slice(proof).is_ok())
+}
+
 impl Key {
-    pub(crate) fn new(token: &str) -> Key {
-        Key(token.as_bytes().to_vec())
+    pub(crate) fn new(secret: &[u8]) -> Key {
+        Key(secret.into())
     }
 
-    fn mac(&self, nonce: &[u8; 16], message: &[u8]) -> Option<Hmac<Sha256>> {
-        // HMAC takes keys of any length.
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).ok()?;
-        mac.update(nonce);
-        mac.update(message);
-        Some(mac)
+    /// Of a connection with these nonces.
+    pub(crate) fn session(&self, nonces: &Nonces) -> SessionKey {
+        SessionKey(prove(&self.0, Use::Session, &[&nonces.listening, &nonces.connecting]))
     }
 
-    fn prove(&self, nonce: &[u8; 16], message: &[u8]) -> [u8; PROOF_BYTES] {
-        self.mac(nonce, message).map_or([0; PROOF_BYTES], |mac| mac.finalize().into_bytes().into())
+    /// The Proof of the side that connects.
+    pub(crate) fn encode_proof(&self, nonces: &Nonces) -> Vec<u8> {
+        let mut bytes = begin(0);
+        bytes.extend(nonces.connecting);
+        let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
+        bytes.extend(prove(&self.0, Use::ProofOfConnecting, &parts));
+        bytes
     }
 
-    /// The message with the right proof at its end.
+    /// What the side that connects has proved to the one whose challenge this was: both nonces. None: nothing.
+    pub(crate) fn decode_proof(
+        &self,
+        bytes: &[u8; PROOF_MESSAGE_BYTES],
+        challenge: &[u8; 16],
+    ) -> Result<Option<Nonces>, BadFrame> {
+        check(bytes)?;
+        let nonces = Nonces { listening: *challenge, connecting: array(bytes, 8) };
+        let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
+        Ok(is_proof(&self.0, Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
+    }
+
+    /// The Verdict about a Proof that was right.
+    pub(crate) fn encode_verdict(&self, nonces: &Nonces) -> Vec<u8> {
+        let mut bytes = begin(0);
+        let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
+        bytes.extend(prove(&self.0, Use::ProofOfListening, &parts));
+        bytes
+    }
+
+    /// What the listening side has said to our Proof.
+    pub(crate) fn decode_verdict(
+        &self,
+        bytes: &[u8; VERDICT_BYTES],
+        nonces: &Nonces,
+    ) -> Result<Verdict, BadFrame> {
+        check(bytes)?;
+        let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
+        match bytes[5] {
+            0 if is_proof(&self.0, Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
+            0 => Ok(Verdict::Unproved),
+            1 => Ok(Verdict::Refused),
+            _ => Err(BadFrame("a verdict that is not known")),
+        }
+    }
+}
+
+/// The Verdict about a Proof that was wrong: the same for everybody.
+pub(crate) fn encode_refusal() -> Vec<u8> {
+    let mut bytes = begin(1);
+    bytes.extend([0; PROOF_BYTES]);
+    bytes
+}
+
+/// What the side that connected has learned of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// It knows the secret.
+    Proved,
+    /// It does not.
+    Unproved,
+    /// It says that we do not.
+    Refused,
+}
+
+impl SessionKey {
+    /// The message with the right seal at its end.
     #[cfg(any(feature = "fuzzing", test))]
-    pub(crate) fn sign<const N: usize>(&self, nonce: &[u8; 16], mut message: [u8; N]) -> [u8; N] {
-        let (said, proof) = message.split_at_mut(N - PROOF_BYTES);
-        proof.copy_from_slice(&self.prove(nonce, said));
+    pub(crate) fn sign<const N: usize>(&self, mut message: [u8; N]) -> [u8; N] {
+        let of = if N == HELLO_BYTES { Use::Hello } else { Use::Welcome };
+        let (said, seal) = message.split_at_mut(N - PROOF_BYTES);
+        seal.copy_from_slice(&prove(&self.0, of, &[said]));
         message
-    }
-
-    /// In constant time.
-    fn is_proof(&self, nonce: &[u8; 16], message: &[u8], proof: &[u8]) -> bool {
-        self.mac(nonce, message).is_some_and(|mac| mac.verify_slice(proof).is_ok())
     }
 }
 
@@ -154,7 +277,7 @@ pub(crate) fn decode_challenge(bytes: &[u8; CHALLENGE_BYTES]) -> Result<[u8; 16]
 }
 
 impl Hello {
-    pub(crate) fn encode(&self, key: &Key, challenge: &[u8; 16]) -> Vec<u8> {
+    pub(crate) fn encode(&self, key: &SessionKey) -> Vec<u8> {
         let (purpose, fenced) = match self.purpose {
             Purpose::Path => (0, 0),
             Purpose::Fence(connection) => (1, connection),
@@ -164,49 +287,41 @@ impl Hello {
         self.from.encode(&mut bytes);
         self.to.encode(&mut bytes);
         bytes.extend(fenced.to_le_bytes());
-        bytes.extend(self.nonce);
         bytes.extend(self.session.to_le_bytes());
         let rings = self.offer.and_then(|offer| offer.rings?.checked_add(1)).unwrap_or(0);
         Offer::encode(self.offer, rings.to_le_bytes(), &mut bytes);
-        bytes.extend(key.prove(challenge, &bytes));
+        bytes.extend(prove(&key.0, Use::Hello, &[&bytes]));
         bytes
     }
 
-    /// None where the proof is wrong.
-    pub(crate) fn decode(
-        bytes: &[u8; HELLO_BYTES],
-        key: &Key,
-        challenge: &[u8; 16],
-    ) -> Result<Option<Hello>, BadFrame> {
+    pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], key: &SessionKey) -> Result<Hello, BadFrame> {
         check(bytes)?;
-        let (said, proof) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
-        if !key.is_proof(challenge, said, proof) {
-            return Ok(None);
+        let (said, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, Use::Hello, &[said], seal) {
+            return Err(CHANGED);
         }
         let purpose = match bytes[5] {
             0 => Purpose::Path,
             1 => Purpose::Fence(u64::from_le_bytes(array(bytes, 64))),
             _ => return Err(BadFrame("a connection for no known purpose")),
         };
-        Ok(Some(Hello {
+        Ok(Hello {
             purpose,
             connection: u64::from_le_bytes(array(bytes, 8)),
             from: Identity::decode(bytes, 16),
             to: Identity::decode(bytes, 40),
-            nonce: array(bytes, 72),
-            session: u128::from_le_bytes(array(bytes, 88)),
-            offer: Offer::decode(bytes, 104)
-                .map(|offer| Offer { rings: u32::from_le_bytes(array(bytes, 108)).checked_sub(1), ..offer }),
-        }))
+            session: u128::from_le_bytes(array(bytes, 72)),
+            offer: Offer::decode(bytes, 88)
+                .map(|offer| Offer { rings: u32::from_le_bytes(array(bytes, 92)).checked_sub(1), ..offer }),
+        })
     }
 }
 
 impl Welcome {
-    pub(crate) fn encode(&self, key: &Key, nonce: &[u8; 16]) -> Vec<u8> {
+    pub(crate) fn encode(&self, key: &SessionKey) -> Vec<u8> {
         let mut bytes = begin(match self.answer {
             Answer::Welcome => 0,
-            Answer::WrongToken => 1,
-            Answer::SomebodyElse => 2,
+            Answer::SomebodyElse => 1,
         });
         self.from.encode(&mut bytes);
         let reads = match self.reads {
@@ -215,32 +330,28 @@ impl Welcome {
             Reads::Refused(errno) => errno,
         };
         Offer::encode(self.offer, [reads, u8::from(self.rings), 0, 0], &mut bytes);
-        bytes.extend(key.prove(nonce, &bytes));
+        bytes.extend(prove(&key.0, Use::Welcome, &[&bytes]));
         bytes
     }
 
-    /// None where the proof is wrong; who has no token is told so all the same.
-    pub(crate) fn decode(
-        bytes: &[u8; WELCOME_BYTES],
-        key: &Key,
-        nonce: &[u8; 16],
-    ) -> Result<Option<Welcome>, BadFrame> {
+    pub(crate) fn decode(bytes: &[u8; WELCOME_BYTES], key: &SessionKey) -> Result<Welcome, BadFrame> {
         check(bytes)?;
+        let (said, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
+        if !is_proof(&key.0, Use::Welcome, &[said], seal) {
+            return Err(CHANGED);
+        }
         let answer = match bytes[5] {
             0 => Answer::Welcome,
-            1 => return Ok(None),
-            2 => Answer::SomebodyElse,
+            1 => Answer::SomebodyElse,
             _ => return Err(BadFrame("an answer that is not known")),
         };
-        let (said, proof) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
         let reads = match bytes[36] {
             0 => Reads::No,
             READS => Reads::Yes,
             errno => Reads::Refused(errno),
         };
         let (from, offer, rings) = (Identity::decode(bytes, 8), Offer::decode(bytes, 32), bytes[37] == 1);
-        let welcome = Welcome { answer, from, offer, reads, rings };
-        Ok(key.is_proof(nonce, said, proof).then_some(welcome))
+        Ok(Welcome { answer, from, offer, reads, rings })
     }
 }
 
@@ -306,42 +417,104 @@ mod tests {
     const ME: Identity = Identity { engine: 1 << 100, boot: 7 };
     const YOU: Identity = Identity { engine: 3, boot: 8 };
 
-    fn sent(key: &Key, challenge: &[u8; 16], purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
+    const NONCES: Nonces = Nonces { listening: [1; 16], connecting: [4; 16] };
+
+    fn sent(key: &SessionKey, purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
         let offer = (purpose == Purpose::Path).then_some(Offer { pid: 77, card: 1 << 40, rings: Some(0) });
-        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, nonce: [4; 16], session: 11, offer };
-        (hello, hello.encode(key, challenge).try_into().unwrap())
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, session: 11, offer };
+        (hello, hello.encode(key).try_into().unwrap())
+    }
+
+    fn proof(key: &Key, nonces: &Nonces) -> [u8; PROOF_MESSAGE_BYTES] {
+        key.encode_proof(nonces).try_into().unwrap()
+    }
+
+    fn verdict(key: &Key, nonces: &Nonces) -> [u8; VERDICT_BYTES] {
+        key.encode_verdict(nonces).try_into().unwrap()
     }
 
     #[test]
-    fn who_has_the_token_is_known_and_nobody_else() {
-        let key = Key::new("secret");
+    fn who_knows_the_secret_proves_it_and_nobody_else() {
+        let (key, other) = (Key::new(b"secret"), Key::new(b"other"));
+        let challenge: [u8; CHALLENGE_BYTES] = encode_challenge(&[6; 16]).try_into().unwrap();
+        assert_eq!(decode_challenge(&challenge), Ok([6; 16]));
+
+        let said = proof(&key, &NONCES);
+        assert_eq!(key.decode_proof(&said, &[1; 16]), Ok(Some(NONCES)));
+        assert_eq!(other.decode_proof(&said, &[1; 16]), Ok(None), "another secret");
+        assert_eq!(key.decode_proof(&said, &[2; 16]), Ok(None), "heard on an earlier connection");
+
+        let said = verdict(&key, &NONCES);
+        assert_eq!(key.decode_verdict(&said, &NONCES), Ok(Verdict::Proved));
+        assert_eq!(other.decode_verdict(&said, &NONCES), Ok(Verdict::Unproved));
+        let later = Nonces { connecting: [5; 16], ..NONCES };
+        assert_eq!(
+            key.decode_verdict(&said, &later),
+            Ok(Verdict::Unproved),
+            "heard on an earlier connection"
+        );
+        let refusal: [u8; VERDICT_BYTES] = encode_refusal().try_into().unwrap();
+        assert_eq!(key.decode_verdict(&refusal, &NONCES), Ok(Verdict::Refused));
+        assert_eq!(refusal[8..], [0; PROOF_BYTES], "and tells nothing");
+    }
+
+    /// Whoever listens in the place of a peer, and knows nothing, could else send what it hears back to who said it.
+    #[test]
+    fn a_proof_that_is_sent_back_to_its_side_is_none() {
+        let key = Key::new(b"secret");
+        let heard = proof(&key, &NONCES);
+        let mut back = verdict(&Key::new(b""), &NONCES);
+        back[8..].copy_from_slice(&heard[24..]);
+        assert_eq!(key.decode_verdict(&back, &NONCES), Ok(Verdict::Unproved));
+        let mut back = heard;
+        back[24..].copy_from_slice(&verdict(&key, &NONCES)[8..]);
+        assert_eq!(key.decode_proof(&back, &NONCES.listening), Ok(None));
+    }
+
+    #[test]
+    fn what_is_said_then_is_of_whoever_proved_it() {
+        let key = Key::new(b"secret");
+        let session = key.session(&NONCES);
+        let others = [
+            key.session(&Nonces { listening: [2; 16], ..NONCES }),
+            key.session(&Nonces { connecting: [2; 16], ..NONCES }),
+            Key::new(b"other").session(&NONCES),
+        ];
         for purpose in [Purpose::Path, Purpose::Fence(5)] {
-            let (hello, bytes) = sent(&key, &[1; 16], purpose);
-            assert_eq!(Hello::decode(&bytes, &key, &[1; 16]), Ok(Some(hello)));
-            assert_eq!(Hello::decode(&bytes, &Key::new("other"), &[1; 16]), Ok(None), "another token");
-            assert_eq!(Hello::decode(&bytes, &key, &[2; 16]), Ok(None), "heard on an earlier connection");
+            let (hello, bytes) = sent(&session, purpose);
+            assert_eq!(Hello::decode(&bytes, &session), Ok(hello));
+            others.iter().for_each(|other| assert!(Hello::decode(&bytes, other).is_err()));
         }
         for reads in [Reads::No, Reads::Yes, Reads::Refused(1)] {
             let offer = (reads != Reads::No).then_some(Offer { pid: 5, card: 6, rings: None });
-            let rings = reads == Reads::Yes;
-            let welcome = Welcome { answer: Answer::Welcome, from: YOU, offer, reads, rings };
-            let bytes: [u8; WELCOME_BYTES] = welcome.encode(&key, &[4; 16]).try_into().unwrap();
-            assert_eq!(Welcome::decode(&bytes, &key, &[4; 16]), Ok(Some(welcome)));
-            assert_eq!(Welcome::decode(&bytes, &key, &[5; 16]), Ok(None));
-            assert_eq!(Welcome::decode(&bytes, &Key::new(""), &[4; 16]), Ok(None));
+            for answer in [Answer::Welcome, Answer::SomebodyElse] {
+                let welcome = Welcome { answer, from: YOU, offer, reads, rings: reads == Reads::Yes };
+                let bytes: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
+                assert_eq!(Welcome::decode(&bytes, &session), Ok(welcome));
+                others.iter().for_each(|other| assert!(Welcome::decode(&bytes, other).is_err()));
+            }
         }
-        let challenge: [u8; CHALLENGE_BYTES] = encode_challenge(&[6; 16]).try_into().unwrap();
-        assert_eq!(decode_challenge(&challenge), Ok([6; 16]));
     }
 
     proptest! {
         #[test]
         fn a_greeting_that_was_changed_is_none(at in 0..HELLO_BYTES, by in 1..=255u8, noise in any::<[u8; WELCOME_BYTES]>()) {
-            let key = Key::new("secret");
-            let (_, mut bytes) = sent(&key, &[1; 16], Purpose::Path);
+            let key = Key::new(b"secret");
+            let session = key.session(&NONCES);
+            let (_, mut bytes) = sent(&session, Purpose::Path);
             bytes[at] ^= by;
-            prop_assert!(!matches!(Hello::decode(&bytes, &key, &[1; 16]), Ok(Some(_))));
-            prop_assert!(!matches!(Welcome::decode(&noise, &key, &[1; 16]), Ok(Some(_))));
+            prop_assert!(Hello::decode(&bytes, &session).is_err());
+            prop_assert!(Welcome::decode(&noise, &session).is_err());
+            let mut said = proof(&key, &NONCES);
+            let at = at % PROOF_MESSAGE_BYTES;
+            said[at] ^= by;
+            // Three bytes say nothing yet.
+            prop_assert_eq!(matches!(key.decode_proof(&said, &[1; 16]), Ok(Some(_))), (5..8).contains(&at));
+            let mut said = verdict(&key, &NONCES);
+            let at = at % VERDICT_BYTES;
+            said[at] ^= by;
+            let proved = matches!(key.decode_verdict(&said, &NONCES), Ok(Verdict::Proved));
+            prop_assert_eq!(proved, (6..8).contains(&at));
         }
     }
 }

@@ -244,7 +244,8 @@ impl Link {
         }
     }
 
-    /// A greeting of this length, once all of it is there.
+    /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
+    /// nothing yet could else fill the buffer.
     pub(crate) fn greeting<const N: usize>(&mut self) -> Result<Option<[u8; N]>, Ended> {
         const { assert!(N <= BUFFER_BYTES) };
         loop {
@@ -257,7 +258,7 @@ impl Link {
             if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
                 return Err(Ended::WantsTls);
             }
-            if !self.fill()? {
+            if !self.fill(N - (self.end - self.start))? {
                 return Ok(None);
             }
         }
@@ -290,16 +291,18 @@ impl Link {
                     return Ok(Came::Frame(head, entries));
                 }
             }
-            if !self.fill()? {
+            if !self.fill(BUFFER_BYTES)? {
                 return Ok(Came::Nothing);
             }
         }
     }
 
-    /// More into the buffer. False: nothing is there now.
-    fn fill(&mut self) -> Result<bool, Ended> {
+    /// More into the buffer, so many bytes at the most. False: nothing is there now.
+    fn fill(&mut self, most: usize) -> Result<bool, Ended> {
         self.make_room();
         let room = &mut self.buffer[self.end..];
+        let most = most.min(room.len());
+        let room = &mut room[..most];
         let range = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
         loop {
             // SAFETY: the range is the buffer's.

@@ -12,12 +12,13 @@ pub(crate) use credentials::Credentials;
 pub use credentials::{Tls, TlsError};
 pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, Outcome, WireRun};
 pub(crate) use greeting::{
-    Answer, Hello, Identity, Key, Offer, Purpose, Reads, Welcome, decode_challenge, encode_challenge,
+    Answer, Hello, Identity, Key, Nonces, Offer, Purpose, Reads, SessionKey, Verdict, Welcome,
+    decode_challenge, encode_challenge, encode_refusal,
 };
 pub(crate) use link::{Came, Ended, Link};
 pub(crate) use stream::{Rings, Stream};
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use {
     frame::{HEAD_BYTES, PULLED_RUN_BYTES, RUN_BYTES},
-    greeting::{HELLO_BYTES, WELCOME_BYTES},
+    greeting::{HELLO_BYTES, PROOF_MESSAGE_BYTES, VERDICT_BYTES, WELCOME_BYTES},
 };
