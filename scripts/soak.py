@@ -72,6 +72,11 @@ PARTS = {
         "all tests of vLLM, newest and oldest; kvlane as users get it",
         _make("engines", "data-parallel", "oldest", "RELEASE=1"),
     ),
+    "chaos": Part(
+        "5,000 requests of a real vLLM whose daemon is killed, stopped and restarted at the worst moments",
+        _make("engines", "RELEASE=1", "ARGS=tests/connector/test_vllm_chaos.py -s"),
+        {"KVLANE_TEST_ROUNDS": "50"},
+    ),
     "demo": Part("the demo, on the CPU", _make("demo", "ARGS=--device cpu")),
     "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),

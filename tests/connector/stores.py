@@ -47,17 +47,18 @@ class DaemonStore:
 
     POOL_BYTES = 256 << 20
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.address = f"unix:{folder / 'kvlane.sock'}"
+        self._flags = flags
         self._log = (folder / "daemon.log").open("a")
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         from kvlane import _core
 
         command = ["kvlane", "serve", "--pool-size", str(self.POOL_BYTES), "--listen", self.address]
         # Without the scrub, which would drop the blocks that a test corrupts.
-        command += ["--http", "127.0.0.1:0", "--hugepages", "off", "--scrub-rate", "0"]
+        command += ["--http", "127.0.0.1:0", "--hugepages", "off", "--scrub-rate", "0", *self._flags]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -80,9 +81,7 @@ class DaemonStore:
     def drop_all(self) -> None:
         """Forget every block."""
         self.settle()
-        self._tool.drop_namespaces(
-            [bytes.fromhex(each["namespace"]) for each in self._tool.status()["namespaces"]]
-        )
+        self._tool.drop_namespaces([each["namespace"] for each in self._tool.status()["namespaces"]])
 
     def lease_count(self) -> int:
         return int(self._tool.status()["leased_blocks"])
@@ -101,11 +100,14 @@ class DaemonStore:
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def restart(self) -> None:
+    def kill(self) -> None:
         self._tool.close()
         self._process.kill()
         self._process.wait()
-        self._start()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
 
     def close(self) -> None:
         self._tool.close()

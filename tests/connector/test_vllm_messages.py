@@ -101,8 +101,16 @@ def test_events_follow_completed_saves_and_resets() -> None:
     store.fail_saves = True
     engine.run(Request("failed", list(range(30, 50))))
     assert engine.scheduler.take_events() == []
-    engine.scheduler.reset()
-    assert [type(each).__name__ for each in engine.scheduler.take_events()] == ["AllBlocksCleared"]
+    # With the same weights everything is still there.
+    for label, cleared in (("", []), ("life 2", ["AllBlocksCleared"])):
+        engine.weights.label = label
+        engine.scheduler.reset()
+        asking = Request(f"asking {label}", list(range(20)))
+        engine.scheduler.add_request(asking)
+        assert engine.scheduler.matched_tokens(asking, 0) == (None, False)
+        engine.step()
+        engine.scheduler.forget_request(asking.request_id)
+        assert [type(each).__name__ for each in engine.scheduler.take_events()] == cleared
 
 
 def test_counters_reach_the_log_and_prometheus() -> None:

@@ -334,8 +334,7 @@ def test_requests_that_make_no_sense_are_refused(daemon: Daemon, cached: Engine)
             (OPEN_ENGINE, group(b"x" * 16) + field(2, 1), CONFLICT, "group 0"),
             (REGISTER_WORKER, register(worker_group(region())), NOT_ALLOWED, "only workers"),
             (MAP_POOL, field(1, 1), NOT_ALLOWED, "only workers"),
-            (DROP_NAMESPACES, field(1, b"y" * 16), UNKNOWN, "7979"),
-            (DROP_NAMESPACES, field(1, b"y" * 15), INVALID, "15"),
+            (DROP_NAMESPACES, field(1, b"y" * 16), NOT_ALLOWED, "use a tool"),
             (SAVE, save(), NOT_ALLOWED, "register"),
         ):
             assert (found := scheduler.refused(body, content))[0] == reason, found
@@ -384,6 +383,12 @@ def test_requests_that_make_no_sense_are_refused(daemon: Daemon, cached: Engine)
         assert answer == {4: [1]}, "ready, and a miss"
         for wire in (scheduler, worker):
             wire.ask(BYE)
+    with Wire(daemon.path) as tool:
+        assert tool.ask(HELLO, hello())[0] == WELCOME
+        for name, reason, part in ((b"y" * 16, UNKNOWN, "7979"), (b"y" * 15, INVALID, "15")):
+            assert (found := tool.refused(DROP_NAMESPACES, field(1, name)))[0] == reason, found
+            assert part in found[1], found
+        tool.ask(BYE)
     _still_there(cached)
 
 
