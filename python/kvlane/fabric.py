@@ -180,12 +180,12 @@ class Engine:
     ($XDG_RUNTIME_DIR/kvlane or /tmp/kvlane-UID); where that folder is not this user's alone, whoever has the
     descriptor, which then carries a secret. Both sides prove it to each other before anything else.
     `connections`: how many to each address of a peer. `patience`: a peer that cannot be reached for so long is lost,
-    and transfers with it fail. `transport`: "auto" for the best way that this process and a peer both have, "tcp" for nothing else, "cma" for no peers but those of
-    this host whose memory may be read: others are not reached, and `Peer.paths` says why. `copy_threads`: so many
-    threads at the most copy between this process and others of its host, the one that waits among them, 1 to 64; None
-    for as many as there are processors for it, but 4 at the most. `inbox_messages` and
-    `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more are told to try again
-    later. At least 1 and 65,536.
+    and transfers with it fail. `transport`: "auto" for the best way that this process and a peer both have, "tcp" for
+    nothing else, "cma" for no peers but those of this host whose memory may be read: others are not reached, and
+    `Peer.paths` says why. `copy_threads`: so many threads at the most copy between this process and others of its
+    host, the one that waits among them, 1 to 64; None for as many as there are processors for it, but 4 at the most.
+    `inbox_messages` and `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more
+    are told to try again later. At least 1 and 65,536.
     `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
     by TCP. ValueError names the file that cannot be used.
 
