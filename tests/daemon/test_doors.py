@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,30 @@ from typing import Any
 import pytest
 from patterns import NAMESPACE
 from processes import Daemon, Engine, free_port, run_kvlane, until
+from wire import (
+    BYE,
+    DONE,
+    ENGINE_OPENED,
+    GET_STATUS,
+    HELLO,
+    OPEN_ENGINE,
+    POOL_MAPPED,
+    REFUSED,
+    REGISTER_WORKER,
+    SCHEDULER,
+    STATUS,
+    WELCOME,
+    WORKER,
+    WORKER_REGISTERED,
+    Wire,
+    field,
+    group,
+    hello,
+    refusal,
+    region,
+    register,
+    worker_group,
+)
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
@@ -198,3 +227,200 @@ def test_status_over_tcp_leaves_out_who_uses_the_daemon(
     for secret in ("secret-engine", str(engine.pid), NAMESPACE.hex(), "pattern"):
         assert secret not in text
     assert "secret-engine" in run_kvlane("status", "--addr", daemon.address).stdout
+
+
+def test_without_being_told_nobody_listens_on_tcp(folder: Path, cleanup: ExitStack) -> None:
+    """A port for status only was open on every host, whether or not anybody used it."""
+    daemon = Daemon(folder, environment={"XDG_RUNTIME_DIR": str(folder)})
+    cleanup.callback(daemon.kill)
+    daemon.start_with("--pool-size", "8mib", "--http", "off", "--hugepages", "off")
+    inodes = {link[8:-1] for link in _links(daemon.pid) if link.startswith("socket:[")}
+    tables = [Path(f"/proc/{daemon.pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    sockets = {line.split()[9] for table in tables for line in table.splitlines()[1:]}
+    assert not inodes & sockets
+    assert (folder / "kvlane/kvlane.sock").is_socket()
+
+
+def _links(pid: int) -> list[str]:
+    return [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def test_who_has_proven_nothing_gets_little_and_not_for_long(make_daemon: MakeDaemon) -> None:
+    port = free_port()
+    make_daemon("--listen", f"127.0.0.1:{port}")
+    at = ("127.0.0.1", port)
+    with Wire(at) as wire:
+        wire.socket.sendall(struct.pack("<I", 4097))
+        kind, answer = wire.reply()
+        assert kind == REFUSED
+        assert "4096" in refusal(answer)[1]
+        wire.wait_closed()
+    # A byte now and then does not help.
+    with Wire(at) as wire:
+        began = time.monotonic()
+        wire.socket.settimeout(0.1)
+        for byte in itertools.chain(struct.pack("<I", 4000), itertools.repeat(0)):
+            assert time.monotonic() - began < 30, "it is not cut off"
+            try:
+                wire.socket.sendall(bytes([byte]))
+                if not wire.socket.recv(1):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    # Who greets has proven nothing either.
+    with Wire(at) as wire:
+        assert wire.ask(HELLO, hello())[0] == WELCOME
+        assert wire.ask(GET_STATUS)[0] == STATUS
+        wire.socket.sendall(struct.pack("<I", 60 << 20))
+        assert wire.reply()[0] == REFUSED
+        wire.wait_closed()
+    with Wire(at) as wire:
+        assert wire.ask(HELLO, hello())[0] == WELCOME
+        wire.wait_closed()
+
+
+class _Hostile:
+    """Keeps so many connections open, of each kind in turn, and opens another one for each that the daemon closes."""
+
+    COUNT = 1024
+
+    def __init__(self, tcp: int, http: int) -> None:
+        frame = struct.pack("<I", 60 << 20)
+        self.kinds = [
+            (tcp, b""),
+            (tcp, frame + bytes(1 << 20)),
+            (tcp, frame[:3]),
+            (http, b""),
+            (http, b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "),
+            (http, b"GET /metrics HTTP/1.1\r\nX-Long: " + bytes([0x61]) * (300 << 10)),
+        ]
+        self.opened = 0
+        self.sockets: list[socket.socket] = []
+        self.stop = threading.Event()
+        self.all_opened = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> _Hostile:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
+        for each in self.sockets:
+            each.close()
+
+    def _open(self) -> socket.socket:
+        port, words = self.kinds[self.opened % len(self.kinds)]
+        self.opened += 1
+        each = socket.create_connection(("127.0.0.1", port), timeout=5)
+        try:
+            each.settimeout(0.2)
+            each.sendall(words)
+        except OSError:
+            pass  # it was closed, or the daemon takes no more
+        each.setblocking(False)
+        return each
+
+    def _is_closed(self, each: socket.socket) -> bool:
+        try:
+            return each.recv(65536) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def _run(self) -> None:
+        while not self.stop.is_set():
+            for at, each in enumerate(self.sockets):
+                if self.stop.is_set():
+                    return
+                if self._is_closed(each):
+                    each.close()
+                    self.sockets[at] = self._open()
+            while len(self.sockets) < self.COUNT and not self.stop.is_set():
+                self.sockets.append(self._open())
+            self.all_opened.set()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _resident(daemon: Daemon) -> int:
+    """Bytes of memory, the pool's among them."""
+    status = Path(f"/proc/{daemon.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_thousand_hostile_connections_cost_little_and_engines_work(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, folder: Path
+) -> None:
+    """Over the port that was open by default 1,022 idle connections kept all engines out, and one that announced 60 MB
+    held so much for ever. Idle HTTP connections did the same to descriptors."""
+    port = free_port()
+    # As a login shell has it: what engines need must not depend on a larger limit.
+    few = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2048))}
+    daemon = make_daemon("--listen", f"127.0.0.1:{port}", **few)
+    make_engine(daemon, "warm").call("save", prompt="w", count=5)
+    assert daemon.http("/metrics")[0] == 200
+    before = _resident(daemon)
+    most = 0
+    with _Hostile(port, daemon.port) as hostile:
+        assert hostile.all_opened.wait(60), "a daemon that does not accept is no better"
+        for turn in range(8):
+            engine = make_engine(daemon, f"engine-{turn}")
+            engine.wait_connected()
+            assert engine.call("save", prompt=f"p{turn}", count=20)["blocks"] == 20
+            daemon.settle()
+            assert engine.call("check", prompt=f"p{turn}", count=20)["blocks"] == 20
+            assert len(_links(daemon.pid)) < 512
+            most = max(most, _resident(daemon))
+            engine.close()
+    print(f"{hostile.opened} connections; {(most - before) / 1e6:.1f} MB more")
+    assert most - before <= 32 << 20, f"{(most - before) >> 20} MiB"
+    until("the pages to come back", lambda: _answers(daemon))
+    turned_away = [line for line in daemon.http("/metrics")[1].splitlines() if "turned_away_total{" in line]
+    assert len(turned_away) == 2
+    assert all(float(line.split()[-1]) > 0 for line in turned_away), turned_away
+    assert run_kvlane("status", "--addr", f"127.0.0.1:{port}").returncode == 0
+
+
+def test_ten_thousand_engines_with_namespaces_of_their_own_are_served_one_after_the_other(
+    daemon: Daemon,
+) -> None:
+    """The daemon knew 4,096 namespaces in its life, and refused every new one until somebody restarted it."""
+    before = 0
+    for number in range(10_000):
+        namespace = number.to_bytes(16, "little")
+        with Wire(daemon.path) as scheduler, Wire(daemon.path) as worker:
+            for wire, role in ((scheduler, SCHEDULER), (worker, WORKER)):
+                assert wire.ask(HELLO, hello(role, f"engine-{number}", namespace))[0] == WELCOME
+            opened = scheduler.ask(OPEN_ENGINE, group(namespace) + field(2, 1))
+            assert opened[0] == ENGINE_OPENED, opened
+            registered = worker.ask(REGISTER_WORKER, register(worker_group(region(), namespace=namespace)))
+            assert registered[0] == WORKER_REGISTERED, registered
+            assert worker.ask(POOL_MAPPED)[0] == DONE
+            assert scheduler.ask(BYE)[0] == worker.ask(BYE)[0] == DONE
+        if number == 1000:
+            assert "kvlane_namespace_blocks" in daemon.http("/metrics")[1]
+            before = _resident(daemon)
+    assert len(daemon.status()["namespaces"]) <= 4096
+    page = daemon.http("/metrics")[1]
+    assert page.count("kvlane_namespace_blocks{") <= 4096
+    assert _resident(daemon) - before <= 32 << 20
+
+
+def _answers(daemon: Daemon) -> bool:
+    try:
+        return daemon.http("/health")[0] == 200
+    except OSError:
+        return False

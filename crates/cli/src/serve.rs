@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvlane_server::{Daemon, StartError};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
@@ -18,6 +19,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     if !options.no_gpu.is_empty() {
         tracing::info!(reason = options.no_gpu, "engines on GPUs are not served");
     }
+    raise_descriptor_limit();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
     let (mut term, mut interrupt, mut hangup) = {
@@ -59,6 +61,15 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// A session takes about six descriptors, and the usual limit of 1024 is there for programs that use `select`.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
+    }
 }
 
 /// Whether this process was started with the signal ignored.

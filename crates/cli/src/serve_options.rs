@@ -17,7 +17,6 @@ use crate::size::Size;
 
 /// Bytes of the pool when nobody says.
 pub(crate) const DEFAULT_POOL: u64 = 4_000_000_000;
-const DEFAULT_TCP: &str = "127.0.0.1:50055";
 const DEFAULT_HTTP: &str = "127.0.0.1:9091";
 const DEFAULT_SCRUB: u64 = 16_000_000;
 const DEFAULT_SESSIONS: usize = 1024;
@@ -37,7 +36,7 @@ pub(crate) struct ServeArgs {
     pool_size: Option<Size>,
 
     /// Where to listen: unix:PATH or HOST:PORT; may be given more than once. Engines need a Unix socket; TCP serves
-    /// status only [default: kvlane.sock in the user's runtime directory, and 127.0.0.1:50055]
+    /// status only, to anybody [default: kvlane.sock in the user's runtime directory]
     #[arg(long, env = "KVLANE_LISTEN", value_name = "ADDRESS", value_delimiter = ',')]
     listen: Option<Vec<String>>,
 
@@ -223,7 +222,7 @@ impl ServeArgs {
                 .iter()
                 .map(|text| text.parse().with_context(|| "in --listen".to_owned()))
                 .collect::<Result<Vec<Address>>>()?,
-            None => vec![default_address(), DEFAULT_TCP.parse()?],
+            None => vec![default_address()],
         };
         if listen.is_empty() {
             bail!("--listen is empty: without an address nobody can connect");

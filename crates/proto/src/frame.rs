@@ -14,9 +14,14 @@ const PREFIX_BYTES: usize = 4;
 pub enum FrameError {
     /// The announced length is out of bounds: most likely the peer speaks another protocol.
     #[error(
-        "a frame announces {0} bytes, more than the {MAX_FRAME_BYTES} that are allowed: is this a kvlane peer?"
+        "a frame announces {announced} bytes, more than the {most} that are allowed: is this a kvlane peer?"
     )]
-    TooLong(u64),
+    TooLong {
+        /// Bytes announced.
+        announced: u64,
+        /// Bytes allowed here.
+        most: usize,
+    },
     /// The message does not parse.
     #[error("a frame of {bytes} bytes is no kvlane message: {reason}")]
     Malformed {
@@ -40,13 +45,26 @@ pub fn encode_frame(message: &impl Message) -> Vec<u8> {
     frame
 }
 
-/// Cuts a byte stream into messages.
-#[derive(Debug, Default)]
+/// Cuts a byte stream into messages. Its memory grows with what has arrived, not with what was announced.
+#[derive(Debug)]
 pub struct FrameReader {
     buffer: BytesMut,
+    /// Longest message that is accepted.
+    most: usize,
+}
+
+impl Default for FrameReader {
+    fn default() -> Self {
+        Self::with_max(MAX_FRAME_BYTES)
+    }
 }
 
 impl FrameReader {
+    /// Accepts messages of at most `most` bytes.
+    pub fn with_max(most: usize) -> Self {
+        Self { buffer: BytesMut::new(), most }
+    }
+
     /// Where received bytes are appended, with room for at least `room` more.
     pub fn buffer(&mut self, room: usize) -> &mut BytesMut {
         self.buffer.reserve(room);
@@ -73,8 +91,8 @@ impl FrameReader {
     /// [`FrameError`], after which the connection must be closed.
     pub fn next_message<M: Message + Default>(&mut self) -> Result<Option<M>, FrameError> {
         let Some(length) = self.announced() else { return Ok(None) };
-        if length > MAX_FRAME_BYTES {
-            return Err(FrameError::TooLong(length as u64));
+        if length > self.most {
+            return Err(FrameError::TooLong { announced: length as u64, most: self.most });
         }
         if self.buffer.len() < PREFIX_BYTES + length {
             return Ok(None);
@@ -108,7 +126,18 @@ mod tests {
     fn a_length_from_another_protocol_is_refused() {
         let mut reader = FrameReader::default();
         reader.push(b"GET / HTTP/1.1\r\n");
-        assert!(matches!(reader.next_message::<Request>(), Err(FrameError::TooLong(_))));
+        assert!(matches!(reader.next_message::<Request>(), Err(FrameError::TooLong { .. })));
+    }
+
+    #[test]
+    fn a_reader_for_those_who_have_proven_nothing_takes_short_frames_only() {
+        let mut reader = FrameReader::with_max(4096);
+        reader.push(&encode_frame(&lookup(1, vec![7; 4000])));
+        assert!(reader.next_message::<Request>().is_ok_and(|message| message.is_some()));
+        reader.push(&4097u32.to_le_bytes());
+        let error = reader.next_message::<Request>().unwrap_err();
+        assert_eq!(error, FrameError::TooLong { announced: 4097, most: 4096 });
+        assert!(error.to_string().contains("4096"), "{error}");
     }
 
     proptest! {

@@ -2,10 +2,10 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 
-use kvlane_block::{Cut, LayoutDigest, Namespace, Region, shard_bytes};
+use kvlane_block::{Cut, CutDigest, LayoutDigest, Namespace, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -20,8 +20,11 @@ const GROUPS_MAX: usize = 64;
 /// Workers of one engine.
 const WORKERS_MAX: u32 = 1024;
 
-/// Spaces are never forgotten, so their number is bounded.
+/// Spaces that are alive: of engines that are connected, or with blocks in the pool.
 const SPACES_MAX: usize = 4096;
+
+/// When one more would be too many, so many are forgotten at once, if they can be.
+const FORGOTTEN_AT_ONCE: usize = 256;
 
 /// Why an engine's request is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -41,7 +44,7 @@ pub(crate) enum EngineError {
     #[error("group {group} has {tokens} tokens a block")]
     Tokens { group: usize, tokens: u32 },
     #[error(
-        "{SPACES_MAX} different namespaces and layouts are known, the most this daemon keeps apart: restart it"
+        "{SPACES_MAX} different namespaces and layouts are in use, the most this daemon keeps apart: end some engines, or start another daemon"
     )]
     Spaces,
     #[error("the worker's groups do not match those of its scheduler: {0}")]
@@ -91,7 +94,26 @@ struct Engine {
     scheduler: Option<SessionId>,
     groups: Vec<GroupSpec>,
     workers: HashMap<u32, WorkerSlot>,
-    open: Vec<OpenGroup>,
+    open: Opened,
+}
+
+/// The groups of an engine whose spaces are known. While one of these is held, its spaces are not forgotten.
+type Opened = Arc<Vec<OpenGroup>>;
+
+/// The groups that were opened, as long as anybody holds them: an engine, or a session that serves it at the moment.
+#[derive(Debug, Default)]
+struct Uses(Vec<Weak<Vec<OpenGroup>>>);
+
+impl Uses {
+    fn add(&mut self, open: &Opened) {
+        self.0.retain(|open| open.strong_count() > 0);
+        self.0.push(Arc::downgrade(open));
+    }
+
+    fn spaces(&self) -> HashSet<SpaceId> {
+        let held = self.0.iter().filter_map(Weak::upgrade);
+        held.flat_map(|open| open.iter().map(|group| group.space).collect::<Vec<_>>()).collect()
+    }
 }
 
 impl Engine {
@@ -123,8 +145,8 @@ impl Engine {
 
     /// Once scheduler and all workers are there, each group's space is known: its namespace and the cut that all
     /// shards together make.
-    fn open_spaces(&mut self, store: &Store) -> Result<(), EngineError> {
-        self.open.clear();
+    fn open_spaces(&mut self, store: &Store, uses: &mut Uses) -> Result<(), EngineError> {
+        self.open = Opened::default();
         if self.scheduler.is_none() || self.workers.len() < self.workers_expected as usize {
             return Ok(());
         }
@@ -150,12 +172,18 @@ impl Engine {
             }
             found.push((group, Cut::of(&layouts, &sizes), sizes));
         }
-        let known: HashSet<_> = store.spaces().iter().map(|space| (space.namespace, space.cut)).collect();
-        let new = found.iter().filter(|(group, cut, _)| !known.contains(&(group.namespace, *cut))).count();
-        if known.len() + new > SPACES_MAX {
+        // Some of them may be there already; then a few more than needed are forgotten.
+        if store.count_spaces() + found.len() > SPACES_MAX {
+            store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
+        }
+        let is_new = |(group, cut, sizes): &&(&GroupSpec, CutDigest, Vec<u64>)| {
+            !store.has_space(group.namespace, *cut, sizes)
+        };
+        let new = found.iter().filter(is_new).count();
+        if store.count_spaces() + new > SPACES_MAX {
             return Err(EngineError::Spaces);
         }
-        let open = found
+        let open: Vec<OpenGroup> = found
             .into_iter()
             .map(|(group, cut, sizes)| OpenGroup {
                 space: store.space(group.namespace, &group.name, cut, &sizes),
@@ -163,7 +191,8 @@ impl Engine {
                 window_blocks: group.window_blocks,
             })
             .collect();
-        self.open = open;
+        self.open = Arc::new(open);
+        uses.add(&self.open);
         Ok(())
     }
 }
@@ -178,10 +207,11 @@ pub(crate) struct Engines {
 struct Inner {
     engines: HashMap<String, Engine>,
     next_owner: u64,
+    uses: Uses,
 }
 
 impl Inner {
-    fn engine(&mut self, id: &str, workers: u32) -> Result<&mut Engine, EngineError> {
+    fn engine(&mut self, id: &str, workers: u32) -> Result<(&mut Engine, &mut Uses), EngineError> {
         if !self.engines.contains_key(id) {
             self.next_owner += 1;
             let engine = Engine {
@@ -191,12 +221,12 @@ impl Inner {
                 scheduler: None,
                 groups: Vec::new(),
                 workers: HashMap::new(),
-                open: Vec::new(),
+                open: Opened::default(),
             };
             self.engines.insert(id.to_owned(), engine);
         }
         match self.engines.get_mut(id) {
-            Some(engine) if engine.workers_expected == workers => Ok(engine),
+            Some(engine) if engine.workers_expected == workers => Ok((engine, &mut self.uses)),
             found => {
                 let before = found.map_or(0, |engine| engine.workers_expected);
                 Err(EngineError::Workers { engine: id.into(), now: workers, before })
@@ -226,7 +256,7 @@ impl Engines {
             return Err(EngineError::Tokens { group, tokens: spec.tokens_per_block });
         }
         let mut inner = self.inner.lock();
-        let engine = inner.engine(id, workers)?;
+        let (engine, uses) = inner.engine(id, workers)?;
         if let Some(other) = engine.scheduler.filter(|other| *other != session) {
             return Err(EngineError::Taken {
                 engine: id.into(),
@@ -237,7 +267,7 @@ impl Engines {
         engine.scheduler = Some(session);
         engine.saves.set(cancelled_below);
         engine.groups = groups;
-        if let Err(error) = engine.open_spaces(store) {
+        if let Err(error) = engine.open_spaces(store, uses) {
             engine.scheduler = None;
             return Err(error);
         }
@@ -261,13 +291,13 @@ impl Engines {
             return Err(EngineError::Groups(groups.len()));
         }
         let mut inner = self.inner.lock();
-        let engine = inner.engine(id, workers)?;
+        let (engine, uses) = inner.engine(id, workers)?;
         if let Some(other) = engine.workers.get(&rank).filter(|slot| slot.session != session) {
             let session = other.session;
             return Err(EngineError::Taken { engine: id.into(), what: format!("rank {rank}"), session });
         }
         engine.workers.insert(rank, WorkerSlot { session, groups, mapped: false });
-        if let Err(error) = engine.open_spaces(store) {
+        if let Err(error) = engine.open_spaces(store, uses) {
             engine.workers.remove(&rank);
             return Err(error);
         }
@@ -281,13 +311,17 @@ impl Engines {
         slots.filter(|slot| slot.session == session).for_each(|slot| slot.mapped = true);
     }
 
-    /// Runs `serve` with the open groups and the number of shards, when the engine is ready.
+    /// The open groups and the number of shards, when the engine is ready. As long as the groups are held, their spaces stay,
+    /// also when the engine goes.
+    pub(crate) fn ready(&self, id: &str) -> Option<(Arc<Vec<OpenGroup>>, u32)> {
+        let inner = self.inner.lock();
+        let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
+        Some((Arc::clone(&engine.open), engine.workers_expected))
+    }
+
+    /// Runs `serve` with these. What it answers must not hold the id of a space.
     pub(crate) fn with_ready<T>(&self, id: &str, serve: impl FnOnce(&[OpenGroup], u32) -> T) -> Option<T> {
-        let (open, workers) = {
-            let inner = self.inner.lock();
-            let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
-            (engine.open.clone(), engine.workers_expected)
-        };
+        let (open, workers) = self.ready(id)?;
         Some(serve(&open, workers))
     }
 
@@ -322,12 +356,12 @@ impl Engines {
         let engine = inner.engines.get_mut(id)?;
         if engine.scheduler == Some(session) {
             engine.scheduler = None;
-            engine.open.clear();
+            engine.open = Opened::default();
         }
         let before = engine.workers.len();
         engine.workers.retain(|_, slot| slot.session != session);
         if engine.workers.len() < before {
-            engine.open.clear();
+            engine.open = Opened::default();
         }
         if engine.scheduler.is_some() || !engine.workers.is_empty() {
             return None;
@@ -422,6 +456,72 @@ mod tests {
                 Some(sentence) => assert!(registered.unwrap_err().to_string().contains(sentence)),
             }
         }
+    }
+
+    fn named(number: u64) -> Namespace {
+        let mut bytes = [7; 16];
+        bytes[..8].copy_from_slice(&number.to_le_bytes());
+        Namespace(bytes)
+    }
+
+    fn come(engines: &Engines, store: &Store, number: u64) -> Result<SpaceId, EngineError> {
+        let (id, namespace, session) = (number.to_string(), named(number), number * 2 + 1);
+        let worker = WorkerGroup { namespace, ..worker_group(4096) };
+        engines.register(&id, session, 0, 1, vec![worker], store)?;
+        engines.open(&id, session + 1, 1, vec![GroupSpec { namespace, ..scheduler_group() }], 0, store)?;
+        engines.mapped(&id, session);
+        Ok(engines.ready(&id).unwrap().0[0].space)
+    }
+
+    fn go(engines: &Engines, number: u64) {
+        engines.leave(&number.to_string(), number * 2 + 1);
+        engines.leave(&number.to_string(), number * 2 + 2);
+    }
+
+    /// A daemon knew 4,096 namespaces in its life, and refused the engine after that until somebody restarted it.
+    #[test]
+    fn ten_thousand_engines_come_and_go() {
+        let (engines, store) = (Engines::default(), store());
+        come(&engines, &store, 0).unwrap();
+        for number in 1..10_000 {
+            come(&engines, &store, number).unwrap();
+            go(&engines, number);
+            assert!(store.count_spaces() <= SPACES_MAX);
+        }
+        assert!(store.spaces().iter().any(|space| space.namespace == named(0)), "it is still connected");
+        assert!(engines.inner.lock().uses.0.len() < 16);
+    }
+
+    #[test]
+    fn what_is_being_served_is_not_forgotten_although_its_engine_has_gone() {
+        let (engines, store) = (Engines::default(), store());
+        let space = come(&engines, &store, 0).unwrap();
+        let serving = engines.ready("0").unwrap();
+        go(&engines, 0);
+        for number in 1..5_000 {
+            come(&engines, &store, number).unwrap();
+            go(&engines, number);
+        }
+        assert_eq!(store.namespace(space), named(0));
+        drop(serving);
+        (5_000..10_000).for_each(|number| {
+            come(&engines, &store, number).unwrap();
+            go(&engines, number);
+        });
+        assert!(store.spaces().iter().all(|space| space.namespace != named(0)));
+        assert_ne!(come(&engines, &store, 0).unwrap(), space, "a number is never used again");
+    }
+
+    #[test]
+    fn more_engines_at_once_than_can_be_kept_apart_are_refused() {
+        let (engines, store) = (Engines::default(), store());
+        for number in 0..SPACES_MAX as u64 {
+            come(&engines, &store, number).unwrap();
+        }
+        let error = come(&engines, &store, 9999).unwrap_err();
+        assert_eq!(error, EngineError::Spaces);
+        go(&engines, 5);
+        come(&engines, &store, 9999).unwrap();
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::{
     net::{SocketAddr, TcpListener},
     sync::Arc,
     thread::JoinHandle,
+    time::Duration,
 };
 
 use axum::{
@@ -15,10 +16,26 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 use crate::{Shared, host, listen::ListenError};
+
+/// Connections at the same time. Prometheus and probes need one each, for milliseconds.
+pub(crate) const CONNECTIONS_MAX: usize = 64;
+/// A request's headers have to come within this time.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
+/// And the answer has to be taken within this time, counted from the connection's start.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest headers.
+const HEADER_BYTES_MAX: usize = 16 << 10;
+/// After the kernel could not give a connection.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// The serving thread.
 #[derive(Debug)]
@@ -42,9 +59,10 @@ pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Share
     let thread = std::thread::Builder::new().name("kvlane-http".into()).spawn(move || {
         let served = runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener)?;
+            let router = router(Arc::clone(&shared), names);
             tokio::select! {
-                served = axum::serve(listener, router(shared, names)).into_future() => served,
-                _ = stopped => Ok(()),
+                () = accept(&listener, &shared, &router) => Ok(()),
+                _ = stopped => Ok::<(), io::Error>(()),
             }
         });
         if let Err(error) = served {
@@ -52,6 +70,40 @@ pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Share
         }
     })?;
     Ok(Http { stop, thread })
+}
+
+async fn accept(listener: &tokio::net::TcpListener, shared: &Shared, router: &Router) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                // Without room it is closed.
+                let Some(slot) = shared.http_slots.take() else { continue };
+                let answer = answer_one(stream, router.clone());
+                tokio::spawn(async move {
+                    // Whoever does not take the answer in time is cut off as well.
+                    let _ = tokio::time::timeout(CONNECTION_TIMEOUT, answer).await;
+                    drop(slot);
+                });
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept an HTTP connection");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+            }
+        }
+    }
+}
+
+/// One request a connection: nobody is idle on one.
+async fn answer_one(stream: tokio::net::TcpStream, router: Router) {
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(HEADER_BYTES_MAX)
+        .keep_alive(false)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    if let Err(error) = served.await {
+        tracing::debug!(%error, "an HTTP connection ended");
+    }
 }
 
 impl Http {

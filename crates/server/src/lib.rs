@@ -22,6 +22,7 @@ mod save_thread;
 mod saves;
 mod session;
 mod sessions;
+mod slots;
 mod ssd;
 mod status;
 mod worker_memory;
@@ -42,6 +43,7 @@ use kvlane_policy::Choice;
 use kvlane_proto::Address;
 use kvlane_ssd::OpenError;
 use kvlane_store::{Background, Store, StoreOptions};
+use rustix::process::{Resource, getrlimit};
 use thiserror::Error;
 
 pub use metrics::{METRICS, Metric, MetricKind};
@@ -49,7 +51,7 @@ pub use ssd::SsdOptions;
 
 use crate::{
     ceilings::HitCeilings, engines::Engines, gpu::Gpus, keeper::Unreachable, listen::Listeners,
-    metrics::Metrics, refusals::Refusals, sessions::Sessions, ssd::Ssd,
+    metrics::Metrics, refusals::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd,
 };
 
 /// What the SSD tier gets at least to write its last blocks and its index.
@@ -126,6 +128,10 @@ pub(crate) struct Shared {
     /// [`ServeOptions::save_link_share`]
     pub(crate) save_link_share: f64,
     pub(crate) unreachable: Unreachable,
+    /// Connections over TCP.
+    pub(crate) tcp_slots: Arc<Slots>,
+    /// Connections over HTTP.
+    pub(crate) http_slots: Arc<Slots>,
     pub(crate) stopping: AtomicBool,
 }
 
@@ -169,6 +175,7 @@ impl Daemon {
             ssd.as_ref().map(Ssd::below),
         );
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
+        let descriptors = getrlimit(Resource::Nofile).current;
         let shared = Arc::new(Shared {
             boot: random::bytes16()?,
             started: Instant::now(),
@@ -183,6 +190,8 @@ impl Daemon {
             ssd,
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),
+            tcp_slots: Slots::new(session::TCP_CONNECTIONS_MAX, descriptors),
+            http_slots: Slots::new(http::CONNECTIONS_MAX, descriptors),
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;

@@ -2,9 +2,10 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use kvlane_block::Namespace;
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_proto::v1::request::Body as Ask;
-use kvlane_store::{PolicyReport, StoreStats};
+use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
@@ -54,6 +55,12 @@ pub const METRICS: &[Metric] = &[
     metric("kvlane_claimed_blocks", Gauge, "", "Blocks that are being saved."),
     metric("kvlane_leases", Gauge, "", "Leases that engines hold."),
     metric("kvlane_seal_queue_blocks", Gauge, "", "Blocks that are saved and wait for their checksum."),
+    metric(
+        "kvlane_connections_turned_away_total",
+        Counter,
+        "door",
+        "Connections over TCP and HTTP that were closed at once because as many as may be were open.",
+    ),
     metric("kvlane_sessions", Gauge, "role", "Connected schedulers, workers and tools."),
     metric(
         "kvlane_limbo_sessions",
@@ -339,13 +346,16 @@ impl Metrics {
 
     /// The page that Prometheus reads.
     pub(crate) fn render(&self, shared: &Shared) -> String {
-        with_local_recorder(&self.recorder, || record(shared));
+        let ceilings = shared.ceilings.read();
+        with_local_recorder(&self.recorder, || record(shared, &ceilings));
         self.upkeep();
-        self.handle.render()
+        let mut page = self.handle.render();
+        of_namespaces(&shared.store.spaces(), &ceilings, &mut page);
+        page
     }
 }
 
-fn record(shared: &Shared) {
+fn record(shared: &Shared, ceilings: &[Reading]) {
     let stats = shared.store.stats();
     for (name, value) in [
         ("kvlane_pool_bytes", stats.pool_bytes),
@@ -383,35 +393,15 @@ fn record(shared: &Shared) {
         record_ssd(ssd, &stats);
     }
     record_policy(&shared.store.policy());
-    // A namespace has a space for each cut; its metrics are their sum.
-    let mut namespaces: BTreeMap<(String, String), [u64; 4]> = BTreeMap::new();
-    for space in shared.store.spaces() {
-        let sums = namespaces.entry((space.namespace.to_string(), space.name)).or_default();
-        let parts = [space.hit_blocks, space.missed_blocks, space.blocks, space.bytes];
-        sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
-    }
-    for ((namespace, name), [hit_blocks, missed_blocks, blocks, bytes]) in namespaces {
-        let labels = [("namespace", namespace), ("name", name)];
-        counter!("kvlane_hit_blocks_total", &labels).absolute(hit_blocks);
-        counter!("kvlane_missed_blocks_total", &labels).absolute(missed_blocks);
-        gauge!("kvlane_namespace_blocks", &labels).set(blocks as f64);
-        gauge!("kvlane_namespace_bytes", &labels).set(bytes as f64);
-    }
-    let names: BTreeMap<String, String> =
-        shared.store.spaces().into_iter().map(|space| (space.namespace.to_string(), space.name)).collect();
-    for Reading { namespace, window, ratio } in shared.ceilings.read() {
-        match namespace.map(|namespace| namespace.to_string()) {
-            None => gauge!("kvlane_hit_ceiling_ratio", "window" => window).set(ratio),
-            Some(namespace) => {
-                let name = names.get(&namespace).cloned().unwrap_or_default();
-                let labels = [("namespace", namespace), ("name", name), ("window", window.to_owned())];
-                gauge!("kvlane_namespace_hit_ceiling_ratio", &labels).set(ratio);
-            }
-        }
+    for Reading { window, ratio, .. } in ceilings.iter().filter(|reading| reading.namespace.is_none()) {
+        gauge!("kvlane_hit_ceiling_ratio", "window" => *window).set(*ratio);
     }
     counter!("kvlane_hit_ceiling_left_out_total").absolute(shared.ceilings.left_out());
     for (direction, bytes) in shared.gpus.iter().flat_map(Gpus::engine_bytes) {
         gauge!("kvlane_gpu_engine_bytes", "direction" => direction).set(bytes as f64);
+    }
+    for (door, slots) in [("tcp", &shared.tcp_slots), ("http", &shared.http_slots)] {
+        counter!("kvlane_connections_turned_away_total", "door" => door).absolute(slots.turned_away());
     }
     let sessions = shared.sessions.list();
     for role in ["scheduler", "worker", "tool"] {
@@ -421,6 +411,52 @@ fn record(shared: &Shared) {
         gauge!("kvlane_sessions", "role" => role).set(count.count() as f64);
     }
     gauge!("kvlane_limbo_sessions").set(sessions.iter().filter(|(.., limbo)| *limbo).count() as f64);
+}
+
+/// What is told of each namespace that the daemon knows now. A recorder would keep the labels of each that there ever was.
+fn of_namespaces(spaces: &[SpaceStats], ceilings: &[Reading], page: &mut String) {
+    // A namespace has a space for each cut; its metrics are their sum.
+    let mut namespaces: BTreeMap<(Namespace, &str), [u64; 4]> = BTreeMap::new();
+    for space in spaces {
+        let sums = namespaces.entry((space.namespace, &space.name)).or_default();
+        let parts = [space.hit_blocks, space.missed_blocks, space.blocks, space.bytes];
+        sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part);
+    }
+    let label = |namespace: Namespace, name: &str| {
+        let name = name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        format!("namespace=\"{namespace}\",name=\"{name}\"")
+    };
+    let of_each = [
+        "kvlane_hit_blocks_total",
+        "kvlane_missed_blocks_total",
+        "kvlane_namespace_blocks",
+        "kvlane_namespace_bytes",
+    ];
+    for (at, metric) in of_each.into_iter().enumerate() {
+        let values =
+            namespaces.iter().map(|((namespace, name), sums)| (label(*namespace, name), sums[at] as f64));
+        write_metric(page, metric, values);
+    }
+    let names: BTreeMap<Namespace, &str> = namespaces.keys().copied().collect();
+    let apart = ceilings.iter().filter_map(|reading| {
+        let namespace = reading.namespace?;
+        let labels = label(namespace, names.get(&namespace).copied().unwrap_or_default());
+        Some((format!("{labels},window=\"{}\"", reading.window), reading.ratio))
+    });
+    write_metric(page, "kvlane_namespace_hit_ceiling_ratio", apart);
+}
+
+/// One metric of [`METRICS`] as Prometheus reads it; nothing where it has no value.
+fn write_metric(page: &mut String, name: &str, values: impl Iterator<Item = (String, f64)>) {
+    let mut values = values.peekable();
+    let Some(metric) = METRICS.iter().find(|metric| metric.name == name) else { return };
+    if values.peek().is_none() {
+        return;
+    }
+    let kind = if metric.kind == Counter { "counter" } else { "gauge" };
+    page.push_str(&format!("# HELP {name} {}\n# TYPE {name} {kind}\n", metric.help));
+    values.for_each(|(labels, value)| page.push_str(&format!("{name}{{{labels}}} {value}\n")));
+    page.push('\n');
 }
 
 fn record_policy(report: &PolicyReport) {
@@ -470,6 +506,34 @@ fn record_ssd(ssd: &Ssd, store: &StoreStats) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_engines_call_themselves_stays_inside_its_label() {
+        let space = |namespace: u8, name: &str| SpaceStats {
+            namespace: Namespace([namespace; 16]),
+            name: name.into(),
+            cut: kvlane_block::CutDigest([0; 16]),
+            shards: 1,
+            blocks: 2,
+            bytes: 8192,
+            hit_blocks: 7,
+            missed_blocks: 1,
+        };
+        let mut page = String::new();
+        of_namespaces(&[], &[], &mut page);
+        assert_eq!(page, "");
+        let reading = Reading { namespace: Some(Namespace([1; 16])), window: "1h", ratio: 0.5 };
+        of_namespaces(&[space(1, "a\"b\\c\nd"), space(2, "m"), space(2, "m")], &[reading], &mut page);
+        let labels = format!("namespace=\"{}\",name=\"a\\\"b\\\\c\\nd\"", "01".repeat(16));
+        for line in [
+            "# TYPE kvlane_hit_blocks_total counter".to_owned(),
+            format!("kvlane_namespace_bytes{{{labels}}} 8192"),
+            format!("kvlane_hit_blocks_total{{namespace=\"{}\",name=\"m\"}} 14", "02".repeat(16)),
+            format!("kvlane_namespace_hit_ceiling_ratio{{{labels},window=\"1h\"}} 0.5"),
+        ] {
+            assert!(page.lines().any(|found| found == line), "{line} in\n{page}");
+        }
+    }
 
     #[test]
     fn names_follow_prometheus_and_are_unique() {

@@ -14,7 +14,7 @@ use std::{
 use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
 use kvlane_memory::{DESCRIPTORS_MAX, ProcessVm, recv_with_fds};
 use kvlane_proto::{
-    FrameReader, WIRE_MAX, WIRE_MIN, negotiate,
+    FrameReader, MAX_FRAME_BYTES, WIRE_MAX, WIRE_MIN, negotiate,
     v1::{
         self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer,
         request::Body as Ask,
@@ -37,13 +37,22 @@ use crate::{
     save_thread::SaveThread,
     saves::{Granted, Saver},
     sessions::{Busy, Connected, Info, settle_session},
+    slots::Slot,
     status,
     worker_memory::WorkerMemory,
 };
 
 const READ_BYTES: usize = 64 << 10;
-/// A peer that does not say Hello for so long is cut off.
+/// A process of the daemon's user that does not say Hello for so long is cut off.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same for who has proven nothing: whoever comes over TCP, and other users.
+const STRANGER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Over TCP the next request has to be there so long after the last answer.
+const TCP_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest message of who has proven nothing.
+const STRANGER_FRAME_BYTES: usize = 4096;
+/// Connections over TCP at the same time, apart from --max-sessions.
+pub(crate) const TCP_CONNECTIONS_MAX: usize = 16;
 /// Longest engine id and client name, in bytes.
 const NAME_BYTES_MAX: usize = 512;
 /// Bytes of pages in one answer; a longer prefix is answered in part.
@@ -62,9 +71,16 @@ pub(crate) type Refusal = (Reason, String);
 
 /// Serves a connection in a thread of its own.
 pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
-    let connected = match Connected::new(&shared) {
-        Ok(connected) => connected,
-        Err(sentence) => return tracing::warn!("a connection was closed: {sentence}"),
+    let connected = match &stream {
+        // Without room it is closed.
+        Stream::Tcp(_) => match shared.tcp_slots.take() {
+            Some(slot) => Place::Tcp(slot),
+            None => return,
+        },
+        Stream::Unix(_) => match Connected::new(&shared) {
+            Ok(connected) => Place::Unix(connected),
+            Err(sentence) => return tracing::warn!("a connection was closed: {sentence}"),
+        },
     };
     let spawned =
         std::thread::Builder::new().name("kvlane-session".into()).stack_size(512 << 10).spawn(move || {
@@ -95,6 +111,13 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
     }
 }
 
+/// Where the connection is counted, until it ends.
+#[allow(dead_code, reason = "kept for its end")]
+enum Place {
+    Unix(Connected),
+    Tcp(Slot),
+}
+
 struct Session {
     stream: Stream,
     replies: Arc<Replies>,
@@ -103,7 +126,7 @@ struct Session {
     greeted: Option<Greeted>,
     /// Received, of requests that were not handled yet.
     descriptors: VecDeque<OwnedFd>,
-    _connected: Connected,
+    _connected: Place,
 }
 
 /// Whatever ends the thread: the session leaves.
@@ -152,16 +175,40 @@ pub(crate) struct Registered {
 }
 
 impl Session {
+    /// Whether the kernel says that the peer is of a user who may use the daemon.
+    fn is_proven(&self) -> bool {
+        match &self.peer {
+            Peer::Local { credentials, .. } => {
+                refuse_user(credentials.uid, rustix::process::geteuid().as_raw()).is_none()
+            }
+            Peer::Remote => false,
+        }
+    }
+
     fn id(&self) -> SessionId {
         self.greeted.as_ref().map_or(0, |greeted| greeted.id)
     }
 
     fn serve(&mut self) -> io::Result<()> {
-        self.stream.set_timeouts(Some(GREETING_TIMEOUT), SEND_TIMEOUT)?;
-        let mut reader = FrameReader::default();
-        let mut scratch = vec![0; READ_BYTES];
+        let is_proven = self.is_proven();
+        let (most, scratch_bytes, within) = if is_proven {
+            (MAX_FRAME_BYTES, READ_BYTES, GREETING_TIMEOUT)
+        } else {
+            (STRANGER_FRAME_BYTES, STRANGER_FRAME_BYTES, STRANGER_TIMEOUT)
+        };
+        let mut reader = FrameReader::with_max(most);
+        let mut scratch = vec![0; scratch_bytes];
         let mut descriptors = Vec::new();
+        // Until then the next request has to be there, however slowly its bytes come.
+        let mut deadline = Instant::now() + within;
         loop {
+            if self.greeted.is_none() || !is_proven {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(io::Error::new(ErrorKind::TimedOut, "no request came in time"));
+                }
+                self.stream.set_timeouts(Some(left), SEND_TIMEOUT)?;
+            }
             let received = match &mut self.stream {
                 Stream::Unix(stream) => recv_with_fds(stream, &mut scratch, &mut descriptors),
                 Stream::Tcp(stream) => stream.read(&mut scratch),
@@ -182,6 +229,7 @@ impl Session {
                         if !self.handle(request)? {
                             return Ok(());
                         }
+                        deadline = Instant::now() + TCP_IDLE_TIMEOUT;
                     }
                     Ok(None) => break,
                     Err(error) => {
@@ -257,11 +305,11 @@ impl Session {
         let (Some(ssd), Some(greeted)) = (&shared.ssd, &mut self.greeted) else { return Ok(Some(lookup)) };
         let Ok(owner) = greeted.scheduler() else { return Ok(Some(lookup)) };
         let engine_id = &greeted.info.engine_id;
-        let plan = shared.engines.with_ready(engine_id, |open, workers| {
-            let asked = asked_blocks(open, workers, &lookup).ok()?;
-            shared.store.plan_fetch(&lookup_groups(&asked), lookup.max_tokens, since)
-        });
-        let Some(plan) = plan.flatten() else { return Ok(Some(lookup)) };
+        // Held until the fetch has begun: the plan names spaces.
+        let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
+        let Ok(asked) = asked_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
+        let plan = shared.store.plan_fetch(&lookup_groups(&asked), lookup.max_tokens, since);
+        let Some(plan) = plan else { return Ok(Some(lookup)) };
         let late = match &mut greeted.late {
             Some(late) => late,
             none => {
@@ -496,7 +544,7 @@ impl Session {
         if role != Role::Tool {
             self.take_over(id, &nonce, &info, &hello.live_leases);
         }
-        // From here on a silent peer is an idle one.
+        // From here on a silent peer is an idle one; over TCP it may be that for a while only.
         self.stream.set_timeouts(None, SEND_TIMEOUT).map_err(|e| (Reason::Limit, e.to_string()))?;
         Ok(Answer::Welcome(v1::Welcome {
             wire,

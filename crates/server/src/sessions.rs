@@ -145,9 +145,10 @@ impl Sessions {
         let mut entries = self.entries.lock();
         // Drawn under the lock: a higher id connected later, which `take_former` relies on.
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        // Whom this session is going to replace takes no room.
-        let others = entries.values().filter(|e| !(e.nonce == nonce && e.info.role == info.role)).count();
-        if others >= self.max {
+        // Whom this session is going to replace takes no room. Those over TCP, which have no process, are counted apart.
+        let is_other = |e: &&Entry| e.pidfd.is_some() && !(e.nonce == nonce && e.info.role == info.role);
+        let others = entries.values().filter(is_other).count();
+        if pidfd.is_some() && others >= self.max {
             return Err(format!("{others} sessions are open, the most that --max-sessions allows"));
         }
         if let Some(pidfd) = &pidfd {

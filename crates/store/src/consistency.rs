@@ -13,10 +13,10 @@ impl Index {
         let mut leases: HashMap<(u32, u32), u32> = HashMap::new();
         let mut extents: Vec<(u32, u64)> = Vec::new();
         let mut rows: HashMap<(usize, u32), u32> = HashMap::new();
-        for (number, space) in self.spaces.iter().enumerate() {
-            rows.extend(space.rows.iter().map(|(slot, row)| ((number, row), slot)));
+        for (number, space) in self.spaces.numbered() {
+            rows.extend(space.rows.iter().map(|(slot, row)| ((number as usize, row), slot)));
         }
-        let mut sealed = vec![0u64; self.spaces.len()];
+        let mut sealed: HashMap<u32, u64> = HashMap::new();
         let (mut blocks, mut leased, mut claimed) = (0, 0, 0);
         for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
             *leases.entry(*block).or_default() += 1;
@@ -50,7 +50,7 @@ impl Index {
             expect(of == Some(slot), || format!("row {} of slot {slot} is of {of:?}", entry.row))?;
             let pages = space.rows.shards(entry.row).map(|(page, _)| page);
             extents.extend(pages.zip(space.shard_bytes.iter().copied()));
-            sealed[entry.space as usize] += u64::from(entry.state == State::Sealed);
+            *sealed.entry(entry.space).or_default() += u64::from(entry.state == State::Sealed);
         }
         for &(slot, entry) in &entries {
             let count = children.remove(&slot).unwrap_or(0);
@@ -60,7 +60,8 @@ impl Index {
         expect(self.policy.len() == blocks, || format!("the policy has {} of {blocks}", self.policy.len()))?;
         expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
-        for (space, &blocks) in self.spaces.iter().zip(&sealed) {
+        for (number, space) in self.spaces.numbered() {
+            let blocks = sealed.get(&number).copied().unwrap_or(0);
             expect(space.sealed == blocks, || format!("{blocks} sealed, not {}", space.sealed))?;
         }
 

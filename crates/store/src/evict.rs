@@ -101,7 +101,7 @@ impl Index {
             return None;
         }
         let mut found: HashSet<u32> = HashSet::new();
-        for space in &self.spaces {
+        for space in self.spaces.iter() {
             for (slot, row) in space.rows.iter() {
                 if space.rows.shards(row).any(|(page, _)| slab.contains(&page)) {
                     found.insert(slot);

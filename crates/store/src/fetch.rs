@@ -30,7 +30,7 @@ const BLOCKS_A_HOLD: usize = 4096;
 /// Blocks on their way, and who waits for each.
 #[derive(Default)]
 pub(crate) struct Fetches {
-    coming: Mutex<HashMap<(SpaceId, BlockHash), Waiters>>,
+    pub(crate) coming: Mutex<HashMap<(SpaceId, BlockHash), Waiters>>,
     reads: Mutex<Reads>,
 }
 
@@ -46,7 +46,7 @@ struct Reads {
     is_fed: bool,
 }
 
-type Waiters = Vec<Arc<Waiting>>;
+pub(crate) type Waiters = Vec<Arc<Waiting>>;
 
 impl Reads {
     /// The tier still has a read that nobody waits for any more: it does not answer, or much too slowly.
@@ -90,7 +90,7 @@ impl Rate {
 }
 
 /// Somebody who waits for a number of blocks.
-struct Waiting {
+pub(crate) struct Waiting {
     left: AtomicUsize,
     done: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }

@@ -1,6 +1,6 @@
 //! The core under the store's lock: which blocks there are, and what happens when one dies.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
@@ -12,7 +12,7 @@ use crate::entries::{Entries, NONE, State};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::replacement::Refusals;
-use crate::space::{Rows, Space};
+use crate::space::{Rows, Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
@@ -21,7 +21,7 @@ pub struct Index {
     pub(crate) pool_bytes: u64,
     pub(crate) extents: ExtentAllocator,
     pub(crate) entries: Entries,
-    pub(crate) spaces: Vec<Space>,
+    pub(crate) spaces: Spaces,
     space_ids: HashMap<(Namespace, CutDigest, Box<[u64]>), SpaceId>,
     /// What goes next, and what comes in. Has all blocks, also those that are leased or being saved; no gaps.
     pub(crate) policy: Box<dyn ReplacementPolicy>,
@@ -60,7 +60,7 @@ impl Index {
             pool_bytes,
             extents,
             entries: Entries::new(),
-            spaces: Vec::new(),
+            spaces: Spaces::default(),
             space_ids: HashMap::new(),
             policy: options.policy.first().build(0),
             options,
@@ -96,8 +96,7 @@ impl Index {
         if let Some(&space) = self.space_ids.get(&key) {
             return space;
         }
-        let id = SpaceId(self.spaces.len() as u32);
-        self.spaces.push(Space {
+        let id = SpaceId(self.spaces.add(Space {
             namespace,
             name: name.to_owned(),
             cut,
@@ -106,12 +105,54 @@ impl Index {
             sealed: 0,
             hit_blocks: 0,
             missed_blocks: 0,
-        });
+        }));
         self.space_ids.insert(key, id);
         if self.capacity == 0 {
             self.set_first_capacity(shard_bytes);
         }
         id
+    }
+
+    /// Whether a space is alive.
+    pub fn has_space(&self, namespace: Namespace, cut: CutDigest, shard_bytes: &[u64]) -> bool {
+        self.space_ids.contains_key(&(namespace, cut, Box::from(shard_bytes)))
+    }
+
+    /// How many spaces are alive.
+    pub fn count_spaces(&self) -> usize {
+        self.space_ids.len()
+    }
+
+    /// The spaces that are in nobody's use, those that were made first before others.
+    pub fn unused_spaces(&self, in_use: &HashSet<SpaceId>) -> Vec<SpaceId> {
+        let all = self.spaces.numbered().map(|(number, _)| SpaceId(number));
+        all.filter(|space| !in_use.contains(space)).collect()
+    }
+
+    /// Forgets a space that nobody uses, if it has no block, not even one that is being saved. Its id means nothing from
+    /// then on; the same namespace and cut get another one. False if there is a block.
+    pub fn forget_space(&mut self, space: SpaceId) -> bool {
+        if !self.spaces[space.0 as usize].rows.is_empty() {
+            return false;
+        }
+        if let Some(Space { namespace, cut, shard_bytes, .. }) = self.spaces.remove(space.0) {
+            self.space_ids.remove(&(namespace, cut, shard_bytes));
+        }
+        true
+    }
+
+    /// Slot and generation of all blocks of a space, those being saved included.
+    pub fn blocks_in(&self, space: SpaceId) -> Vec<(u32, u32)> {
+        let rows = self.spaces[space.0 as usize].rows.iter();
+        rows.map(|(slot, _)| (slot, self.entries.at(slot).generation)).collect()
+    }
+
+    /// Whether nobody needs these blocks now: they are complete, and neither leased nor being checked.
+    pub fn can_lose(&self, blocks: &[(u32, u32)]) -> bool {
+        blocks.iter().all(|&(slot, _)| {
+            let entry = self.entries.at(slot);
+            entry.state == State::Sealed && entry.leases == 0 && entry.checks == 0
+        })
     }
 
     /// Namespace and cut of a space.

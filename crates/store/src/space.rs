@@ -1,5 +1,8 @@
 //! Spaces and the extents of their blocks: a row of pages and checksums for each block.
 
+use std::collections::BTreeMap;
+use std::ops::{Index, IndexMut};
+
 use kvlane_block::{CutDigest, Namespace};
 
 use crate::entries::NONE;
@@ -24,6 +27,55 @@ impl Space {
 
     pub(crate) fn shards(&self) -> usize {
         self.shard_bytes.len()
+    }
+}
+
+/// All spaces that are alive, by their number. The number of one that was forgotten is never given to another one.
+#[derive(Default)]
+pub(crate) struct Spaces {
+    living: BTreeMap<u32, Space>,
+    next: u32,
+}
+
+impl Spaces {
+    /// Adds a space and answers its number.
+    pub(crate) fn add(&mut self, space: Space) -> u32 {
+        let number = self.next;
+        self.next = number.checked_add(1).unwrap_or_else(|| unreachable!("four billion spaces"));
+        self.living.insert(number, space);
+        number
+    }
+
+    pub(crate) fn remove(&mut self, number: u32) -> Option<Space> {
+        self.living.remove(&number)
+    }
+
+    /// In order of creation.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Space> {
+        self.living.values()
+    }
+
+    /// The same with their numbers.
+    pub(crate) fn numbered(&self) -> impl Iterator<Item = (u32, &Space)> {
+        self.living.iter().map(|(number, space)| (*number, space))
+    }
+}
+
+/// Of a space that is alive; who holds the number of one sees to that it stays so.
+impl Index<usize> for Spaces {
+    type Output = Space;
+
+    fn index(&self, number: usize) -> &Space {
+        &self.living[&(number as u32)]
+    }
+}
+
+impl IndexMut<usize> for Spaces {
+    fn index_mut(&mut self, number: usize) -> &mut Space {
+        match self.living.get_mut(&(number as u32)) {
+            Some(space) => space,
+            None => unreachable!("space {number} was forgotten and is still in use"),
+        }
     }
 }
 
@@ -91,6 +143,11 @@ impl Rows {
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, u32)> {
         let rows = self.chunks.iter().flat_map(|chunk| chunk.chunks_exact(self.width));
         (0u32..).zip(rows).filter(|(_, words)| words[0] != NONE).map(|(row, words)| (words[0], row))
+    }
+
+    /// Whether there is no row.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.used == 0
     }
 
     fn grow(&mut self) {

@@ -1,5 +1,6 @@
 //! The index under a lock, over a pool.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -85,6 +86,48 @@ impl Store {
     /// See [`Index::space`].
     pub fn space(&self, namespace: Namespace, name: &str, cut: CutDigest, shard_bytes: &[u64]) -> SpaceId {
         self.index.lock().space(namespace, name, cut, shard_bytes)
+    }
+
+    /// Whether a space is alive.
+    pub fn has_space(&self, namespace: Namespace, cut: CutDigest, shard_bytes: &[u64]) -> bool {
+        self.index.lock().has_space(namespace, cut, shard_bytes)
+    }
+
+    /// How many spaces are alive.
+    pub fn count_spaces(&self) -> usize {
+        self.index.lock().count_spaces()
+    }
+
+    /// Forgets spaces until at most `most` are left, or none can be forgotten: first those without blocks, then, the oldest
+    /// first, those with blocks, which leave the pool (the tier below keeps what it has). Spaces of which somebody holds the
+    /// id or plans a fetch have to be named in `in_use`; those of which blocks are leased, being saved or fetched stay.
+    pub fn forget_spaces(&self, most: usize, in_use: &HashSet<SpaceId>) {
+        // Held, so that no fetch begins meanwhile: it names its blocks by their space before it claims them.
+        let coming = self.fetches.coming.lock();
+        let mut in_use = in_use.clone();
+        in_use.extend(coming.keys().map(|(space, _)| *space));
+        let mut index = self.index.lock();
+        let unused = index.unused_spaces(&in_use);
+        let mut left = Vec::new();
+        for space in unused {
+            if index.count_spaces() > most && !index.forget_space(space) {
+                left.push(space);
+            }
+        }
+        for space in left {
+            if index.count_spaces() <= most {
+                return;
+            }
+            let blocks = index.blocks_in(space);
+            if !index.can_lose(&blocks) {
+                continue;
+            }
+            for part in blocks.chunks(BLOCKS_A_HOLD) {
+                index.drop_blocks(part);
+                MutexGuard::bump(&mut index);
+            }
+            index.forget_space(space);
+        }
     }
 
     /// The namespace that a space belongs to.

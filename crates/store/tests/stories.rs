@@ -1,6 +1,7 @@
 //! What engines and the daemon do with a store, one story a test, over a small pool.
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -334,6 +335,37 @@ fn a_window_group_needs_its_window_and_does_not_hold_its_past() {
     assert_eq!(claimed(&outcomes).len(), 2);
     assert_eq!(lookup(2).map(|hit| hit.tokens), Some(64));
     assert_eq!(lookup(3), None);
+}
+
+#[test]
+fn spaces_are_forgotten_when_nobody_uses_them_the_empty_ones_first() {
+    let pool = Pool::new(64);
+    let spaces: Vec<SpaceId> = (0..8).map(|number| pool.space(Namespace([number + 10; 16]), &[1])).collect();
+    let prompt = hashes(0, 3);
+    // 0 is in use, 1 has leased blocks, 2 and 3 have blocks, 4 is being saved, the others are empty.
+    spaces[1..4].iter().for_each(|space| pool.save(*space, &prompt));
+    let lease = pool.lookup(A, spaces[1], &prompt).unwrap().lease;
+    let writing = claimed(&pool.claim(spaces[4], &prompt));
+    let in_use = HashSet::from([spaces[0]]);
+    let left = || -> Vec<u8> { pool.store.spaces().iter().map(|space| space.namespace.0[0] - 10).collect() };
+    pool.store.forget_spaces(7, &in_use);
+    assert_eq!(left(), [0, 1, 2, 3, 4, 6, 7]);
+    pool.store.forget_spaces(4, &in_use);
+    assert_eq!(left(), [0, 1, 3, 4], "of those with blocks the oldest goes");
+    assert_eq!(pool.store.stats().used_bytes, 9 * PAGE_BYTES);
+    pool.store.forget_spaces(0, &in_use);
+    assert_eq!(left(), [0, 1, 4], "what is promised or being saved stays");
+    pool.store.release(A, lease);
+    pool.store.abort(&writing);
+    pool.store.forget_spaces(0, &in_use);
+    assert_eq!(left(), [0]);
+    assert_eq!(pool.store.stats().used_bytes, 0);
+    // The same namespace later is a new space, without the old one's blocks.
+    let again = pool.space(Namespace([12; 16]), &[1]);
+    assert!(!spaces.contains(&again));
+    assert_eq!(pool.found(again, &prompt), 0);
+    pool.save(again, &prompt);
+    assert_eq!(pool.found(again, &prompt), 3);
 }
 
 #[test]
