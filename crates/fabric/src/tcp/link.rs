@@ -249,14 +249,17 @@ impl Link {
     pub(crate) fn greeting<const N: usize>(&mut self) -> Result<Option<[u8; N]>, Ended> {
         const { assert!(N <= BUFFER_BYTES) };
         loop {
+            if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
+                // The rest of it is taken out of the socket: closing a socket with unread bytes resets the connection, and
+                // then the peer may not get to read by which word it knows that we do not speak TLS.
+                let _ = self.fill(BUFFER_BYTES);
+                return Err(Ended::WantsTls);
+            }
             if self.end - self.start >= N {
                 let mut bytes = [0; N];
                 bytes.copy_from_slice(&self.buffer[self.start..self.start + N]);
                 self.start += N;
                 return Ok(Some(bytes));
-            }
-            if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
-                return Err(Ended::WantsTls);
             }
             if !self.fill(N - (self.end - self.start))? {
                 return Ok(None);
