@@ -623,8 +623,8 @@ impl Scheduler {
         self.leave();
         self.stats.losses += 1;
         self.backoff.failed(now);
-        // What was asked will not be answered.
-        self.pending.retain(|_, pending| !matches!(pending, Pending::Waiting { .. }));
+        // What was asked will not be answered, and what was answered is of a run that is over.
+        self.pending.clear();
     }
 
     /// The connection is over, and with it what this boot has answered.

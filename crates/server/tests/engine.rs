@@ -205,6 +205,30 @@ fn dropping_a_namespace_makes_it_a_miss() {
     assert!(error.to_string().contains("09090909"), "{error}");
 }
 
+/// The answer had come, nobody had asked for it yet, and the daemon died: the hit was promised to the engine when the
+/// workers had let the pool go already.
+#[test]
+fn an_answer_of_a_daemon_that_is_gone_is_a_miss() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = start(&address);
+    let mut engine = Engine::start(&address, "a", SaveMethod::Auto);
+    engine.save(0, 0..4);
+    settle(&address);
+    for request in ["first", "second"] {
+        engine.scheduler.lookup_start(request, &[hashes(0, 4)], u64::MAX);
+    }
+    // Answers come in the order of the questions.
+    let second = engine.scheduler.lookup_poll("second", PATIENCE).unwrap();
+    assert_eq!(second.tokens, 4 * u64::from(TOKENS));
+    daemon.stop(Duration::ZERO);
+    while engine.scheduler.is_connected() {
+        engine.scheduler.tick();
+    }
+    assert_eq!(engine.scheduler.gone().collect::<Vec<_>>(), [second.boot]);
+    assert_eq!(engine.scheduler.lookup_poll("first", Duration::ZERO).unwrap().tokens, 0);
+}
+
 /// vLLM resets its cache only when nobody holds a block, and then overwrites them: a save that is still under way must not
 /// become a block with what comes next in its place.
 #[test]

@@ -194,6 +194,7 @@ class SchedulerSide:
             if hit is None:
                 return None, False
             self._take_answer(state, hit)
+            self._drop_former_hit(state)
         if state.hit is None or state.hit.tokens <= local_tokens:
             return 0, False
         return state.hit.tokens - local_tokens, True
