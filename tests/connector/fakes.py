@@ -72,10 +72,10 @@ class FakeWeights:
     """What a worker computes with; the test says what it is."""
 
     def __init__(self) -> None:
-        self.label = STARTED_WITH
+        self.present: str | None = STARTED_WITH
 
-    def report(self, reset: int) -> WeightsReport:
-        return WeightsReport(reset, 1, self.label)
+    def label(self, reset: int) -> str | None:
+        return self.present
 
 
 class Request:
@@ -174,7 +174,7 @@ class Engine:
             clock=lambda: self.now,
             adapters=adapters or Adapters(now_ns=after_a_while),
         )
-        self.scheduler.pins.bind(self.pool, self.scheduler.before_pool_reset)
+        self.scheduler.pins.bind(self.pool, self.scheduler.before_pool_reset, self.scheduler.pool_was_reset)
         self.weights = FakeWeights()
         self.workers = []
         for rank in range(workers):

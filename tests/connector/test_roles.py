@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from fakes import BLOCK, Engine, Request, Step, full_group, window_group
+from fakes import BLOCK, Engine, FakeWeights, Request, Step, full_group, window_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.scheduler import MISS_IS_OLD_SECONDS
+from kvlane.connector.weights import Weights
 from kvlane.testing import FakeCore
 
 PROMPT = list(range(100, 122))  # 5 full blocks and 2 tokens
@@ -624,7 +625,7 @@ def test_weights_that_were_changed_are_told_apart_and_nobody_loses_a_block() -> 
     trained, other = Engine(store, engine_id="trained"), Engine(store, engine_id="other")
     computed_by(trained, "first")
     assert store.block_count() == 5
-    trained.weights.label = "life 1"
+    trained.weights.present = "life 1"
     reset(trained)
     assert store.block_count() == 5
     assert hits(trained, "asking") == 0, "they belong to other weights"
@@ -636,12 +637,12 @@ def test_weights_that_were_changed_are_told_apart_and_nobody_loses_a_block() -> 
     assert store.block_count() == 10
 
     # Changed again: neither of the two.
-    trained.weights.label = "life 2"
+    trained.weights.present = "life 2"
     reset(trained)
     assert hits(trained, "third") == 0
     # And back, as sleep and wake-up leave them.
     for label in ("life 1", ""):
-        trained.weights.label = label
+        trained.weights.present = label
         reset(trained)
         assert hits(trained, f"back to {label}") == 20
 
@@ -650,7 +651,7 @@ def test_engines_whose_weights_have_one_name_share() -> None:
     store = FakeCore()
     engines = [Engine(store, engine_id=f"engine {number}") for number in range(3)]
     for engine in engines[:2]:
-        engine.weights.label = "version step-120"
+        engine.weights.present = "version step-120"
         reset(engine)
     assert hits(engines[0], "asking") == 0
     computed_by(engines[0], "first")
@@ -662,7 +663,7 @@ def test_engines_whose_weights_have_one_name_share() -> None:
     assert hits(later, "again") == 20, "its weights are still those"
 
 
-def test_ranks_that_do_not_agree_share_with_nobody() -> None:
+def test_a_rank_that_cannot_tell_its_weights_shares_with_nobody() -> None:
     store = FakeCore()
     engine = Engine(store, workers=2)
     computed_by(engine, "first")
@@ -673,6 +674,97 @@ def test_ranks_that_do_not_agree_share_with_nobody() -> None:
     assert hits(engine, "asking again") == 0
 
 
+def test_ranks_of_which_some_were_trained_find_their_blocks_again() -> None:
+    store = FakeCore()
+    engine = Engine(store, workers=2)
+    computed_by(engine, "first")
+    trained = FakeWeights()
+    trained.present = "life 1"
+    engine.workers[1].weights = cast("Weights", trained)
+    reset(engine)
+    assert hits(engine, "asking") == 0
+    computed_by(engine, "second")
+    reset(engine)
+    assert hits(engine, "asking again") == 20, "they are the same"
+    assert hits(Engine(store, workers=2, engine_id="other"), "asking") == 20, "of the first weights"
+    trained.present = ""
+    reset(engine)
+    assert hits(engine, "back") == 20
+
+
+def test_a_reset_that_vllm_refuses_leaves_old_blocks_to_nobody() -> None:
+    """vLLM resets the connector although its own cache still holds the old weights' blocks. A request that hit them
+    there had them saved under the new weights' name."""
+    store = FakeCore()
+    engine = Engine(store)
+    running = request("running", tokens=list(range(40, 62)))
+    engine.run(running)
+    held = request("held")
+    engine.run(held)
+    before = store.block_count()
+    store.restart()
+    engine.step()
+    engine.weights.present = "version step-2"
+    assert not engine.pool.reset_prefix_cache(), "requests run"
+    engine.scheduler.reset()
+    # The first blocks of it are in vLLM's own cache, from before.
+    warm = request("warm")
+    engine.scheduler.add_request(warm)
+    engine.now += 1
+    assert engine.scheduler.matched_tokens(warm, 16) == (None, False)
+    engine.now += 10
+    assert engine.scheduler.matched_tokens(warm, 16) == (0, False)
+    engine.tables["warm"] = tuple(list(ids) for ids in engine.tables["held"])
+    engine.pool.touch([engine.pool.blocks[each] for each in engine.tables["warm"][0]])
+    warm.num_computed_tokens = 20
+    engine.compute(warm, 2)
+    for each in (warm, held, running):
+        engine.finish(each)
+    engine.step()
+    assert store.block_count() == 0 < before
+    # From a reset that succeeds on it goes its way.
+    reset(engine)
+    assert hits(engine, "asking") == 0
+    computed_by(engine, "new")
+    named = Engine(store, engine_id="named", settings={"kvlane.weights_version": "step-2"})
+    assert hits(named, "asking") == 20
+
+
+def test_a_hit_of_a_run_that_was_left_is_not_promised_when_the_scheduler_is_back() -> None:
+    """The workers were told that no load of that run follows, so they may have let its pool go."""
+    store = FakeCore()
+    engine = Engine(store)
+    computed_by(engine, "cold")
+    waiting = request("waiting")
+    engine.scheduler.add_request(waiting)
+    assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
+    (lease,) = store.leases
+    store.down = True
+    engine.step()
+    store.down = False
+    engine.step()
+    assert store.leases == set()
+    engine.now += MISS_IS_OLD_SECONDS
+    assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
+    assert store.leases and lease not in store.leases, "it was looked up again"
+
+
+def test_what_a_reset_gave_up_is_saved_when_it_is_computed_again() -> None:
+    store = FakeCore()
+    store.hold_saves = True
+    engine = Engine(store)
+    running = request("running")
+    engine.run(running)
+    engine.free(running)  # preempted
+    assert engine.pool.reset_prefix_cache()
+    store.release_held()
+    running.num_computed_tokens = 0
+    assert engine.scheduler.matched_tokens(running, 0) == (0, False)
+    engine.compute(running, running.num_tokens)
+    engine.step()
+    assert store.block_count() == 5
+
+
 def test_weights_are_looked_at_when_requests_run_again_and_not_before() -> None:
     """Between the reset and the first request the trainer may still write."""
     store = FakeCore()
@@ -680,7 +772,7 @@ def test_weights_are_looked_at_when_requests_run_again_and_not_before() -> None:
     computed_by(engine, "first")
     reset(engine)
     engine.step()
-    engine.weights.label = "life 1"
+    engine.weights.present = "life 1"
     assert hits(engine, "asking") == 0
 
 
@@ -706,7 +798,7 @@ def test_what_runs_through_a_reset_belongs_to_no_weights() -> None:
     waiting = request("waiting")
     engine.scheduler.add_request(waiting)
     assert engine.scheduler.matched_tokens(waiting, 0) == (20, True)
-    engine.weights.label = "life 1"
+    engine.weights.present = "life 1"
     engine.scheduler.reset()
     assert store.leases == set()
     # What runs on was begun with the old weights.

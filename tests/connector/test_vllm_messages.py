@@ -103,7 +103,7 @@ def test_events_follow_completed_saves_and_resets() -> None:
     assert engine.scheduler.take_events() == []
     # With the same weights everything is still there.
     for label, cleared in (("", []), ("life 2", ["AllBlocksCleared"])):
-        engine.weights.label = label
+        engine.weights.present = label
         engine.scheduler.reset()
         asking = Request(f"asking {label}", list(range(20)))
         engine.scheduler.add_request(asking)

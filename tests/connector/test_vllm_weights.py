@@ -95,6 +95,33 @@ def test_new_weights_get_blocks_of_their_own(
     assert fresh.errors() == 0
 
 
+def test_a_reset_that_vllm_refuses_leaves_old_blocks_to_nobody(
+    make: Make, store: DaemonStore, model: Path, answers: dict[float, list[int]]
+) -> None:
+    """While requests run vLLM keeps its own blocks, of the old weights, and resets the connector all the same."""
+    engine = make(model)
+    assert engine.generate(PROMPT) == (answers[1.0], 0)
+    engine.drain()
+    store.drop_all()
+    running = engine.add(prompt(2), 200)
+    while not engine.scheduler.running:
+        engine.llm.llm_engine.step()
+    engine.llm.collective_rpc(functools.partial(train, factor=1.5))
+    engine.llm.collective_rpc(functools.partial(name_them, version="step-1"))
+    assert not engine.llm.reset_prefix_cache(reset_connector=True)
+    # vLLM's own cache answers, with blocks of the old weights.
+    wrong, cached = engine.generate(PROMPT)
+    assert cached == CACHED
+    assert wrong != answers[1.5], "the comparison would not notice blocks of the old weights"
+    engine.run([running])
+    engine.drain()
+    store.settle()
+    assert store.block_count() == 0
+    named = make(model)
+    retrain(named, 1.5, "step-1")
+    assert named.generate(PROMPT) == (answers[1.5], 0)
+
+
 def test_engines_whose_weights_have_one_name_share(
     make: Make, store: DaemonStore, model: Path, answers: dict[float, list[int]]
 ) -> None:

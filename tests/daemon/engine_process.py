@@ -192,6 +192,11 @@ class EngineProcess:
                     done["broken"].append(end["detail"])
         return done
 
+    def cancel(self, timeout_ms: float) -> bool:
+        """As before a reset of vLLM's cache: no save of so far may become a block any more."""
+        assert self.scheduler is not None
+        return self.scheduler.cancel_saves(self.jobs, timeout_ms)
+
     def release(self, lease: int) -> None:
         assert self.scheduler is not None
         hit = self.hits.pop(lease)

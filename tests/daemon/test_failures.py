@@ -336,3 +336,25 @@ def test_a_process_that_dies_while_its_connection_is_lost_is_noticed(
     again = make_engine(daemon, "a", save_method=method)
     again.wait_connected()
     _right(again, "p", 50)
+
+
+def test_saves_can_be_cancelled_whatever_becomes_of_the_connection(
+    daemon: Daemon, make_engine: MakeEngine
+) -> None:
+    """Before vLLM overwrites blocks that are being saved: only if nobody reads them any more, for certain."""
+    engine = make_engine(daemon, "engine")
+    engine.wait_connected()
+    assert engine.call("save", prompt="p", count=4)["ok"]
+    assert engine.call("cancel", timeout_ms=10_000)
+    # Cut off with the daemon alive, it asks again over another connection.
+    assert engine.call("cut", how="shutdown") == 2
+    assert engine.call("cancel", timeout_ms=10_000)
+    daemon.signal(signal.SIGSTOP)
+    assert not engine.call("cancel", timeout_ms=200), "it may still read them"
+    daemon.kill()
+    assert engine.call("cancel", timeout_ms=10_000), "the dead read nothing"
+    daemon.start()
+    engine.wait_connected()
+    assert engine.call("cancel", timeout_ms=10_000)
+    assert engine.call("save", prompt="p", count=4)["blocks"] == 4, "later saves are none of those"
+    assert engine.call("check", prompt="p", count=4)["blocks"] == 4

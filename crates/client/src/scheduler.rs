@@ -18,11 +18,12 @@ use bytes::Bytes;
 use kvlane_block::BlockHash;
 use kvlane_memory::{peer_pidfd, pidfd_exited};
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::{
     BootId, DaemonUser, Hit,
     backoff::Backoff,
-    connection::{ConnectError, Connection, Lost},
+    connection::{ConnectError, Connection, Lost, poll_for},
     nonce::random_nonce,
     standing::{Standing, describe, tell},
 };
@@ -351,32 +352,46 @@ impl Scheduler {
         self.advance(Instant::now());
     }
 
-    /// No save of the engine below this job may become a block any more, unless it is complete. True when nobody reads its
-    /// blocks for one: then they may be overwritten. Waits for the daemon until the timeout. Whatever the answer is, a save
+    /// No save of the engine below this job may become a block any more, unless it is complete. True when the daemon reads its
+    /// blocks for none of them, and takes none of them from a worker that writes by itself: then they may be overwritten. Waits
+    /// for the daemon until the timeout. Whatever the answer is, a save
     /// that is not complete by now may end without effect.
     pub fn cancel_saves(&mut self, below_job: u64, timeout: Duration) -> bool {
         self.cancelled_below = self.cancelled_below.max(below_job);
         let deadline = Instant::now() + timeout;
-        let mut is_asked = false;
+        if let Some(up) = &mut self.up {
+            up.cancelling = None;
+        }
         loop {
             self.advance(Instant::now());
-            let left = deadline.saturating_duration_since(Instant::now());
-            let Some(up) = &mut self.up else { return self.left.iter().all(Left::is_over) };
-            match up.cancelling {
-                Some((_, Some(done))) if is_asked => return done && self.left.iter().all(Left::is_over),
+            let now = Instant::now();
+            let left = deadline.saturating_duration_since(now);
+            let others_are_over = self.left.iter().all(Left::is_over);
+            match &mut self.up {
+                None if others_are_over => return true,
+                Some(Up { cancelling: Some((_, Some(done))), .. }) => return *done && others_are_over,
                 _ if left.is_zero() => return false,
+                // A daemon that lives: it is connected to again, or ends.
+                None => self.wait_for_an_end(left.min(self.backoff.until_due(now))),
                 // While the engine is being opened, saves of a former connection may still be accepted.
-                _ if !is_asked && up.phase == Phase::Open => {
-                    is_asked = true;
+                Some(up) if up.cancelling.is_none() && up.phase == Phase::Open => {
                     let timeout_ms = left.as_millis() as u32;
                     let asked = self.send(Ask::CancelSaves(v1::CancelSaves { below_job, timeout_ms }));
                     if let (Some(up), Some(id)) = (&mut self.up, asked) {
                         up.cancelling = Some((id, None));
                     }
                 }
-                _ => up.connection.wait(Some(left), None),
+                Some(up) => up.connection.wait(Some(left), None),
             }
         }
+    }
+
+    /// Waits until one of the daemons that were left has ended, or the time is over.
+    fn wait_for_an_end(&self, time: Duration) {
+        let processes = self.left.iter().filter_map(|left| left.process.as_ref());
+        let mut watched: Vec<PollFd<'_>> =
+            processes.map(|process| PollFd::new(process, PollFlags::IN)).collect();
+        poll_for(&mut watched, Some(time.max(Duration::from_millis(1))));
     }
 
     /// Counters since the last call.

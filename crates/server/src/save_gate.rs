@@ -2,7 +2,8 @@
 //! to overwrite (a reset of its cache, sleep).
 //!
 //! ```text
-//!   save of job n:  enter(n) ----- claims, copies, commits ----- leaves
+//!   save of job n:  enter(n) ----- claims, copies, commits ----- leaves       (a mapped worker copies outside, and enters
+//!                                                                              again with its commit)
 //!   CancelSaves(m):       closed below m, then waits for those inside with n < m
 //! ```
 //! So when the wait has ended, a job below m is complete, with bytes that were read while its blocks were as they should

@@ -22,7 +22,7 @@ from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
-from kvlane.connector.weights import Weights, calling_runner, parameters_of
+from kvlane.connector.weights import Weights, calling_runner, parameters_move, parameters_of
 from kvlane.connector.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -84,8 +84,16 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def _watch_weights(self) -> None:
         """Called where vLLM registers the KV caches: the weights are loaded, and the model runner is the caller."""
         assert self._worker is not None
+        if self._worker.weights is not None:
+            return
+        # Named weights are known also where the rest fails.
+        self._worker.weights = Weights(None)
         runner = calling_runner()
-        if self._worker.weights is None and runner is not None:
+        if runner is None or parameters_move(self._vllm_config):
+            logger.info(
+                "kvlane: this engine's weights cannot be looked at: after a reset only named ones are known"
+            )
+        else:
             self._worker.weights = Weights(functools.partial(parameters_of, runner))
 
     @guarded(lambda: None, "this worker takes no part in the cache")
@@ -173,7 +181,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None, "nothing is saved or loaded")
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._scheduler is not None:
-            self._scheduler.pins.bind(gpu_block_pool, self._before_pool_reset)
+            self._scheduler.pins.bind(gpu_block_pool, self._before_pool_reset, self._scheduler.pool_was_reset)
 
     @guarded(lambda: None, "vLLM may not be able to reset its cache before saves have ended")
     def _before_pool_reset(self) -> None:

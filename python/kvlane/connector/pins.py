@@ -14,11 +14,19 @@ class Pins:
         self.pool: Any = None
         """vLLM's block pool; nothing can be pinned, and so nothing be copied, before `bind`."""
 
-    def bind(self, pool: Any, before_reset: Callable[[], None] | None = None) -> None:
+        self.was_reset = True
+        """Whether vLLM's last reset of the pool succeeded; True if there was none."""
+
+    def bind(
+        self,
+        pool: Any,
+        before_reset: Callable[[], None] | None = None,
+        after_reset: Callable[[], None] | None = None,
+    ) -> None:
         """From now on blocks of this pool are pinned.
 
         vLLM resets its pool before it tells its connector, and refuses while one block is held. So `before_reset` is
-        called first.
+        called first; `after_reset` when it succeeded.
         """
         self.pool = pool
         if before_reset is None:
@@ -27,7 +35,10 @@ class Pins:
 
         def reset_prefix_cache() -> bool:
             before_reset()
-            return reset()
+            self.was_reset = reset()
+            if self.was_reset and after_reset is not None:
+                after_reset()
+            return self.was_reset
 
         pool.reset_prefix_cache = reset_prefix_cache
 

@@ -76,7 +76,7 @@ class GroupHashes:
                 f"blocks of {group.tokens_per_block} tokens are not made of hashes of {hash_block_size}"
             )
         self._scale = [group.tokens_per_block // hash_block_size for group in groups]
-        self.epoch_key: bytes | None = None
+        self.weights_key: bytes | None = None
         """Of the engine's present weights; None for those of its files."""
 
     def count(self, state: RequestState, group: CacheGroup) -> int:
@@ -94,5 +94,5 @@ class GroupHashes:
     def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
         """The hashes under which the blocks [first, end) are stored."""
         raw = self.raw(state, group, first, end)
-        key = (self.epoch_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
+        key = (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
         return [keyed_hash(each, key) for each in raw] if key else raw

@@ -81,7 +81,8 @@ class Saves:
 
     def frees_are_near(self, now: float) -> bool:
         """Whether waiting for pinned blocks is better than preempting."""
-        return any(now - save.since < WAIT_FOR_FREES_SECONDS for save in self._running.values())
+        young = (save for save in self._running.values() if now - save.since < WAIT_FOR_FREES_SECONDS)
+        return any(save.blocks for save in young)
 
     def add(
         self,

@@ -14,10 +14,10 @@ from typing import Any
 from kvlane.connector import events
 from kvlane.connector.adapters import Adapters
 from kvlane.connector.counters import Counters
-from kvlane.connector.epoch import Epoch
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.namespace import HASH_SEED_VARIABLE, drawn_hash_seed
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
@@ -115,8 +115,11 @@ class SchedulerSide:
         self._events: list[Any] = []
         self._boot: bytes | None = None
         self._ticked_at = clock()
-        self._epoch = Epoch(settings.weights_version, shape.workers)
-        self._hashes.epoch_key = self._epoch.key
+        self._told_gone: list[bytes] = []
+        self._weights = KnownWeights(settings.weights_version, shape.workers)
+        self._hashes.weights_key = self._weights.key
+        # vLLM refused to reset its own cache when it reset the connector: it may hold blocks of other weights.
+        self._own_cache_is_old = False
         # Since the last reset a request was to be scheduled: from here on the weights stay as they are.
         self._is_scheduling = False
         self._seed_checked = shape.hash_seed is None
@@ -150,7 +153,7 @@ class SchedulerSide:
         if (
             not self._shape.can_load
             or self.pins.pool is None
-            or not self._epoch.is_known
+            or not self._weights.are_known
             or state.load_failed
             or not state.takes_part()
             or getattr(request, "skip_reading_prefix_cache", False)
@@ -184,7 +187,11 @@ class SchedulerSide:
             state.stale = False
             state.forget_progress()
         self._is_scheduling = True
-        if not self._epoch.is_known and self._shape.can_load and self._epoch.is_worth_waiting(self._clock()):
+        if (
+            not self._weights.are_known
+            and self._shape.can_load
+            and self._weights.is_worth_waiting(self._clock())
+        ):
             return None, False
         self._drop_former_hit(state)
         if self._wants_new_lookup(state):
@@ -200,12 +207,13 @@ class SchedulerSide:
         return state.hit.tokens - local_tokens, True
 
     def _drop_former_hit(self, state: RequestState) -> None:
-        """A hit of a run of the daemon that is over is not promised: the workers may have let its pool go."""
+        """A hit is promised only of the daemon's present run, whose pool all workers have mapped as far as it knows: of
+        another run they may have let the pool go."""
         if state.hit is None or state.hit.tokens == 0:
             return
         if self._clock() - self._ticked_at >= LOOK_BEFORE_PROMISE_SECONDS:
             self._tick()
-        if state.hit.boot != self._core.boot:
+        if state.hit.boot != self._core.boot or not self._core.ready:
             self._drop_hit(state)
 
     def _wants_new_lookup(self, state: RequestState) -> bool:
@@ -316,8 +324,9 @@ class SchedulerSide:
         self._tick()
         self._notice_restart()
         self._tell_promises(jobs)
-        if self._is_scheduling or output.total_num_scheduled_tokens > 0:
-            jobs.weigh = self._epoch.question()
+        runs = self._is_scheduling or output.total_num_scheduled_tokens > 0
+        if runs and not self._own_cache_is_old:
+            jobs.look_at_weights = self._weights.question()
         self._plan_saves(output)
         save = self.saves.take_job(self._clock())
         if save is not None:
@@ -331,10 +340,17 @@ class SchedulerSide:
 
     def _tell_promises(self, jobs: StepJobs) -> None:
         """Which pools the workers may let go."""
+        gone = self._core.gone
+        if gone != self._told_gone:
+            self._told_gone = gone
+            # Also if the scheduler comes back to the same run: from here on the workers may let its pool go.
+            for state in self._requests.values():
+                if state.hit is not None and state.hit.tokens and state.hit.boot in gone:
+                    self._drop_hit(state)
         boots = {load.boot for load in jobs.loads}
         present = self._core.boot
         jobs.present = present if boots <= {present} else None
-        jobs.gone = [boot for boot in self._core.gone if boot not in boots]
+        jobs.gone = [boot for boot in gone if boot not in boots]
 
     def _notice_restart(self) -> None:
         """A new daemon has nothing: what runs is saved from its beginning."""
@@ -350,7 +366,7 @@ class SchedulerSide:
         block_state = getattr(output, "kv_connector_block_state", None)
         if block_state is None:
             self._follow_tables(output)
-        if not self._shape.can_save or not self._epoch.is_known or not self._core.ready:
+        if not self._shape.can_save or not self._weights.are_known or not self._core.ready:
             return
         known = self._requests.get
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -418,7 +434,7 @@ class SchedulerSide:
             return
         if (
             self._shape.can_save
-            and self._epoch.is_known
+            and self._weights.are_known
             and state.loading is None
             and not state.load_failed
             and self._core.ready
@@ -457,12 +473,18 @@ class SchedulerSide:
             return
         if self._core.cancel_saves(self.saves.last_job, CANCEL_TIMEOUT_MS):
             self.saves.give_up()
+            for state in self._requests.values():
+                # What is computed again is saved again.
+                state.forget_progress()
         else:
             logger.warning(
-                "kvlane: vLLM cannot reset its cache now: saves are under way, and the daemon did not confirm "
-                "within %.0f s that it has given them up; they end by themselves within the save timeout",
-                CANCEL_TIMEOUT_MS / 1000,
+                "kvlane: vLLM cannot reset its cache now: saves are under way, and the daemon did not confirm that it "
+                "has given them up; they end by themselves within the save timeout"
             )
+
+    def pool_was_reset(self) -> None:
+        """vLLM's own cache is empty."""
+        self._own_cache_is_old = False
 
     def reset(self) -> None:
         """The engine's weights may be others from here on. What is stored stays, for those that still have these."""
@@ -471,25 +493,39 @@ class SchedulerSide:
             if state.request.num_computed_tokens > 0:
                 state.stale = True
         self.saves.drop_queued()
+        self._own_cache_is_old = not self.pins.was_reset
+        if self._own_cache_is_old:
+            logger.warning(
+                "kvlane: vLLM could not reset its own cache, so it may hold blocks of other weights: nothing is looked "
+                "up or saved until a reset succeeds (reset_running_requests=True, or when no request runs)"
+            )
         self._is_scheduling = False
-        self._epoch.forget()
-        self._hashes.epoch_key = self._epoch.key
+        self._weights.forget()
+        self._hashes.weights_key = self._weights.key
 
     def weights_reported(self, report: WeightsReport) -> None:
         """Workers have looked at their weights."""
-        if not self._epoch.answer(report):
+        if not self._weights.answer(report):
             return
-        self._hashes.epoch_key = self._epoch.key
+        self._hashes.weights_key = self._weights.key
         for state in self._requests.values():
             # What was computed meanwhile was not saved.
             state.forget_progress()
-        if report.label == STARTED_WITH:
+        labels = {label for _, label in report.labels}
+        if labels == {STARTED_WITH}:
             logger.info("kvlane: after the reset the engine has the weights that it was started with")
             return
         if self._shape.emit_events:
             self._events.append(events.all_cleared())
-        if report.label is not None and report.label.startswith("version "):
-            logger.info("kvlane: after the reset the engine has the weights of %s", report.label)
+        (label, *others) = labels
+        if None in labels:
+            logger.warning(
+                "kvlane: after the reset nobody can tell which weights the engine has, so its blocks are shared with "
+                "no other engine and not found after the next reset; name them "
+                "(kvlane.connector.weights.name_weights)"
+            )
+        elif not others and label is not None and label.startswith("version "):
+            logger.info("kvlane: after the reset the engine has the weights of %s", label)
         else:
             logger.warning(
                 "kvlane: after the reset the engine has other weights than it was started with, so its blocks are "

@@ -8,13 +8,14 @@ blocks must not get the files' name. The digest tells weights apart; a label tel
     "life N"        nobody knows them: seen first after the engine's Nth reset
 
 A digest that was seen before has the label of then: an engine that slept, or was given its first weights again, finds
-its blocks.
+its blocks. Where no digest can be taken, only weights that were named since the last reset have a label.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ STARTED_WITH = ""
 # Callers between a model runner and the connector are fewer.
 FRAMES_MAX = 32
 
-# What `name_weights` was called with in this worker's process, until the next look at the weights.
-_named: str | None = None
+# Of the engine whose worker lives in this process.
+_watched: weakref.WeakSet[Weights] = weakref.WeakSet()
 
 
 def name_weights(version: str) -> None:
@@ -39,8 +40,8 @@ def name_weights(version: str) -> None:
     `reset_prefix_cache(reset_connector=True)`. Engines of one model whose weights have one name share blocks."""
     if not version:
         raise ValueError("a version of weights needs a name")
-    global _named
-    _named = version
+    for weights in list(_watched):
+        weights.name(version)
 
 
 class WorkerExtension:
@@ -58,46 +59,65 @@ class WeightsReport:
 
     reset: int
     """The reset that made the scheduler ask."""
-    ranks: int
-    label: str | None
-    """None where ranks differ, or one cannot look at its weights."""
+    labels: frozenset[tuple[int, str | None]]
+    """Each rank's. None where it cannot tell."""
 
     def merge(self, other: WeightsReport) -> WeightsReport:
         """What this and other ranks say; of two resets the later one counts."""
         if self.reset != other.reset:
             return max(self, other, key=lambda report: report.reset)
-        label = self.label if self.label == other.label else None
-        return WeightsReport(self.reset, self.ranks + other.ranks, label)
+        return WeightsReport(self.reset, self.labels | other.labels)
 
 
 class Weights:
     """The weights of one worker."""
 
-    def __init__(self, parameters: Callable[[], Iterable[tuple[str, Any]]]) -> None:
-        """`parameters` gives the names and tensors that the worker computes with. Looks at them."""
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, Any]]] | None) -> None:
+        """`parameters` gives the names and tensors that the worker computes with, None if they cannot be looked at.
+        Takes the first digest."""
         self._parameters = parameters
-        self._labels: OrderedDict[bytes, str] = OrderedDict({digest(parameters()): STARTED_WITH})
+        self._labels: OrderedDict[bytes, str] = OrderedDict()
+        # Without digests: what the weights were named since the last look.
+        self._named: str | None = None
+        if parameters is not None:
+            self._labels[digest(parameters())] = STARTED_WITH
+        _watched.add(self)
 
-    def report(self, reset: int) -> WeightsReport:
-        """Looks at the weights again, after the engine's reset of that number."""
-        global _named
-        named, _named = _named, None
+    def name(self, version: str) -> None:
+        """The weights of this moment are called so from now on."""
+        if self._parameters is None:
+            self._named = version
+        else:
+            self._remember(digest(self._parameters()), f"version {version}")
+
+    def label(self, reset: int) -> str | None:
+        """What is known of the present weights, after the engine's reset of that number; None if nothing is."""
+        if self._parameters is None:
+            named, self._named = self._named, None
+            return f"version {named}" if named is not None else None
         found = digest(self._parameters())
-        if named is not None:
-            self._labels[found] = f"version {named}"
-        elif found not in self._labels:
-            self._labels[found] = f"life {reset}"
+        self._remember(found, self._labels.get(found, f"life {reset}"))
+        return self._labels[found]
+
+    def _remember(self, found: bytes, label: str) -> None:
+        self._labels[found] = label
         self._labels.move_to_end(found)
         if len(self._labels) > REMEMBERED:
             self._labels.popitem(last=False)
-        return WeightsReport(reset, 1, self._labels[found])
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> bytes:
     """blake2b of samples of all parameters, in the order of their names; each memory once."""
     hasher = hashlib.blake2b(digest_size=16)
     seen: set[int] = set()
+    is_synchronized = False
     for name, tensor in sorted(parameters, key=lambda item: item[0]):
+        if tensor.is_cuda and not is_synchronized:
+            import torch
+
+            # Who changes weights may do so in a stream of its own.
+            torch.cuda.synchronize(tensor.device)
+            is_synchronized = True
         storage = tensor.untyped_storage()
         if storage.data_ptr() in seen or storage.nbytes() == 0:
             continue
@@ -149,3 +169,13 @@ def parameters_of(runner: Any) -> Iterable[tuple[str, Any]]:
         draft = getattr(getattr(runner, "drafter", None), "model", None)
     if draft is not None:
         yield from ((f"draft.{name}", tensor) for name, tensor in draft.named_parameters())
+
+
+def parameters_move(vllm_config: Any) -> bool:
+    """Whether parameters get other content although the weights are the same, so that a digest tells nothing: experts
+    that change places, layers that take turns in one memory."""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        return True
+    offload = getattr(vllm_config, "offload_config", None)
+    prefetch = getattr(offload, "prefetch", None)
+    return bool(getattr(prefetch, "offload_group_size", 0))

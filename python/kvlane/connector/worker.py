@@ -103,18 +103,19 @@ class WorkerSide:
                 self._wait_for_released()
         for load in jobs.loads:
             self._start_load(load)
-        if jobs.weigh is not None:
-            self._weigh(jobs.weigh)
+        if jobs.look_at_weights is not None:
+            self._look_at_weights(jobs.look_at_weights)
 
-    def _weigh(self, reset: int) -> None:
+    def _look_at_weights(self, reset: int) -> None:
         """Before this step computes anything: the weights are those that its blocks will belong to."""
-        # If it fails, the scheduler must hear so.
-        self._weights_report = WeightsReport(reset, 1, None)
+        label = None
         try:
             if self.weights is not None:
-                self._weights_report = self.weights.report(reset)
+                label = self.weights.label(reset)
         except Exception as error:  # noqa: BLE001
             self._failures.record("looking at the weights", error, "this engine shares no blocks with others")
+        # Also if nothing is known: the scheduler waits for it.
+        self._weights_report = WeightsReport(reset, frozenset({(self._rank, label)}))
 
     def _wait_for_released(self) -> None:
         """Holds up what this step computes until the loads that were released are there, layer by layer if possible.

@@ -1,12 +1,12 @@
 """Which weights the blocks of an engine belong to, as the scheduler role knows it.
 
-    at start: known --- reset ---> unknown --- the first step asks the workers ---> known
-                 ^                                                                    |
-                 +--------------------------------------------------------------------+
+    at start: known --- reset ---> unknown --- the first step with requests asks the workers ---> known
+                 ^                                                                                 |
+                 +---------------------------------------------------------------------------------+
 
-While they are unknown the engine neither looks up nor saves. What is known is a label (`kvlane.connector.weights`),
-and the label is a key that is mixed into the blocks' hashes: engines find each other's blocks if their keys are equal.
-The weights of the files have no key.
+While they are unknown the engine neither looks up nor saves. What the workers answer are labels
+(`kvlane.connector.weights`), and the labels are a key that is mixed into the blocks' hashes: engines find each other's
+blocks if their keys are equal. The weights of the files have no key.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import os
 
 from kvlane.connector.weights import STARTED_WITH, WeightsReport
 
-# A request waits for so long for the workers' word before it is computed without the cache.
+# A request waits for so long for the workers' answer before it is computed without the cache.
 PATIENCE_SECONDS = 2.0
 
 
-class Epoch:
+class KnownWeights:
     """The present weights of one engine."""
 
     def __init__(self, started_with: str, workers: int) -> None:
@@ -35,12 +35,12 @@ class Epoch:
         """Mixed into the hashes of blocks; None for none."""
 
     @property
-    def is_known(self) -> bool:
+    def are_known(self) -> bool:
         """Whether the key says what the engine computes with."""
         return self._unknown_since is None
 
     def is_worth_waiting(self, now: float) -> bool:
-        """Whether a request should wait for the workers' word. The time begins with the first call after a reset: the
+        """Whether a request should wait for the workers' answer. The time begins with the first call after a reset: the
         engine may have slept since."""
         if self._unknown_since == 0.0:
             self._unknown_since = now
@@ -57,29 +57,29 @@ class Epoch:
     def question(self) -> int | None:
         """For the next step, once: the reset after which the workers are to look at their weights. To be called only
         when requests run, since weights may be changed until then."""
-        if self.is_known or self._asked == self._resets:
+        if self.are_known or self._asked == self._resets:
             return None
         self._asked = self._resets
         return self._resets
 
     def answer(self, report: WeightsReport) -> bool:
         """What ranks say. True if it is known now what the engine computes with."""
-        if self.is_known or report.reset != self._resets:
-            return False
-        if report.ranks < self._workers:
+        if self.are_known or report.reset != self._resets or len(report.labels) < self._workers:
             return False
         self._unknown_since = None
-        if report.label is not None:
-            self.key = self._key_of(report.label)
-        # Else the key that was drawn at the reset stays: these blocks are this engine's alone, until its next reset.
+        labels = {label for _, label in report.labels}
+        if None in labels:
+            # The key that was drawn at the reset stays: these blocks are this engine's alone, until its next reset.
+            return True
+        if labels == {STARTED_WITH}:
+            self.key = self._first_key
+        elif len(labels) == 1 and (label := labels.pop()) is not None and label.startswith("version "):
+            self.key = version_key(label.removeprefix("version "))
+        else:
+            # Of this engine's life: nobody else knows what these labels mean.
+            said = repr(sorted(report.labels, key=lambda pair: pair[0]))
+            self.key = hashlib.blake2b(said.encode(), key=self._life, digest_size=16).digest()
         return True
-
-    def _key_of(self, label: str) -> bytes | None:
-        if label == STARTED_WITH:
-            return self._first_key
-        if label.startswith("version "):
-            return version_key(label.removeprefix("version "))
-        return hashlib.blake2b(label.encode(), key=self._life, digest_size=16).digest()
 
 
 def version_key(name: str) -> bytes:
