@@ -1,4 +1,5 @@
-"""A vLLM with all its processes, as `vllm serve` runs them: one prompt cold, then warm; prints one JSON line."""
+"""A vLLM with all its processes, as `vllm serve` runs them: one prompt cold, then warm, then requests that
+run through pauses; prints one JSON line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import Any
 
 from engine import BLOCK, ENVIRONMENT
 
-RESET_ATTEMPTS = 600
+ANSWER = 16
+STORED_ATTEMPTS = 600
+PAUSES = 3
 READY_ATTEMPTS = 100
 LOOKUP_TIMEOUT_MS = 60_000
 """So long that only a lookup that is lost takes it."""
@@ -64,20 +67,17 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             await wait_until_ready(engine, tool, rank)
         before = blocks(tool)
         cold = await answer(engine, "cold", prompt, ranks[0])
-        for _ in range(RESET_ATTEMPTS):
-            # False while blocks are pinned by saves.
-            if await engine.reset_prefix_cache():
-                break
-            await asyncio.sleep(0.05)
-        tool.settle(10_000)
-        stored = blocks(tool) - before
+        stored = await wait_until_stored(tool, before, (len(prompt) + ANSWER - 1) // BLOCK)
+        assert await engine.reset_prefix_cache()
         warm = await answer(engine, "warm", prompt, ranks[-1])
+        paused = await through_pauses(engine, ranks[0])
         status: Any = tool.status()
         sessions = status["sessions"]
         return {
             "cold": cold,
             "warm": warm,
             "stored": stored,
+            "paused": paused,
             # Of all prompts together, for whoever looks at a failure.
             "blocks_hit_and_missed": [
                 (each["hit_blocks"], each["missed_blocks"]) for each in status["namespaces"]
@@ -101,20 +101,61 @@ async def wait_until_ready(engine: Any, tool: Any, rank: int | None) -> None:
     raise SystemExit("nothing is saved")
 
 
+async def wait_until_stored(tool: Any, before: int, wanted: int) -> int:
+    """Blocks that the daemon has got since, when it has all or no more come."""
+    stored = 0
+    for _ in range(STORED_ATTEMPTS):
+        tool.settle(10_000)
+        stored = blocks(tool) - before
+        if stored >= wanted:
+            break
+        await asyncio.sleep(0.05)
+    return stored
+
+
+async def through_pauses(engine: Any, rank: int | None) -> list[bool]:
+    """Requests that run through a pause which clears all caches, while they are being saved: whether each turn's
+    answers are those of requests that nobody disturbs."""
+    same = []
+    for turn in range(PAUSES):
+        rng = random.Random(100 + turn)
+        prompts = [[rng.randrange(3, 2000) for _ in range(300)] for _ in range(3)]
+        started = asyncio.Event()
+        names = [f"paused-{turn}-{number}" for number in range(len(prompts))]
+        asked = [
+            asyncio.create_task(answer(engine, name, prompt, rank, started))
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        await started.wait()
+        await engine.pause_generation(mode="keep")
+        await engine.resume_generation()
+        paused = [(await each)["tokens"] for each in asked]
+        calm = [
+            (await answer(engine, f"calm-{name}", prompt, rank))["tokens"]
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        same.append(paused == calm)
+    return same
+
+
 def blocks(tool: Any) -> int:
     """Blocks that the daemon has."""
     return tool.status()["blocks"]
 
 
-async def answer(engine: Any, name: str, prompt: list[int], rank: int | None) -> dict[str, Any]:
+async def answer(
+    engine: Any, name: str, prompt: list[int], rank: int | None, started: asyncio.Event | None = None
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
     last = None
     async for output in engine.generate(
         {"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank
     ):
         last = output
+        if started is not None:
+            started.set()
     assert last is not None
     return {"tokens": list(last.outputs[0].token_ids), "cached": last.num_cached_tokens}
 

@@ -54,6 +54,7 @@ def check(result: dict[str, Any]) -> None:
     """All of the cold prompt was stored, and the warm one found it."""
     assert result["stored"] == 315 // 32, result
     assert result["cold"]["cached"] == 0, result
+    assert all(result["paused"]), result
     assert result["warm"] == {"tokens": result["cold"]["tokens"], "cached": 288}, result
 
 
