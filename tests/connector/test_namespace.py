@@ -337,12 +337,59 @@ class Kind(Enum):
     ONE = 1
 
 
-def anyone(value: Any) -> Any:
+def of_vllm(value: Any) -> Any:
     return value
 
 
-class Something:
+class OfVllm:
     pass
+
+
+of_vllm.__module__ = OfVllm.__module__ = "vllm.a"
+of_vllm.__qualname__, OfVllm.__qualname__ = "function", "Class"
+
+
+class Override:
+    """A callable object: its class is not what it does."""
+
+    def __init__(self, theta: float) -> None:
+        self._theta = theta
+
+    def __call__(self, values: Any) -> Any:
+        return values | {"rope_theta": self._theta}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (lambda values: values, lambda values: values | {"rope_theta": 5.0}),
+        (Override(1.0), Override(5.0)),
+        (partial(Override(1.0)), partial(Override(5.0))),
+        ({"text_config": Override(1.0)}, {"text_config": Override(5.0)}),
+    ],
+)
+def test_a_function_that_overrides_the_configuration_counts_by_what_came_of_it(
+    overrides: Any, tmp_path: Path
+) -> None:
+    """Two functions of one name, as all lambdas have, gave one namespace: engines with another RoPE loaded each
+    other's keys and answered wrongly."""
+    model = str(local_model(tmp_path / "model"))
+
+    def of(override: Any, theta: float) -> bytes:
+        resulting = HubConfig(hidden_size=64, rope_theta=theta)
+        return namespace(config(model, hf_overrides=override, hf_config=resulting))
+
+    assert of(overrides[0], 1.0) != of(overrides[1], 5.0)
+    assert of(overrides[0], 1.0) == of(overrides[1], 1.0)
+
+
+@pytest.mark.parametrize("value", [lambda: 1, Override(1.0), object(), Override])
+def test_a_function_elsewhere_is_shared_with_nobody(value: Any) -> None:
+    """Its name is all that could be compared, and two may have one name."""
+    ours, same, other = (
+        namespace(config(additional_config={"hook": value}, engine_id=each)) for each in ("e", "e", "f")
+    )
+    assert ours == same != other
 
 
 def test_values_are_the_same_json_in_every_process() -> None:
@@ -351,10 +398,9 @@ def test_values_are_the_same_json_in_every_process() -> None:
         "enum": Kind.ONE,
         "path": Path("/a"),
         "bytes": b"a",
-        "function": anyone,
-        "class": Something,
-        "partial": partial(anyone, value=1),
-        "object": Something(),
+        "function": of_vllm,
+        "class": OfVllm,
+        "partial": partial(of_vllm, value=1),
         "dataclass": LoadConfig(),
         "tuple": (1, None, 2.5),
     }
@@ -365,10 +411,9 @@ def test_values_are_the_same_json_in_every_process() -> None:
         "enum": "ONE",
         "path": "/a",
         "bytes": "61",
-        "function": f"{__name__}.anyone",
-        "class": f"{__name__}.Something",
-        "partial": [f"{__name__}.anyone", [], {"value": 1}],
-        "object": f"{__name__}.Something",
+        "function": "vllm.a.function",
+        "class": "vllm.a.Class",
+        "partial": ["vllm.a.function", [], {"value": 1}],
         "dataclass": {"load_format": "auto", "model_loader_extra_config": {}},
         "tuple": [1, None, 2.5],
     }

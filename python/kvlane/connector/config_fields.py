@@ -95,6 +95,7 @@ WHEN: dict[str, str] = {
     "ModelConfig.max_model_len": "LongRoPE: whether it is above the length that the model was first trained for. Llama "
     "4: whether attention temperatures are tuned, which it decides at 32768 unless the generation configuration does. "
     "Kinds of RoPE that kvlane does not know: its value. Plain RoPE: nothing.",
+    "ModelConfig.hf_overrides": "Its value; where it is or holds a function, the configuration that came of it.",
     "CacheConfig.calculate_kv_scales": "The scales come from the engine's first batch: it shares with no other engine.",
     "CacheConfig.mamba_cache_dtype": STATE_SPACE,
     "CacheConfig.mamba_ssm_cache_dtype": STATE_SPACE,

@@ -14,6 +14,7 @@ from typing import Any
 from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT
 from kvlane.connector.guard import logger
 from kvlane.connector.model_files import PATTERNS
+from kvlane.connector.model_identity import config_digest
 
 # vLLM computes these from the model's own configuration, whatever the longest request is.
 PLAIN_ROPES = frozenset(
@@ -32,6 +33,10 @@ PLAIN_ROPES = frozenset(
     }
 )
 LLAMA4_LONG = 32_768
+
+
+class Untold(Exception):
+    """A value says in no process what it is: a function of the user's, an object without a representation."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +69,34 @@ def counted_fields(config: Any, context: Context) -> dict[str, Any]:
         if condition is not None:
             trace = condition(context, value)
             if trace is not None:
-                found[name] = as_json(trace)
+                found[name] = _told(context, f"{kind}.{name}", trace)
             continue
         default = counted[name] if name in counted else _default(field)
-        if as_json(value) != as_json(default):
+        told = _told(context, f"{kind}.{name}", value)
+        if told != as_json(default):
             if name not in counted:
                 _say_unknown(kind, name)
-            found[name] = as_json(value)
+            found[name] = told
     return found
 
 
+def _told(context: Context, name: str, value: Any) -> Any:
+    try:
+        return as_json(value)
+    except Untold:
+        _say_untold(name)
+        return {"life": life(context.vllm_config)}
+
+
+def life(vllm_config: Any) -> list[str]:
+    """What the scheduler and the workers of one start of an engine have in common, and nobody else: two ids that vLLM
+    draws when it is started. A user may give the first one, which then is the same after a restart."""
+    transfer = vllm_config.kv_transfer_config
+    return [str(transfer.engine_id), str(getattr(vllm_config, "instance_id", ""))]
+
+
 def as_json(value: Any) -> Any:
-    """A value as JSON that is the same in every process."""
+    """A value as JSON that is the same in every process. Raises Untold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
@@ -93,15 +114,26 @@ def as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
     if hasattr(value, "__qualname__"):
-        # A function or a class: its repr may hold an address, which differs in every process.
+        # A function or a class. Those of vLLM are known by their names; two of a user's may have one name, as lambdas.
+        if str(value.__module__).partition(".")[0] != "vllm" or "<" in value.__qualname__:
+            raise Untold
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, partial):
         return [as_json(value.func), as_json(value.args), as_json(value.keywords)]
     text = repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
+    if callable(value) or " at 0x" in text:
+        raise Untold
+    return text
 
 
 # Conditions: what counts of a field's value, None if nothing does.
+
+
+def _overrides(context: Context, overrides: Any) -> Any:
+    try:
+        return as_json(overrides) or None
+    except Untold:
+        return {"resulting": config_digest(context.model.hf_config)}
 
 
 def _longest_request(context: Context, length: Any) -> Any:
@@ -173,6 +205,7 @@ def _of_other_loaders(context: Context, value: Any) -> Any:
 
 
 CONDITIONS: dict[str, Callable[[Context, Any], Any]] = {
+    "ModelConfig.hf_overrides": _overrides,
     "ModelConfig.max_model_len": _longest_request,
     "CacheConfig.calculate_kv_scales": _own_scales,
     "CacheConfig.mamba_cache_dtype": _of_states,
@@ -202,6 +235,15 @@ def _default(field: Any) -> Any:
     if type(default).__name__ == "FieldInfo":
         return default.get_default(call_default_factory=True)
     return default
+
+
+@cache
+def _say_untold(name: str) -> None:
+    logger.warning(
+        "kvlane: %s holds a function or an object that kvlane cannot tell from others, so this engine shares no blocks "
+        "with other engines or its own next run; put it down as numbers and words to share them",
+        name,
+    )
 
 
 @cache

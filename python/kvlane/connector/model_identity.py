@@ -78,11 +78,12 @@ def _configuration(model: Any, name: str, revision: str | None, folder: Path | N
                 (each.name, hashlib.blake2b(each.read_bytes(), digest_size=16).hexdigest()) for each in files
             ]
             return identity
-    identity["values"] = _config_digest(model.hf_config)
+    identity["values"] = config_digest(model.hf_config)
     return identity
 
 
-def _config_digest(config: Any) -> str:
+def config_digest(config: Any) -> str:
+    """Of a model's configuration as transformers has it, wherever it was read."""
     # These two say how the file was read, not what is in it.
     values = {
         name: value
