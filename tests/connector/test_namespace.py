@@ -175,6 +175,38 @@ def test_scales_measured_by_one_engine_are_read_by_no_other() -> None:
     assert ours != other
 
 
+@pytest.mark.parametrize(
+    "given, rewritten, group",
+    [
+        ("auto", "fp8_ds_mla", {"kind": "mla_attention", "format": "fp8_ds_mla"}),
+        ("fp8", "fp8_ds_mla", {"kind": "mla_attention", "format": "fp8_ds_mla"}),
+        ("fp8", "nvfp4_ds_mla", {"kind": "sliding_window_mla", "format": "nvfp4_ds_mla"}),
+        # The first layer of the group is an indexer's, which has no format.
+        ("fp8", "fp8_ds_mla", {"kind": "mla_attention"}),
+        ("auto", "fp8", {"quantized": True}),
+    ],
+)
+def test_a_cache_dtype_that_a_workers_layers_rewrite_leaves_the_namespace(
+    given: str, rewritten: str, group: dict[str, Any]
+) -> None:
+    """Attention layers write the format that they chose into their worker's copy of the configuration. The scheduler's
+    copy keeps what the user gave, so the two had different namespaces and the daemon refused the engine."""
+    one = replace(full_group(), **group)
+    worker = config(cache_dtype=given)
+    scheduler = namespace(config(cache_dtype=given), one)
+    worker.cache_config.cache_dtype = rewritten
+    assert namespace(worker, one) == scheduler
+
+
+def test_formats_of_the_kv_cache_are_told_apart() -> None:
+    latent = replace(full_group(), kind="mla_attention")
+    formats = ["fp8_ds_mla", "nvfp4_ds_mla", "auto"]
+    assert len({namespace(config(), replace(latent, format=each)) for each in formats}) == 3
+    values = ["auto", "fp8", "fp8_e5m2", "int8_per_token_head"]
+    assert len({namespace(config(cache_dtype=each)) for each in values}) == 4
+    assert namespace(config(), replace(full_group(), quantized=True)) != namespace(config())
+
+
 def test_a_drafter_in_its_own_group_leaves_the_others_shared() -> None:
     drafted = config(speculative_config=SpeculativeConfig("eagle"))
     target, draft = full_group(0), replace(full_group(1), is_draft=True)

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
 )
 
 from kvlane.connector.groups import CacheGroup, cache_groups
@@ -64,3 +65,15 @@ def test_what_vllm_says_of_a_layer_counts_and_one_layer_that_is_not_known_leaves
 @pytest.mark.skipif(TELLS, reason="this vLLM says it of each layer")
 def test_a_cache_of_one_vector_in_a_model_with_heads_may_differ() -> None:
     assert group(latent(), use_mla=False).tensor_shards is None
+
+
+def test_a_groups_format_and_quantization_are_those_of_vllms_specification() -> None:
+    packed = group(latent(cache_dtype_str="fp8_ds_mla"))
+    assert packed.format == "fp8_ds_mla"
+    plain = group(FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16))
+    assert (plain.format, plain.quantized) == ("", False)
+    mode: Any = get_kv_quant_mode("fp8")
+    quantized = group(
+        FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.uint8, kv_quant_mode=mode)
+    )
+    assert quantized.quantized

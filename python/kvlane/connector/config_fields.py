@@ -96,6 +96,8 @@ WHEN: dict[str, str] = {
     "4: whether attention temperatures are tuned, which it decides at 32768 unless the generation configuration does. "
     "Kinds of RoPE that kvlane does not know: its value. Plain RoPE: nothing.",
     "ModelConfig.hf_overrides": "Its value; where it is or holds a function, the configuration that came of it.",
+    "CacheConfig.cache_dtype": "Latent attention: the format in the KV cache group counts instead, which layers may "
+    "have chosen themselves. Else its value, with `fp8` for an `auto` that a checkpoint made one.",
     "CacheConfig.calculate_kv_scales": "The scales come from the engine's first batch: it shares with no other engine.",
     "CacheConfig.mamba_cache_dtype": STATE_SPACE,
     "CacheConfig.mamba_ssm_cache_dtype": STATE_SPACE,

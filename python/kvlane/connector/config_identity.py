@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT
+from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
 from kvlane.connector.model_files import PATTERNS
 from kvlane.connector.model_identity import config_digest
@@ -33,6 +34,9 @@ PLAIN_ROPES = frozenset(
     }
 )
 LLAMA4_LONG = 32_768
+# Layers of latent attention replace one of these by another in the worker's copy of the configuration. The layout tells
+# them apart: the tensors have other types and shapes.
+LATENT_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
 
 
 class Untold(Exception):
@@ -46,8 +50,13 @@ class Context:
     vllm_config: Any
     model: Any
     """The ModelConfig in question: the engine's, or the drafter's."""
-    kinds: frozenset[str]
-    """vLLM's names for the kinds of the engine's KV cache groups."""
+    groups: Sequence[CacheGroup] = ()
+    """The engine's KV cache groups."""
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """vLLM's names for the groups' kinds."""
+        return frozenset(group.kind for group in self.groups)
 
 
 def counted_fields(config: Any, context: Context) -> dict[str, Any]:
@@ -179,6 +188,20 @@ def _is_llama4(values: Mapping[str, Any]) -> bool:
     return any(name.lower().startswith(("llama4", "eaglellama4")) for name in names)
 
 
+def _cache_dtype(context: Context, cache_dtype: Any) -> Any:
+    """The same before and after a worker's layers were built: they rewrite the field, in the worker's copy only."""
+    groups = [group for group in context.groups if not group.is_draft] or context.groups
+    formats = {group.format for group in groups} - {""}
+    if formats:
+        return sorted(formats)
+    if any("mla" in group.kind for group in groups) and cache_dtype in LATENT_DTYPES:
+        return None
+    if cache_dtype == "auto":
+        # Of a checkpoint that says how its cache is quantized.
+        return "fp8" if any(group.quantized for group in groups) else None
+    return cache_dtype
+
+
 def _own_scales(context: Context, calculated: Any) -> Any:
     return str(context.vllm_config.kv_transfer_config.engine_id) if calculated else None
 
@@ -207,6 +230,7 @@ def _of_other_loaders(context: Context, value: Any) -> Any:
 CONDITIONS: dict[str, Callable[[Context, Any], Any]] = {
     "ModelConfig.hf_overrides": _overrides,
     "ModelConfig.max_model_len": _longest_request,
+    "CacheConfig.cache_dtype": _cache_dtype,
     "CacheConfig.calculate_kv_scales": _own_scales,
     "CacheConfig.mamba_cache_dtype": _of_states,
     "CacheConfig.mamba_ssm_cache_dtype": _of_states,

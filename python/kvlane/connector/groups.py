@@ -32,6 +32,9 @@ class CacheGroup:
     """Whether it holds the layers of a speculative drafter."""
     layer_names: tuple[str, ...]
     """Layers of this rank; another rank of a pipeline has others."""
+    format: str = ""
+    """vLLM's name for how a token's numbers are packed, where the layers' specification has one (latent attention)."""
+    quantized: bool = False
     tensor_shards: int | None = None
     """Shards that differ, among those of all tensor-parallel ranks: 1 if all hold the same bytes. None: not known, so
     all may differ."""
@@ -89,6 +92,8 @@ def _cache_group(vllm_config: Any, index: int, group_id: int, group: Any) -> Cac
         dtype=str(getattr(spec, "dtype", None) or getattr(spec, "dtypes", "")),
         is_draft=bool(getattr(group, "is_eagle_group", False)),
         layer_names=tuple(group.layer_names),
+        format=str(getattr(spec, "cache_dtype_str", None) or ""),
+        quantized=getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE") != "NONE",
         tensor_shards=_tensor_shards(vllm_config, specs),
     )
 

@@ -32,6 +32,8 @@ def group_namespace(group: CacheGroup, engine: dict[str, Any]) -> bytes:
             "draft": group.is_draft,
         },
     }
+    if group.format:
+        meaning["group"]["format"] = group.format
     # Where vLLM does not say which group the drafter is in, all may hold its layers.
     if group.is_draft or not engine["draft_has_own_group"]:
         meaning["draft"] = engine["draft"]
@@ -45,26 +47,25 @@ def engine_meaning(
 
     `hash_seed` is from `fix_hash_seed`, `salt` the user's own word.
     """
-    kinds = frozenset(group.kind for group in groups)
     return {
         "salt": salt,
         "model": model_identity(vllm_config.model_config, vllm_config.load_config),
-        "settings": counted_fields(vllm_config, Context(vllm_config, vllm_config.model_config, kinds)),
+        "settings": counted_fields(vllm_config, Context(vllm_config, vllm_config.model_config, groups)),
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "hash_seed": hash_seed.hex() if hash_seed is not None else "random",
-        "draft": draft_identity(vllm_config, kinds),
+        "draft": draft_identity(vllm_config, groups),
         "draft_has_own_group": any(group.is_draft for group in groups),
     }
 
 
-def draft_identity(vllm_config: Any, kinds: frozenset[str]) -> dict[str, Any] | None:
-    """The drafter's identity; None without speculative decoding. `kinds` are those of the engine's groups."""
+def draft_identity(vllm_config: Any, groups: list[CacheGroup]) -> dict[str, Any] | None:
+    """The drafter's identity; None without speculative decoding. `groups` are the engine's."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
     draft = speculative.draft_model_config
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    context = Context(vllm_config, draft, kinds)
+    context = Context(vllm_config, draft, groups)
     return {
         "settings": counted_fields(speculative, context),
         "model": model_identity(draft, load) if draft is not None else None,
@@ -75,11 +76,7 @@ def draft_identity(vllm_config: Any, kinds: frozenset[str]) -> dict[str, Any] | 
 def adapters_meaning(vllm_config: Any) -> dict[str, Any]:
     """What of the configuration decides what an adapter does."""
     lora = vllm_config.lora_config
-    return (
-        {}
-        if lora is None
-        else counted_fields(lora, Context(vllm_config, vllm_config.model_config, frozenset()))
-    )
+    return {} if lora is None else counted_fields(lora, Context(vllm_config, vllm_config.model_config))
 
 
 def keyed_hash(block_hash: bytes, key: bytes) -> bytes:
