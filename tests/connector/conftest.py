@@ -4,6 +4,7 @@ engine tests need: a model, a daemon, engines on it."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,24 @@ from stores import DaemonStore
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob.append("test_vllm_*.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What kvlane remembers of weights goes to a temporary folder, also in engines that are processes of their own. The
+    caches of others stay where they are: they are large, and cold ones cost minutes."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    others = {
+        "HF_HOME": "huggingface",
+        "VLLM_CACHE_ROOT": "vllm",
+        "UV_CACHE_DIR": "uv",
+        "PIP_CACHE_DIR": "pip",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, name in others.items():
+            patch.setenv(variable, os.environ.get(variable) or str(users / name))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")

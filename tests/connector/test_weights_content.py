@@ -383,6 +383,13 @@ def test_many_processes_may_write_the_same_entry(tmp_path: Path) -> None:
     assert len(found) == 80 and len(set(found)) == 1
 
 
+def test_tests_leave_the_users_cache_folder_alone() -> None:
+    """Each run left entries of its models there, which pushed the user's own out."""
+    folder = memo_folder()
+    assert folder is not None
+    assert not folder.is_relative_to(Path.home() / ".cache")
+
+
 def test_the_memo_lies_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert memo_folder() == tmp_path / "kvlane" / "weights"
