@@ -88,15 +88,7 @@ def test_what_is_read_of_a_tensor_lies_inside_it_and_is_a_page_in_each_stretch(
 
 def test_16_gigabytes_are_known_from_a_few_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes 0.5 s possible for 8 files of 300 tensors: not how fast it reads, but how little."""
-    read = []
-    pread = os.pread
-
-    def counting(file: int, size: int, at: int) -> bytes:
-        found = pread(file, size, at)
-        read.append(len(found))
-        return found
-
-    monkeypatch.setattr(os, "pread", counting)
+    read = counted_reads(monkeypatch)
     files = [
         sparse_safetensors(tmp_path / f"{n}.safetensors", {f"{n}.{t}": 57 << 20 for t in range(38)})
         for n in range(8)
@@ -127,6 +119,7 @@ def test_a_file_that_is_no_safetensors_file_is_read_by_pages(
         b'{"a": {"data_offsets": [0, 99]}}',
         b'{"a": {"data_offsets": [-1, 2]}}',
         b'{"a": {"data_offsets": ["0", "1"]}}',
+        b'{"a": {"data_offsets": [0, 3]}, "b": {"data_offsets": [2, 4]}}',
         b"[" * 50_000,
     ],
 )
@@ -137,6 +130,41 @@ def test_a_header_that_lies_makes_a_file_weaker_not_wrong(header: bytes, tmp_pat
     before = read_content([path])
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"Data")
     assert read_content([path]) != before
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all reads from now on."""
+    read = []
+    pread = os.pread
+
+    def counting(file: int, size: int, at: int) -> bytes:
+        found = pread(file, size, at)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(os, "pread", counting)
+    return read
+
+
+def test_a_small_file_is_not_read_a_thousand_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header may name a million tensors that all lie at the same place: an adapter of some megabytes kept the engine
+    core reading hundreds of gigabytes."""
+    header = json.dumps({str(n): {"data_offsets": [0, SMALL]} for n in range(2000)}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + noise(0, SMALL))
+    read = counted_reads(monkeypatch)
+    assert read_content([path]).weaker
+    assert sum(read) < 3 * path.stat().st_size
+
+
+def test_what_is_read_of_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file costs nothing to make."""
+    monkeypatch.setattr(weights_content, "MAX_READ", 16 * SMALL)
+    names = [str(n) for n in range(17)]
+    assert not read_content([sparse_safetensors(tmp_path / "a", dict.fromkeys(names[1:], SMALL))]).weaker
+    assert read_content([sparse_safetensors(tmp_path / "b", dict.fromkeys(names, SMALL))]).weaker
+    empty = {"a": b"", "norm": b"norm", "b": b"", "c": b""}
+    assert not read_content([safetensors(tmp_path / "c", empty)]).weaker, "empty tensors overlap nothing"
 
 
 def test_other_formats_are_known_by_pages_of_both_ends_and_between(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ Of a safetensors file are read its header, the tensors below 64 KiB, and of ever
 Which pages is drawn from the tensor's name by a fixed key, so that all hosts read the same. Training changes nearly
 every number of a tensor, so a page tells two models apart. An edit of a few rows of a large tensor may go unseen.
 
-Files of other formats do not tell where their tensors are. Of them are read the beginning, the end (PyTorch keeps a
-checksum of every tensor there) and pages between; that is weaker.
+Files of other formats do not tell where their tensors are. Of them, and of damaged files, are read the
+beginning, the end (PyTorch keeps a checksum of every tensor there) and pages between; that is weaker. So it is of a
+file whose small tensors are more than a gibibyte together.
 
 A file's name is not in the digest, so the same files by any path are equal. How the tensors are distributed over files
 is in it, since it is in the headers: the same weights cut into other files are another model.
@@ -14,6 +15,7 @@ is in it, since it is in the headers: the same weights cut into other files are 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import struct
@@ -36,6 +38,8 @@ ENDS = 1 << 20
 PAGES_BETWEEN = 64
 # The format's own limit.
 MAX_HEADER = 100_000_000
+MAX_READ = 1 << 30
+"""Bytes that are read of a file's tensors at most; a file that would need more is read like one of another format."""
 THREADS = 16
 TENSORS_A_JOB = 8
 
@@ -73,11 +77,15 @@ def read_content(files: Sequence[Path], whole_below: int = WHOLE_BELOW) -> Weigh
     with ThreadPoolExecutor(min(THREADS, 4 * (os.cpu_count() or 1))) as pool:
         for each in files:
             with _opened(each) as file:
+                size = os.fstat(file).st_size
                 if each.suffix == ".json":
-                    parts = [_read(file, 0, os.fstat(file).st_size)]
+                    weaker = weaker or size > MAX_HEADER
+                    ranges = [(0, size)] if size <= MAX_HEADER else _pages(size)
+                    parts = [_read(file, *every) for every in ranges]
                 else:
-                    size = os.fstat(file).st_size
                     header = safetensors_header(file, size)
+                    if header is not None and header.bytes_read(whole_below) > MAX_READ:
+                        header = None
                     weaker = weaker or header is None
                     ranges = _pages(size) if header is None else [(0, header.end)]
                     parts = [_read(file, *every) for every in ranges]
@@ -105,6 +113,11 @@ class SafetensorsHeader:
     tensors: list[tuple[str, int, int]]
     """Name, first byte and end in the file, in the order of the data."""
 
+    def bytes_read(self, whole_below: int) -> int:
+        """Bytes of the tensors that are read."""
+        sizes = (end - begin for _, begin, end in self.tensors)
+        return sum(size if size < max(whole_below, PAGE) else -(-size // STRETCH) * PAGE for size in sizes)
+
 
 def safetensors_header(file: int, size: int) -> SafetensorsHeader | None:
     """An open file's header; None if it is not a safetensors file, or a damaged one."""
@@ -122,7 +135,11 @@ def safetensors_header(file: int, size: int) -> SafetensorsHeader | None:
         ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return SafetensorsHeader(end, sorted(tensors, key=lambda tensor: (tensor[1], tensor[0])))
+    tensors.sort(key=lambda tensor: (tensor[1], tensor[2], tensor[0]))
+    # The format forbids tensors that overlap: a small file could have its bytes read a million times.
+    if any(after[1] < before[2] for before, after in itertools.pairwise(tensors)):
+        return None
+    return SafetensorsHeader(end, tensors)
 
 
 def _tensor(name: str, entry: Any, data: int, size: int) -> tuple[str, int, int]:
