@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvlane.connector.weights_memo import YOUNG_NS
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,6 +42,7 @@ class InProcessEngine:
         **arguments: Any,
     ) -> None:
         os.environ.update(ENVIRONMENT)
+        wait_until_old(model)
         from vllm import LLM
 
         transfer: dict[str, Any] = {
@@ -161,6 +164,13 @@ def engines(address: str | None) -> Iterator[Make]:
     finally:
         while running:
             running.pop().close()
+
+
+def wait_until_old(model: Path) -> None:
+    """Until nobody can think that the model's files were changed after the engine's start."""
+    newest = max(each.lstat().st_ctime_ns for each in (model, *model.rglob("*")))
+    while time.time_ns() < newest + YOUNG_NS:
+        time.sleep(0.05)
 
 
 def wait_until_ready(engine: InProcessEngine) -> None:

@@ -8,9 +8,10 @@ import asyncio
 import json
 import os
 import random
+from pathlib import Path
 from typing import Any
 
-from engine import BLOCK, ENVIRONMENT
+from engine import BLOCK, ENVIRONMENT, wait_until_old
 
 ANSWER = 16
 STORED_ATTEMPTS = 600
@@ -36,6 +37,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from kvlane import _core
 
+    wait_until_old(Path(arguments.model))
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=arguments.model,

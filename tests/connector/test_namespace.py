@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -18,6 +19,7 @@ import pytest
 from fakes import full_group, window_group
 from weights import safetensors
 
+from kvlane.connector import engine_start
 from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT, WHEN
 from kvlane.connector.config_identity import CONDITIONS, as_json
 from kvlane.connector.groups import Unsupported
@@ -96,6 +98,7 @@ class VllmConfig:
     kv_transfer_config: Any
     speculative_config: Any = None
     additional_config: dict[str, Any] = field(default_factory=dict)
+    instance_id: str = ""
 
 
 PARTS = {
@@ -243,6 +246,74 @@ def test_weights_written_within_one_timestamp_are_another_model(tmp_path: Path) 
     safetensors(weights, {"a": b"WEIGHTS"})
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert namespace(config(str(model))) != before
+
+
+# Longer than a step of the file system's clock.
+STEP_NS = 50_000_000
+
+
+def later(path: Path) -> str:
+    """vLLM's name for an engine that is started when a folder's files have long been there."""
+    return str(max(each.lstat().st_ctime_ns for each in (path, *path.rglob("*"))) + 2 * STEP_NS)
+
+
+def v2_by_link(link: Path) -> None:
+    flipped = link.parent / "flipped"
+    flipped.symlink_to(link.parent / "v2")
+    flipped.rename(link)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        v2_by_link,
+        lambda link: safetensors(link.parent / "v1" / "model.safetensors", {"a": b"WEIGHTS"}),
+        lambda link: (link.parent / "v2" / "model.safetensors").rename(
+            link.parent / "v1" / "model.safetensors"
+        ),
+        lambda link: (
+            (link.parent / "v1").rename(link.parent / "v0"),
+            (link.parent / "v2").rename(link.parent / "v1"),
+        ),
+        lambda link: (link / "config.json").write_text('{"hidden_size": 65}'),
+    ],
+)
+def test_a_model_changed_while_vllm_loads_it_gives_its_blocks_to_nobody(
+    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads weights first and compiles for minutes; only then kvlane looks at the files. A deployer flipped
+    /models/current in between: blocks of the old weights got the new ones' name, and the next engine, which loaded the
+    new ones, answered with them."""
+    monkeypatch.setattr(engine_start, "YOUNG_NS", STEP_NS)
+    local_model(tmp_path / "v1")
+    local_model(tmp_path / "v2", b"WEIGHTS")
+    link = tmp_path / "current"
+    link.symlink_to(tmp_path / "v1")
+    # Files and links are as old as this test; the engine is started later, and later still they change.
+    began = int(later(tmp_path))
+    running = config(str(link), instance_id=str(began))
+    calm = namespace(running)
+    assert calm == namespace(config(str(tmp_path / "v1"), instance_id=str(began)))
+    while time.time_ns() < began:
+        time.sleep(0.01)
+    change(link)
+    private = namespace(running)
+    assert private == namespace(config(str(link), instance_id=str(began))), "scheduler and workers agree"
+    after = namespace(config(str(link), instance_id=later(tmp_path)))
+    assert len({private, calm, after}) == 3
+    assert private != namespace(config(str(link), instance_id=str(began), engine_id="other"))
+
+
+def test_weights_that_come_from_other_engines_are_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells the workers of an engine that joins others that their weights are dummy ones, and the scheduler not
+    always: two namespaces, or else the one of all dummy weights."""
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    model = str(local_model(tmp_path / "model"))
+    scheduler = namespace(config(model))
+    assert scheduler == namespace(config(model, load_format="dummy"))
+    assert scheduler != namespace(config(model, engine_id="other"))
 
 
 def test_another_configuration_is_another_model(tmp_path: Path) -> None:

@@ -6,15 +6,17 @@ import dataclasses
 import inspect
 import json
 import os
+import pickle
 import re
 import shutil
+import time
 import typing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import ENVIRONMENT
+from engine import ENVIRONMENT, wait_until_old
 from fakes import after_a_while, full_group
 from test_adapters import write_adapter
 from tiny_model import HEAD_DIM, build_tiny_model
@@ -31,6 +33,7 @@ from kvlane.connector import capabilities
 from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.config_fields import COUNTED, COUNTED_WHOLE, ENTERED, LEFT_OUT, WHEN
 from kvlane.connector.config_identity import _default, as_json
+from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.inputs import has_counted_inputs, names_are_content
 from kvlane.connector.model_identity import model_identity
 from kvlane.connector.namespace import engine_meaning, group_namespace
@@ -54,7 +57,13 @@ def hub_copy(cache: Path, commit: str, weights: bytes) -> Path:
     return snapshot
 
 
-def identity(name: str, cache: Path, revision: str | None = None, commit: str | None = COMMIT) -> Any:
+def identity(
+    name: str,
+    cache: Path,
+    revision: str | None = None,
+    commit: str | None = COMMIT,
+    began_ns: int | None = None,
+) -> Any:
     model = SimpleNamespace(
         model=name,
         revision=revision,
@@ -62,7 +71,8 @@ def identity(name: str, cache: Path, revision: str | None = None, commit: str | 
         quantization=None,
         hf_config=SimpleNamespace(_commit_hash=commit, to_dict=dict),
     )
-    return model_identity(model, SimpleNamespace(load_format="auto", download_dir=str(cache)))
+    load = SimpleNamespace(load_format="auto", download_dir=str(cache))
+    return model_identity(model, load, EngineStart(("engine", ""), began_ns))
 
 
 def test_a_hub_model_and_a_copy_in_a_folder_are_one_model(tmp_path: Path) -> None:
@@ -78,6 +88,30 @@ def test_a_hub_model_and_a_copy_in_a_folder_are_one_model(tmp_path: Path) -> Non
     hub_copy(cache, "e" * 40, b"WEIGHTS")
     assert identity("org/tiny", cache) != by_name
     assert identity("org/tiny", cache, revision=COMMIT) == by_name
+
+
+def test_a_hub_name_that_came_to_mean_another_commit_since_the_start_is_nobodys(tmp_path: Path) -> None:
+    """Another process fetched the newest commit while this engine loaded the former one."""
+    cache = tmp_path / "hub"
+    hub_copy(cache, COMMIT, b"weights")
+    known = identity("org/tiny", cache)
+    began = time.time_ns()
+    assert identity("org/tiny", cache, began_ns=began) == known, "fetched by this start itself"
+    hub_copy(cache, "e" * 40, b"WEIGHTS")
+    assert "life" in identity("org/tiny", cache, began_ns=began)
+    assert identity("org/tiny", cache, revision=COMMIT, began_ns=began) == known
+    later = time.time_ns() + 3_000_000_000
+    assert "life" not in identity("org/tiny", cache, began_ns=later)
+
+
+def test_vllm_tells_when_an_engine_was_started() -> None:
+    """Its processes learn the same moment by the configuration that they get, before they load weights."""
+    before = time.time_ns()
+    config: Any = VllmConfig()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="KVLaneConnector", kv_role="kv_both")
+    start = EngineStart.of(config)
+    assert start.began_ns is not None and before <= start.began_ns <= time.time_ns()
+    assert EngineStart.of(pickle.loads(pickle.dumps(config))) == start
 
 
 def test_a_hub_model_that_is_not_on_this_host_is_known_by_name(tmp_path: Path) -> None:
@@ -210,6 +244,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_namespace(path: Path, **arguments: Any) -> str:
     """The namespace of an engine with these arguments, as vLLM resolves them."""
+    wait_until_old(path)
     os.environ.update(ENVIRONMENT)
     values: dict[str, Any] = {"model": str(path), "dtype": "float32", "max_model_len": 1024}
     transfer = KVTransferConfig(kv_connector="KVLaneConnector", kv_role="kv_both")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT
+from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
 from kvlane.connector.model_files import PATTERNS
@@ -94,14 +95,7 @@ def _told(context: Context, name: str, value: Any) -> Any:
         return as_json(value)
     except Untold:
         _say_untold(name)
-        return {"life": life(context.vllm_config)}
-
-
-def life(vllm_config: Any) -> list[str]:
-    """What the scheduler and the workers of one start of an engine have in common, and nobody else: two ids that vLLM
-    draws when it is started. A user may give the first one, which then is the same after a restart."""
-    transfer = vllm_config.kv_transfer_config
-    return [str(transfer.engine_id), str(getattr(vllm_config, "instance_id", ""))]
+        return {"life": EngineStart.of(context.vllm_config).life}
 
 
 def as_json(value: Any) -> Any:

@@ -44,6 +44,11 @@ def model_folder(name: str, revision: str | None, download_dir: str | None) -> P
         return None
 
 
+def hub_reference(folder: Path, revision: str | None) -> Path | None:
+    """The file that says which commit a name means, of a hub's local copy; None where the revision is a commit."""
+    return None if folder.name == revision else folder.parent.parent / "refs" / (revision or "main")
+
+
 def weight_files(folder: Path, load_format: str) -> list[Path]:
     """The weight files that vLLM loads, and before them the index that names them; empty if there are none."""
     if folder.is_file():

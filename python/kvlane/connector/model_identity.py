@@ -3,29 +3,73 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvlane.connector.digest import digest16
+from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import logger
-from kvlane.connector.model_files import configuration_files, model_folder, weight_files
+from kvlane.connector.model_files import configuration_files, hub_reference, model_folder, weight_files
 from kvlane.connector.weights_content import FilesChanging
 from kvlane.connector.weights_memo import WeightsMemo, memo_folder
 
+# vLLM says by this that an engine joins others and takes its weights from them.
+JOINS_OTHERS = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 
-def model_identity(model: Any, load: Any) -> dict[str, Any]:
-    """The identity of a model as JSON; `load` is vLLM's LoadConfig. Raises Unsupported."""
+
+def model_identity(model: Any, load: Any, start: EngineStart) -> dict[str, Any]:
+    """The identity of a model as JSON; `load` is vLLM's LoadConfig, `start` that of the engine. Raises Unsupported."""
     # For models in object storage vLLM replaces the name by a local folder of configuration files.
     name = str(getattr(model, "model_weights", "") or model.model)
     revision = getattr(model, "revision", None)
     load_format = str(getattr(load, "load_format", "auto"))
     folder = model_folder(name, revision, getattr(load, "download_dir", None))
-    return {
+    if os.environ.get(JOINS_OTHERS, "0") not in ("", "0"):
+        # In the workers vLLM calls such weights dummy ones.
+        _say_once(
+            f"kvlane: the weights of {name} come from other engines, so this engine shares no blocks with others"
+        )
+        return {"life": start.life}
+    identity: dict[str, Any] = {
         "weights": _weights(model, name, revision, folder, load_format),
         "config": _configuration(model, name, revision, folder),
     }
+    # Last, so that a change while the files were read here is seen too.
+    if (
+        folder is not None
+        and "dummy" not in load_format
+        and _may_have_changed(model, folder, load_format, start)
+    ):
+        _say_once(
+            f"kvlane: the files of {name} were changed since this engine was started, so it is not known whether vLLM "
+            "loaded the old ones or the new ones; the engine shares no blocks with others until it is restarted"
+        )
+        identity["life"] = start.life
+    return identity
+
+
+def _may_have_changed(model: Any, folder: Path, load_format: str, start: EngineStart) -> bool:
+    """Whether vLLM may have read other files than are there now. It reads them minutes before kvlane is asked."""
+    name = Path(str(getattr(model, "model_weights", "") or model.model))
+    try:
+        if name.exists():
+            files = weight_files(folder, load_format)
+            if folder.is_dir():
+                files += configuration_files(folder, bool(getattr(model, "trust_remote_code", False)))
+            # A folder or a file that was renamed may keep its own times; the folder that has it does not.
+            return start.is_older_than_any([name, *files, *{each.parent for each in files}])
+        # Of a hub's copy files stay as they are, but a name may come to mean another commit.
+        reference = hub_reference(folder, getattr(model, "revision", None))
+        if reference is None or not reference.exists() or not start.is_older_than(reference):
+            return False
+    except OSError as error:
+        raise Unsupported(
+            f"the files of {name} could not be looked at to tell them apart: {error}"
+        ) from error
+    return getattr(model.hf_config, "_commit_hash", None) != folder.name
 
 
 def _weights(

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvlane.connector.config_identity import Context, counted_fields
 from kvlane.connector.digest import digest16
+from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.model_identity import model_identity
 
@@ -49,7 +50,9 @@ def engine_meaning(
     """
     return {
         "salt": salt,
-        "model": model_identity(vllm_config.model_config, vllm_config.load_config),
+        "model": model_identity(
+            vllm_config.model_config, vllm_config.load_config, EngineStart.of(vllm_config)
+        ),
         "settings": counted_fields(vllm_config, Context(vllm_config, vllm_config.model_config, groups)),
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "hash_seed": hash_seed.hex() if hash_seed is not None else "random",
@@ -68,7 +71,7 @@ def draft_identity(vllm_config: Any, groups: list[CacheGroup]) -> dict[str, Any]
     context = Context(vllm_config, draft, groups)
     return {
         "settings": counted_fields(speculative, context),
-        "model": model_identity(draft, load) if draft is not None else None,
+        "model": model_identity(draft, load, EngineStart.of(vllm_config)) if draft is not None else None,
         "model_settings": counted_fields(draft, context) if draft is not None else None,
     }
 
