@@ -24,6 +24,7 @@ mod session;
 mod sessions;
 mod slots;
 mod ssd;
+mod ssd_notes;
 mod status;
 mod worker_memory;
 
@@ -51,7 +52,7 @@ pub use ssd::SsdOptions;
 
 use crate::{
     ceilings::HitCeilings, engines::Engines, gpu::Gpus, keeper::Unreachable, listen::Listeners,
-    metrics::Metrics, refusals::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd,
+    metrics::Metrics, refusals::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd, ssd_notes::SsdNotes,
 };
 
 /// What the SSD tier gets at least to write its last blocks and its index.
@@ -147,6 +148,7 @@ pub struct Daemon {
     listeners: Listeners,
     http: Option<http::Http>,
     reaper: Option<std::thread::JoinHandle<()>>,
+    ssd_notes: Option<SsdNotes>,
     _background: Background,
 }
 
@@ -195,11 +197,12 @@ impl Daemon {
             stopping: AtomicBool::new(false),
         });
         let reaper = sessions::start_reaper(Arc::clone(&shared))?;
+        let ssd_notes = shared.ssd.as_ref().map(Ssd::start_notes).transpose()?;
         let http = http_bound
             .map(|bound| http::serve(bound, options.http_hosts.clone(), Arc::clone(&shared)))
             .transpose()?;
         let listeners = listen::serve(bound, &shared)?;
-        Ok(Self { shared, listeners, http, reaper: Some(reaper), _background: background })
+        Ok(Self { shared, listeners, http, reaper: Some(reaper), ssd_notes, _background: background })
     }
 
     /// "4 kB", "2 MB (hugetlb)", ...
@@ -252,7 +255,7 @@ impl Daemon {
             let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);
             drained &=
                 self.shared.store.settle(left()) && self.shared.store.settle_spill(Instant::now() + left());
-            ssd.note_missing();
+            drained &= self.ssd_notes.take().is_none_or(|notes| notes.stop(Instant::now() + left()));
             drained &= ssd.tier.close(left());
         }
         drained

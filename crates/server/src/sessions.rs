@@ -26,7 +26,7 @@ use kvlane_store::WriterId;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
-use crate::{Shared, engines::SessionId, peer::Stream, ssd::Ssd};
+use crate::{Shared, engines::SessionId, peer::Stream};
 
 /// What is known of a session.
 #[derive(Debug, Clone)]
@@ -274,11 +274,9 @@ pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
         let sessions = &shared.sessions;
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        let mut is_all_noted = true;
         while !shared.is_stopping() {
-            // The timeout is for claims that nobody finishes, for metrics that nobody reads, and for a file of the SSD tier that
-            // could not note what was dropped.
-            let timeout = rustix::event::Timespec { tv_sec: if is_all_noted { 10 } else { 1 }, tv_nsec: 0 };
+            // The timeout is for claims that nobody finishes, and for metrics that nobody reads.
+            let timeout = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
             let count = epoll::wait(&sessions.exits, &mut events, Some(&timeout)).unwrap_or(0);
             for event in &events[..count] {
                 let id = event.data.u64();
@@ -294,7 +292,6 @@ pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
             }
             shared.store.expire(Instant::now());
             shared.metrics.upkeep();
-            is_all_noted = shared.ssd.as_ref().is_none_or(Ssd::note_missing);
         }
     })
 }

@@ -13,6 +13,8 @@ use kvlane_ssd::{
 };
 use kvlane_store::{BlockKey, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
 
+use crate::ssd_notes::SsdNotes;
+
 /// Which files keep blocks that the pool may lose.
 #[derive(Debug, Clone)]
 pub struct SsdOptions {
@@ -45,14 +47,15 @@ impl Ssd {
             || self.tier.missing_notes().contains(namespace)
     }
 
-    /// Tries again to note which namespaces were dropped. False while there is something that could not be noted.
-    pub(crate) fn note_missing(&self) -> bool {
-        let before = self.tier.missing_notes();
-        let left = self.tier.note_missing();
-        if !before.is_empty() && left.is_empty() {
-            tracing::info!(namespaces = before.len(), "the SSD has noted what was dropped");
-        }
-        left.is_empty()
+    /// Starts the thread that tries again to note which namespaces were dropped.
+    pub(crate) fn start_notes(&self) -> std::io::Result<SsdNotes> {
+        let tier = Arc::clone(&self.tier);
+        SsdNotes::start(move || {
+            let before = tier.missing_notes();
+            if !before.is_empty() && tier.note_missing().is_empty() {
+                tracing::info!(namespaces = before.len(), "the SSD has noted what was dropped");
+            }
+        })
     }
 
     /// Each file.
@@ -67,9 +70,11 @@ impl Ssd {
                 method: format!("{}, {cache}{notes}", device.io),
                 trouble: device.degraded.unwrap_or_else(|| match device.drops_not_noted {
                     0 => String::new(),
-                    count => format!(
-                        "{count} dropped namespaces could not be noted: a restart would bring them back"
-                    ),
+                    count => {
+                        format!(
+                            "{count} dropped namespaces could not be noted: a restart would bring them back"
+                        )
+                    }
                 }),
             }
         };

@@ -16,14 +16,11 @@ use crate::request::NoteError;
 /// What was dropped of one file.
 pub(crate) struct DropTable {
     file: File,
-    drops: Mutex<Noted>,
-}
-
-struct Noted {
-    /// As it stands in the file.
-    drops: Drops,
-    /// What was dropped and could not be noted.
-    missing: BTreeSet<Namespace>,
+    /// As it stands in the file. Held while the file is written, however long that takes.
+    drops: Mutex<Drops>,
+    /// What was dropped and is not noted: being noted, or that failed. Never held while anything waits for a device, so
+    /// that metrics, status and the daemon's end do not wait for one either. Taken after `drops` where both are.
+    missing: Mutex<BTreeSet<Namespace>>,
 }
 
 impl DropTable {
@@ -56,30 +53,29 @@ impl DropTable {
             }
             None => Drops::none(device_id),
         };
-        let noted = Noted { drops, missing: BTreeSet::new() };
-        Ok(DropTable { file: file.file.try_clone()?, drops: Mutex::new(noted) })
+        Ok(DropTable { file: file.file.try_clone()?, drops: Mutex::new(drops), missing: Mutex::default() })
     }
 
     /// Whether records of a segment of this generation count.
     pub(crate) fn counts(&self, namespace: &Namespace, generation: u64) -> bool {
-        self.drops.lock().drops.counts(namespace, generation)
+        self.drops.lock().counts(namespace, generation)
     }
 
     /// The highest generation that is named, which no later segment may have.
     pub(crate) fn highest(&self) -> u64 {
-        let Noted { drops, .. } = &*self.drops.lock();
+        let drops = self.drops.lock();
         let named = drops.namespaces.values().copied().chain([drops.all_up_to]);
         named.filter(|generation| *generation != Drops::OF_THIS_RUN).max().unwrap_or(0)
     }
 
     /// Namespaces that the file could not do without, were it opened now.
     pub(crate) fn needed(&self, last: u64, may_hold: impl Fn(&Namespace, u64) -> bool) -> usize {
-        let Noted { drops, .. } = &*self.drops.lock();
+        let drops = self.drops.lock();
         drops
             .namespaces
             .iter()
             .filter(|(namespace, generation)| {
-                is_needed(drops, namespace, (**generation).min(last), &may_hold)
+                is_needed(&drops, namespace, (**generation).min(last), &may_hold)
             })
             .count()
     }
@@ -91,13 +87,13 @@ impl DropTable {
         last: u64,
         may_hold: impl Fn(&Namespace, u64) -> bool,
     ) -> io::Result<()> {
-        let mut noted = self.drops.lock();
-        let mut changed = noted.drops.clone();
+        let mut drops = self.drops.lock();
+        let mut changed = drops.clone();
         let open = changed.namespaces.values_mut().chain([&mut changed.all_up_to]);
         open.filter(|generation| **generation == Drops::OF_THIS_RUN)
             .for_each(|generation| *generation = last);
         compact(&mut changed, &may_hold);
-        self.write(&mut noted.drops, changed)
+        self.write(&mut drops, changed, false)
     }
 
     /// Nothing counts any more of what is written of a namespace in this run, or was before. When this returns without an
@@ -108,10 +104,13 @@ impl DropTable {
         namespace: Namespace,
         may_hold: impl Fn(&Namespace, u64) -> bool,
     ) -> Result<(), NoteError> {
-        let mut noted = self.drops.lock();
-        noted.missing.insert(namespace);
-        match self.note(&mut noted, &may_hold) {
-            Err(error) if noted.missing.contains(&namespace) => Err(error),
+        // At once, for whoever asks meanwhile.
+        self.missing.lock().insert(namespace);
+        let mut drops = self.drops.lock();
+        // Again: whoever noted it meanwhile did so for an earlier drop.
+        self.missing.lock().insert(namespace);
+        match self.note(&mut drops, &may_hold) {
+            Err(error) if self.missing.lock().contains(&namespace) => Err(error),
             _ => Ok(()),
         }
     }
@@ -121,43 +120,46 @@ impl DropTable {
         self.note(&mut self.drops.lock(), &may_hold)
     }
 
-    /// What was dropped and could not be noted.
+    /// What was dropped and is not noted. Waits for no device.
     pub(crate) fn missing(&self) -> BTreeSet<Namespace> {
-        self.drops.lock().missing.clone()
+        self.missing.lock().clone()
     }
 
-    fn note(&self, noted: &mut Noted, may_hold: &impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
-        // What the file has lost by now, or never had, cannot come back.
-        noted.missing.retain(|namespace| may_hold(namespace, Drops::OF_THIS_RUN));
-        let mut changed = noted.drops.clone();
-        let new =
-            noted.missing.iter().filter(|namespace| !changed.namespaces.contains_key(*namespace)).count();
+    fn note(&self, drops: &mut Drops, may_hold: &impl Fn(&Namespace, u64) -> bool) -> Result<(), NoteError> {
+        let missing = self.missing();
+        // What the file has lost by now, or never had, cannot come back once that is synced.
+        let (held, lost): (BTreeSet<_>, BTreeSet<_>) =
+            missing.iter().partition(|namespace| may_hold(namespace, Drops::OF_THIS_RUN));
+        let mut changed = drops.clone();
+        let new = held.iter().filter(|namespace| !changed.namespaces.contains_key(*namespace)).count();
         if changed.namespaces.len() + new > Drops::NAMESPACES_MAX {
             compact(&mut changed, may_hold);
         }
         let mut left_out = BTreeSet::new();
-        for namespace in &noted.missing {
+        for namespace in held {
             let has_room = changed.namespaces.len() < Drops::NAMESPACES_MAX;
-            if has_room || changed.namespaces.contains_key(namespace) {
-                changed.namespaces.insert(*namespace, Drops::OF_THIS_RUN);
+            if has_room || changed.namespaces.contains_key(&namespace) {
+                changed.namespaces.insert(namespace, Drops::OF_THIS_RUN);
             } else {
-                left_out.insert(*namespace);
+                left_out.insert(namespace);
             }
         }
-        self.write(&mut noted.drops, changed).map_err(NoteError::Io)?;
-        noted.missing = left_out;
-        if noted.missing.is_empty() { Ok(()) } else { Err(NoteError::Full(Drops::NAMESPACES_MAX)) }
+        self.write(drops, changed, !lost.is_empty()).map_err(NoteError::Io)?;
+        // What others have dropped meanwhile stays.
+        self.missing.lock().retain(|namespace| !missing.contains(namespace) || left_out.contains(namespace));
+        if left_out.is_empty() { Ok(()) } else { Err(NoteError::Full(Drops::NAMESPACES_MAX)) }
     }
 
     /// One copy after the other: whenever this is cut off, one of them is whole.
-    fn write(&self, drops: &mut Drops, mut changed: Drops) -> io::Result<()> {
+    /// `needs_fewer`: a namespace is not to be noted because the file has lost what it had of it.
+    fn write(&self, drops: &mut Drops, mut changed: Drops, needs_fewer: bool) -> io::Result<()> {
+        let forgets = drops.namespaces.keys().any(|namespace| !changed.namespaces.contains_key(namespace));
+        if forgets || needs_fewer {
+            // What made these needless, the heads of later segments, must not be lost in a power failure that comes after.
+            self.file.sync_data()?;
+        }
         if changed == *drops {
             return Ok(());
-        }
-        let forgets = drops.namespaces.keys().any(|namespace| !changed.namespaces.contains_key(namespace));
-        if forgets {
-            // What made these needless, the heads of later segments, must not be lost after them.
-            self.file.sync_data()?;
         }
         changed.sequence += 1;
         let pages = Pages::with(&changed.encode());
@@ -187,4 +189,59 @@ fn compact(drops: &mut Drops, may_hold: &impl Fn(&Namespace, u64) -> bool) {
     let needed =
         all.into_iter().filter(|(namespace, generation)| is_needed(drops, namespace, *generation, may_hold));
     drops.namespaces = needed.collect();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NAME: Namespace = Namespace([1; 16]);
+
+    fn table(file: File) -> DropTable {
+        DropTable { file, drops: Mutex::new(Drops::none([7; 16])), missing: Mutex::default() }
+    }
+
+    fn in_memory() -> File {
+        rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into()
+    }
+
+    /// A segment was used again, so that the file has nothing of a namespace any more, and its new head lay in the device's
+    /// cache only. The drop answered "done" without a sync: after a power failure the old head was back, and with it the
+    /// blocks that had been dropped.
+    #[test]
+    fn a_drop_that_needs_no_entry_is_done_only_when_what_made_it_needless_is_synced() {
+        // The kernel syncs no such device: it answers EINVAL.
+        let mut drops = table(File::open("/dev/null").unwrap());
+        let answer = drops.drop_namespace(NAME, |_, _| false);
+        assert!(matches!(answer, Err(NoteError::Io(_))), "{answer:?}");
+        assert_eq!(drops.missing(), BTreeSet::from([NAME]));
+        assert!(drops.note_missing(|_, _| false).is_err());
+        drops.file = in_memory();
+        drops.note_missing(|_, _| false).unwrap();
+        assert!(drops.missing().is_empty());
+    }
+
+    /// The lock under which the drops are written was also what the daemon's metrics, its status and its end waited for: an
+    /// SSD that hung stopped all of them.
+    #[test]
+    fn what_is_missing_is_told_while_the_file_is_written() {
+        let drops = table(in_memory());
+        let (say, said) = std::sync::mpsc::channel();
+        let (go_on, may_go) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let (drops, told) = (&drops, say.clone());
+            let may_hold = move |_: &Namespace, _| {
+                // In the middle of it, as a write that hangs.
+                let _ = say.send(None);
+                may_go.recv_timeout(std::time::Duration::from_secs(20)).is_ok()
+            };
+            scope.spawn(move || drops.drop_namespace(NAME, may_hold).unwrap());
+            assert_eq!(said.recv().unwrap(), None);
+            scope.spawn(move || told.send(Some(drops.missing())));
+            let answer = said.recv_timeout(std::time::Duration::from_secs(10));
+            go_on.send(()).unwrap();
+            assert_eq!(answer, Ok(Some(BTreeSet::from([NAME]))));
+        });
+        assert!(drops.missing().is_empty());
+    }
 }
