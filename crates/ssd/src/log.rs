@@ -17,6 +17,8 @@ enum State {
     Busy,
     Sealed,
     Cleaned,
+    /// Nothing is known of it, and nothing is written to it in this run.
+    Unread,
 }
 
 /// Whether the head of a segment is on the device.
@@ -112,6 +114,13 @@ impl Log {
                 sealing: false,
             });
         }
+    }
+
+    /// Of a segment it could not be read which generation it has. A new head might get the same one, and would make its old
+    /// records count again: so it is left alone until a start can read it.
+    pub(crate) fn unread(&mut self, segment: u32) {
+        self.free.retain(|free| *free != segment);
+        self.states[segment as usize] = (State::Unread, 0);
     }
 
     /// Later segments get higher generations.

@@ -10,7 +10,7 @@ use crate::drops::DropTable;
 use crate::file::{TierFile, read_full, write_full};
 use crate::holdings::Holdings;
 use crate::index::{Index, Location};
-use crate::layout::{PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
+use crate::layout::{Drops, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
 use crate::log::Log;
 use crate::pages::Pages;
 use crate::request::Key;
@@ -29,6 +29,8 @@ pub(crate) struct Found {
     pub(crate) by_scan: u64,
     /// Segments that could not be read and count as empty.
     pub(crate) unreadable: u32,
+    /// Those of them whose generation is not known.
+    pub(crate) unread: u32,
     /// Segments that may hold records, none of which counts.
     pub(crate) void: Vec<u32>,
     /// What the segments may hold, whether or not it counts.
@@ -47,7 +49,47 @@ struct Contents {
     tail: Option<u32>,
 }
 
-/// Fills the index, and the log, with what `file` holds. `device` is its number in the index.
+/// Begins a run: reads what `file` holds, erases what the drops would else have to name, and ends the drops of the run
+/// before. `device` is its number in the index.
+pub(crate) fn begin(
+    file: &TierFile,
+    device: u8,
+    drops: &DropTable,
+    index: &mut Index,
+    log: &mut Log,
+) -> io::Result<Found> {
+    log.generation_seen(drops.highest());
+    let mut found = recover(file, device, drops, index, log);
+    if found.unread > file.superblock.segments / 2 {
+        return Err(io::Error::other("most of it cannot be read: mend the device, or remove the file"));
+    }
+    let needed =
+        drops.needed(log.last_generation(), |namespace, up_to| found.holdings.may_hold(namespace, up_to));
+    if needed > Drops::NAMESPACES_MAX / 2 && found.unreadable == 0 {
+        for segment in std::mem::take(&mut found.void) {
+            let generation = log.take_generation();
+            if let Err(error) = erase(file, segment, generation) {
+                tracing::warn!(path = %file.path.display(), segment, %error, "what was dropped cannot be erased");
+                break;
+            }
+            found.holdings.erased(segment, generation);
+        }
+    }
+    let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);
+    if found.unread == 0 {
+        drops.end_former_run(log.last_generation(), may_hold).map_err(|error| {
+            let sentence = format!("cannot note which namespaces were dropped: {error}");
+            io::Error::new(error.kind(), sentence)
+        })?;
+    } else {
+        // How far the drops of the run before reach is not known. Left open they reach further: what is written in this run
+        // of the namespaces that they name is cold once after the next start.
+        tracing::warn!(path = %file.path.display(), unread = found.unread, "what was dropped may be cold once more");
+    }
+    Ok(found)
+}
+
+/// Fills the index, and the log, with what `file` holds.
 pub(crate) fn recover(
     file: &TierFile,
     device: u8,
@@ -57,7 +99,8 @@ pub(crate) fn recover(
 ) -> Found {
     let superblock = &file.superblock;
     let holdings = Holdings::new(superblock.segments);
-    let mut found = Found { from_tables: 0, by_scan: 0, unreadable: 0, void: Vec::new(), holdings };
+    let mut found =
+        Found { from_tables: 0, by_scan: 0, unreadable: 0, unread: 0, void: Vec::new(), holdings };
     let all: Vec<u32> = (0..superblock.segments).collect();
     let mut generations: Vec<(u64, u32)> = Vec::new();
     for (segment, generation) in all.iter().zip(in_parallel(&all, |segment| generation(file, *segment))) {
@@ -65,9 +108,13 @@ pub(crate) fn recover(
             Ok(Some(generation)) => generations.push((generation, *segment)),
             Ok(None) => {}
             Err(error) => {
-                tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
-                found.unreadable += 1;
+                tracing::warn!(
+                    path = %file.path.display(), segment, %error,
+                    "a segment cannot be read and is left alone until a start of the daemon can read it"
+                );
+                (found.unreadable, found.unread) = (found.unreadable + 1, found.unread + 1);
                 found.holdings.unreadable();
+                log.unread(*segment);
             }
         }
     }
@@ -151,7 +198,7 @@ fn generation(file: &TierFile, segment: u32) -> io::Result<Option<u64>> {
 }
 
 /// Makes void for good what is in a segment of which nothing counts: its head gets a generation of its own, its foot goes.
-pub(crate) fn erase(file: &TierFile, segment: u32, generation: u64) -> io::Result<()> {
+fn erase(file: &TierFile, segment: u32, generation: u64) -> io::Result<()> {
     let superblock = &file.superblock;
     let head = SegmentHead { device_id: superblock.device_id, segment, generation };
     let last_page = superblock.segment_pages() - 1;
@@ -329,8 +376,56 @@ mod tests {
         let file = TierFile { path, file: memory, superblock, direct: false, notes: Vec::new(), warm: true };
         let (mut index, mut log) = (Index::new(), Log::new(1, 8));
         index.add_device(1);
-        recover(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log);
+        begin(&file, 0, &DropTable::read(&file).unwrap(), &mut index, &mut log).unwrap();
         index.blocks()
+    }
+
+    fn in_memory(superblock: Superblock, bytes: u64) -> TierFile {
+        let file: File =
+            rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into();
+        file.set_len(bytes).unwrap();
+        let path = PathBuf::from("a file in memory");
+        TierFile { path, file, superblock, direct: false, notes: Vec::new(), warm: true }
+    }
+
+    /// Blocks that are found, and segments that are free, when a run begins with this file.
+    fn found_in(file: &TierFile) -> (usize, u32) {
+        let superblock = &file.superblock;
+        let (mut index, mut log) = (Index::new(), Log::new(superblock.segments, superblock.segment_pages()));
+        index.add_device(superblock.segments);
+        begin(file, 0, &DropTable::read(file).unwrap(), &mut index, &mut log).unwrap();
+        (index.blocks(), log.free_segments())
+    }
+
+    /// A device that could not read the newest segment's head for once: how far the drops of the run before reach was
+    /// taken from the other segments, and at the next start what had been dropped was found again.
+    #[test]
+    fn what_was_dropped_stays_away_where_a_head_cannot_be_read_at_one_start() {
+        let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 3);
+        let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments };
+        let all = superblock.file_bytes().unwrap();
+        let file = in_memory(superblock, all);
+        let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
+        for segment in 0..segments {
+            let (generation, page) = (u64::from(segment) + 1, 1);
+            let key = Key { space, hash: BlockHash([segment as u8; 16]) };
+            let (parent, shards) = (None, vec![(100, 0)]);
+            let header = RecordHeader { device_id, generation, segment, page, key, parent, shards };
+            let head = SegmentHead { device_id, segment, generation };
+            write_full(&file.file, &head.encode(), superblock.offset(segment, 0)).unwrap();
+            write_full(&file.file, &header.encode(), superblock.offset(segment, page)).unwrap();
+        }
+        DropTable::read(&file).unwrap().drop_namespace(space.namespace, |_, _| true).unwrap();
+        // Behind its end nothing of a file can be read.
+        let (mut bytes, end) = (vec![0; all as usize], superblock.offset(2, 0));
+        read_full(&file.file, &mut bytes, 0).unwrap();
+        file.file.set_len(end).unwrap();
+        let (blocks, free) = found_in(&file);
+        assert_eq!((blocks, free), (0, 2), "nobody writes to a segment whose generation is not known");
+        write_full(&file.file, &bytes[end as usize..], end).unwrap();
+        for _ in 0..2 {
+            assert_eq!(found_in(&file), (0, 3));
+        }
     }
 
     #[test]

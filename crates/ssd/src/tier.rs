@@ -16,12 +16,11 @@ use crate::headers::Headers;
 use crate::index::Index;
 use crate::io::{Io, Piece};
 use crate::job::{ReadJob, WriteJob};
-use crate::layout::Drops;
 use crate::layout::{PAGE_BYTES, record_pages};
 use crate::log::{Log, largest_record};
 use crate::memory::Memory;
 use crate::options::Options;
-use crate::recover::{erase, recover};
+use crate::recover::begin;
 use crate::request::{
     Dropped, Extent, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
 };
@@ -118,23 +117,8 @@ impl Tier {
         let mut log = Log::new(superblock.segments, superblock.segment_pages());
         let began = Instant::now();
         let drops = DropTable::read(&file).map_err(fail("cannot read which namespaces were dropped"))?;
-        log.generation_seen(drops.highest());
-        let mut found = recover(&file, number, &drops, &mut self.shared.index.lock().index, &mut log);
-        let needed =
-            drops.needed(log.last_generation(), |namespace, up_to| found.holdings.may_hold(namespace, up_to));
-        if needed > Drops::NAMESPACES_MAX / 2 && found.unreadable == 0 {
-            for segment in std::mem::take(&mut found.void) {
-                let generation = log.take_generation();
-                if let Err(error) = erase(&file, segment, generation) {
-                    tracing::warn!(path = %path.display(), segment, %error, "what was dropped cannot be erased");
-                    break;
-                }
-                found.holdings.erased(segment, generation);
-            }
-        }
-        let last = log.last_generation();
-        let may_hold = |namespace: &Namespace, up_to| found.holdings.may_hold(namespace, up_to);
-        drops.end_former_run(last, may_hold).map_err(fail("cannot note which namespaces were dropped"))?;
+        let found = begin(&file, number, &drops, &mut self.shared.index.lock().index, &mut log)
+            .map_err(fail("cannot go on with what it holds"))?;
         Counters::add(&self.shared.counters.recovered_from_tables, found.from_tables);
         Counters::add(&self.shared.counters.recovered_by_scan, found.by_scan);
         tracing::info!(
