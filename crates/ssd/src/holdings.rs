@@ -29,6 +29,8 @@ struct Held {
 struct Layer {
     generation: u64,
     namespaces: BTreeSet<Namespace>,
+    /// There may be records of others, too.
+    is_open: bool,
 }
 
 impl Holdings {
@@ -37,9 +39,15 @@ impl Holdings {
         Holdings { segments: (0..segments).map(|_| Held::default()).collect(), is_unknown: false }
     }
 
-    /// The file was opened: the segment has records of these.
-    pub(crate) fn found(&mut self, segment: u32, generation: u64, namespaces: BTreeSet<Namespace>) {
-        self.segments[segment as usize].now = Layer { generation, namespaces };
+    /// The file was opened: the segment has records of these, and where it `is_open` perhaps of others.
+    pub(crate) fn found(
+        &mut self,
+        segment: u32,
+        generation: u64,
+        namespaces: BTreeSet<Namespace>,
+        is_open: bool,
+    ) {
+        self.segments[segment as usize].now = Layer { generation, namespaces, is_open };
     }
 
     /// A segment could not be read when the file was opened.
@@ -49,8 +57,7 @@ impl Holdings {
 
     /// The segment's former records are void for good.
     pub(crate) fn erased(&mut self, segment: u32, generation: u64) {
-        self.segments[segment as usize] =
-            Held { now: Layer { generation, namespaces: BTreeSet::new() }, next: None };
+        self.segments[segment as usize] = Held { now: Layer { generation, ..Layer::default() }, next: None };
     }
 
     /// The segment gets a new head, which is not written yet.
@@ -60,8 +67,9 @@ impl Holdings {
             // Of a head that could not be written nobody knows whether it is there.
             held.now.generation = held.now.generation.min(failed.generation);
             held.now.namespaces.extend(failed.namespaces);
+            held.now.is_open |= failed.is_open;
         }
-        held.next = Some(Layer { generation, namespaces: BTreeSet::new() });
+        held.next = Some(Layer { generation, ..Layer::default() });
     }
 
     /// The head is on the device: what the segment held before does not count any more.
@@ -78,15 +86,18 @@ impl Holdings {
         next.as_mut().unwrap_or(now).namespaces.insert(namespace);
     }
 
-    /// What a segment may hold.
-    pub(crate) fn namespaces(&self, segment: u32) -> BTreeSet<Namespace> {
+    /// What a segment may hold, and whether that is all.
+    pub(crate) fn namespaces(&self, segment: u32) -> (BTreeSet<Namespace>, bool) {
         let Held { now, next } = &self.segments[segment as usize];
-        next.as_ref().unwrap_or(now).namespaces.clone()
+        let layer = next.as_ref().unwrap_or(now);
+        (layer.namespaces.clone(), !layer.is_open)
     }
 
     /// Whether a segment of this generation or a lower one may hold a record of the namespace.
     pub(crate) fn may_hold(&self, namespace: &Namespace, up_to: u64) -> bool {
-        let holds = |layer: &Layer| layer.generation <= up_to && layer.namespaces.contains(namespace);
+        let holds = |layer: &Layer| {
+            layer.generation <= up_to && (layer.is_open || layer.namespaces.contains(namespace))
+        };
         let mut segments = self.segments.iter();
         self.is_unknown || segments.any(|held| holds(&held.now) || held.next.as_ref().is_some_and(holds))
     }
@@ -102,14 +113,14 @@ mod tests {
     #[test]
     fn what_a_segment_held_counts_until_its_next_head_is_written() {
         let mut holdings = Holdings::new(2);
-        holdings.found(0, 3, BTreeSet::from([ONE]));
+        holdings.found(0, 3, BTreeSet::from([ONE]), false);
         assert!(holdings.may_hold(&ONE, 3) && !holdings.may_hold(&ONE, 2));
         holdings.opened(0, 5);
         holdings.appended(0, TWO);
         assert!(holdings.may_hold(&ONE, 3) && holdings.may_hold(&TWO, 5) && !holdings.may_hold(&TWO, 4));
         holdings.head_written(0);
         assert!(!holdings.may_hold(&ONE, u64::MAX) && holdings.may_hold(&TWO, u64::MAX));
-        assert_eq!(holdings.namespaces(0), BTreeSet::from([TWO]));
+        assert_eq!(holdings.namespaces(0), (BTreeSet::from([TWO]), true));
         holdings.erased(0, 6);
         assert!(!holdings.may_hold(&TWO, u64::MAX));
     }
@@ -117,7 +128,7 @@ mod tests {
     #[test]
     fn where_a_head_failed_either_may_be_there() {
         let mut holdings = Holdings::new(1);
-        holdings.found(0, 3, BTreeSet::from([ONE]));
+        holdings.found(0, 3, BTreeSet::from([ONE]), false);
         holdings.opened(0, 5);
         holdings.appended(0, TWO);
         // It failed, and the segment is used again.

@@ -307,7 +307,8 @@ pub(crate) fn largest_record(segment_pages: u32) -> u32 {
 }
 
 fn table_pages(records: usize, spaces: usize) -> u64 {
-    table_bytes(records, spaces).div_ceil(PAGE_BYTES)
+    // And the mark that the table names all spaces.
+    table_bytes(records, spaces + 1).div_ceil(PAGE_BYTES)
 }
 
 #[cfg(test)]

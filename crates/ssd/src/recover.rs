@@ -45,6 +45,8 @@ struct Contents {
     records: Vec<(Key, u32, u32)>,
     /// Of all records that may be there, those that are in no table among them.
     namespaces: BTreeSet<Namespace>,
+    /// There may be records of others, too.
+    is_open: bool,
     /// End of what the table or the scan saw, if the table does not cover all of the segment.
     tail: Option<u32>,
 }
@@ -126,10 +128,10 @@ pub(crate) fn recover(
             let mut contents = contents.unwrap_or_else(|error| {
                 tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
                 found.unreadable += 1;
-                found.holdings.unreadable();
-                Contents::default()
+                Contents { is_open: true, ..Contents::default() }
             });
-            found.holdings.found(segment, generation, std::mem::take(&mut contents.namespaces));
+            let namespaces = std::mem::take(&mut contents.namespaces);
+            found.holdings.found(segment, generation, namespaces, contents.is_open);
             let all = contents.records.len();
             contents.records.retain(|(key, ..)| drops.counts(&key.space.namespace, generation));
             // Which of them came from the table does not matter any more.
@@ -238,7 +240,9 @@ fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Conten
             })
             .collect();
         contents.from_table = contents.records.len();
-        contents.namespaces = table.spaces.iter().map(|space| space.namespace).collect();
+        contents.is_open = !table.spaces.contains(&Table::NAMES_ALL);
+        let named = table.spaces.iter().filter(|space| **space != Table::NAMES_ALL);
+        contents.namespaces = named.map(|space| space.namespace).collect();
         scan_from = foot.scan_from.max(1);
     }
     if scan_from < last_page {
@@ -425,6 +429,34 @@ mod tests {
         write_full(&file.file, &bytes[end as usize..], end).unwrap();
         for _ in 0..2 {
             assert_eq!(found_in(&file), (0, 3));
+        }
+    }
+
+    /// Tables of a build before named only what counted. A drop's entry was taken out because no table named it, and once a
+    /// bit of that table flipped, the segment's headers brought the dropped blocks back.
+    #[test]
+    fn a_segment_may_hold_anything_unless_its_table_names_all_that_it_holds() {
+        let (device_id, segment_bytes, segments) = ([7; 16], 8 * PAGE_BYTES, 1);
+        let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments };
+        let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
+        let record = TableRecord { hash: BlockHash([2; 16]), space: 0, page: 1, pages: 2 };
+        for (spaces, may_hold) in [(vec![space], true), (vec![space, Table::NAMES_ALL], false)] {
+            let file = in_memory(superblock, superblock.file_bytes().unwrap());
+            let (table_page, table_bytes) = (4, table_bytes(1, spaces.len()) as u32);
+            let foot =
+                SegmentFoot { device_id, segment: 0, generation: 1, table_page, table_bytes, scan_from: 7 };
+            let table = Table { device_id, generation: 1, spaces, records: vec![record] };
+            let head = SegmentHead { device_id, segment: 0, generation: 1 };
+            for (page, bytes) in [(0, head.encode()), (4, table.encode()), (7, foot.encode())] {
+                write_full(&file.file, &bytes, superblock.offset(0, page)).unwrap();
+            }
+            let (mut index, mut log) = (Index::new(), Log::new(1, 8));
+            index.add_device(1);
+            let drops = DropTable::read(&file).unwrap();
+            let found = recover(&file, 0, &drops, &mut index, &mut log);
+            assert_eq!(index.blocks(), 1);
+            assert!(found.holdings.may_hold(&space.namespace, 1));
+            assert_eq!(found.holdings.may_hold(&Namespace([3; 16]), 1), may_hold);
         }
     }
 

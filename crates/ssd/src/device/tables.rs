@@ -62,7 +62,7 @@ impl Device {
 
     pub(super) fn write_table(&mut self, segment: u32, generation: u64, table_page: u32, scan_from: u32) {
         let live = self.shared.index.lock().index.live(self.number, segment);
-        let held = self.device.holdings.lock().namespaces(segment);
+        let (held, is_all) = self.device.holdings.lock().namespaces(segment);
         let mut spaces: Vec<Space> = Vec::new();
         let mut numbers: HashMap<Space, u32> = HashMap::new();
         let records = live
@@ -80,6 +80,9 @@ impl Device {
             if spaces.iter().all(|space| space.namespace != namespace) {
                 spaces.push(Space { namespace, cut: CutDigest([0; 16]) });
             }
+        }
+        if is_all {
+            spaces.push(Table::NAMES_ALL);
         }
         let device_id = self.superblock.device_id;
         let table = Table { device_id, generation, spaces, records };

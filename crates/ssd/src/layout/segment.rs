@@ -115,6 +115,10 @@ impl SegmentFoot {
 }
 
 impl Table {
+    /// Stands among the spaces of a table that names all namespaces of which its segment has records, also of those that do
+    /// not count. No record is of it. Builds that did not know it left out what did not count.
+    pub const NAMES_ALL: Space = Space { namespace: Namespace([0; 16]), cut: CutDigest([0; 16]) };
+
     /// Its bytes, filled up to whole pages; its length without that stands in the foot.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(TABLE);
