@@ -6,11 +6,14 @@
 //!  no token, and no such folder --------------------> Own     32 random bytes, which the descriptor carries
 //! ```
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use kvlane_memory::{FolderRefused, RuntimeFolder};
+use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -21,6 +24,9 @@ use crate::tcp::Key;
 pub(crate) const SECRET_BYTES: usize = 32;
 /// Of the user's secret, in the runtime folder.
 const FILE: &str = "fabric-secret";
+
+/// The user's secret that this process has read, by its folder.
+static KNOWN: Mutex<BTreeMap<PathBuf, Secret>> = Mutex::new(BTreeMap::new());
 
 /// Random bytes that prove who has them. They are not shown by [`Debug`](std::fmt::Debug).
 #[derive(Clone, PartialEq, Eq)]
@@ -142,22 +148,29 @@ impl Proofs {
 
 /// The secret of the user who runs this process: read, or made if there is none. Processes that make it at once agree on one.
 fn user_secret(folder: &RuntimeFolder) -> Result<Secret, NoSecret> {
+    let at = folder.path();
     let folder = folder.make()?;
-    match read(&folder) {
+    let found = match read(&folder) {
         Err(NoSecret::Io(error)) if error.kind() == io::ErrorKind::NotFound => {
-            make(&folder)?;
+            // Where something has cleaned up in the folder, the engines that run go on with the secret that was there.
+            let known = KNOWN.lock().get(at).cloned();
+            make(&folder, &known.map_or_else(Secret::random, Ok)?)?;
             read(&folder)
         }
         found => found,
-    }
+    }?;
+    KNOWN.lock().insert(at.to_owned(), found.clone());
+    Ok(found)
 }
 
 /// Whoever links it first has made it: the others' links fail. It is never there without all of its bytes.
-fn make(folder: &OwnedFd) -> Result<(), NoSecret> {
+fn make(folder: &OwnedFd, secret: &Secret) -> Result<(), NoSecret> {
     let draft = format!(".{FILE}-{:016x}", crate::sockets::random()?);
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(folder, &draft, flags, Mode::RUSR | Mode::WUSR)?;
-    let written = File::from(file).write_all(Secret::random()?.bytes());
+    // With the sticky bit systemd-tmpfiles lets it lie, however old (XDG Base Directory Specification, tmpfiles.d(5)).
+    let mode = Mode::RUSR | Mode::WUSR | Mode::SVTX;
+    let file = rustix::fs::openat(folder, &draft, flags, mode)?;
+    let written = File::from(file).write_all(secret.bytes());
     let linked = written.map_err(NoSecret::from).and_then(|()| {
         match rustix::fs::linkat(folder, &draft, folder, FILE, AtFlags::empty()) {
             Ok(()) | Err(Errno::EXIST) => Ok(()),
@@ -230,11 +243,25 @@ mod tests {
         });
         assert!(secrets.windows(2).all(|pair| pair[0] == pair[1]));
         assert_eq!(fs::read(place.file()).unwrap(), secrets[0].bytes());
-        assert_eq!(fs::metadata(place.file()).unwrap().permissions().mode() & 0o7777, 0o600);
+        assert_eq!(fs::metadata(place.file()).unwrap().permissions().mode() & 0o7777, 0o1600);
         let left: Vec<_> = fs::read_dir(place.folder.path()).unwrap().collect();
         assert_eq!(left.len(), 1, "no drafts: {left:?}");
         assert_ne!(secrets[0], user_secret(&Place::new().folder).unwrap(), "of another user");
         assert_eq!(format!("{:?}", secrets[0]), "Secret(..)");
+    }
+
+    /// What cleans up in /tmp removed the secret of engines that were running: the next one made another, and the two did
+    /// not trust each other.
+    #[test]
+    fn a_secret_that_was_removed_is_written_again_by_a_process_that_knows_it() {
+        let place = Place::new();
+        let secret = user_secret(&place.folder).unwrap();
+        fs::remove_file(place.file()).unwrap();
+        assert_eq!(user_secret(&place.folder).unwrap(), secret);
+        assert_eq!(fs::read(place.file()).unwrap(), secret.bytes());
+        // Who has made another one meanwhile is right.
+        fs::write(place.file(), [7; SECRET_BYTES]).unwrap();
+        assert_eq!(user_secret(&place.folder).unwrap(), Secret::new([7; SECRET_BYTES]));
     }
 
     #[test]

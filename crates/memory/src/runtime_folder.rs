@@ -96,8 +96,14 @@ impl FolderFault {
 impl RuntimeFolder {
     /// Of the user who runs this process: `kvlane` in `$XDG_RUNTIME_DIR`, or `/tmp/kvlane-UID` where the session has none.
     pub fn of_this_user() -> RuntimeFolder {
-        let session = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|folder| folder.is_dir());
-        RuntimeFolder(match session {
+        RuntimeFolder::in_session(env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
+    }
+
+    /// A relative path is not used, as the XDG Base Directory Specification wants: two processes would take it for two
+    /// folders.
+    fn in_session(session: Option<PathBuf>) -> RuntimeFolder {
+        let is_one = |folder: &PathBuf| folder.is_absolute() && folder.is_dir();
+        RuntimeFolder(match session.filter(is_one) {
             Some(folder) => folder.join("kvlane"),
             None => PathBuf::from(format!("/tmp/kvlane-{}", own_user())),
         })
@@ -200,6 +206,17 @@ mod tests {
         let refused = folder.open().unwrap_err();
         assert!(refused.to_string().contains(&refused.path.display().to_string()), "{refused}");
         refused.why
+    }
+
+    /// A relative XDG_RUNTIME_DIR named another folder in each working directory: daemon and engines did not meet.
+    #[test]
+    fn a_session_folder_counts_only_if_its_path_is_absolute() {
+        let place = |session: Option<&str>| RuntimeFolder::in_session(session.map(PathBuf::from)).0;
+        let own = PathBuf::from(format!("/tmp/kvlane-{}", own_user()));
+        assert_eq!(place(Some("/")), PathBuf::from("/kvlane"));
+        for session in [None, Some(""), Some("."), Some("src"), Some("/no/such/folder")] {
+            assert_eq!(place(session), own, "{session:?}");
+        }
     }
 
     #[test]
