@@ -16,7 +16,10 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use hyper::server::conn::http1;
+use hyper::{
+    server::conn::http1,
+    service::{Service, service_fn},
+};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -24,7 +27,11 @@ use hyper_util::{
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use crate::{Shared, host, listen::ListenError};
+use crate::{
+    Shared, host,
+    http_waiting::{Place, Waiting},
+    listen::ListenError,
+};
 
 /// Connections at the same time. Prometheus and probes need one each, for milliseconds.
 pub(crate) const CONNECTIONS_MAX: usize = 64;
@@ -34,6 +41,8 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest headers.
 const HEADER_BYTES_MAX: usize = 16 << 10;
+/// What is said of a socket that engines cannot reach.
+const UNREACHABLE: &str = "socket unreachable: see the daemon's log";
 /// After the kernel could not give a connection.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
@@ -73,17 +82,25 @@ pub(crate) fn serve(listener: TcpListener, names: Vec<String>, shared: Arc<Share
 }
 
 async fn accept(listener: &tokio::net::TcpListener, shared: &Shared, router: &Router) {
+    let waiting = Arc::new(Waiting::default());
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                // Without room it is closed.
-                let Some(slot) = shared.http_slots.take() else { continue };
-                let answer = answer_one(stream, router.clone());
-                tokio::spawn(async move {
+                // Without room it is closed, unless another one has not said yet what it wants.
+                let Some(slot) = shared.http_slots.take().or_else(|| waiting.close_oldest()) else {
+                    continue;
+                };
+                let (place, number) = (Place::new(slot), waiting.number());
+                let answer = answer_one(stream, router.clone(), Arc::clone(&waiting), number);
+                let (held, all) = (Arc::clone(&place), Arc::clone(&waiting));
+                let task = tokio::spawn(async move {
                     // Whoever does not take the answer in time is cut off as well.
                     let _ = tokio::time::timeout(CONNECTION_TIMEOUT, answer).await;
-                    drop(slot);
+                    all.remove(number);
+                    drop(held);
                 });
+                // Tasks run in this thread: it has not begun yet.
+                waiting.add(number, place, task.abort_handle());
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept an HTTP connection");
@@ -94,13 +111,19 @@ async fn accept(listener: &tokio::net::TcpListener, shared: &Shared, router: &Ro
 }
 
 /// One request a connection: nobody is idle on one.
-async fn answer_one(stream: tokio::net::TcpStream, router: Router) {
+async fn answer_one(stream: tokio::net::TcpStream, router: Router, waiting: Arc<Waiting>, number: u64) {
+    let router = TowerToHyperService::new(router);
+    let service = service_fn(move |request| {
+        // It is called once all headers are there.
+        waiting.remove(number);
+        router.call(request)
+    });
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
         .max_buf_size(HEADER_BYTES_MAX)
         .keep_alive(false)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(TokioIo::new(stream), service);
     if let Err(error) = served.await {
         tracing::debug!(%error, "an HTTP connection ended");
     }
@@ -131,7 +154,8 @@ async fn only_for_us(State(names): State<Arc<Vec<String>>>, request: Request, ne
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
-    let reasons = shared.unreachable.reasons();
+    // Whoever asks here may be a stranger: the sentences have paths and users, and are in the log.
+    let reasons: &[&str] = if shared.unreachable.is_empty() { &[] } else { &[UNREACHABLE] };
     let (code, status) = if shared.is_stopping() {
         (StatusCode::SERVICE_UNAVAILABLE, "stopping")
     } else if !reasons.is_empty() {

@@ -37,9 +37,8 @@ impl Identity {
 pub(crate) struct Unreachable(Mutex<BTreeMap<String, String>>);
 
 impl Unreachable {
-    /// One sentence for each socket.
-    pub(crate) fn reasons(&self) -> Vec<String> {
-        self.0.lock().values().cloned().collect()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
     }
 
     fn set(&self, place: &str, reason: Option<String>) {

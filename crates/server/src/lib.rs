@@ -6,6 +6,7 @@ mod engines;
 mod gpu;
 mod host;
 mod http;
+mod http_waiting;
 mod keeper;
 mod late_lookups;
 mod listen;

@@ -229,7 +229,10 @@ impl Session {
                         if !self.handle(request)? {
                             return Ok(());
                         }
-                        deadline = Instant::now() + TCP_IDLE_TIMEOUT;
+                        // What comes before the greeting gains no time.
+                        if self.greeted.is_some() {
+                            deadline = Instant::now() + TCP_IDLE_TIMEOUT;
+                        }
                     }
                     Ok(None) => break,
                     Err(error) => {
