@@ -26,6 +26,7 @@ mod shm;
 mod sockets;
 mod staging;
 mod tcp;
+mod told;
 mod transfers;
 mod trust;
 

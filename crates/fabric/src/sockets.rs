@@ -48,6 +48,7 @@ use crate::shape::{RegionLengths, Side};
 use crate::shm::Segment;
 use crate::staging::Staging;
 use crate::tcp::{BadFrame, Credentials, Ended, Identity, Link, Nonces, Outcome, SessionKey};
+use crate::told::Told;
 use crate::transfers::{Completion, PathId, PeerId, Post, Ticket, Token};
 use crate::trust::{Proofs, Trust};
 
@@ -70,6 +71,7 @@ pub(crate) struct Sockets {
     /// With these all connections are encrypted.
     credentials: Option<Credentials>,
     begun: Instant,
+    told: Told,
     pub(crate) immediates: Immediates,
     pub(crate) inbox: Inbox,
     pub(crate) regions: Regions,
@@ -380,6 +382,7 @@ impl Sockets {
             proofs,
             credentials,
             begun: Instant::now(),
+            told: Told::default(),
             chunk_bytes: transfers.chunk_bytes,
             immediates: Immediates::default(),
             inbox: Inbox::new(inbox),

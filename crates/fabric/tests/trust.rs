@@ -37,6 +37,27 @@ fn rest(stream: &mut TcpStream) -> Vec<u8> {
     said
 }
 
+/// Where 1,024 connections had proved nothing yet, the next one was refused, and a peer that knew the secret with it: a
+/// stranger who opened others for those that timed out kept all peers away.
+#[test]
+fn where_too_many_have_proved_nothing_the_oldest_gives_way() {
+    const MANY: usize = 1_024;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let limit = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
+    let engine = Engine::new(EngineOptions::default()).unwrap();
+    let descriptor = engine.describe().unwrap();
+    let mut challenge = [0; CHALLENGE_BYTES];
+    let mut connect = || {
+        let mut stream = bounded(TcpStream::connect(address(&descriptor)).unwrap());
+        let accepted = stream.read_exact(&mut challenge).is_ok();
+        accepted.then_some(stream)
+    };
+    let mut strangers: Vec<TcpStream> = (0..MANY).map(|_| connect().unwrap()).collect();
+    assert!(connect().is_some(), "who knows the secret comes like this too");
+    assert_eq!(rest(&mut strangers[0]), [], "the oldest is told nothing when it goes");
+}
+
 /// A refusal told the engine's id and its boot nonce, to everybody.
 #[test]
 fn who_connects_and_proves_nothing_is_told_nothing() {

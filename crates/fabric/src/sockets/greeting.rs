@@ -19,7 +19,13 @@ impl Sockets {
                 self.proofs.own.encode_verdict(&nonces)
             }
             _ => {
-                tracing::warn!(peer = ?entry.link.socket().peer_addr().ok(), "refused a peer that does not know the secret");
+                let peer = entry.link.socket().peer_addr().ok();
+                if self.told.is_news(peer, "unproved") {
+                    tracing::warn!(
+                        ?peer,
+                        "refused a peer that does not know the secret; said once of this address"
+                    );
+                }
                 entry.role = Role::Leaving;
                 encode_refusal()
             }

@@ -104,8 +104,8 @@ impl Sockets {
     pub(super) fn accept(&mut self, index: usize) {
         for _ in 0..FRAMES_A_TURN {
             let Some(listener) = self.listeners.get(index) else { return };
-            let socket = match listener.accept() {
-                Ok((socket, _)) => socket,
+            let (socket, peer) = match listener.accept() {
+                Ok(accepted) => accepted,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 // Of the one connection: others go on.
                 Err(error) if !is_want(&error) => continue,
@@ -115,12 +115,7 @@ impl Sockets {
                     return self.listen_to(EventFlags::empty());
                 }
             };
-            let unknown = |entry: &&Entry| matches!(entry.role, Role::Accepted { .. });
-            let is_full = self.links.len() >= LINKS_MAX
-                || (self.links.len() >= ACCEPTED_MAX
-                    && self.links.values().filter(unknown).count() >= ACCEPTED_MAX);
-            if is_full {
-                tracing::warn!("too many connections: one is refused");
+            if !self.make_room(peer) {
                 continue;
             }
             let added = random().and_then(|challenge| {
@@ -131,10 +126,30 @@ impl Sockets {
                 self.say(link, encode_challenge(&challenge));
                 Ok(())
             });
-            if let Err(error) = added {
-                tracing::warn!(%error, "a connection cannot be accepted");
+            if let Err(error) = added
+                && self.told.is_news(Some(peer), "not accepted")
+            {
+                tracing::warn!(%peer, %error, "a connection cannot be accepted; said once of this address");
             }
         }
+    }
+
+    /// Whether one more has room. Of too many who have proved nothing the oldest goes: a peer that knows the secret proves it
+    /// at once.
+    fn make_room(&mut self, peer: SocketAddr) -> bool {
+        let unknown = |(_, entry): &(&LinkId, &Entry)| matches!(entry.role, Role::Accepted { .. });
+        if self.links.len() >= ACCEPTED_MAX && self.links.iter().filter(unknown).count() >= ACCEPTED_MAX {
+            if self.told.is_news(Some(peer), "too many") {
+                tracing::warn!(%peer, "too many connections prove nothing: the oldest are closed; said once of this address");
+            }
+            let oldest = self.links.iter().filter(unknown).map(|(link, _)| *link).min();
+            oldest.into_iter().for_each(|link| self.end(link, &Ended::Closed));
+        }
+        let has_room = self.links.len() < LINKS_MAX;
+        if !has_room && self.told.is_news(Some(peer), "no room") {
+            tracing::warn!(%peer, "too many connections: one is refused; said once of this address");
+        }
+        has_room
     }
 
     pub(super) fn listen_to(&self, interest: EventFlags) {
