@@ -2,7 +2,7 @@
 
 use std::{fmt, os::fd::AsFd, str::FromStr};
 
-use kvlane_memory::{PeerCredentials, user_number};
+use kvlane_memory::{PeerCredentials, own_user_is_unclear, user_number};
 use thiserror::Error;
 
 /// A user whose daemon is talked to beside this user's own and root's. The default is nobody.
@@ -34,6 +34,14 @@ pub struct Stranger {
 impl fmt::Display for Stranger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { uid, own } = self;
+        if uid == own {
+            return write!(
+                f,
+                "user {uid} listens there, but in this user namespace every user without a number looks so, as this process \
+                 does: run it as another user, or name the daemon's user if nobody else can listen there \
+                 (kvlane.daemon_user for engines, --daemon-user for tools, or KVLANE_DAEMON_USER)"
+            );
+        }
         write!(
             f,
             "user {uid} listens there, and this process belongs to user {own}: if that is your daemon, name its user \
@@ -51,11 +59,11 @@ impl DaemonUser {
     pub(crate) fn stranger_at(self, stream: impl AsFd) -> std::io::Result<Option<Stranger>> {
         let uid = PeerCredentials::of(stream)?.uid;
         let own = rustix::process::geteuid().as_raw();
-        Ok((!self.accepts(uid, own)).then_some(Stranger { uid, own }))
+        Ok((!self.accepts(uid, own, own_user_is_unclear())).then_some(Stranger { uid, own }))
     }
 
-    fn accepts(self, uid: u32, own: u32) -> bool {
-        uid == own || uid == 0 || self.0 == Some(uid)
+    fn accepts(self, uid: u32, own: u32, own_is_unclear: bool) -> bool {
+        (uid == own && !own_is_unclear) || uid == 0 || self.0 == Some(uid)
     }
 }
 
@@ -67,11 +75,16 @@ mod tests {
     fn the_own_user_root_and_the_named_one_are_talked_to() {
         let (nobody, named) = (DaemonUser::default(), "1001".parse::<DaemonUser>().unwrap());
         for user in [nobody, named] {
-            assert!(user.accepts(1000, 1000) && user.accepts(0, 1000));
-            assert!(!user.accepts(1002, 1000));
+            assert!(user.accepts(1000, 1000, false) && user.accepts(0, 1000, false));
+            assert!(!user.accepts(1002, 1000, false));
         }
-        assert!(named.accepts(1001, 1000) && named.accepts(1001, 0));
-        assert!(!nobody.accepts(1001, 1000) && !nobody.accepts(1001, 0), "root trusts nobody else's either");
+        assert!(named.accepts(1001, 1000, false) && named.accepts(1001, 0, false));
+        assert!(!nobody.accepts(1001, 1000, false));
+        assert!(!nobody.accepts(1001, 0, false), "root trusts nobody else's either");
+        // In a user namespace whose nobody this process is, all who have no number look like it.
+        assert!(!nobody.accepts(65534, 65534, true) && nobody.accepts(0, 65534, true));
+        assert!("65534".parse::<DaemonUser>().unwrap().accepts(65534, 65534, true), "it was named");
+        assert!(Stranger { uid: 65534, own: 65534 }.to_string().contains("user namespace"));
         assert_eq!("no such user".parse::<DaemonUser>(), Err(NoSuchUser("no such user".into())));
     }
 }

@@ -33,5 +33,5 @@ pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd
 pub use process_vm::{ProbeError, ProcessVm};
 pub use remote::{RANGES_MAX, RemoteProcess};
 pub use runtime_folder::{FolderFault, FolderRefused, RuntimeFolder};
-pub use users::user_number;
+pub use users::{own_user_is_unclear, user_number};
 pub use view::PoolView;

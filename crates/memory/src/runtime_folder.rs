@@ -11,6 +11,8 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use thiserror::Error;
 
+use crate::users::{own_user_is_unclear, unknown_user};
+
 /// Where daemon, engines and tools of one user meet if nobody names another place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RuntimeFolder(PathBuf);
@@ -66,6 +68,11 @@ impl fmt::Display for FolderFault {
             Self::Missing => write!(f, "it does not exist"),
             Self::Link => write!(f, "it is a symbolic link, which somebody else may have made"),
             Self::NoFolder => write!(f, "it is no folder"),
+            Self::Owner { owner, own } if owner == own => write!(
+                f,
+                "in this user namespace every user without a number looks like user {own}, who runs this process, so that \
+                 it may be anybody's: run it as another user"
+            ),
             Self::Owner { owner, own } => {
                 write!(f, "it belongs to user {owner}, and this process to user {own}")
             }
@@ -149,7 +156,7 @@ impl RuntimeFolder {
         let own = own_user();
         match FileType::from_raw_mode(found.st_mode) {
             FileType::Symlink => Err(FolderFault::Link),
-            FileType::Directory if found.st_uid != own => {
+            FileType::Directory if found.st_uid != own || own_user_is_unclear() => {
                 Err(FolderFault::Owner { owner: found.st_uid, own })
             }
             FileType::Directory if found.st_mode & 0o077 != 0 => Err(FolderFault::Mode(permissions(&found))),
@@ -186,13 +193,6 @@ fn fault(errno: Errno) -> FolderFault {
 /// Who runs this process.
 fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
-}
-
-/// What the kernel says of users who have no number in this process's user namespace.
-fn unknown_user() -> u32 {
-    const USUAL: u32 = 65534;
-    let said = std::fs::read_to_string("/proc/sys/kernel/overflowuid");
-    said.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(USUAL)
 }
 
 #[cfg(test)]

@@ -63,7 +63,14 @@ impl Stream {
 }
 
 /// Why a user may not connect, or `None`: the daemon serves its own user and root.
-pub(crate) fn refuse_user(peer_uid: u32, own_uid: u32) -> Option<String> {
+/// `own_is_unclear`: every user without a number looks like this one.
+pub(crate) fn refuse_user(peer_uid: u32, own_uid: u32, own_is_unclear: bool) -> Option<String> {
+    if peer_uid == own_uid && own_is_unclear {
+        return Some(format!(
+            "this daemon belongs to user {own_uid}, and in its user namespace every user without a number looks so: run it \
+             as another user"
+        ));
+    }
     (peer_uid != own_uid && peer_uid != 0).then(|| {
         format!(
             "user {peer_uid} may not use this daemon, which belongs to user {own_uid}: run one of your own"
@@ -77,8 +84,10 @@ mod tests {
 
     #[test]
     fn only_the_own_user_and_root_may_connect() {
-        assert_eq!(refuse_user(1000, 1000), None);
-        assert_eq!(refuse_user(0, 1000), None);
-        assert!(refuse_user(1001, 1000).unwrap().contains("user 1001"));
+        assert_eq!(refuse_user(1000, 1000, false), None);
+        assert_eq!(refuse_user(0, 1000, false), None);
+        assert!(refuse_user(1001, 1000, false).unwrap().contains("user 1001"));
+        assert!(refuse_user(65534, 65534, true).unwrap().contains("user namespace"));
+        assert_eq!(refuse_user(0, 65534, true), None);
     }
 }

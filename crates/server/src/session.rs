@@ -12,7 +12,7 @@ use std::{
 };
 
 use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, shard_bytes};
-use kvlane_memory::{DESCRIPTORS_MAX, ProcessVm, recv_with_fds};
+use kvlane_memory::{DESCRIPTORS_MAX, ProcessVm, own_user_is_unclear, recv_with_fds};
 use kvlane_proto::{
     FrameReader, MAX_FRAME_BYTES, WIRE_MAX, WIRE_MIN, negotiate,
     v1::{
@@ -179,7 +179,8 @@ impl Session {
     fn is_proven(&self) -> bool {
         match &self.peer {
             Peer::Local { credentials, .. } => {
-                refuse_user(credentials.uid, rustix::process::geteuid().as_raw()).is_none()
+                refuse_user(credentials.uid, rustix::process::geteuid().as_raw(), own_user_is_unclear())
+                    .is_none()
             }
             Peer::Remote => false,
         }
@@ -489,7 +490,9 @@ impl Session {
         })?;
         let (pid, pidfd) = match &self.peer {
             Peer::Local { credentials, pidfd } => {
-                if let Some(sentence) = refuse_user(credentials.uid, rustix::process::geteuid().as_raw()) {
+                if let Some(sentence) =
+                    refuse_user(credentials.uid, rustix::process::geteuid().as_raw(), own_user_is_unclear())
+                {
                     return Err((Reason::NotAllowed, sentence));
                 }
                 let pidfd =
