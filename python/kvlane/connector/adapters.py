@@ -19,7 +19,7 @@ from typing import Any
 
 from kvlane.connector.digest import digest16
 from kvlane.connector.guard import logger
-from kvlane.connector.model_files import model_folder
+from kvlane.connector.model_files import hub_reference, model_folder
 from kvlane.connector.weights_content import FilesChanging, Signature, read_content, signature_of
 from kvlane.connector.weights_memo import YOUNG_NS
 
@@ -30,6 +30,8 @@ WHOLE_BELOW = 256 << 10
 """Tensors of fewer bytes are read whole; adapters are small."""
 MAX_ADAPTERS = 65_536
 """Adapters that one engine remembers; later ones take no part."""
+LOOK_SECONDS = 0.02
+"""So long a look at an adapter's files counts within a step; requests may wait for long between two steps."""
 WHAT_TO_DO = "load changed weights under a new name and from a new folder"
 
 
@@ -37,11 +39,43 @@ class Withdrawn(Exception):
     """Why an adapter takes no part in the cache."""
 
 
+class Moment:
+    """The step in which an engine is, and the time by its scheduler's clock; nothing where nobody tells."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._now: float | None = None
+
+    def at(self, now: float) -> None:
+        """It is `now`, in seconds of the scheduler's clock."""
+        self._now = now
+
+    def next_step(self) -> None:
+        """What was seen before has to be looked at again."""
+        self._step += 1
+
+    def stamp(self) -> tuple[int, float] | None:
+        """This moment."""
+        return None if self._now is None else (self._step, self._now)
+
+    def is_near(self, former: tuple[int, float] | None) -> bool:
+        """Whether a former moment was in this step, and just now."""
+        if former is None or self._now is None:
+            return False
+        return former[0] == self._step and self._now - former[1] < LOOK_SECONDS
+
+
 class Adapter:
     """One adapter as an engine's requests name it: number, name and path together."""
 
-    def __init__(self, name: str, path: str, meaning: Any, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, path: str, meaning: Any, now_ns: Callable[[], int], moment: Moment | None = None
+    ) -> None:
         self.name = name
+        self._moment = moment or Moment()
+        self._looked: tuple[int, float] | None = None
+        self._was_shared = False
+        self._hub_folder: Path | None = None
         self._path = path
         self._meaning = meaning
         self._now_ns = now_ns
@@ -52,7 +86,16 @@ class Adapter:
         """16 bytes; valid while the adapter is shared."""
 
     def shared(self) -> bool:
-        """Whether what vLLM has loaded is known. Looks at the files each time."""
+        """Whether what vLLM has loaded is known. Looks at the files once in a step."""
+        if self._withdrawn:
+            return False
+        if not self._moment.is_near(self._looked):
+            self._looked = self._moment.stamp()
+            self._was_shared = self.look()
+        return self._was_shared
+
+    def look(self) -> bool:
+        """Looks at the files, and gives whether what vLLM has loaded is known."""
         if self._withdrawn:
             return False
         try:
@@ -85,7 +128,7 @@ class Adapter:
         return max((ctime for *_, ctime in self._signature), default=0)
 
     def _unchanged(self) -> bool:
-        if signature_of(adapter_files(self._path)) != self._signature:
+        if signature_of(self._files()) != self._signature:
             raise Withdrawn("its files have changed, and vLLM may have loaded the old ones or the new ones")
         if self._settled:
             return True
@@ -98,12 +141,20 @@ class Adapter:
         return True
 
     def _content(self) -> tuple[Signature, bytes]:
-        files = adapter_files(self._path)
+        files = self._files()
         before = signature_of(files)
         content = read_content(files, WHOLE_BELOW)
         if signature_of(files) != before:
             raise Withdrawn("its files changed while they were read")
         return before, digest16([content.digest, self._meaning])
+
+    def _files(self) -> list[Path]:
+        kept = self._hub_folder
+        if kept is None or os.path.exists(self._path) or not _is_meant(kept):
+            kept = _folder(self._path)
+            # What the hub's library finds does not change while the name means this commit.
+            self._hub_folder = kept if kept is not None and _is_meant(kept) else None
+        return _files_in(kept)
 
     def _is_old(self, signature: Signature) -> bool:
         now = self._now_ns()
@@ -125,6 +176,8 @@ class Adapters:
         self._path_is_hashed = path_is_hashed
         self.loads_are_seen = True
         """Whether `loading` is called each time that vLLM loads an adapter for no request."""
+        self.moment = Moment()
+        """Told by the scheduler role."""
         self._now_ns = now_ns
         self._started_ns = now_ns()
         self._known: dict[tuple[int, str, str], Adapter] = {}
@@ -152,7 +205,7 @@ class Adapters:
         # An adapter from the hub is here only now.
         adapter = self.of(lora_request)
         assert adapter is not None
-        adapter.shared()
+        adapter.look()
         return done
 
     def _of(self, lora_request: Any) -> Adapter:
@@ -164,7 +217,9 @@ class Adapters:
             return known
         _, name, path = key
         extra = bool(getattr(lora_request, "is_3d_lora_weight", False))
-        adapter = Adapter(name, path, [self._meaning, extra] if extra else [self._meaning], self._now_ns)
+        adapter = Adapter(
+            name, path, [self._meaning, extra] if extra else [self._meaning], self._now_ns, self.moment
+        )
         if len(self._known) >= MAX_ADAPTERS:
             adapter.withdraw(f"this engine has had {MAX_ADAPTERS} adapters before")
             return adapter
@@ -226,7 +281,10 @@ def watch_loads(adapters: Adapters) -> bool:
 
 def adapter_files(path: str) -> list[Path]:
     """The files of an adapter that vLLM reads. Raises Withdrawn if they are not here."""
-    folder = _folder(path)
+    return _files_in(_folder(path))
+
+
+def _files_in(folder: Path | None) -> list[Path]:
     if folder is None:
         raise Withdrawn("its files are not on this host yet")
     for name in WEIGHTS:
@@ -240,6 +298,17 @@ def _folder(path: str) -> Path | None:
     if os.path.isabs(path) or path.startswith("~"):
         return Path(path).expanduser()
     return model_folder(path, None, None)
+
+
+def _is_meant(folder: Path) -> bool:
+    """Whether a folder is the hub's local copy of the commit that its name means now."""
+    if folder.parent.name != "snapshots":
+        return False
+    reference = hub_reference(folder, None)
+    try:
+        return reference is not None and reference.read_text() == folder.name
+    except OSError:
+        return False
 
 
 def _is_here(path: str) -> bool:

@@ -128,6 +128,7 @@ class SchedulerSide:
 
     def add_request(self, request: Any) -> None:
         """A request has arrived: ask for its prefix before it is its turn."""
+        self._adapters.moment.at(self._clock())
         if request.request_id in self._requests:
             self.forget_request(request.request_id)
         if not self._seed_checked:
@@ -174,6 +175,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded past `local_tokens`, and whether asynchronously. None: ask again."""
+        self._adapters.moment.at(self._clock())
         state = self._requests.get(request.request_id)
         if state is None:
             self.add_request(request)
@@ -327,7 +329,9 @@ class SchedulerSide:
         runs = self._is_scheduling or output.total_num_scheduled_tokens > 0
         if runs and not self._own_cache_is_old:
             jobs.look_at_weights = self._weights.question()
+        self._adapters.moment.at(self._clock())
         self._plan_saves(output)
+        self._adapters.moment.next_step()
         save = self.saves.take_job(self._clock())
         if save is not None:
             jobs.saves.append(save)
