@@ -163,9 +163,11 @@ enum Event {
 
 fn is_bad(ended: &Ended) -> bool {
     assert!(!matches!(ended, Ended::Io(_) | Ended::Late), "{ended}");
-    matches!(ended, Ended::Bad(_))
+    matches!(ended, Ended::Bad(_) | Ended::WantsTls)
 }
 
+/// Types of TLS records (RFC 8446, 5.1).
+const TLS_RECORDS: std::ops::RangeInclusive<u8> = 20..=23;
 const CUTS: usize = 300;
 /// Most bytes that come at a time.
 const CUT_MAX: usize = 64 << 10;
@@ -190,6 +192,10 @@ fn parse(mut stream: &[u8], greets: bool) -> (Vec<Event>, End) {
     let mut events = Vec::new();
     let end = |events, bad| (events, if bad { End::Bad } else { End::Closed });
     if greets {
+        // A peer that speaks TLS is known by its first byte.
+        if stream.first().is_some_and(|first| TLS_RECORDS.contains(first)) {
+            return end(events, true);
+        }
         let Some((greeting, rest)) = stream.split_at_checked(HELLO_BYTES) else { return end(events, false) };
         events.push(Event::Greeting(greeting.to_vec()));
         stream = rest;
