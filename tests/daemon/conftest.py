@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from another_user import pytest_pyfunc_call  # noqa: F401 - a hook
 from processes import Daemon, Engine
+
+# Tests that run under nohup must not hand it on: a daemon that inherits SIGHUP ignored goes on when it gets one.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture
