@@ -15,7 +15,8 @@ from engine import BLOCK, ENVIRONMENT, wait_until_old
 
 ANSWER = 16
 STORED_ATTEMPTS = 600
-PAUSES = 3
+PAUSES = 2
+PAUSED_ANSWER = 4
 READY_ATTEMPTS = 100
 LOOKUP_TIMEOUT_MS = 60_000
 """So long that only a lookup that is lost takes it."""
@@ -121,11 +122,11 @@ async def through_pauses(engine: Any, rank: int | None) -> list[bool]:
     same = []
     for turn in range(PAUSES):
         rng = random.Random(100 + turn)
-        prompts = [[rng.randrange(3, 2000) for _ in range(300)] for _ in range(3)]
+        prompts = [[rng.randrange(3, 2000) for _ in range(4 * BLOCK)] for _ in range(2)]
         started = asyncio.Event()
         names = [f"paused-{turn}-{number}" for number in range(len(prompts))]
         asked = [
-            asyncio.create_task(answer(engine, name, prompt, rank, started))
+            asyncio.create_task(answer(engine, name, prompt, rank, PAUSED_ANSWER, started))
             for name, prompt in zip(names, prompts, strict=True)
         ]
         await started.wait()
@@ -133,7 +134,7 @@ async def through_pauses(engine: Any, rank: int | None) -> list[bool]:
         await engine.resume_generation()
         paused = [(await each)["tokens"] for each in asked]
         calm = [
-            (await answer(engine, f"calm-{name}", prompt, rank))["tokens"]
+            (await answer(engine, f"calm-{name}", prompt, rank, PAUSED_ANSWER))["tokens"]
             for name, prompt in zip(names, prompts, strict=True)
         ]
         same.append(paused == calm)
@@ -146,11 +147,16 @@ def blocks(tool: Any) -> int:
 
 
 async def answer(
-    engine: Any, name: str, prompt: list[int], rank: int | None, started: asyncio.Event | None = None
+    engine: Any,
+    name: str,
+    prompt: list[int],
+    rank: int | None,
+    tokens: int = ANSWER,
+    started: asyncio.Event | None = None,
 ) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     last = None
     async for output in engine.generate(
         {"prompt_token_ids": prompt}, parameters, name, data_parallel_rank=rank
