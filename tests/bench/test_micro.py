@@ -114,6 +114,14 @@ def test_idle_and_memory_use_look_at_the_daemon(tmp_path: Path) -> None:
     assert value(memory, "the daemon's memory beside its pool") > 1
 
 
+def test_identity_is_read_once_and_remembered_then(tmp_path: Path) -> None:
+    flags = ["--gigabytes", "0.1", "--rounds", "3", "--folder", str(tmp_path)]
+    result = bench(tmp_path / "out", "identity", *flags)
+    for what in ("read cold", "remembered"):
+        assert 0 < value(result, f"identity of the weights, {what}") < 1e5
+    assert [each.name for each in tmp_path.iterdir()] == ["out"], "the weights are gone again"
+
+
 def test_share_finds_more_in_one_pool_than_in_isolated_ones(tmp_path: Path) -> None:
     result = bench(
         tmp_path, "share", "--requests", "60", "--system-prompts", "4", "--engines", "3", "--zipf", "0.5"

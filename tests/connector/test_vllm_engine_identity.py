@@ -16,6 +16,8 @@ from stores import DaemonStore
 from test_vllm_engine import Make, engines, prompt
 from tiny_model import HEAD_DIM, HEADS, HIDDEN, LAYERS, build_tiny_model
 
+from kvlane.connector import adapters, namespace
+
 pytestmark = pytest.mark.old_vllm
 
 RANK = 8
@@ -31,12 +33,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         store.close()
 
 
-def test_a_longrope_model_with_another_longest_request_answers_as_without_kvlane(
-    make: Make, tmp_path: Path
-) -> None:
-    """Models like Phi-3 take the short or the long rotary factors by --max-model-len. Started with a longer one, the
-    engine loaded keys of the short factors and answered wrongly."""
-    model = build_tiny_model(tmp_path / "phi")
+def build_longrope_model(folder: Path) -> Path:
+    """Takes its long rotary factors where a request may be longer than 512 tokens."""
+    model = build_tiny_model(folder)
     half = HEAD_DIM // 2
     config = json.loads((model / "config.json").read_text())
     config["rope_scaling"] = {
@@ -47,6 +46,15 @@ def test_a_longrope_model_with_another_longest_request_answers_as_without_kvlane
         "factor": 4.0,
     }
     (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_a_longrope_model_with_another_longest_request_answers_as_without_kvlane(
+    make: Make, tmp_path: Path
+) -> None:
+    """Models like Phi-3 take the short or the long rotary factors by --max-model-len. Started with a longer one, the
+    engine loaded keys of the short factors and answered wrongly."""
+    model = build_longrope_model(tmp_path / "phi")
     engine = make(model, max_model_len=512)
     short, _ = engine.generate(prompt(1))
     engine.drain()
@@ -59,6 +67,22 @@ def test_a_longrope_model_with_another_longest_request_answers_as_without_kvlane
     engine = make(model, max_model_len=500)
     assert engine.generate(prompt(1)) == (short, 288), "any length up to the trained one is the same model"
     assert engine.errors() == 0
+
+
+def test_longrope_engines_that_are_made_to_share_hit_and_answer_wrongly(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above: where the configuration counts for nothing the blocks are found, and are wrong."""
+    model = build_longrope_model(tmp_path / "phi")
+    with engines(None) as start:
+        long, _ = start(model, max_model_len=1024).generate(prompt(1))
+    monkeypatch.setattr(namespace, "counted_fields", lambda *_: {})
+    engine = make(model, max_model_len=512)
+    engine.generate(prompt(1))
+    engine.drain()
+    wrong, cached = make(model, max_model_len=1024).generate(prompt(1))
+    assert cached == 288
+    assert wrong != long
 
 
 def write_adapter(folder: Path, seed: int, alpha: int = 16) -> None:
@@ -127,3 +151,27 @@ def test_an_adapter_overwritten_while_loaded_leaves_no_blocks_to_the_new_one(
     scaled, cached = ask(engine, adapter, 2)
     assert cached == 0 and scaled != new
     assert engine.errors() == 0
+
+
+def test_adapters_that_are_made_to_share_hit_and_answer_wrongly(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above: where an adapter's content counts for nothing, blocks are found and are wrong."""
+    from vllm.lora.request import LoRARequest
+
+    model = build_tiny_model(tmp_path / "tiny")
+    folder = tmp_path / "adapter"
+    adapter = LoRARequest("tuned", 1, str(folder))
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK}
+    monkeypatch.setattr(adapters, "digest16", lambda _: bytes(16))
+    write_adapter(folder, 2)
+    with engines(None) as start:
+        right, _ = ask(start(model, **options), adapter, 1)
+    write_adapter(folder, 1)
+    engine = make(model, **options)
+    ask(engine, adapter, 1)
+    engine.drain()
+    write_adapter(folder, 2)
+    wrong, cached = ask(make(model, **options), adapter, 1)
+    assert cached == 288
+    assert wrong != right

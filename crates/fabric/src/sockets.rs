@@ -85,6 +85,8 @@ pub(crate) struct Sockets {
     advertised: Vec<SocketAddr>,
     /// When listeners that were left alone are listened on again.
     accept_at: Option<Duration>,
+    /// The log says that no connection can be accepted.
+    cannot_accept: bool,
     /// Paths to each address of a peer.
     connections: usize,
     links: Numbered<LinkId, Entry>,
@@ -394,6 +396,7 @@ impl Sockets {
             listeners,
             advertised: advertise,
             accept_at: None,
+            cannot_accept: false,
             connections: connections.max(1),
             links: Numbered::default(),
             next_link: 0,

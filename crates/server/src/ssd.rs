@@ -141,13 +141,17 @@ impl Tier for Below {
         }
     }
 
-    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood> {
-        let dropped = self.0.drop_namespace(namespace);
-        tracing::info!(%namespace, blocks = dropped.blocks, durable = dropped.is_durable(), "dropped on the SSD");
-        if dropped.is_durable() {
+    fn forget_namespace(&self, namespace: Namespace) {
+        let blocks = self.0.forget_namespace(namespace);
+        tracing::info!(%namespace, blocks, "dropped on the SSD");
+    }
+
+    fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood> {
+        let not_noted = self.0.note_forgotten(namespace);
+        if not_noted.is_empty() {
             return Ok(());
         }
-        let sentence = dropped.not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
         tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
         Err(NotForGood(sentence))
     }

@@ -112,7 +112,8 @@ pub(crate) fn recover(
             Err(error) => {
                 tracing::warn!(
                     path = %file.path.display(), segment, %error,
-                    "a segment cannot be read and is left alone until a start of the daemon can read it"
+                    "a segment cannot be read and is left alone until a start of the daemon can read it; if none can, mend the \
+                     device, or remove the file to use all of it again"
                 );
                 (found.unreadable, found.unread) = (found.unreadable + 1, found.unread + 1);
                 found.holdings.unreadable();

@@ -312,11 +312,16 @@ impl Tier {
         self.shared.index.lock().index.remove(key).is_some()
     }
 
-    /// Takes all blocks of a namespace out, for good: those being written too, and also after a restart or a crash, unless the
-    /// answer names files that could not note it. What is written of the namespace from now on is found until the tier is closed, and not after that: of blocks of
-    /// one run the file does not tell which are newer than the drop. Waits for the devices, for a small write to each.
+    /// Takes all blocks of a namespace out, for good: [`forget_namespace`](Self::forget_namespace), then
+    /// [`note_forgotten`](Self::note_forgotten).
     pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
-        let mut dropped = Dropped { blocks: 0, not_noted: Vec::new() };
+        let blocks = self.forget_namespace(namespace);
+        Dropped { blocks, not_noted: self.note_forgotten(namespace) }
+    }
+
+    /// Takes all blocks of a namespace out, those being written too; answers how many there were. A restart may bring them
+    /// back before [`note_forgotten`](Self::note_forgotten) has been called.
+    pub fn forget_namespace(&self, namespace: Namespace) -> u64 {
         {
             let mut stored = self.shared.index.lock();
             if stored.writing.keys().any(|(_, written)| *written == namespace) {
@@ -327,7 +332,7 @@ impl Tier {
             }
             stored.pending.retain(|key, _| key.space.namespace != namespace);
         }
-        let mut next = 0;
+        let (mut blocks, mut next) = (0, 0);
         loop {
             // In pieces: others ask meanwhile.
             let mut stored = self.shared.index.lock();
@@ -337,21 +342,26 @@ impl Tier {
                 .filter(|key| key.space.namespace == namespace)
                 .collect();
             for key in &keys {
-                dropped.blocks += u64::from(stored.index.remove(key).is_some());
+                blocks += u64::from(stored.index.remove(key).is_some());
             }
             if end == stored.index.slots() {
-                break;
+                return blocks;
             }
             next = end;
         }
-        for (number, drops) in self.drops.iter().enumerate() {
+    }
+
+    /// Writes into each file that nothing written of the namespace so far counts any more; answers the files that could not
+    /// note it, of which a restart or a crash would bring the blocks back. What is written of the namespace from now on is
+    /// found until the tier is closed, and not after that: of blocks of one run the file does not tell which are newer than
+    /// the drop. Waits for the devices, for a small write to each.
+    pub fn note_forgotten(&self, namespace: Namespace) -> Vec<NotNoted> {
+        let note = |(number, drops): (usize, &DropTable)| {
             let may_hold = |namespace: &Namespace, up_to| self.may_hold(number, namespace, up_to);
-            if let Err(why) = drops.drop_namespace(namespace, may_hold) {
-                let path = self.devices[number].facts.path.clone();
-                dropped.not_noted.push(NotNoted { path, why });
-            }
-        }
-        dropped
+            let why = drops.drop_namespace(namespace, may_hold).err()?;
+            Some(NotNoted { path: self.devices[number].facts.path.clone(), why })
+        };
+        self.drops.iter().enumerate().filter_map(note).collect()
     }
 
     /// Whether there may be a record of the namespace in a segment of a device, up to a generation.

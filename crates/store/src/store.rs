@@ -238,17 +238,24 @@ impl Store {
     /// Drops all blocks that a namespace has now: when this returns they are invisible; they are freed when their
     /// leases and writers are done. The tier below forgets them too; whether for good is answered.
     pub fn drop_namespace(&self, namespace: Namespace) -> Dropped {
-        let mut drops = self.drops.write();
-        *drops += 1;
-        let blocks = self.index.lock().blocks_of(namespace);
-        let drop_part = |part| {
-            let mut index = self.index.lock();
-            let dropped = index.drop_blocks(part);
-            MutexGuard::unlock_fair(index);
-            dropped
+        let blocks = {
+            let mut drops = self.drops.write();
+            *drops += 1;
+            let blocks = self.index.lock().blocks_of(namespace);
+            let drop_part = |part| {
+                let mut index = self.index.lock();
+                let dropped = index.drop_blocks(part);
+                MutexGuard::unlock_fair(index);
+                dropped
+            };
+            let blocks = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
+            if let Some(tier) = &self.tier {
+                tier.forget_namespace(namespace);
+            }
+            blocks
         };
-        let blocks = blocks.chunks(BLOCKS_A_HOLD).map(drop_part).sum();
-        let below = self.tier.as_ref().map_or(Ok(()), |tier| tier.drop_namespace(namespace));
+        // A device may take its time, or hang: nobody who plans a fetch or spills waits for it.
+        let below = self.tier.as_ref().map_or(Ok(()), |tier| tier.note_forgotten(namespace));
         Dropped { blocks, below }
     }
 

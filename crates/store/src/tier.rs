@@ -41,7 +41,7 @@ pub type WriteDone = Box<dyn FnOnce(bool) + Send>;
 /// compared with what was written once.
 pub type ReadDone = Box<dyn FnOnce(Option<Vec<u32>>) + Send>;
 
-/// A tier below the pool. No call waits for a device. `done` is called exactly once, whatever happens, on any thread and
+/// A tier below the pool. No call but [`note_forgotten`](Self::note_forgotten) waits for a device. `done` is called exactly once, whatever happens, on any thread and
 /// maybe before the call returns; until then the memory belongs to the tier.
 pub trait Tier: Send + Sync {
     /// Whether it has the block, as far as it knows.
@@ -53,12 +53,15 @@ pub trait Tier: Send + Sync {
     /// Starts to bring a block back, into one extent for each of its shards. After `deadline` nobody waits for it.
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);
 
-    /// Forgets all blocks of a namespace, for good: also those being written now, and also after a restart. Waits for the
-    /// devices, which note it.
+    /// Forgets all blocks of a namespace, also those being written now, until a restart.
+    fn forget_namespace(&self, namespace: Namespace);
+
+    /// Makes sure that a restart does not bring back what was forgotten. The one call that waits for the devices, which note
+    /// it.
     ///
     /// # Errors
-    /// [`NotForGood`]: the blocks are forgotten now, but would come back with a restart.
-    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood>;
+    /// [`NotForGood`]: a restart would bring it back.
+    fn note_forgotten(&self, namespace: Namespace) -> Result<(), NotForGood>;
 }
 
 /// Why a restart would bring back what was dropped, in a sentence.

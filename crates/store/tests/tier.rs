@@ -35,6 +35,8 @@ struct State {
     arena: Option<Arc<Arena>>,
     kept: BTreeMap<BlockKey, Vec<Vec<u8>>>,
     is_held: bool,
+    /// Notes of drops are held with the reads and writes.
+    holds_notes: bool,
     held: Vec<Work>,
     /// Reads of these fail.
     unreadable: BTreeSet<BlockKey>,
@@ -131,8 +133,17 @@ impl Tier for ShelfTier {
         }));
     }
 
-    fn drop_namespace(&self, namespace: Namespace) -> Result<(), NotForGood> {
+    fn forget_namespace(&self, namespace: Namespace) {
         self.0.state.lock().kept.retain(|key, _| key.namespace != namespace);
+    }
+
+    fn note_forgotten(&self, _: Namespace) -> Result<(), NotForGood> {
+        if !self.0.state.lock().holds_notes {
+            return Ok(());
+        }
+        let (noted, was_noted) = channel();
+        self.0.run(Box::new(move |_| noted.send(()).unwrap()));
+        was_noted.recv_timeout(PATIENCE).unwrap();
         Ok(())
     }
 }
@@ -412,6 +423,38 @@ fn a_dropped_namespace_does_not_come_back() {
     pool.settle_spill();
     pool.store.drop_namespace(MODEL);
     assert!(pool.fetch(0, &hashes(1, 3)).is_none());
+}
+
+/// The store held its lock while the SSD noted a drop. On an SSD that hung, every request that the SSD had something of
+/// waited too, and nothing more was written to it.
+#[test]
+fn a_drop_that_waits_for_the_device_holds_up_nobody_else() {
+    let shelf = Arc::new(Shelf::default());
+    let pool = Pool::over(&shelf, 64);
+    pool.save(Chain::Start, &hashes(1, 3));
+    pool.settle_spill();
+    drop(pool);
+
+    let pool = Pool::over(&shelf, 64);
+    shelf.hold();
+    shelf.state.lock().holds_notes = true;
+    let store = Arc::clone(&pool.store);
+    let dropping = std::thread::spawn(move || store.drop_namespace(Namespace([2; 16])));
+    shelf.wait_for_held(1);
+    let (store, space, prompt) = (Arc::clone(&pool.store), pool.space, hashes(1, 3));
+    let (planned, was_planned) = channel();
+    let asking = std::thread::spawn(move || {
+        let groups = [LookupGroup { space, tokens_per_block: 16, window_blocks: 0, hashes: &prompt }];
+        planned.send(store.plan_fetch(&groups, u64::MAX, Instant::now()).is_some()).unwrap();
+    });
+    assert_eq!(was_planned.recv_timeout(PATIENCE / 2), Ok(true));
+    // A block that is saved meanwhile reaches the tier.
+    pool.save(Chain::Start, &hashes(2, 1));
+    shelf.wait_for_held(2);
+    assert!(!dropping.is_finished());
+    shelf.let_through(2);
+    asking.join().unwrap();
+    assert_eq!(dropping.join().unwrap().blocks, 0);
 }
 
 #[derive(Clone, Debug)]

@@ -17,6 +17,7 @@ SUBCOMMANDS = (
     "copy",
     "gpu_copy",
     "hooks",
+    "identity",
     "idle",
     "memory_use",
     "overhead",

@@ -110,11 +110,16 @@ impl Sockets {
                 // Of the one connection: others go on.
                 Err(error) if !is_want(&error) => continue,
                 Err(error) => {
-                    tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms");
+                    if !std::mem::replace(&mut self.cannot_accept, true) {
+                        tracing::warn!(%error, "no connection can be accepted; tried again every 100 ms, said once");
+                    }
                     self.accept_at = Some(self.now() + ACCEPT_PAUSE);
                     return self.listen_to(EventFlags::empty());
                 }
             };
+            if std::mem::take(&mut self.cannot_accept) {
+                tracing::info!("connections are accepted again");
+            }
             if !self.make_room(peer) {
                 continue;
             }
