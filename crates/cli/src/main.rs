@@ -8,6 +8,7 @@ mod replay;
 mod serve;
 mod serve_options;
 mod size;
+mod sizing;
 mod status;
 
 use std::process::ExitCode;
@@ -33,6 +34,8 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Drop what a namespace holds.
     Drop(namespaces::DropArgs),
+    /// Say how many bytes the KV cache of a model takes: a token, a block, and a pool of so many tokens.
+    Size(sizing::SizeArgs),
     /// Say what caches of several sizes and policies would have hit of a recorded trace: a table and a picture.
     Replay(replay::ReplayArgs),
     /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args),
         Command::Drop(args) => namespaces::run(&args),
+        Command::Size(args) => sizing::run(&args),
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => python::run("kvlane.bench", &args),
         Command::Demo(args) => python::run("kvlane.demo", &args),

@@ -1,0 +1,400 @@
+//! What a model's config.json says of its KV cache.
+
+use anyhow::{Result, anyhow, bail};
+use serde_json::Value;
+
+use super::CacheDtype;
+
+/// A model's cache, before it is asked for how many tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Cache {
+    /// For people.
+    pub(super) model: String,
+    pub(super) layer: Layer,
+    /// Layers that look back to the first token.
+    pub(super) full_layers: u64,
+    /// Layers that look back `window` tokens.
+    pub(super) sliding_layers: u64,
+    /// 0 where none slides.
+    pub(super) window: u64,
+    pub(super) element_bytes: u64,
+    pub(super) dtype: String,
+    /// What was taken for granted, a sentence each.
+    pub(super) notes: Vec<String>,
+}
+
+/// What one layer keeps of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layer {
+    /// A key and a value for each KV head.
+    Heads { kv_heads: u64, head_dim: u64 },
+    /// One latent vector and one key for the position, shared by all heads.
+    Latent { rank: u64, rope: u64 },
+}
+
+impl Layer {
+    /// Of one token; None where it is more than a computer counts.
+    pub(super) fn bytes(self, element: u64) -> Option<u64> {
+        match self {
+            Self::Heads { kv_heads, head_dim } => {
+                2u64.checked_mul(kv_heads)?.checked_mul(head_dim)?.checked_mul(element)
+            }
+            Self::Latent { rank, rope } => rank.checked_add(rope)?.checked_mul(element),
+        }
+    }
+}
+
+/// Keys, with any value but null, false, 0 or an empty list, of models whose layers do not all keep the same, or keep what
+/// these formulas do not know: states, indexes, other heads in some layers.
+const NOT_COVERED: [&str; 29] = [
+    "attention_chunk_size",
+    "attn_layer_indices",
+    "attn_layer_offset",
+    "attn_layer_period",
+    "attn_type_list",
+    "block_configs",
+    "compress_ratios",
+    "cross_attention_layers",
+    "full_attention_interval",
+    "global_head_dim",
+    "hidden_size_per_head",
+    "hybrid_override_pattern",
+    "index_head_dim",
+    "index_topk",
+    "is_encoder_decoder",
+    "layer_group_size",
+    "layers_block_type",
+    "linear_attn_config",
+    "linear_num_key_heads",
+    "mamba_d_state",
+    "multi_query",
+    "multi_query_group_num",
+    "num_attention_groups",
+    "num_global_key_value_heads",
+    "num_kv_shared_layers",
+    "ssm_cfg",
+    "ssm_state_size",
+    "state_size",
+    "swa_num_key_value_heads",
+];
+
+/// Those whose latent cache vLLM keeps as the formula says, once a layer.
+const LATENT_MODELS: [&str; 5] =
+    ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe"];
+/// Those of which every layer slides where `sliding_window` is set.
+const ALL_SLIDE: [&str; 4] = ["mistral", "mixtral", "phi3", "starcoder2"];
+
+impl Cache {
+    /// Reads the config. The error says what is missing in it, or what of it is not covered.
+    pub(super) fn of(config: &Value, asked: CacheDtype) -> Result<Self> {
+        if !config.is_object() {
+            bail!("it is no JSON object; name the config.json of a model");
+        }
+        // Models that also see or hear have their language model's config inside.
+        let text = config.get("text_config").filter(|inner| inner.is_object()).unwrap_or(config);
+        let kind = name(text, "model_type").or(name(config, "model_type")).unwrap_or_default();
+        let architecture = config["architectures"][0].as_str().unwrap_or("an unnamed architecture");
+        if let Some(key) = NOT_COVERED.iter().find(|key| is_set(&text[**key])) {
+            bail!(
+                "'{key}' says that not all layers of {architecture} keep a key and a value of the same size for each token; \
+                 `kvlane size` does not know by which rule. vLLM's log tells the size of its cache and its tokens: divide them"
+            );
+        }
+        let mut notes = Vec::new();
+        let layers = number(text, "num_hidden_layers")?;
+        let layer = layer(text, kind, &mut notes)?;
+        let (full_layers, sliding_layers, window) = split_layers(text, kind, layers)?;
+        let (element_bytes, dtype) = element(config, text, asked, &mut notes)?;
+        let model = if kind.is_empty() { architecture.into() } else { format!("{architecture} ({kind})") };
+        let cache = Self { model, layer, full_layers, sliding_layers, window, element_bytes, dtype, notes };
+        let bytes = layer.bytes(element_bytes).and_then(|bytes| bytes.checked_mul(layers));
+        bytes.map(|_| cache).ok_or_else(|| anyhow!("its numbers are too large: more than 2^64 bytes a token"))
+    }
+
+    pub(super) fn layers(&self) -> u64 {
+        self.full_layers + self.sliding_layers
+    }
+
+    /// Of all layers. [`Self::of`] has looked whether it can be counted.
+    pub(super) fn token_bytes(&self) -> u64 {
+        self.layer.bytes(self.element_bytes).unwrap_or(u64::MAX).saturating_mul(self.layers())
+    }
+}
+
+fn name<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
+    config.get(key).and_then(Value::as_str)
+}
+
+fn is_set(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Bool(set) => *set,
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        Value::String(text) => !text.is_empty(),
+        Value::Array(list) => !list.is_empty(),
+        Value::Object(_) => true,
+    }
+}
+
+/// A number above 0 that has to be there.
+fn number(config: &Value, key: &str) -> Result<u64> {
+    optional(config, key)?.ok_or_else(|| {
+        anyhow!("it has no '{key}', so it is not the config of a model whose cache `kvlane size` can tell")
+    })
+}
+
+/// A number above 0, or None where there is none.
+fn optional(config: &Value, key: &str) -> Result<Option<u64>> {
+    match &config[key] {
+        Value::Null => Ok(None),
+        value => match value.as_u64() {
+            Some(number) if number > 0 => Ok(Some(number)),
+            _ => bail!("'{key}' is {value}, and not a whole number above 0"),
+        },
+    }
+}
+
+fn layer(text: &Value, kind: &str, notes: &mut Vec<String>) -> Result<Layer> {
+    if let Some(rank) = optional(text, "kv_lora_rank")? {
+        if !LATENT_MODELS.contains(&kind) {
+            bail!(
+                "'kv_lora_rank' says that it has latent attention, but of the model type '{kind}' `kvlane size` does not know \
+                 how vLLM keeps its cache; known are {}",
+                LATENT_MODELS.join(", ")
+            );
+        }
+        return Ok(Layer::Latent { rank, rope: number(text, "qk_rope_head_dim")? });
+    }
+    let heads = number(text, "num_attention_heads")?;
+    let head_dim = match optional(text, "head_dim")? {
+        Some(head_dim) => head_dim,
+        None => {
+            let hidden = number(text, "hidden_size")?;
+            if hidden % heads != 0 {
+                bail!(
+                    "it has no 'head_dim', and 'hidden_size' {hidden} is no multiple of 'num_attention_heads' {heads}"
+                );
+            }
+            hidden / heads
+        }
+    };
+    if let Some(value_dim) = optional(text, "v_head_dim")?.filter(|value_dim| *value_dim != head_dim) {
+        bail!(
+            "its values have 'v_head_dim' {value_dim} and its keys {head_dim}: `kvlane size` does not know that cache"
+        );
+    }
+    let kv_heads = match optional(text, "num_key_value_heads")?.or(optional(text, "num_kv_heads")?) {
+        Some(kv_heads) => kv_heads,
+        None => {
+            notes.push(format!(
+                "the config has no 'num_key_value_heads': each of the {heads} attention heads has a key and a value, as vLLM \
+                 takes it"
+            ));
+            heads
+        }
+    };
+    Ok(Layer::Heads { kv_heads, head_dim })
+}
+
+/// Layers that look back to the first token, those that slide, and their window.
+fn split_layers(text: &Value, kind: &str, layers: u64) -> Result<(u64, u64, u64)> {
+    let window = match &text["sliding_window"] {
+        // vLLM takes 0 for none.
+        Value::Number(number) if number.as_u64() == Some(0) => None,
+        _ => optional(text, "sliding_window")?,
+    };
+    let window = window.filter(|_| text["use_sliding_window"].as_bool() != Some(false));
+    let sliding = match text["layer_types"].as_array() {
+        Some(types) => {
+            if types.len() as u64 != layers {
+                bail!("'layer_types' names {} layers, and 'num_hidden_layers' {layers}", types.len());
+            }
+            let is = |word: &str| types.iter().filter(|each| each.as_str() == Some(word)).count() as u64;
+            let (full, sliding) = (is("full_attention"), is("sliding_attention"));
+            if full + sliding != layers {
+                let known =
+                    |each: &&Value| !matches!(each.as_str(), Some("full_attention" | "sliding_attention"));
+                let other = types.iter().find(known).map(ToString::to_string).unwrap_or_default();
+                bail!(
+                    "'layer_types' has {other}, of which `kvlane size` does not know what it keeps of a token; it knows \
+                     full_attention and sliding_attention"
+                );
+            }
+            sliding
+        }
+        None => match (window, optional(text, "sliding_window_pattern")?) {
+            (None, _) => 0,
+            // Every so many layers one looks back to the first token.
+            (Some(_), Some(pattern)) => layers - layers / pattern,
+            (Some(_), None) if kind == "gemma2" => layers - layers / 2,
+            (Some(_), None) if ALL_SLIDE.contains(&kind) => layers,
+            (Some(window), None) => bail!(
+                "'sliding_window' is {window}, but nothing says which layers slide: neither 'layer_types' nor \
+                 'sliding_window_pattern' is there, and of the model type '{kind}' it is not known"
+            ),
+        },
+    };
+    match window {
+        _ if sliding == 0 => Ok((layers, 0, 0)),
+        Some(window) => Ok((layers - sliding, sliding, window)),
+        None => bail!("'layer_types' says that {sliding} layers slide, but there is no 'sliding_window'"),
+    }
+}
+
+/// Bytes of an element, and its name.
+fn element(
+    config: &Value,
+    text: &Value,
+    asked: CacheDtype,
+    notes: &mut Vec<String>,
+) -> Result<(u64, String)> {
+    Ok(match asked {
+        CacheDtype::Bfloat16 => (2, "bfloat16".into()),
+        CacheDtype::Float16 => (2, "float16".into()),
+        CacheDtype::Float32 => (4, "float32".into()),
+        CacheDtype::Fp8 => (1, "fp8".into()),
+        CacheDtype::Auto => {
+            let quantized = &config["quantization_config"];
+            if let Some(key) =
+                ["kv_cache_scheme", "kv_cache_quant_algo"].into_iter().find(|key| is_set(&quantized[*key]))
+            {
+                bail!(
+                    "'quantization_config' has '{key}': vLLM may keep the cache in fewer bytes than the model's. Say in which: \
+                     --kv-cache-dtype fp8 or bfloat16"
+                );
+            }
+            let said = ["dtype", "torch_dtype"]
+                .into_iter()
+                .find_map(|key| name(text, key).or_else(|| name(config, key)));
+            match said {
+                Some(said @ ("bfloat16" | "float16")) => (2, said.into()),
+                Some("float32") => {
+                    notes.push(
+                        "the weights are float32, which vLLM turns into 16 bits unless it is told --dtype float32: then add \
+                         --kv-cache-dtype float32 here"
+                            .into(),
+                    );
+                    (2, "16 bits".into())
+                }
+                Some(other) => bail!("its dtype is '{other}': say --kv-cache-dtype bfloat16, float16 or fp8"),
+                None => bail!(
+                    "it has neither 'dtype' nor 'torch_dtype': say --kv-cache-dtype bfloat16, float16 or fp8"
+                ),
+            }
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn plain() -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512, "torch_dtype": "float16",
+        })
+    }
+
+    fn with(more: Value) -> Value {
+        let mut config = plain();
+        for (key, value) in more.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        config
+    }
+
+    fn of(config: &Value) -> Result<Cache> {
+        Cache::of(config, CacheDtype::Auto)
+    }
+
+    #[test]
+    fn a_head_is_a_share_of_the_hidden_size_unless_the_config_says_otherwise() {
+        let bytes = |more| of(&with(more)).unwrap().token_bytes();
+        assert_eq!(bytes(json!({})), 4 * 2 * 2 * 64 * 2);
+        assert_eq!(bytes(json!({"head_dim": null})), 4 * 2 * 2 * 64 * 2);
+        assert_eq!(bytes(json!({"head_dim": 128})), 4 * 2 * 2 * 128 * 2);
+        assert_eq!(bytes(json!({"num_key_value_heads": null})), 4 * 2 * 8 * 64 * 2);
+        assert_eq!(bytes(json!({"num_key_value_heads": null, "num_kv_heads": 1})), 4 * 2 * 64 * 2);
+        let old = of(&with(json!({"num_key_value_heads": null}))).unwrap();
+        assert!(old.notes[0].contains("each of the 8 attention heads"), "{:?}", old.notes);
+    }
+
+    #[test]
+    fn a_model_that_also_sees_has_its_language_model_inside() {
+        let mut outer = json!({"architectures": ["Gemma3ForConditionalGeneration"], "dtype": "bfloat16"});
+        outer["text_config"] = with(json!({
+            "torch_dtype": null, "sliding_window": 1024, "sliding_window_pattern": 6, "num_hidden_layers": 34,
+        }));
+        let cache = of(&outer).unwrap();
+        assert_eq!((cache.full_layers, cache.sliding_layers, cache.window), (5, 29, 1024));
+        assert_eq!(cache.dtype, "bfloat16");
+        assert_eq!(cache.model, "Gemma3ForConditionalGeneration (llama)");
+    }
+
+    #[test]
+    fn layers_slide_where_the_config_says_so() {
+        let slides = |more| {
+            let cache = of(&with(more)).unwrap();
+            (cache.full_layers, cache.sliding_layers, cache.window)
+        };
+        assert_eq!(slides(json!({"sliding_window": null})), (4, 0, 0));
+        assert_eq!(slides(json!({"sliding_window": 0, "model_type": "mistral"})), (4, 0, 0));
+        assert_eq!(slides(json!({"sliding_window": 99, "use_sliding_window": false})), (4, 0, 0));
+        assert_eq!(slides(json!({"sliding_window": 99, "model_type": "mistral"})), (0, 4, 99));
+        assert_eq!(slides(json!({"sliding_window": 99, "model_type": "gemma2"})), (2, 2, 99));
+        let (full, sliding) = ("full_attention", "sliding_attention");
+        let types = json!([sliding, full, sliding, full]);
+        assert_eq!(slides(json!({"sliding_window": 128, "layer_types": types})), (2, 2, 128));
+        let types = json!([full, full, full, full]);
+        assert_eq!(slides(json!({"sliding_window": 128, "layer_types": types})), (4, 0, 0));
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_with_what_is_missing() {
+        for (more, part) in [
+            (json!({"num_hidden_layers": null}), "no 'num_hidden_layers'"),
+            (json!({"num_hidden_layers": "four"}), "'num_hidden_layers' is \"four\""),
+            (json!({"num_hidden_layers": 0}), "'num_hidden_layers' is 0"),
+            (json!({"num_attention_heads": null}), "no 'num_attention_heads'"),
+            (json!({"hidden_size": null}), "no 'hidden_size'"),
+            (json!({"hidden_size": 513}), "no multiple"),
+            (json!({"num_key_value_heads": [2, 2, 4, 4]}), "'num_key_value_heads' is [2,2,4,4]"),
+            (json!({"torch_dtype": null}), "neither 'dtype' nor 'torch_dtype'"),
+            (json!({"torch_dtype": "float8"}), "'float8'"),
+            (json!({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}), "--kv-cache-dtype fp8"),
+            (json!({"kv_lora_rank": 256}), "the model type 'llama'"),
+            (json!({"kv_lora_rank": 512, "model_type": "deepseek_v3"}), "no 'qk_rope_head_dim'"),
+            (json!({"v_head_dim": 32}), "'v_head_dim' 32"),
+            (json!({"mamba_d_state": 128}), "'mamba_d_state'"),
+            (json!({"index_topk": 2048}), "'index_topk'"),
+            (json!({"is_encoder_decoder": true}), "'is_encoder_decoder'"),
+            (json!({"layer_types": ["full_attention"]}), "names 1 layers"),
+            (
+                json!({"layer_types": ["full_attention", "linear_attention", "a", "b"]}),
+                "\"linear_attention\"",
+            ),
+            (json!({"layer_types": vec!["sliding_attention"; 4]}), "no 'sliding_window'"),
+            (json!({"sliding_window": 4096}), "which layers slide"),
+            (json!({"head_dim": u64::MAX}), "too large"),
+        ] {
+            let error = of(&with(more.clone())).unwrap_err().to_string();
+            assert!(error.contains(part), "{more}: {error}");
+        }
+        assert!(of(&json!([])).unwrap_err().to_string().contains("no JSON object"));
+        assert!(of(&with(json!({"is_encoder_decoder": false, "num_kv_shared_layers": 0}))).is_ok());
+    }
+
+    #[test]
+    fn the_dtype_of_the_cache_may_be_another_one_than_the_models() {
+        let bytes = |dtype| Cache::of(&plain(), dtype).unwrap().element_bytes;
+        assert_eq!(
+            [CacheDtype::Auto, CacheDtype::Bfloat16, CacheDtype::Fp8, CacheDtype::Float32].map(bytes),
+            [2, 2, 1, 4]
+        );
+        let turned = of(&with(json!({"torch_dtype": "float32"}))).unwrap();
+        assert!(turned.element_bytes == 2 && turned.notes[0].contains("--dtype float32"));
+    }
+}
