@@ -24,6 +24,7 @@ from kvlane.bench.daemon import cpu_seconds
 from kvlane.bench.extra import tqdm
 from kvlane.bench.fabric_peers import INSTALL, SIDES, Cell, Kvlane, Side, missing, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import parse_size
 
 T = TypeVar("T")
 
@@ -176,14 +177,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sizes",
-        type=lambda text: [_size(each) for each in text.split(",")],
+        type=lambda text: [parse_size(each) for each in text.split(",")],
         default=list(SIZES),
         help="of contiguous operations (default: 64,4k,64k,1m,16m)",
     )
     parser.add_argument(
         "--pages", type=_positive, default=4096, help="of one paged operation (default %(default)s)"
     )
-    parser.add_argument("--page-bytes", type=_size, default=64 * KIB, help="of each page (default: 64k)")
+    parser.add_argument("--page-bytes", type=parse_size, default=64 * KIB, help="of each page (default: 64k)")
     parser.add_argument(
         "--vs",
         type=lambda text: [] if text == "none" else _some_of((*PEERS, "gpu-copies"))(text),
@@ -753,12 +754,6 @@ def _label(size: int | None) -> str:
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
-
-
-def _size(text: str) -> int:
-    """ "64", "4k", "16m", "1g"; in bytes."""
-    unit = {"k": KIB, "m": MIB, "g": 1 << 30}.get(text[-1:].lower())
-    return _positive(text[:-1] if unit else text) * (unit or 1)
 
 
 def _memory(text: str) -> str:

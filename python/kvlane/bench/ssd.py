@@ -16,6 +16,7 @@ from kvlane import _core
 from kvlane.bench import report, ssd_peers
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import parse_size
 from kvlane.bench.ssd_peers import INSTALL, Phase, missing
 
 NAME = "ssd"
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--capacity",
-        type=_size,
+        type=parse_size,
         default=2 * GIB,
         help="of each file; the peers get another one (default: 2g)",
     )
@@ -53,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes of blocks (default: 2m,256k)",
     )
     parser.add_argument(
-        "--phase-bytes", type=_size, default=GIB, help="that are read, or written, in a turn (default: 1g)"
+        "--phase-bytes",
+        type=parse_size,
+        default=GIB,
+        help="that are read, or written, in a turn (default: 1g)",
     )
     parser.add_argument(
         "--vs",
@@ -323,17 +327,8 @@ def _name(block: int) -> str:
     return f"{block // MIB} MiB" if block % MIB == 0 else f"{block // KIB} KiB"
 
 
-def _size(text: str) -> int:
-    units = {"k": KIB, "m": MIB, "g": GIB}
-    unit = units.get(text[-1:].lower(), 1)
-    number = text[:-1] if unit > 1 else text
-    if not number.isdigit() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no size; 256k, 2m and 1g are")
-    return int(number) * unit
-
-
 def _block(text: str) -> int:
-    size = _size(text)
+    size = parse_size(text)
     if size % 4096:
         raise argparse.ArgumentTypeError(f"{text} is no multiple of 4096")
     return size
