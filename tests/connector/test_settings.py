@@ -12,16 +12,44 @@ def test_keys_of_others_are_ignored_and_own_ones_are_typed() -> None:
         {"shared_storage_path": 3, "kvlane.address": "unix:/run/k", "kvlane.lookup_timeout_ms": 20}
     )
     assert settings.address == "unix:/run/k"
+    assert Settings.parse({"kvlane.address": "/run/k"}).address == "/run/k"
     assert settings.lookup_timeout_ms == 20.0
     assert isinstance(settings.lookup_timeout_ms, float)
     assert Settings.parse({"kvlane.daemon_user": "kv"}).daemon_user == "kv"
     assert Settings.parse({"kvlane.daemon_user": 1000}).daemon_user == "1000"
 
 
+# Of connectors that may be configured beside or instead of kvlane's.
+OTHERS = {
+    "shared_storage_path": "/x", "backends": ["UCX"], "num_threads": 4, "cpu_bytes_to_use": 1 << 30, "block_size": 16,
+    "connectors": [], "spec_name": "CPUOffloadingSpec", "lmcache.mp.host": "h", "use_layerwise": True, "loads": 1,
+    "host_pool_gib": 3, "mooncake_protocol": "rdma", "eviction_policy": "lru", "lookup_rpc_port": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_key_of_another_connector_is_left_alone(key: str) -> None:
+    assert Settings.parse({key: OTHERS[key]}) == Settings()
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"kvlane.adress": "x"}, ["'kvlane.adress'", "kvlane.address"]),
+        ({"kvlane.adress": "x"}, ["'kvlane.adress'", "did you mean 'kvlane.address'?"]),
+        ({"kvlane.lookup-wait-us": 3}, ["'kvlane.lookup-wait-us'", "did you mean 'kvlane.lookup_wait_us'?"]),
+        ({"kvlane_address": "x"}, ["'kvlane_address'", "did you mean 'kvlane.address'?"]),
+        ({"KVLane.Save": True}, ["'KVLane.Save'", "did you mean 'kvlane.save'?"]),
+        ({"kvlane.color": 1}, ["'kvlane.color'", "kvlane knows kvlane.address, kvlane.daemon_user"]),
+        ({"kvlane": {"address": "x"}}, ["'kvlane'", "kvlane knows kvlane.address"]),
+        ({"address": "unix:/x"}, ["'address'", "write 'kvlane.address'"]),
+        ({"lookup_timeout": 20}, ["'lookup_timeout'", "write 'kvlane.lookup_timeout_ms'"]),
+        ({"adress": "unix:/x"}, ["'adress'", "write 'kvlane.address'"]),
+        ({"save": False}, ["'save'", "write 'kvlane.save'"]),
+        (
+            {"kvlane.address": "127.0.0.1:9000"},
+            ["kvlane.address", "'127.0.0.1:9000'", "Unix socket", "unix:PATH"],
+        ),
+        ({"kvlane.address": "kvhost"}, ["kvlane.address", "'kvhost'", "unix:PATH"]),
         ({"kvlane.save": "yes"}, ["kvlane.save", "true or false", "'yes'"]),
         ({"kvlane.lookup_wait_us": 1.5}, ["kvlane.lookup_wait_us", "whole number", "1.5"]),
         ({"kvlane.lookup_wait_us": True}, ["kvlane.lookup_wait_us", "whole number", "True"]),

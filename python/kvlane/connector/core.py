@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from kvlane.connector.groups import Unsupported
+from kvlane.connector.settings import refuse_tcp
 
 FAKE = "fake:"
 
 
 def open_core(address: str | None) -> Any:
-    """A namespace with `Scheduler` and `Worker`, as described in `kvlane/_core.pyi`."""
+    """A namespace with `Scheduler` and `Worker`, as described in `kvlane/_core.pyi`.
+
+    Raises Unsupported where KVLANE_ADDR has to name the daemon and names what no engine can use. Unlike a key of the
+    engine's configuration it may be meant for tools.
+    """
     if address is not None and address.startswith(FAKE):
         from kvlane.testing import FakeCore
 
         return FakeCore.named(address[len(FAKE) :])
     from kvlane import _core
     from kvlane.connector import core_log
+
+    shared = os.environ.get("KVLANE_ADDR")
+    if address is None and shared:
+        try:
+            refuse_tcp("KVLANE_ADDR", shared)
+        except ValueError as error:
+            raise Unsupported(str(error)) from None
 
     core_log.start(_core)
     return _core

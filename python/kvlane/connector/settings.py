@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,7 +18,7 @@ class Settings:
     """Each field is the key `kvlane.<field>`; keys without the prefix belong to others and are ignored."""
 
     address: str | None = None
-    """The daemon: `unix:PATH` or `HOST:PORT`; None takes KVLANE_ADDR, then the user's default socket."""
+    """The daemon's Unix socket: `unix:PATH` or a path; None takes KVLANE_ADDR, then the user's default socket."""
     daemon_user: str | None = None
     """A user whose daemon is used beside one's own and root's, by name or number; None takes KVLANE_DAEMON_USER."""
     lookup_timeout_ms: float = 250.0
@@ -43,18 +45,14 @@ class Settings:
 
     @staticmethod
     def parse(extra: Mapping[str, Any] | None) -> Settings:
-        """Raises ValueError, in one sentence, for an unknown key, a wrong type or a value out of range."""
+        """Raises ValueError, in one sentence, for an unknown key, one without its prefix, a wrong type or value."""
         known = {field.name: field for field in fields(Settings)}
         values: dict[str, Any] = {}
         for key, value in (extra or {}).items():
-            if not key.startswith(PREFIX):
+            name = key.removeprefix(PREFIX)
+            if not key.startswith(PREFIX) or name not in known:
+                _refuse_if_ours(key, known)
                 continue
-            name = key[len(PREFIX) :]
-            if name not in known:
-                names = ", ".join(PREFIX + each for each in known)
-                raise ValueError(
-                    f"kv_connector_extra_config has the unknown key {key!r}; kvlane knows {names}"
-                )
             if name == "daemon_user" and isinstance(value, int) and not isinstance(value, bool):
                 value = str(value)
             values[name] = _checked(key, known[name].default, value)
@@ -63,6 +61,8 @@ class Settings:
         return settings
 
     def _check_ranges(self) -> None:
+        if self.address is not None:
+            refuse_tcp("kvlane.address", self.address)
         if not 1 <= self.lookup_timeout_ms <= 60_000:
             raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms!r}")
         if not 0 <= self.lookup_wait_us <= 10_000:
@@ -75,6 +75,47 @@ class Settings:
             value = getattr(self, name)
             if value not in words:
                 raise ValueError(f"kvlane.{name} must be one of {', '.join(words)}, not {value!r}")
+
+
+def refuse_tcp(name: str, address: str) -> None:
+    """Raises ValueError for an address that an engine cannot use: only a Unix socket carries the pool, and the proof
+    who is at the other end. `fake:NAME` is the stand-in of tests."""
+    if address.startswith(("unix:", "fake:")) or "/" in address:
+        return
+    if re.fullmatch(r".+:[0-9]+", address):
+        raise ValueError(
+            f"{name} is {address!r}, a TCP address: engines use the daemon's Unix socket only, which its log names "
+            "at its start; write unix:PATH, or leave it out for the default socket"
+        )
+    raise ValueError(f"{name} is {address!r}, which is no address: write unix:PATH, or leave it out")
+
+
+# A key that was meant for kvlane may have another sign after its name, or none.
+_OUR_NAME = re.compile(r"kv[-_]?lane([-_.:/ ]+|$)", re.IGNORECASE)
+
+
+def _refuse_if_ours(key: str, known: Iterable[str]) -> None:
+    """Raises ValueError for a key that was meant for kvlane, and says which. Others' keys are left alone."""
+    names = list(known)
+    found = _OUR_NAME.match(key)
+    name = (key[found.end() :] if found else key).lower().replace("-", "_")
+    # Without kvlane's name in it, only what can hardly be a key of somebody else.
+    cutoff = 0.6 if found else 0.85 if len(name) > 5 else 1.0
+    meant = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    if not found and meant:
+        raise ValueError(
+            f"kv_connector_extra_config has the key {key!r}, and kvlane's keys begin with its name: "
+            f"write {PREFIX + meant[0]!r}"
+        )
+    if meant:
+        raise ValueError(
+            f"kv_connector_extra_config has the unknown key {key!r}: did you mean {PREFIX + meant[0]!r}?"
+        )
+    if found:
+        raise ValueError(
+            f"kv_connector_extra_config has the unknown key {key!r}; kvlane knows "
+            + ", ".join(PREFIX + each for each in names)
+        )
 
 
 def _checked(key: str, default: Any, value: Any) -> Any:
