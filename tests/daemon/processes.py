@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -93,6 +94,11 @@ class _Lines:
         with self.changed:
             return "".join(self.seen)
 
+    def rest(self) -> str:
+        """All of it, once the process has ended."""
+        self.thread.join(PATIENCE)
+        return self.text()
+
     def wait_for(self, part: str) -> str:
         def found() -> list[str]:
             return [line for line in self.seen if part in line]
@@ -101,6 +107,45 @@ class _Lines:
             self.changed.wait_for(lambda: found() or self.ended, PATIENCE)
             assert found(), f"no line with '{part}' in:\n{''.join(self.seen)}"
             return found()[0]
+
+
+class ServiceManager:
+    """Hears that a daemon serves, by the protocol of sd_notify(3). In the abstract namespace: any user may reach it."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # The kernel chooses a name that nobody has.
+        self._socket.bind("")
+        name = self._socket.getsockname()
+        self.address = "@" + name[1:].decode()
+
+    def __enter__(self) -> ServiceManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def heard(self) -> list[str]:
+        """The next thing that was told."""
+        self._socket.settimeout(PATIENCE)
+        return self._socket.recv(4096).decode().splitlines()
+
+    def is_ready(self, process: subprocess.Popen[Any]) -> bool:
+        """Waits until the process says so; False where it ends before."""
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                left = deadline - time.monotonic()
+                assert left > 0, f"not ready within {PATIENCE:.0f} s"
+                told, _, _ = select.select([self._socket, pidfd], [], [], left)
+                if self._socket in told:
+                    if b"READY=1" in self._socket.recv(4096).splitlines():
+                        return True
+                elif pidfd in told:
+                    return False
+        finally:
+            os.close(pidfd)
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:
@@ -135,28 +180,34 @@ class Daemon:
         self.user = str(popen["user"]) if "user" in popen else None
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self) -> str:
-        """Waits until it serves, and answers the line that says so."""
-        return self.start_with(
+    def start(self) -> None:
+        """Waits until it serves."""
+        self.start_with(
             *("--pool-size", self.pool, "--listen", self.address, "--http", self.http_at),
             *("--hugepages", "off", *self.flags),
         )
 
-    def start_with(self, *flags: str) -> str:
-        """With no flags but these."""
-        self.process = subprocess.Popen(
-            [self.binary, "serve", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean_environment(**self.environment),
-            **self.popen,
-        )
-        assert self.process.stderr is not None
-        self.log = _Lines(self.process.stderr)
-        # Not "serves": of a stale socket the log says that nobody serves it.
-        ready = self.log.wait_for("ready after")
+    def start_with(self, *flags: str) -> None:
+        """With no flags but these. Waits as a service manager does, since the log may be told to say nothing."""
+        with ServiceManager() as manager:
+            self.process = subprocess.Popen(
+                [self.binary, "serve", *flags],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=clean_environment(**self.environment, NOTIFY_SOCKET=manager.address),
+                **self.popen,
+            )
+            assert self.process.stderr is not None
+            self.log = _Lines(self.process.stderr)
+            if not manager.is_ready(self.process):
+                self.process.wait(PATIENCE)
+                raise AssertionError(f"the daemon ended before it served:\n{self.log.rest()}")
         until("SIGTERM is handled", lambda: _handles(self.pid, signal.SIGTERM))
-        return ready
+
+    def ready_line(self) -> str:
+        """What its log says of itself once it serves, if it logs at level info."""
+        # Not "serves": of a stale socket the log says that nobody serves it.
+        return self.log.wait_for("ready after")
 
     @property
     def pid(self) -> int:

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ MakeEngine = Callable[..., Engine]
 
 
 def test_serve_says_where_and_answers_over_http(daemon: Daemon, make_engine: MakeEngine) -> None:
-    ready = daemon.log.text()
+    ready = daemon.ready_line()
     assert daemon.address in ready
     assert str(daemon.port) in ready
     code, body = daemon.http("/health")
@@ -235,15 +236,15 @@ def test_the_file_alone_is_enough(folder: Path, cleanup: ExitStack) -> None:
         'scrub-rate = 0\nmax-sessions = 9\ndrain-seconds = 1\nlog = "info"\n'
     )
     cleanup.callback(daemon.kill)
-    ready = daemon.start_with("--config", str(folder / "all.toml"))
-    assert "http" not in ready
+    daemon.start_with("--config", str(folder / "all.toml"))
+    assert "http" not in daemon.ready_line()
     assert daemon.status()["pool_bytes"] == 20 << 20
     assert daemon.stop() == 0
 
 
 def test_http_can_be_off(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon(http="off")
-    assert "http" not in daemon.log.text()
+    assert "http" not in daemon.ready_line()
     with pytest.raises(OSError, match="refused"):
         daemon.http("/health")
     assert daemon.status()["blocks"] == 0
@@ -314,6 +315,100 @@ def test_doctor_does_not_wait_for_a_daemon_that_is_stopped(daemon: Daemon, folde
     daemon.signal(signal.SIGCONT)
     assert told.returncode == 1
     assert "did not answer" in _findings(told)["daemon"]["found"]
+
+
+def _engine_config(folder: Path, config: object, **environment: str) -> dict[str, list[dict[str, str]]]:
+    """What the doctor says of an engine's configuration and of its daemon."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    # The interpreter of these tests: that beside the program, or the first on the path.
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    told = _doctor(
+        folder, "--json", "--engine-config", text, KVLANE_GPU_DRIVER="off", PATH=path, **environment
+    )
+    found: dict[str, list[dict[str, str]]] = {"engine config": [], "engine's daemon": []}
+    for finding in json.loads(told.stdout)["findings"]:
+        if finding["subject"] in found:
+            found[finding["subject"]].append(finding)
+    worst = any(finding["verdict"] == "problem" for each in found.values() for finding in each)
+    assert told.returncode == int(worst), told.stdout
+    return found
+
+
+RIGHT = {
+    "kv_connector": "KVLaneConnector",
+    "kv_connector_module_path": "kvlane.connector",
+    "kv_role": "kv_both",
+}
+
+
+def test_doctor_looks_at_an_engines_configuration_and_for_its_daemon(daemon: Daemon, folder: Path) -> None:
+    extra = {"kvlane.address": daemon.address, "kvlane.save": True}
+    right = _engine_config(folder, {**RIGHT, "kv_connector_extra_config": extra})
+    assert [finding["verdict"] for finding in right["engine config"]] == ["ok"]
+    (found,) = right["engine's daemon"]
+    assert found["verdict"] == "ok" and daemon.address in found["found"]
+    (folder / "engine.json").write_text(json.dumps(RIGHT))
+    from_file = _engine_config(folder, str(folder / "engine.json"), KVLANE_ADDR=daemon.address)
+    assert [finding["verdict"] for each in from_file.values() for finding in each] == ["ok", "ok"]
+    # As one of several connectors.
+    several = {"connectors": [{"kv_connector": "Other"}, {**RIGHT, "kv_connector_extra_config": extra}]}
+    multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": several}
+    assert [finding["verdict"] for finding in _engine_config(folder, multi)["engine config"]] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ("{'kv_connector': 1}", "it is no JSON (line 1, column 2"),
+        ("[]", "has to be an object"),
+        ("/nonexistent.json", "'/nonexistent.json' is neither JSON nor a file"),
+        ({**RIGHT, "kv_connector": "KvLaneConnector"}, "kv_connector is 'KvLaneConnector'"),
+        ({"kv_role": "kv_both"}, "kv_connector is missing"),
+        ({**RIGHT, "kv_connector_module_path": "kvlane"}, "kv_connector_module_path is 'kvlane'"),
+        ({**RIGHT, "kv_role": "both"}, "kv_role is 'both'"),
+        ({"kv_connector": "KVLaneConnector"}, "kv_role is missing"),
+        ({**RIGHT, "kv_conector_extra_config": {}}, "the key 'kv_conector_extra_config' is unknown"),
+        ({**RIGHT, "kv_connector_extra_config": "x"}, "has to be an object"),
+        ({**RIGHT, "kv_connector_extra_config": {"kvlane.adress": "x"}}, "did you mean 'kvlane.address'?"),
+        ({**RIGHT, "kv_connector_extra_config": {"kvlane.save": "yes"}}, "kvlane.save must be true or false"),
+    ],
+)
+def test_doctor_names_what_is_wrong_in_an_engines_configuration(
+    folder: Path, config: object, part: str
+) -> None:
+    """A misspelt key of vLLM's own, or another name of the connector, was found out with the engine's start."""
+    found = _engine_config(folder, config)["engine config"]
+    assert any(finding["verdict"] == "problem" and part in finding["found"] for finding in found), found
+    assert all(finding["advice"] for finding in found)
+
+
+def test_doctor_says_where_an_engine_will_find_no_daemon(folder: Path) -> None:
+    (found,) = _engine_config(folder, RIGHT, KVLANE_ADDR=f"unix:{folder}/nobody.sock")["engine's daemon"]
+    assert (found["verdict"], found["found"]) == ("problem", f"none answers at unix:{folder}/nobody.sock")
+    (found,) = _engine_config(folder, RIGHT, KVLANE_ADDR="127.0.0.1:1")["engine's daemon"]
+    assert found["verdict"] == "problem" and "TCP" in found["found"]
+
+
+def test_size_says_what_a_pool_has_to_hold(folder: Path) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in (folder, folder / "config.json"):
+        told = run_kvlane("size", str(path), "--tokens", "1_000_000")
+        assert told.returncode == 0, told.stderr
+        assert "131072 bytes: 32 layers x 2" in told.stdout
+        assert "kvlane serve --pool-size 131072000000\n" in told.stdout
+        assert max(map(len, told.stdout.splitlines())) <= 120
+    counted = json.loads(run_kvlane("size", str(folder), "--tokens", "32", "--json").stdout)
+    assert (counted["bytes_per_token"], counted["pool_bytes"]) == (131_072, 2 * 2_097_152)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": None}))
+    refused = run_kvlane("size", str(folder), "--tokens", "1000")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"kvlane: {folder}/config.json: it has no 'num_hidden_layers'")
+    missing = run_kvlane("size", str(folder / "none"), "--tokens", "1000")
+    assert missing.returncode == 1 and "No such file" in missing.stderr
 
 
 def test_doctor_refuses_an_address_that_is_none() -> None:

@@ -357,4 +357,5 @@ def test_saves_can_be_cancelled_whatever_becomes_of_the_connection(
     engine.wait_connected()
     assert engine.call("cancel", timeout_ms=10_000)
     assert engine.call("save", prompt="p", count=4)["blocks"] == 4, "later saves are none of those"
+    daemon.settle()
     assert engine.call("check", prompt="p", count=4)["blocks"] == 4

@@ -1,15 +1,19 @@
 //! The one binary `kvlane`: the daemon, its status, and the benchmarks.
 
 mod doctor;
+mod errors;
+mod logging;
 mod namespaces;
 mod python;
 mod reference;
 mod replay;
 mod serve;
 mod serve_options;
+mod service;
 mod size;
 mod sizing;
 mod status;
+mod terminal;
 
 use std::process::ExitCode;
 
@@ -51,7 +55,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Command::Serve(args) => serve::run(args),
+        Command::Serve(args) => return serve::run(args),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args),
         Command::Drop(args) => namespaces::run(&args),
@@ -63,9 +67,6 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("kvlane: {error:#}");
-            ExitCode::FAILURE
-        }
+        Err(error) => errors::tell(&error),
     }
 }

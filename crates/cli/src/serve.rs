@@ -1,25 +1,54 @@
 //! `kvlane serve`.
 
-use std::time::{Duration, Instant};
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow};
 use indicatif::{ProgressBar, ProgressStyle};
+use kvlane_memory::ArenaError;
 use kvlane_server::{Daemon, StartError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
-use crate::{serve_options::ServeArgs, size::Size};
+use crate::{
+    errors,
+    logging::{self, LogFormat},
+    serve_options::{Resolved, ServeArgs},
+    service,
+    size::Size,
+};
+
+/// Descriptors of a session, about.
+const DESCRIPTORS_A_SESSION: u64 = 6;
 
 /// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
-pub(crate) fn run(args: ServeArgs) -> Result<()> {
-    let options = args.resolve()?;
-    let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log '{}'", options.log))?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+pub(crate) fn run(args: ServeArgs) -> ExitCode {
+    let mut options = match args.resolve() {
+        Ok(options) => options,
+        Err(error) => return errors::tell(&error),
+    };
+    logging::start(std::mem::take(&mut options.log), options.log_format);
+    match serve(&options) {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever collects the log wants JSON of it only.
+        Err(error) if options.log_format == LogFormat::Json && tracing::enabled!(tracing::Level::ERROR) => {
+            tracing::error!("{}", errors::sentence(&error));
+            ExitCode::FAILURE
+        }
+        Err(error) => errors::tell(&error),
+    }
+}
+
+fn serve(options: &Resolved) -> Result<()> {
     if !options.no_gpu.is_empty() {
         tracing::info!(reason = options.no_gpu, "engines on GPUs are not served");
     }
-    raise_descriptor_limit();
+    for warning in &options.warnings {
+        tracing::warn!("{warning}");
+    }
+    raise_descriptor_limit(options);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Before the pool is taken, which may last: a SIGTERM from here on ends the daemon in order.
     let (mut term, mut interrupt, mut hangup) = {
@@ -30,14 +59,11 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     };
     let start = Instant::now();
     let bar = progress_bar(options.serve.arena.bytes);
-    let daemon =
-        Daemon::start(&options.serve, &|done| bar.set_position(done)).map_err(|error| match error {
-            StartError::Arena(error) => anyhow::Error::from(error).context("--pool-size"),
-            other => other.into(),
-        })?;
+    let started = Daemon::start(&options.serve, &|done| bar.set_position(done));
     bar.finish_and_clear();
+    let daemon = started.map_err(|error| explain(error, options))?;
     let listen = options.serve.listen.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
-    eprintln!(
+    tracing::info!(
         "kvlane {} serves {listen}; pool of {} in {} pages{}, ready after {:.1} s{}",
         env!("CARGO_PKG_VERSION"),
         Size(daemon.pool_bytes()),
@@ -46,6 +72,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         start.elapsed().as_secs_f64(),
         options.serve.http.map_or(String::new(), |http| format!("; health and metrics at http://{http}")),
     );
+    service::notify(service::READY);
     runtime.block_on(async {
         tokio::select! {
             _ = term.recv() => {}
@@ -54,6 +81,7 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
         }
     });
     tracing::info!("stopping: taking no new work");
+    service::notify(service::STOPPING);
     if !daemon.stop(options.drain) {
         tracing::warn!(
             seconds = options.drain.as_secs(),
@@ -63,12 +91,36 @@ pub(crate) fn run(args: ServeArgs) -> Result<()> {
     Ok(())
 }
 
+/// With the flag that is to be changed, as it was typed.
+fn explain(error: StartError, options: &Resolved) -> anyhow::Error {
+    match error {
+        StartError::Arena(error @ ArenaError::NoHugePages { .. }) => anyhow!("--hugepages on: {error}"),
+        StartError::Arena(error) => anyhow!("--pool-size {}: {error}", options.pool_size),
+        StartError::Ssd(error) => {
+            let typed: Vec<String> = options.ssd.iter().map(|typed| format!("'{typed}'")).collect();
+            anyhow!("--ssd {}: {error}", typed.join(", "))
+        }
+        other => other.into(),
+    }
+}
+
 /// A session takes about six descriptors, and the usual limit of 1024 is there for programs that use `select`.
-fn raise_descriptor_limit() {
+fn raise_descriptor_limit(options: &Resolved) {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
         tracing::warn!(%error, limit = ?limit.current, "the limit of open files cannot be raised");
+    }
+    let sessions = options.serve.sessions_max;
+    if let Some(files) = getrlimit(Resource::Nofile).current
+        && options.sessions_were_asked
+        && (sessions as u64).saturating_mul(DESCRIPTORS_A_SESSION) > files
+    {
+        tracing::warn!(
+            "--max-sessions {sessions}: this process may open {files} files, which is enough for about {} sessions; raise \
+             that limit (ulimit -n, LimitNOFILE= of systemd)",
+            files / DESCRIPTORS_A_SESSION
+        );
     }
 }
 

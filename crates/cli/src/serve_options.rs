@@ -1,8 +1,11 @@
 //! The flags of `kvlane serve`: from the command line, else the environment, else the file, else the defaults.
 
-use std::{fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::PathBuf, time::Duration};
+use std::{
+    env, fs, net::SocketAddr, net::ToSocketAddrs, num::NonZeroUsize, path::Path, path::PathBuf,
+    time::Duration,
+};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use kvlane_client::default_address;
 use kvlane_gpu::{RailChoice, RailOptions};
@@ -13,7 +16,12 @@ use kvlane_server::{ServeOptions, SsdOptions};
 use kvlane_ssd::DeviceOptions;
 use serde::Deserialize;
 
-use crate::size::Size;
+use tracing_subscriber::EnvFilter;
+
+use crate::{
+    logging::{self, LogFormat},
+    size::{Size, TypedSize},
+};
 
 /// Bytes of the pool when nobody says.
 pub(crate) const DEFAULT_POOL: u64 = 4_000_000_000;
@@ -31,13 +39,15 @@ const DEFAULT_LOG: &str = "info";
 #[derive(Debug, Default, Args, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct ServeArgs {
-    /// Size of the pool: 4gb, 512mib, or plain bytes. It is taken at once and kept [default: 4gb]
+    /// Size of the pool: 4gb (10^9 bytes), 4g, 4Gi or 4gib (2^30), or plain bytes. It is taken at once and kept
+    /// [default: 4gb]
     #[arg(long, env = "KVLANE_POOL_SIZE", value_name = "SIZE")]
-    pool_size: Option<Size>,
+    pool_size: Option<TypedSize>,
 
-    /// Where to listen: unix:PATH or HOST:PORT; may be given more than once. Engines need a Unix socket; TCP serves
-    /// status only, to anybody [default: kvlane.sock in the user's runtime directory]
-    #[arg(long, env = "KVLANE_LISTEN", value_name = "ADDRESS", value_delimiter = ',')]
+    /// Where to listen: unix:PATH, PATH or HOST:PORT; may be given more than once. Engines need a Unix socket; TCP serves
+    /// status only, to anybody. KVLANE_ADDR, which engines and tools look at, counts here too
+    /// [default: kvlane.sock in the user's runtime directory]
+    #[arg(long, alias = "addr", env = "KVLANE_LISTEN", value_name = "ADDRESS", value_delimiter = ',')]
     listen: Option<Vec<String>>,
 
     /// Where health and metrics are served, or off [default: 127.0.0.1:9091]
@@ -118,9 +128,14 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_DRAIN_SECONDS", value_name = "S")]
     drain_seconds: Option<u64>,
 
-    /// What to log: error, warn, info, debug, trace, or a filter such as kvlane_server=debug [default: info]
+    /// What to log: error, warn, info, debug, trace, off, or parts of kvlane with one of these, such as
+    /// info,kvlane_server=debug [default: info]
     #[arg(long, env = "KVLANE_LOG", value_name = "FILTER")]
     log: Option<String>,
+
+    /// How to write the log, which goes to stderr: text for people, or one JSON object a line [default: text]
+    #[arg(long, env = "KVLANE_LOG_FORMAT", value_enum, value_name = "FORMAT")]
+    log_format: Option<LogFormat>,
 
     /// A TOML file with these flags as keys
     #[arg(long, env = "KVLANE_CONFIG", value_name = "FILE")]
@@ -197,9 +212,18 @@ enum NumaArg {
 pub(crate) struct Resolved {
     pub(crate) serve: ServeOptions,
     pub(crate) drain: Duration,
-    pub(crate) log: String,
+    pub(crate) log: EnvFilter,
+    pub(crate) log_format: LogFormat,
     /// Why engines on GPUs are not served; empty where they are.
     pub(crate) no_gpu: String,
+    /// As it was typed.
+    pub(crate) pool_size: String,
+    /// As they were typed.
+    pub(crate) ssd: Vec<String>,
+    /// The number of sessions is not the default one.
+    pub(crate) sessions_were_asked: bool,
+    /// What was asked for and cannot be had on this machine, a sentence each.
+    pub(crate) warnings: Vec<String>,
 }
 
 impl ServeArgs {
@@ -208,24 +232,40 @@ impl ServeArgs {
         let file = match &self.config {
             Some(path) => {
                 let text = fs::read_to_string(path)
-                    .with_context(|| format!("cannot read --config {}", path.display()))?;
-                toml::from_str(&text).with_context(|| format!("in --config {}", path.display()))?
+                    .with_context(|| format!("cannot read --config '{}'", path.display()))?;
+                toml::from_str(&text).map_err(|error| in_file(path, &text, &error))?
             }
             None => Self::default(),
         };
-        let pool = self.pool_size.or(file.pool_size).unwrap_or(Size(DEFAULT_POOL));
+        // First: what comes after may be logged by it.
+        let log = self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into());
+        let log = logging::parse_filter(&log).map_err(anyhow::Error::msg)?;
+        let mut warnings = Vec::new();
+        let (pool, pool_size) = match self.pool_size.or(file.pool_size) {
+            Some(TypedSize { size, typed }) => (size, format!("'{typed}'")),
+            None => (Size(DEFAULT_POOL), "4gb (the default)".into()),
+        };
         if pool.0 < 1 << 20 {
-            bail!("--pool-size {} bytes is too small: a pool has at least 1mib", pool.0);
+            bail!("--pool-size {pool_size} is too small: a pool has at least 1mib");
         }
-        let listen = match self.listen.or(file.listen) {
-            Some(written) => written
+        let shared = || env::var("KVLANE_ADDR").ok().filter(|address| !address.is_empty());
+        let listen = match self.listen.map(|written| ("--listen", written)) {
+            None => shared().map(|address| ("KVLANE_ADDR", vec![address])),
+            given => given,
+        };
+        let listen = match listen.or(file.listen.map(|written| ("listen", written))) {
+            Some((from, written)) => written
                 .iter()
-                .map(|text| text.parse().with_context(|| "in --listen".to_owned()))
+                .map(|text| text.parse().map_err(|error| anyhow!("{from} {error}")))
                 .collect::<Result<Vec<Address>>>()?,
             None => vec![default_address()],
         };
         if listen.is_empty() {
             bail!("--listen is empty: without an address nobody can connect");
+        }
+        if !listen.iter().any(|address| matches!(address, Address::Unix(_))) {
+            warnings
+                .push("--listen names no Unix socket: engines use nothing else, so none can connect".into());
         }
         let http = self.http.or(file.http).unwrap_or_else(|| DEFAULT_HTTP.into());
         let hugepages = match self.hugepages.or(file.hugepages).unwrap_or(HugePagesArg::Auto) {
@@ -245,31 +285,59 @@ impl ServeArgs {
                 Err(reason) => (None, reason.to_string()),
             },
         };
-        let rails = self.rails.or(file.rails).unwrap_or_else(|| DEFAULT_RAILS.into());
-        let rails: RailChoice = rails.parse().context("in --rails")?;
-        if let Some(driver) = &gpu_driver {
-            rails.among(driver.devices()?).context("in --rails")?;
+        let rails_text = self.rails.or(file.rails).unwrap_or_else(|| DEFAULT_RAILS.into());
+        let rails: RailChoice = rails_text.parse().map_err(|error| anyhow!("--rails {error}"))?;
+        let (staging, calibrate) = (self.staging.or(file.staging), self.calibrate.or(file.calibrate));
+        let link_share = self.save_link_share.or(file.save_link_share);
+        match &gpu_driver {
+            Some(driver) => {
+                let devices = driver.devices()?;
+                let count = devices.len();
+                rails.among(devices).map_err(|error| anyhow!("--rails '{rails_text}': {error}"))?;
+                if count < 2 && rails != RailChoice::Off {
+                    warnings.push(format!(
+                        "--rails {rails_text} has no effect: there is one GPU, so no other one can lend its link"
+                    ));
+                }
+            }
+            None => {
+                let asked = [
+                    (rails != RailChoice::Off).then(|| format!("--rails {rails_text}")),
+                    (staging == Some(StagingArg::Auto)).then(|| "--staging auto".into()),
+                    (calibrate == Some(CalibrateArg::Auto)).then(|| "--calibrate auto".into()),
+                    link_share.map(|share| format!("--save-link-share {share}")),
+                ];
+                let without = |flag| format!("{flag} has no effect: no GPU is used ({no_gpu})");
+                warnings.extend(asked.into_iter().flatten().map(without));
+            }
         }
-        let staging = self.staging.or(file.staging) != Some(StagingArg::Off);
-        let wanted = self.calibrate.or(file.calibrate) != Some(CalibrateArg::Off);
+        let staging = staging != Some(StagingArg::Off);
+        let wanted = calibrate != Some(CalibrateArg::Off);
         let calibrate = wanted && gpu_driver.as_ref().is_some_and(|driver| driver.name() == "cuda");
-        let save_link_share =
-            self.save_link_share.or(file.save_link_share).unwrap_or(DEFAULT_SAVE_LINK_SHARE);
+        let save_link_share = link_share.unwrap_or(DEFAULT_SAVE_LINK_SHARE);
         if !(1..=100).contains(&save_link_share) {
-            bail!("in --save-link-share: {save_link_share} is not a percentage from 1 to 100");
+            bail!("--save-link-share {save_link_share} is not a percentage from 1 to 100");
         }
+        let ssd_typed = self.ssd.or(file.ssd).unwrap_or_default();
         let ssd = ssd_options(
-            self.ssd.or(file.ssd),
+            &ssd_typed,
             self.ssd_write_rate.or(file.ssd_write_rate),
             self.ssd_wait_ms.or(file.ssd_wait_ms),
         )?;
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(32);
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let seal_threads = self.seal_threads.or(file.seal_threads);
+        if let Some(threads) = seal_threads.map(usize::from).filter(|threads| *threads > cpus) {
+            warnings.push(format!(
+                "--seal-threads {threads}: this process may use {cpus} CPUs, so that more threads are no faster"
+            ));
+        }
+        let sessions = self.max_sessions.or(file.max_sessions);
         let serve = ServeOptions {
-            arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads },
+            arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads: cpus.min(32) },
             listen,
             http: parse_http(&http)?,
             http_hosts: http_hosts(self.http_host.or(file.http_host))?,
-            seal_threads: seal_threads(self.seal_threads.or(file.seal_threads)),
+            seal_threads: seal_threads.map_or_else(|| (cpus / 4).clamp(1, 8), usize::from),
             scrub_bytes_per_s: self.scrub_rate.or(file.scrub_rate).map_or(DEFAULT_SCRUB, |size| size.0),
             lease_ttl: Duration::from_secs(60),
             policy: self.policy.or(file.policy).map_or(Choice::default(), Choice::from),
@@ -278,39 +346,46 @@ impl ServeArgs {
             save_link_share: f64::from(save_link_share) / 100.0,
             ssd,
             calibrate,
-            sessions_max: self.max_sessions.or(file.max_sessions).unwrap_or(DEFAULT_SESSIONS),
+            sessions_max: sessions.unwrap_or(DEFAULT_SESSIONS),
         };
         Ok(Resolved {
             serve,
             drain: Duration::from_secs(self.drain_seconds.or(file.drain_seconds).unwrap_or(DEFAULT_DRAIN_S)),
-            log: self.log.or(file.log).unwrap_or_else(|| DEFAULT_LOG.into()),
+            log,
+            log_format: self.log_format.or(file.log_format).unwrap_or_default(),
             no_gpu,
+            pool_size,
+            ssd: ssd_typed,
+            sessions_were_asked: sessions.is_some(),
+            warnings,
         })
     }
 }
 
-fn seal_threads(asked: Option<NonZeroUsize>) -> usize {
-    let cpus = || std::thread::available_parallelism().map_or(1, usize::from);
-    asked.map_or_else(|| (cpus() / 4).clamp(1, 8), usize::from)
+/// A mistake in the file, with its line.
+fn in_file(path: &Path, text: &str, error: &toml::de::Error) -> anyhow::Error {
+    let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+    let line = before.matches('\n').count() + 1;
+    anyhow!("--config '{}', line {line}: {}", path.display(), error.message().replace('\n', ", "))
 }
 
 fn ssd_options(
-    paths: Option<Vec<String>>,
+    paths: &[String],
     write_rate: Option<Size>,
     wait_ms: Option<u32>,
 ) -> Result<Option<SsdOptions>> {
-    let Some(paths) = paths.filter(|paths| !paths.is_empty()) else {
+    if paths.is_empty() {
         if write_rate.is_some() || wait_ms.is_some() {
             bail!("--ssd-write-rate and --ssd-wait-ms are of no use without --ssd");
         }
         return Ok(None);
-    };
+    }
     if write_rate.is_some_and(|rate| rate.0 == 0) {
         bail!("--ssd-write-rate 0 would keep nothing: leave it out for no limit");
     }
     let wait = wait_ms.unwrap_or(DEFAULT_SSD_WAIT_MS);
     if !(1..=60_000).contains(&wait) {
-        bail!("in --ssd-wait-ms: {wait} is not from 1 to 60000");
+        bail!("--ssd-wait-ms {wait} is not from 1 to 60000");
     }
     Ok(Some(SsdOptions {
         devices: paths.iter().map(|text| ssd_device(text)).collect::<Result<_>>()?,
@@ -323,7 +398,8 @@ fn ssd_options(
 fn ssd_device(text: &str) -> Result<DeviceOptions> {
     let (path, capacity) = match text.rsplit_once(':') {
         Some((path, size)) if size.starts_with(|first: char| first.is_ascii_digit()) => {
-            let size: Size = size.parse().map_err(anyhow::Error::msg).context("in --ssd")?;
+            let size: Size =
+                size.parse().map_err(|why| anyhow!("--ssd '{text}': '{size}' is no size: {why}"))?;
             (path, Some(size.0))
         }
         _ => (text, None),
@@ -370,13 +446,13 @@ mod tests {
 
     #[test]
     fn the_command_line_wins_over_the_file_and_the_file_over_the_defaults() {
-        let args = ServeArgs { pool_size: Some(Size(5 << 20)), ..Default::default() };
+        let args = ServeArgs { pool_size: Some("5mib".parse().unwrap()), ..Default::default() };
         let resolved =
             with_file("pool-size = \"1gb\"\nhttp = \"off\"\nlisten = [\"unix:/x/y\"]\n", args).unwrap();
         assert_eq!(resolved.serve.arena.bytes, 5 << 20);
         assert_eq!(resolved.serve.http, None);
         assert_eq!(resolved.serve.listen, ["unix:/x/y".parse().unwrap()]);
-        assert_eq!(resolved.log, "info");
+        assert_eq!(resolved.log.to_string(), "info");
         let numbers = with_file("pool-size = 2097152", ServeArgs::default()).unwrap();
         assert_eq!(numbers.serve.arena.bytes, 2 << 20);
     }
@@ -399,17 +475,19 @@ mod tests {
     #[test]
     fn mistakes_in_the_file_are_named() {
         for (text, wanted) in
-            [("pool = 1", "pool"), ("pool-size = \"4xb\"", "'4xb'"), ("hugepages = \"big\"", "big")]
+            [("pool = 1", "pool"), ("\npool-size = \"4xb\"", "'4xb'"), ("hugepages = \"big\"", "big")]
         {
-            let error = format!("{:#}", with_file(text, ServeArgs::default()).unwrap_err());
-            assert!(error.contains(wanted) && error.contains("--config"), "{error}");
+            let error = with_file(text, ServeArgs::default()).unwrap_err().to_string();
+            assert!(error.contains(wanted) && error.starts_with("--config '/"), "{error}");
+            let line = if text.starts_with('\n') { "line 2: " } else { "line 1: " };
+            assert!(error.contains(line) && !error.contains('\n'), "one line: {error}");
         }
     }
 
     #[test]
     fn values_out_of_range_are_named() {
-        let tiny = ServeArgs { pool_size: Some(Size(4096)), ..Default::default() };
-        assert!(tiny.resolve().unwrap_err().to_string().contains("4096"));
+        let tiny = ServeArgs { pool_size: Some("4kib".parse().unwrap()), ..Default::default() };
+        assert!(tiny.resolve().unwrap_err().to_string().contains("'4kib'"), "as it was typed");
         let http = ServeArgs { http: Some("nowhere".into()), ..Default::default() };
         assert!(http.resolve().unwrap_err().to_string().contains("'nowhere'"));
         let listen = ServeArgs { listen: Some(vec!["unix:".into()]), ..Default::default() };
@@ -417,6 +495,29 @@ mod tests {
         let host = ServeArgs { http_host: Some(vec!["kvlane:9091".into()]), ..Default::default() };
         assert!(host.resolve().unwrap_err().to_string().contains("--http-host 'kvlane:9091'"));
         let rails = ServeArgs { rails: Some("some".into()), ..Default::default() };
-        assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("in --rails: 'some'"));
+        assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("--rails 'some' is neither"));
+    }
+
+    /// `--rails 9` on a machine without a GPU was taken, and did nothing.
+    #[test]
+    fn what_this_machine_cannot_do_is_said() {
+        let warnings =
+            |args: ServeArgs| ServeArgs { gpu: Some(GpuArg::Off), ..args }.resolve().unwrap().warnings;
+        assert_eq!(warnings(ServeArgs::default()), Vec::<String>::new());
+        let rails = warnings(ServeArgs { rails: Some("9".into()), ..Default::default() });
+        assert_eq!(rails, ["--rails 9 has no effect: no GPU is used (--gpu off)"]);
+        let all = warnings(ServeArgs {
+            staging: Some(StagingArg::Auto),
+            calibrate: Some(CalibrateArg::Auto),
+            save_link_share: Some(50),
+            seal_threads: NonZeroUsize::new(100_000),
+            listen: Some(vec!["127.0.0.1:1".into()]),
+            ..Default::default()
+        });
+        for part in
+            ["--staging", "--calibrate", "--save-link-share 50", "--seal-threads 100000", "no Unix socket"]
+        {
+            assert!(all.iter().any(|warning| warning.contains(part)), "{part} in {all:?}");
+        }
     }
 }

@@ -1,35 +1,42 @@
 //! `kvlane status`.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use bytesize::ByteSize;
 use clap::Args;
 use kvlane_client::{DaemonUser, Tool, default_address};
 use kvlane_proto::{
     Address,
-    v1::{ShadowHitRatio, Status},
+    v1::{SessionStatus, ShadowHitRatio, Status},
 };
 use serde_json::json;
 
 /// The name of a namespace of which the SSD has blocks and the pool none: no engine has told it since the daemon started.
 pub(crate) const ONLY_ON_THE_SSD: &str = "(only on the SSD)";
 
+/// Who sees several namespaces may wonder why one engine does not find what another one saved.
+const SHARING: &str = "\nEngines share blocks only within a namespace: the same model and revision, dtype and tokens a \
+                       block. docs/identity.md says what else counts.\n";
+
 /// Where the daemon is.
 #[derive(Debug, Args)]
 pub(crate) struct DaemonArgs {
-    /// The daemon's address: unix:PATH or HOST:PORT [default: kvlane.sock in the user's runtime directory]
-    #[arg(long, env = "KVLANE_ADDR", value_name = "ADDRESS")]
+    /// The daemon's address: unix:PATH, PATH or HOST:PORT [default: kvlane.sock in the user's runtime directory]
+    #[arg(long, alias = "listen", env = "KVLANE_ADDR", value_name = "ADDRESS")]
     addr: Option<String>,
     /// Who may run the daemon beside you and root: a user's name or number. Others' are not spoken to
-    #[arg(long, env = "KVLANE_DAEMON_USER", value_name = "USER")]
+    #[arg(long, env = "KVLANE_DAEMON_USER", value_name = "USER", value_parser = parse_user)]
     daemon_user: Option<DaemonUser>,
 }
 
 impl DaemonArgs {
     /// The address that was given, else the default one.
     pub(crate) fn address(&self) -> Result<Address> {
-        Ok(self.addr.as_deref().map_or_else(|| Ok(default_address()), str::parse)?)
+        match &self.addr {
+            Some(text) => text.parse().map_err(|error| anyhow!("--addr {error}")),
+            None => Ok(default_address()),
+        }
     }
 
     /// Whose daemon it may be.
@@ -41,6 +48,12 @@ impl DaemonArgs {
     pub(crate) fn connect(&self) -> Result<Tool> {
         Ok(Tool::connect_to_user(&self.address()?, self.user(), Duration::from_secs(2))?)
     }
+}
+
+/// The value itself is in the message already.
+fn parse_user(text: &str) -> Result<DaemonUser, String> {
+    text.parse()
+        .map_err(|_| "this host has no such user: give the name or the number of who runs the daemon".into())
 }
 
 #[derive(Debug, Args)]
@@ -61,6 +74,31 @@ pub(crate) fn run(args: &StatusArgs) -> Result<()> {
         print!("{}", to_text(&status));
     }
     Ok(())
+}
+
+/// An engine that computes says so every 10 s. One that is silent for longer has nothing to do: neither its scheduler nor its
+/// workers have a reason to speak.
+const IDLE_MS: u64 = 15_000;
+
+/// What a session does, for people and for programs.
+fn state(session: &SessionStatus) -> (String, &'static str) {
+    let seconds = session.silent_ms as f64 / 1e3;
+    if session.role.ends_with("(lost)") {
+        (format!("lost, heard {} ago", duration(seconds)), "lost")
+    } else if session.silent_ms < IDLE_MS {
+        (format!("heard {} ago", duration(seconds)), "active")
+    } else {
+        (format!("idle for {}", duration(seconds)), "idle")
+    }
+}
+
+/// "1.5 s", "20 min", "2.5 h".
+fn duration(seconds: f64) -> String {
+    match seconds {
+        ..60.0 => format!("{seconds:.1} s"),
+        60.0..3600.0 => format!("{:.0} min", seconds / 60.0),
+        _ => format!("{:.1} h", seconds / 3600.0),
+    }
 }
 
 /// 16 bytes as 32 digits.
@@ -90,7 +128,7 @@ fn to_json(status: &Status) -> serde_json::Value {
         })).collect::<Vec<_>>(),
         "sessions": status.sessions.iter().map(|s| json!({
             "session": s.session_id, "engine": s.engine_id, "role": s.role, "pid": s.pid, "client": s.client,
-            "silent_seconds": s.silent_ms as f64 / 1e3, "save_method": s.method, "save_method_reason": s.reason,
+            "silent_seconds": s.silent_ms as f64 / 1e3, "state": state(s).1, "save_method": s.method, "save_method_reason": s.reason,
         })).collect::<Vec<_>>(),
         "namespaces": status.namespaces.iter().map(|n| json!({
             "namespace": hex(&n.namespace), "name": n.name, "shards": n.shards, "blocks": n.blocks,
@@ -130,18 +168,17 @@ fn to_text(status: &Status) -> String {
     }
     text.push_str("\nsessions\n");
     let rows = status.sessions.iter().map(|s| {
-        let heard = format!("{:.1} s ago", s.silent_ms as f64 / 1e3);
         [
             s.session_id.to_string(),
             s.role.clone(),
             s.engine_id.clone(),
             s.pid.to_string(),
-            heard,
+            state(s).0,
             s.method.clone(),
             s.client.clone(),
         ]
     });
-    text.push_str(&table(&["id", "role", "engine", "pid", "heard", "saves by", "client"], rows));
+    text.push_str(&table(&["id", "role", "engine", "pid", "state", "saves by", "client"], rows));
     text.push_str("\nnamespaces\n");
     let rows = status.namespaces.iter().map(|n| {
         let asked = n.hit_blocks + n.missed_blocks;
@@ -165,6 +202,10 @@ fn to_text(status: &Status) -> String {
     });
     let head = ["namespace", "shards", "blocks", "size", "on SSD", "size", "hit rate", "name"];
     text.push_str(&table(&head, rows));
+    let namespaces: BTreeSet<_> = status.namespaces.iter().map(|n| &n.namespace).collect();
+    if namespaces.len() > 1 {
+        text.push_str(SHARING);
+    }
     text
 }
 
@@ -198,9 +239,25 @@ fn table<const N: usize>(head: &[&str; N], rows: impl Iterator<Item = [String; N
 
 #[cfg(test)]
 mod tests {
-    use kvlane_proto::v1::{NamespaceStatus, SessionStatus, SsdStatus};
+    use kvlane_proto::v1::{NamespaceStatus, SsdStatus};
 
     use super::*;
+
+    /// An engine without requests was shown as "heard 7261.4 s ago", as if it were dead.
+    #[test]
+    fn an_engine_without_requests_is_idle() {
+        let of = |role: &str, silent_ms| {
+            state(&SessionStatus { role: role.into(), silent_ms, ..Default::default() }).0
+        };
+        assert_eq!(of("worker", 1500), "heard 1.5 s ago");
+        assert_eq!(of("worker", 10_900), "heard 10.9 s ago", "the next heartbeat is due");
+        assert_eq!(of("worker", 45_000), "idle for 45.0 s");
+        assert_eq!(of("scheduler", 1_200_000), "idle for 20 min");
+        assert_eq!(of("scheduler", 7_261_400), "idle for 2.0 h");
+        assert_eq!(of("worker (lost)", 120_000), "lost, heard 2 min ago");
+        let sessions = vec![SessionStatus { silent_ms: 60_000, ..Default::default() }];
+        assert_eq!(to_json(&Status { sessions, ..Default::default() })["sessions"][0]["state"], "idle");
+    }
 
     #[test]
     fn a_person_can_read_it() {
@@ -241,7 +298,7 @@ mod tests {
             "25.0 %",
             "engine-a",
             "process_vm",
-            "1.5 s ago",
+            "heard 1.5 s ago",
             "abababab",
             "llama",
             "1234 blocks",

@@ -30,9 +30,7 @@ const GOODBYE: Duration = Duration::from_secs(1);
 #[derive(Debug, Error)]
 pub enum ConnectError {
     /// Nobody answers there.
-    #[error(
-        "no kvlane daemon answers at {address} ({error}): start one with `kvlane serve`, or name another address in KVLANE_ADDR"
-    )]
+    #[error("{}", describe_refusal(address, error))]
     Refused {
         /// Where.
         address: Address,
@@ -58,6 +56,29 @@ pub enum ConnectError {
         /// The daemon's sentence.
         sentence: String,
     },
+}
+
+/// Why nobody answers, in words that say what to do.
+fn describe_refusal(address: &Address, error: &io::Error) -> String {
+    if error.kind() == ErrorKind::PermissionDenied {
+        let own = rustix::process::geteuid().as_raw();
+        return format!(
+            "this process belongs to user {own}, who may not open the socket at {address}: a daemon serves its own user and \
+             root; run both as the same user, or start a daemon of your own with `kvlane serve`"
+        );
+    }
+    let why = match (error.kind(), address) {
+        (ErrorKind::NotFound, _) => "there is no such socket".to_owned(),
+        (ErrorKind::ConnectionRefused, Address::Unix(_)) => {
+            "its socket is there, but the daemon has ended".to_owned()
+        }
+        (ErrorKind::ConnectionRefused, Address::Tcp(_)) => "nobody listens there".to_owned(),
+        _ => error.to_string(),
+    };
+    format!(
+        "no kvlane daemon answers at {address} ({why}): start one with `kvlane serve`, or name its address (--addr for tools, \
+         kvlane.address for engines, or KVLANE_ADDR)"
+    )
 }
 
 /// A connection that ended.

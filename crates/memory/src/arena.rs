@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use bytesize::ByteSize;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -65,7 +66,8 @@ pub enum ArenaError {
     Empty,
     /// More than the machine or its control group can give now.
     #[error(
-        "a pool of {asked} bytes is larger than the {available} bytes of memory that are available; choose a smaller size"
+        "a pool of {} is larger than the {} of memory that are available; choose a smaller size, or free some memory",
+        people(*asked), people(*available)
     )]
     LargerThanMemory {
         /// Bytes asked for.
@@ -94,7 +96,7 @@ pub enum ArenaError {
         errno: Errno,
     },
     /// The kernel refused to make or map the memory.
-    #[error("the pool of {bytes} bytes cannot be made: {call}: {source}")]
+    #[error("the pool of {} cannot be made: {call}: {source}", people(*bytes))]
     Refused {
         /// The system call.
         call: &'static str,
@@ -103,6 +105,11 @@ pub enum ArenaError {
         /// What the kernel said.
         source: io::Error,
     },
+}
+
+/// "24.5 GB"
+fn people(bytes: u64) -> impl std::fmt::Display {
+    ByteSize::b(bytes).display().si()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,12 +16,15 @@ pub enum Address {
 /// An address that cannot be used.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum AddressError {
-    /// Neither `unix:PATH` nor `HOST:PORT`.
-    #[error("'{0}' is no address: write unix:PATH or HOST:PORT")]
+    /// Neither `unix:PATH`, a path, nor `HOST:PORT`.
+    #[error("'{0}' is no address: write unix:PATH, PATH or HOST:PORT")]
     Unknown(String),
+    /// A name that this host does not know, or cannot ask for now.
+    #[error("'{0}' names a host that is not known here: write its number, or unix:PATH")]
+    UnknownHost(String),
     /// Longer than the kernel takes.
     #[error(
-        "the socket path '{path}' has {length} bytes, and the kernel allows {UNIX_PATH_MAX}: choose a shorter one"
+        "'{path}' is too long for a socket: it has {length} bytes, and the kernel allows {UNIX_PATH_MAX}; choose a shorter path"
     )]
     PathTooLong {
         /// The path.
@@ -37,7 +40,8 @@ impl FromStr for Address {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
-        let path = text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text));
+        // No host and no port has a slash in it.
+        let path = text.strip_prefix("unix:").or_else(|| text.contains('/').then_some(text));
         if let Some(path) = path {
             if path.is_empty() {
                 return Err(AddressError::Unknown(text.into()));
@@ -47,11 +51,14 @@ impl FromStr for Address {
             }
             return Ok(Self::Unix(path.into()));
         }
-        text.to_socket_addrs()
-            .ok()
-            .and_then(|mut found| found.next())
-            .map(Self::Tcp)
-            .ok_or_else(|| AddressError::Unknown(text.into()))
+        let unknown = match text.rsplit_once(':') {
+            Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+                AddressError::UnknownHost
+            }
+            _ => return Err(AddressError::Unknown(text.into())),
+        };
+        let found = text.to_socket_addrs().ok().and_then(|mut found| found.next());
+        found.map(Self::Tcp).ok_or_else(|| unknown(text.into()))
     }
 }
 
@@ -73,12 +80,14 @@ mod tests {
         for text in ["unix:/run/kvlane.sock", "127.0.0.1:50055", "[::1]:80"] {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
         }
-        assert_eq!("/run/x".parse::<Address>().unwrap(), Address::Unix("/run/x".into()));
+        for path in ["/run/x", "./x", "run/x"] {
+            assert_eq!(path.parse::<Address>().unwrap(), Address::Unix(path.into()));
+        }
     }
 
     #[test]
     fn mistakes_are_named() {
-        for text in ["", "unix:", "localhost", "127.0.0.1:notaport"] {
+        for text in ["", "unix:", "localhost", "127.0.0.1:notaport", "127.0.0.1:99999", ":80"] {
             assert!(text.parse::<Address>().unwrap_err().to_string().contains(&format!("'{text}'")));
         }
         let long = format!("unix:/{}", "x".repeat(200));

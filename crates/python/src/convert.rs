@@ -13,9 +13,12 @@ const USER_VARIABLE: &str = "KVLANE_DAEMON_USER";
 
 /// The given address, else `KVLANE_ADDR`, else the default socket.
 pub(crate) fn address(given: Option<&str>) -> PyResult<Address> {
-    match named(given, ADDRESS_VARIABLE) {
-        Some(text) => text.parse().map_err(value_error),
-        None => Ok(default_address()),
+    match (given, named(None, ADDRESS_VARIABLE)) {
+        (Some(text), _) => text.parse().map_err(value_error),
+        (None, Some(text)) => {
+            text.parse().map_err(|error| value_error(format!("{ADDRESS_VARIABLE} {error}")))
+        }
+        (None, None) => Ok(default_address()),
     }
 }
 

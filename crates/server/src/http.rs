@@ -55,7 +55,10 @@ pub(crate) struct Http {
 
 /// Binds the port.
 pub(crate) fn bind(at: SocketAddr) -> Result<TcpListener, ListenError> {
-    let refused = |error| ListenError::Refused { address: format!("{at} (--http)"), error };
+    let refused = |error: io::Error| match error.kind() {
+        io::ErrorKind::AddrInUse => ListenError::PortInUse { flag: "--http", at },
+        _ => ListenError::Refused { address: format!("{at} (--http)"), error },
+    };
     let listener = TcpListener::bind(at).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
     Ok(listener)

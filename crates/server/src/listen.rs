@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    net::TcpListener,
+    net::{SocketAddr, TcpListener},
     os::{
         fd::OwnedFd,
         unix::{
@@ -37,6 +37,14 @@ pub enum ListenError {
     /// Another daemon answers there.
     #[error("another daemon listens at {0}: stop it, or choose another --listen")]
     Occupied(Address),
+    /// Some program has the port.
+    #[error("{flag} {at}: another program uses this port; stop it, or choose another one")]
+    PortInUse {
+        /// What named it.
+        flag: &'static str,
+        /// Where.
+        at: SocketAddr,
+    },
     /// The folder of the default socket may be a stranger's.
     #[error(transparent)]
     Folder(#[from] FolderRefused),
@@ -44,7 +52,7 @@ pub enum ListenError {
     #[error("{0} exists and is no socket: remove it, or choose another --listen")]
     NotASocket(PathBuf),
     /// The kernel refuses.
-    #[error("cannot listen at {address}: {error}")]
+    #[error("cannot listen at {address}: {error}; choose another place")]
     Refused {
         /// Where.
         address: String,
@@ -154,7 +162,7 @@ fn bind_one(address: &Address) -> Result<Listener, ListenError> {
         Address::Tcp(at) => match TcpListener::bind(at) {
             Ok(listener) => Ok(Listener::Tcp(listener)),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                Err(ListenError::Occupied(address.clone()))
+                Err(ListenError::PortInUse { flag: "--listen", at: *at })
             }
             Err(error) => Err(refused(error)),
         },

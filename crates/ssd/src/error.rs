@@ -3,7 +3,32 @@
 use std::io;
 use std::path::PathBuf;
 
+use bytesize::ByteSize;
 use thiserror::Error;
+
+/// A size that can be written into a flag: "64mib", "2gb", or plain bytes where it is not a whole number of these.
+fn exact(bytes: u64) -> String {
+    const UNITS: [(u64, &str); 8] = [
+        (1 << 40, "tib"),
+        (1_000_000_000_000, "tb"),
+        (1 << 30, "gib"),
+        (1_000_000_000, "gb"),
+        (1 << 20, "mib"),
+        (1_000_000, "mb"),
+        (1 << 10, "kib"),
+        (1000, "kb"),
+    ];
+    let fits = |(unit, _): &&(u64, &str)| bytes >= *unit && bytes.is_multiple_of(*unit);
+    UNITS
+        .iter()
+        .find(fits)
+        .map_or_else(|| bytes.to_string(), |(unit, name)| format!("{}{name}", bytes / unit))
+}
+
+/// "24.5 GB"
+fn people(bytes: u64) -> impl std::fmt::Display {
+    ByteSize::b(bytes).display().si()
+}
 
 /// Why a tier does not open. Nothing that was in a file is lost by any of them.
 #[derive(Debug, Error)]
@@ -13,7 +38,8 @@ pub enum OpenError {
     DeviceCount(usize),
     /// The capacity does not hold a few segments.
     #[error(
-        "{path}: a capacity of {capacity} bytes is too small, the smallest is {least} bytes; name a larger one or free space"
+        "{path}: a capacity of {} is too small, the smallest is {}; name a larger one or free space",
+        exact(*capacity), exact(*least)
     )]
     TooSmall {
         /// The file.
@@ -28,7 +54,8 @@ pub enum OpenError {
     SegmentBytes(u64),
     /// The file system has not enough room for the capacity.
     #[error(
-        "{path}: there is no room for {capacity} bytes, {free} are free; name a smaller capacity or free space"
+        "{path}: there is no room for {}, {} are free; name a smaller capacity or free space",
+        exact(*capacity), people(*free)
     )]
     NoSpace {
         /// The file.
@@ -72,7 +99,8 @@ pub enum OpenError {
     },
     /// The file was made with another capacity or segment size.
     #[error(
-        "{path} was made with {found} bytes {of}, not {asked}; ask for that, leave it out, or remove the file to start with an empty tier"
+        "{path} was made with {} {of}, not {}; ask for that, leave it out, or remove the file to start with an empty tier",
+        exact(*found), exact(*asked)
     )]
     OtherGeometry {
         /// The file.
@@ -96,6 +124,25 @@ pub enum OpenError {
         /// The file.
         path: PathBuf,
     },
+    /// The folder that the file is to be in is not there.
+    #[error("the folder {folder} does not exist; make it, or name another path")]
+    NoFolder {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// This process may not write there.
+    #[error(
+        "{path} cannot be written by user {uid}, who runs this process ({source}); give it and its folder to that user, or name \
+         another path"
+    )]
+    NotWritable {
+        /// The file.
+        path: PathBuf,
+        /// Who runs this process.
+        uid: u32,
+        /// What the system said.
+        source: io::Error,
+    },
     /// The system refused.
     #[error("{path}: {what}: {source}")]
     Io {
@@ -106,4 +153,36 @@ pub enum OpenError {
         /// What the system said.
         source: io::Error,
     },
+}
+
+impl OpenError {
+    /// What the system refused, by its reason.
+    pub(crate) fn of_system(path: PathBuf, what: &'static str, source: io::Error) -> OpenError {
+        match source.kind() {
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                OpenError::NotWritable { path, uid: rustix::process::geteuid().as_raw(), source }
+            }
+            _ => OpenError::Io { path, what, source },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_can_be_written_into_a_flag_again() {
+        for (bytes, text) in [
+            (64 << 20, "64mib"),
+            (2_000_000_000, "2gb"),
+            (66_060_288, "63mib"),
+            (1 << 40, "1tib"),
+            (4097, "4097"),
+            (0, "0"),
+            (3000, "3kb"),
+        ] {
+            assert_eq!(exact(bytes), text);
+        }
+    }
 }

@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -47,6 +48,10 @@ impl TierFile {
         buffered: bool,
     ) -> Result<TierFile, OpenError> {
         let named = &device.path;
+        // A slash at the end says that it is a folder.
+        if named.as_os_str().as_bytes().ends_with(b"/") && !named.exists() {
+            return Err(OpenError::NoFolder { folder: named.clone() });
+        }
         let path = if named.is_dir() { named.join(FILE_NAME) } else { named.clone() };
         // Links are followed once: the file is replaced by name when it is made.
         let path = path.canonicalize().unwrap_or(path);
@@ -57,7 +62,7 @@ impl TierFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 make(path, device.capacity, segment_bytes, buffered)
             }
-            Err(source) => Err(OpenError::Io { path, what: "cannot look at it", source }),
+            Err(source) => Err(OpenError::of_system(path, "cannot look at it", source)),
         }
     }
 }
@@ -81,11 +86,12 @@ fn open(
     segment_bytes: Option<u64>,
     buffered: bool,
 ) -> Result<TierFile, OpenError> {
-    let (file, direct, mut notes) = open_file(&path, false, buffered)?;
+    let (file, direct, mut notes) = open_file(&path, false, buffered)
+        .map_err(|source| OpenError::of_system(path.clone(), "cannot open it", source))?;
     lock(&file, &path)?;
     let fail = |what| {
         let path = path.clone();
-        move |source| OpenError::Io { path, what, source }
+        move |source| OpenError::of_system(path, what, source)
     };
     let mut start = Pages::new(2 * PAGE_BYTES as usize);
     let read = read_full(&file, start.bytes_mut(), 0).map_err(fail("cannot read it"))?;
@@ -138,7 +144,7 @@ fn make(
 ) -> Result<TierFile, OpenError> {
     let fail = |what| {
         let path = path.clone();
-        move |source| OpenError::Io { path, what, source }
+        move |source| OpenError::of_system(path, what, source)
     };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
     let parent = parent.map_or_else(|| PathBuf::from("."), Path::to_path_buf);
@@ -147,7 +153,10 @@ fn make(
     {
         return Err(OpenError::SegmentBytes(bytes));
     }
-    let free = free_bytes(&parent).map_err(fail("cannot look at its file system"))?;
+    let free = free_bytes(&parent).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => OpenError::NoFolder { folder: parent.clone() },
+        _ => fail("cannot look at its file system")(error),
+    })?;
     let capacity = capacity.unwrap_or(free / 10 * 8);
     let (segments, segment_bytes) = geometry(capacity, segment_bytes)
         .map_err(|least| OpenError::TooSmall { path: path.clone(), capacity, least })?;
@@ -160,7 +169,7 @@ fn make(
     let mut new_name = path.file_name().unwrap_or_default().to_os_string();
     new_name.push(".kvlane-new");
     let new_path = path.with_file_name(new_name);
-    let (file, direct, mut notes) = open_file(&new_path, true, buffered)?;
+    let (file, direct, mut notes) = open_file(&new_path, true, buffered).map_err(fail("cannot make it"))?;
     lock(&file, &path)?;
     if !is_named(&file, &new_path) {
         // Somebody else made it while this process waited.
@@ -211,7 +220,7 @@ fn give_name(new_path: &Path, path: &Path, there: bool) -> io::Result<()> {
 }
 
 /// The file, whether with direct I/O, and why not.
-fn open_file(path: &Path, create: bool, buffered: bool) -> Result<(File, bool, Vec<String>), OpenError> {
+fn open_file(path: &Path, create: bool, buffered: bool) -> io::Result<(File, bool, Vec<String>)> {
     let options = |flags: i32| {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(create).truncate(false).mode(0o600);
@@ -232,11 +241,7 @@ fn open_file(path: &Path, create: bool, buffered: bool) -> Result<(File, bool, V
     match direct {
         Ok(file) => Ok((file, true, Vec::new())),
         Err(refused) => {
-            let file = options(0).open(path).map_err(|source| OpenError::Io {
-                path: path.to_path_buf(),
-                what: "cannot open it",
-                source,
-            })?;
+            let file = options(0).open(path)?;
             let note = format!("no direct I/O, transfers go through the page cache: {refused}");
             Ok((file, false, vec![note]))
         }
@@ -252,8 +257,7 @@ fn lock(file: &File, path: &Path) -> Result<(), OpenError> {
             Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_LOOK),
             Err(Errno::WOULDBLOCK) => return Err(OpenError::InUse { path: path.to_path_buf() }),
             Err(errno) => {
-                let (path, source) = (path.to_path_buf(), errno.into());
-                return Err(OpenError::Io { path, what: "cannot lock it", source });
+                return Err(OpenError::of_system(path.to_path_buf(), "cannot lock it", errno.into()));
             }
         }
     }
@@ -268,11 +272,8 @@ fn is_named(file: &File, path: &Path) -> bool {
 
 /// Gives the file its length, and room on its file system where that can be reserved.
 fn reserve(file: &File, path: &Path, bytes: u64, notes: &mut Vec<String>) -> Result<(), OpenError> {
-    let io_error = |errno: Errno| OpenError::Io {
-        path: path.to_path_buf(),
-        what: "cannot reserve its room",
-        source: errno.into(),
-    };
+    let io_error =
+        |errno: Errno| OpenError::of_system(path.to_path_buf(), "cannot reserve its room", errno.into());
     loop {
         match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) => return Ok(()),

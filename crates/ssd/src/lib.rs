@@ -56,5 +56,6 @@ pub use request::{
     Dropped, Extent, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space, SpaceUse,
     WriteEnd,
 };
+pub use ring::try_io_uring;
 pub use stats::{DeviceStatus, Stats};
 pub use tier::Tier;

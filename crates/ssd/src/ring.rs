@@ -37,27 +37,40 @@ pub(crate) struct Ring {
 // SAFETY: the iovecs in `slots` are addresses for the kernel; this type never looks behind them.
 unsafe impl Send for Ring {}
 
+fn make_ring() -> io::Result<IoUring> {
+    let new = || {
+        let mut builder = IoUring::builder();
+        builder.dontfork();
+        builder
+    };
+    let ring = new()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        // So that asking without waiting sees what has ended, too.
+        .setup_taskrun_flag()
+        .setup_submit_all()
+        .build(ENTRIES)
+        // Before Linux 6.1.
+        .or_else(|_| new().build(ENTRIES))?;
+    if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is older than Linux 5.11"));
+    }
+    Ok(ring)
+}
+
+/// Whether a tier could use io_uring here: makes a ring as a tier does, and takes it down again.
+///
+/// # Errors
+/// The kernel's reason. A tier then transfers by a few threads.
+pub fn try_io_uring() -> io::Result<()> {
+    make_ring().map(drop)
+}
+
 impl Ring {
     /// A ring for this thread. The second value says why memory could not be registered, if it could not: then every
     /// transfer pins its pages anew.
     pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(Ring, Option<String>)> {
-        let new = || {
-            let mut builder = IoUring::builder();
-            builder.dontfork();
-            builder
-        };
-        let ring = new()
-            .setup_single_issuer()
-            .setup_defer_taskrun()
-            // So that asking without waiting sees what has ended, too.
-            .setup_taskrun_flag()
-            .setup_submit_all()
-            .build(ENTRIES)
-            // Before Linux 6.1.
-            .or_else(|_| new().build(ENTRIES))?;
-        if !ring.params().is_feature_ext_arg() || !ring.params().is_feature_nodrop() {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "io_uring is older than Linux 5.11"));
-        }
+        let ring = make_ring()?;
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         // SAFETY: a system call without addresses.
         let event = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };

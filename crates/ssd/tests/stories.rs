@@ -372,7 +372,10 @@ fn a_file_of_somebody_else_is_left_alone() {
     let error = refuse(small(std::path::Path::new("/dev/null")), &pool);
     assert!(matches!(error, OpenError::NotAFile { .. }), "{error}");
     let error = refuse(small(&directory.path().join("no/such/directory")), &pool);
-    assert!(matches!(error, OpenError::Io { .. }), "{error}");
+    assert!(matches!(&error, OpenError::NoFolder { folder } if folder.ends_with("no/such")), "{error}");
+    let error = refuse(small(&directory.path().join("none/")), &pool);
+    assert!(matches!(&error, OpenError::NoFolder { folder } if folder.ends_with("none")), "{error}");
+    assert!(!directory.path().join("none").exists(), "a disk that is not mounted is not filled elsewhere");
     assert!(matches!(refuse(Options::new(Vec::new()), &pool), OpenError::DeviceCount(0)));
     // An empty file is a name that somebody reserved.
     File::create(directory.path().join("empty")).unwrap();

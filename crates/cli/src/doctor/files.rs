@@ -21,6 +21,16 @@ pub(crate) fn names(root: &Path, path: &str) -> Vec<String> {
     names
 }
 
+/// Whether this process has a capability, by its number in linux/capability.h.
+pub(crate) fn has_capability(root: &Path, number: u32) -> bool {
+    let status = text(root, "proc/self/status").unwrap_or_default();
+    let effective = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok());
+    effective.unwrap_or(0) >> number & 1 == 1
+}
+
 /// A made-up tree of files.
 #[cfg(test)]
 pub(crate) fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {

@@ -1,16 +1,16 @@
 //! What a check has to say.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How much it matters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Verdict {
     /// Nothing to do.
     Ok,
     /// kvlane works, but without something, or slower than it could.
     Note,
-    /// `kvlane serve` does not start here, or serves nobody.
+    /// `kvlane serve` does not start here, or serves nobody; or the engine that is asked about does without it.
     Problem,
 }
 

@@ -36,23 +36,56 @@ pub(crate) fn judge(available: &Available, pool: Size, in_huge_pages: bool, runn
     }
 }
 
-/// The soft limit on locked memory, as the kernel writes it: bytes or "unlimited".
-pub(crate) fn read_memlock(root: &Path) -> Option<String> {
-    let limits = files::text(root, "proc/self/limits")?;
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"))?;
-    line.split_whitespace().next().map(str::to_owned)
+const CAP_IPC_LOCK: u32 = 14;
+const LOCKED: &str = "locked memory";
+
+/// The limit on locked memory, which io_uring counts what is registered with it against.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Locked {
+    /// The soft limit, as the kernel writes it: bytes or "unlimited"; None where it does not tell.
+    soft: Option<String>,
+    /// Whether the limit does not hold for this process.
+    is_exempt: bool,
 }
 
-/// Never more than a fact: nothing here needs it.
-pub(crate) fn judge_memlock(soft: Option<&str>) -> Finding {
-    let found = match soft {
-        None => "the kernel does not tell".to_owned(),
-        Some(soft) => soft.parse().map_or_else(|_| soft.to_owned(), |bytes| Size(bytes).to_string()),
+impl Locked {
+    pub(crate) fn read(root: &Path) -> Self {
+        let limits = files::text(root, "proc/self/limits").unwrap_or_default();
+        let line = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
+        Self {
+            soft: line.and_then(|line| line.split_whitespace().next()).map(str::to_owned),
+            is_exempt: files::has_capability(root, CAP_IPC_LOCK),
+        }
+    }
+}
+
+/// The daemon of an SSD tier registers its pool with io_uring (crates/ssd/src/ring.rs). Nothing else is locked: the driver
+/// that pins the pool for GPUs does not count it.
+pub(crate) fn judge_locked(locked: &Locked, pool: Size) -> Finding {
+    let bytes = locked.soft.as_deref().map(|soft| soft.parse::<u64>().ok());
+    let found = match bytes {
+        None => "the kernel does not tell the limit".to_owned(),
+        Some(None) => "no limit".to_owned(),
+        Some(Some(bytes)) => format!("at most {}", Size(bytes)),
     };
-    Finding::ok("locked memory", found).means(
-        "kvlane does not lock its pool, and uses no RDMA, whose registrations count against this limit; the pool is \
-         pinned for GPUs by the CUDA driver",
-    )
+    if locked.is_exempt {
+        return Finding::ok(LOCKED, format!("{found}; CAP_IPC_LOCK makes it void for this user"))
+            .means("an SSD tier (--ssd) can register its pool with io_uring");
+    }
+    match bytes {
+        Some(Some(bytes)) if bytes < pool.0 => {
+            Finding::note(LOCKED, format!("{found}, less than a pool of {pool}"))
+                .means(
+                    "an SSD tier (--ssd) cannot register its pool with io_uring, and pins the pages of each transfer anew, \
+                     which is slower; nothing else needs locked memory",
+                )
+                .advice(
+                    "with --ssd, raise the limit to the pool's size and a little more (ulimit -l, LimitMEMLOCK= of systemd), \
+                     or give the daemon CAP_IPC_LOCK",
+                )
+        }
+        _ => Finding::ok(LOCKED, found).means("an SSD tier (--ssd) can register its pool with io_uring"),
+    }
 }
 
 #[cfg(test)]
@@ -98,16 +131,29 @@ mod tests {
         assert_eq!(judge(&full, POOL, false, true).verdict, Verdict::Ok);
     }
 
+    /// It was told that nothing here needs it, while an SSD tier could not register its pool for it.
     #[test]
-    fn locked_memory_is_a_fact() {
+    fn an_ssd_tier_wants_to_lock_its_pool() {
         let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
                       Max processes             96274                96274                processes \n\
                       Max locked memory         8388608              unlimited            bytes     \n";
-        let root = tree(&[("proc/self/limits", limits)]);
-        let soft = read_memlock(root.path());
-        assert_eq!(soft.as_deref(), Some("8388608"));
-        assert_eq!(judge_memlock(soft.as_deref()).found, "8.4 MB");
-        assert_eq!(judge_memlock(Some("unlimited")).found, "unlimited");
-        assert_eq!(read_memlock(tree(&[]).path()), None);
+        let with = |status: &str| {
+            Locked::read(tree(&[("proc/self/limits", limits), ("proc/self/status", status)]).path())
+        };
+        let bound = with("CapEff:\t0000000000000000\n");
+        assert_eq!(bound, Locked { soft: Some("8388608".into()), is_exempt: false });
+        let small = judge_locked(&bound, POOL);
+        assert_eq!(
+            (small.verdict, &*small.found),
+            (Verdict::Note, "at most 8.4 MB, less than a pool of 4.0 GB")
+        );
+        assert!(small.means.contains("--ssd") && small.advice.contains("LimitMEMLOCK="), "{small:?}");
+        assert_eq!(judge_locked(&bound, Size(8 << 20)).verdict, Verdict::Ok);
+        let exempt = judge_locked(&with("CapEff:\t0000000000004000\n"), POOL);
+        assert!(exempt.verdict == Verdict::Ok && exempt.found.contains("CAP_IPC_LOCK"), "{exempt:?}");
+        let unlimited = Locked { soft: Some("unlimited".into()), is_exempt: false };
+        assert_eq!(judge_locked(&unlimited, POOL).found, "no limit");
+        assert_eq!(Locked::read(tree(&[]).path()).soft, None);
+        assert_eq!(judge_locked(&Locked::read(tree(&[]).path()), POOL).verdict, Verdict::Ok);
     }
 }

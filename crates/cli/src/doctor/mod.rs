@@ -3,10 +3,12 @@
 //! Each subject reads its facts, then judges them in a pure function.
 
 mod daemon;
+mod engine_config;
 mod files;
 mod finding;
 mod gpu;
 mod hugepages;
+mod io_uring;
 mod kernel;
 mod memory;
 mod numa;
@@ -14,12 +16,7 @@ mod unused;
 mod vllm;
 mod workers;
 
-use std::{
-    env,
-    io::{self, IsTerminal},
-    path::Path,
-    process::ExitCode,
-};
+use std::{env, io, path::Path, process::ExitCode};
 
 use clap::Args;
 use finding::{Finding, Verdict};
@@ -27,13 +24,13 @@ use kvlane_memory::Available;
 use kvlane_proto::Address;
 use serde_json::json;
 
-use crate::{serve_options::DEFAULT_POOL, size::Size, status::DaemonArgs};
+use crate::{errors, serve_options::DEFAULT_POOL, size::Size, status::DaemonArgs, terminal};
 
 /// The columns of marks and subjects.
 const MARK_WIDTH: usize = 7;
 const SUBJECT_WIDTH: usize = 15;
 
-/// Changes nothing. The exit status is 1 when something keeps `kvlane serve` from working here, else 0.
+/// Changes nothing. The exit status is 1 when something keeps `kvlane serve` or the engine from working here, else 0.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
     #[command(flatten)]
@@ -41,6 +38,9 @@ pub(crate) struct DoctorArgs {
     /// The pool that is to be had: 4gb, 512mib, or plain bytes [default: 4gb]
     #[arg(long, env = "KVLANE_POOL_SIZE", value_name = "SIZE")]
     pool_size: Option<Size>,
+    /// Look at an engine's configuration too: the JSON that is given to vLLM's --kv-transfer-config, or a file with it
+    #[arg(long, value_name = "JSON")]
+    engine_config: Option<String>,
     /// Say also of what is in order what it means
     #[arg(long)]
     verbose: bool,
@@ -53,18 +53,18 @@ pub(crate) struct DoctorArgs {
 pub(crate) fn run(args: &DoctorArgs) -> ExitCode {
     let address = match args.daemon.address() {
         Ok(address) => address,
-        Err(error) => {
-            eprintln!("kvlane: {error:#}");
-            return ExitCode::FAILURE;
-        }
+        Err(error) => return errors::tell(&error),
     };
     let daemon = daemon::read(&address, args.daemon.user());
-    let findings = examine(Path::new("/"), &address, &daemon, args.pool_size.unwrap_or(Size(DEFAULT_POOL)));
+    let pool = args.pool_size.unwrap_or(Size(DEFAULT_POOL));
+    let mut findings = examine(Path::new("/"), &address, &daemon, pool);
+    if let Some(config) = &args.engine_config {
+        findings.extend(engine_config::examine(config));
+    }
     if args.json {
         println!("{:#}", to_json(&findings));
     } else {
-        let coloured = io::stdout().is_terminal() && env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
-        print!("{}", to_text(&findings, args.verbose, coloured));
+        print!("{}", to_text(&findings, args.verbose, terminal::has_colours(&io::stdout())));
     }
     ExitCode::from(u8::from(count(&findings, Verdict::Problem) > 0))
 }
@@ -84,7 +84,8 @@ fn examine(root: &Path, address: &Address, daemon: &daemon::Facts, pool: Size) -
     let mut findings = vec![daemon::judge(daemon, address)];
     findings.push(memory::judge(&available, pool, hugepages.hold(pool), running));
     findings.push(hugepages::judge(&hugepages, pool, running));
-    findings.push(memory::judge_memlock(memory::read_memlock(root).as_deref()));
+    findings.push(memory::judge_locked(&memory::Locked::read(root), pool));
+    findings.push(io_uring::judge(&io_uring::Facts::read(root)));
     findings.push(numa::judge(&numa));
     findings.push(kernel::judge(&kernel::Facts::read(root)));
     findings.push(workers::judge(&workers::Facts::read(root)));

@@ -1,4 +1,4 @@
-//! What is there and could matter, but is not used by this version: RDMA, libfabric, io_uring, GDRCopy.
+//! What is there and could matter, but is not used by this version: RDMA, libfabric, GDRCopy.
 
 use std::path::Path;
 
@@ -12,8 +12,6 @@ pub(crate) struct Facts {
     /// A text for each port.
     rdma: Vec<String>,
     libfabric: Option<String>,
-    /// The sysctl io_uring_disabled; None before Linux 6.6.
-    io_uring_disabled: Option<u64>,
     gdrcopy: bool,
 }
 
@@ -23,7 +21,6 @@ impl Facts {
         Self {
             rdma: devices.flat_map(|device| ports(root, &device)).collect(),
             libfabric: library(root, "libfabric.so.1"),
-            io_uring_disabled: files::number(root, "proc/sys/kernel/io_uring_disabled"),
             gdrcopy: root.join("dev/gdrdrv").exists(),
         }
     }
@@ -56,18 +53,8 @@ pub(crate) fn judge(facts: &Facts) -> Vec<Finding> {
     let seen = |subject: &str, found: String| Finding::ok(subject, format!("{found}; {NOT_YET}"));
     let rdma = if facts.rdma.is_empty() { "no devices".into() } else { facts.rdma.join(" | ") };
     let libfabric = facts.libfabric.clone().unwrap_or_else(|| "not installed".into());
-    let io_uring = match facts.io_uring_disabled {
-        Some(0) => "allowed (kernel.io_uring_disabled 0)".into(),
-        Some(setting) => format!("restricted (kernel.io_uring_disabled {setting})"),
-        None => "no setting forbids it".into(),
-    };
     let gdrcopy = if facts.gdrcopy { "/dev/gdrdrv is there" } else { "no /dev/gdrdrv" };
-    vec![
-        seen("rdma", rdma),
-        seen("libfabric", libfabric),
-        seen("io_uring", io_uring),
-        seen("gdrcopy", gdrcopy.into()),
-    ]
+    vec![seen("rdma", rdma), seen("libfabric", libfabric), seen("gdrcopy", gdrcopy.into())]
 }
 
 #[cfg(test)]
@@ -86,19 +73,13 @@ mod tests {
                 "etc/ld.so.cache",
                 "ld.so\0libfabric.so.1\0/opt/amazon/efa/lib/libfabric.so.1\0/lib/other.so.1\0",
             ),
-            ("proc/sys/kernel/io_uring_disabled", "2\n"),
             ("dev/gdrdrv", ""),
         ]);
         let found = judge(&Facts::read(root.path()));
         assert!(found.iter().all(|each| each.verdict == Verdict::Ok && each.found.ends_with(NOT_YET)));
         let said: Vec<&str> = found.iter().map(|each| each.found.split(';').next().unwrap()).collect();
         let rdma = "mlx5_0 port 1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand | mlx5_1 port 1 DOWN";
-        let wanted = [
-            rdma,
-            "/opt/amazon/efa/lib/libfabric.so.1",
-            "restricted (kernel.io_uring_disabled 2)",
-            "/dev/gdrdrv is there",
-        ];
+        let wanted = [rdma, "/opt/amazon/efa/lib/libfabric.so.1", "/dev/gdrdrv is there"];
         assert_eq!(said, wanted);
     }
 
@@ -106,7 +87,7 @@ mod tests {
     fn none_of_it_there() {
         let found = judge(&Facts::read(tree(&[]).path()));
         let said: Vec<&str> = found.iter().map(|each| each.found.split(';').next().unwrap()).collect();
-        assert_eq!(said, ["no devices", "not installed", "no setting forbids it", "no /dev/gdrdrv"]);
+        assert_eq!(said, ["no devices", "not installed", "no /dev/gdrdrv"]);
         assert!(found.iter().all(|each| each.verdict == Verdict::Ok));
     }
 }

@@ -24,15 +24,9 @@ pub(crate) struct Facts {
 
 impl Facts {
     pub(crate) fn read(root: &Path) -> Self {
-        let status = files::text(root, "proc/self/status").unwrap_or_default();
-        let capabilities = status
-            .lines()
-            .find_map(|line| line.strip_prefix("CapEff:"))
-            .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
-            .unwrap_or(0);
         Self {
             ptrace_scope: files::text(root, "proc/sys/kernel/yama/ptrace_scope"),
-            capable: capabilities >> CAP_SYS_PTRACE & 1 == 1,
+            capable: files::has_capability(root, CAP_SYS_PTRACE),
             call: read_own_memory().map_err(|error| error.to_string()),
         }
     }

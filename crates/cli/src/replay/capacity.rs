@@ -15,6 +15,7 @@ pub(super) enum Capacity {
 }
 
 impl FromStr for Capacity {
+    /// What is wrong, without the text itself, which is in clap's message.
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -24,14 +25,17 @@ impl FromStr for Capacity {
                 number.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite());
             return percent
                 .map(Self::Percent)
-                .ok_or_else(|| format!("'{text}' is no share: write for example 10%"));
+                .ok_or_else(|| "that is no share: write for example 10%".into());
         }
         let capacity = match text.parse::<usize>() {
             Ok(blocks) => Self::Blocks(blocks),
-            Err(_) => Self::Bytes(text.parse::<Size>()?.0),
+            Err(_) => {
+                let size = text.parse::<Size>().map_err(|why| format!("no share, blocks or bytes: {why}"))?;
+                Self::Bytes(size.0)
+            }
         };
         match capacity {
-            Self::Blocks(0) | Self::Bytes(0) => Err(format!("'{text}': a cache has to hold something")),
+            Self::Blocks(0) | Self::Bytes(0) => Err("a cache has to hold something".into()),
             _ => Ok(capacity),
         }
     }
@@ -78,10 +82,19 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_with_their_value() {
-        for text in ["0%", "-1%", "x%", "inf%", "0", "0gb", "1parsec", ""] {
+    fn mistakes_say_what_is_wrong() {
+        for (text, part) in [
+            ("0%", "10%"),
+            ("-1%", "10%"),
+            ("x%", "10%"),
+            ("inf%", "10%"),
+            ("0", "something"),
+            ("0gb", "something"),
+            ("1parsec", "'parsec'"),
+            ("", "4gb"),
+        ] {
             let error = text.parse::<Capacity>().unwrap_err();
-            assert!(error.contains(&format!("'{text}'")), "{text}: {error}");
+            assert!(error.contains(part), "{text}: {error}");
         }
     }
 }

@@ -1,0 +1,39 @@
+//! What a service manager hears, by the protocol of sd_notify(3): one datagram to the socket that NOTIFY_SOCKET names.
+//! systemd (`Type=notify`) waits for it, and so do the tests.
+
+use std::{
+    env, io,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::{
+            ffi::OsStrExt,
+            net::{SocketAddr, UnixDatagram},
+        },
+    },
+};
+
+/// The daemon serves.
+pub(crate) const READY: &str = "READY=1";
+/// The daemon ends.
+pub(crate) const STOPPING: &str = "STOPPING=1";
+
+/// Tells the service manager, if there is one. That it does not hear of the start is logged: it would wait, and then end
+/// the daemon.
+pub(crate) fn notify(state: &str) {
+    match try_notify(state) {
+        Ok(()) => {}
+        Err(error) if state == READY => {
+            tracing::warn!(%error, "the service manager (NOTIFY_SOCKET) cannot be told that the daemon serves");
+        }
+        Err(error) => tracing::debug!(%error, state, "the service manager cannot be told"),
+    }
+}
+
+fn try_notify(state: &str) -> io::Result<()> {
+    let Some(path) = env::var_os("NOTIFY_SOCKET").filter(|path| !path.is_empty()) else { return Ok(()) };
+    let address = match path.as_bytes().strip_prefix(b"@") {
+        Some(name) => SocketAddr::from_abstract_name(name)?,
+        None => SocketAddr::from_pathname(&path)?,
+    };
+    UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
+}
