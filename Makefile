@@ -16,7 +16,7 @@ PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pyte
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
 .PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom fuzz bench serve \
-	dev vllm docs pins clean
+	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -49,6 +49,7 @@ lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fi
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
+	$(DEV)/python bench/redraw.py --check
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
@@ -96,6 +97,9 @@ vllm: ## the environment .venvs/vllm-0.32: vLLM for the CPU, and kvlane as tests
 
 docs: dev ## the pages in docs/reference, made from the code
 	$(DEV)/kvlane reference docs/reference
+
+pictures: dev ## the pictures in bench/*/results and docs/pictures, drawn from the results beside them
+	$(DEV)/python bench/redraw.py
 
 pins: dev ## pin requirements/*.txt again from requirements/*.in
 	$(PYTHON) scripts/pin.py --uv .venvs/boot/bin/uv

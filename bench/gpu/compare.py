@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import model
+import pictures
 from systems import SYSTEMS, gpus, kvlane_address, running, versions
 
 from kvlane.bench import report
+from kvlane.bench.drawing import save
 from kvlane.bench.figures import Figure
 
 MODES = ("eager", "graphs")
@@ -117,7 +119,7 @@ def publish(result: dict[str, Any], folder: Path) -> int:
     print(f"\n{table}\n\nin {folder}: gpu.json, gpu.md, gpu-MODE.png")
     try:
         for mode in modes:
-            _picture(runs, mode, f"{result['host']['gpus']}, {result['date']}", folder / f"gpu-{mode}.png")
+            save(pictures.compared(result, mode), folder / f"gpu-{mode}.png")
     except ImportError:
         report.say("no picture: matplotlib is missing; draw it elsewhere with --draw gpu.json")
     return 0 if _controls_hold(runs) else 1
@@ -351,24 +353,6 @@ def _table(figures: list[Figure]) -> str:
 def _host() -> dict[str, str]:
     found = gpus()
     return {"gpus": f"{len(found)} x {found[0]}" if found else "none"}
-
-
-def _picture(runs: list[Run], mode: str, host: str, path: Path) -> None:
-    """TTFT of each system: in GPU memory, from the system, open loop."""
-    parts = {
-        "in_gpu": "hit in GPU memory",
-        "warm": "from the cache outside",
-        "open_loop": "the same, open loop",
-    }
-    groups = {}
-    for name in SYSTEMS:
-        medians = {label: _median(runs, name, mode, part) for part, label in parts.items()}
-        if name == "none":
-            medians[parts["in_gpu"]] = medians[parts["in_gpu"]] or _of_pair(runs, mode, "in_gpu", name)
-        known = {label: value for label, value in medians.items() if value is not None}
-        if known:
-            groups[name] = known
-    report.bars(path, f"TTFT, median, {mode}", "ms", groups, note=host)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,20 @@
 """The README's picture: the time to the first token of 10,000 cached tokens, by four systems on one GPU.
 
-    python bench/gpu/first_picture.py            draws docs/pictures/ten-thousand-cached-tokens.png
-    python bench/gpu/first_picture.py --check    fails when that does not show the result that it is drawn from
-
-All four are of one run on one host (`compare.py`): each system alone on the GPU, one after the other.
+All four are of one run on one host (`compare.py`): each system alone on the GPU, one after the other. `bench/redraw.py`
+draws it.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "python"))
+from pictures import MODES, NOTHING
 
-from kvlane.bench.drawing import Bar, Panel, Picture, facts_in, save  # noqa: E402
+from kvlane.bench.drawing import Bar, Panel, Picture
 
-RESULT = ROOT / "bench/gpu/results/2026-11-22-h200-eager.json"
-PICTURE = ROOT / "docs/pictures/ten-thousand-cached-tokens.png"
-KVLANE, OTHERS, NOTHING = "#2f6fb3", "#b9a184", "#9aa3ad"
+KVLANE, OTHERS = "#2f6fb3", "#b9a184"
+SHAPES = {"llama-8b": "Llama-3.1-8B"}
 
 
 def picture(result: dict[str, Any]) -> Picture:
@@ -46,29 +39,8 @@ def picture(result: dict[str, Any]) -> Picture:
     )
 
 
-SHAPES = {"llama-8b": "Llama-3.1-8B"}
-MODES = {"eager": "eager mode", "graphs": "CUDA graphs"}
-
-
 def _bar(name: str, rounds: list[dict[str, float]], colour: str) -> Bar:
     """The median of the rounds' medians, as in `compare.py`."""
     value = statistics.median(each["p50"] for each in rounds)
     low, high = min(each["min"] for each in rounds), max(each["max"] for each in rounds)
     return Bar(name, value, f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms", colour, low, high)
-
-
-def main() -> int:
-    wanted = picture(json.loads(RESULT.read_text()))
-    if "--check" not in sys.argv[1:]:
-        save(wanted, PICTURE)
-    elif not PICTURE.exists() or facts_in(PICTURE) != wanted.facts():
-        print(
-            f"{PICTURE.name} does not show {RESULT.name}: run python bench/gpu/first_picture.py",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

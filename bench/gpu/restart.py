@@ -40,12 +40,14 @@ from pathlib import Path
 from typing import Any
 
 import model
+import pictures
 from compare import ENVIRONMENT, HERE, MODES
 from measure import POISON, Engine, summary
 from systems import START_PATIENCE_S, SYSTEMS, gpus, kvlane_address, versions
 
 from kvlane._core import Tool
 from kvlane.bench import report
+from kvlane.bench.drawing import save
 
 KVLANE = SYSTEMS["kvlane"]
 TIMES = ("cold", "in_gpu", "warm", "restarted", "without_daemon", "again")
@@ -339,12 +341,7 @@ def publish(result: dict[str, Any], folder: Path) -> int:
     print("\n".join([*lines, "", note, *failed]))
     try:
         if runs:
-            groups = {
-                mode: {name.replace("_", " "): run["summary"][name]["p50"] for name in TIMES}
-                for mode, run in runs.items()
-            }
-            title = f"TTFT of {result['settings']['tokens']} tokens, median"
-            report.bars(folder / "restart.png", title, "ms", groups, note=note)
+            save(pictures.restarted(result), folder / "restart.png")
     except ImportError:
         report.say("no picture: matplotlib is missing")
     return 1 if failed else 0

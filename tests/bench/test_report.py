@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,12 +56,3 @@ def test_cpu_watch_knows_our_children_from_others() -> None:
 def test_machine_facts_name_the_machine() -> None:
     facts = report.machine_facts()
     assert facts["cpu"] and facts["cores"] >= 1 and facts["memory"].endswith("kB")
-
-
-def test_bars_write_a_picture(tmp_path: Path) -> None:
-    path = tmp_path / "x.png"
-    report.bars(
-        path, "title", "ms", {"cold": {"mean": 10.0, "p99": 20.0}, "warm": {"mean": 1.0}}, note="here"
-    )
-    assert path.read_bytes().startswith(b"\x89PNG")
-    pytest.importorskip("PIL").Image.open(path).verify()

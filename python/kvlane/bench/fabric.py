@@ -19,8 +19,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvlane.bench import certificates, report
+from kvlane.bench import certificates, pictures, report
 from kvlane.bench.daemon import cpu_seconds
+from kvlane.bench.drawing import save
 from kvlane.bench.extra import tqdm
 from kvlane.bench.fabric_peers import INSTALL, SIDES, Cell, Kvlane, Side, missing, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
@@ -110,7 +111,7 @@ LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
 LATENCY_OTHERS = (("kvlane", "nixl-tcp"), ("kvlane", "mooncake"), ("kvlane-cma", "nixl-cma"))
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
-_SMALL = 64 * KIB
+_SMALL = pictures.SMALL
 # A cell moves so many bytes, in so many operations at most and at least.
 _CELL_BYTES, _MOST, _LEAST = 256 * MIB, 1000, 3
 _ANSWER_TIMEOUT_S = 300
@@ -210,7 +211,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Not for a file: who may connect.
     shown = {key: value for key, value in vars(arguments).items() if key not in ("token", "address")}
     status = publish(argparse.Namespace(**shown), outcome, watch)
-    _draw(arguments.out, outcome.details["results"])
+    result = json.loads((arguments.out / f"{outcome.name}.json").read_text())
+    for suffix, picture in pictures.fabric(result).items():
+        save(picture, arguments.out / f"{outcome.name}{suffix}.png")
     return status
 
 
@@ -721,30 +724,6 @@ def _one_table(title: str, what: str, results: Sequence[dict[str, Any]]) -> str:
             for (op, pattern, size), row in rows.items()
         ],
     )
-
-
-def _draw(out: Path, results: Sequence[dict[str, Any]]) -> None:
-    """GB/s of all that is not small in place of the picture of ratios, and the latency of what is; over sockets, and
-    between processes of one host without them."""
-    cpu = str(report.machine_facts()["cpu"])
-    sockets, memory = ("tcp", "tls"), ("cma", "memory")
-    rate, latency = ("gb_per_s", "GB/s", "GB/s of single operations"), ("p50_us", "us", "latency, p50")
-    for name, transports, (what, unit, title) in (
-        ("fabric", sockets, rate),
-        ("fabric-latency", sockets, latency),
-        ("fabric-one-host", memory, rate),
-        ("fabric-one-host-latency", memory, latency),
-    ):
-        title = f"kvlane bench fabric, {'TCP' if transports == sockets else 'one host'}: {title}"
-        groups: dict[str, dict[str, float]] = {}
-        for each in results:
-            if each["transport"] not in transports:
-                continue
-            if _is_small(each) == (what == "p50_us") and each[what] is not None:
-                size = _label(each["bytes"]) if each["pattern"] == "contiguous" else each["pattern"]
-                groups.setdefault(f"{each['op']} {size}", {})[each["system"]] = each[what]
-        if groups:
-            report.bars(out / f"{name}.png", title, unit, groups, note=cpu)
 
 
 def _label(size: int | None) -> str:

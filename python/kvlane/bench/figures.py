@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import report
+from kvlane.bench import pictures, report
+from kvlane.bench.drawing import save
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWatch) -> int:
-    """Table to stdout, NAME.json and NAME.png to --out. A missed goal is a result, not a failure: always 0."""
+    """Table to stdout, NAME.json and, if a figure has a goal, NAME.png to --out.
+
+    A missed goal is a result, not a failure: always 0.
+    """
     settings = {key: value for key, value in vars(arguments).items() if key not in ("run", "out")}
     result = {
         "benchmark": outcome.name,
@@ -90,22 +95,12 @@ def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWa
     print(table(outcome.figures))
     print(outcome.note)
     print(f"others used {watch.facts['other_cores']:.2f} cores meanwhile")
-    bounded = [figure for figure in outcome.figures if figure.goal]
-    bars = {
-        f"{figure.what}\n{figure.goal}": {
-            "share of the bound": figure.value
-            / (figure.at_most if figure.at_most is not None else figure.at_least or 1.0)
-        }
-        for figure in bounded
-    }
-    report.bars(
-        out / f"{outcome.name}.png",
-        f"kvlane bench {outcome.name}: measured / bound",
-        "measured / bound",
-        bars,
-        note=result["machine"]["cpu"],
-    )
-    print(f"written: {out / outcome.name}.json, {out / outcome.name}.png")
+    written = [out / f"{outcome.name}.json"]
+    # As it stands in the file: what was not measured is null there.
+    if picture := pictures.goals(json.loads(written[0].read_text())):
+        written.append(out / f"{outcome.name}.png")
+        save(picture, written[-1])
+    print(f"written: {', '.join(map(str, written))}")
     return 0
 
 

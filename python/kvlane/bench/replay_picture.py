@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvlane.bench.report import COLOURS
+from kvlane.bench.drawing import COLOURS, WIDTH, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def lines(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -20,38 +25,61 @@ def lines(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     return {policy: sorted(points) for policy, points in found.items()}
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
+def facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the picture shows, as JSON gives it back."""
+    scans = ", mixed 1:1 with one-time prompts" if report["with_scans"] else ""
+    below = {result.get("ssd_capacity_blocks", 0) for result in report["results"]} - {0}
+    ssd = f", {max(below):,} blocks in the tier below" if below else ""
+    shown = {
+        "title": f"{Path(report['trace']).name}{scans}{ssd}",
+        "lines": lines(report),
+        "ceiling": report["ceiling_percent"],
+    }
+    return json.loads(json.dumps(shown))
+
+
+def picture(report: Mapping[str, Any]) -> Figure:
     """Hit rate against capacity, a line for each policy and one for the ceiling."""
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.6))
-    for index, (policy, points) in enumerate(lines(report).items()):
+    shown = facts(report)
+    figure = Figure(figsize=(WIDTH, 4.8), layout="constrained", facecolor="white")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, (policy, points) in enumerate(shown["lines"].items()):
         shares, hits = zip(*points, strict=True)
         # The policy that chooses among the others lies on one of them: dashed, both are seen.
-        style = {"color": "black", "linestyle": "--", "marker": "x"} if policy == "auto" else {"marker": "o"}
-        style.setdefault("color", COLOURS[index % len(COLOURS)])
-        axes.plot(shares, hits, label=policy, markersize=4, **style)
-    axes.axhline(report["ceiling_percent"], color="#b5545f", linestyle=":", label="ceiling: no limit")
+        colour, line, marker = (
+            ("black", "--", "x") if policy == "auto" else (COLOURS[index % len(COLOURS)], "-", "o")
+        )
+        axes.plot(shares, hits, label=policy, color=colour, linestyle=line, marker=marker, markersize=4)
+    axes.axhline(shown["ceiling"], color="#1f2328", linestyle=":", label="ceiling: no limit")
     axes.set_xscale("log")
-    ticks = sorted({share for points in lines(report).values() for share, _ in points})
+    ticks = sorted({share for points in shown["lines"].values() for share, _ in points})
     axes.set_xticks(ticks, [f"{share:.3g} %" for share in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("RAM, share of the different blocks")
     axes.set_ylabel("prefix hits, % of block references")
-    scans = ", mixed 1:1 with one-time prompts" if report["with_scans"] else ""
-    below = {result.get("ssd_capacity_blocks", 0) for result in report["results"]} - {0}
-    ssd = f", {max(below):,} blocks in the tier below" if below else ""
-    axes.set_title(f"{Path(report['trace']).name}{scans}{ssd}", fontsize=11)
+    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    # Capacities may lie close together: what would be written over the one before is left out.
+    canvas.draw()
+    texts, end = [], -math.inf
+    for label in axes.get_xticklabels():
+        box = label.get_window_extent()
+        fits = box.x0 > end + 4
+        texts.append(label.get_text() if fits else "")
+        end = box.x1 if fits else end
+    axes.set_xticks(ticks, texts)
+    return figure
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """The picture into a PNG, with what it shows."""
+    write(picture(report), facts(report), path)
 
 
 def main(arguments: Sequence[str]) -> int:

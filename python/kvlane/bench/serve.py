@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import load, report
+from kvlane.bench import load, pictures, report
+from kvlane.bench.drawing import save
 from kvlane.bench.endpoint import Endpoint
 from kvlane.bench.extra import tqdm
 from kvlane.bench.processes import connector_config, own_daemon, own_engine
@@ -186,6 +187,7 @@ def round_figures(timings: list[load.Timing]) -> dict[str, Any]:
         "output_tokens": tokens,
         "output_tokens_per_s": tokens / duration if duration else 0.0,
         "ttft_ms": report.summary(timing.ttft * 1e3 for timing in good),
+        "ttft_each_ms": [timing.ttft * 1e3 for timing in good],
         "tpot_ms": report.summary(timing.tpot * 1e3 for timing in good if timing.tpot is not None),
         "itl_ms": report.summary(gap * 1e3 for timing in good for gap in timing.gaps),
         "client_late_ms": max((timing.late for timing in timings), default=0.0) * 1e3,
@@ -201,7 +203,7 @@ def _publish(out: Path, result: dict[str, Any]) -> None:
     report.write_json(out / "serve.json", result)
     headers = ["engine", "round", "ok", "req/s", "hit tokens", "of"]
     headers += [f"{name} {part}" for name in ("TTFT", "TPOT", "ITL") for part in ("mean", "p50", "p99")]
-    rows, groups = [], {}
+    rows = []
     for measured in result["runs"]:
         for each in measured["rounds"]:
             row: list[Any] = [
@@ -214,8 +216,6 @@ def _publish(out: Path, result: dict[str, Any]) -> None:
             for name in ("ttft_ms", "tpot_ms", "itl_ms"):
                 row += [each[name][part] for part in ("mean", "p50", "p99")]
             rows.append(row)
-            label = f"{measured['name']}\n{each['round']}"
-            groups[label] = {part: each["ttft_ms"][part] for part in ("mean", "p99")}
             for error in each["errors"]:
                 report.say(f"{measured['name']}, {each['round']}: {error}")
             if not each["own_prefix_cache_reset"]:
@@ -226,11 +226,7 @@ def _publish(out: Path, result: dict[str, Any]) -> None:
     print("times in milliseconds")
     cpu = result["machine"]["cpu_use"]
     print(f"others used {cpu['other_cores']:.2f} cores meanwhile")
-    settings = result["settings"]
-    note = (
-        f"{settings['num_prompts']} prompts of {settings['input_len']} tokens, {settings['request_rate']}/s; "
-    )
-    report.bars(out / "serve.png", "Time to first token", "ms", groups, note=note + result["machine"]["cpu"])
+    save(pictures.serve(result), out / "serve.png")
     print(f"written: {out / 'serve.json'}, {out / 'serve.png'}")
 
 

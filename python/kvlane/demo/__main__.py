@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import report
+from kvlane.bench import pictures, report
+from kvlane.bench.drawing import save
 from kvlane.bench.processes import beside_python
 from kvlane.demo.device import DEVICES, NoSuchDevice, Setup, choose, visible_gpus, vllm_here
 from kvlane.demo.model import build_model
@@ -169,9 +170,8 @@ def _publish(arguments: argparse.Namespace, result: dict[str, Any], scenarios: l
         f"{result['hit_tokens']} tokens came from the daemon; {result['seconds']:.0f} s in all"
     )
     report.write_json(arguments.out / "demo.json", result)
-    groups = {"cold": cold, "warm": warm, "from the SSD": ssd}
-    tokens = f"Time to first token, {arguments.prompt_tokens} tokens"
-    report.bars(arguments.out / "demo.png", tokens, "ms", groups, note=title)
+    figures = {scenario.name.partition(":")[0]: scenario.figures for scenario in scenarios}
+    save(pictures.demo(title, arguments.prompt_tokens, figures), arguments.out / "demo.png")
     print(f"written: {arguments.out / 'demo.json'}, {arguments.out / 'demo.png'}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,11 @@ class Scenario:
         """Note `sentence` as a problem unless it holds."""
         if not holds:
             self.problems.append(sentence)
+
+    def timed(self, ttfts_ms: Iterable[float]) -> None:
+        """Note times to first token: each, and what they come to."""
+        each = list(ttfts_ms)
+        self.figures |= {"ttft_ms": summary(each), "ttft_each_ms": each}
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Demo:
             self._references.append(reference)
         answers = {tuple(reference.answer["tokens"]) for reference in self._references}
         scenario.must(len(answers) == len(self._references), "different prompts got the same answer")
-        scenario.figures["ttft_ms"] = summary(reference.cold["ttft_ms"] for reference in self._references)
+        scenario.timed(reference.cold["ttft_ms"] for reference in self._references)
         return scenario
 
     def warm(self, step: Callable[[str], object]) -> Scenario:
@@ -121,7 +126,7 @@ class Demo:
             answers.append(self._answer(a, reference.prompt))
             self._compare(scenario, "engine A", answers[-1], reference, SAME_BATCH)
             self._compare_bytes(scenario, a, reference)
-        scenario.figures["ttft_ms"] = summary(answer["ttft_ms"] for answer in answers)
+        scenario.timed(answer["ttft_ms"] for answer in answers)
         scenario.figures["hit_tokens"] = _external_hits(a) - hits_before
         expected = self.hit_tokens * len(self._references)
         scenario.must(
@@ -183,7 +188,7 @@ class Demo:
                 ttfts.append(answer["ttft_ms"])
             for engine in (a, b):
                 self._compare_bytes(scenario, engine, reference)
-        scenario.figures["ttft_ms"] = summary(ttfts)
+        scenario.timed(ttfts)
         return scenario
 
     def engine_killed(self, step: Callable[[str], object]) -> Scenario:
@@ -223,7 +228,7 @@ class Demo:
             answers.append(self._answer(b, reference.prompt))
             self._compare(scenario, "from the SSD", answers[-1], reference, SAME_BATCH)
             self._compare_bytes(scenario, b, reference)
-        scenario.figures["ttft_ms"] = summary(answer["ttft_ms"] for answer in answers)
+        scenario.timed(answer["ttft_ms"] for answer in answers)
         return scenario
 
     def daemon_restarted(self, step: Callable[[str], object]) -> Scenario:

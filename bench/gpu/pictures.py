@@ -1,0 +1,119 @@
+"""What the pictures of `compare.py` and `restart.py` show, from what their JSON files hold."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from kvlane.bench.drawing import COLOURS, Bar, Panel, Picture, number
+
+NOTHING = "#9aa3ad"
+# By the name of a system in `systems.py`.
+NAMES = {"none": "no connector", "kvlane": "kvlane", "pegaflow": "PegaFlow", "offload": "vLLM's offload"}
+MODES = {"eager": "eager mode", "graphs": "CUDA graphs"}
+# By the name of a part in the JSON file.
+PARTS = {
+    "cold": "computed: nothing is cached",
+    "in_gpu": "hit in the engine's own GPU memory",
+    "warm": "from the cache outside, one prompt at a time",
+    "open_loop": "the same, prompts arrive at fixed times",
+}
+
+
+def compared(result: Mapping[str, Any], mode: str) -> Picture:
+    """TTFT of each system, of what `compare.py` wrote: computed, in GPU memory, from the cache outside, open loop.
+
+    Bars are medians of the rounds' medians. The rounds' medians are drawn where there are several.
+    """
+    systems = list(dict.fromkeys(run["system"] for run in result["runs"] if run["system"] != "pair"))
+    paired = [run["found"] for run in result["runs"] if run["system"] == "pair" and run["mode"] == mode]
+    panels = []
+    for part, heading in PARTS.items():
+        bars = []
+        for index, system in enumerate(dict.fromkeys(["none", *systems])):
+            rounds = _rounds(result, system, mode, part)
+            if not rounds and system == "none" and part in ("cold", "in_gpu"):
+                rounds = [each[part]["none"] for each in paired]
+            if rounds:
+                colour = NOTHING if system == "none" else COLOURS[index - 1]
+                bars.append(_bar(NAMES.get(system, system), rounds, colour))
+        if bars:
+            panels.append(Panel(heading, tuple(bars)))
+    versions = result.get("versions", {})
+    known = [f"{name} {versions[key]}" for key, name in VERSIONS.items() if key in versions]
+    return Picture(
+        f"Time to first token (TTFT), median, {MODES.get(mode, mode)}",
+        f"{_prompts(result)}{result['host']['gpus']}; {', '.join([*known, result['date']])}. Thin lines: from the "
+        "fastest prompt to the slowest; dots: medians of rounds.",
+        tuple(panels),
+        2,
+    )
+
+
+VERSIONS = {"vllm": "vLLM", "kvlane": "kvlane", "pegaflow-llm-cu13": "PegaFlow", "lmcache": "LMCache"}
+
+
+def _prompts(result: Mapping[str, Any]) -> str:
+    settings = result.get("settings", {})
+    if not {"prompts", "tokens"} <= set(settings):
+        return ""
+    return f"{settings['prompts']} prompts of {settings['tokens']:,} tokens; "
+
+
+def _rounds(result: Mapping[str, Any], system: str, mode: str, part: str) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = []
+    for run in result["runs"]:
+        if run["system"] == system and run["mode"] == mode and part in run["found"]:
+            each = run["found"][part]
+            found += each if isinstance(each, list) else [each]
+    return [each for each in found if each.get("p50") is not None]
+
+
+def _bar(name: str, rounds: list[dict[str, float]], colour: str) -> Bar:
+    medians = tuple(each["p50"] for each in rounds)
+    value = statistics.median(medians)
+    known = all("min" in each for each in rounds)
+    return Bar(
+        name,
+        value,
+        f"{number(value)} ms",
+        colour,
+        low=min(each["min"] for each in rounds) if known else None,
+        high=max(each["max"] for each in rounds) if known else None,
+        samples=medians if len(medians) > 1 else (),
+    )
+
+
+def restarted(result: Mapping[str, Any]) -> Picture:
+    """TTFT of what `restart.py` measured, in each mode, with every single prompt."""
+    panels = tuple(
+        Panel(MODES.get(mode) or mode, tuple(_restart_bar(run, name, what) for name, what in TIMES.items()))
+        for mode, run in result["runs"].items()
+    )
+    versions = ", ".join(
+        f"{name} {result['versions'][key]}" for key, name in VERSIONS.items() if key in result["versions"]
+    )
+    return Picture(
+        f"Time to first token (TTFT) of {result['settings']['tokens']:,} tokens, through two kills",
+        f"{', '.join(result['host']['gpus']) or 'no GPU'}; {versions}, {result['date']}. Bars: medians; dots: single "
+        "prompts.",
+        panels,
+    )
+
+
+TIMES = {
+    "cold": "computed",
+    "in_gpu": "hit in the engine's own GPU memory",
+    "warm": "from the daemon",
+    "restarted": "from the daemon, engine killed and restarted",
+    "without_daemon": "daemon killed: computed again",
+    "again": "daemon restarted: from the daemon again",
+}
+
+
+def _restart_bar(run: Mapping[str, Any], name: str, what: str) -> Bar:
+    value = run["summary"][name]["p50"]
+    samples = tuple(each for row in run.get(f"{name}_ms", ()) for each in row)
+    colour = NOTHING if name in ("cold", "without_daemon") else COLOURS[1 if name == "in_gpu" else 0]
+    return Bar(what, value, f"{number(value)} ms", colour, samples=samples)

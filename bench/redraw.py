@@ -1,0 +1,111 @@
+"""Draws the committed pictures again, from the committed results that they show.
+
+    python bench/redraw.py            after a result was added here, or the drawing changed; needs matplotlib
+    python bench/redraw.py --check    fails when a picture does not show its result; needs no matplotlib
+
+A picture holds, beside its pixels, all names and values that were drawn (`kvlane.bench.drawing.facts_in`): the check
+compares them with what the result says now.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Without an installed kvlane too, and beside one of another version.
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench/gpu")]
+
+import first_picture  # noqa: E402
+import pictures as gpu_pictures  # noqa: E402
+
+from kvlane.bench import drawing, pictures, replay_picture  # noqa: E402
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Of the pictures of each result, those that are committed.
+FABRIC = {
+    "2026-11-23-two-cores": ("", "-latency", "-one-host", "-one-host-latency", "-goals"),
+    "2026-11-23-two-cores-2": ("-goals",),
+    "2026-11-23-16-cores": ("-one-host",),
+    "2026-11-23-h200-gpu-memory": ("",),
+}
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """A committed picture."""
+
+    path: Path
+    result: Path
+    facts: dict[str, Any]
+    draw: Callable[[], Figure]
+
+
+def committed() -> Iterator[Redrawn]:
+    """All of them."""
+    ssd, fabric, gpu, replay = (
+        ROOT / "bench" / name / "results" for name in ("ssd", "fabric", "gpu", "replay")
+    )
+    one = gpu / "2026-11-22-h200-eager.json"
+    yield _bars(ROOT / "docs/pictures/ten-thousand-cached-tokens.png", one, first_picture.picture(_read(one)))
+    for name, mode in (("2026-11-22-h200-eager", "eager"), ("2026-11-22-h200-graphs", "graphs")):
+        result = gpu / f"{name}.json"
+        yield _bars(gpu / f"{name}.png", result, gpu_pictures.compared(_read(result), mode))
+    result = gpu / "2026-11-23-h200-vllm-0.33-restart.json"
+    yield _bars(result.with_suffix(".png"), result, gpu_pictures.restarted(_read(result)))
+    for result in sorted(ssd.glob("*two-cores-*.json")):
+        if (picture := pictures.goals(_read(result))) is not None:
+            yield _bars(result.with_suffix(".png"), result, picture)
+    for name, wanted in FABRIC.items():
+        result = fabric / f"{name}.json"
+        drawn = pictures.fabric(_read(result))
+        for suffix in wanted:
+            yield _bars(fabric / f"{name}{suffix}.png", result, drawn[suffix])
+    for result in sorted(replay.glob("*.json")):
+        read = _read(result)
+        yield Redrawn(
+            result.with_suffix(".png"),
+            result,
+            replay_picture.facts(read),
+            lambda read=read: replay_picture.picture(read),
+        )
+
+
+def _read(result: Path) -> Any:
+    return json.loads(result.read_text())
+
+
+def _bars(path: Path, result: Path, picture: drawing.Picture) -> Redrawn:
+    return Redrawn(path, result, picture.facts(), lambda: drawing.draw(picture))
+
+
+def stale(pictures: Iterator[Redrawn]) -> Iterator[str]:
+    """A sentence for each picture that does not show its result."""
+    for each in pictures:
+        if not each.path.exists():
+            yield f"{each.path.relative_to(ROOT)} is missing"
+        elif drawing.facts_in(each.path) != each.facts:
+            yield f"{each.path.relative_to(ROOT)} does not show {each.result.name}"
+
+
+def main() -> int:
+    if "--check" not in sys.argv[1:]:
+        for each in committed():
+            drawing.write(each.draw(), each.facts, each.path)
+            print(each.path.relative_to(ROOT))
+        return 0
+    wrong = list(stale(committed()))
+    for sentence in wrong:
+        print(f"{sentence}: run python bench/redraw.py", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
