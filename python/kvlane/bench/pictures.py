@@ -129,12 +129,13 @@ def serve(result: Mapping[str, Any]) -> Picture:
         )
         for index, measured in enumerate(result["runs"])
     )
-    few = settings["num_prompts"] < _P99_SAMPLES
+    drawn = [bar for panel in panels for bar in panel.bars]
+    kinds = ["dots: single prompts"] if any(bar.samples for bar in drawn) else []
+    kinds += ["thin lines: from the median to p99"] if any(bar.high is not None for bar in drawn) else []
     return Picture(
         "Time to first token (TTFT)" + ("" if len(engines) > 1 else f", {engines[0]}" if engines else ""),
         f"{settings['num_prompts']} prompts of {settings['input_len']} tokens, {settings['request_rate']} a second. "
-        f"Bars: the mean; {'dots: single prompts' if few else 'thin lines: from the median to p99'}. "
-        f"{result['machine']['cpu']}.",
+        f"{'; '.join(['Bars: the mean', *kinds])}. {result['machine']['cpu']}.",
         panels,
     )
 
