@@ -50,6 +50,7 @@ lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fi
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
+	$(DEV)/python scripts/settings_table.py docs/configure.md --check
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"

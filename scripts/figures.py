@@ -1,7 +1,7 @@
-"""Puts the figures of docs/figures.json into README.md, between its markers.
+"""Puts the figures of docs/figures.json into docs/performance.md, between its markers.
 
 python scripts/figures.py            after `kvlane bench all`
-python scripts/figures.py --check    fails when README.md does not show docs/figures.json
+python scripts/figures.py --check    fails when docs/performance.md does not show docs/figures.json
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "performance.md"
 FIGURES = ROOT / "docs" / "figures.json"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 
 
 def main() -> int:
-    text = README.read_text()
+    text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     table = _table(json.loads(FIGURES.read_text())) if FIGURES.exists() else ""
     wanted = before + BEGIN + table + END + after
     if "--check" in sys.argv[1:]:
         if text != wanted:
-            print("README.md does not show docs/figures.json: run python scripts/figures.py", file=sys.stderr)
+            print(
+                "docs/performance.md does not show docs/figures.json: run python scripts/figures.py", file=sys.stderr
+            )
             return 1
         return 0
-    README.write_text(wanted)
+    PAGE.write_text(wanted)
     return 0
 
 
