@@ -26,7 +26,8 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         if text != wanted:
             print(
-                "docs/performance.md does not show docs/figures.json: run python scripts/figures.py", file=sys.stderr
+                "docs/performance.md does not show docs/figures.json: run python scripts/figures.py",
+                file=sys.stderr,
             )
             return 1
         return 0

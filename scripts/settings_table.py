@@ -45,9 +45,7 @@ def table(source: str) -> str:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    (settings,) = (
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings"
-    )
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     lines = ["", "| key | default | what |", "|---|---|---|"]
     for field, documentation in zip(settings.body, settings.body[1:], strict=False):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
