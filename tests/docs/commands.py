@@ -1,0 +1,64 @@
+"""Who runs each command of README.md and docs/: a test, a target of the Makefile that CI makes, or the demo.
+
+A command that is not here fails a test, and so does an entry whose command is on no page any more.
+"""
+
+from __future__ import annotations
+
+HERE = "tests/docs/test_commands.py::"
+START = "tests/engine/test_start_page.py::test_the_start_page_word_for_word"
+WHEEL = "tests/packaging/test_wheel.py::test_a_daemon_an_engine_that_saves_and_another_one_that_loads"
+# What `kvlane serve` is told, up to the last flag; the daemon itself runs in the tests of tests/daemon.
+FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
+UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
+REPLAY = HERE + "test_a_trace_is_replayed"
+
+TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
+
+RUN_BY = {
+    # README.md
+    "pip install dist/kvlane-*.whl": WHEEL,
+    "kvlane serve --pool-size 16gb": FLAGS,
+    f"vllm serve MODEL --kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
+    "kvlane status": START,
+    "python3 scripts/environment.py --without-kvlane vllm-0.32": "make fetch",
+    ". .venvs/vllm-0.32/bin/activate": "make fetch",
+    ".venvs/boot/bin/uv pip install dist/kvlane-*.whl": "make vllm",
+    "python -m kvlane.demo.model --shape tiny out/tiny-model": START,
+    "kvlane serve --pool-size 1gb &": FLAGS,
+    "VLLM_CPU_KVCACHE_SPACE=1 vllm serve out/tiny-model --max-model-len 4096 --enforce-eager "
+    f"--kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
+    "make demo": "make demo",
+    "make test": "make test",
+    # docs/configure.md
+    "kvlane serve --pool-size 16gb --ssd /var/lib/kvlane": FLAGS,
+    "KVLANE_POOL_SIZE=16gb KVLANE_SSD=/var/lib/kvlane kvlane serve": FLAGS,
+    "kvlane serve --config examples/systemd/kvlane.toml": FLAGS,
+    f"kvlane doctor --engine-config {TRANSFER}": HERE + "test_the_doctor_looks_at_an_engines_configuration",
+    # docs/operate.md
+    "python3 -m venv /opt/kvlane": WHEEL,
+    "/opt/kvlane/bin/pip install dist/kvlane-*.whl": WHEEL,
+    "cp examples/systemd/kvlane.toml /etc/kvlane.toml": UNIT,
+    "cp examples/systemd/kvlane.service /etc/systemd/system/kvlane.service": UNIT,
+    "systemctl daemon-reload": UNIT,
+    "systemctl enable --now kvlane": UNIT,
+    "curl -s http://127.0.0.1:9091/health": HERE + "test_health_and_metrics_are_asked_for",
+    "curl -s http://127.0.0.1:9091/metrics": HERE + "test_health_and_metrics_are_asked_for",
+    # docs/performance.md
+    "kvlane bench --help": "tests/packaging/test_wheel.py::test_every_help_works_without_extras",
+    "kvlane bench serve --model MODEL --num-prompts 50 --input-len 2000 --output-len 32 --request-rate 2": (
+        HERE + "test_benchmarks_know_their_flags"
+    ),
+    "kvlane bench lookup --busy": (
+        "tests/bench/test_micro.py::test_lookup_beside_saves_and_computing_threads_has_a_control"
+    ),
+    "kvlane replay TRACE": REPLAY,
+    # docs/policies.md and docs/sizing.md
+    "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
+    "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,
+}
+# The commands of these pages and blocks are run as they stand, so each need not be named.
+RUN_AS_A_WHOLE = {
+    "docs/start.md": START,
+    "docs/fabric.md": HERE + "test_certificates_are_made_and_fit_each_other",
+}
