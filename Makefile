@@ -47,10 +47,10 @@ lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fi
 	$(DEV)/ruff format --check .
 	$(DEV)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
+	$(DEV)/python scripts/settings_table.py docs/configure.md --check
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
-	$(DEV)/python scripts/settings_table.py docs/configure.md --check
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"
