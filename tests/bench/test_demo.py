@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvlane.demo import device, scenarios
-from kvlane.demo.__main__ import _result
+from kvlane.demo.__main__ import _publish, _result
 from kvlane.demo.processes import Daemon, ProcessFailed
 from kvlane.demo.scenarios import Demo, Reference, Scenario
 
@@ -212,6 +213,23 @@ def test_a_block_that_is_not_in_the_pool_is_an_error() -> None:
     absent = {"layers": [b"12345678".hex()], "layer_bytes": 40}
     with pytest.raises(ProcessFailed, match="1 of 2 layers"):
         scenarios._Pool(FakeTool(b"\0" * 100)).overwrite(absent, {"layers": ["00" * 8]})  # type: ignore[arg-type]
+
+
+def test_what_it_prints_fits_a_terminal(
+    demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = {"ttft_ms": {"mean": 2.0, "p50": 2.0, "p99": 3.0}}
+    done = [
+        Scenario(f"{name}: {'a scenario with a long name ' * 5}", timed) for name in ("cold", "warm", "ssd")
+    ]
+    done[1].must(False, "what went wrong was long to tell " * 6)
+    result = _result(demo, done, 1.0)
+    result["device"] = {"kind": "cpu", "name": "A Processor With A Very Long Name " * 3, "dtype": "float32"}
+    result["machine"] = {"vllm": "0.32.0+cpu"}
+    _publish(argparse.Namespace(out=tmp_path, prompt_tokens=128), result, done)
+    *lines, written = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert written.startswith("written: ")
 
 
 def test_the_result_names_what_was_asked_for(demo: Demo) -> None:

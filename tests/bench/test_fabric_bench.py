@@ -209,7 +209,7 @@ def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest
         fabric._row("kvlane", "write", large, {"gb_per_s": 2.0, "p50_us": 3.0, "p99_us": 4.0}, None),
         fabric._row("loop", "write", large, {}, "too much for it"),
     ]
-    assert [line.split() for line in fabric._table(rows).splitlines() if "4 KiB" in line] == [
+    assert [line.split() for line in fabric.table(rows).splitlines() if "4 KiB" in line] == [
         ["write", "contiguous", "4", "KiB", "2", "failed"],
         ["write", "contiguous", "4", "KiB", "3", "failed"],
         ["failed:", "loop,", "write", "contiguous", "4", "KiB:", "too", "much", "for", "it"],

@@ -11,20 +11,21 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.bench import report
+from kvlane.bench import fabric, figures, report
 
 
 def test_summary_of_known_values() -> None:
-    assert report.summary(range(1, 101)) == {"mean": 50.5, "p50": 50, "p99": 99}
-    assert report.summary([7.0]) == {"mean": 7.0, "p50": 7.0, "p99": 7.0}
+    assert report.summary(range(1, 101)) == {"mean": 50.5, "p50": 50, "p90": 90, "p95": 95, "p99": 99}
+    assert set(report.summary([7.0]).values()) == {7.0}
     assert all(math.isnan(value) for value in report.summary([]).values())
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))
 def test_percentiles_are_values_in_order(values: list[float]) -> None:
     found = report.summary(values)
-    assert found["p50"] in values and found["p99"] in values
-    assert min(values) <= found["p50"] <= found["p99"] <= max(values)
+    ordered = [found[part] for part in ("p50", "p90", "p95", "p99")]
+    assert set(ordered) <= set(values) and ordered == sorted(ordered)
+    assert min(values) <= ordered[0] and ordered[-1] <= max(values)
 
 
 def test_table_aligns() -> None:
@@ -37,6 +38,45 @@ def test_table_aligns() -> None:
         "none        -",
         "ok        yes",
     ]
+
+
+@given(
+    st.lists(st.text("ab ", min_size=1, max_size=30), min_size=1, max_size=14),
+    st.integers(1, 5),
+    st.text("abc ", max_size=300),
+)
+def test_tables_fit_their_width_and_lose_nothing(headers: list[str], rows: int, first: str) -> None:
+    cells = [[first, *(f"{row}-{column}" for column in range(1, len(headers)))] for row in range(rows)]
+    table = report.table(headers, cells, width=60)
+    assert all(len(line) <= 60 for line in table.splitlines())
+    for row in range(rows):
+        assert all(f"{row}-{column}" in table.split() for column in range(1, len(headers)))
+    # Each part of a table has the rows' names anew.
+    letters = table.replace("-", "").replace("\n", "").replace(" ", "")
+    parts = table.count("\n\n") + 1
+    assert letters.count("c") == parts * rows * first.count("c")
+
+
+def test_what_is_committed_fits_a_terminal() -> None:
+    """Tables of `kvlane bench` with a dozen systems or long names ran over the edge of a terminal and could not be
+    read: 140 columns for the fabric, 109 for GPUs, more than 150 for `kvlane bench serve`."""
+    root = Path(__file__).resolve().parents[2]
+    results = [json.loads(path.read_text()) for path in sorted(root.glob("bench/*/results/**/*.json"))]
+    tables = []
+    for result in results:
+        if not isinstance(result, dict):
+            continue
+        known = [
+            {key: each[key] for key in ("what", "value", "unit", "at_most", "at_least")}
+            for each in result.get("figures", [])
+        ]
+        shown = [figures.Figure(**{**each, "value": each["value"] or math.nan}) for each in known]
+        if shown:
+            tables.append(figures.table(shown))
+        if result.get("benchmark") == "fabric":
+            tables.append(fabric.table(result["results"]))
+    assert len(tables) > 10
+    assert max(len(line) for table in tables for line in table.splitlines()) <= report.WIDTH
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"results": outcome.details["results"]}))
         return 0
-    print(_table(outcome.details["results"]))
+    print(table(outcome.details["results"]))
     print()
     # Not for a file: who may connect.
     shown = {key: value for key, value in vars(arguments).items() if key not in ("token", "address")}
@@ -690,13 +690,15 @@ def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[
     return figures
 
 
-def _table(results: Sequence[dict[str, Any]]) -> str:
+def table(results: Sequence[dict[str, Any]]) -> str:
     """GB/s of each system, a row for each operation; below that latency, where it is small; then what failed."""
     parts = [
         _one_table("GB/s", "gb_per_s", results),
         _one_table("p50, us", "p50_us", [each for each in results if _is_small(each)]),
         "\n".join(
-            f"failed: {each['system']}, {each['op']} {each['pattern']} {_label(each['bytes'])}: {each['error']}"
+            report.paragraph(
+                f"failed: {each['system']}, {each['op']} {each['pattern']} {_label(each['bytes'])}: {each['error']}"
+            )
             for each in results
             if "error" in each
         ),

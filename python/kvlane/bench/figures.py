@@ -93,7 +93,7 @@ def publish(arguments: argparse.Namespace, outcome: Outcome, watch: report.CpuWa
     out: Path = arguments.out
     report.write_json(out / f"{outcome.name}.json", result)
     print(table(outcome.figures))
-    print(outcome.note)
+    print(report.paragraph(outcome.note))
     print(f"others used {watch.facts['other_cores']:.2f} cores meanwhile")
     written = [out / f"{outcome.name}.json"]
     # As it stands in the file: what was not measured is null there.

