@@ -123,7 +123,7 @@ def serve(result: Mapping[str, Any]) -> Picture:
         Panel(
             measured["name"],
             tuple(
-                _times(each["round"], each["ttft_ms"], each.get("ttft_each_ms", ()), index)
+                _times(round_label(each), each["ttft_ms"], each.get("ttft_each_ms", ()), index)
                 for each in measured["rounds"]
             ),
         )
@@ -138,6 +138,11 @@ def serve(result: Mapping[str, Any]) -> Picture:
         f"{'; '.join(['Bars: the mean', *kinds])}. {result['machine']['cpu']}.",
         panels,
     )
+
+
+def round_label(each: Mapping[str, Any]) -> str:
+    """The round's name, which says of a repeat that it is not known to be warm."""
+    return f"{each['round']} (not known\nto be kvlane's)" if each.get("not_warm") else each["round"]
 
 
 def _times(name: str, summary: Mapping[str, float], samples: Sequence[float], colour: int) -> Bar:

@@ -15,11 +15,20 @@ from kvlane.bench.drawing import save
 from kvlane.bench.endpoint import Endpoint
 from kvlane.bench.extra import tqdm
 from kvlane.bench.processes import connector_config, own_daemon, own_engine
+from kvlane.bench.sources import Sources
 
 NAME = "serve"
-HELP = "TTFT, TPOT, ITL and hits of an OpenAI endpoint, or of an engine of its own, cold and warm"
-# Counters of vLLM that a round's difference is taken of.
-_HITS, _OWN_HITS = "vllm:external_prefix_cache_hits", "vllm:prefix_cache_hits"
+HELP = "TTFT, TPOT, ITL, end-to-end latency and hits of an OpenAI endpoint, or of an engine of its own, cold and warm"
+STATUSES = (
+    "A round after the first is called warm when the endpoint's /metrics say that it came from kvlane, and repeat "
+    "otherwise. Exit status: 0; 1 when a request failed; 3 when the first round was not cold, or a later one is a "
+    "repeat, but for --connector none, of which nobody expects more."
+)
+NOT_AS_MEANT = 3
+"""The exit status of rounds that are not what they were meant to be."""
+# What is told of each time, and how it is called.
+TIMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+PARTS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--connector",
         choices=("kvlane", "none", "both"),
         default="kvlane",
-        help="own engine: with kvlane, plain, or one after the other (default %(default)s)",
+        help="own engine: with kvlane, plain, or one after the other; of --base-url: what it is said to have "
+        "(default %(default)s)",
     )
     target.add_argument("--address", help="own engine: daemon to use; default starts one")
     target.add_argument(
@@ -64,22 +74,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab", type=int, default=10_000, help="token ids are below this (default %(default)s)"
     )
     work.add_argument(
-        "--warm-rounds", type=int, default=1, help="rounds after the cold one (default %(default)s)"
+        "--warm-rounds",
+        type=int,
+        default=1,
+        help="rounds after the cold one, with the same prompts (default %(default)s)",
     )
-    work.add_argument(
-        "--shuffle-warm", action="store_true", help="warm rounds send the prompts in another order"
-    )
+    work.add_argument("--shuffle-warm", action="store_true", help="these send the prompts in another order")
     work.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default %(default)s)")
     work.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take")
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"
     )
+    parser.epilog = STATUSES
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and write serve.json and serve.png; 1 when a request failed."""
+    """Measure and write serve.json and serve.png; the status is one of STATUSES."""
     if arguments.base_url is None and arguments.model is None:
         sys.exit("kvlane bench serve needs --base-url of an endpoint, or --model for an engine of its own")
+    if arguments.base_url is not None and arguments.connector == "both":
+        sys.exit("--connector both starts two engines of its own; leave out --base-url")
     if not 0 <= arguments.shared_prefix <= arguments.input_len:
         sys.exit(
             f"--shared-prefix {arguments.shared_prefix} is not between 0 and --input-len {arguments.input_len}"
@@ -89,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     with report.CpuWatch() as watch:
         if arguments.base_url:
-            runs = [_measure(arguments, "endpoint", arguments.base_url, arguments.model)]
+            with_kvlane = arguments.connector != "none"
+            runs = [_measure(arguments, "endpoint", arguments.base_url, arguments.model, with_kvlane)]
         else:
             kinds = ("none", "kvlane") if arguments.connector == "both" else (arguments.connector,)
             runs = [_measure_own(arguments, kind) for kind in kinds]
@@ -104,7 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
         "runs": runs,
     }
     _publish(arguments.out, result)
-    return 1 if any(each["failed"] for measured in runs for each in measured["rounds"]) else 0
+    return status(runs)
+
+
+def status(runs: list[dict[str, Any]]) -> int:
+    """The exit status that STATUSES tells of."""
+    if any(each["failed"] for measured in runs for each in measured["rounds"]):
+        return 1
+    meant = [measured for measured in runs if measured["meant_to_be_warm"]]
+    missed = any(each["not_warm"] for measured in meant for each in measured["rounds"])
+    missed |= any(each["not_cold"] for measured in runs for each in measured["rounds"])
+    return NOT_AS_MEANT if missed else 0
 
 
 def _measure_own(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
@@ -118,14 +143,16 @@ def _measure_own(arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
         base_url = started.enter_context(
             own_engine(arguments.model, connector, arguments.engine_args.split(), logs)
         )
-        return _measure(
-            arguments, "vLLM with kvlane" if connector else "vLLM alone", base_url, arguments.model
-        )
+        name = "vLLM with kvlane" if connector else "vLLM alone"
+        return _measure(arguments, name, base_url, arguments.model, connector is not None)
 
 
-def _measure(arguments: argparse.Namespace, name: str, base_url: str, model: str | None) -> dict[str, Any]:
+def _measure(
+    arguments: argparse.Namespace, name: str, base_url: str, model: str | None, with_kvlane: bool
+) -> dict[str, Any]:
     return {
         "name": name,
+        "meant_to_be_warm": with_kvlane,
         "rounds": asyncio.run(_rounds(arguments, Endpoint(base_url, arguments.api_key), model)),
     }
 
@@ -143,7 +170,6 @@ async def _rounds(
 
     rounds = []
     for index in range(1 + arguments.warm_rounds):
-        name = "cold" if index == 0 else "warm" if arguments.warm_rounds == 1 else f"warm {index}"
         reset = await endpoint.reset_prefix_cache()
         order = list(prompts)
         if index and arguments.shuffle_warm:
@@ -152,7 +178,7 @@ async def _rounds(
             len(order), arguments.request_rate, arguments.arrivals, arguments.seed + index
         )
         before = await endpoint.counters()
-        with tqdm(total=len(order), desc=name, unit="request") as progress:
+        with tqdm(total=len(order), desc=f"round {index + 1}", unit="request") as progress:
             timings = await load.run_round(
                 endpoint.base_url,
                 model,
@@ -163,12 +189,25 @@ async def _rounds(
                 timeout_s=arguments.timeout,
                 on_done=progress.update,
             )
-        after = await endpoint.counters()
-        figures = round_figures(timings)
-        figures |= {"round": name, "own_prefix_cache_reset": reset, "prompt_tokens": sum(map(len, order))}
-        figures["hit_tokens"] = _increase(before, after, _HITS)
-        figures["own_hit_tokens"] = _increase(before, after, _OWN_HITS)
-        rounds.append(figures)
+        sources = Sources.between(before, await endpoint.counters(), reset)
+        not_warm = sources.not_warm() if index else None
+        not_cold = None if index else sources.not_cold(arguments.shared_prefix * (len(order) - 1))
+        name = ("repeat" if not_warm else "warm") if index else "not cold" if not_cold else "cold"
+        if index and arguments.warm_rounds > 1:
+            name += f" {index}"
+        rounds.append(
+            {
+                **round_figures(timings),
+                "round": name,
+                "prompt_tokens": sum(map(len, order)),
+                "own_prefix_cache_reset": reset,
+                "kvlane_hit_tokens": sources.kvlane,
+                "external_hit_tokens": sources.external,
+                "own_hit_tokens": sources.own,
+                "not_cold": not_cold,
+                "not_warm": not_warm,
+            }
+        )
     return rounds
 
 
@@ -190,44 +229,72 @@ def round_figures(timings: list[load.Timing]) -> dict[str, Any]:
         "ttft_each_ms": [timing.ttft * 1e3 for timing in good],
         "tpot_ms": report.summary(timing.tpot * 1e3 for timing in good if timing.tpot is not None),
         "itl_ms": report.summary(gap * 1e3 for timing in good for gap in timing.gaps),
+        "e2el_ms": report.summary(timing.chunks[-1] * 1e3 for timing in good),
         "client_late_ms": max((timing.late for timing in timings), default=0.0) * 1e3,
     }
 
 
-def _increase(before: dict[str, float], after: dict[str, float], name: str) -> int | None:
-    """None where the endpoint does not have the counter."""
-    return int(after[name] - before.get(name, 0.0)) if name in after else None
-
-
 def _publish(out: Path, result: dict[str, Any]) -> None:
     report.write_json(out / "serve.json", result)
-    headers = ["engine", "round", "ok", "req/s", "hit tokens", "of"]
-    headers += [f"{name} {part}" for name in ("TTFT", "TPOT", "ITL") for part in ("mean", "p50", "p99")]
-    rows = []
-    for measured in result["runs"]:
+    runs = result["runs"]
+    print(table(runs))
+    for measured in runs:
         for each in measured["rounds"]:
-            row: list[Any] = [
-                measured["name"],
-                each["round"],
-                f"{each['requests'] - each['failed']}/{each['requests']}",
-            ]
-            hits = each["hit_tokens"]
-            row += [each["requests_per_s"], "-" if hits is None else hits, each["prompt_tokens"]]
-            for name in ("ttft_ms", "tpot_ms", "itl_ms"):
-                row += [each[name][part] for part in ("mean", "p50", "p99")]
-            rows.append(row)
-            for error in each["errors"]:
-                report.say(f"{measured['name']}, {each['round']}: {error}")
-            if not each["own_prefix_cache_reset"]:
-                report.say(
-                    f"{measured['name']}, {each['round']}: the engine's own prefix cache was not emptied before"
-                )
-    print(report.table(headers, rows))
-    print("times in milliseconds")
+            if why := each["not_cold"] or each["not_warm"]:
+                print(report.paragraph(f"{measured['name']}, {each['round']}: {why}"))
+    if any(
+        each["not_warm"] for measured in runs if measured["meant_to_be_warm"] for each in measured["rounds"]
+    ):
+        print("to have it from kvlane: a daemon that runs (kvlane status), and an engine with its connector")
+    print("times in milliseconds; E2EL: until the last token came")
     cpu = result["machine"]["cpu_use"]
     print(f"others used {cpu['other_cores']:.2f} cores meanwhile")
+    for measured in runs:
+        for each in measured["rounds"]:
+            for error in each["errors"]:
+                report.say(f"{measured['name']}, {each['round']}: {error}")
     save(pictures.serve(result), out / "serve.png")
     print(f"written: {out / 'serve.json'}, {out / 'serve.png'}")
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Where the tokens of each round came from, and below that its times."""
+    rounds = [
+        (f"{measured['name']}, {each['round']}", each) for measured in runs for each in measured["rounds"]
+    ]
+    sources = report.table(
+        ["round", "ok", "req/s", "prompt tokens", "from kvlane", "other external", "own prefix cache"],
+        [
+            [
+                name,
+                f"{each['requests'] - each['failed']}/{each['requests']}",
+                each["requests_per_s"],
+                each["prompt_tokens"],
+                _count(each["kvlane_hit_tokens"]),
+                _count(_other_external(each)),
+                _count(each["own_hit_tokens"]),
+            ]
+            for name, each in rounds
+        ],
+    )
+    times = report.table(
+        ["ms", "time", *PARTS],
+        [
+            [name, what, *(each[key][part] for part in PARTS)]
+            for key, what in TIMES.items()
+            for name, each in rounds
+        ],
+    )
+    return f"{sources}\n\n{times}"
+
+
+def _other_external(each: dict[str, Any]) -> int | None:
+    external = each["external_hit_tokens"]
+    return None if external is None else max(0, external - (each["kvlane_hit_tokens"] or 0))
+
+
+def _count(tokens: int | None) -> object:
+    return "?" if tokens is None else tokens
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,63 @@
+"""Where the prompt tokens of a round came from, by the counters of an endpoint's /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KVLANE = "vllm:kvlane_hit_tokens"
+"""Of kvlane's connector: tokens that were loaded from the daemon instead of computed."""
+EXTERNAL = "vllm:external_prefix_cache_hits"
+"""Of vLLM: tokens that its connector gave, whichever connector that is."""
+OWN = "vllm:prefix_cache_hits"
+"""Of vLLM: tokens that were in its own prefix cache."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Tokens of one round by where they came from; None where the endpoint does not say."""
+
+    kvlane: int | None
+    external: int | None
+    own: int | None
+    reset: bool
+    """Whether the engine's own prefix cache was emptied before the round."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], after: Mapping[str, float], reset: bool) -> Sources:
+        """What the counters grew by."""
+
+        def grown(name: str) -> int | None:
+            return int(after[name] - before.get(name, 0.0)) if name in after else None
+
+        return cls(grown(KVLANE), grown(EXTERNAL), grown(OWN), reset)
+
+    def not_cold(self, shared: int) -> str | None:
+        """Why the first round was not of prompts that nobody had, in a sentence; None where nothing says so.
+        `shared` is how many tokens its prompts can have found of each other."""
+        found = (self.external or 0) + (self.own or 0)
+        if found <= shared:
+            return None
+        return f"{found} prompt tokens were cached before the first round: another --seed makes new prompts"
+
+    def not_warm(self) -> str | None:
+        """Why a round of prompts that were sent before is not known to have come from kvlane, in a sentence; None if it
+        has. Only kvlane's own counter says that something came from kvlane, and only an own prefix cache that was
+        emptied before, or had no hit, says that the rest of the prompts did not come from there."""
+        own = f"; {self.own} tokens were in the engine's own prefix cache" if self.own else ""
+        if self.kvlane is None and self.external:
+            return (
+                f"{self.external} tokens came from a connector of the engine, and its /metrics does not say that this "
+                f"is kvlane ({KVLANE} is missing){own}"
+            )
+        if self.kvlane is None:
+            return f"the endpoint's /metrics does not name kvlane{own}"
+        if self.kvlane == 0:
+            return f"the endpoint's /metrics counts no token from kvlane ({KVLANE}){own}"
+        if self.reset or self.own == 0:
+            return None
+        told = "/metrics does not say how many" if self.own is None else f"{self.own} tokens"
+        return (
+            f"beside {self.kvlane} tokens from kvlane, {told} came from the engine's own prefix cache, which could "
+            "not be emptied before: VLLM_SERVER_DEV_MODE=1 in the engine's environment allows it"
+        )
