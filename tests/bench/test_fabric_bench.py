@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvlane.bench import fabric, fabric_peers
+from kvlane.bench import fabric, fabric_sides
 from kvlane.bench.__main__ import main
-from kvlane.bench.fabric_peers import Cell
+from kvlane.bench.fabric_sides import Cell
 
 SMALL = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
 TINY = [*SMALL, "--transports", "tcp"]
@@ -105,83 +104,6 @@ def test_json_is_all_that_goes_to_stdout(tmp_path: Path, capfd: pytest.CaptureFi
     assert not (tmp_path / "no").exists()
 
 
-def test_nixl_is_measured_over_both_of_its_transports_or_said_to_be_missing(tmp_path: Path) -> None:
-    command = ["fabric", *TINY, "--vs", "nixl", "--out", str(tmp_path)]
-    if fabric_peers.nixl_module() is None:
-        with pytest.raises(SystemExit, match="pip install --no-deps nixl-cu12"):
-            main(command)
-        return
-    assert main(command) == 0
-    result = json.loads((tmp_path / "fabric.json").read_text())
-    assert {(each["system"], each["transport"]) for each in result["results"]} == {
-        ("kvlane", "tcp"),
-        ("nixl-tcp", "tcp"),
-        ("nixl-cma", "cma"),
-    }
-    assert "TCP write 64 B, p50 / nixl-tcp" in {figure["what"] for figure in result["figures"]}
-
-
-def test_mooncake_is_measured_as_it_comes_and_tuned_or_said_to_be_missing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    many_pages = ["--sizes", "64,4k", "--pages", "4096", "--page-bytes", "4k", "--rounds", "1"]
-    many_pages += ["--transports", "tcp"]
-    command = ["fabric", *many_pages, "--vs", "mooncake", "--out", str(tmp_path)]
-    if fabric_peers.missing("mooncake"):
-        with pytest.raises(SystemExit, match="pip install mooncake-transfer-engine-non-cuda"):
-            main(command)
-        return
-    assert main(command) == 0
-    assert "failed: mooncake, read paged 16 MiB" in capfd.readouterr().out
-    results = json.loads((tmp_path / "fabric.json").read_text())["results"]
-    assert {each["system"] for each in results} == {"kvlane", "mooncake", "mooncake-tuned"}
-    # So many pages are too much for its default queues, and spoil the process for what comes after.
-    failed = [each for each in results if "error" in each]
-    assert {(each["system"], each["op"], each["pattern"]) for each in failed} == {
-        ("mooncake", "write", "paged"),
-        ("mooncake", "read", "paged"),
-    }
-    assert all("4096 pages" in each["error"] and each["gb_per_s"] is None for each in failed)
-    assert all(each["gb_per_s"] > 0 for each in results if each not in failed)
-
-
-def test_iperf3_has_a_rate_of_its_own_or_is_said_to_be_missing(tmp_path: Path) -> None:
-    command = ["fabric", *TINY, "--vs", "iperf3", "--out", str(tmp_path)]
-    if fabric_peers.missing("iperf3"):
-        with pytest.raises(SystemExit, match="apt-get install iperf3"):
-            main(command)
-        return
-    assert main(command) == 0
-    results = json.loads((tmp_path / "fabric.json").read_text())["results"]
-    streams = [each for each in results if each["system"] == "iperf3"]
-    assert [(each["op"], each["pattern"], each["bytes"]) for each in streams] == [
-        ("write", "stream", 1 << 20),
-        ("read", "stream", 1 << 20),
-    ]
-    assert all(each["gb_per_s"] > 0 and each["p50_us"] is None for each in streams)
-
-
-def test_what_iperf3_says_is_taken_as_the_rate_at_which_bytes_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    program = tmp_path / "iperf3"
-    listens = '#!/bin/sh\nif [ "$1" = -s ]; then echo "Server listening on $4"; exec sleep 60; fi\n'
-    program.write_text(
-        listens + 'case "$*" in *" -R") rate=16e9;; *) rate=8e9;; esac\n'
-        'echo "{\\"end\\": {\\"sum_received\\": {\\"bits_per_second\\": $rate}}}"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main(["fabric", *TINY, "--vs", "iperf3", "--json"]) == 0
-    results = json.loads(capfd.readouterr().out)["results"]
-    assert [each["gb_per_s"] for each in results if each["system"] == "iperf3"] == [1.0, 2.0]
-    program.write_text(listens + 'echo "{\\"error\\": \\"no route\\"}"\n')
-    assert main(["fabric", *TINY, "--vs", "iperf3", "--json"]) == 0
-    results = json.loads(capfd.readouterr().out)["results"]
-    errors = [each["error"] for each in results if each["system"] == "iperf3"]
-    assert len(errors) == 2 and all("no route" in each for each in errors)
-
-
 def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     fabric.add_arguments(parser)
@@ -206,8 +128,8 @@ def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest
     ):
         own.attempt(fail, "write", large)
     rows = [
-        fabric._row("kvlane", "write", large, {"gb_per_s": 2.0, "p50_us": 3.0, "p99_us": 4.0}, None),
-        fabric._row("loop", "write", large, {}, "too much for it"),
+        fabric._row("kvlane", "tcp", "write", large, {"gb_per_s": 2.0, "p50_us": 3.0, "p99_us": 4.0}, None),
+        fabric._row("loop", "tcp", "write", large, {}, "too much for it"),
     ]
     assert [line.split() for line in fabric.table(rows).splitlines() if "4 KiB" in line] == [
         ["write", "contiguous", "4", "KiB", "2", "failed"],
@@ -216,26 +138,13 @@ def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest
     ]
 
 
-def test_what_is_not_installed_is_left_out_and_said(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fabric, "missing", lambda name: "it is not there" if name in fabric.INSTALL else None)
-    assert main(["fabric", *TINY, "--patterns", "contiguous", "--json"]) == 0
-    printed = capfd.readouterr()
-    # Not everywhere may a process read another's memory.
-    systems = {each["system"] for each in json.loads(printed.out)["results"]} - {"process_vm"}
-    assert systems == {"kvlane", "loop", "memcpy"}
-    for name, install in fabric.INSTALL.items():
-        assert f"{name} is not measured, it is not there: {install}" in printed.err
-
-
 def test_each_address_of_the_far_side_and_each_connection_is_a_path(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     nics = ["--nics", "127.0.0.1,127.0.0.2", "--connections", "2"]
     parser = argparse.ArgumentParser()
     fabric.add_arguments(parser)
-    far, near = fabric_peers.Kvlane(), fabric_peers.Kvlane()
+    far, near = fabric_sides.Kvlane(), fabric_sides.Kvlane()
     far.open(1 << 16, listen=fabric._listen(parser.parse_args(nics)))
     near.open(1 << 16, connections=2)
     near.connect(far.listen())
@@ -257,13 +166,12 @@ def test_a_server_is_measured_by_its_address(capfd: pytest.CaptureFixture[str]) 
 def test_what_cannot_be_measured_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="not one that"):
         main(["fabric", "kvf1:!"])
-    monkeypatch.setattr(fabric_peers, "nixl_module", lambda: None)
-    with pytest.raises(SystemExit, match="pip install --no-deps nixl-cu12"):
+    with pytest.raises(SystemExit):
         main(["fabric", "--vs", "nixl,loop"])
 
 
 def test_a_wrong_byte_is_found_inside_and_beside_a_run() -> None:
-    side = fabric_peers.Memcpy()
+    side = fabric_sides.Memcpy()
     side.open(1 << 16)
     cell = Cell("contiguous", 4096)
     ((source, target, length),) = runs = cell.first_runs(1 << 16, whole=True)
@@ -301,7 +209,7 @@ def test_gpus_memory_is_measured_beside_a_socket_and_copies(
     monkeypatch.setenv("KVLANE_GPU_DRIVER", "fake")
     sizes = ["--sizes", "64,1m", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
     assert main(["fabric", *sizes, "--memory", "cuda:1", "--out", str(tmp_path)]) == 0
-    assert "nixl is not measured with --memory cuda:1" in capfd.readouterr().err
+    assert "memcpy is not measured with --memory cuda:1" in capfd.readouterr().err
     result = json.loads((tmp_path / "fabric.json").read_text())
     assert {(each["system"], each["memory"]) for each in result["results"]} == {
         ("kvlane", "cuda:1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,12 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     parsed = parser.parse_args(arguments)
-    missing = [name for name in extra.NAMES if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"kvlane bench needs {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}",
-            file=sys.stderr,
-        )
+    if lacks := extra.lacks():
+        print(lacks, file=sys.stderr)
         return 2
     return parsed.run(parsed)
 

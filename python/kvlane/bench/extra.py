@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 NAMES = ("aiohttp", "matplotlib", "numpy", "tqdm")
@@ -34,4 +36,12 @@ else:
         return bar(*arguments, **named)
 
 
-__all__ = ["NAMES", "aiohttp", "numpy", "tqdm"]
+def lacks() -> str | None:
+    """What of the packages is missing beside this Python and how to get it, in a sentence; None if they are there."""
+    missing = [name for name in NAMES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"kvlane bench needs {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"
+
+
+__all__ = ["NAMES", "aiohttp", "lacks", "numpy", "tqdm"]

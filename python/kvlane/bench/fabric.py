@@ -1,8 +1,10 @@
-"""`kvlane bench fabric`: transfers of kvlane.fabric between two processes, and the same bytes moved by others."""
+"""`kvlane bench fabric`: transfers of kvlane.fabric between two processes, and the same bytes moved by bare calls. With
+peers beside it: bench/fabric/peers.py."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -14,101 +16,113 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvlane.bench import certificates, pictures, report
 from kvlane.bench.daemon import cpu_seconds
 from kvlane.bench.drawing import save
 from kvlane.bench.extra import tqdm
-from kvlane.bench.fabric_peers import INSTALL, SIDES, Cell, Kvlane, Side, missing, unpack_address
+from kvlane.bench.fabric_sides import SIDES, Cell, Kvlane, Side, unpack_address
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.sizes import parse_size
 
 T = TypeVar("T")
 
 NAME = "fabric"
-HELP = (
-    "transfers between processes: size, pages, latency; beside NIXL, Mooncake, iperf3, bare loops and memcpy"
-)
+HELP = "transfers between processes: size, pages, latency; beside a bare socket loop, process_vm and memcpy"
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 OPS = ("write", "read")
 PATTERNS = ("contiguous", "paged")
 TRANSPORTS = ("tcp", "cma")
-PEERS = ("nixl", "mooncake", "loop", "iperf3", "process_vm", "memcpy")
 # What is beside transfers of GPUs' memory: a plain socket, which has the host's memory, and the copies alone.
-GPU_PEERS = ("loop", "gpu-copies")
-# Why the others are not.
-NO_GPUS = {
-    "nixl": "nobody has measured what it does with a GPU's memory here",
-    "mooncake": "the package has no CUDA",
-    "iperf3": "it has memory of its own",
-    "process_vm": "it does not reach a GPU's memory",
-    "memcpy": "it does not reach a GPU's memory",
-    "kvlane-cma": "process_vm does not reach a GPU's memory",
-}
-# The runner of each system, its transport, and what its processes have in their environment.
-SYSTEMS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "kvlane": ("kvlane", "tcp", {}),
-    "kvlane-cma": ("kvlane", "cma", {}),
-    "kvlane-tls": ("kvlane", "tls", {}),
-    "nixl-tcp": ("nixl", "tcp", {"UCX_TLS": "tcp"}),
-    "nixl-cma": ("nixl", "cma", {}),
-    "mooncake": ("mooncake", "tcp", {}),
-    # Its default queues do not take an operation of 4,096 pages.
-    "mooncake-tuned": (
-        "mooncake",
-        "tcp",
-        {
-            "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
-            "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-            "MC_TCP_SLICE_SIZE": str(MIB),
-        },
-    ),
-    "loop": ("loop", "tcp", {}),
-    "gpu-copies": ("gpu-copies", "memory", {}),
-    "iperf3": ("iperf3", "tcp", {}),
-    "process_vm": ("process_vm", "cma", {}),
-    "memcpy": ("memcpy", "memory", {}),
-}
-# Of the environment, nothing reaches a system that changes what it does.
-_TUNING = ("UCX_TLS", "MC_")
-# Least kvlane over TCP / other for GB/s, or None where that is for information. No size is the paged pattern.
-GOALS: tuple[tuple[str, int | None, str, float | None], ...] = (
-    ("write", MIB, "nixl-tcp", 1.0),
-    ("write", 16 * MIB, "nixl-tcp", 1.0),
-    ("write", None, "nixl-tcp", 1.0),
-    ("write", 16 * MIB, "loop", 0.95),
-    ("write", None, "loop", 0.95),
-    ("read", MIB, "nixl-tcp", 2.5),
-    ("read", 16 * MIB, "nixl-tcp", 2.5),
-    ("read", None, "nixl-tcp", 2.5),
-    *(
-        (op, size, "mooncake" if size else "mooncake-tuned", 1.0)
-        for op in OPS
-        for size in (MIB, 16 * MIB, None)
-    ),
-    *((op, size, "iperf3", None) for op in OPS for size in (16 * MIB, None)),
-)
-# The same for kvlane between processes of one host.
-CMA_GOALS: tuple[tuple[str, int | None, str, float | None], ...] = tuple(
-    (op, size, other, goal)
-    for op in OPS
-    for size, other, goal in (
-        (MIB, "nixl-cma", 1.0),
-        (16 * MIB, "nixl-cma", 1.0),
-        (None, "nixl-cma", 1.25),
-        (MIB, "process_vm", 0.9),
-        (16 * MIB, "process_vm", 0.9),
-        (None, "process_vm", None),
+GPU_OTHERS = ("loop", "gpu-copies")
+
+
+@dataclass(frozen=True)
+class System:
+    """One that takes its turns."""
+
+    side: str
+    """The name of what its processes are."""
+    transport: str
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What its processes have beside this one's."""
+
+
+class Goal(NamedTuple):
+    """Least GB/s of `own` by those of `other`; None where that is for information. No size is the paged pattern."""
+
+    own: str
+    op: str
+    size: int | None
+    other: str
+    at_least: float | None
+
+
+@dataclass(frozen=True)
+class Field:
+    """Which systems are measured beside kvlane, and what is asked of their ratios."""
+
+    systems: Mapping[str, System]
+    sides: Mapping[str, type[Side]]
+    program: tuple[str, ...]
+    """What this Python runs as a process of a side, whose name comes behind it."""
+    goals: tuple[Goal, ...]
+    not_of_gpus: Mapping[str, str]
+    """Why a side is not measured with the memory of GPUs."""
+    tuning: tuple[str, ...] = ()
+    """How variables begin that change what a system does: they reach no process but from its own `environment`."""
+    latency_others: tuple[tuple[str, str], ...] = ()
+    """Of whose latencies there is a ratio."""
+    missing: Callable[[str], str | None] = lambda name: None
+    """Why a side cannot be measured here; None if it can."""
+    install: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """How to get a side that is missing."""
+    note: str = ""
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The sides beside kvlane that move memory of the host."""
+        return tuple(name for name in self.sides if name not in ("kvlane", "gpu-copies"))
+
+
+def _bare_goals() -> tuple[Goal, ...]:
+    tcp = [("write", 16 * MIB), ("write", None)]
+    cma = [(op, size, goal) for op in OPS for size, goal in ((MIB, 0.9), (16 * MIB, 0.9), (None, None))]
+    return (
+        *(Goal("kvlane", op, size, "loop", 0.95) for op, size in tcp),
+        *(Goal("kvlane-cma", op, size, "process_vm", goal) for op, size, goal in cma),
     )
+
+
+BARE = Field(
+    systems={
+        "kvlane": System("kvlane", "tcp"),
+        "kvlane-cma": System("kvlane", "cma"),
+        "kvlane-tls": System("kvlane", "tls"),
+        "loop": System("loop", "tcp"),
+        "gpu-copies": System("gpu-copies", "memory"),
+        "process_vm": System("process_vm", "cma"),
+        "memcpy": System("memcpy", "memory"),
+    },
+    sides=SIDES,
+    program=("-m", "kvlane.bench.fabric_sides"),
+    goals=_bare_goals(),
+    not_of_gpus={
+        "process_vm": "it does not reach a GPU's memory",
+        "memcpy": "it does not reach a GPU's memory",
+        "kvlane-cma": "process_vm does not reach a GPU's memory",
+    },
 )
 READ_GOAL = 0.9  # of our write of the same size
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
-LATENCY_OTHERS = (("kvlane", "nixl-tcp"), ("kvlane", "mooncake"), ("kvlane-cma", "nixl-cma"))
+# How a figure calls what of ours it is about.
+WIRES = {"kvlane": "TCP", "kvlane-cma": "cma"}
 IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 # Latencies are in the table up to this size.
 _SMALL = pictures.SMALL
@@ -119,7 +133,7 @@ _ANSWER_TIMEOUT_S = 300
 _MARGIN = 4 * KIB
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
     """The flags of `kvlane bench fabric`."""
     sides = parser.add_mutually_exclusive_group()
     sides.add_argument(
@@ -188,21 +202,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-bytes", type=parse_size, default=64 * KIB, help="of each page (default: 64k)")
     parser.add_argument(
         "--vs",
-        type=lambda text: [] if text == "none" else _some_of((*PEERS, "gpu-copies"))(text),
-        help=f"what else to measure, in turns: {','.join(PEERS)} or none; with --loopback only (default: what is "
-        f"installed); with --memory cuda:N {','.join(GPU_PEERS)}",
+        type=lambda text: [] if text == "none" else _some_of((*field.others, "gpu-copies"))(text),
+        help=f"what else to measure, in turns: {','.join(field.others)} or none; with --loopback only (default: what "
+        f"is there); with --memory cuda:N {','.join(GPU_OTHERS)}",
     )
     parser.add_argument("--rounds", type=_positive, default=3, help="of all systems (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="the results to stdout as JSON, and no files")
     add_out(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, field: Field = BARE) -> int:
     """Measure and publish, or be the far side."""
     if arguments.server:
         return _serve(arguments)
     with report.CpuWatch() as watch:
-        outcome = measure(arguments)
+        outcome = measure(arguments, field)
     if arguments.json:
         print(json.dumps({"results": outcome.details["results"]}))
         return 0
@@ -217,16 +231,16 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def measure(arguments: argparse.Namespace) -> Outcome:
+def measure(arguments: argparse.Namespace, field: Field = BARE) -> Outcome:
     """Medians over rounds in which all systems take turns; the bytes of each cell are checked before."""
-    names = _systems(arguments)
-    cells = _cells(arguments, names)
+    names = _systems(arguments, field)
+    cells = _cells(arguments, [field.sides[field.systems[name].side] for name in names])
     with ExitStack() as stack:
         tls = stack.enter_context(_tls(arguments))
         systems = [
             stack.enter_context(closing(system))
             for name in names
-            if (system := _system(name, arguments, tls)) is not None
+            if (system := _system(name, arguments, tls, field)) is not None
         ]
         with tqdm(total=(1 + arguments.rounds) * len(systems), unit="turn", leave=False) as progress:
             for system in systems:
@@ -259,6 +273,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     results = [
         _row(
             name,
+            field.systems[name].transport,
             op,
             cell,
             medians.get((name, op, cell), {}),
@@ -267,21 +282,19 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         )
         for name in names
         for op, cell in cells
-        if cell.pattern in _side(name).patterns
+        if cell.pattern in field.sides[field.systems[name].side].patterns
     ]
     whose = "one side" if arguments.address else "both sides"
     figures = [
-        *(_ratios(medians) if arguments.memory == "host" else _gpu_ratios(medians)),
+        *(_ratios(medians, field) if arguments.memory == "host" else _gpu_ratios(medians)),
         Figure(f"idle, {whose}, a connection open", idle, "cores", at_most=IDLE_GOAL),
     ]
     note = (
         f"Single operations one after the other, medians over {arguments.rounds} rounds in which the systems take "
         "turns and the others are stopped; bytes checked once each, not timed. Paged: "
         f"{arguments.pages} shuffled pages of {arguments.page_bytes} bytes in one call, which loop and memcpy move in "
-        "one piece. NIXL posts handles made before; nixl-cma is what UCX takes by itself on one host. mooncake is "
-        "Mooncake's Transfer Engine as it comes, mooncake-tuned has longer queues, pooled connections and slices of "
-        "1 MiB. iperf3 is one stream of writes of 1 MiB, which nobody answers one by one."
-    )
+        f"one piece. {field.note}"
+    ).rstrip()
     if arguments.memory != "host":
         note = (
             f"Memory of {arguments.memory} on both sides. Single operations one after the other, medians over "
@@ -301,12 +314,18 @@ def measure(arguments: argparse.Namespace) -> Outcome:
 
 
 def _row(
-    name: str, op: str, cell: Cell, values: dict[str, float], failure: str | None, memory: str = "host"
+    name: str,
+    transport: str,
+    op: str,
+    cell: Cell,
+    values: dict[str, float],
+    failure: str | None,
+    memory: str = "host",
 ) -> dict[str, Any]:
     """A result; None for what the system does not have, and `error` where it failed."""
     return {
         "op": op,
-        "transport": SYSTEMS[name][1],
+        "transport": transport,
         "pattern": cell.pattern,
         "bytes": cell.bytes,
         **{what: values.get(what) for what in ("gb_per_s", "p50_us", "p99_us")},
@@ -316,27 +335,23 @@ def _row(
     }
 
 
-def _side(name: str) -> type[Side]:
-    return SIDES[SYSTEMS[name][0]]
-
-
 class _Failed(SystemExit):
     """A system failed, in a sentence, with which the benchmark ends where nobody handles it."""
 
 
 class _Child:
-    """A process of `kvlane.bench.fabric_peers`."""
+    """A process of a side."""
 
-    def __init__(self, runner: str, extra: dict[str, str]) -> None:
+    def __init__(self, runner: str, extra: Mapping[str, str], field: Field = BARE) -> None:
         self._runner = runner
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(_TUNING)} | extra
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(field.tuning)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvlane.bench.fabric_peers", runner],
+            [sys.executable, *field.program, runner],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env={**inherited, **extra},
             # Ctrl-C is for the benchmark, which then ends them; and they end with what they have started.
             start_new_session=True,
         )
@@ -380,13 +395,16 @@ class _System:
     """The processes of one system, connected: `near` moves bytes. `far` is None if it is elsewhere, or in the same
     process. They stand still but for their turns."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace, tls: list[str] | None = None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, arguments: argparse.Namespace, tls: list[str] | None = None, field: Field = BARE
+    ) -> None:
+        self.name, self._field = name, field
         self.failures: dict[tuple[str, Cell], str] = {}
         self._arguments, self._region = arguments, _region(arguments)
-        self._runner, transport, _ = SYSTEMS[name]
-        self._side_type = SIDES[self._runner]
-        self._tls = tls if transport == "tls" else None
+        self._system = field.systems[name]
+        self._runner = self._system.side
+        self._side_type = field.sides[self._runner]
+        self._tls = tls if self._system.transport == "tls" else None
         self._children: list[_Child] = []
         try:
             with self.turn():
@@ -397,7 +415,7 @@ class _System:
 
     def _begin(self) -> None:
         self._far: _Child | None = None
-        if not self._arguments.address and not SIDES[self._runner].is_both:
+        if not self._arguments.address and not self._side_type.is_both:
             self._far = self._start(near=False)
         self._near = self._start(near=True)
         if address := self._arguments.address or (self._far and self._far.ask("listen")):
@@ -406,13 +424,13 @@ class _System:
         self._near.ask("once", op="write", cell=Cell("contiguous", 1))
 
     def _start(self, near: bool) -> _Child:
-        child = _Child(self._runner, SYSTEMS[self.name][2])
+        child = _Child(self._runner, self._system.environment, self._field)
         self._children.append(child)
         options: dict[str, Any] = {
             "token": self._arguments.token,
             "connections": self._arguments.connections,
             "tls": self._tls,
-            "transport": "cma" if SYSTEMS[self.name][1] == "cma" else "tcp",
+            "transport": "cma" if self._system.transport == "cma" else "tcp",
         }
         if self._runner in ("kvlane", "gpu-copies"):
             options["memory"] = self._arguments.memory
@@ -430,7 +448,7 @@ class _System:
     def attempt(self, do: Callable[[str, Cell], T], op: str, cell: Cell) -> T | None:
         """Do it, if that is something for this system. Where a peer fails that is a result: `failures` says it, the
         cell is not tried again, and new processes begin, since the former ones may be spoilt."""
-        if cell.pattern not in SIDES[self._runner].patterns or (op, cell) in self.failures:
+        if cell.pattern not in self._side_type.patterns or (op, cell) in self.failures:
             return None
         try:
             return do(op, cell)
@@ -467,8 +485,8 @@ class _System:
     def check(self, op: str, cell: Cell) -> None:
         """One operation into poisoned memory, and all bytes of both. `_Failed` where one is wrong."""
         if cell.pattern == "stream":
-            return  # into memory that only iperf3 sees
-        runs = cell.first_runs(self._region, whole=not SIDES[self._runner].moves_pages)
+            return  # into memory that only the system sees
+        runs = cell.first_runs(self._region, whole=not self._side_type.moves_pages)
         if op == "read":
             runs = [(far, near, length) for near, far, length in runs]
         targets = [target for _, target, _ in runs]
@@ -562,19 +580,19 @@ def _listen(arguments: argparse.Namespace) -> list[str]:
     return [f"[{nic}]:{port}" if ":" in nic else f"{nic}:{port}" for nic in arguments.nics]
 
 
-def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None) -> _System | None:
+def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None, field: Field) -> _System | None:
     """None where two processes may not read each other's memory, which nobody has asked for by name."""
     try:
-        return _System(name, arguments, tls)
+        return _System(name, arguments, tls, field)
     except _Failed as failure:
         asked = arguments.transports if name == "kvlane-cma" else arguments.vs
-        if SYSTEMS[name][1] != "cma" or asked is not None:
+        if field.systems[name].transport != "cma" or asked is not None:
             raise
         report.say(f"{name} is not measured: {failure}")
         return None
 
 
-def _systems(arguments: argparse.Namespace) -> list[str]:
+def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
     """kvlane first, then what is asked for or there."""
     if arguments.address:
         try:
@@ -586,53 +604,53 @@ def _systems(arguments: argparse.Namespace) -> list[str]:
         if arguments.nics:
             sys.exit("--nics goes with --loopback or --server: the far side listens")
         if arguments.memory != "host" and "cma" in (arguments.transports or ()):
-            sys.exit(f"--transports cma: {NO_GPUS['kvlane-cma']}")
+            sys.exit(f"--transports cma: {field.not_of_gpus['kvlane-cma']}")
         if arguments.tls is not None:
             return ["kvlane-tls"]
         return ["kvlane" if each == "tcp" else f"kvlane-{each}" for each in arguments.transports or ["tcp"]]
     if arguments.memory != "host":
-        return _gpu_systems(arguments)
-    peers = PEERS if arguments.vs is None else arguments.vs
-    if "gpu-copies" in peers:
+        return _gpu_systems(arguments, field)
+    others = field.others if arguments.vs is None else arguments.vs
+    if "gpu-copies" in others:
         sys.exit("--vs gpu-copies goes with --memory cuda:N")
-    absent = {each: why for each in peers if (why := missing(each))}
+    absent = {each: why for each in others if (why := field.missing(each))}
     for name, why in absent.items():
-        line = f"{name} is not measured, {why}: {INSTALL[name]}"
+        line = f"{name} is not measured, {why}: {field.install[name]}"
         if arguments.vs:
             sys.exit(line)
         report.say(line)
-    peers = [each for each in peers if each not in absent]
+    others = [each for each in others if each not in absent]
     return [
         name
-        for name, (runner, transport, _) in SYSTEMS.items()
-        if runner in peers
-        or (runner == "kvlane" and transport in (arguments.transports or TRANSPORTS))
-        or (transport == "tls" and arguments.tls is not None)
+        for name, system in field.systems.items()
+        if system.side in others
+        or (system.side == "kvlane" and system.transport in (arguments.transports or TRANSPORTS))
+        or (system.transport == "tls" and arguments.tls is not None)
     ]
 
 
-def _gpu_systems(arguments: argparse.Namespace) -> list[str]:
+def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
     """Those that move the memory of GPUs, and what they are compared with."""
-    wanted = [*PEERS, *GPU_PEERS[1:]] if arguments.vs is None else arguments.vs
+    wanted = [*field.others, *GPU_OTHERS[1:]] if arguments.vs is None else arguments.vs
     transports = arguments.transports or TRANSPORTS
-    without = [each for each in wanted if each not in GPU_PEERS] + ["kvlane-cma"] * ("cma" in transports)
+    without = [each for each in wanted if each not in GPU_OTHERS] + ["kvlane-cma"] * ("cma" in transports)
     asked = [*(arguments.vs or ()), *(["kvlane-cma"] if "cma" in (arguments.transports or ()) else [])]
     for name in without:
-        line = f"{name} is not measured with --memory {arguments.memory}: {NO_GPUS[name]}"
+        line = f"{name} is not measured with --memory {arguments.memory}: {field.not_of_gpus[name]}"
         if name in asked:
             sys.exit(line)
         report.say(line)
     systems = ["kvlane", *(["kvlane-tls"] if arguments.tls is not None else [])]
-    return systems + [each for each in GPU_PEERS if each in wanted]
+    return systems + [each for each in GPU_OTHERS if each in wanted]
 
 
-def _cells(arguments: argparse.Namespace, names: Sequence[str]) -> list[tuple[str, Cell]]:
+def _cells(arguments: argparse.Namespace, sides: Sequence[type[Side]]) -> list[tuple[str, Cell]]:
     cells = []
     if "contiguous" in arguments.patterns:
         cells += [Cell("contiguous", size) for size in arguments.sizes]
     if "paged" in arguments.patterns:
         cells.append(Cell("paged", arguments.pages * arguments.page_bytes, arguments.pages))
-    if "iperf3" in names:
+    if any("stream" in side.patterns for side in sides):
         cells.append(Cell("stream", MIB))
     return [(op, cell) for op in arguments.ops for cell in cells]
 
@@ -643,21 +661,20 @@ def _region(arguments: argparse.Namespace) -> int:
     return -(-needed // (4 * KIB)) * 4 * KIB
 
 
-def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figure]:
+def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field = BARE) -> list[Figure]:
     """Our figures by the others' of the same run, where both were measured."""
     by_size = {
         (name, op, cell.bytes if cell.pattern == "contiguous" else None): values
         for (name, op, cell), values in medians.items()
     }
     figures = []
-    for name, what, goals in (("kvlane", "TCP", GOALS), ("kvlane-cma", "cma", CMA_GOALS)):
-        for op, size, other, goal in goals:
-            # A stream has no size.
-            mine = by_size.get((name, op, size))
-            theirs = by_size.get((other, op, None if other == "iperf3" else size))
-            if mine and theirs:
-                ratio = mine["gb_per_s"] / theirs["gb_per_s"]
-                figures.append(Figure(f"{what} {op} {_label(size)} / {other}", ratio, at_least=goal))
+    for own, op, size, other, goal in field.goals:
+        is_stream = field.sides[field.systems[other].side].patterns == ("stream",)
+        mine = by_size.get((own, op, size))
+        theirs = by_size.get((other, op, None if is_stream else size))
+        if mine and theirs:
+            ratio = mine["gb_per_s"] / theirs["gb_per_s"]
+            figures.append(Figure(f"{WIRES[own]} {op} {_label(size)} / {other}", ratio, at_least=goal))
     for size in (MIB, 16 * MIB, None):
         write, read = by_size.get(("kvlane", "write", size)), by_size.get(("kvlane", "read", size))
         if write and read:
@@ -668,11 +685,11 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[Figu
         if encrypted and plain:
             ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
             figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
-    for op, pair in itertools.product(OPS, LATENCY_OTHERS):
+    for op, pair in itertools.product(OPS, field.latency_others):
         mine, theirs = (by_size.get((name, op, LATENCY_BYTES)) for name in pair)
         other = pair[1]
         if mine and theirs:
-            what = f"{'TCP' if pair[0] == 'kvlane' else 'cma'} {op} {_label(LATENCY_BYTES)}, p50 / {other}"
+            what = f"{WIRES[pair[0]]} {op} {_label(LATENCY_BYTES)}, p50 / {other}"
             figures.append(Figure(what, mine["p50_us"] / theirs["p50_us"], at_most=LATENCY_GOAL))
     return figures
 
@@ -681,11 +698,11 @@ def _gpu_ratios(medians: dict[tuple[str, str, Cell], dict[str, float]]) -> list[
     """Our rate by that of the slower of the two that it consists of: a socket, and copies."""
     figures = []
     for (name, op, cell), values in medians.items():
-        parts = [medians.get((each, op, cell)) for each in GPU_PEERS]
+        parts = [medians.get((each, op, cell)) for each in GPU_OTHERS]
         if name == "kvlane" and cell.bytes >= MIB and all(parts):
             slower = min(part["gb_per_s"] for part in parts if part)
             size = _label(cell.bytes if cell.pattern == "contiguous" else None)
-            what = f"TCP {op} {size}, GPU memory / slower of {' and '.join(GPU_PEERS)}"
+            what = f"TCP {op} {size}, GPU memory / slower of {' and '.join(GPU_OTHERS)}"
             figures.append(Figure(what, values["gb_per_s"] / slower))
     return figures
 

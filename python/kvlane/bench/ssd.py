@@ -1,4 +1,5 @@
-"""`kvlane bench ssd`: the SSD tier on one file or several, and the same bytes moved by fio and NIXL."""
+"""`kvlane bench ssd`: the SSD tier on one file or several, and its checksums alone. With peers beside it:
+bench/ssd/peers.py."""
 
 from __future__ import annotations
 
@@ -7,32 +8,69 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvlane import _core
-from kvlane.bench import report, ssd_peers
+from kvlane.bench import report
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.sizes import parse_size
-from kvlane.bench.ssd_peers import INSTALL, Phase, missing
 
 NAME = "ssd"
-HELP = "the SSD tier: reads, writes, both, CPU, restart; beside fio, NIXL's POSIX plugin and bare checksums"
+HELP = "the SSD tier: reads, writes, both, CPU, restart; beside bare checksums"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-PEERS = ("fio", "nixl", "crc")
 # Blocks in flight, by their size.
 DEPTHS = {2 * MIB: 16, 256 * KIB: 32}
 DEPTH = 32
-READ_GOAL, WRITE_GOAL, P99_GOAL, BESIDE_GOAL = 0.95, 0.9, 1.2, 0.7
+READ_GOAL, WRITE_GOAL, BESIDE_GOAL = 0.95, 0.9, 0.7
 CPU_GOAL, RESTART_GOAL = 0.15, 0.2
 _CRC_BYTES = 256 * MIB
+# The checksums alone, among what takes turns.
+CRC = "crc"
+ON_HUGE = " on huge pages"
 Values = dict[str, float]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True)
+class Phase:
+    """Blocks that are read, in an order without pattern, or written one behind the other; `depth` at once."""
+
+    op: str
+    paths: tuple[str, ...]
+    file_bytes: int
+    """Of each file."""
+    block_bytes: int
+    count: int
+    depth: int
+    huge: bool
+    """Whether a peer has its memory in huge pages, where it can be told so."""
+    first: int = 0
+    """Of writes: the block of each file with which they begin."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another way to do a phase, on files of its own."""
+
+    does: Callable[[Phase], Values]
+    missing: Callable[[], str | None]
+    """Why it cannot be measured here; None if it can."""
+    install: str
+    """How to get it."""
+    p99_goal: float | None = None
+    """Most p99 of the tier's reads by its own."""
+    has_huge_pages: bool = False
+    """Whether it can have huge pages where none are reserved, and then has a row of its own on such."""
+
+
+NO_PEERS: Mapping[str, Peer] = {}
+
+
+def add_arguments(parser: argparse.ArgumentParser, peers: Mapping[str, Peer] = NO_PEERS) -> None:
     """The flags of `kvlane bench ssd`."""
     parser.add_argument(
         "paths",
@@ -45,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         type=parse_size,
         default=2 * GIB,
-        help="of each file; the peers get another one (default: 2g)",
+        help="of each file; peers get others (default: 2g)",
     )
     parser.add_argument(
         "--blocks",
@@ -61,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vs",
-        type=lambda text: [] if text == "none" else _peers(text),
-        help=f"what else to measure, in turns: {','.join(PEERS)} or none (default: what is installed)",
+        type=lambda text: [] if text == "none" else _names(text, (*peers, CRC)),
+        help=f"what else to measure, in turns: {','.join((*peers, CRC))} or none (default: what is there)",
     )
     parser.add_argument("--rounds", type=_count, default=3, help="of all, in turns (default %(default)s)")
     parser.add_argument(
@@ -72,18 +110,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_out(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure and publish."""
+def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS, note: str = "") -> int:
+    """Measure and publish; `note` says what there is to know of the peers."""
     with report.CpuWatch() as watch:
-        outcome = measure(arguments)
+        outcome = measure(arguments, peers, note)
     # Where the files were is nobody's business.
     shown = {key: value for key, value in vars(arguments).items() if key != "paths"}
     return publish(argparse.Namespace(**shown, files=len(arguments.paths)), outcome, watch)
 
 
-def measure(arguments: argparse.Namespace) -> Outcome:
+def measure(arguments: argparse.Namespace, peers: Mapping[str, Peer] = NO_PEERS, note: str = "") -> Outcome:
     """Medians over rounds in which the tier and its peers take turns."""
-    peers = _present(arguments.vs)
+    names = _present(arguments.vs, peers)
+    present = {name: peer for name, peer in peers.items() if name in names}
     files = [path / "kvlane-bench.data" if path.is_dir() else path for path in arguments.paths]
     for file in files:
         if (beside := _peers_file(file)).exists():
@@ -95,9 +134,9 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         stack.callback(_remove, [_peers_file(file) for file in files])
         progress = stack.enter_context(tqdm(total=turns, unit="turn", leave=False))
         for block in arguments.blocks:
-            measured = _measure_size(arguments, files, block, peers, progress)
+            measured = _measure_size(arguments, files, block, present, CRC in names, progress)
             sizes.append(measured)
-            figures += _figures(measured)
+            figures += _figures(measured, present)
         progress.set_description("restart")
         tables, headers = _restart(files[0], arguments.restart_blocks)
         progress.update()
@@ -108,25 +147,28 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     )
     if headers is not None:
         figures.append(Figure(f"restart from headers, {arguments.restart_blocks} blocks", headers, "s"))
-    note = (
+    told = (
         f"{len(files)} file{'s' if len(files) > 1 else ''} of {arguments.capacity >> 20} MiB, direct I/O, the pool in "
         f"pages of {sizes[0]['pool_pages']}; "
         f"{arguments.phase_bytes >> 20} MiB a turn, medians over {arguments.rounds} rounds in which all take turns. "
-        "Reads come in an order without pattern and every block's checksum is verified; the peers verify nothing. "
-        "Writes go over a file that was full before. CPU is that of the whole process; fio and NIXL have one as well. "
-        "fio: io_uring, one job; NIXL: the POSIX plugin as it comes, a handle for each block, asked all the time, its "
-        "memory in pages as the pool's."
-    )
+        "Reads come in an order without pattern and every block's checksum is verified. "
+        f"Writes go over a file that was full before. CPU is that of the whole process. {note}"
+    ).rstrip()
     details = {
         "files": len(files),
         "sizes": sizes,
         "restart_s": {"blocks": arguments.restart_blocks, "tables": tables, "headers": headers},
     }
-    return Outcome(NAME, figures, details, note)
+    return Outcome(NAME, figures, details, told)
 
 
 def _measure_size(
-    arguments: argparse.Namespace, files: list[Path], block: int, peers: list[str], progress: tqdm[Any]
+    arguments: argparse.Namespace,
+    files: list[Path],
+    block: int,
+    peers: Mapping[str, Peer],
+    with_crc: bool,
+    progress: tqdm[Any],
 ) -> dict[str, Any]:
     depth, count = DEPTHS.get(block, DEPTH), max(arguments.phase_bytes // block, 1)
     paths = tuple(str(_peers_file(file)) for file in files)
@@ -144,7 +186,7 @@ def _measure_size(
         among = min(count, len(files) * arguments.capacity // 4 // block)
         # Until the first segments are used again.
         rounds["kvlane first write"] = [_values(tier.write(len(files) * arguments.capacity // block))]
-        file_bytes = _fill(paths, arguments.capacity) if {"fio", "nixl"} & set(peers) else 0
+        file_bytes = _fill(paths, arguments.capacity) if peers else 0
         progress.update()
 
         first = 0
@@ -160,13 +202,11 @@ def _measure_size(
                     tier.write(count) if op == "write" else tier.read(among, count, depth)
                 )
             }
-            if "fio" in peers:
-                does[f"fio {op}"] = lambda op=op: ssd_peers.fio(phase(op))
-            if "nixl" in peers:
-                does[f"nixl {op}"] = lambda op=op: ssd_peers.nixl(phase(op))
-                if not on_huge:
-                    does[f"nixl on huge pages {op}"] = lambda op=op: ssd_peers.nixl(phase(op, True))
-            if "crc" in peers and op == "read":
+            for name, peer in peers.items():
+                does[f"{name} {op}"] = lambda op=op, peer=peer: peer.does(phase(op))
+                if peer.has_huge_pages and not on_huge:
+                    does[f"{name}{ON_HUGE} {op}"] = lambda op=op, peer=peer: peer.does(phase(op, True))
+            if with_crc and op == "read":
                 does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _core.bench_crc32c(block, _CRC_BYTES)}
             for number in range(arguments.rounds):
                 names = list(does)
@@ -218,21 +258,21 @@ def _measure_size(
     }
 
 
-def _figures(measured: dict[str, Any]) -> list[Figure]:
+def _figures(measured: dict[str, Any], peers: Mapping[str, Peer] = NO_PEERS) -> list[Figure]:
     name, medians = _name(measured["block_bytes"]), measured["medians"]
     figures = []
     for op, goal in (("read", READ_GOAL), ("write", WRITE_GOAL)):
         own = medians[f"kvlane {op}"]
         figures.append(Figure(f"{op} {name}", own["gb_per_s"], "GB/s"))
-        all_peers = ("fio", "nixl", "nixl on huge pages")
+        all_peers = [name + pages for name in peers for pages in ("", ON_HUGE)]
         others = {peer: medians[f"{peer} {op}"] for peer in all_peers if f"{peer} {op}" in medians}
         figures += [
             Figure(f"{op} {name}, {peer}", other["gb_per_s"], "GB/s") for peer, other in others.items()
         ]
         # Other pages are another device: requests are as long as what lies together in memory.
-        if other := others.pop("nixl on huge pages", None):
-            what = f"{op} {name} / nixl on huge pages"
-            figures.append(Figure(what, own["gb_per_s"] / other["gb_per_s"]))
+        for peer in [each for each in others if each.endswith(ON_HUGE)]:
+            other = others.pop(peer)
+            figures.append(Figure(f"{op} {name} / {peer}", own["gb_per_s"] / other["gb_per_s"]))
         if others:
             best = max(other["gb_per_s"] for other in others.values())
             what = f"{op} {name} / {'better of ' if len(others) > 1 else ''}{', '.join(others)}"
@@ -244,7 +284,7 @@ def _figures(measured: dict[str, Any]) -> list[Figure]:
                 Figure(
                     f"{op} {name}, p99 / {peer}'s",
                     own["p99_us"] / other["p99_us"],
-                    at_most=P99_GOAL if peer == "fio" else None,
+                    at_most=peers[peer].p99_goal,
                 )
                 for peer, other in others.items()
             ]
@@ -285,12 +325,12 @@ def _restart(file: Path, blocks: int) -> tuple[float, float | None]:
         sys.exit(f"kvlane bench ssd, restart: {error}")
 
 
-def _present(asked: list[str] | None) -> list[str]:
-    """The peers to measure; what is not there is said, and ends the benchmark if it was asked for."""
+def _present(asked: list[str] | None, peers: Mapping[str, Peer]) -> list[str]:
+    """What to measure beside the tier; what is not there is said, and ends the benchmark if it was asked for."""
     present = []
-    for name in PEERS if asked is None else asked:
-        if why := missing(name):
-            told = f"{name} is not measured, {why}: {INSTALL[name]}"
+    for name in (*peers, CRC) if asked is None else asked:
+        if why := peers[name].missing() if name in peers else None:
+            told = f"{name} is not measured, {why}: {peers[name].install}"
             if asked is not None:
                 sys.exit(told)
             report.say(told)
@@ -340,8 +380,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _peers(text: str) -> list[str]:
+def _names(text: str, known: Sequence[str]) -> list[str]:
     named = text.split(",")
-    if unknown := [each for each in named if each not in PEERS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(PEERS)}")
+    if unknown := [each for each in named if each not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
     return named

@@ -1,4 +1,5 @@
-"""The processes that `kvlane bench fabric` starts: for each system a near and a far side.
+"""The processes that `kvlane bench fabric` starts: for each system a near and a far side. Those of peers are in
+bench/fabric/peers.py, a script beside the package.
 
 Each is told what to do by lines of JSON on stdin, {"do": METHOD, ...}, and answers each on stdout by {"value": ...} or
 {"error": TEXT}.
@@ -8,23 +9,18 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import importlib
-import importlib.util
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from kvlane import fabric
 from kvlane.bench import report
@@ -33,15 +29,6 @@ from kvlane.bench.memory import GpuMemory, Memory
 
 ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
-NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
-# How to get those that do not come with kvlane.
-INSTALL = {
-    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy",
-    "mooncake": "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; apt-get install libibverbs1 libnuma1",
-    "iperf3": "apt-get install iperf3",
-}
-# So much goes through one run of iperf3.
-_STREAM_BYTES = 1 << 30
 # Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
 _STEPS = 256
 _PR_SET_PDEATHSIG = 1
@@ -268,114 +255,6 @@ def unpack_address(address: str) -> tuple[bytes, int, int]:
     return packed[_REGION.size :], number, length
 
 
-class Nixl(Side):
-    """NIXL agents with the UCX backend. Which transport UCX takes is up to the environment."""
-
-    def start(self, near: bool, **_: Any) -> None:
-        """An agent with the region registered."""
-        api: Any = importlib.import_module(f"{nixl_module()}._api")
-        # It is fastest so; a far agent without a progress thread would not answer.
-        settings = api.nixl_agent_config(enable_prog_thread=not near, backends=["UCX"])
-        self.agent = api.nixl_agent(f"kvlane-bench-{os.getpid()}", settings)
-        self.page_lists: list[Any] = []
-        self.agent.register_memory([(self.memory.address, self.memory.size, 0, "")], "DRAM")
-
-    def listen(self) -> str:
-        """The agent's metadata and where its region is."""
-        metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
-        return json.dumps([metadata, self.memory.address])
-
-    def connect(self, address: str) -> None:
-        """Of such metadata."""
-        metadata, self.remote = json.loads(address)
-        name: Any = self.agent.add_remote_agent(base64.b64decode(metadata))
-        self.name = name.decode() if isinstance(name, bytes) else name
-
-    def operation(self, op: str, cell: Cell) -> Operation:
-        """Post a handle that is made before and ask until it is done."""
-        handles = [self._paged(op, cell)] if cell.pages > 1 else self._contiguous(op, cell)
-        transfer, state_of = self.agent.transfer, self.agent.check_xfer_state
-
-        def operate(number: int) -> None:
-            handle = handles[number % len(handles)]
-            state = transfer(handle)
-            while state != "DONE":
-                if state == "ERR":
-                    raise OSError(f"NIXL's {op} failed")
-                state = state_of(handle)
-
-        return operate
-
-    def _contiguous(self, op: str, cell: Cell) -> list[Any]:
-        def at(address: int) -> Any:
-            return self.agent.get_xfer_descs([(address, cell.bytes, 0)], "DRAM")
-
-        return [
-            self.agent.initialize_xfer(
-                op.upper(), at(self.memory.address + offset), at(self.remote + offset), self.name
-            )
-            for offset in cell.offsets(self.memory.size)
-        ]
-
-    def _paged(self, op: str, cell: Cell) -> Any:
-        def pages(address: int) -> list[tuple[int, int, int]]:
-            return [(address + page * cell.page_bytes, cell.page_bytes, 0) for page in range(cell.pages)]
-
-        lists = (
-            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", pages(self.memory.address), "DRAM"),
-            self.agent.prep_xfer_dlist(self.name, pages(self.remote), "DRAM"),
-        )
-        # Their destructors release them, also in the hands of a transfer.
-        self.page_lists.append(lists)
-        near = numpy.array(cell.order(True), dtype=numpy.int32)
-        far = numpy.array(cell.order(False), dtype=numpy.int32)
-        return self.agent.make_prepped_xfer(op.upper(), lists[0], near, lists[1], far)
-
-
-@cache
-def nixl_module() -> str | None:
-    """The NIXL package that is installed."""
-    return next((name for name in NIXL_MODULES if importlib.util.find_spec(name)), None)
-
-
-class Mooncake(Side):
-    """Mooncake's Transfer Engine over TCP, which finds its peer by an address. Its queues are up to the environment."""
-
-    def start(self, **_: Any) -> None:
-        """An engine with the region registered."""
-        self.engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
-        self._demand("start", self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
-        self._demand("register memory", self.engine.register_memory(self.memory.address, self.memory.size))
-
-    def listen(self) -> str:
-        """The engine's address and where its region is."""
-        return json.dumps([f"127.0.0.1:{self.engine.get_rpc_port()}", self.memory.address])
-
-    def connect(self, address: str) -> None:
-        """Of such an engine; it connects with the first operation."""
-        self.target, self.remote = json.loads(address)
-
-    def operation(self, op: str, cell: Cell) -> Operation:
-        """One call, which returns when all of it is done."""
-        target, demand = self.target, self._demand
-        if cell.pages > 1:
-            what = f"{op} {cell.pages} pages"
-            move_pages = getattr(self.engine, f"batch_transfer_sync_{op}")
-            near = [self.memory.address + page * cell.page_bytes for page in cell.order(True)]
-            far = [self.remote + page * cell.page_bytes for page in cell.order(False)]
-            lengths = [cell.page_bytes] * cell.pages
-            return lambda _: demand(what, move_pages(target, near, far, lengths))
-        what = f"{op} {cell.bytes} bytes"
-        move = getattr(self.engine, f"transfer_sync_{op}")
-        offsets = cell.offsets(self.memory.size)
-        pairs = [(self.memory.address + offset, self.remote + offset) for offset in offsets]
-        return lambda number: demand(what, move(target, *pairs[number % len(pairs)], cell.bytes))
-
-    def _demand(self, what: str, status: int) -> None:
-        if status:
-            raise OSError(f"Mooncake was to {what} and answered {status}")
-
-
 class Loop(Side):
     """Plain blocking sockets."""
 
@@ -546,100 +425,27 @@ class GpuCopies(Side):
         return operate
 
 
-class Iperf3(Side):
-    """The program of that name, both sides of it: one stream, of which it tells nothing but the rate."""
-
-    is_both = True
-    patterns = ("stream",)
-
-    def open(self, size: int, **options: Any) -> None:
-        """It has memory of its own."""
-
-    def once(self, op: str, cell: Cell) -> None:
-        """Nothing stays connected."""
-
-    def measure(self, op: str, cell: Cell, warm_up: int, count: int) -> dict[str, float]:
-        """The rate at which one run receives; `cell.bytes` go into each call of the socket."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        server = ["iperf3", "-s", "-1", "-p", port, "--bind", "127.0.0.1", "--forceflush"]
-        client = [
-            "iperf3",
-            "-c",
-            "127.0.0.1",
-            "-p",
-            port,
-            "--json",
-            "-l",
-            str(cell.bytes),
-            "-n",
-            str(_STREAM_BYTES),
-        ]
-        with subprocess.Popen(
-            server, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
-        ) as listener:
-            assert listener.stdout is not None
-            while not (line := listener.stdout.readline()).startswith("Server listening"):
-                if not line:
-                    raise OSError("iperf3 ended before it listened")
-            try:
-                said = subprocess.run(
-                    client + (["-R"] if op == "read" else []),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    preexec_fn=_end_with_parent,
-                ).stdout
-            finally:
-                listener.kill()
-        result = json.loads(said)
-        if "error" in result:
-            raise OSError(f"iperf3: {result['error']}")
-        return {"gb_per_s": result["end"]["sum_received"]["bits_per_second"] / 8e9}
-
-
 SIDES: dict[str, type[Side]] = {
     "kvlane": Kvlane,
-    "nixl": Nixl,
-    "mooncake": Mooncake,
     "loop": Loop,
     "gpu-copies": GpuCopies,
-    "iperf3": Iperf3,
     "process_vm": ProcessVm,
     "memcpy": Memcpy,
 }
 
 
-def missing(name: str) -> str | None:
-    """Why the system of this name cannot be measured here; None if it can."""
-    if name == "nixl":
-        return None if nixl_module() else "there is no NIXL beside this Python"
-    if name == "mooncake":
-        return _mooncake_missing()
-    return "there is no such program" if name == "iperf3" and not shutil.which("iperf3") else None
-
-
-@cache
-def _mooncake_missing() -> str | None:
-    if not importlib.util.find_spec("mooncake"):
-        return "there is no Mooncake beside this Python"
-    # Elsewhere: it brings libraries and their logging into a process.
-    probe = [sys.executable, "-c", "import mooncake.engine"]
-    done = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
-
-
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve_commands(name: str) -> None:
+def serve_commands(side: Side) -> None:
     """Do what stdin says until it ends."""
     # Without this, a stopped process would stay when the benchmark is killed.
-    _end_with_parent()
+    end_with_parent()
     # Libraries print what they like to stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side = SIDES[name]()
     for line in sys.stdin:
         command = json.loads(line)
         method = getattr(side, command.pop("do"))
@@ -653,14 +459,18 @@ def serve_commands(name: str) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-if __name__ == "__main__":
+def be(side: type[Side]) -> NoReturn:
+    """Be a process of that side, and end without unloading libraries: some of peers crash there."""
     status = 1
     try:
-        serve_commands(sys.argv[1])
+        serve_commands(side())
         status = 0
     except BaseException:
         traceback.print_exc()
         raise
     finally:
-        # NIXL crashes when it is unloaded.
         os._exit(status)
+
+
+if __name__ == "__main__":
+    be(SIDES[sys.argv[1]])

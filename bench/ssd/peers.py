@@ -1,10 +1,14 @@
-"""What `kvlane bench ssd` compares with: fio, and NIXL's POSIX plugin in a process of its own.
+"""The SSD tier in turns with its peers: `kvlane bench ssd`, with fio and NIXL's POSIX plugin beside it.
 
-As a program it is that process: it does one phase, {"op": ..., ...} as its argument, and prints the result.
+    python bench/ssd/peers.py PATH --rounds 8
+
+Its flags are those of `kvlane bench ssd`. With `--phase JSON` it is a process of NIXL, which does one phase and prints
+what it took.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -16,48 +20,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from kvlane.bench import report
+from kvlane.bench import extra, report, ssd
 from kvlane.bench.memory import Memory
+from kvlane.bench.ssd import Peer, Phase
 
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
-INSTALL = {
-    "fio": "apt-get install fio",
-    "nixl": "pip install --no-deps nixl-cu12==1.5.1 numpy",
-}
 _TIMEOUT_S = 600
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Blocks that are read, in an order without pattern, or written one behind the other; `depth` at once."""
-
-    op: str
-    paths: tuple[str, ...]
-    file_bytes: int
-    """Of each file."""
-    block_bytes: int
-    count: int
-    depth: int
-    huge: bool
-    """Whether a peer has its memory in huge pages, where it can be told so."""
-    first: int = 0
-    """Of writes: the block of each file with which they begin."""
-
-
-def missing(name: str) -> str | None:
-    """Why this peer cannot be measured here; None if it can."""
-    if name == "fio":
-        return None if shutil.which("fio") else "there is no such program"
-    if name == "nixl":
-        return None if _nixl_module() else "there is no NIXL beside this Python"
-    return None
-
-
-def _nixl_module() -> str | None:
+def nixl_module() -> str | None:
+    """The NIXL package that is installed."""
     return next((name for name in NIXL_MODULES if importlib.util.find_spec(name)), None)
 
 
@@ -111,7 +87,7 @@ def _reserved_huge_bytes() -> int:
 
 def nixl(phase: Phase) -> dict[str, float]:
     """Of a new process: NIXL crashes where it is unloaded."""
-    command = [sys.executable, "-m", "kvlane.bench.ssd_peers", json.dumps(asdict(phase))]
+    command = [sys.executable, str(Path(__file__).resolve()), "--phase", json.dumps(asdict(phase))]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
     )
@@ -123,7 +99,7 @@ def nixl(phase: Phase) -> dict[str, float]:
 
 def _nixl_here(phase: Phase) -> dict[str, float]:
     """Handles of one block each, made before; as many are posted as the depth says, and asked until they are done."""
-    api: Any = importlib.import_module(f"{_nixl_module()}._api")
+    api: Any = importlib.import_module(f"{nixl_module()}._api")
     name = f"kvlane-bench-{os.getpid()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     agent.create_backend("POSIX", {})
@@ -188,8 +164,8 @@ def _places(phase: Phase, files: Sequence[int]) -> list[tuple[int, int]]:
     return [(files[number % len(files)], block * phase.block_bytes) for number, block in enumerate(of)]
 
 
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+def _be_nixl(asked: dict[str, Any]) -> NoReturn:
+    """Do one phase in this process, print the result, and end without unloading NIXL, which crashes there."""
     status = 1
     try:
         answers = os.fdopen(os.dup(1), "w")
@@ -201,5 +177,42 @@ if __name__ == "__main__":
     except Exception as error:  # noqa: BLE001
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
-        # NIXL crashes when it is unloaded.
         os._exit(status)
+
+
+PEERS = {
+    "fio": Peer(
+        does=fio,
+        missing=lambda: None if shutil.which("fio") else "there is no such program",
+        install="apt-get install fio",
+        p99_goal=1.2,
+    ),
+    "nixl": Peer(
+        does=nixl,
+        missing=lambda: None if nixl_module() else "there is no NIXL beside this Python",
+        install="pip install --no-deps nixl-cu12==1.5.1 numpy",
+        has_huge_pages=True,
+    ),
+}
+NOTE = (
+    "The peers verify nothing; their CPU is that of a whole process, too. fio: io_uring, one job; NIXL: the POSIX "
+    "plugin as it comes, a handle for each block, asked all the time, its memory in pages as the pool's."
+)
+
+
+def main(words: list[str]) -> int:
+    """Measure, or be a process of NIXL."""
+    if words[:1] == ["--phase"]:
+        _be_nixl(json.loads(words[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ssd.add_arguments(parser, PEERS)
+    arguments = parser.parse_args(words)
+    if lacks := extra.lacks():
+        sys.exit(lacks)
+    return ssd.run(arguments, PEERS, NOTE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
