@@ -28,7 +28,7 @@ from typing import Any
 
 import model
 import pictures
-from systems import SYSTEMS, gpus, kvlane_address, running, versions
+from systems import SYSTEMS, gpus, kvlane_address, plan, running, versions
 
 from kvlane.bench import report
 from kvlane.bench.drawing import save
@@ -36,7 +36,7 @@ from kvlane.bench.figures import Figure
 
 MODES = ("eager", "graphs")
 HERE = Path(__file__).resolve().parent
-PEERS = ("pegaflow", "offload")
+PEERS = ("pegaflow", "offload", "lmcache", "lmcache-mp")
 # kvlane and none at the same time.
 PAIR = "pair"
 # vLLM takes the compute functions of `model` over its own calls, and hashes prompts alike in all processes.
@@ -61,6 +61,9 @@ class Run:
 
 def main() -> int:
     arguments = _arguments()
+    if arguments.dry_run:
+        print(plan(arguments.systems, arguments.cache_bytes, arguments.out))
+        return 0
     if arguments.draw:
         arguments.out.mkdir(parents=True, exist_ok=True)
         return publish(json.loads(arguments.draw.read_text()), arguments.out)
@@ -156,6 +159,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="vLLM's KV cache, instead of a share")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds that one engine may take")
     parser.add_argument("--commit", help="of the kvlane that is installed, where git does not know it")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
     parser.add_argument(
         "--draw", type=Path, metavar="GPU.JSON", help="measure nothing: table and pictures of this result"
     )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 START_PATIENCE_S = 300.0
+LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 8081
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,47 @@ SYSTEMS = {
                 "OffloadingConnector", None, {"cpu_bytes_to_use": size, "block_size": 64}
             ),
         ),
+        # Both with LMCache's own chunks of 256 tokens; what a prompt has behind its last whole chunk is computed.
+        System(
+            "lmcache",
+            "LMCache in the engine's own processes",
+            lambda size, folder: _config(
+                "LMCacheConnectorV1",
+                None,
+                {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": size / 2**30},
+            ),
+            package="lmcache",
+        ),
+        System(
+            "lmcache-mp",
+            "LMCache, its server started before",
+            lambda size, folder: _config(
+                "LMCacheMPConnector",
+                None,
+                {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": LMCACHE_PORT},
+            ),
+            lambda size, folder: [
+                sys.executable,
+                "-m",
+                "lmcache.v1.multiprocess.http_server",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(LMCACHE_PORT),
+                "--http-host",
+                "127.0.0.1",
+                "--http-port",
+                str(LMCACHE_HTTP_PORT),
+                "--l1-size-gb",
+                str(size / 2**30),
+                # All of its memory is there before the first prompt, as kvlane's.
+                "--no-l1-use-lazy",
+                "--eviction-policy",
+                "LRU",
+            ],
+            lambda folder: _http_answers(f"http://127.0.0.1:{LMCACHE_HTTP_PORT}/healthcheck"),
+            package="lmcache",
+        ),
     )
 }
 
@@ -151,6 +194,25 @@ def gpus() -> list[str]:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
+
+
+def plan(names: Iterable[str], size: int, folder: Path) -> str:
+    """What `--dry-run` prints: of each system the server's command line and vLLM's flag, as they would be used."""
+    lines = []
+    for system in (SYSTEMS[name] for name in names):
+        try:
+            there = f"{system.package} {version(system.package)}"
+        except PackageNotFoundError:
+            there = f"{system.package} is not installed"
+        server = shlex.join(system.server(size, folder)) if system.server else "none"
+        connector = system.connector(size, folder)
+        flag = shlex.join(["--kv-transfer-config", connector]) if connector else "none"
+        lines += [
+            f"{system.name}: {system.what}; {there}",
+            f"    server: {server}",
+            f"    vllm serve: {flag}",
+        ]
+    return "\n".join(lines)
 
 
 def versions() -> dict[str, str]:

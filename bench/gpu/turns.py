@@ -3,6 +3,7 @@ same seconds of the host.
 
     python bench/gpu/turns.py --out out/turns                       # CUDA graphs
     python bench/gpu/turns.py --eager --systems none kvlane offload --out out/turns
+    python bench/gpu/turns.py --systems kvlane pegaflow lmcache lmcache-mp --out out/turns-lmcache
 
 | name | what |
 |---|---|
@@ -33,7 +34,7 @@ from typing import Any
 import model
 from measure import Engine, loaded_bytes, start, summary
 from pair import decode, second_client
-from systems import SYSTEMS, kvlane_address, running, versions
+from systems import SYSTEMS, kvlane_address, plan, running, versions
 
 from kvlane.bench import report
 
@@ -139,7 +140,13 @@ async def beside_a_client(engine: Engine, settings: argparse.Namespace, draw: An
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--systems", nargs="+", choices=sorted(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=sorted(SYSTEMS),
+        default=["none", "kvlane", "pegaflow", "offload"],
+        help="default: %(default)s; four engines of the 8B shape are what one GPU has room for",
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
     parser.add_argument("--prompts", type=int, default=6)
@@ -156,8 +163,12 @@ def main() -> int:
     parser.add_argument("--gpu-memory", type=float, default=0.12, help="share that is free at each start")
     parser.add_argument("--one-after-the-other", action="store_true", help="start the engines so")
     parser.add_argument("--commit")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be started")
     parser.add_argument("--out", type=Path, default=Path("out/turns"))
     settings = parser.parse_args()
+    if settings.dry_run:
+        print(plan(settings.systems, settings.cache_bytes, settings.out))
+        return 0
     settings.tensor_parallel = 1
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     # Threads start them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,31 @@ def test_the_servers_flags_and_connectors_are_there(compare: Any, tmp_path: Path
     for system in compare.SYSTEMS.values():
         config = system.connector(1 << 30, tmp_path)
         assert not config or json.loads(config)["kv_role"] == "kv_both"
+
+
+@pytest.mark.parametrize("script", ["compare.py", "turns.py"])
+def test_a_dry_run_says_what_would_be_started(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / script), "--dry-run", "--out", str(tmp_path / "out")]
+    command += ["--systems", "kvlane", "lmcache", "lmcache-mp", "--cache-bytes", str(3 << 30)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert not (tmp_path / "out").exists()
+    assert "server: kvlane serve --pool-size 3221225472" in told
+    assert "lmcache.v1.multiprocess.http_server" in told and "--l1-size-gb 3.0" in told
+    flags = [json.loads(shlex.split(line)[-1]) for line in told.splitlines() if "vllm serve:" in line]
+    assert [flag["kv_connector"] for flag in flags] == [
+        "KVLaneConnector",
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+    ]
+    assert flags[1]["kv_connector_extra_config"]["lmcache.max_local_cpu_size"] == 3.0
+
+
+def test_lmcache_is_one_of_the_peers(compare: Any, tmp_path: Path) -> None:
+    runs = [run("kvlane", [32]), run("pegaflow", [45]), run("lmcache", [48]), run("lmcache-mp", [40])]
+    _, result = published(compare, runs, tmp_path)
+    assert [figure["what"] for figure in result["figures"]] == [
+        "eager: warm TTFT / better peer, 32.0 / 40.0 ms"
+    ]
 
 
 def test_without_a_connector_an_engine_runs_beside_kvlane_where_both_are_asked_for(compare: Any) -> None:
