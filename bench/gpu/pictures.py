@@ -10,7 +10,14 @@ from kvlane.bench.drawing import COLOURS, Bar, Panel, Picture, number
 
 NOTHING = "#9aa3ad"
 # By the name of a system in `systems.py`.
-NAMES = {"none": "no connector", "kvlane": "kvlane", "pegaflow": "PegaFlow", "offload": "vLLM's offload"}
+NAMES = {
+    "none": "no connector",
+    "kvlane": "kvlane",
+    "pegaflow": "PegaFlow",
+    "offload": "vLLM's offload",
+    "lmcache": "LMCache",
+    "lmcache-mp": "LMCache's server",
+}
 MODES = {"eager": "eager mode", "graphs": "CUDA graphs"}
 # By the name of a part in the JSON file.
 PARTS = {
