@@ -73,6 +73,8 @@ def test_all_of_the_package_is_in_it() -> None:
         names = [name for name in wheel.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
     assert any(name.endswith(".data/scripts/kvlane") for name in names)
+    # What runs NIXL, Mooncake, iperf3 and fio stays in bench/.
+    assert [name for name in names if "peers" in name] == []
 
 
 def test_a_daemon_an_engine_that_saves_and_another_one_that_loads(programs: Path, folder: Path) -> None:
