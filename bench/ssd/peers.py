@@ -171,7 +171,8 @@ def _be_nixl(asked: dict[str, Any]) -> NoReturn:
         answers = os.fdopen(os.dup(1), "w")
         # Libraries print what they like to stdout.
         os.dup2(2, 1)
-        answers.write(json.dumps(_nixl_here(Phase(**{**asked, "paths": tuple(asked["paths"])}))) + "\n")
+        phase = Phase(paths=tuple(asked.pop("paths")), **asked)
+        answers.write(json.dumps(_nixl_here(phase)) + "\n")
         answers.flush()
         status = 0
     except Exception as error:  # noqa: BLE001
