@@ -176,6 +176,13 @@ def test_what_is_not_known_to_be_kvlanes_is_called_repeat(
     assert "kvlane status" in printed
 
 
+def test_another_seed_has_a_cold_round(fake: FakeVllm, tmp_path: Path) -> None:
+    """The prompt that warms an engine up was the first one of the next seed."""
+    for seed in ("0", "1", "2"):
+        status, rounds = bench(fake, tmp_path, "--seed", seed)
+        assert (status, rounds[0]["round"], rounds[0]["kvlane_hit_tokens"]) == (0, "cold", 0)
+
+
 def test_a_baseline_is_not_meant_to_be_warm(fake: FakeVllm, tmp_path: Path) -> None:
     fake.cache = "nothing"
     status, rounds = bench(fake, tmp_path, "--connector", "none", "--warm-rounds", "2")

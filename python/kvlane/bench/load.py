@@ -58,7 +58,7 @@ def arrival_times(count: int, rate: float, pattern: str, seed: int) -> list[floa
     return times
 
 
-def make_prompts(count: int, length: int, shared: int, seed: int, vocab: int) -> list[list[int]]:
+def make_prompts(count: int, length: int, shared: int, seed: int | str, vocab: int) -> list[list[int]]:
     """Prompts of `length` token ids, the first `shared` the same in all. Ids below 100, often special, are left out."""
     assert 0 <= shared <= length, (shared, length)
     source = random.Random(seed)

@@ -165,7 +165,7 @@ async def _rounds(
         arguments.num_prompts, arguments.input_len, arguments.shared_prefix, arguments.seed, arguments.vocab
     )
     # Whatever an engine does only once, it does now.
-    warmup = load.make_prompts(1, arguments.input_len, 0, arguments.seed + 1, arguments.vocab)
+    warmup = load.make_prompts(1, arguments.input_len, 0, f"warm-up {arguments.seed}", arguments.vocab)
     await load.run_round(endpoint.base_url, model, warmup, [0.0], 2, api_key=arguments.api_key)
 
     rounds = []
