@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_a_service_manager_that_is_not_there_keeps_nobody_from_serving(
     finally:
         process.kill()
         process.wait(PATIENCE)
+
+
+def test_more_sessions_than_files_is_said(make_daemon: MakeDaemon) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+
+    asked = make_daemon("--max-sessions", "500", preexec_fn=few_files)
+    told = asked.log.wait_for("--max-sessions 500")
+    assert " WARN " in told and "may open 300 files" in told and "about 50 sessions" in told
+    asked.kill()
+    default = make_daemon(preexec_fn=few_files)
+    default.ready_line()
+    assert "--max-sessions" not in default.log.text(), "nobody asked for so many"
 
 
 @pytest.mark.parametrize("flag", ["--addr", "--listen"])

@@ -64,7 +64,9 @@ fn parse_tokens(text: &str) -> Result<u64, String> {
 pub(crate) fn run(args: &SizeArgs) -> Result<()> {
     let path = if args.config.is_dir() { args.config.join("config.json") } else { args.config.clone() };
     let named = || path.display().to_string();
-    let text = fs::read_to_string(&path).with_context(named)?;
+    let text = fs::read_to_string(&path).map_err(|error| {
+        anyhow!("{} cannot be read ({error}): name a model's config.json or its folder", named())
+    })?;
     let read = serde_json::from_str::<Value>(&text)
         .map_err(|error| anyhow!("it is no JSON ({error}); name the config.json of a model"))
         .and_then(|config| Cache::of(&config, args.kv_cache_dtype));

@@ -126,7 +126,7 @@ def _settings(extra: Any, findings: Findings) -> Settings | None:
         return Settings.parse(extra)
     except ValueError as error:
         means = "the engine does not start with it"
-        findings.append(_finding("problem", str(error), means, "mend it as it says"))
+        findings.append(_finding("problem", str(error), means, "correct it, and run this again"))
         return None
 
 
