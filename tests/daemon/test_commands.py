@@ -415,6 +415,8 @@ def test_size_says_what_a_pool_has_to_hold(folder: Path) -> None:
 
 
 def test_doctor_refuses_an_address_that_is_none() -> None:
+    sentence = "'nowhere' is no address: write unix:PATH, PATH or HOST:PORT\n"
     told = run_kvlane("doctor", "--addr", "nowhere")
-    assert told.returncode == 1
-    assert "'nowhere'" in told.stderr
+    assert (told.returncode, told.stderr) == (1, f"kvlane: --addr {sentence}")
+    told = run_kvlane("status", env=clean_environment(KVLANE_ADDR="nowhere"))
+    assert (told.returncode, told.stderr) == (1, f"kvlane: KVLANE_ADDR {sentence}"), "what is to be changed"

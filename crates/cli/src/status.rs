@@ -1,6 +1,6 @@
 //! `kvlane status`.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, env, time::Duration};
 
 use anyhow::{Result, anyhow};
 use bytesize::ByteSize;
@@ -34,7 +34,7 @@ impl DaemonArgs {
     /// The address that was given, else the default one.
     pub(crate) fn address(&self) -> Result<Address> {
         match &self.addr {
-            Some(text) => text.parse().map_err(|error| anyhow!("--addr {error}")),
+            Some(text) => text.parse().map_err(|error| anyhow!("{} {error}", address_source())),
             None => Ok(default_address()),
         }
     }
@@ -48,6 +48,13 @@ impl DaemonArgs {
     pub(crate) fn connect(&self) -> Result<Tool> {
         Ok(Tool::connect_to_user(&self.address()?, self.user(), Duration::from_secs(2))?)
     }
+}
+
+/// What a person has to change: the flag if it was given, else the variable.
+fn address_source() -> &'static str {
+    let is_flag = |text: String| text.starts_with("--addr") || text.starts_with("--listen");
+    let given = env::args_os().any(|argument| argument.into_string().is_ok_and(is_flag));
+    if given { "--addr" } else { "KVLANE_ADDR" }
 }
 
 /// The value itself is in the message already.
