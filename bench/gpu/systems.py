@@ -147,6 +147,9 @@ SYSTEMS = {
                 str(size / 2**30),
                 # All of its memory is there before the first prompt, as kvlane's.
                 "--no-l1-use-lazy",
+                # A GPU is read and written by the server; on a CPU the engine copies into shared memory.
+                "--supported-transfer-mode",
+                "auto",
                 "--eviction-policy",
                 "LRU",
             ],
