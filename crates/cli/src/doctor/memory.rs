@@ -38,6 +38,8 @@ pub(crate) fn judge(available: &Available, pool: Size, in_huge_pages: bool, runn
 
 const CAP_IPC_LOCK: u32 = 14;
 const LOCKED: &str = "locked memory";
+/// What a file of the tier registers beside the pool: 1 MiB of headers, and its ring. Each file registers all of it.
+const BESIDE_POOL: u64 = 2 << 20;
 
 /// The limit on locked memory, which io_uring counts what is registered with it against.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,18 +75,18 @@ pub(crate) fn judge_locked(locked: &Locked, pool: Size) -> Finding {
             .means("an SSD tier (--ssd) can register its pool with io_uring");
     }
     match bytes {
-        Some(Some(bytes)) if bytes < pool.0 => {
-            Finding::note(LOCKED, format!("{found}, less than a pool of {pool}"))
+        Some(Some(bytes)) if bytes < pool.0.saturating_add(BESIDE_POOL) => {
+            Finding::note(LOCKED, format!("{found}, too little for a pool of {pool}"))
                 .means(
                     "an SSD tier (--ssd) cannot register its pool with io_uring, and pins the pages of each transfer anew, \
                      which is slower; nothing else needs locked memory",
                 )
                 .advice(
-                    "with --ssd, raise the limit to the pool's size and a little more (ulimit -l, LimitMEMLOCK= of systemd), \
-                     or give the daemon CAP_IPC_LOCK",
+                    "with --ssd, raise the limit (ulimit -l, LimitMEMLOCK= of systemd) to the pool's size and 2 MiB for each \
+                     of its files, or give the daemon CAP_IPC_LOCK",
                 )
         }
-        _ => Finding::ok(LOCKED, found).means("an SSD tier (--ssd) can register its pool with io_uring"),
+        _ => Finding::ok(LOCKED, found).means("an SSD tier (--ssd) of one file can register its pool with io_uring"),
     }
 }
 
@@ -145,10 +147,11 @@ mod tests {
         let small = judge_locked(&bound, POOL);
         assert_eq!(
             (small.verdict, &*small.found),
-            (Verdict::Note, "at most 8.4 MB, less than a pool of 4.0 GB")
+            (Verdict::Note, "at most 8.4 MB, too little for a pool of 4.0 GB")
         );
         assert!(small.means.contains("--ssd") && small.advice.contains("LimitMEMLOCK="), "{small:?}");
-        assert_eq!(judge_locked(&bound, Size(8 << 20)).verdict, Verdict::Ok);
+        assert_eq!(judge_locked(&bound, Size(7 << 20)).verdict, Verdict::Note, "headers are registered too");
+        assert_eq!(judge_locked(&bound, Size(6 << 20)).verdict, Verdict::Ok);
         let exempt = judge_locked(&with("CapEff:\t0000000000004000\n"), POOL);
         assert!(exempt.verdict == Verdict::Ok && exempt.found.contains("CAP_IPC_LOCK"), "{exempt:?}");
         let unlimited = Locked { soft: Some("unlimited".into()), is_exempt: false };
