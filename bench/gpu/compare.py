@@ -28,7 +28,7 @@ from typing import Any
 
 import model
 import pictures
-from systems import SYSTEMS, gpus, kvlane_address, plan, running, versions
+from systems import ENVIRONMENT, SYSTEMS, gpus, kvlane_address, plan, running, versions
 
 from kvlane.bench import report
 from kvlane.bench.drawing import save
@@ -39,14 +39,6 @@ HERE = Path(__file__).resolve().parent
 PEERS = ("pegaflow", "offload", "lmcache", "lmcache-mp")
 # kvlane and none at the same time.
 PAIR = "pair"
-# vLLM takes the compute functions of `model` over its own calls, and hashes prompts alike in all processes.
-ENVIRONMENT = {
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "PYTHONHASHSEED": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True)

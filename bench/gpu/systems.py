@@ -19,6 +19,14 @@ from pathlib import Path
 
 START_PATIENCE_S = 300.0
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 5555, 8081
+# vLLM takes the compute functions of `model` over its own calls, and hashes prompts alike in all processes.
+ENVIRONMENT = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "PYTHONHASHSEED": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import Any
 import model
 from measure import Engine, loaded_bytes, start, summary
 from pair import decode, second_client
-from systems import SYSTEMS, kvlane_address, plan, running, versions
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, plan, running, versions
 
 from kvlane.bench import report
 
@@ -171,6 +171,7 @@ def main() -> int:
         return 0
     settings.tensor_parallel = 1
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
+    os.environ.update(ENVIRONMENT)
     # Threads start them.
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
     settings.out.mkdir(parents=True, exist_ok=True)
