@@ -324,7 +324,7 @@ def _controls_hold(runs: list[Run]) -> bool:
     """Every system's answers and bytes; said if not."""
     wrong = []
     for run in runs:
-        controls = ("same_tokens", "control_distinct", "control_block_matters")
+        controls = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
         wrong += [
             f"{run.system}, {run.mode}: {name} is false" for name in controls if run.found.get(name) is False
         ]

@@ -11,8 +11,9 @@
 | decode | gaps between tokens of running requests while prompts come in that hit in GPU memory, and from the system |
 | open_loop | TTFT of prompts that come at a rate, from the system |
 
-Controls, without which equal answers prove nothing: every prompt has its own answer, and one changed block changes the
-answer. Before each check of bytes the GPU's blocks are poisoned; what is loaded is compared with what was computed.
+Controls, without which equal answers prove nothing: every prompt has its own answer, one changed block changes the
+answer, and of each prompt that is to come from the system vLLM says that it was not computed. Before each check of
+bytes the GPU's blocks are poisoned; what is loaded is compared with what was computed.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Engine:
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0
+        self.cached_tokens = 0
+        """Of the prompt that was asked last: those that vLLM did not compute."""
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(model.write_config(settings.shape, Path(settings.scratch))),
@@ -79,6 +82,7 @@ class Engine:
         start = time.perf_counter()
         async for output in self._llm.generate({"prompt_token_ids": prompt}, wanted, f"r{self._names}"):
             came = (time.perf_counter() - start) * 1e3
+            self.cached_tokens = output.num_cached_tokens or 0
             for token in output.outputs[0].token_ids:
                 times.append(came)
                 answer.append(token)
@@ -174,8 +178,13 @@ async def loaded_bytes(engine: Engine, prompts: list[list[int]], found: dict[str
     computed = set((await engine.on_workers(model.block_hashes, POISON))[0])
     await engine.forget()
     await engine.on_workers(model.poison, POISON)
+    cached = []
     for prompt in prompts:
         await engine.ttft(prompt)
+        cached.append(engine.cached_tokens)
+    # What is computed again has the same bytes: only this tells it from what was loaded.
+    found["loaded_tokens_of_a_prompt"] = min(cached)
+    found["control_loaded"] = min(cached) > 0
     loaded = (await engine.on_workers(model.block_hashes, POISON))[0]
     found["loaded_blocks"] = len(loaded)
     found["loaded_blocks_that_differ"] = len([block for block in loaded if block not in computed])

@@ -225,7 +225,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     ]
     for name, parts in found.items():
         cells = [" ".join(f"{each['p50']:.1f}" for each in parts.get(part, [])) for part in PARTS]
-        held = [str(parts.get(key)) for key in ("same_tokens", "control_distinct", "control_block_matters")]
+        controls = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
+        held = [str(parts.get(key)) for key in controls]
         lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(held)} |")
     for name, parts in found.items():
         if "decode" in parts:
@@ -243,7 +244,7 @@ PARTS = ("cold", "in_gpu", "longer_in_gpu", "warm", "longer_warm")
 
 def controls_hold(found: dict[str, dict[str, Any]]) -> bool:
     """As in compare.py."""
-    names = ("same_tokens", "control_distinct", "control_block_matters")
+    names = ("same_tokens", "control_distinct", "control_block_matters", "control_loaded")
     return all(parts.get(name, True) for parts in found.values() for name in names) and all(
         parts.get("loaded_blocks_that_differ", 0) <= parts["cold"][0]["count"] for parts in found.values()
     )
