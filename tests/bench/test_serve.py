@@ -255,12 +255,25 @@ def test_failed_requests_are_counted_and_make_the_status_one(fake: FakeVllm, tmp
         (["--model", "m", "--input-len", "4", "--shared-prefix", "5"], "--shared-prefix 5"),
         (["--model", "m", "--vocab", "100"], "--vocab 100"),
         (["--base-url", "http://127.0.0.1:1", "--connector", "both"], "--connector both"),
+        (["--base-url", "127.0.0.1:8000"], "--base-url '127.0.0.1:8000'"),
+        (["--base-url", ""], "--base-url ''"),
+        (["--base-url", "http://127.0.0.1:1"], "no endpoint answers at http://127.0.0.1:1"),
     ],
 )
 def test_wrong_arguments_get_a_sentence(arguments: list[str], sentence: str) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["serve", *arguments])
     assert sentence in str(refused.value)
+
+
+def test_an_endpoint_that_serves_nothing_is_told_once(fake: FakeVllm, tmp_path: Path) -> None:
+    """Somebody named a model that the engine has not, and got a table of failures; with a page that is no OpenAI
+    endpoint, a traceback."""
+    fake.fail_every = 1
+    with pytest.raises(SystemExit) as refused:
+        bench(fake, tmp_path)
+    assert "did not serve one prompt" in str(refused.value)
+    assert "status 500: out of luck" in str(refused.value)
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan"])

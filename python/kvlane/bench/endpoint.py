@@ -12,6 +12,10 @@ from kvlane.bench.extra import aiohttp
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)")
 
 
+class NoEndpointError(Exception):
+    """Nothing can be measured there. The sentence names the URL and says what to do."""
+
+
 class Endpoint:
     """An OpenAI endpoint by its base URL, without /v1."""
 
@@ -20,9 +24,19 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def first_model(self) -> str:
-        """The model that the endpoint names first."""
-        models = json.loads(await self._text("GET", "/v1/models"))["data"]
-        return models[0]["id"]
+        """The model that the endpoint names first. Raises NoEndpointError if nobody names one there."""
+        try:
+            return json.loads(await self._text("GET", "/v1/models"))["data"][0]["id"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NoEndpointError(
+                f"no endpoint answers at {self.base_url} ({str(error) or type(error).__name__}): start the engine, "
+                "or name where it is, such as --base-url http://127.0.0.1:8000"
+            ) from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise NoEndpointError(
+                f"{self.base_url}/v1/models names no model ({error}): --base-url has to be an OpenAI endpoint, "
+                "without /v1; one that asks for a token needs --api-key"
+            ) from error
 
     async def counters(self) -> dict[str, float]:
         """Prometheus samples of /metrics, labels summed up, without `_total`; empty where there is no such page."""
@@ -46,11 +60,11 @@ class Endpoint:
         while True:
             try:
                 answer = await self._text("POST", "/reset_prefix_cache")
-            except (aiohttp.ClientError, ValueError):
+                # vLLM up to 0.28 answers with an empty page.
+                if not answer.strip() or json.loads(answer).get("success", True):
+                    return True
+            except (aiohttp.ClientError, ValueError, AttributeError):
                 return False
-            # vLLM up to 0.28 answers with an empty page.
-            if not answer.strip() or json.loads(answer).get("success", True):
-                return True
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvlane.bench import load, pictures, report
 from kvlane.bench.drawing import save
-from kvlane.bench.endpoint import Endpoint
+from kvlane.bench.endpoint import Endpoint, NoEndpointError
 from kvlane.bench.extra import tqdm
 from kvlane.bench.processes import connector_config, own_daemon, own_engine
 from kvlane.bench.sources import Sources
@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and write serve.json and serve.png; the status is one of STATUSES."""
     if arguments.base_url is None and arguments.model is None:
         sys.exit("kvlane bench serve needs --base-url of an endpoint, or --model for an engine of its own")
+    if arguments.base_url is not None and not arguments.base_url.startswith(("http://", "https://")):
+        sys.exit(f"--base-url {arguments.base_url!r} is no URL: write for example http://127.0.0.1:8000")
     if arguments.base_url is not None and arguments.connector == "both":
         sys.exit("--connector both starts two engines of its own; leave out --base-url")
     if not 0 <= arguments.shared_prefix <= arguments.input_len:
@@ -102,12 +104,15 @@ def run(arguments: argparse.Namespace) -> int:
         sys.exit(f"--vocab {arguments.vocab} is too small: ids below 100 are left out as special")
 
     with report.CpuWatch() as watch:
-        if arguments.base_url:
-            with_kvlane = arguments.connector != "none"
-            runs = [_measure(arguments, "endpoint", arguments.base_url, arguments.model, with_kvlane)]
-        else:
-            kinds = ("none", "kvlane") if arguments.connector == "both" else (arguments.connector,)
-            runs = [_measure_own(arguments, kind) for kind in kinds]
+        try:
+            if arguments.base_url:
+                with_kvlane = arguments.connector != "none"
+                runs = [_measure(arguments, "endpoint", arguments.base_url, arguments.model, with_kvlane)]
+            else:
+                kinds = ("none", "kvlane") if arguments.connector == "both" else (arguments.connector,)
+                runs = [_measure_own(arguments, kind) for kind in kinds]
+        except NoEndpointError as error:
+            sys.exit(str(error))
     settings = {key: value for key, value in vars(arguments).items() if key not in ("run", "api_key")}
     result = {
         "benchmark": "serve",
@@ -166,7 +171,12 @@ async def _rounds(
     )
     # Whatever an engine does only once, it does now.
     warmup = load.make_prompts(1, arguments.input_len, 0, f"warm-up {arguments.seed}", arguments.vocab)
-    await load.run_round(endpoint.base_url, model, warmup, [0.0], 2, api_key=arguments.api_key)
+    [first] = await load.run_round(endpoint.base_url, model, warmup, [0.0], 2, api_key=arguments.api_key)
+    if first.error:
+        raise NoEndpointError(
+            f"{endpoint.base_url} did not serve one prompt of {arguments.input_len} tokens with the model {model!r}, "
+            f"so nothing was measured ({first.error}); see --model, --input-len, --vocab and --api-key"
+        )
 
     rounds = []
     for index in range(1 + arguments.warm_rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -64,12 +65,12 @@ class Settings:
         if self.address is not None:
             refuse_tcp("kvlane.address", self.address)
         if not 1 <= self.lookup_timeout_ms <= 60_000:
-            raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms!r}")
+            raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms:g}")
         if not 0 <= self.lookup_wait_us <= 10_000:
             raise ValueError(f"kvlane.lookup_wait_us must be 0 to 10000, not {self.lookup_wait_us!r}")
         if not 0 < self.max_pinned_share <= 0.9:
             raise ValueError(
-                f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share!r}"
+                f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share:g}"
             )
         for name, words in (("save_method", SAVE_METHODS), ("layout", LAYOUTS)):
             value = getattr(self, name)
@@ -80,9 +81,10 @@ class Settings:
 def refuse_tcp(name: str, address: str) -> None:
     """Raises ValueError for an address that an engine cannot use: only a Unix socket carries the pool, and the proof
     who is at the other end. `fake:NAME` is the stand-in of tests."""
-    if address.startswith(("unix:", "fake:")) or "/" in address:
+    is_url = "://" in address and not address.startswith("unix:")
+    if not is_url and address != "unix:" and (address.startswith(("unix:", "fake:")) or "/" in address):
         return
-    if re.fullmatch(r".+:[0-9]+", address):
+    if is_url or re.fullmatch(r".+:[0-9]+", address):
         raise ValueError(
             f"{name} is {address!r}, a TCP address: engines use the daemon's Unix socket only, which its log names "
             "at its start; write unix:PATH, or leave it out for the default socket"
@@ -129,7 +131,8 @@ def _checked(key: str, default: Any, value: Any) -> Any:
         wanted = "a whole number"
     elif isinstance(default, float):
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            # JSON may have a whole number that is too long for a float: it is out of every range as well.
+            return float(value) if abs(value) < 1e300 else math.inf
         wanted = "a number"
     else:
         if isinstance(value, str) or (value is None and default is None):

@@ -44,7 +44,7 @@ def _finding(verdict: str, found: str, means: str = "", advice: str = "") -> dic
 def check(config: Any) -> tuple[Findings, Settings | None]:
     """Findings, and the settings if they can be read."""
     if not isinstance(config, Mapping):
-        refused = f"the JSON is {type(config).__name__}, and has to be an object"
+        refused = "the JSON has to be an object, in braces"
         return [_finding("problem", refused, "vLLM does not start with it", f"write {EXAMPLE}")], None
     findings: Findings = []
     ours, role = _ours(config), config.get("kv_role")
