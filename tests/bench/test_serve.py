@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvlane.bench import report, serve
+from kvlane.bench import serve
 from kvlane.bench.__main__ import main
+from kvlane.bench.drawing import Picture
 from kvlane.bench.load import Timing
 from kvlane.bench.sources import Sources
 
@@ -161,15 +162,16 @@ def test_what_is_not_known_to_be_kvlanes_is_called_repeat(
     """A plain vLLM has its own prefix cache on. `kvlane bench serve` against one called the second round warm, drew it
     as warm and ended with 0: somebody took the engine's own cache for kvlane."""
     fake.cache, fake.offers_reset = cache, offers_reset
-    drawn: list[str] = []
-    monkeypatch.setattr(report, "bars", lambda path, title, unit, groups, **_: drawn.extend(groups))
+    drawn: list[Picture] = []
+    monkeypatch.setattr("kvlane.bench.serve.save", lambda picture, _: drawn.append(picture))
     status, rounds = bench(fake, tmp_path)
     assert status == 3
     assert [each["round"] for each in rounds] == ["cold", "repeat"]
     assert rounds[0]["not_warm"] is None and why in rounds[1]["not_warm"]
-    assert [label.splitlines()[1:] for label in drawn] == [
-        ["cold"],
-        ["repeat", "(not known to", "be kvlane's)"],
+    [picture] = drawn
+    assert [bar.name for panel in picture.panels for bar in panel.bars] == [
+        "cold",
+        "repeat (not known\nto be kvlane's)",
     ]
     printed = " ".join(capsys.readouterr().out.split())
     assert why in printed and "endpoint, repeat" in printed and "warm" not in printed
