@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from kvlane.bench import fabric, ssd
+from kvlane.bench.__main__ import main
 from kvlane.bench.sizes import parse_size
 
 
@@ -67,3 +68,12 @@ def test_benchmarks_take_the_sizes_that_the_daemon_takes() -> None:
     given = parser.parse_args(["x", "--capacity=2gb", "--blocks=2MiB,256Ki", "--phase-bytes=1Gi"])
     assert (given.capacity, given.phase_bytes) == (2_000_000_000, 1 << 30)
     assert given.blocks == [2 << 20, 256 << 10]
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1.5", "many", ""])
+def test_a_count_that_is_none_is_refused_as_typed(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvlane bench lookup --blocks 0` and `kvlane bench share --engines 0` ended with a traceback."""
+    with pytest.raises(SystemExit) as refused:
+        main(["lookup", f"--blocks={text}"])
+    assert refused.value.code == 2
+    assert f"argument --blocks: {text!r} is no whole number above 0" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from kvlane.bench.engine import Engine, block_hashes
 from kvlane.bench.extra import numpy, tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.sizes import count
 
 NAME = "copy"
 HELP = "saves and loads of 2 MiB blocks, whole and in 64 KiB pieces, against bare process_vm and memcpy loops"
@@ -39,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench copy`."""
     parser.add_argument(
         "--mib",
-        type=int,
+        type=count,
         default=512,
         help="working set on each side; larger than the caches (default %(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="of all copies, interleaved")
+    parser.add_argument("--rounds", type=count, default=15, help="of all copies, interleaved")
     add_out(parser)
 
 

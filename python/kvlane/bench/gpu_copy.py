@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvlane import _core
 from kvlane.bench import report
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count
 
 NAME = "gpu-copy"
 HELP = "shuffled pieces between host and GPU, over one link and several, and between GPUs; needs a GPU"
@@ -63,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench gpu-copy`."""
     parser.add_argument("--gpu", type=int, default=0, help="ordinal (default %(default)s)")
     parser.add_argument("--peer", type=int, help="the other GPU; by default the next one, where there is one")
-    parser.add_argument("--mib", type=int, default=256, help="in all pieces together (default %(default)s)")
+    parser.add_argument("--mib", type=count, default=256, help="in all pieces together (default %(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of all ways, interleaved (default %(default)s)"
+        "--rounds", type=count, default=3, help="of all ways, interleaved (default %(default)s)"
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["auto"], help="ways to copy")
     parser.add_argument(

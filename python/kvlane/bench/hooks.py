@@ -9,6 +9,7 @@ import timeit
 
 from kvlane.bench import report
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count
 
 NAME = "hooks"
 HELP = "save_kv_layer and wait_for_layer_load with nothing to do, beside an empty method; needs vLLM"
@@ -26,8 +27,8 @@ class _Empty:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench hooks`."""
-    parser.add_argument("--calls", type=int, default=100_000, help="a round (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="of all hooks, interleaved")
+    parser.add_argument("--calls", type=count, default=100_000, help="a round (default %(default)s)")
+    parser.add_argument("--rounds", type=count, default=15, help="of all hooks, interleaved")
     add_out(parser)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvlane.bench import report
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count
 from kvlane.connector.weights_memo import YOUNG_NS, WeightsMemo
 
 NAME = "identity"
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="on the disk to measure (default: the one for temporary files)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of both (default %(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, help="of both (default %(default)s)")
     add_out(parser)
 
 

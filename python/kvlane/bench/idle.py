@@ -9,6 +9,7 @@ from kvlane.bench import daemon, report
 from kvlane.bench.engine import Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.sizes import count
 
 NAME = "idle"
 HELP = "CPU of a daemon with a full pool and idle engines, the scrub at its default rate"
@@ -19,8 +20,8 @@ _BLOCKS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench idle`."""
     parser.add_argument("--seconds", type=float, default=30.0, help="to watch (default %(default)s)")
-    parser.add_argument("--engines", type=int, default=8, help="connected (default %(default)s)")
-    parser.add_argument("--pool-mib", type=int, default=1024, help="filled pool (default %(default)s)")
+    parser.add_argument("--engines", type=count, default=8, help="connected (default %(default)s)")
+    parser.add_argument("--pool-mib", type=count, default=1024, help="filled pool (default %(default)s)")
     add_out(parser)
 
 

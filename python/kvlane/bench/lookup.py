@@ -14,6 +14,7 @@ from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
 from kvlane.bench.roundtrip import echo_process, ping_pong
+from kvlane.bench.sizes import count
 
 NAME = "lookup"
 HELP = (
@@ -28,7 +29,7 @@ _WARM_UP = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench lookup`."""
-    parser.add_argument("--blocks", type=int, default=625, help="hashes a lookup (default %(default)s)")
+    parser.add_argument("--blocks", type=count, default=625, help="hashes a lookup (default %(default)s)")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -39,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", type=float, default=1000.0, help="lookups a second of all sessions together"
     )
-    parser.add_argument("--processes", type=int, default=4, help="that the sessions are spread over")
+    parser.add_argument("--processes", type=count, default=4, help="that the sessions are spread over")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase with sessions")
     parser.add_argument("--busy", action="store_true", help="also in a busy engine on a busy host")
     parser.add_argument(
-        "--busy-rounds", type=int, default=300, help="of each kind in a phase (default %(default)s)"
+        "--busy-rounds", type=count, default=300, help="of each kind in a phase (default %(default)s)"
     )
     parser.add_argument(
-        "--busy-phases", type=int, default=5, help="quiet ones, and as many busy ones (default %(default)s)"
+        "--busy-phases", type=count, default=5, help="quiet ones, and as many busy ones (default %(default)s)"
     )
     add_out(parser)
 

@@ -9,6 +9,7 @@ from kvlane.bench import daemon, report
 from kvlane.bench.engine import Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.sizes import count
 
 NAME = "memory-use"
 HELP = "the daemon's own memory with a million blocks of 4 KiB in its pool"
@@ -19,7 +20,7 @@ _PROMPT_BLOCKS = 2000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench memory-use`."""
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="in the index (default %(default)s)")
+    parser.add_argument("--blocks", type=count, default=1_000_000, help="in the index (default %(default)s)")
     add_out(parser)
 
 

@@ -9,6 +9,7 @@ import statistics
 from kvlane.bench import daemon, report, vllm_process
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count
 from kvlane.bench.vllm_process import VllmProcess
 
 NAME = "overhead"
@@ -20,12 +21,15 @@ _RESAMPLES = 5000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench overhead`."""
     parser.add_argument(
-        "--engines", type=int, default=2, help="pairs of processes, one after the other (default %(default)s)"
+        "--engines",
+        type=count,
+        default=2,
+        help="pairs of processes, one after the other (default %(default)s)",
     )
-    parser.add_argument("--pairs", type=int, default=60, help="of batches for each (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=4, help="of a batch, at once (default %(default)s)")
-    parser.add_argument("--input-len", type=int, default=256, help="tokens a prompt (default %(default)s)")
-    parser.add_argument("--output-len", type=int, default=16, help="tokens an answer (default %(default)s)")
+    parser.add_argument("--pairs", type=count, default=60, help="of batches for each (default %(default)s)")
+    parser.add_argument("--prompts", type=count, default=4, help="of a batch, at once (default %(default)s)")
+    parser.add_argument("--input-len", type=count, default=256, help="tokens a prompt (default %(default)s)")
+    parser.add_argument("--output-len", type=count, default=16, help="tokens an answer (default %(default)s)")
     add_out(parser)
 
 

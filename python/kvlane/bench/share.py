@@ -11,6 +11,7 @@ from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.memory import Memory
+from kvlane.bench.sizes import count
 
 NAME = "share"
 HELP = "hit rate of eight engines on one shared pool against eight isolated ones; --vllm also for TTFT"
@@ -23,9 +24,9 @@ _STEEP_ZIPF = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvlane bench share`."""
-    parser.add_argument("--engines", type=int, default=8, help="served round-robin (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=2000, help="of the trace (default %(default)s)")
-    parser.add_argument("--system-prompts", type=int, default=128, help="(default %(default)s)")
+    parser.add_argument("--engines", type=count, default=8, help="served round-robin (default %(default)s)")
+    parser.add_argument("--requests", type=count, default=2000, help="of the trace (default %(default)s)")
+    parser.add_argument("--system-prompts", type=count, default=128, help="(default %(default)s)")
     parser.add_argument(
         "--zipf", type=float, default=0.6, help="exponent of their popularity (default %(default)s)"
     )
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vllm", action="store_true", help="also by a real vLLM, a shorter trace: mean TTFT; needs vLLM"
     )
-    parser.add_argument("--vllm-requests", type=int, default=200, help="with --vllm (default %(default)s)")
+    parser.add_argument("--vllm-requests", type=count, default=200, help="with --vllm (default %(default)s)")
     add_out(parser)
 
 

@@ -41,3 +41,10 @@ def _factor(text: str, unit: str) -> int:
         )
     base = 1000 if found["rest"].lower() == "b" else 1024
     return base ** _POWERS[found["letter"].lower()]
+
+
+def count(text: str) -> int:
+    """For argparse: a whole number above 0. Raises ArgumentTypeError, with the text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
