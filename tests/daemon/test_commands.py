@@ -140,6 +140,9 @@ def test_drop_names_what_it_dropped_and_refuses_what_is_not_there(
     wrong = run_kvlane("drop", "ffff", "--addr", daemon.address)
     assert wrong.returncode == 1
     assert "'ffff'" in wrong.stderr
+    # As of a variable that is not set: every name begins with it.
+    empty = run_kvlane("drop", "", "--addr", daemon.address)
+    assert (empty.returncode, empty.stderr) == (1, "kvlane: '' names no namespace: see `kvlane status`\n")
     assert engine.call("check", prompt="p", count=3)["blocks"] == 3
     right = run_kvlane("drop", NAMESPACE.hex()[:6], "--addr", daemon.address)
     assert right.returncode == 0, right.stderr
@@ -155,6 +158,14 @@ def test_tools_without_a_daemon_say_what_to_do(folder: Path) -> None:
         assert f"{folder}/nobody.sock" in failed.stderr
         assert "kvlane serve" in failed.stderr
         assert len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_a_file_that_is_no_socket_is_called_so(folder: Path) -> None:
+    file = folder / "file"
+    file.write_text("")
+    failed = run_kvlane("status", "--addr", f"{file}")
+    assert failed.returncode == 1
+    assert f"no kvlane daemon answers at unix:{file} (it is no socket)" in failed.stderr
 
 
 def test_status_over_tcp_and_nothing_else(make_daemon: MakeDaemon) -> None:

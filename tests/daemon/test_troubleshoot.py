@@ -245,7 +245,7 @@ def _(folder: Path, make_daemon: MakeDaemon) -> str:
 
 @scene("A flag without effect")
 def _(folder: Path, make_daemon: MakeDaemon) -> str:
-    daemon = make_daemon("--rails", "9", "--seal-threads", "5000", environment={"KVLANE_GPU_DRIVER": "off"})
+    daemon = make_daemon("--rails", "9", "--seal-threads", "500", environment={"KVLANE_GPU_DRIVER": "off"})
     daemon.ready_line()
     return daemon.log.text()
 

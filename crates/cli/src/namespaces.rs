@@ -26,6 +26,10 @@ struct Held {
 
 /// Drops what one namespace holds.
 pub(crate) fn run(args: &DropArgs) -> Result<()> {
+    // Every name begins with it: a variable that is not set would drop the only namespace.
+    if args.namespace.is_empty() {
+        bail!("'' names no namespace: see `kvlane status`");
+    }
     let mut tool = args.daemon.connect()?;
     let status = tool.status()?;
     let wanted = args.namespace.to_ascii_lowercase();

@@ -34,6 +34,9 @@ const DEFAULT_SAVE_LINK_SHARE: u8 = 33;
 const DEFAULT_SSD_WAIT_MS: u32 = 1000;
 const DEFAULT_RAILS: &str = "off";
 const DEFAULT_LOG: &str = "info";
+/// Of more than CPUs there are nobody is faster; threads without end exhaust the machine.
+const MOST_SEAL_THREADS: usize = 1024;
+const MOST_DRAIN_S: u64 = 86_400;
 
 /// Every flag is also an environment variable, and a key of the file given by --config (`pool-size = "4gb"`).
 #[derive(Debug, Default, Args, Deserialize)]
@@ -326,12 +329,22 @@ impl ServeArgs {
         )?;
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let seal_threads = self.seal_threads.or(file.seal_threads);
+        if let Some(threads) = seal_threads.filter(|threads| threads.get() > MOST_SEAL_THREADS) {
+            bail!("--seal-threads {threads} is too many: write at most {MOST_SEAL_THREADS}");
+        }
         if let Some(threads) = seal_threads.map(usize::from).filter(|threads| *threads > cpus) {
             warnings.push(format!(
                 "--seal-threads {threads}: this process may use {cpus} CPUs, so that more threads are no faster"
             ));
         }
         let sessions = self.max_sessions.or(file.max_sessions);
+        if sessions == Some(0) {
+            bail!("--max-sessions 0 lets nobody connect: write at least 1");
+        }
+        let drain_s = self.drain_seconds.or(file.drain_seconds).unwrap_or(DEFAULT_DRAIN_S);
+        if drain_s > MOST_DRAIN_S {
+            bail!("--drain-seconds {drain_s} is too long: write at most {MOST_DRAIN_S}, a day");
+        }
         let serve = ServeOptions {
             arena: ArenaOptions { bytes: pool.0, hugepages, numa, threads: cpus.min(32) },
             listen,
@@ -350,7 +363,7 @@ impl ServeArgs {
         };
         Ok(Resolved {
             serve,
-            drain: Duration::from_secs(self.drain_seconds.or(file.drain_seconds).unwrap_or(DEFAULT_DRAIN_S)),
+            drain: Duration::from_secs(drain_s),
             log,
             log_format: self.log_format.or(file.log_format).unwrap_or_default(),
             no_gpu,
@@ -394,13 +407,21 @@ fn ssd_options(
     }))
 }
 
-/// PATH or PATH:CAPACITY; what follows the last colon is a capacity if it begins with a digit.
+const EXAMPLE_SSD: &str = "/ssd/kvlane:200gb";
+
+/// PATH or PATH:CAPACITY; what follows the last colon is a capacity if it has no slash and the whole is no path that is there.
 fn ssd_device(text: &str) -> Result<DeviceOptions> {
     let (path, capacity) = match text.rsplit_once(':') {
         Some((path, size)) if size.starts_with(|first: char| first.is_ascii_digit()) => {
             let size: Size =
                 size.parse().map_err(|why| anyhow!("--ssd '{text}': '{size}' is no size: {why}"))?;
             (path, Some(size.0))
+        }
+        // A mistyped size would be a file of that name, on all of the disk.
+        Some((_, rest)) if !rest.contains('/') && !Path::new(text).exists() => {
+            bail!(
+                "--ssd '{text}': '{rest}' is no size; write PATH:CAPACITY such as {EXAMPLE_SSD}, or PATH alone"
+            )
         }
         _ => (text, None),
     };
@@ -496,6 +517,29 @@ mod tests {
         assert!(host.resolve().unwrap_err().to_string().contains("--http-host 'kvlane:9091'"));
         let rails = ServeArgs { rails: Some("some".into()), ..Default::default() };
         assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("--rails 'some' is neither"));
+        // These ended the daemon by a panic: the threads at once, the time when it was told to stop.
+        let threads = ServeArgs { seal_threads: NonZeroUsize::new(100_000), ..Default::default() };
+        assert!(threads.resolve().unwrap_err().to_string().contains("--seal-threads 100000 is too many"));
+        let drain = ServeArgs { drain_seconds: Some(u64::MAX), ..Default::default() };
+        assert!(drain.resolve().unwrap_err().to_string().contains("is too long: write at most 86400"));
+        let nobody = ServeArgs { max_sessions: Some(0), ..Default::default() };
+        assert!(nobody.resolve().unwrap_err().to_string().contains("--max-sessions 0"));
+    }
+
+    /// `--ssd /disk:abc` made a file of that name with most of the disk.
+    #[test]
+    fn a_mistyped_capacity_is_no_part_of_the_path() {
+        for text in ["/disk:abc", "/disk:-1", "/disk:"] {
+            let error = ssd_device(text).unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("--ssd '{text}': ")) && error.contains("is no size"),
+                "{error}"
+            );
+        }
+        assert_eq!(ssd_device("/a:b/c").unwrap().path, Path::new("/a:b/c"));
+        assert_eq!(ssd_device("/disk:1gb").unwrap().capacity, Some(1_000_000_000));
+        let there = tempfile::Builder::new().prefix("with:colon").tempdir().unwrap();
+        assert_eq!(ssd_device(there.path().to_str().unwrap()).unwrap().path, there.path());
     }
 
     /// `--rails 9` on a machine without a GPU was taken, and did nothing.
@@ -510,12 +554,12 @@ mod tests {
             staging: Some(StagingArg::Auto),
             calibrate: Some(CalibrateArg::Auto),
             save_link_share: Some(50),
-            seal_threads: NonZeroUsize::new(100_000),
+            seal_threads: NonZeroUsize::new(1000),
             listen: Some(vec!["127.0.0.1:1".into()]),
             ..Default::default()
         });
         for part in
-            ["--staging", "--calibrate", "--save-link-share 50", "--seal-threads 100000", "no Unix socket"]
+            ["--staging", "--calibrate", "--save-link-share 50", "--seal-threads 1000", "no Unix socket"]
         {
             assert!(all.iter().any(|warning| warning.contains(part)), "{part} in {all:?}");
         }

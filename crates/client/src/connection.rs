@@ -1,11 +1,12 @@
 //! One non-blocking connection to the daemon.
 
 use std::{
+    fs,
     io::{self, ErrorKind, Read, Write},
     net::TcpStream,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::{fs::FileTypeExt, net::UnixStream},
     },
     time::{Duration, Instant},
 };
@@ -69,8 +70,11 @@ fn describe_refusal(address: &Address, error: &io::Error) -> String {
     }
     let why = match (error.kind(), address) {
         (ErrorKind::NotFound, _) => "there is no such socket".to_owned(),
-        (ErrorKind::ConnectionRefused, Address::Unix(_)) => {
-            "its socket is there, but the daemon has ended".to_owned()
+        (ErrorKind::ConnectionRefused, Address::Unix(path)) => {
+            let is_socket = fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
+            let why =
+                if is_socket { "its socket is there, but the daemon has ended" } else { "it is no socket" };
+            why.to_owned()
         }
         (ErrorKind::ConnectionRefused, Address::Tcp(_)) => "nobody listens there".to_owned(),
         _ => error.to_string(),

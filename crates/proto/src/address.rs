@@ -40,6 +40,10 @@ impl FromStr for Address {
     type Err = AddressError;
 
     fn from_str(text: &str) -> Result<Self, AddressError> {
+        // Not the file "http:" in this folder.
+        if text.contains("://") {
+            return Err(AddressError::Unknown(text.into()));
+        }
         // No host and no port has a slash in it.
         let path = text.strip_prefix("unix:").or_else(|| text.contains('/').then_some(text));
         if let Some(path) = path {
@@ -87,7 +91,8 @@ mod tests {
 
     #[test]
     fn mistakes_are_named() {
-        for text in ["", "unix:", "localhost", "127.0.0.1:notaport", "127.0.0.1:99999", ":80"] {
+        for text in ["", "unix:", "localhost", "127.0.0.1:notaport", "127.0.0.1:99999", ":80", "http://x:80"]
+        {
             assert!(text.parse::<Address>().unwrap_err().to_string().contains(&format!("'{text}'")));
         }
         let long = format!("unix:/{}", "x".repeat(200));
