@@ -1,4 +1,4 @@
-"""`kvlane bench all`: every figure with a goal, in one run, into docs/figures.json for the README."""
+"""`kvlane bench all`: every figure with a goal, in one run, into docs/figures.json for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from kvlane.bench import figures, report
 
 NAME = "all"
-HELP = "all benchmarks with a goal, one after the other; writes the figures of the README"
+HELP = "all benchmarks with a goal, one after the other; writes the figures of docs/performance.md"
 # Modules and the flags that they run with.
 BENCHMARKS: dict[str, list[str]] = {
     "lookup": ["--sessions", "64", "--busy"],
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--figures",
         type=Path,
         default=Path("docs/figures.json"),
-        help="where the README's figures go (default %(default)s)",
+        help="where those figures go (default %(default)s)",
     )
     parser.add_argument(
         "--only", nargs="+", choices=BENCHMARKS, help="these alone; what the file has of the others stays"
