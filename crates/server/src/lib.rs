@@ -22,6 +22,8 @@ mod save_pace;
 mod save_thread;
 mod saves;
 mod session;
+#[cfg(test)]
+mod session_table;
 mod sessions;
 mod slots;
 mod ssd;

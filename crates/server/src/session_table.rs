@@ -1,0 +1,473 @@
+//! Walks every call in every kind of session, over both transports, of a daemon that serves and of one that is stopping.
+//! What each has to answer is written out here once more, apart from the code that decides it.
+
+use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::net::UnixStream,
+    sync::{LazyLock, atomic::Ordering},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use kvlane_memory::{ArenaOptions, HugePages, Numa};
+use kvlane_proto::{
+    Address, FrameReader, WIRE_MAX, encode_frame,
+    v1::{self, hello::Role, register_worker::Method, reply::Body as Answer, request::Body as Ask},
+};
+
+use crate::{Daemon, ServeOptions, peer::Stream, session};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How far a connection has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// It has said nothing yet.
+    NoHello,
+    Tool,
+    /// A scheduler that has not opened its engine.
+    Scheduler,
+    Opened,
+    /// A worker that has not registered its memory.
+    Worker,
+    Mapped,
+    ProcessVm,
+}
+
+use Kind::{Mapped, NoHello, Opened, ProcessVm, Scheduler, Tool, Worker};
+
+const KINDS: [Kind; 7] = [NoHello, Tool, Scheduler, Opened, Worker, Mapped, ProcessVm];
+
+/// What is expected of a call.
+#[derive(Debug, Clone)]
+struct Expected {
+    call: &'static str,
+    /// Who may use it.
+    who: &'static [Kind],
+    /// What the others hear.
+    sentence: &'static str,
+    over_tcp: bool,
+    while_stopping: bool,
+}
+
+const fn expected(
+    call: &'static str,
+    (who, sentence): (&'static [Kind], &'static str),
+    over_tcp: bool,
+    while_stopping: bool,
+) -> Expected {
+    Expected { call, who, sentence, over_tcp, while_stopping }
+}
+
+const ANY: (&[Kind], &str) = (&[Tool, Scheduler, Opened, Worker, Mapped, ProcessVm], "");
+const GREETING: (&[Kind], &str) = (&[NoHello], "this connection has said Hello already");
+const TOOLS: (&[Kind], &str) = (&[Tool], "engines drop nothing that others may share: use a tool");
+const SCHEDULERS: (&[Kind], &str) = (&[Scheduler, Opened], "only the scheduler opens an engine");
+const OPENED: (&[Kind], &str) = (&[Opened], "open the engine's groups first");
+const SHARING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only workers share memory");
+const REGISTERING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only workers register memory");
+const REGISTERED: (&[Kind], &str) = (&[Mapped, ProcessVm], "register the worker's memory first");
+
+/// Call, who, over TCP, while stopping. In the order of the .proto file.
+const EXPECTED: [Expected; 18] = [
+    expected("Hello", GREETING, true, false),
+    expected("OpenEngine", SCHEDULERS, false, false),
+    expected("RegisterWorker", REGISTERING, false, false),
+    expected("MapPool", ANY, false, true),
+    expected("PoolMapped", ANY, false, false),
+    expected("Lookup", OPENED, false, false),
+    expected("Release", OPENED, false, true),
+    expected("Save", REGISTERED, false, false),
+    expected("Claim", REGISTERED, false, false),
+    expected("Commit", REGISTERED, false, true),
+    expected("Heartbeat", OPENED, false, true),
+    expected("Settle", ANY, false, true),
+    expected("DropNamespaces", TOOLS, false, true),
+    expected("GetStatus", ANY, true, true),
+    expected("Bye", ANY, true, true),
+    expected("Load", REGISTERED, false, true),
+    expected("ShareChunks", SHARING, false, false),
+    expected("CancelSaves", OPENED, false, true),
+];
+
+/// A call that can be carried out, or is refused only for what the session holds.
+fn ask(call: &str, at: &Place) -> Ask {
+    match call {
+        "Hello" => hello(Role::Tool, at),
+        "OpenEngine" => open_engine(),
+        "RegisterWorker" => register(Method::Mapped, at),
+        "MapPool" => Ask::MapPool(v1::MapPool { writable: false }),
+        "PoolMapped" => Ask::PoolMapped(v1::PoolMapped {}),
+        "Lookup" => {
+            let groups = vec![v1::LookupGroup { group: 0, hashes: vec![5; 32].into() }];
+            Ask::Lookup(v1::Lookup { groups, max_tokens: 32, may_wait: true })
+        }
+        "Release" => Ask::Release(v1::Release { leases: vec![7] }),
+        "Save" => Ask::Save(v1::Save { groups: Vec::new(), epoch: 1, event: None, job: 1 }),
+        "Claim" => Ask::Claim(v1::Claim { groups: Vec::new(), job: 1 }),
+        "Commit" => Ask::Commit(v1::Commit { claim: 7, written: true }),
+        "Heartbeat" => Ask::Heartbeat(v1::Heartbeat { live_leases: Vec::new() }),
+        "Settle" => Ask::Settle(v1::Settle { timeout_ms: 60_000 }),
+        "DropNamespaces" => Ask::DropNamespaces(v1::DropNamespaces { namespaces: Vec::new() }),
+        "GetStatus" => Ask::GetStatus(v1::GetStatus {}),
+        "Bye" => Ask::Bye(v1::Bye {}),
+        "Load" => Ask::Load(v1::Load::default()),
+        "ShareChunks" => Ask::ShareChunks(v1::ShareChunks::default()),
+        "CancelSaves" => Ask::CancelSaves(v1::CancelSaves { below_job: 1, timeout_ms: 0 }),
+        other => panic!("{other} is no call"),
+    }
+}
+
+/// What is answered to a call that nothing about the session forbids: the answer's name, or a refusal of the call's own.
+fn served(call: &str, kind: Kind, over_tcp: bool) -> &'static str {
+    match (call, kind) {
+        ("Hello", _) => "Welcome",
+        ("OpenEngine", _) => "EngineOpened",
+        ("RegisterWorker", _) => "WorkerRegistered",
+        ("MapPool", _) => "PoolDescriptor",
+        ("Lookup", _) => "LookupResult",
+        ("Save", Mapped) => "NOT_ALLOWED: this worker saves by mapping: ask for claims",
+        ("Save" | "Claim", _) => {
+            "UNKNOWN: engine 'the engine' is not ready: its scheduler or other workers are missing"
+        }
+        ("Commit", _) => "UNKNOWN: claim 7 is not open",
+        ("GetStatus", _) if over_tcp => "a part of Status",
+        ("GetStatus", _) => "Status",
+        ("Load", _) => "NOT_ALLOWED: this worker loads by itself, from its mapping of the pool",
+        ("ShareChunks", _) => "NOT_ALLOWED: the worker's blocks lie on a GPU, and this daemon has none",
+        _ => "Done",
+    }
+}
+
+/// By these rows, in the order in which a session asks them.
+fn verdict(row: &Expected, at: &Place) -> String {
+    let is_greeting = row.call == "Hello";
+    if is_greeting && at.kind != NoHello {
+        return format!("INVALID: {}", row.sentence);
+    }
+    if !is_greeting && at.kind == NoHello {
+        return "INVALID: the first message of a connection must be Hello".into();
+    }
+    if at.over_tcp && !row.over_tcp {
+        return "NOT_ALLOWED: over TCP only status is served: use the Unix socket".into();
+    }
+    if at.is_stopping && !row.while_stopping {
+        let what = if is_greeting { "sessions" } else { "work" };
+        return format!("STOPPING: the daemon is stopping and takes no new {what}");
+    }
+    if !row.who.contains(&at.kind) {
+        return format!("NOT_ALLOWED: {}", row.sentence);
+    }
+    served(row.call, at.kind, at.over_tcp).into()
+}
+
+/// What a daemon answered, in one place of the walk.
+#[derive(Debug)]
+struct Cell {
+    call: &'static str,
+    place: Place,
+    answered: String,
+    /// Whether the connection was closed behind the answer.
+    is_closed: bool,
+}
+
+/// In which session, of which daemon.
+#[derive(Debug)]
+struct Place {
+    kind: Kind,
+    over_tcp: bool,
+    is_stopping: bool,
+    /// Different for each.
+    number: u32,
+    /// A worker's fence: its nonce and epoch 1.
+    fence: Box<[u8; 24]>,
+}
+
+impl Place {
+    fn new(kind: Kind, over_tcp: bool, is_stopping: bool, number: u32) -> Self {
+        let mut fence = Box::new([0; 24]);
+        fence[..4].copy_from_slice(&number.to_le_bytes());
+        fence[16] = 1;
+        Self { kind, over_tcp, is_stopping, number, fence }
+    }
+
+    fn engine_id(&self) -> String {
+        format!("engine {}", self.number)
+    }
+}
+
+fn hello(role: Role, at: &Place) -> Ask {
+    let engine_id = if role == Role::Tool { String::new() } else { at.engine_id() };
+    Ask::Hello(v1::Hello {
+        wire_min: WIRE_MAX,
+        wire_max: WIRE_MAX,
+        client: "walk".into(),
+        role: role.into(),
+        engine_id,
+        process_nonce: Bytes::copy_from_slice(&at.fence[..16]),
+        live_leases: Vec::new(),
+    })
+}
+
+fn open_engine() -> Ask {
+    let group = v1::Group {
+        namespace: vec![3; 16].into(),
+        name: "walk".into(),
+        tokens_per_block: 16,
+        window_blocks: 0,
+    };
+    Ask::OpenEngine(v1::OpenEngine { groups: vec![group], workers: 1, cancelled_below: 0 })
+}
+
+fn register(method: Method, at: &Place) -> Ask {
+    let region =
+        v1::Region { base: 4096, block_stride: 4096, blocks: 4, piece_bytes: 4096, piece_offsets: vec![0] };
+    let group = v1::WorkerGroup {
+        namespace: vec![3; 16].into(),
+        layout: vec![4; 16].into(),
+        regions: vec![region],
+        slices: Vec::new(),
+    };
+    Ask::RegisterWorker(v1::RegisterWorker {
+        rank: 0,
+        workers: 1,
+        groups: vec![group],
+        fence_address: &raw const *at.fence as u64,
+        method: method.into(),
+        gpu: None,
+    })
+}
+
+/// The peer's end of a connection.
+struct Connection {
+    stream: Stream,
+    reader: FrameReader,
+}
+
+impl Connection {
+    fn open(daemon: &Daemon, at: &Place) -> Self {
+        let (ours, theirs) = if at.over_tcp {
+            // Places of connections that have ended are given back by their threads, in a moment.
+            while daemon.shared.tcp_slots.take().is_none() {
+                std::thread::yield_now();
+            }
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            (Stream::Tcp(ours), Stream::Tcp(listener.accept().unwrap().0))
+        } else {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            (Stream::Unix(ours), Stream::Unix(theirs))
+        };
+        ours.set_timeouts(Some(PATIENCE), PATIENCE).unwrap();
+        session::start(theirs, std::sync::Arc::clone(&daemon.shared));
+        let mut connection = Self { stream: ours, reader: FrameReader::default() };
+        let made = |answer: Option<Answer>, wanted: &str| assert_eq!(name(&answer.unwrap()), wanted);
+        match at.kind {
+            NoHello => {}
+            Tool => made(connection.ask(hello(Role::Tool, at)), "Welcome"),
+            Scheduler | Opened => made(connection.ask(hello(Role::Scheduler, at)), "Welcome"),
+            Worker | Mapped | ProcessVm => made(connection.ask(hello(Role::Worker, at)), "Welcome"),
+        }
+        match at.kind {
+            Opened => made(connection.ask(open_engine()), "EngineOpened"),
+            Mapped => made(connection.ask(register(Method::Mapped, at)), "WorkerRegistered"),
+            ProcessVm => made(connection.ask(register(Method::ProcessVm, at)), "WorkerRegistered"),
+            _ => {}
+        }
+        connection
+    }
+
+    /// None where the connection was closed instead.
+    fn ask(&mut self, body: Ask) -> Option<Answer> {
+        let request = encode_frame(&v1::Request { id: 1, body: Some(body) });
+        let sent = match &mut self.stream {
+            Stream::Unix(stream) => stream.write_all(&request),
+            Stream::Tcp(stream) => stream.write_all(&request),
+        };
+        sent.ok()?;
+        let mut scratch = [0; 4096];
+        loop {
+            if let Some(reply) = self.reader.next_message::<v1::Reply>().unwrap() {
+                return reply.body;
+            }
+            let received = match &mut self.stream {
+                Stream::Unix(stream) => stream.read(&mut scratch),
+                Stream::Tcp(stream) => stream.read(&mut scratch),
+            };
+            match received {
+                Ok(0) => return None,
+                Ok(count) => self.reader.push(&scratch[..count]),
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return None,
+                Err(error) => panic!("the daemon neither answers nor closes: {error}"),
+            }
+        }
+    }
+}
+
+/// An answer in a few words: its name, or why it is a refusal.
+fn name(answer: &Answer) -> String {
+    match answer {
+        Answer::Refused(refused) => format!("{}: {}", refused.reason().as_str_name(), refused.sentence),
+        Answer::Welcome(_) => "Welcome".into(),
+        Answer::EngineOpened(_) => "EngineOpened".into(),
+        Answer::WorkerRegistered(_) => "WorkerRegistered".into(),
+        Answer::PoolDescriptor(_) => "PoolDescriptor".into(),
+        Answer::Done(_) => "Done".into(),
+        Answer::LookupResult(_) => "LookupResult".into(),
+        Answer::SaveResult(_) => "SaveResult".into(),
+        Answer::ClaimResult(_) => "ClaimResult".into(),
+        Answer::Status(status) if status.is_partial => "a part of Status".into(),
+        Answer::Status(_) => "Status".into(),
+        Answer::LoadResult(_) => "LoadResult".into(),
+        Answer::LookupPending(_) => "LookupPending".into(),
+    }
+}
+
+fn daemon(folder: &tempfile::TempDir) -> Daemon {
+    let options = ServeOptions {
+        arena: ArenaOptions { bytes: 1 << 20, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 },
+        listen: vec![Address::Unix(folder.path().join("kvlane.sock"))],
+        http: None,
+        http_hosts: Vec::new(),
+        seal_threads: 1,
+        scrub_bytes_per_s: 0,
+        lease_ttl: Duration::from_secs(60),
+        policy: kvlane_policy::Choice::default(),
+        sessions_max: 64,
+        gpu_driver: None,
+        rails: kvlane_gpu::RailOptions::default(),
+        save_link_share: 0.5,
+        ssd: None,
+        calibrate: false,
+    };
+    Daemon::start(&options, &|_| {}).unwrap()
+}
+
+/// All that a daemon answers: the walk is made once for all tests.
+static WALKED: LazyLock<Vec<Cell>> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = daemon(&folder);
+    let mut cells = Vec::new();
+    for over_tcp in [false, true] {
+        // Engines do not come over TCP.
+        let kinds = if over_tcp { &KINDS[..2] } else { &KINDS };
+        for (kind, is_stopping) in kinds.iter().flat_map(|kind| [(*kind, false), (*kind, true)]) {
+            for row in &EXPECTED {
+                let place = Place::new(kind, over_tcp, is_stopping, cells.len() as u32 + 1);
+                cells.push(step(&daemon, row.call, place));
+            }
+        }
+    }
+    assert!(daemon.stop(PATIENCE), "nothing is left under way");
+    cells
+});
+
+fn step(daemon: &Daemon, call: &'static str, place: Place) -> Cell {
+    let mut connection = Connection::open(daemon, &place);
+    daemon.shared.stopping.store(place.is_stopping, Ordering::Release);
+    let answered = name(&connection.ask(ask(call, &place)).expect("every call is answered"));
+    let answered = answered.replace(&place.engine_id(), "the engine");
+    // Who is still connected is answered, also without a Hello; and who said Bye holds nothing any more.
+    let is_closed = connection.ask(Ask::Bye(v1::Bye {})).is_none();
+    daemon.shared.stopping.store(false, Ordering::Release);
+    Cell { call, place, answered, is_closed }
+}
+
+/// Where the daemon does not do what the rows say.
+fn differences(rows: &[Expected], cells: &[Cell]) -> Vec<String> {
+    let differs = |cell: &&Cell| {
+        let row = rows.iter().find(|row| row.call == cell.call);
+        row.is_none_or(|row| verdict(row, &cell.place) != cell.answered)
+    };
+    let told = |cell: &Cell| format!("{cell:?}");
+    cells.iter().filter(differs).map(told).collect()
+}
+
+#[test]
+fn every_call_is_answered_as_its_row_says() {
+    assert_eq!(WALKED.len(), 18 * 2 * (KINDS.len() + 2));
+    assert_eq!(differences(&EXPECTED, &WALKED), [""; 0]);
+}
+
+/// A refused Hello and a Bye, also one before any Hello, end the connection, and nothing else does.
+#[test]
+fn only_a_refused_hello_and_a_bye_close_the_connection() {
+    for cell in WALKED.iter() {
+        let was_refused = cell.call == "Hello" && cell.answered != "Welcome";
+        assert_eq!(cell.is_closed, cell.call == "Bye" || was_refused, "{cell:?}");
+    }
+}
+
+/// The control of the walk: one word changed in any row of the table is found, and at that call.
+#[test]
+fn a_row_that_is_wrong_is_found() {
+    for at in 0..EXPECTED.len() {
+        let call = EXPECTED[at].call;
+        let mut changed: Vec<Vec<Expected>> = Vec::new();
+        let mut with = |change: &dyn Fn(&mut Expected)| {
+            let mut rows = EXPECTED.to_vec();
+            change(&mut rows[at]);
+            changed.push(rows);
+        };
+        with(&|row| row.while_stopping = !row.while_stopping);
+        with(&|row| row.over_tcp = !row.over_tcp);
+        if call != "Hello" {
+            // Every other role: who alone may use the call may not, or who may not may.
+            for kind in &KINDS[1..] {
+                with(&|row| {
+                    let mut who = row.who.to_vec();
+                    match who.iter().position(|other| other == kind) {
+                        Some(place) => drop(who.remove(place)),
+                        None => who.push(*kind),
+                    }
+                    row.who = who.leak();
+                });
+            }
+        }
+        for rows in changed {
+            let found = differences(&rows, &WALKED);
+            let named = format!("call: \"{call}\"");
+            assert!(!found.is_empty() && found.iter().all(|cell| cell.contains(&named)), "{call}: {found:?}");
+        }
+    }
+}
+
+/// Over TCP nobody but a tool is greeted, and that is said before the daemon says that it is stopping.
+#[test]
+fn only_tools_are_greeted_over_tcp() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = daemon(&folder);
+    for (is_stopping, role) in
+        [false, true].into_iter().flat_map(|stopping| [(stopping, Role::Scheduler), (stopping, Role::Worker)])
+    {
+        let place = Place::new(NoHello, true, is_stopping, 1);
+        let mut connection = Connection::open(&daemon, &place);
+        daemon.shared.stopping.store(is_stopping, Ordering::Release);
+        let answered = name(&connection.ask(hello(role, &place)).unwrap());
+        assert_eq!(
+            answered,
+            "NOT_ALLOWED: engines connect over the Unix socket: TCP carries neither the pool nor credentials"
+        );
+        daemon.shared.stopping.store(false, Ordering::Release);
+    }
+    assert!(daemon.stop(PATIENCE));
+}
+
+/// Only who has to write the pool gets it writable: tools, and workers that save by mapping.
+#[test]
+fn the_pool_is_writable_for_who_writes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = daemon(&folder);
+    for (number, kind) in (1..).zip(&KINDS[1..]) {
+        let place = Place::new(*kind, false, false, number);
+        let mut connection = Connection::open(&daemon, &place);
+        let answered = name(&connection.ask(Ask::MapPool(v1::MapPool { writable: true })).unwrap());
+        let wanted = match kind {
+            Tool | Mapped => "PoolDescriptor",
+            _ => "NOT_ALLOWED: only workers that save by mapping may write the pool",
+        };
+        assert_eq!(answered, wanted, "{kind:?}");
+    }
+    assert!(daemon.stop(PATIENCE));
+}
