@@ -1,5 +1,6 @@
 //! The daemon: listens, serves the sessions of engines and tools over one store, and answers HTTP.
 
+mod calls;
 mod ceilings;
 mod chunks;
 mod engines;
@@ -8,19 +9,15 @@ mod host;
 mod http;
 mod http_waiting;
 mod keeper;
-mod late_lookups;
 mod listen;
-mod loads;
 mod meetings;
 mod metrics;
 mod peer;
 mod random;
-mod refusals;
+mod refusal_log;
 mod replies;
 mod save_gate;
 mod save_pace;
-mod save_thread;
-mod saves;
 mod session;
 #[cfg(test)]
 mod session_table;
@@ -55,7 +52,7 @@ pub use ssd::SsdOptions;
 
 use crate::{
     ceilings::HitCeilings, engines::Engines, gpu::Gpus, keeper::Unreachable, listen::Listeners,
-    metrics::Metrics, refusals::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd, ssd_notes::SsdNotes,
+    metrics::Metrics, refusal_log::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd, ssd_notes::SsdNotes,
 };
 
 /// What the SSD tier gets at least to write its last blocks and its index.

@@ -24,18 +24,20 @@ use kvlane_store::{LeaseId, LookupGroup, OwnerId, WriterId};
 
 use crate::{
     Shared,
+    calls::{
+        late::{Late, LateLookups},
+        load,
+        save_thread::SaveThread,
+        saver::{Granted, Saver},
+    },
     chunks::SharedChunks,
     engines::{GroupSpec, OpenGroup, SessionId, WorkerGroup},
     gpu::GpuMemory,
-    late_lookups::{Late, LateLookups},
-    loads,
     metrics::Call,
     peer::{Peer, Stream, refuse_user},
-    refusals,
+    refusal_log,
     replies::Replies,
     save_pace::Pace,
-    save_thread::SaveThread,
-    saves::{Granted, Saver},
     sessions::{Busy, Connected, Info, settle_session},
     slots::Slot,
     status,
@@ -89,7 +91,7 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                 Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
             };
             let replies = match stream.try_clone() {
-                Ok(clone) => Arc::new(Replies::new(clone, Arc::clone(&shared), refusals::name_of(&peer))),
+                Ok(clone) => Arc::new(Replies::new(clone, Arc::clone(&shared), refusal_log::name_of(&peer))),
                 Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
             };
             let mut session = Session {
@@ -410,7 +412,7 @@ impl Session {
                     return Err((Reason::NotAllowed, sentence.into()));
                 };
                 let who = (greeted.info.engine_id.as_str(), worker.rank);
-                let result = loads::load(&shared, who, &worker.slices, memory, &load).map_err(invalid)?;
+                let result = load::load(&shared, who, &worker.slices, memory, &load).map_err(invalid)?;
                 Ok(Answer::LoadResult(result))
             }
             Ask::Commit(commit) => {
