@@ -4,12 +4,17 @@ use std::{collections::BTreeMap, time::Duration};
 
 use kvlane_block::Namespace;
 use kvlane_policy::{Choice, PolicyKind};
-use kvlane_proto::v1::request::Body as Ask;
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
-use crate::{Shared, ceilings::Reading, gpu::Gpus, ssd::Ssd};
+use crate::{
+    Shared,
+    calls::table::{CALLS, Call},
+    ceilings::Reading,
+    gpu::Gpus,
+    ssd::Ssd,
+};
 
 /// What a metric is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -236,56 +241,6 @@ pub const METRICS: &[Metric] = &[
     ),
 ];
 
-/// Kinds of requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Call(usize);
-
-const CALLS: [&str; 18] = [
-    "Hello",
-    "OpenEngine",
-    "RegisterWorker",
-    "MapPool",
-    "PoolMapped",
-    "Lookup",
-    "Release",
-    "Save",
-    "Claim",
-    "Commit",
-    "Heartbeat",
-    "Settle",
-    "DropNamespaces",
-    "GetStatus",
-    "Bye",
-    "Load",
-    "ShareChunks",
-    "CancelSaves",
-];
-
-impl Call {
-    pub(crate) fn of(ask: &Ask) -> Self {
-        Self(match ask {
-            Ask::Hello(_) => 0,
-            Ask::OpenEngine(_) => 1,
-            Ask::RegisterWorker(_) => 2,
-            Ask::MapPool(_) => 3,
-            Ask::PoolMapped(_) => 4,
-            Ask::Lookup(_) => 5,
-            Ask::Release(_) => 6,
-            Ask::Save(_) => 7,
-            Ask::Claim(_) => 8,
-            Ask::Commit(_) => 9,
-            Ask::Heartbeat(_) => 10,
-            Ask::Settle(_) => 11,
-            Ask::DropNamespaces(_) => 12,
-            Ask::GetStatus(_) => 13,
-            Ask::Bye(_) => 14,
-            Ask::Load(_) => 15,
-            Ask::ShareChunks(_) => 16,
-            Ask::CancelSaves(_) => 17,
-        })
-    }
-}
-
 /// The daemon's recorder, apart from any global one.
 pub(crate) struct Metrics {
     recorder: PrometheusRecorder,
@@ -312,16 +267,19 @@ impl Metrics {
                     }
                 }
             }
-            CALLS.iter().map(|call| histogram!("kvlane_request_duration_seconds", "call" => *call)).collect()
+            CALLS
+                .iter()
+                .map(|call| histogram!("kvlane_request_duration_seconds", "call" => call.name))
+                .collect()
         });
         let handle = recorder.handle();
         Self { recorder, handle, durations }
     }
 
     pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
-        self.durations[call.0].record(took);
+        self.durations[call as usize].record(took);
         if refused {
-            let name = CALLS[call.0];
+            let name = call.row().name;
             with_local_recorder(&self.recorder, || {
                 counter!("kvlane_requests_refused_total", "call" => name).increment(1)
             });

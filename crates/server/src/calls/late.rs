@@ -6,24 +6,13 @@
 //!                 '--> LookupPending --> (all came, or time is up: look again)
 //! ```
 
-use std::{
-    collections::HashMap,
-    io,
-    sync::{Arc, mpsc},
-    thread::JoinHandle,
-    time::Instant,
-};
+use std::{collections::HashMap, io, sync::mpsc, thread::JoinHandle, time::Instant};
 
 use kvlane_proto::v1;
 use kvlane_store::OwnerId;
 
-use crate::{
-    Shared,
-    metrics::Call,
-    replies::Replies,
-    session::{look_up, refused},
-    sessions::Busy,
-};
+use super::table::Call;
+use crate::sessions::Busy;
 
 /// Lookups of a session that may wait at the same time; of more, each is answered with what RAM has.
 const WAITING_MAX: usize = 4096;
@@ -59,17 +48,9 @@ pub(crate) struct LateLookups {
 }
 
 impl LateLookups {
-    /// For the session of one scheduler.
-    pub(crate) fn start(shared: Arc<Shared>, engine_id: String, replies: Arc<Replies>) -> io::Result<Self> {
+    /// For the session of one scheduler; `answer` looks up what RAM has now, and sends it.
+    pub(crate) fn start(answer: impl Fn(Late) + Send + 'static) -> io::Result<Self> {
         let (events, come) = mpsc::channel();
-        let answer = move |late: Late| {
-            let answer = look_up(&shared, &engine_id, late.owner, &late.lookup);
-            let was_refused = answer.is_err();
-            // Without a peer that takes it, the session ends and gives the lease back.
-            if replies.send(late.id, answer.unwrap_or_else(refused), None).is_ok() {
-                shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
-            }
-        };
         let run = move || serve(&come, answer);
         let thread = std::thread::Builder::new().name("kvlane-late".into()).spawn(run)?;
         Ok(Self { events, fetches: 0, thread: Some(thread) })

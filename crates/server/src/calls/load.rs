@@ -1,15 +1,18 @@
-//! Loads that the daemon carries out: pool to GPU.
+//! Load: the daemon copies from the pool into a worker's GPU.
 
 use std::{ops::Range, sync::Arc};
 
 use kvlane_block::{Region, Run, plan, shard_bytes};
 use kvlane_memory::PAGE_BYTES;
-use kvlane_proto::v1;
+use kvlane_proto::v1::{self, reply::Body as Answer};
 
+use super::context::{Context, not_admitted};
 use crate::{
     Shared,
     gpu::{GpuCopyError, GpuMemory, Part},
     meetings::{Member, Seat},
+    refusal::Refusal,
+    worker_memory::WorkerMemory,
 };
 
 /// Most flags that one load may have.
@@ -18,8 +21,20 @@ const FLAGS_MAX: usize = 4096;
 /// Where the blocks of a load go, and where one slice of each lies in the pool: block id and byte offset.
 type Places = Vec<(u32, u64)>;
 
+/// What was promised to a worker on a GPU.
+pub(crate) fn load(context: &Context<'_>, load: &v1::Load) -> Result<Answer, Refusal> {
+    let worker = context.greeted.worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
+    let worker = &worker.registered;
+    let Some(WorkerMemory::Gpu(memory)) = &worker.memory else {
+        return Err(Refusal::not_allowed("this worker loads by itself, from its mapping of the pool"));
+    };
+    let who = (context.greeted.info.engine_id.as_str(), worker.rank);
+    let result = copy_in(context.shared, who, &worker.slices, memory, load).map_err(Refusal::invalid)?;
+    Ok(Answer::LoadResult(result))
+}
+
 /// Copies leased blocks into the GPU of a rank of an engine. `slices` are the worker's, group by group.
-pub(crate) fn load(
+fn copy_in(
     shared: &Shared,
     (engine_id, rank): (&str, u32),
     slices: &[Vec<Vec<Region>>],

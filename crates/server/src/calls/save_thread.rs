@@ -12,17 +12,10 @@ use std::{
     time::Instant,
 };
 
-use kvlane_proto::v1;
+use kvlane_proto::v1::{self, reply::Body as Answer};
 
-use crate::{
-    Shared,
-    engines::SessionId,
-    metrics::Call,
-    replies::Replies,
-    save_pace::Pace,
-    session::{Registered, refused, save},
-    sessions::Busy,
-};
+use super::table::Call;
+use crate::{Shared, refusal::Refusal, replies::Replies, save_pace::Pace, sessions::Busy};
 
 /// Carries saves out in the order in which they were asked for, and answers them.
 pub(crate) struct SaveThread {
@@ -42,13 +35,11 @@ struct Asked {
 }
 
 impl SaveThread {
-    /// For the session of one worker.
+    /// For the session of one worker; `save` copies its blocks out, at a pace.
     pub(crate) fn start(
         shared: Arc<Shared>,
-        session: SessionId,
-        engine_id: String,
-        worker: Arc<Registered>,
         replies: Arc<Replies>,
+        save: impl Fn(&v1::Save, &Pace<'_>) -> Result<Answer, Refusal> + Send + 'static,
     ) -> io::Result<Self> {
         let (queue, asked) = mpsc::channel::<Asked>();
         let waiting = Arc::new(AtomicUsize::new(0));
@@ -59,9 +50,9 @@ impl SaveThread {
                 // A stopping daemon takes no new ones, and has little time for this one.
                 let is_urgent = || behind.load(Ordering::Relaxed) > 0 || shared.is_stopping();
                 let pace = Pace { link_share: shared.save_link_share, is_urgent: &is_urgent };
-                let answer = save(&shared, session, &engine_id, &worker, &asked, &pace);
+                let answer = save(&asked, &pace);
                 let was_refused = answer.is_err();
-                if replies.send(id, answer.unwrap_or_else(refused), None).is_err() {
+                if replies.send(id, answer.unwrap_or_else(Answer::from), None).is_err() {
                     // The connection is over: nobody wants the rest.
                     return;
                 }

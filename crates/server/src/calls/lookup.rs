@@ -1,0 +1,178 @@
+//! Lookup, Release and Heartbeat: what a scheduler may count on, and for how long.
+
+use std::{io, sync::Arc, time::Instant};
+
+use kvlane_block::{BlockHash, parse_hashes};
+use kvlane_proto::v1::{self, reply::Body as Answer};
+use kvlane_store::{LeaseId, LookupGroup, OwnerId};
+
+use super::{
+    context::{Answered, Context, done},
+    late::{Late, LateLookups},
+};
+use crate::{Shared, engines::OpenGroup, refusal::Refusal, sessions::Busy};
+
+/// Bytes of pages in one answer; a longer prefix is answered in part.
+const PAGES_BYTES_MAX: usize = 32 << 20;
+
+/// At once, or later where the SSD has more of the prompt and the engine waits for it.
+pub(crate) fn look_up(context: &mut Context<'_>, lookup: v1::Lookup) -> Result<Answered, Refusal> {
+    let owner = context.owner()?;
+    let lookup = if lookup.may_wait {
+        match look_up_later(context, owner, lookup) {
+            Ok(Some(lookup)) => lookup,
+            Ok(None) => return Ok(Answered::Later),
+            Err(error) => return Ok(Answered::Broken(error)),
+        }
+    } else {
+        lookup
+    };
+    look_up_now(context.shared, &context.greeted.info.engine_id, owner, &lookup).map(Answered::from)
+}
+
+/// Starts to bring what the tier has of the prompt, if its hit grows by it; the answer comes later then. Gives the lookup
+/// back where there is nothing to wait for.
+fn look_up_later(
+    context: &mut Context<'_>,
+    owner: OwnerId,
+    lookup: v1::Lookup,
+) -> io::Result<Option<v1::Lookup>> {
+    let Context { shared, greeted, replies, id, call, since, .. } = context;
+    let (shared, replies, id, call, since) = (*shared, *replies, *id, *call, *since);
+    let Some(ssd) = &shared.ssd else { return Ok(Some(lookup)) };
+    let engine_id = &greeted.info.engine_id;
+    // Held until the fetch has begun: the plan names spaces.
+    let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
+    let Ok(asked) = asked_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
+    let plan = shared.store.plan_fetch(&lookup_groups(&asked), lookup.max_tokens, since);
+    let Some(plan) = plan else { return Ok(Some(lookup)) };
+    let late = match &mut greeted.late {
+        Some(late) => late,
+        none => {
+            let (shared, replies, engine_id) = (Arc::clone(shared), Arc::clone(replies), engine_id.clone());
+            let answer = move |late: Late| {
+                let answer = look_up_now(&shared, &engine_id, late.owner, &late.lookup);
+                let was_refused = answer.is_err();
+                // Without a peer that takes it, the session ends and gives the lease back.
+                if replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
+                    shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
+                }
+            };
+            match LateLookups::start(answer) {
+                Ok(late) => none.insert(late),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for lookups that wait for the SSD");
+                    return Ok(Some(lookup));
+                }
+            }
+        }
+    };
+    let (wait_ms, until) = (ssd.wait.as_millis() as u32, since + ssd.wait);
+    replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None)?;
+    let came = late.push(Late { id, lookup, owner, call, since, until, _busy: Busy::new(shared) })?;
+    shared.store.fetch(plan, since, until, came);
+    Ok(None)
+}
+
+/// Gives leases back.
+pub(crate) fn release(context: &Context<'_>, release: &v1::Release) -> Result<Answer, Refusal> {
+    let owner = context.owner()?;
+    release.leases.iter().for_each(|lease| context.shared.store.release(owner, LeaseId(*lease)));
+    Ok(done())
+}
+
+/// Keeps the leases that are named.
+pub(crate) fn heartbeat(context: &Context<'_>, heartbeat: &v1::Heartbeat) -> Result<Answer, Refusal> {
+    let live: Vec<_> = heartbeat.live_leases.iter().copied().map(LeaseId).collect();
+    context.shared.store.heartbeat(context.owner()?, &live, Instant::now());
+    Ok(done())
+}
+
+/// What RAM has of a prompt.
+fn look_up_now(
+    shared: &Shared,
+    engine_id: &str,
+    owner: OwnerId,
+    lookup: &v1::Lookup,
+) -> Result<Answer, Refusal> {
+    shared
+        .engines
+        .with_ready(engine_id, |open, workers| look_up_ready(shared, open, workers, owner, lookup))
+        // Workers are missing: nothing can be promised.
+        .unwrap_or_else(|| Ok(Answer::LookupResult(v1::LookupResult::default())))
+}
+
+fn look_up_ready(
+    shared: &Shared,
+    open: &[OpenGroup],
+    workers: u32,
+    owner: OwnerId,
+    lookup: &v1::Lookup,
+) -> Result<Answer, Refusal> {
+    let asked = asked_blocks(open, workers, lookup)?;
+    let groups = lookup_groups(&asked);
+    for group in &groups {
+        let blocks = lookup.max_tokens / u64::from(group.tokens_per_block.max(1));
+        let blocks = usize::try_from(blocks).unwrap_or(usize::MAX).min(group.hashes.len());
+        shared.ceilings.record(shared.store.namespace(group.space), &group.hashes[..blocks]);
+    }
+    let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
+        return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
+    };
+    let groups = hit
+        .groups
+        .iter()
+        .enumerate()
+        .map(|(index, group)| {
+            let mut pages = vec![0; group.pages.len() * 4];
+            pages.chunks_exact_mut(4).zip(&group.pages).for_each(|(bytes, page)| {
+                bytes.copy_from_slice(&page.to_le_bytes());
+            });
+            v1::HitGroup {
+                group: index as u32,
+                first_block: group.first_block,
+                pages: pages.into(),
+                workers,
+                stored_blocks: group.stored_blocks,
+            }
+        })
+        .collect();
+    Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))
+}
+
+/// The blocks that a lookup names, group by group.
+fn asked_blocks(
+    open: &[OpenGroup],
+    workers: u32,
+    lookup: &v1::Lookup,
+) -> Result<Vec<(OpenGroup, Vec<BlockHash>)>, Refusal> {
+    if lookup.groups.len() != open.len() {
+        return Err(Refusal::invalid(format!(
+            "{} groups were looked up, the engine has {}",
+            lookup.groups.len(),
+            open.len()
+        )));
+    }
+    let mut hashes: Vec<(OpenGroup, Vec<BlockHash>)> = Vec::with_capacity(open.len());
+    for (index, group) in lookup.groups.iter().enumerate() {
+        if group.group as usize != index {
+            return Err(Refusal::invalid(format!("group {} was named in place {index}", group.group)));
+        }
+        let mut named = parse_hashes(&group.hashes).map_err(Refusal::invalid)?;
+        named.truncate(PAGES_BYTES_MAX / (size_of::<u32>() * workers.max(1) as usize * open.len()));
+        hashes.push((open[index], named));
+    }
+    Ok(hashes)
+}
+
+fn lookup_groups(asked: &[(OpenGroup, Vec<BlockHash>)]) -> Vec<LookupGroup<'_>> {
+    asked
+        .iter()
+        .map(|(group, hashes)| LookupGroup {
+            space: group.space,
+            tokens_per_block: group.tokens_per_block,
+            window_blocks: group.window_blocks,
+            hashes,
+        })
+        .collect()
+}

@@ -1,0 +1,260 @@
+//! OpenEngine, ShareChunks, RegisterWorker, MapPool and PoolMapped: an engine comes, with its groups and its memory.
+
+use std::{collections::HashMap, sync::Arc};
+
+use kvlane_block::{LayoutDigest, Namespace, Region, shard_bytes};
+use kvlane_memory::ProcessVm;
+use kvlane_proto::v1::{self, hello::Role, register_worker::Method, reply::Body as Answer};
+
+use super::{
+    context::{Answered, Context, done},
+    save::copy_out,
+    save_thread::SaveThread,
+};
+use crate::{
+    chunks::SharedChunks,
+    engines::{GroupSpec, WorkerGroup},
+    gpu::GpuMemory,
+    greeted::{Registered, WorkerState},
+    peer::Peer,
+    refusal::Refusal,
+    save_pace::Pace,
+    worker_memory::WorkerMemory,
+};
+
+/// The groups of an engine's blocks.
+pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> Result<Answer, Refusal> {
+    let (shared, greeted) = (context.shared, &mut *context.greeted);
+    // Where it fails the engine may end, and its owner with it.
+    greeted.opened = None;
+    let groups = open
+        .groups
+        .iter()
+        .map(|group| {
+            Ok(GroupSpec {
+                namespace: Namespace::from_bytes(&group.namespace).map_err(Refusal::invalid)?,
+                name: group.name.chars().take(256).collect(),
+                tokens_per_block: group.tokens_per_block,
+                window_blocks: group.window_blocks,
+            })
+        })
+        .collect::<Result<Vec<_>, Refusal>>()?;
+    let (owner, ready) = shared
+        .engines
+        .open(&greeted.info.engine_id, greeted.id, open.workers, groups, open.cancelled_below, &shared.store)
+        .map_err(Refusal::conflict)?;
+    greeted.opened = Some(owner);
+    Ok(Answer::EngineOpened(v1::EngineOpened { ready }))
+}
+
+/// A part of the memory that a worker is about to register.
+pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -> Result<Answer, Refusal> {
+    let count = share.chunk_bytes.len().min(context.descriptors.len());
+    let descriptors = context.descriptors.drain(..count).collect();
+    let (shared, greeted) = (context.shared, &mut *context.greeted);
+    let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
+    greeted.chunks.push(gpus, share, descriptors).map_err(|error| {
+        // A part of a range is good for nothing.
+        greeted.chunks = SharedChunks::default();
+        Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
+    })?;
+    Ok(done())
+}
+
+fn no_gpu() -> Refusal {
+    Refusal::not_allowed("the worker's blocks lie on a GPU, and this daemon has none")
+}
+
+/// Where a worker's blocks lie, and how the daemon reaches them.
+pub(crate) fn register_worker(
+    context: &mut Context<'_>,
+    register: v1::RegisterWorker,
+) -> Result<Answer, Refusal> {
+    let Context { shared, greeted, peer, replies, .. } = context;
+    let (shared, peer, replies) = (*shared, *peer, *replies);
+    // Where it fails the engine may end, and another shape come under its name: what was registered before must not
+    // meet that one's groups.
+    greeted.worker = None;
+    let chunks = std::mem::take(&mut greeted.chunks);
+    let method = register.method();
+    let group = |group| worker_group(group, register.rank, register.workers);
+    let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
+    let pool_bytes = shared.arena.bytes();
+    if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
+        return Err(Refusal::invalid(format!(
+            "a block of {bytes} bytes does not fit into the pool of {pool_bytes} bytes"
+        )));
+    }
+    let regions: Vec<Vec<Region>> = groups.iter().map(|group| group.regions.clone()).collect();
+    let slices: Vec<Vec<Vec<Region>>> = groups.iter().map(|group| group.slices.clone()).collect();
+    let (memory, reason) = match (peer, method) {
+        (Peer::Local { pidfd, .. }, _) if register.gpu.is_some() || method == Method::Gpu => {
+            let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
+            let gpu =
+                register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
+            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+            let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
+            let memory =
+                GpuMemory::import(gpus, &greeted.info.engine_id, gpu, chunks, &regions, greeted.nonce, pidfd)
+                    .map_err(|error| {
+                        Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
+                    })?;
+            (Some(WorkerMemory::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
+        }
+        (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
+        (Peer::Local { credentials, pidfd }, _) => {
+            let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
+            match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
+                Ok(memory) => (Some(WorkerMemory::ProcessVm(memory)), "process_vm works".to_owned()),
+                Err(error) if method == Method::ProcessVm => {
+                    return Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")));
+                }
+                Err(error) => (None, error.to_string()),
+            }
+        }
+        (Peer::Remote, _) => return Err(Refusal::not_allowed("workers connect over the Unix socket")),
+    };
+    let owner = shared
+        .engines
+        .register(&greeted.info.engine_id, greeted.id, register.rank, register.workers, groups, &shared.store)
+        .map_err(Refusal::conflict)?;
+    let (method, name) = match &memory {
+        Some(WorkerMemory::Gpu(_)) => (Method::Gpu, "gpu"),
+        Some(WorkerMemory::ProcessVm(_)) => (Method::ProcessVm, "process_vm"),
+        None => (Method::Mapped, "mapped"),
+    };
+    tracing::info!(
+        session = greeted.id,
+        engine = greeted.info.engine_id,
+        rank = register.rank,
+        method = name,
+        reason,
+        "worker registered"
+    );
+    shared.sessions.set_method(greeted.id, name, &reason);
+    shared.metrics.worker_registered(name);
+    let on_gpu = matches!(memory, Some(WorkerMemory::Gpu(_)));
+    let registered = Arc::new(Registered { owner, rank: register.rank, regions, slices, memory });
+    let start = || {
+        let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));
+        let (id, of_daemon) = (greeted.id, Arc::clone(shared));
+        let save =
+            move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
+        SaveThread::start(Arc::clone(shared), Arc::clone(replies), save)
+            .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
+    };
+    let saves = on_gpu.then(start).transpose()?;
+    greeted.worker = Some(WorkerState { registered, saves, granted: HashMap::new(), next_claim: 0 });
+    Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
+}
+
+fn worker_group(group: v1::WorkerGroup, rank: u32, workers: u32) -> Result<WorkerGroup, Refusal> {
+    let layout: [u8; 16] = group.layout.as_ref().try_into().map_err(|_| {
+        Refusal::invalid(format!("a layout digest has 16 bytes, this one {}", group.layout.len()))
+    })?;
+    let regions = valid_regions(group.regions)?;
+    let slices = group.slices.into_iter().map(|slice| valid_regions(slice.regions));
+    let mut slices = slices.collect::<Result<Vec<_>, Refusal>>()?;
+    match slices.len() {
+        0 => slices.push(regions.clone()),
+        count if !(workers as usize).is_multiple_of(count) => {
+            return Err(Refusal::invalid(format!("{workers} workers cannot share blocks of {count} slices")));
+        }
+        count if slices[rank as usize % count] != regions => {
+            return Err(Refusal::invalid(format!(
+                "the shard of rank {rank} is none of the {count} slices in its place"
+            )));
+        }
+        _ => {}
+    }
+    Ok(WorkerGroup {
+        namespace: Namespace::from_bytes(&group.namespace).map_err(Refusal::invalid)?,
+        layout: LayoutDigest(layout),
+        regions,
+        slices,
+    })
+}
+
+fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
+    if regions.is_empty() {
+        return Err(Refusal::invalid("a group or slice without regions has nothing to keep"));
+    }
+    let region = |region: v1::Region| {
+        let region = Region {
+            base: region.base,
+            block_stride: region.block_stride,
+            blocks: region.blocks,
+            piece_bytes: region.piece_bytes,
+            piece_offsets: region.piece_offsets,
+        };
+        region.validate().map_err(Refusal::invalid)?;
+        Ok(region)
+    };
+    regions.into_iter().map(region).collect()
+}
+
+/// The pool's memory, writable for who has to write it.
+pub(crate) fn map_pool(context: &Context<'_>, map: &v1::MapPool) -> Result<Answered, Refusal> {
+    let (greeted, arena) = (&*context.greeted, &context.shared.arena);
+    let writer = greeted.info.role == Role::Tool
+        || greeted.worker.as_ref().is_some_and(|worker| worker.registered.memory.is_none());
+    if map.writable && !writer {
+        return Err(Refusal::not_allowed("only workers that save by mapping may write the pool"));
+    }
+    let fd = arena.descriptor(map.writable);
+    let fd = fd.map_err(|error| Refusal::limit(format!("no descriptor of the pool: {error}")))?;
+    let page_size = arena.page_size().into();
+    let answer = Answer::PoolDescriptor(v1::PoolDescriptor { bytes: arena.bytes(), page_size });
+    Ok(Answered::Now(answer, Some(fd)))
+}
+
+/// A worker has the pool before it: its engine's promises can be kept.
+pub(crate) fn pool_mapped(context: &Context<'_>) -> Result<Answer, Refusal> {
+    context.shared.engines.mapped(&context.greeted.info.engine_id, context.greeted.id);
+    Ok(done())
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_proto::v1::refused::Reason;
+
+    use super::*;
+
+    #[test]
+    fn slices_that_cannot_be_those_of_the_workers_are_refused() {
+        let slice = |bytes| {
+            let region = v1::Region {
+                base: 4096,
+                block_stride: 8192,
+                blocks: 4,
+                piece_bytes: bytes,
+                piece_offsets: vec![0],
+            };
+            v1::Slice { regions: vec![region] }
+        };
+        let group = |own: u64, slices: &[u64]| v1::WorkerGroup {
+            namespace: vec![1; 16].into(),
+            layout: vec![2; 16].into(),
+            regions: slice(own).regions,
+            slices: slices.iter().map(|bytes| slice(*bytes)).collect(),
+        };
+        let shared = worker_group(group(2048, &[4096, 2048]), 3, 4).unwrap();
+        assert_eq!(shared.slices.len(), 2);
+        assert_eq!(worker_group(group(2048, &[]), 3, 4).unwrap().slices, [shared.regions]);
+        let cases = [
+            (group(2048, &[4096, 2048]), 1, 3, "3 workers cannot share blocks of 2 slices"),
+            (group(2048, &[4096, 2048]), 2, 4, "rank 2 is none of the 2 slices"),
+            (group(2048, &[0, 2048]), 1, 2, "piece size is 0"),
+            (
+                v1::WorkerGroup { slices: vec![v1::Slice::default(); 2], ..group(2048, &[]) },
+                1,
+                2,
+                "without regions",
+            ),
+        ];
+        for (group, rank, workers, sentence) in cases {
+            let Refusal { reason, sentence: found } = worker_group(group, rank, workers).unwrap_err();
+            assert!(reason == Reason::Invalid && found.contains(sentence), "{found}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Save, Claim, Commit and CancelSaves: how blocks of a worker become blocks of the pool.
+
+use std::time::{Duration, Instant};
+
+use kvlane_proto::v1::{self, reply::Body as Answer};
+use kvlane_store::WriterId;
+
+use super::{
+    context::{Answered, Context, done, not_admitted},
+    saver::{Granted, Saver},
+};
+use crate::{
+    Shared,
+    engines::SessionId,
+    greeted::{Greeted, Registered},
+    refusal::Refusal,
+    save_pace::Pace,
+};
+
+/// Longest time that an engine may wait for its saves to be given up.
+const CANCEL_TIMEOUT_MAX: Duration = Duration::from_secs(10);
+/// Claims that a mapped worker may hold without committing them.
+const CLAIMS_MAX: usize = 4096;
+
+/// Of a worker on a GPU in its thread, of another at once.
+pub(crate) fn save(context: &mut Context<'_>, save: v1::Save) -> Result<Answered, Refusal> {
+    let Greeted { id, info, worker, .. } = &*context.greeted;
+    let worker = worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
+    if let Some(saves) = &worker.saves {
+        saves.push(context.shared, context.id, save, context.call, context.since);
+        return Ok(Answered::Later);
+    }
+    copy_out(context.shared, *id, &info.engine_id, &worker.registered, &save, &Pace::URGENT)
+        .map(Answered::from)
+}
+
+/// Grants places in the pool, which a mapped worker writes by itself.
+pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answer, Refusal> {
+    let (call, Greeted { id, info, worker, .. }) = (context.call, &mut *context.greeted);
+    let worker = worker.as_mut().ok_or_else(|| not_admitted(call))?;
+    if worker.granted.len() >= CLAIMS_MAX {
+        return Err(Refusal::limit(format!("{CLAIMS_MAX} claims are open: commit some")));
+    }
+    let (mut result, granted) =
+        with_saver(context.shared, *id, &info.engine_id, &worker.registered, claim.job, |saver| {
+            Ok(saver.grant(&saver.parse(&claim.groups)?))
+        })?;
+    worker.next_claim += 1;
+    result.claim = worker.next_claim;
+    let granted = Granted { job: claim.job, claims: granted };
+    worker.granted.insert(worker.next_claim, granted);
+    Ok(Answer::ClaimResult(result))
+}
+
+/// What was claimed is written, or is given back.
+pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<Answer, Refusal> {
+    let (shared, call, Greeted { info, worker, .. }) = (context.shared, context.call, &mut *context.greeted);
+    let worker = worker.as_mut().ok_or_else(|| not_admitted(call))?;
+    let Granted { job, claims } = worker
+        .granted
+        .remove(&commit.claim)
+        .ok_or_else(|| Refusal::unknown(format!("claim {} is not open", commit.claim)))?;
+    let gate = shared.engines.save_gate(&info.engine_id);
+    let inside = gate.and_then(|gate| gate.enter(job));
+    if !commit.written {
+        shared.store.abort(&claims);
+    } else if inside.is_some() {
+        shared.store.commit(&claims, Instant::now());
+    } else {
+        shared.store.abort(&claims);
+        return Err(Refusal::cancelled());
+    }
+    Ok(done())
+}
+
+/// No save below a number becomes blocks any more; waits for those that are being copied.
+pub(crate) fn cancel(context: &Context<'_>, cancel: &v1::CancelSaves) -> Result<Answer, Refusal> {
+    let timeout = Duration::from_millis(cancel.timeout_ms.into()).min(CANCEL_TIMEOUT_MAX);
+    let gate = context.shared.engines.save_gate(&context.greeted.info.engine_id);
+    let is_closed = gate.is_some_and(|gate| gate.close(cancel.below_job, Instant::now() + timeout));
+    if is_closed {
+        return Ok(done());
+    }
+    Err(Refusal::limit(format!("saves were still being copied after {} ms", timeout.as_millis())))
+}
+
+/// Copies blocks out of a worker's memory.
+pub(crate) fn copy_out(
+    shared: &Shared,
+    id: SessionId,
+    engine_id: &str,
+    worker: &Registered,
+    save: &v1::Save,
+    pace: &Pace<'_>,
+) -> Result<Answer, Refusal> {
+    let memory = worker
+        .memory
+        .as_ref()
+        .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
+    with_saver(shared, id, engine_id, worker, save.job, |saver| {
+        let blocks = saver.parse(&save.groups)?;
+        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event, pace)))
+    })
+}
+
+fn with_saver<T>(
+    shared: &Shared,
+    id: SessionId,
+    engine_id: &str,
+    worker: &Registered,
+    job: u64,
+    save: impl FnOnce(&Saver<'_>) -> Result<T, String>,
+) -> Result<T, Refusal> {
+    let gate = shared.engines.save_gate(engine_id);
+    let inside = gate.and_then(|gate| gate.enter(job)).ok_or_else(Refusal::cancelled)?;
+    shared
+        .engines
+        .with_ready(engine_id, |open, _| {
+            let saver = Saver {
+                shared,
+                owner: worker.owner,
+                writer: WriterId(id),
+                rank: worker.rank,
+                regions: &worker.regions,
+                open,
+                inside: &inside,
+            };
+            save(&saver).map_err(Refusal::invalid)
+        })
+        .unwrap_or_else(|| {
+            Err(Refusal::unknown(format!(
+                "engine '{engine_id}' is not ready: its scheduler or other workers are missing"
+            )))
+        })
+}
