@@ -41,7 +41,7 @@ fetch: ## what `make test` needs from registries
 
 build: dev vllm ## the crates, their tests, and the environments that have them
 
-lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fits the code
+lint: dev ## formatting, clippy, ruff, types, circles of files, and whether tests/defects still fits the code
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(DEV)/ruff format --check .
@@ -51,6 +51,7 @@ lint: dev ## formatting, clippy, ruff, types, and whether tests/defects still fi
 	$(DEV)/kvlane reference docs/reference --check
 	$(DEV)/python scripts/figures.py --check
 	$(DEV)/python bench/redraw.py --check
+	$(DEV)/python scripts/circles.py crates/client/src
 	git apply --check tests/defects/*.patch
 
 rust: ## tests of the crates, or make rust ARGS="-p kvlane-ssd --test kill -- --nocapture"

@@ -5,7 +5,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -18,7 +18,7 @@ use kvlane_memory::DESCRIPTORS_MAX;
 use kvlane_proto::v1;
 use parking_lot::Mutex;
 
-use crate::group::GroupMemory;
+use crate::links::flags::{FLAGS_MAX, FlagTable, Flags};
 
 /// Copies that may be under way: each holds an event.
 const EVENTS: u32 = 256;
@@ -27,35 +27,6 @@ const FENCE_ALLOCATION: u64 = 2 << 20;
 const EPOCH_OFFSET: u64 = 16;
 /// Where the flags of loads begin, behind the fence in its allocation: for each event, words of one load.
 const FLAGS_OFFSET: u64 = 64 << 10;
-/// Most flags of one load.
-const FLAGS_MAX: usize = 256;
-/// Bytes of each block between two flags: pieces of so many layers are copied about as fast as all layers at once.
-const FLAG_BYTES: u64 = 256 << 10;
-
-/// The flags of one load: words that say how far it is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Flags {
-    /// Of the first word.
-    address: u64,
-    value: u32,
-    /// Flag i says that the block's first `region_ends[i]` regions are there.
-    region_ends: Vec<u32>,
-    /// The same as [`v1::LoadFlags`] has it.
-    ends_in_slices: Vec<u32>,
-}
-
-impl Flags {
-    /// The word that says that a region is there.
-    fn word_of(&self, region: u32) -> u64 {
-        let flag = self.region_ends.partition_point(|end| *end <= region).min(self.region_ends.len() - 1);
-        self.address + 4 * flag as u64
-    }
-
-    pub(crate) fn to_wire(&self) -> v1::LoadFlags {
-        v1::LoadFlags { address: self.address, value: self.value, region_ends: self.ends_in_slices.clone() }
-    }
-}
-
 /// What a worker shares of its GPU. See `Fence` for the words.
 #[derive(Debug)]
 pub struct WorkerGpu {
@@ -68,8 +39,6 @@ pub struct WorkerGpu {
     events: Vec<Event>,
     event_handles: Vec<[u8; 64]>,
     free_events: Mutex<Vec<u32>>,
-    /// By event: what its next load writes into its flags.
-    flag_values: Vec<AtomicU32>,
     /// For copies of our own.
     stream: Stream,
 }
@@ -126,7 +95,6 @@ impl WorkerGpu {
         unsafe { stream.copy(Copy { dst: fence.address(), src, len: zeros.len() as u64 })? };
         stream.synchronize()?;
         let free_events = Mutex::new((0..EVENTS).rev().collect());
-        let flag_values = (0..EVENTS).map(|_| AtomicU32::new(1)).collect();
         Ok(Self {
             gpu,
             exports,
@@ -136,31 +104,13 @@ impl WorkerGpu {
             events,
             event_handles,
             free_events,
-            flag_values,
             stream,
         })
     }
 
-    /// Flags for a load of a group that waits for this event.
-    pub(crate) fn flags(&self, event: u32, group: &GroupMemory) -> Option<Flags> {
-        let regions = group.regions();
-        let mut region_ends = Vec::new();
-        let mut bytes = 0;
-        for (end, region) in (1u32..).zip(regions) {
-            bytes += region.block_bytes();
-            if bytes >= FLAG_BYTES || end as usize == regions.len() {
-                region_ends.push(end);
-                bytes = 0;
-            }
-        }
-        let value = self.flag_values[event as usize].fetch_add(1, Ordering::Relaxed);
-        let address = self.fence.address() + FLAGS_OFFSET + u64::from(event) * FLAGS_MAX as u64 * 4;
-        (!region_ends.is_empty() && region_ends.len() <= FLAGS_MAX).then_some(Flags {
-            address,
-            value,
-            ends_in_slices: group.ends_in_slices(&region_ends),
-            region_ends,
-        })
+    /// Where the flags of loads lie, with no load yet. Whoever asks for loads owns it, and takes it once.
+    pub(crate) fn flag_table(&self) -> FlagTable {
+        FlagTable::new(self.fence.address() + FLAGS_OFFSET, EVENTS)
     }
 
     /// Later work of `stream` starts once a region of this load is there; None is all of them.
@@ -180,10 +130,9 @@ impl WorkerGpu {
 
     /// Writes all flags of a load, after the copies of our own.
     pub(crate) fn lift(&self, flags: &Flags) {
-        let words = (0..flags.region_ends.len() as u64).map(|index| flags.address + 4 * index);
         // SAFETY: the words live as long as this.
         let write = |word| unsafe { self.stream.write_word(word, flags.value) };
-        let written = words.into_iter().try_for_each(write).and_then(|()| self.stream.synchronize());
+        let written = flags.words().try_for_each(write).and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
             // The context is lost, and nothing waits any more.
             tracing::warn!(%error, "the flags of a load could not be written");

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use kvlane_proto::v1;
 
-use crate::BootId;
+use crate::boot::BootId;
 
 /// The answer to a lookup. With `tokens == 0` it is a miss and holds no lease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

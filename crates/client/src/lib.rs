@@ -4,45 +4,43 @@
 //! Nothing here fails because of the daemon: while it is down, slow or restarted, lookups are misses, saves end
 //! without effect, and promised loads are finished from the mapping. Reconnecting is automatic.
 
-mod backoff;
+mod boot;
 mod connection;
+mod copies;
 mod daemon_user;
 mod fence;
 mod gpu;
-mod group;
 mod hit;
+mod jobs;
+pub mod links;
 mod loading;
 mod mover;
 mod nonce;
-mod pace;
 mod pools;
+mod processes;
 mod scheduler;
-mod standing;
+mod shared;
 mod tool;
 mod worker;
 
 use kvlane_memory::RuntimeFolder;
 use kvlane_proto::Address;
 
+pub use boot::BootId;
 pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use gpu::WorkerGpu;
 pub use hit::Hit;
-pub use pools::Promises;
-pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
-pub use tool::{Tool, ToolError};
-pub use worker::{
-    Finished, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, StartError, Worker, WorkerGroupSpec,
-    WorkerOptions, WorkerStats,
+pub use jobs::{
+    Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,
 };
+pub use links::promises::Promises;
+pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
+pub use shared::{WorkerOptions, WorkerStats};
+pub use tool::{CLIENT_NAME, Tool, ToolError};
+pub use worker::{StartError, Worker};
 
 /// The Unix socket used when none is named: `kvlane.sock` in this user's runtime folder.
 pub fn default_address() -> Address {
     Address::Unix(RuntimeFolder::of_this_user().path().join("kvlane.sock"))
 }
-
-/// Name and version that clients give in their greeting when the caller has nothing better.
-pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));
-
-/// 16 random bytes that name one run of the daemon.
-pub type BootId = [u8; 16];

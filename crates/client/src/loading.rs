@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use crate::{
-    gpu::Flags,
-    worker::{Finished, Job, Release, Shared, Work},
+    jobs::{Finished, Job, JobKind, Release, Work},
+    links::{flags::Flags, pace::LoadPace},
+    shared::Shared,
 };
 
 /// A released load holds up what the engine computes, so a silent daemon is not waited for long: it was idle when it was
@@ -43,22 +44,17 @@ pub(crate) enum Takeover {
 }
 
 impl Loading {
-    /// Of a job that the daemon has just been asked for; `alone` tells that no other load is under way. Releases it if it
-    /// is time.
+    /// Of a job that the daemon has just been asked for; `alone` tells that no other load is under way, `near` when it is
+    /// predicted to be near its end. Releases it if it is time.
     pub(crate) fn asked(
         job: Job,
         flags: Option<Flags>,
         bytes: u64,
         now: Instant,
         alone: bool,
+        near: Option<Instant>,
         shared: &Shared,
     ) -> Self {
-        let mut state = shared.state.lock();
-        if alone {
-            state.pace.is_idle();
-        }
-        let near = state.pace.asked(now, bytes);
-        drop(state);
         let release_at = match job.work {
             Work::Load { release: Release::WhenNear, .. } => near,
             Work::Load { release: Release::AtOnce, .. } => Some(now),
@@ -81,13 +77,14 @@ impl Loading {
         self.released = true;
         // From now on it may hold up what the engine computes.
         self.takeover = Takeover::Due(now + patience(TAKE_OVER_RELEASED, self.bytes));
-        shared.release(&self.job, flags.clone());
+        let told = Finished { ok: true, kind: JobKind::Released, ..self.job.failed("", now) };
+        shared.release(self.job.key, told, Some(flags.clone()));
     }
 
     /// The daemon has carried it out: what is learned of how long loads take.
-    pub(crate) fn note_pace(&self, shared: &Shared) {
+    pub(crate) fn note_pace(&self, pace: &mut LoadPace, now: Instant) {
         if self.alone {
-            shared.state.lock().pace.ended(self.bytes, self.asked.elapsed());
+            pace.ended(self.bytes, now.saturating_duration_since(self.asked));
         }
     }
 }

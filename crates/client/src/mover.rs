@@ -7,36 +7,39 @@
 //! ```
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     os::fd::AsFd,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
 use bytes::{Bytes, BytesMut};
-use kvlane_block::{Region, plan};
-use kvlane_memory::{
-    EngineMemory, OwnMemory, PAGE_BYTES, PeerCredentials, PoolView, allow_ptrace_by, peer_pidfd,
-};
+use kvlane_memory::{PeerCredentials, allow_ptrace_by};
 use kvlane_proto::{
     WIRE_MAX, WIRE_MIN, v1, v1::refused::Reason, v1::reply::Body as Answer, v1::request::Body as Ask,
 };
 use rustix::event::{PollFd, PollFlags};
 
 use crate::{
-    BootId,
-    backoff::Backoff,
+    boot::BootId,
     connection::{ConnectError, Connection, Lost, poll_for},
+    copies::OwnCopies,
     fence::Fence,
-    gpu::{ChunkBatch, Flags},
-    group::{GroupMemory, Places},
+    gpu::ChunkBatch,
+    jobs::{Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work},
+    links::{
+        backoff::Backoff,
+        flags::{FlagTable, Flags},
+        group::{GroupMemory, Places},
+        ids::JobKey,
+        pace::LoadPace,
+        promises::{PoolBook, ROUND},
+        standing::{Standing, describe, tell},
+    },
     loading::{Loading, Takeover},
     nonce::random_nonce,
-    pools::{Mapped, Pools, ROUND},
-    standing::{Standing, describe, tell},
-    worker::{
-        After, Finished, Job, LoadGroup, Release, SaveGroupSpec, SaveMethod, Shared, Work, WorkerOptions,
-    },
+    pools::MappedPools,
+    processes::Processes,
+    shared::{Shared, WorkerOptions},
 };
 
 /// How long a daemon whose connection ended is watched for its end, before the blocks of its loads count as free. Its GPU
@@ -53,7 +56,13 @@ pub(crate) fn run(options: WorkerOptions, groups: Vec<GroupMemory>, shared: &Sha
         fence: Fence::new(random_nonce(), options.gpu.clone()),
         backoff: Backoff::new(now),
         link: None,
-        pools: Pools::default(),
+        pools: PoolBook::default(),
+        mapped: MappedPools::default(),
+        processes: Processes::default(),
+        flags: options.gpu.as_ref().map(|gpu| gpu.flag_table()),
+        pace: LoadPace::default(),
+        shortest_step: None,
+        copies: OwnCopies::new(groups.clone(), options.gpu.clone()),
         round_at: now + ROUND,
         standing: Standing::new(format!("rank {}", options.rank), options.address.clone(), now),
         options,
@@ -70,7 +79,14 @@ struct Mover<'a> {
     fence: Fence,
     backoff: Backoff,
     link: Option<Link>,
-    pools: Pools,
+    /// Which pools stay mapped.
+    pools: PoolBook,
+    mapped: MappedPools,
+    processes: Processes,
+    flags: Option<FlagTable>,
+    pace: LoadPace,
+    shortest_step: Option<Duration>,
+    copies: OwnCopies,
     round_at: Instant,
     standing: Standing,
 }
@@ -110,7 +126,7 @@ enum Asked {
     /// Save through the mapping: the answer says where to write.
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
-    Commit { end: Finished, deadline: Instant },
+    Commit { key: JobKey, end: Finished, deadline: Instant },
     /// Given up; a claim that is granted now must be handed back.
     GivenUp,
 }
@@ -121,6 +137,7 @@ impl Mover<'_> {
             let now = Instant::now();
             let (jobs, stop, promises, in_step) = {
                 let mut state = self.shared.state.lock();
+                self.shortest_step = state.steps.shortest();
                 (std::mem::take(&mut state.queue), state.stop, state.promises.take(), state.in_step)
             };
             if stop {
@@ -132,29 +149,41 @@ impl Mover<'_> {
             self.give_up_overdue(Instant::now());
             self.release_near(Instant::now());
             self.take_over_overdue(Instant::now());
+            if self.pools.has_former() {
+                let ended = self.processes.take_ended();
+                ended.into_iter().for_each(|process| self.pools.process_ended(process));
+            }
+            let in_use = BTreeSet::new();
             if let Some(promises) = promises {
                 // After the jobs that were queued before that step.
-                self.pools.step_begins(&promises);
+                let unmapped = self.pools.step_begins(&promises, &in_use);
+                self.unmap(unmapped);
             }
             if self.pools.has_former() && now >= self.round_at {
                 self.round_at = now + ROUND;
-                self.pools.round(in_step);
+                let unmapped = self.pools.round(in_step, &in_use);
+                self.unmap(unmapped);
             }
+            self.processes.retain(|process| self.pools.needs(process));
             // A GPU's loads come through this mapping only when the daemon is gone.
-            let busy = self.options.gpu.is_none() && self.pools.prefault_some();
+            let busy = self.options.gpu.is_none() && self.mapped.prefault_some();
             self.wait(busy);
         }
     }
 
+    fn unmap(&mut self, pools: Vec<BootId>) {
+        pools.iter().for_each(|boot| self.mapped.unmap(boot));
+    }
+
     fn start(&mut self, job: Job) {
-        match &job.work {
+        match job.work.clone() {
             Work::Load { boot, groups, release } => {
                 let flags = match release {
                     Release::AtEnd => None,
-                    Release::WhenNear | Release::AtOnce => self.flags(groups, job.after.as_ref()),
+                    Release::WhenNear | Release::AtOnce => self.flags(&groups, job.event),
                 };
-                let beside_compute = *release != Release::AtOnce;
-                match self.ask_for_load(boot, groups, job.after.as_ref(), flags.as_ref(), beside_compute) {
+                let beside_compute = release != Release::AtOnce;
+                match self.ask_for_load(&boot, &groups, job.event, flags.as_ref(), beside_compute) {
                     Some(id) => self.asked_for_load(id, job, flags),
                     None => self.load_here(&job, None),
                 }
@@ -164,17 +193,17 @@ impl Mover<'_> {
                 if blocks > SAVE_BLOCKS_MAX {
                     let detail =
                         format!("{blocks} blocks in one save, at most {SAVE_BLOCKS_MAX} are possible");
-                    return self.shared.finish(job.failed(detail));
+                    return self.fail(&job, detail);
                 }
                 let deadline = Instant::now() + self.options.save_timeout;
                 let groups = groups.iter().map(wire_group).collect();
                 let open = self.link.as_mut().filter(|link| link.stage == Stage::Open && !link.silent);
-                let Some(link) = open else { return self.shared.finish(job.failed("no kvlane daemon")) };
+                let Some(link) = open else { return self.fail(&job, "no kvlane daemon") };
                 let (ask, asked) = if link.method == SaveMethod::Mapped {
                     let ask = Ask::Claim(v1::Claim { groups, job: job.number });
                     (ask, Asked::Claim { job, deadline })
                 } else {
-                    let event = job.after.as_ref().map(|after| after.event);
+                    let event = job.event;
                     let epoch = self.fence.epoch();
                     let ask = Ask::Save(v1::Save { groups, epoch, event, job: job.number });
                     (ask, Asked::Save { job, deadline })
@@ -197,7 +226,11 @@ impl Mover<'_> {
         let Work::Load { groups, .. } = &job.work else { return };
         let (now, bytes) = (Instant::now(), self.bytes_of(groups));
         let alone = self.loads().next().is_none();
-        let load = Loading::asked(job, flags, bytes, now, alone, self.shared);
+        if alone {
+            self.pace.is_idle();
+        }
+        let near = self.pace.asked(now, bytes, self.shortest_step);
+        let load = Loading::asked(job, flags, bytes, now, alone, near, self.shared);
         if let Some(link) = &mut self.link {
             link.asked.insert(id, Asked::Load(load));
         }
@@ -225,7 +258,7 @@ impl Mover<'_> {
         &mut self,
         boot: &BootId,
         groups: &[LoadGroup],
-        after: Option<&After>,
+        event: Option<u32>,
         flags: Option<&Flags>,
         beside_compute: bool,
     ) -> Option<u64> {
@@ -239,8 +272,7 @@ impl Mover<'_> {
             block_ids: group.block_ids.clone(),
             pages: group.pages.clone(),
         });
-        let event = after.map(|after| after.event);
-        let flags = flags.map(Flags::to_wire);
+        let flags = flags.map(wire_flags);
         let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event, flags, beside_compute });
         match link.connection.send(ask) {
             Ok(id) => Some(id),
@@ -252,9 +284,13 @@ impl Mover<'_> {
     }
 
     /// Flags for a load of one group; several groups are loaded as a whole.
-    fn flags(&self, groups: &[LoadGroup], after: Option<&After>) -> Option<Flags> {
-        let ([group], Some(after), Some(gpu)) = (groups, after, &self.options.gpu) else { return None };
-        gpu.flags(after.event, self.groups.get(group.group as usize)?)
+    fn flags(&mut self, groups: &[LoadGroup], event: Option<u32>) -> Option<Flags> {
+        let ([group], Some(event), Some(flags)) = (groups, event, &mut self.flags) else { return None };
+        flags.next(event, self.groups.get(group.group as usize)?)
+    }
+
+    fn fail(&self, job: &Job, why: impl Into<String>) {
+        self.shared.finish(job.key, job.failed(why, Instant::now()));
     }
 
     /// Bytes of a load.
@@ -269,15 +305,19 @@ impl Mover<'_> {
         let end = self.carry_out(job);
         // Whatever came of it: a stream that waits for ever would stop the engine.
         self.lift(flags);
-        self.shared.finish(end);
+        self.shared.finish(job.key, end);
     }
 
     /// Copies a load in this process; its end is given.
     fn carry_out(&self, job: &Job) -> Finished {
-        let Work::Load { boot, groups, .. } = &job.work else { return job.failed("not a load") };
-        match self.load(boot, groups, job.after.as_ref()) {
-            Ok((blocks, bytes)) => Finished { ok: true, blocks, bytes, ..job.failed("") },
-            Err(detail) => job.failed(detail),
+        let Work::Load { boot, groups, .. } = &job.work else {
+            return job.failed("not a load", Instant::now());
+        };
+        match self.copies.load(groups, job.event, self.mapped.of(boot)) {
+            Ok(Copied { blocks, bytes }) => {
+                Finished { ok: true, blocks, bytes, ..job.failed("", Instant::now()) }
+            }
+            Err(detail) => job.failed(detail, Instant::now()),
         }
     }
 
@@ -322,7 +362,9 @@ impl Mover<'_> {
         }
         self.lift(load.flags.as_ref());
         if !load.released {
-            self.shared.release_loaded(&load.job);
+            let told = load.job.failed("", Instant::now());
+            let told = Finished { ok: true, kind: JobKind::Released, ..told };
+            self.shared.release(load.job.key, told, None);
             load.released = true;
         }
         load.takeover = Takeover::Done(end);
@@ -331,36 +373,9 @@ impl Mover<'_> {
     /// The daemon will not carry a load out any more.
     fn end_load(&self, load: Loading) {
         match load.takeover {
-            Takeover::Done(end) => self.shared.finish(end),
+            Takeover::Done(end) => self.shared.finish(load.job.key, end),
             Takeover::Due(_) | Takeover::Failed => self.load_here(&load.job, load.flags.as_ref()),
         }
-    }
-
-    /// Copies blocks from the mapped pool into the engine. The daemon has no part in it.
-    fn load(&self, boot: &BootId, groups: &[LoadGroup], after: Option<&After>) -> Result<(u64, u64), String> {
-        let pool = self.pools.of(boot).ok_or("the pool of that boot is not mapped")?;
-        let mut blocks = 0;
-        let mut bytes = 0;
-        for group in groups {
-            let memory = self.groups.get(group.group as usize).ok_or("no such group")?;
-            let mut runs = Vec::new();
-            for (regions, places) in memory.places(group)? {
-                runs.extend(plan_in_pool(regions, &places, &pool.reading)?);
-            }
-            // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the pages are leased
-            // until the scheduler hears of the end of this job, and `plan_in_pool` checked that they lie in the view.
-            unsafe {
-                match &self.options.gpu {
-                    Some(gpu) => gpu
-                        .write(&runs, pool.reading.base(), after.map(|after| after.event))
-                        .map_err(|error| error.to_string())?,
-                    None => OwnMemory.write(&runs, pool.reading.base()).map_err(|error| error.to_string())?,
-                }
-            }
-            blocks += group.block_ids.len() as u64;
-            bytes += runs.iter().map(|run| run.len).sum::<u64>();
-        }
-        Ok((blocks, bytes))
     }
 
     fn connect_if_due(&mut self, now: Instant) {
@@ -474,27 +489,30 @@ impl Mover<'_> {
                 self.shared.changed.notify_all();
             }
             Some(Answer::Done(_)) => {
-                if let Some(Asked::Commit { end, .. }) = asked {
-                    self.shared.finish(end);
+                if let Some(Asked::Commit { key, end, .. }) = asked {
+                    self.shared.finish(key, end);
                 }
             }
             Some(Answer::SaveResult(result)) => {
                 if let Some(Asked::Save { job, .. }) = asked {
                     let detail = if result.failed > 0 { "the copy failed or was cancelled" } else { "" };
-                    self.shared.finish(Finished {
+                    let end = Finished {
                         ok: result.failed == 0,
                         blocks: result.saved,
                         present: result.present + result.in_flight,
                         bytes: result.bytes,
-                        ..job.failed(detail)
-                    });
+                        ..job.failed(detail, Instant::now())
+                    };
+                    self.shared.finish(job.key, end);
                 }
             }
             Some(Answer::LoadResult(result)) => {
                 if let Some(Asked::Load(load)) = asked {
                     let (blocks, bytes) = (result.blocks, result.bytes);
-                    load.note_pace(self.shared);
-                    self.shared.finish(Finished { ok: true, blocks, bytes, ..load.job.failed("") });
+                    let now = Instant::now();
+                    load.note_pace(&mut self.pace, now);
+                    let end = Finished { ok: true, blocks, bytes, ..load.job.failed("", now) };
+                    self.shared.finish(load.job.key, end);
                 }
             }
             Some(Answer::ClaimResult(result)) => match asked {
@@ -563,22 +581,11 @@ impl Mover<'_> {
         let Some(link) = &mut self.link else { return Ok(()) };
         let descriptor =
             link.connection.take_descriptor().ok_or("the daemon sent no descriptor of its pool")?;
-        let map = |fd, writable| {
-            PoolView::map(fd, described.bytes, writable)
-                .map(Arc::new)
-                .map_err(|error| format!("the pool of {} bytes cannot be mapped: {error}", described.bytes))
-        };
-        let writing = match link.method {
-            SaveMethod::ProcessVm | SaveMethod::Gpu => None,
-            _ => {
-                let second =
-                    descriptor.try_clone().map_err(|error| format!("no descriptor left: {error}"))?;
-                Some(map(second, true)?)
-            }
-        };
-        let daemon = link.connection.unix().and_then(|stream| peer_pidfd(stream).ok()).map(Arc::new);
-        let reading = map(descriptor, false)?;
-        self.pools.set(Mapped { boot: link.boot, reading, writing, prefaulted: 0, daemon });
+        let life = self.processes.watch(link.connection.unix());
+        let writable = !matches!(link.method, SaveMethod::ProcessVm | SaveMethod::Gpu);
+        self.mapped.map(link.boot, descriptor, described.bytes, writable)?;
+        let unmapped = self.pools.set(link.boot, life);
+        self.unmap(unmapped);
         Ok(())
     }
 
@@ -586,28 +593,24 @@ impl Mover<'_> {
     fn write_claimed(&mut self, job: Job, result: &v1::ClaimResult) -> Result<(), Lost> {
         let Some(link) = &mut self.link else { return Ok(()) };
         let Work::Save(groups) = &job.work else { return Ok(()) };
-        let written = write_groups(groups, result, &self.groups, self.pools.present());
+        let written = claimed_places(groups, result)
+            .and_then(|(places, present)| Ok((self.copies.save(&places, self.mapped.present())?, present)));
+        let now = Instant::now();
         let (end, ok) = match written {
-            Ok(written) => (
-                Finished {
-                    ok: true,
-                    blocks: written.blocks,
-                    present: written.present,
-                    bytes: written.bytes,
-                    ..job.failed("")
-                },
-                true,
-            ),
-            Err(detail) => (job.failed(detail), false),
+            Ok((Copied { blocks, bytes }, present)) => {
+                (Finished { ok: true, blocks, present, bytes, ..job.failed("", now) }, true)
+            }
+            Err(detail) => (job.failed(detail, now), false),
         };
         let deadline = Instant::now() + self.options.save_timeout;
         match link.connection.send(Ask::Commit(v1::Commit { claim: result.claim, written: ok })) {
             Ok(id) => {
-                link.asked.insert(id, Asked::Commit { end, deadline });
+                link.asked.insert(id, Asked::Commit { key: job.key, end, deadline });
                 Ok(())
             }
             Err(lost) => {
-                self.shared.finish(Finished { ok: false, detail: "the daemon went away".into(), ..end });
+                let end = Finished { ok: false, detail: "the daemon went away".into(), ..end };
+                self.shared.finish(job.key, end);
                 Err(lost)
             }
         }
@@ -638,9 +641,10 @@ impl Mover<'_> {
 
     fn end(&self, asked: Asked, why: &str) {
         match asked {
-            Asked::Save { job, .. } | Asked::Claim { job, .. } => self.shared.finish(job.failed(why)),
-            Asked::Commit { end, .. } => {
-                self.shared.finish(Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end });
+            Asked::Save { job, .. } | Asked::Claim { job, .. } => self.fail(&job, why),
+            Asked::Commit { key, end, .. } => {
+                let end = Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end };
+                self.shared.finish(key, end);
             }
             Asked::Load(load) => self.end_load(load),
             Asked::GivenUp => {}
@@ -679,7 +683,9 @@ impl Mover<'_> {
             state.stats.losses += 1;
         }
         drop(state);
-        self.pools.lost();
+        let unmapped = self.pools.lost();
+        self.unmap(unmapped);
+        self.mapped.lost();
         self.round_at = Instant::now() + ROUND;
     }
 
@@ -723,7 +729,7 @@ impl Mover<'_> {
 
     fn stop(mut self, jobs: Vec<Job>) {
         self.fence.raise();
-        jobs.iter().for_each(|job| self.shared.finish(job.failed("the worker is closed")));
+        jobs.iter().for_each(|job| self.fail(job, "the worker is closed"));
         if let Some(mut link) = self.link.take() {
             let asked = std::mem::take(&mut link.asked);
             // Its answer comes after what the daemon was still copying.
@@ -732,7 +738,7 @@ impl Mover<'_> {
                 match asked {
                     Asked::Load(load) => {
                         self.lift(load.flags.as_ref());
-                        self.shared.finish(load.job.failed("the worker is closed"));
+                        self.fail(&load.job, "the worker is closed");
                     }
                     other => self.end(other, "the worker is closed"),
                 }
@@ -769,59 +775,34 @@ impl Asked {
     }
 }
 
-#[derive(Default)]
-struct Written {
-    blocks: u64,
-    present: u64,
-    bytes: u64,
-}
-
 /// Outcomes of a claim, as `ClaimResult` numbers them.
 const CLAIMED: u8 = 0;
 const NO_ROOM: u8 = 3;
 
-fn write_groups(
+/// Where claimed blocks are to be written, by group, and how many the daemon has or gets from another.
+fn claimed_places(
     groups: &[SaveGroupSpec],
     result: &v1::ClaimResult,
-    known: &[GroupMemory],
-    pool: Option<&Mapped>,
-) -> Result<Written, String> {
-    let view = pool.and_then(|pool| pool.writing.as_ref()).ok_or("the pool is not mapped writable")?;
+) -> Result<(Vec<(u32, Places)>, u64), String> {
     let mut answers = result.outcome.iter().zip(result.pages.chunks_exact(4));
-    let mut written = Written::default();
+    let (mut by_group, mut present) = (Vec::new(), 0);
     for group in groups {
-        let regions = known.get(group.group as usize).ok_or("no such group")?.shard();
         let mut places = Places::new();
         for &block_id in &group.block_ids {
             let (&outcome, page) = answers.next().ok_or("the daemon answered for fewer blocks than asked")?;
             if outcome == CLAIMED {
                 places.push((block_id, u32::from_le_bytes(page.try_into().unwrap_or_default())));
             } else if outcome != NO_ROOM {
-                written.present += 1;
+                present += 1;
             }
         }
-        let runs = plan_in_pool(regions, &places, view)?;
-        // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the daemon gave these pages
-        // to this claim alone until it is committed, and `plan_in_pool` checked that they lie in the view.
-        unsafe { OwnMemory.read(&runs, view.base()) }.map_err(|error| error.to_string())?;
-        written.blocks += places.len() as u64;
-        written.bytes += runs.iter().map(|run| run.len).sum::<u64>();
+        by_group.push((group.group, places));
     }
-    Ok(written)
+    Ok((by_group, present))
 }
 
-fn plan_in_pool(
-    regions: &[Region],
-    places: &[(u32, u32)],
-    view: &PoolView,
-) -> Result<Vec<kvlane_block::Run>, String> {
-    let blocks: Vec<(u32, u64)> =
-        places.iter().map(|&(id, page)| (id, u64::from(page) * PAGE_BYTES)).collect();
-    let runs = plan(regions, &blocks).map_err(|error| error.to_string())?;
-    match runs.iter().find(|run| run.pool_offset + run.len > view.bytes()) {
-        Some(run) => Err(format!("{} bytes at {} are not inside the pool", run.len, run.pool_offset)),
-        None => Ok(runs),
-    }
+fn wire_flags(flags: &Flags) -> v1::LoadFlags {
+    v1::LoadFlags { address: flags.address, value: flags.value, region_ends: flags.ends_in_slices.clone() }
 }
 
 fn wire_group(group: &SaveGroupSpec) -> v1::SaveGroup {

@@ -21,11 +21,15 @@ use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v
 use rustix::event::{PollFd, PollFlags};
 
 use crate::{
-    BootId, DaemonUser, Hit,
-    backoff::Backoff,
+    boot::BootId,
     connection::{ConnectError, Connection, Lost, poll_for},
+    daemon_user::DaemonUser,
+    hit::Hit,
+    links::{
+        backoff::Backoff,
+        standing::{Standing, describe, tell},
+    },
     nonce::random_nonce,
-    standing::{Standing, describe, tell},
 };
 
 /// How long a new scheduler waits for its engine to be opened.

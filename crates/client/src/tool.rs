@@ -8,10 +8,14 @@ use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v
 use thiserror::Error;
 
 use crate::{
-    BootId, CLIENT_NAME, DaemonUser,
+    boot::BootId,
     connection::{ConnectError, Connection, Lost},
+    daemon_user::DaemonUser,
     nonce::random_nonce,
 };
+
+/// Name and version that clients give in their greeting when the caller has nothing better.
+pub const CLIENT_NAME: &str = concat!("kvlane ", env!("CARGO_PKG_VERSION"));
 
 /// A tool's request that was not carried out.
 #[derive(Debug, Error)]

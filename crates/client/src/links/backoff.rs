@@ -7,33 +7,35 @@ const LONGEST: Duration = Duration::from_secs(2);
 
 /// Doubling pauses between attempts, from 50 ms to 2 s.
 #[derive(Debug)]
-pub(crate) struct Backoff {
+pub struct Backoff {
     next: Instant,
     pause: Duration,
 }
 
 impl Backoff {
     /// The first attempt is due at once.
-    pub(crate) fn new(now: Instant) -> Self {
+    pub fn new(now: Instant) -> Self {
         Self { next: now, pause: FIRST }
     }
 
-    pub(crate) fn is_due(&self, now: Instant) -> bool {
+    /// Whether to try now.
+    pub fn is_due(&self, now: Instant) -> bool {
         now >= self.next
     }
 
-    pub(crate) fn until_due(&self, now: Instant) -> Duration {
+    /// How long not to try yet.
+    pub fn until_due(&self, now: Instant) -> Duration {
         self.next.saturating_duration_since(now)
     }
 
     /// An attempt failed.
-    pub(crate) fn failed(&mut self, now: Instant) {
+    pub fn failed(&mut self, now: Instant) {
         self.next = now + self.pause;
         self.pause = (self.pause * 2).min(LONGEST);
     }
 
     /// A connection came up.
-    pub(crate) fn succeeded(&mut self) {
+    pub fn succeeded(&mut self) {
         self.pause = FIRST;
     }
 }

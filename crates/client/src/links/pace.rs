@@ -14,48 +14,60 @@ const LOADS: usize = 8;
 /// Steps that are remembered.
 const STEPS: usize = 8;
 
-/// How fast loads come and steps follow each other.
+/// How fast loads come.
 #[derive(Debug, Default)]
-pub(crate) struct Pace {
+pub struct LoadPace {
     /// Bytes and duration of the last loads.
     loads: VecDeque<(u64, Duration)>,
-    /// From the beginning of one step that computes to that of the next.
-    steps: VecDeque<Duration>,
-    /// When the last step began, if it computes.
-    step: Option<Instant>,
     /// When everything that was asked for is predicted to be there.
     busy_until: Option<Instant>,
 }
 
-impl Pace {
+/// How fast steps follow each other.
+#[derive(Debug, Default)]
+pub struct StepClock {
+    /// From the beginning of one step that computes to that of the next.
+    steps: VecDeque<Duration>,
+    /// When the last step began, if it computes.
+    step: Option<Instant>,
+}
+
+impl StepClock {
     /// A step begins.
-    pub(crate) fn step_began(&mut self, now: Instant, computes: bool) {
+    pub fn step_began(&mut self, now: Instant, computes: bool) {
         if let (Some(before), true) = (self.step, computes) {
             push(&mut self.steps, STEPS, now.saturating_duration_since(before));
         }
         self.step = computes.then_some(now);
     }
 
-    /// A load of so many bytes is asked for. When it may be released; None as long as nothing is known to predict it from.
-    pub(crate) fn asked(&mut self, now: Instant, bytes: u64) -> Option<Instant> {
+    /// The shortest of the last steps; None as long as no two that compute followed each other.
+    pub fn shortest(&self) -> Option<Duration> {
+        self.steps.iter().min().copied()
+    }
+}
+
+impl LoadPace {
+    /// A load of so many bytes is asked for, beside steps of that length. When it may be released; None as long as nothing
+    /// is known to predict it from.
+    pub fn asked(&mut self, now: Instant, bytes: u64, step: Option<Duration>) -> Option<Instant> {
         let predicted = self.predict(bytes)?;
         // Loads of one worker come one after the other.
         let start = self.busy_until.map_or(now, |busy| busy.max(now));
         let end = start + predicted;
         self.busy_until = Some(end);
-        let step = *self.steps.iter().min()?;
-        Some(end.checked_sub(step).unwrap_or(now).max(now))
+        Some(end.checked_sub(step?).unwrap_or(now).max(now))
     }
 
     /// A load has ended that was alone: `took` from asking to its end.
-    pub(crate) fn ended(&mut self, bytes: u64, took: Duration) {
+    pub fn ended(&mut self, bytes: u64, took: Duration) {
         if bytes > 0 && !took.is_zero() {
             push(&mut self.loads, LOADS, (bytes, took));
         }
     }
 
     /// Nothing is under way any more.
-    pub(crate) fn is_idle(&mut self) {
+    pub fn is_idle(&mut self) {
         self.busy_until = None;
     }
 
@@ -84,6 +96,31 @@ mod tests {
 
     fn ms(milliseconds: u64) -> Duration {
         Duration::from_millis(milliseconds)
+    }
+
+    /// Both together, as a worker has them.
+    #[derive(Default)]
+    struct Pace {
+        loads: LoadPace,
+        steps: StepClock,
+    }
+
+    impl Pace {
+        fn step_began(&mut self, now: Instant, computes: bool) {
+            self.steps.step_began(now, computes);
+        }
+
+        fn asked(&mut self, now: Instant, bytes: u64) -> Option<Instant> {
+            self.loads.asked(now, bytes, self.steps.shortest())
+        }
+
+        fn ended(&mut self, bytes: u64, took: Duration) {
+            self.loads.ended(bytes, took);
+        }
+
+        fn is_idle(&mut self) {
+            self.loads.is_idle();
+        }
     }
 
     /// Steps of 10 ms, and loads of 50 GB/s.

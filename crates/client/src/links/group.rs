@@ -4,11 +4,11 @@ use bytes::Bytes;
 use kvlane_block::{LayoutError, Region, shard_bytes, slice};
 use kvlane_proto::v1;
 
-use crate::worker::{LoadGroup, WorkerGroupSpec};
+use crate::jobs::{LoadGroup, WorkerGroupSpec};
 
 /// A group as it was described, with its slices.
-#[derive(Debug)]
-pub(crate) struct GroupMemory {
+#[derive(Debug, Clone)]
+pub struct GroupMemory {
     namespace: [u8; 16],
     layout: [u8; 16],
     /// Of the whole block.
@@ -20,14 +20,14 @@ pub(crate) struct GroupMemory {
 }
 
 /// Where the blocks of a load go, and where one slice of each lies: block id and pool page.
-pub(crate) type Places = Vec<(u32, u32)>;
+pub type Places = Vec<(u32, u32)>;
 
 impl GroupMemory {
     /// Of rank `rank`.
     ///
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, or too small to be shared.
-    pub(crate) fn new(spec: WorkerGroupSpec, rank: u32) -> Result<Self, LayoutError> {
+    pub fn new(spec: WorkerGroupSpec, rank: u32) -> Result<Self, LayoutError> {
         let WorkerGroupSpec { namespace, layout, regions, replicas } = spec;
         regions.iter().try_for_each(Region::validate)?;
         let count = replicas.max(1) as usize;
@@ -39,22 +39,22 @@ impl GroupMemory {
     }
 
     /// The whole block's regions.
-    pub(crate) fn regions(&self) -> &[Region] {
+    pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
     /// The regions that are saved here.
-    pub(crate) fn shard(&self) -> &[Region] {
+    pub fn shard(&self) -> &[Region] {
         &self.slices[self.own]
     }
 
     /// Bytes of a whole block.
-    pub(crate) fn block_bytes(&self) -> u64 {
+    pub fn block_bytes(&self) -> u64 {
         shard_bytes(&self.regions)
     }
 
     /// Each slice's regions and places, for a load.
-    pub(crate) fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], Places)>, String> {
+    pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], Places)>, String> {
         let (blocks, pages, slices) = (group.block_ids.len(), group.pages.len(), self.slices.len());
         if pages != blocks * slices {
             return Err(format!("{blocks} block ids of {slices} slices came with {pages} pages"));
@@ -67,7 +67,7 @@ impl GroupMemory {
     }
 
     /// Ends among the block's regions as ends among the regions of its slices, of which there may be more.
-    pub(crate) fn ends_in_slices(&self, region_ends: &[u32]) -> Vec<u32> {
+    pub fn ends_in_slices(&self, region_ends: &[u32]) -> Vec<u32> {
         let mut pieces = self.slices.iter().flatten().map(Region::block_bytes);
         let (mut count, mut at) = (0, 0);
         let mut in_slices = |bytes: u64| {
@@ -81,7 +81,8 @@ impl GroupMemory {
         region_ends.iter().map(|end| in_slices(shard_bytes(&self.regions[..*end as usize]))).collect()
     }
 
-    pub(crate) fn to_wire(&self) -> v1::WorkerGroup {
+    /// As the daemon is told of it.
+    pub fn to_wire(&self) -> v1::WorkerGroup {
         let slice = |regions: &Vec<Region>| v1::Slice { regions: wire_regions(regions) };
         v1::WorkerGroup {
             namespace: Bytes::copy_from_slice(&self.namespace),

@@ -13,20 +13,24 @@ use kvlane_proto::{Address, v1};
 
 /// How urgent a sentence is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Urgency {
+pub enum Urgency {
+    /// All is well.
     Info,
+    /// Somebody may want to do something.
     Warning,
 }
 
 /// A sentence for the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Notice {
-    pub(crate) urgency: Urgency,
-    pub(crate) sentence: String,
+pub struct Notice {
+    /// How urgent it is.
+    pub urgency: Urgency,
+    /// What to tell.
+    pub sentence: String,
 }
 
 /// Gives a sentence to the log, if there is one.
-pub(crate) fn tell(notice: Option<Notice>) {
+pub fn tell(notice: Option<Notice>) {
     match notice {
         Some(Notice { urgency: Urgency::Info, sentence }) => tracing::info!("{sentence}"),
         Some(Notice { urgency: Urgency::Warning, sentence }) => tracing::warn!("{sentence}"),
@@ -35,7 +39,7 @@ pub(crate) fn tell(notice: Option<Notice>) {
 }
 
 /// What a daemon says of itself when it greets, in words.
-pub(crate) fn describe(welcome: &v1::Welcome) -> String {
+pub fn describe(welcome: &v1::Welcome) -> String {
     format!("kvlane {}, a pool of {:.1} GB", welcome.version, welcome.pool_bytes as f64 / 1e9)
 }
 
@@ -52,7 +56,7 @@ enum State {
 
 /// One link's standing with the daemon.
 #[derive(Debug)]
-pub(crate) struct Standing {
+pub struct Standing {
     /// "the scheduler", "rank 3".
     who: String,
     address: Address,
@@ -64,12 +68,12 @@ pub(crate) struct Standing {
 
 impl Standing {
     /// Nothing was tried yet.
-    pub(crate) fn new(who: String, address: Address, now: Instant) -> Self {
+    pub fn new(who: String, address: Address, now: Instant) -> Self {
         Self { who, address, state: State::New, down_since: now, was_up: false }
     }
 
     /// The daemon serves this link. `how` says what a user may want to know of it.
-    pub(crate) fn connected(&mut self, how: &str, now: Instant) -> Option<Notice> {
+    pub fn connected(&mut self, how: &str, now: Instant) -> Option<Notice> {
         if self.state == State::Up {
             return None;
         }
@@ -85,7 +89,7 @@ impl Standing {
     }
 
     /// An attempt to connect failed. After a loss there is nothing new in it.
-    pub(crate) fn absent(&mut self, why: &str) -> Option<Notice> {
+    pub fn absent(&mut self, why: &str) -> Option<Notice> {
         if matches!(self.state, State::Absent) {
             return None;
         }
@@ -98,7 +102,7 @@ impl Standing {
     }
 
     /// A connection ended before the daemon served this link. If it had refused, that was told.
-    pub(crate) fn broken_off(&mut self, why: &str) -> Option<Notice> {
+    pub fn broken_off(&mut self, why: &str) -> Option<Notice> {
         match self.state {
             State::New => self.absent(&format!("the daemon at {} broke off: {why}", self.address)),
             _ => None,
@@ -106,7 +110,7 @@ impl Standing {
     }
 
     /// The daemon does not serve this engine, or cannot be used by it.
-    pub(crate) fn refused(&mut self, why: &str, now: Instant) -> Option<Notice> {
+    pub fn refused(&mut self, why: &str, now: Instant) -> Option<Notice> {
         if matches!(&self.state, State::Refused(known) if known == why) {
             return None;
         }
@@ -122,7 +126,7 @@ impl Standing {
     }
 
     /// The connection ended. Nothing new if the daemon had refused before.
-    pub(crate) fn lost(&mut self, why: &str, now: Instant) -> Option<Notice> {
+    pub fn lost(&mut self, why: &str, now: Instant) -> Option<Notice> {
         if self.state != State::Up {
             return None;
         }

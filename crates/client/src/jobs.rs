@@ -1,0 +1,169 @@
+//! What a worker is asked for, and how it ends.
+
+use std::{sync::Arc, time::Instant};
+
+use kvlane_block::{BlockHash, Region};
+
+use crate::{boot::BootId, links::ids::JobKey};
+
+/// How saves travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SaveMethod {
+    /// process_vm where a probe shows that it works, else mapped.
+    Auto,
+    /// The daemon copies out of this process.
+    ProcessVm,
+    /// The daemon copies out of and into this process's GPU memory; chosen by giving a GPU.
+    Gpu,
+    /// This process writes through its mapping of the pool.
+    Mapped,
+}
+
+/// This rank's part of one KV cache group.
+#[derive(Debug, Clone)]
+pub struct WorkerGroupSpec {
+    /// As the scheduler names it.
+    pub namespace: [u8; 16],
+    /// Digest of the shard's shape; the same in all ranks that hold the same blocks.
+    pub layout: [u8; 16],
+    /// Where the blocks lie in this process.
+    pub regions: Vec<Region>,
+    /// Consecutive ranks that hold the same blocks, this one among them: each saves a slice of a block, and loads all
+    /// slices. 1 for blocks of its own.
+    pub replicas: u32,
+}
+
+/// Consecutive blocks of one prompt to save.
+#[derive(Debug, Clone)]
+pub struct SaveGroupSpec {
+    /// Index of the group.
+    pub group: u32,
+    /// Hash of the block before the first one.
+    pub parent: Option<BlockHash>,
+    /// Their hashes.
+    pub hashes: Vec<BlockHash>,
+    /// Their block ids in the engine.
+    pub block_ids: Vec<u32>,
+}
+
+/// Blocks to load from the pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadGroup {
+    /// Index of the group.
+    pub group: u32,
+    /// Block ids in the engine.
+    pub block_ids: Vec<u32>,
+    /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
+    /// second's, and so on.
+    pub pages: Vec<u32>,
+}
+
+/// When the request of a load may compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// When every byte has arrived.
+    AtEnd,
+    /// When what is left is predicted to take no longer than a step of the engine: for an engine that computes for other
+    /// requests, which would have to wait with this one.
+    WhenNear,
+    /// As soon as the load is under way: nothing else computes.
+    AtOnce,
+}
+
+/// What a job did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum JobKind {
+    /// A load that is on its way and cannot fail any more: computing may begin, in streams that wait for it
+    /// ([`Worker::wait_for_loads`](crate::Worker::wait_for_loads)). Its end comes later, as a load's.
+    Released,
+    /// Engine to pool.
+    Save,
+    /// Pool to engine.
+    Load,
+}
+
+/// The end of a job; exactly one comes for each. Before that of a load that is released, one of [`JobKind::Released`] comes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finished {
+    /// The caller's number.
+    pub job: u64,
+    /// What it was.
+    pub kind: JobKind,
+    /// Load: every byte arrived. Save: it was carried out, whatever was already there.
+    pub ok: bool,
+    /// Blocks copied.
+    pub blocks: u64,
+    /// Save: blocks that the pool had, or that another engine was saving.
+    pub present: u64,
+    /// Bytes copied.
+    pub bytes: u64,
+    /// From queueing to the end.
+    pub seconds: f64,
+    /// Why it failed, or empty.
+    pub detail: String,
+}
+
+/// What a copy of this process brought.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Copied {
+    /// Blocks of whichever groups.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone)]
+pub enum Work {
+    /// Consecutive blocks, by group.
+    Save(Arc<[SaveGroupSpec]>),
+    /// Blocks of a hit, by group.
+    Load {
+        /// The run of the daemon in whose pool they lie.
+        boot: BootId,
+        /// Where to, and from where.
+        groups: Arc<[LoadGroup]>,
+        /// When its request may compute.
+        release: Release,
+    },
+}
+
+impl Work {
+    fn kind(&self) -> JobKind {
+        match self {
+            Self::Save(..) => JobKind::Save,
+            Self::Load { .. } => JobKind::Load,
+        }
+    }
+}
+
+/// A save or load that a worker was asked for.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// Tells it apart in this process.
+    pub key: JobKey,
+    /// The caller's number.
+    pub number: u64,
+    /// When it was asked for.
+    pub queued: Instant,
+    /// What is to be done.
+    pub work: Work,
+    /// Index of the event that a copy of a GPU waits for. It is given back at the job's end.
+    pub event: Option<u32>,
+}
+
+impl Job {
+    /// The end of this job without effect.
+    pub fn failed(&self, detail: impl Into<String>, now: Instant) -> Finished {
+        Finished {
+            job: self.number,
+            kind: self.work.kind(),
+            ok: false,
+            blocks: 0,
+            present: 0,
+            bytes: 0,
+            seconds: now.saturating_duration_since(self.queued).as_secs_f64(),
+            detail: detail.into(),
+        }
+    }
+}

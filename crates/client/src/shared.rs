@@ -1,0 +1,142 @@
+//! What a worker's handle and its mover thread share: the queue of jobs, their ends, and the standing of the registration.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use kvlane_proto::Address;
+use parking_lot::{Condvar, Mutex};
+
+use crate::{
+    daemon_user::DaemonUser,
+    gpu::WorkerGpu,
+    jobs::{Finished, Job, SaveMethod, WorkerGroupSpec},
+    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises},
+};
+
+/// What a worker needs to know.
+#[derive(Debug, Clone)]
+pub struct WorkerOptions {
+    /// The daemon's Unix socket.
+    pub address: Address,
+    /// Whose daemon it may be beside this user's and root's.
+    pub daemon_user: DaemonUser,
+    /// Name of the engine instance; its scheduler gives the same.
+    pub engine_id: String,
+    /// Name and version for the daemon's logs.
+    pub client: String,
+    /// This worker's shard.
+    pub rank: u32,
+    /// Number of the engine's workers.
+    pub workers: u32,
+    /// Groups in the scheduler's order.
+    pub groups: Vec<WorkerGroupSpec>,
+    /// How saves travel.
+    pub save_method: SaveMethod,
+    /// A save without an answer for so long is given up.
+    pub save_timeout: Duration,
+    /// The GPU that the regions lie on; None for host memory.
+    pub gpu: Option<Arc<WorkerGpu>>,
+}
+
+/// Counters since the last [`Worker::take_stats`](crate::Worker::take_stats).
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct WorkerStats {
+    /// Registrations with a daemon.
+    pub connects: u64,
+    /// Connections lost.
+    pub losses: u64,
+    /// Saves given up because the daemon was silent.
+    pub save_timeouts: u64,
+}
+
+/// A load that was released and has not ended.
+#[derive(Debug)]
+pub(crate) struct Outstanding {
+    key: JobKey,
+    pub(crate) flags: Flags,
+}
+
+/// What the handle and the mover share.
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    pub(crate) queue: Vec<Job>,
+    pub(crate) finished: Vec<Finished>,
+    /// Jobs queued or under way.
+    pub(crate) open: usize,
+    pub(crate) stop: bool,
+    pub(crate) registered: bool,
+    pub(crate) method: String,
+    pub(crate) reason: String,
+    pub(crate) refusal: String,
+    /// What the last step told of its scheduler's promises, until the mover has seen it.
+    pub(crate) promises: Option<Promises>,
+    /// A step began and has not polled yet.
+    pub(crate) in_step: bool,
+    pub(crate) outstanding: Vec<Outstanding>,
+    /// Of jobs queued or under way, that wait for one.
+    events: BTreeMap<JobKey, u32>,
+    pub(crate) steps: StepClock,
+    pub(crate) stats: WorkerStats,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) state: Mutex<State>,
+    pub(crate) changed: Condvar,
+    /// `state.finished.len()`, readable without the lock.
+    pub(crate) ready: AtomicUsize,
+    pub(crate) wake: OwnedFd,
+    /// Takes events back.
+    gpu: Option<Arc<WorkerGpu>>,
+}
+
+impl Shared {
+    pub(crate) fn new(wake: OwnedFd, gpu: Option<Arc<WorkerGpu>>) -> Self {
+        Self { state: Mutex::default(), changed: Condvar::new(), ready: AtomicUsize::new(0), wake, gpu }
+    }
+
+    /// Counts a job and hands it to the mover. False where there are too many, or the worker is closed: the job is to be ended.
+    pub(crate) fn queue(&self, job: Job, most: usize) -> Result<(), Job> {
+        let mut state = self.state.lock();
+        state.open += 1;
+        if let Some(event) = job.event {
+            state.events.insert(job.key, event);
+        }
+        if state.open > most || state.stop {
+            return Err(job);
+        }
+        state.queue.push(job);
+        Ok(())
+    }
+
+    /// The load is under way and can only succeed, or everything is there although its end is still to come. Streams are to
+    /// wait for its flags, if it has any.
+    pub(crate) fn release(&self, key: JobKey, told: Finished, flags: Option<Flags>) {
+        let mut state = self.state.lock();
+        // Before the release can be seen.
+        state.outstanding.extend(flags.map(|flags| Outstanding { key, flags }));
+        state.finished.push(told);
+        self.ready.store(state.finished.len(), Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    /// The job is over: its event is given back, and nobody waits for its flags.
+    pub(crate) fn finish(&self, key: JobKey, finished: Finished) {
+        let mut state = self.state.lock();
+        state.open -= 1;
+        state.outstanding.retain(|load| load.key != key);
+        if let (Some(event), Some(gpu)) = (state.events.remove(&key), &self.gpu) {
+            gpu.give_back(event);
+        }
+        state.finished.push(finished);
+        self.ready.store(state.finished.len(), Ordering::Release);
+        self.changed.notify_all();
+    }
+}

@@ -1,0 +1,43 @@
+"""scripts/circles.py, by which `make lint` keeps files of a crate from importing each other in a circle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pages import ROOT
+
+
+def told(folder: Path, files: dict[str, str]) -> str:
+    """What the script says of a crate of these files."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    command = [sys.executable, str(ROOT / "scripts/circles.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if done.stdout else 0), done.stderr
+    return done.stdout
+
+
+def test_files_that_only_import_downwards_are_fine(tmp_path: Path) -> None:
+    files = {
+        "lib.rs": "mod a;\nmod b;\nmod parts;\npub use a::A;\npub use parts::P;\n",
+        "a.rs": "use crate::b::B;\npub struct A(B);\n#[cfg(test)]\nmod tests {\n    use crate::lib_user::X;\n}\n",
+        "b.rs": "// crate::a::A uses this\npub struct B(crate::P);\n",
+        "parts.rs": "pub mod p;\npub use p::P;\n",
+        "parts/p.rs": "pub struct P;\n",
+    }
+    assert told(tmp_path, files) == ""
+
+
+def test_a_circle_is_named_with_its_files(tmp_path: Path) -> None:
+    files = {
+        "lib.rs": "mod a;\nmod b;\nmod parts;\nmod apart;\npub use a::A;\n",
+        "a.rs": "use crate::{\n    apart::Z,\n    b::{self, B},\n};\npub struct A(B);\n",
+        "b.rs": "pub struct B;\nfn f() -> crate::parts::p::P {}\n",
+        "parts.rs": "pub mod p;\n",
+        "parts/p.rs": "use super::super::A;\npub struct P;\n",
+        "apart.rs": "pub struct Z;\n",
+    }
+    assert told(tmp_path, files).strip().endswith("these files import each other: a, b, parts::p")
