@@ -330,6 +330,9 @@ class FakeWorker:
         # A load that came before its boot was told to be gone is still carried out.
         self._loads.append((job, b"" if boot in self._gone else boot, groups))
 
+    def wait_for_loads(self, stream: int, region: int | None = None) -> None:
+        """No load is released before its end."""
+
     def step_begins(self, computes: bool, present: bytes | None = None, gone: Sequence[bytes] = ()) -> None:
         """As the core does it: from here on no load may be of a boot that is gone."""
         self._gone = set(gone)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.worker import Stream, WorkerSide
@@ -55,7 +56,7 @@ def worker(*, regions: bool = True, kinds: Sequence[str | None] = ()) -> tuple[W
     side = WorkerSide(0, Failures())
     last_region = {name: index for index, name in enumerate(LAYERS)} if regions else {}
     kind = iter(kinds)
-    side.attach(core, Stream(lambda: 77, last_region, step_kind=lambda: next(kind, None)))
+    side.attach(cast("WorkerCore", core), Stream(lambda: 77, last_region, step_kind=lambda: next(kind, None)))
     return side, core
 
 

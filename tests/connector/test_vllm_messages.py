@@ -95,6 +95,7 @@ def test_events_follow_completed_saves_and_resets() -> None:
     engine = Engine(store, emit_events=True)
     request = Request("r", list(range(20)))
     engine.run(request)
+    stored: Any
     (stored,) = engine.scheduler.take_events()
     assert stored.block_hashes == [published(each) for each in request.block_hashes]
     assert stored.parent_block_hash is None

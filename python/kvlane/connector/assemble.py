@@ -12,6 +12,7 @@ from kvlane import __version__
 from kvlane.connector import capabilities, events
 from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.core import open_core
+from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
@@ -73,7 +74,7 @@ def build_scheduler_side(
 
 def build_worker_core(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: dict[str, Any]
-) -> tuple[Any, Stream | None, list[int]]:
+) -> tuple[WorkerCore, Stream | None, list[int]]:
     """The core's worker for this rank's KV caches, connecting in the background; for caches on a GPU how the engine
     computes there; and of each group, how many ranks hold its blocks. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
+from kvlane.connector.core_protocols import Core
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.settings import refuse_tcp
 
 FAKE = "fake:"
 
 
-def open_core(address: str | None) -> Any:
-    """A namespace with `Scheduler` and `Worker`, as described in `kvlane/_core.pyi`.
+def open_core(address: str | None) -> Core:
+    """Where both roles get their connection to the daemon.
 
     Raises Unsupported where KVLANE_ADDR has to name the daemon and names what no engine can use. Unlike a key of the
     engine's configuration it may be meant for tools.

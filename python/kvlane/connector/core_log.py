@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
+from kvlane.connector.core_protocols import LogSource
 from kvlane.connector.guard import logger
 
 _lock = threading.Lock()
 _started_in: int | None = None
 
 
-def start(core: Any) -> None:
+def start(core: LogSource) -> None:
     """Start the thread, once a process; `core` is `kvlane._core`."""
     global _started_in
     with _lock:
@@ -26,7 +26,7 @@ def start(core: Any) -> None:
         _started_in = os.getpid()
 
 
-def _forward(core: Any, ready: int) -> None:
+def _forward(core: LogSource, ready: int) -> None:
     while True:
         # The eventfd counts messages; reading it sets it to 0 again.
         os.read(ready, 8)

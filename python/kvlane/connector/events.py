@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlane.connector.groups import CacheGroup
+from kvlane.connector.vllm_protocols import Request
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 
 def events_enabled(vllm_config: Any) -> bool:
@@ -14,15 +18,15 @@ def events_enabled(vllm_config: Any) -> bool:
 
 
 def blocks_stored(
-    group: CacheGroup, request: Any, parent: bytes | None, hashes: list[bytes], first_block: int
-) -> Any:
+    group: CacheGroup, request: Request, parent: bytes | None, hashes: list[bytes], first_block: int
+) -> BlockStored:
     """An event for consecutive blocks of a request; `hashes` and `parent` are vLLM's own."""
     from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     size = group.tokens_per_block
     lora = request.lora_request
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "block_hashes": [maybe_convert_block_hash(each) for each in hashes],
         "parent_block_hash": maybe_convert_block_hash(parent) if parent else None,
         "token_ids": list(request.all_token_ids[first_block * size : (first_block + len(hashes)) * size]),
@@ -39,7 +43,7 @@ def blocks_stored(
     return BlockStored(**{name: value for name, value in fields.items() if name in known})
 
 
-def all_cleared() -> Any:
+def all_cleared() -> AllBlocksCleared:
     """An event that says that nothing is stored any more."""
     from vllm.distributed.kv_events import AllBlocksCleared
 

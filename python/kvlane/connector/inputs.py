@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kvlane.connector.vllm_protocols import features
+
 COUNTED = re.compile(r"(?:.*:)?renderer\d+-mm-\d+-.+-\d+", re.DOTALL)
 """A counter's name; with an adapter for the input's own model, after the adapter's name."""
 DIGEST = re.compile(r"(?:.*:)?[0-9a-f]{32,}", re.DOTALL)
@@ -25,13 +27,13 @@ def names_are_content(vllm_config: Any) -> bool:
     return multimodal.mm_processor_cache_gb != 0 or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
-def has_counted_inputs(request: Any, names_are_content: bool) -> bool:
+def has_counted_inputs(request: object, names_are_content: bool) -> bool:
     """Whether a multimodal input of the request may have a name that is only a number.
 
     Where the engine counts, a digest may be one of a counter's name together with the processor's options; so may a
     user's own name be that looks like a digest.
     """
-    for feature in getattr(request, "mm_features", None) or ():
+    for feature in features(request):
         name = feature.identifier
         if COUNTED.fullmatch(name) or (not names_are_content and DIGEST.fullmatch(name)):
             return True

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+
+from kvlane.connector.vllm_protocols import Block, BlockPool
 
 
 class Pins:
     """The engine's block pool, as far as blocks are pinned in it."""
 
     def __init__(self) -> None:
-        self.pool: Any = None
+        self.pool: BlockPool | None = None
         """vLLM's block pool; nothing can be pinned, and so nothing be copied, before `bind`."""
 
         self.was_reset = True
@@ -19,7 +20,7 @@ class Pins:
 
     def bind(
         self,
-        pool: Any,
+        pool: BlockPool,
         before_reset: Callable[[], None] | None = None,
         after_reset: Callable[[], None] | None = None,
     ) -> None:
@@ -42,19 +43,22 @@ class Pins:
 
         pool.reset_prefix_cache = reset_prefix_cache
 
-    def are_all(self, pinned: Iterable[Any]) -> bool:
+    def are_all(self, pinned: Iterable[Block]) -> bool:
         """Whether nobody holds a block of the pool but these pins; a block is named as often as it is pinned."""
         times = Counter(block.block_id for block in pinned)
+        assert self.pool is not None
         blocks = self.pool.blocks
         ours = sum(1 for block_id, count in times.items() if blocks[block_id].ref_cnt == count)
         # The null block counts as used.
         return len(blocks) - self.pool.get_num_free_blocks() - 1 == ours
 
-    def pin(self, blocks: list[Any]) -> None:
+    def pin(self, blocks: Sequence[Block]) -> None:
         """One reference more on each."""
+        assert self.pool is not None
         self.pool.touch(blocks)
 
-    def unpin(self, blocks: Sequence[Any]) -> None:
+    def unpin(self, blocks: Sequence[Block]) -> None:
         """Give the references back; `blocks` are in the order of their prompts."""
+        assert self.pool is not None
         # The end of a prompt is worth the least without its beginning, so it is offered for reuse first.
         self.pool.free_blocks(reversed(blocks))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvlane.connector.adapters import Adapter, Adapters
+from kvlane.connector.core_protocols import Hit
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.inputs import has_counted_inputs
 from kvlane.connector.namespace import keyed_hash
+from kvlane.connector.vllm_protocols import Request
 
 NEVER = 1 << 62
 
@@ -17,14 +18,14 @@ NEVER = 1 << 62
 class RequestState:
     """One live request. Token and block counts are of the whole request, from its first token."""
 
-    request: Any
+    request: Request
     adapter: Adapter | None
     saved_blocks: list[int]
     """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
     counted_inputs: bool = False
     """Whether an image or the like has a name that is only a number."""
     looking_up: bool = False
-    hit: Any | None = None
+    hit: Hit | None = None
     """The last lookup's answer; while its tokens are above 0 its lease is ours."""
     answered_at: float = 0.0
     """When `hit` came, in seconds of the scheduler's clock."""
@@ -44,7 +45,7 @@ class RequestState:
 
     @staticmethod
     def new(
-        request: Any, groups: list[CacheGroup], adapters: Adapters, names_are_content: bool = True
+        request: Request, groups: list[CacheGroup], adapters: Adapters, names_are_content: bool = True
     ) -> RequestState:
         return RequestState(
             request=request,

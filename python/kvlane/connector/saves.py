@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 from kvlane.connector import events
 from kvlane.connector.counters import Counters
@@ -14,6 +14,7 @@ from kvlane.connector.jobs import SaveJob
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import NEVER, GroupHashes, RequestState
 from kvlane.connector.settings import Settings
+from kvlane.connector.vllm_protocols import Block, KVEvent, Tables
 
 # While saves are younger than this the engine waits for their blocks rather than preempting a request.
 WAIT_FOR_FREES_SECONDS = 2.0
@@ -23,9 +24,9 @@ WAIT_FOR_FREES_SECONDS = 2.0
 class _Save:
     """A save under way."""
 
-    blocks: list[Any] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     """Pinned blocks, in the order of their prompts."""
-    events: list[Any] = field(default_factory=list)
+    events: list[KVEvent] = field(default_factory=list)
     ranks_left: int = 0
     ok: bool = True
     since: float = 0.0
@@ -62,6 +63,7 @@ class Saves:
 
     @property
     def _max_pinned(self) -> int:
+        assert self._pins.pool is not None
         return max(1, int(len(self._pins.pool.blocks) * self._settings.max_pinned_share))
 
     @property
@@ -69,7 +71,7 @@ class Saves:
         """Whether any block is pinned."""
         return self._pinned > 0
 
-    def pinned(self) -> Iterator[Any]:
+    def pinned(self) -> Iterator[Block]:
         """The pinned blocks, each as often as it is being saved."""
         saves = [*self._running.values(), self._open]
         return itertools.chain.from_iterable(save.blocks for save in saves)
@@ -88,7 +90,7 @@ class Saves:
         self,
         state: RequestState,
         computed_tokens: int,
-        tables: Sequence[Sequence[int]],
+        tables: Tables,
         tables_are_exact: bool,
         wait: bool,
     ) -> None:
@@ -129,15 +131,17 @@ class Saves:
     ) -> None:
         raw = self._hashes.raw(state, group, first, end)
         stored = self._hashes.stored(state, group, first, end)
+        assert self._pins.pool is not None
+        pool = self._pins.pool.blocks
         usable = [
-            self._block_if_intact(table[first + offset], raw[offset], group, exact)
+            _block_if_intact(pool[table[first + offset]], raw[offset], group, exact)
             for offset in range(end - first)
         ]
         offset = 0
         for present, run in itertools.groupby(usable, key=lambda block: block is not None):
             blocks = list(run)
             if present:
-                self._add_run(state, group, first + offset, blocks, raw, stored, offset)
+                self._add_run(state, group, first + offset, cast("list[Block]", blocks), raw, stored, offset)
             offset += len(blocks)
 
     def _add_run(
@@ -145,7 +149,7 @@ class Saves:
         state: RequestState,
         group: CacheGroup,
         first: int,
-        blocks: list[Any],
+        blocks: list[Block],
         raw: list[bytes],
         stored: list[bytes],
         offset: int,
@@ -164,20 +168,6 @@ class Saves:
             own = raw[offset : offset + len(blocks)]
             self._open.events.append(events.blocks_stored(group, state.request, before, own, first))
 
-    def _block_if_intact(self, block_id: int, raw_hash: bytes, group: CacheGroup, exact: bool) -> Any | None:
-        """The pool's block, or None if it is not there to be saved.
-
-        Sliding windows replace blocks that fell out of them by the null block. A table that was put together from
-        the scheduler's messages does not show that, so there the block must still carry the hash.
-        """
-        block = self._pins.pool.blocks[block_id]
-        if block.is_null or block.ref_cnt == 0:
-            return None
-        if exact or (group.window_blocks == 0 and block.block_hash is None):
-            return block
-        expected = raw_hash + group.group_id.to_bytes(4, "big")
-        return block if block.block_hash == expected else None
-
     def take_job(self, now: float) -> SaveJob | None:
         """What was queued since the last call, as one job for the workers."""
         if not self._open_groups:
@@ -190,7 +180,7 @@ class Saves:
         self._running[job] = save
         return SaveJob(job, groups)
 
-    def ended(self, job: int, ranks: int, ok: bool) -> list[Any] | None:
+    def ended(self, job: int, ranks: int, ok: bool) -> list[KVEvent] | None:
         """Ranks have reported a job. Its KV events when it was the last of them; None if the job is not a save."""
         save = self._running.get(job)
         if save is None:
@@ -219,3 +209,17 @@ class Saves:
         self._pinned -= len(save.blocks)
         self._pins.unpin(save.blocks)
         save.blocks = []
+
+
+def _block_if_intact(block: Block, raw_hash: bytes, group: CacheGroup, exact: bool) -> Block | None:
+    """The pool's block, or None if it is not there to be saved.
+
+    Sliding windows replace blocks that fell out of them by the null block. A table that was put together from the
+    scheduler's messages does not show that, so there the block must still carry the hash.
+    """
+    if block.is_null or block.ref_cnt == 0:
+        return None
+    if exact or (group.window_blocks == 0 and block.block_hash is None):
+        return block
+    expected = raw_hash + group.group_id.to_bytes(4, "big")
+    return block if block.block_hash == expected else None

@@ -9,10 +9,10 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvlane.connector import events
 from kvlane.connector.adapters import Adapters
+from kvlane.connector.core_protocols import Hit, SchedulerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures, logger
@@ -23,6 +23,16 @@ from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.saves import Saves
 from kvlane.connector.settings import Settings
+from kvlane.connector.vllm_protocols import (
+    AllocatedBlocks,
+    Block,
+    KVEvent,
+    Request,
+    SchedulerOutput,
+    Tables,
+    block_state,
+    wants_no_cache,
+)
 from kvlane.connector.weights import STARTED_WITH, WeightsReport
 
 # A miss is asked again when a request has waited this long for its turn: others may have saved its prefix since.
@@ -70,7 +80,7 @@ class _Load:
     request_id: str
     boot: bytes
     lease: int
-    blocks: list[Any]
+    blocks: list[Block]
     """Pinned until the end: a load may outlive its request."""
     ranks_left: int
     ok: bool = True
@@ -81,7 +91,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        core: Any,
+        core: SchedulerCore,
         shape: EngineShape,
         settings: Settings,
         failures: Failures,
@@ -112,7 +122,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[int, _Load] = {}
         self._loads_to_send: list[LoadJob] = []
-        self._events: list[Any] = []
+        self._events: list[KVEvent] = []
         self._boot: bytes | None = None
         self._ticked_at = clock()
         self._told_gone: list[bytes] = []
@@ -126,7 +136,7 @@ class SchedulerSide:
 
     # Lookups
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: Request) -> None:
         """A request has arrived: ask for its prefix before it is its turn."""
         self._adapters.moment.at(self._clock())
         if request.request_id in self._requests:
@@ -157,7 +167,7 @@ class SchedulerSide:
             or not self._weights.are_known
             or state.load_failed
             or not state.takes_part()
-            or getattr(request, "skip_reading_prefix_cache", False)
+            or wants_no_cache(request)
         ):
             return
         # The engine must compute at least one token itself.
@@ -173,7 +183,7 @@ class SchedulerSide:
         self._core.lookup_start(request.request_id, hashes, tokens)
         state.looking_up = True
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded past `local_tokens`, and whether asynchronously. None: ask again."""
         self._adapters.moment.at(self._clock())
         state = self._requests.get(request.request_id)
@@ -228,7 +238,7 @@ class SchedulerSide:
         old_miss = state.hit.tokens == 0 and self._clock() - state.answered_at >= MISS_IS_OLD_SECONDS
         return longer or old_miss
 
-    def _take_answer(self, state: RequestState, hit: Any) -> None:
+    def _take_answer(self, state: RequestState, hit: Hit) -> None:
         state.looking_up = False
         state.hit = hit
         state.answered_at = self._clock()
@@ -249,7 +259,7 @@ class SchedulerSide:
 
     # Loads
 
-    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+    def allocated(self, request: Request, blocks: AllocatedBlocks, external_tokens: int) -> None:
         """The engine has blocks for a request, the last `external_tokens` of its hit still to be loaded."""
         state = self._requests.get(request.request_id)
         if external_tokens == 0:
@@ -286,7 +296,7 @@ class SchedulerSide:
         self.counters.add("hit_tokens", external_tokens)
 
     def _plan_load(
-        self, state: RequestState, hit: Any, blocks: Any, external_tokens: int
+        self, state: RequestState, hit: Hit, blocks: AllocatedBlocks, external_tokens: int
     ) -> list[tuple[int, list[int], list[bytes]]]:
         end_tokens = state.local_tokens + external_tokens
         assert end_tokens <= hit.tokens, f"the engine wants {end_tokens} tokens of a hit of {hit.tokens}"
@@ -321,7 +331,7 @@ class SchedulerSide:
         loads, self._loads_to_send = self._loads_to_send, []
         return loads
 
-    def plan_step(self, output: Any, jobs: StepJobs) -> None:
+    def plan_step(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Once a step: keep the connection alive, and queue what this step fills."""
         self._tick()
         self._notice_restart()
@@ -366,9 +376,9 @@ class SchedulerSide:
                 state.forget_progress()
         self._boot = boot
 
-    def _plan_saves(self, output: Any) -> None:
-        block_state = getattr(output, "kv_connector_block_state", None)
-        if block_state is None:
+    def _plan_saves(self, output: SchedulerOutput) -> None:
+        shown = block_state(output)
+        if shown is None:
             self._follow_tables(output)
         if not self._shape.can_save or not self._weights.are_known or not self._core.ready:
             return
@@ -381,12 +391,11 @@ class SchedulerSide:
             computed = state.request.num_computed_tokens + scheduled
             if computed < state.next_save:
                 continue
-            exact = block_state is not None
-            tables = block_state.resolve_block_ids(request_id) if exact else state.block_ids
+            tables = shown.resolve_block_ids(request_id) if shown is not None else state.block_ids
             if tables:
-                self.saves.add(state, computed, tables, tables_are_exact=exact, wait=True)
+                self.saves.add(state, computed, tables, tables_are_exact=shown is not None, wait=True)
 
-    def _follow_tables(self, output: Any) -> None:
+    def _follow_tables(self, output: SchedulerOutput) -> None:
         """For versions before 0.30: put the block tables together from the scheduler's messages."""
         for new in output.scheduled_new_reqs:
             state = self._requests.get(new.req_id)
@@ -431,7 +440,7 @@ class SchedulerSide:
 
     # Ends
 
-    def request_finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
+    def request_finished(self, request: Request, tables: Tables) -> None:
         """A request is over; its last full blocks are saved before vLLM frees them."""
         state = self._requests.get(request.request_id)
         if state is None:
@@ -537,7 +546,7 @@ class SchedulerSide:
                 "(kvlane.connector.weights.name_weights)"
             )
 
-    def take_events(self) -> list[Any]:
+    def take_events(self) -> list[KVEvent]:
         """KV events since the last call."""
         taken, self._events = self._events, []
         return taken

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from kvlane.connector.core_protocols import Release, WorkerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob, StepJobs
@@ -43,7 +43,7 @@ class WorkerSide:
     def __init__(self, rank: int, failures: Failures) -> None:
         self._rank = rank
         self._failures = failures
-        self._core: Any = None
+        self._core: WorkerCore | None = None
         self._stream: Stream | None = None
         self._replicas: Sequence[int] = ()
         # Loads that run on while their request computes already.
@@ -68,7 +68,7 @@ class WorkerSide:
         """What the model computes with; None where it could not be found."""
         self._weights_report: WeightsReport | None = None
 
-    def attach(self, core: Any, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
+    def attach(self, core: WorkerCore, stream: Stream | None = None, replicas: Sequence[int] = ()) -> None:
         """The core's worker; before, and after `detach`, every job fails. `stream` is for caches on a GPU; `replicas`
         says for each group how many consecutive ranks hold the same blocks, if any do."""
         self._core = core
@@ -123,6 +123,7 @@ class WorkerSide:
         if self._stream is None or not self._stream.last_region:
             return
         self._kind = self._stream.step_kind()
+        assert self._core is not None
         outstanding = self._core.has_outstanding_loads
         if self._kind is not None and self._is_trusted(self._kind):
             if outstanding:
@@ -164,6 +165,7 @@ class WorkerSide:
 
     def _hold_up(self, region: int | None) -> None:
         assert self._stream is not None
+        assert self._core is not None
         try:
             self._core.wait_for_loads(self._stream.handle(), region)
         except Exception as error:  # noqa: BLE001
@@ -219,7 +221,7 @@ class WorkerSide:
         return self._stream.handle() if self._stream is not None else 0
 
     @property
-    def _release(self) -> str:
+    def _release(self) -> Release:
         """When a load's request may compute. Before its end only where every step can be made to wait; where others
         run that would have to wait with it, not long before."""
         if self._stream is None or not self._stream.last_region:
@@ -238,7 +240,7 @@ class WorkerSide:
                 self._core.wait(OTHER_WAIT_MS)
         self._collect(self._core)
 
-    def _collect(self, core: Any) -> None:
+    def _collect(self, core: WorkerCore) -> None:
         for finished in core.poll():
             if finished.kind == "released":
                 self._released.add(finished.job)
