@@ -116,7 +116,6 @@ pub(crate) struct Connection {
     sent: usize,
     /// Descriptors that ride on the byte at this place of `out`.
     riding: Option<(usize, Vec<OwnedFd>)>,
-    next_id: u64,
     descriptors: Vec<OwnedFd>,
     /// The last read took all that had arrived: asking again at once would be a system call for nothing.
     drained: bool,
@@ -150,7 +149,6 @@ impl Connection {
             out: Vec::new(),
             sent: 0,
             riding: None,
-            next_id: 0,
             descriptors: Vec::new(),
             drained: false,
         })
@@ -164,28 +162,22 @@ impl Connection {
         }
     }
 
-    /// Sends a request as far as the socket takes it and returns its id.
-    pub(crate) fn send(&mut self, body: v1::request::Body) -> Result<u64, Lost> {
-        self.send_with(body, Vec::new())
+    /// Sends a request as far as the socket takes it. Its id is the caller's.
+    pub(crate) fn send(&mut self, request: &v1::Request) -> Result<(), Lost> {
+        self.send_with(request, Vec::new())
     }
 
     /// The same with descriptors, which are closed once they are sent. Only one request with descriptors is under way at a
     /// time.
-    pub(crate) fn send_with(
-        &mut self,
-        body: v1::request::Body,
-        descriptors: Vec<OwnedFd>,
-    ) -> Result<u64, Lost> {
-        self.next_id += 1;
+    pub(crate) fn send_with(&mut self, request: &v1::Request, descriptors: Vec<OwnedFd>) -> Result<(), Lost> {
         let waiting = self.out.len() - self.sent;
         if waiting > OUT_BYTES_MAX {
             return Err(Lost::Stuck(waiting));
         }
-        let request = v1::Request { id: self.next_id, body: Some(body) };
         if request.encoded_len() > MAX_FRAME_BYTES {
             return Err(Lost::TooLong(request.encoded_len()));
         }
-        let frame = encode_frame(&request);
+        let frame = encode_frame(request);
         if !descriptors.is_empty() {
             self.riding = Some((self.out.len(), descriptors));
         }
@@ -194,8 +186,7 @@ impl Connection {
         } else {
             self.out.extend_from_slice(&frame);
         }
-        self.flush()?;
-        Ok(self.next_id)
+        self.flush()
     }
 
     /// Sends what waits, as far as the socket takes it.
@@ -280,8 +271,9 @@ impl Connection {
     }
 
     /// Says goodbye and waits until the daemon has freed what this session held, or a second.
-    pub(crate) fn say_goodbye(mut self) {
-        if let Err(lost) = self.call(v1::request::Body::Bye(v1::Bye {}), GOODBYE) {
+    pub(crate) fn say_goodbye(mut self, id: u64) {
+        let bye = v1::Request { id, body: Some(v1::request::Body::Bye(v1::Bye {})) };
+        if let Err(lost) = self.call(&bye, GOODBYE) {
             tracing::debug!(%lost, "the goodbye was not answered");
         }
     }
@@ -289,14 +281,14 @@ impl Connection {
     /// Sends a request and waits for its answer; other answers are dropped.
     pub(crate) fn call(
         &mut self,
-        body: v1::request::Body,
+        request: &v1::Request,
         timeout: Duration,
     ) -> Result<Option<v1::Reply>, Lost> {
         let deadline = Instant::now() + timeout;
-        let id = self.send(body)?;
+        self.send(request)?;
         loop {
             while let Some(reply) = self.receive()? {
-                if reply.id == id {
+                if reply.id == request.id {
                     return Ok(Some(reply));
                 }
             }

@@ -8,7 +8,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     time::{Duration, Instant},
 };
 
@@ -94,6 +94,7 @@ struct Mover<'a> {
 /// A connection and what was asked over it.
 struct Link {
     connection: Connection,
+    last_request: u64,
     boot: BootId,
     /// What the daemon said of itself, for the log.
     daemon: String,
@@ -104,6 +105,19 @@ struct Link {
     asked: BTreeMap<u64, Asked>,
     /// A save timed out and nothing was heard since: do not ask for more.
     silent: bool,
+}
+
+impl Link {
+    fn send(&mut self, body: Ask) -> Result<u64, Lost> {
+        self.send_with(body, Vec::new())
+    }
+
+    fn send_with(&mut self, body: Ask, descriptors: Vec<OwnedFd>) -> Result<u64, Lost> {
+        self.last_request += 1;
+        let request = v1::Request { id: self.last_request, body: Some(body) };
+        self.connection.send_with(&request, descriptors)?;
+        Ok(self.last_request)
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -208,7 +222,7 @@ impl Mover<'_> {
                     let ask = Ask::Save(v1::Save { groups, epoch, event, job: job.number });
                     (ask, Asked::Save { job, deadline })
                 };
-                match link.connection.send(ask) {
+                match link.send(ask) {
                     Ok(id) => {
                         link.asked.insert(id, asked);
                     }
@@ -274,7 +288,7 @@ impl Mover<'_> {
         });
         let flags = flags.map(wire_flags);
         let ask = Ask::Load(v1::Load { groups: groups.collect(), epoch, event, flags, beside_compute });
-        match link.connection.send(ask) {
+        match link.send(ask) {
             Ok(id) => Some(id),
             Err(lost) => {
                 self.lose(&lost);
@@ -404,13 +418,15 @@ impl Mover<'_> {
             process_nonce: Bytes::copy_from_slice(&self.fence.nonce()),
             live_leases: Vec::new(),
         };
-        if let Err(lost) = connection.send(Ask::Hello(hello)) {
+        let hello = v1::Request { id: 1, body: Some(Ask::Hello(hello)) };
+        if let Err(lost) = connection.send(&hello) {
             tell(self.standing.broken_off(&lost.to_string()));
             self.note_refusal(&lost.to_string());
             return self.backoff.failed(now);
         }
         self.link = Some(Link {
             connection,
+            last_request: hello.id,
             boot: [0; 16],
             daemon: String::new(),
             stage: Stage::Greeting,
@@ -463,13 +479,13 @@ impl Mover<'_> {
                 state.reason = registered.reason;
                 drop(state);
                 link.stage = Stage::Mapping;
-                link.connection.send(Ask::MapPool(v1::MapPool { writable: !by_daemon }))?;
+                link.send(Ask::MapPool(v1::MapPool { writable: !by_daemon }))?;
             }
             Some(Answer::PoolDescriptor(described)) => match self.map_pool(&described) {
                 Ok(()) => {
                     let Some(link) = &mut self.link else { return Ok(()) };
                     link.stage = Stage::Confirming;
-                    link.connection.send(Ask::PoolMapped(v1::PoolMapped {}))?;
+                    link.send(Ask::PoolMapped(v1::PoolMapped {}))?;
                 }
                 Err(detail) => {
                     self.refuse(&detail);
@@ -518,7 +534,7 @@ impl Mover<'_> {
             Some(Answer::ClaimResult(result)) => match asked {
                 Some(Asked::Claim { job, .. }) => self.write_claimed(job, &result)?,
                 Some(Asked::GivenUp) => {
-                    link.connection.send(Ask::Commit(v1::Commit { claim: result.claim, written: false }))?;
+                    link.send(Ask::Commit(v1::Commit { claim: result.claim, written: false }))?;
                 }
                 _ => {}
             },
@@ -548,7 +564,7 @@ impl Mover<'_> {
             link.stage = Stage::Sharing;
             return match gpu.share(&batch) {
                 Ok((message, descriptors)) => {
-                    link.connection.send_with(Ask::ShareChunks(message), descriptors)?;
+                    link.send_with(Ask::ShareChunks(message), descriptors)?;
                     Ok(())
                 }
                 Err(error) => {
@@ -566,7 +582,7 @@ impl Mover<'_> {
             SaveMethod::Gpu => v1::register_worker::Method::Gpu,
         };
         let gpu = self.options.gpu.as_ref().map(|gpu| gpu.to_wire());
-        link.connection.send(Ask::RegisterWorker(v1::RegisterWorker {
+        link.send(Ask::RegisterWorker(v1::RegisterWorker {
             rank: self.options.rank,
             workers: self.options.workers,
             groups,
@@ -603,7 +619,7 @@ impl Mover<'_> {
             Err(detail) => (job.failed(detail, now), false),
         };
         let deadline = Instant::now() + self.options.save_timeout;
-        match link.connection.send(Ask::Commit(v1::Commit { claim: result.claim, written: ok })) {
+        match link.send(Ask::Commit(v1::Commit { claim: result.claim, written: ok })) {
             Ok(id) => {
                 link.asked.insert(id, Asked::Commit { key: job.key, end, deadline });
                 Ok(())
@@ -733,7 +749,7 @@ impl Mover<'_> {
         if let Some(mut link) = self.link.take() {
             let asked = std::mem::take(&mut link.asked);
             // Its answer comes after what the daemon was still copying.
-            link.connection.say_goodbye();
+            link.connection.say_goodbye(link.last_request + 1);
             for asked in asked.into_values() {
                 match asked {
                     Asked::Load(load) => {

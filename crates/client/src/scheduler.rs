@@ -126,6 +126,7 @@ enum Phase {
 #[derive(Debug)]
 struct Up {
     connection: Connection,
+    last_request: u64,
     phase: Phase,
     boot: BootId,
     ready: bool,
@@ -140,6 +141,12 @@ struct Up {
 }
 
 impl Up {
+    fn send(&mut self, body: Ask) -> Result<u64, Lost> {
+        self.last_request += 1;
+        self.connection.send(&v1::Request { id: self.last_request, body: Some(body) })?;
+        Ok(self.last_request)
+    }
+
     fn cancelling_answered(&mut self, id: u64, done: bool) {
         if let Some((_, answer)) = self.cancelling.as_mut().filter(|(asked, _)| *asked == id) {
             *answer = Some(done);
@@ -406,7 +413,7 @@ impl Scheduler {
     /// Says goodbye and waits until the daemon has freed what this process held, at most a second.
     pub fn close(&mut self) {
         if let Some(up) = self.up.take() {
-            up.connection.say_goodbye();
+            up.connection.say_goodbye(up.last_request + 1);
         }
         self.pending.clear();
         self.leases.clear();
@@ -456,11 +463,13 @@ impl Scheduler {
             process_nonce: Bytes::copy_from_slice(&self.nonce),
             live_leases,
         };
-        if connection.send(Ask::Hello(hello)).is_err() {
+        let hello = v1::Request { id: 1, body: Some(Ask::Hello(hello)) };
+        if connection.send(&hello).is_err() {
             return self.backoff.failed(now);
         }
         self.up = Some(Up {
             connection,
+            last_request: hello.id,
             phase: Phase::Greeting,
             boot: [0; 16],
             ready: false,
@@ -583,7 +592,7 @@ impl Scheduler {
             return;
         };
         let Some(up) = &mut self.up else { return };
-        match up.connection.send(Ask::Lookup(std::mem::take(ask))) {
+        match up.send(Ask::Lookup(std::mem::take(ask))) {
             Ok(id) => {
                 *sent = Some(id);
                 let asked = Asked { request: Some(request.to_owned()), since: Instant::now(), until: *until };
@@ -595,7 +604,7 @@ impl Scheduler {
 
     fn send(&mut self, ask: Ask) -> Option<u64> {
         let up = self.up.as_mut()?;
-        match up.connection.send(ask) {
+        match up.send(ask) {
             Ok(id) => Some(id),
             Err(lost) => {
                 self.lose(&lost, Instant::now());

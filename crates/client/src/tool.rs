@@ -47,6 +47,7 @@ impl From<Lost> for ToolError {
 #[derive(Debug)]
 pub struct Tool {
     connection: Connection,
+    last_request: u64,
     timeout: Duration,
     boot: BootId,
     version: String,
@@ -81,12 +82,18 @@ impl Tool {
             process_nonce: Bytes::copy_from_slice(&random_nonce()),
             live_leases: Vec::new(),
         };
-        let reply = connection.call(Ask::Hello(hello), timeout)?.ok_or(ToolError::Timeout(timeout))?;
+        let hello = v1::Request { id: 1, body: Some(Ask::Hello(hello)) };
+        let reply = connection.call(&hello, timeout)?.ok_or(ToolError::Timeout(timeout))?;
         let boot = reply.boot_id.as_ref().try_into().unwrap_or_default();
         match reply.body {
-            Some(Answer::Welcome(welcome)) => {
-                Ok(Self { connection, timeout, boot, version: welcome.version, pool: None })
-            }
+            Some(Answer::Welcome(welcome)) => Ok(Self {
+                connection,
+                last_request: hello.id,
+                timeout,
+                boot,
+                version: welcome.version,
+                pool: None,
+            }),
             Some(Answer::Refused(refused)) => {
                 Err(ConnectError::Turned { address: address.clone(), sentence: refused.sentence }.into())
             }
@@ -189,11 +196,13 @@ impl Tool {
 
     /// Says goodbye: when this returns, the daemon does not count this tool any more (or did not answer in a second).
     pub fn close(self) {
-        self.connection.say_goodbye();
+        self.connection.say_goodbye(self.last_request + 1);
     }
 
     fn call(&mut self, body: Ask, timeout: Duration) -> Result<Answer, ToolError> {
-        let reply = self.connection.call(body, timeout)?.ok_or(ToolError::Timeout(timeout))?;
+        self.last_request += 1;
+        let request = v1::Request { id: self.last_request, body: Some(body) };
+        let reply = self.connection.call(&request, timeout)?.ok_or(ToolError::Timeout(timeout))?;
         match reply.body {
             Some(Answer::Refused(refused)) => Err(ToolError::Refused(refused.sentence)),
             Some(body) => Ok(body),
