@@ -34,7 +34,7 @@ pub struct WorkerGroupSpec {
 }
 
 /// Consecutive blocks of one prompt to save.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveGroupSpec {
     /// Index of the group.
     pub group: u32,
@@ -113,7 +113,7 @@ pub struct Copied {
 }
 
 /// What is to be done.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Work {
     /// Consecutive blocks, by group.
     Save(Arc<[SaveGroupSpec]>),
@@ -138,7 +138,7 @@ impl Work {
 }
 
 /// A save or load that a worker was asked for.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Job {
     /// Tells it apart in this process.
     pub key: JobKey,

@@ -25,3 +25,4 @@ pub mod ids;
 pub mod pace;
 pub mod promises;
 pub mod standing;
+pub mod worker;

@@ -1,0 +1,3 @@
+//! A worker's side of the wire, without I/O.
+
+pub mod event;
