@@ -28,9 +28,10 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 use crate::{
-    Shared, host,
+    door::ListenError,
+    host,
     http_waiting::{Place, Waiting},
-    listen::ListenError,
+    shared::Shared,
 };
 
 /// Connections at the same time. Prometheus and probes need one each, for milliseconds.

@@ -2,10 +2,7 @@
 //! daemon runs, for example `/run/user/UID` when its user logs out.
 
 use std::{
-    collections::BTreeMap,
-    fs, io,
-    os::unix::fs::MetadataExt,
-    path::Path,
+    io,
     sync::{
         Arc,
         mpsc::{self, RecvTimeoutError},
@@ -14,49 +11,14 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-
-use crate::{Shared, listen::Door};
+use crate::{
+    door::{Door, Identity},
+    shared::Shared,
+    unreachable::Unreachable,
+};
 
 /// How often the keeper looks. It is also the longest that an engine finds no socket where one can be made.
 const INTERVAL: Duration = Duration::from_secs(1);
-
-/// Which file it is, as long as somebody has it open: its device and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Identity(u64, u64);
-
-impl Identity {
-    /// Of what lies at a path.
-    pub(crate) fn of(path: &Path) -> io::Result<Self> {
-        fs::symlink_metadata(path).map(|found| Self(found.dev(), found.ino()))
-    }
-}
-
-/// Sockets that engines cannot reach, each with the reason; empty while all is well.
-#[derive(Debug, Default)]
-pub(crate) struct Unreachable(Mutex<BTreeMap<String, String>>);
-
-impl Unreachable {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.lock().is_empty()
-    }
-
-    fn set(&self, place: &str, reason: Option<String>) {
-        let mut all = self.0.lock();
-        let before = all.get(place);
-        match reason {
-            None if before.is_some() => {
-                tracing::info!(place, "engines can connect again");
-                all.remove(place);
-            }
-            Some(reason) if before != Some(&reason) => {
-                tracing::error!(place, "engines cannot connect: {reason}");
-                all.insert(place.to_owned(), reason);
-            }
-            _ => {}
-        }
-    }
-}
 
 /// What a look at the socket's path leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,6 +3,8 @@
 mod calls;
 mod ceilings;
 mod chunks;
+mod daemon;
+mod door;
 mod engines;
 mod gpu;
 mod greeted;
@@ -15,6 +17,7 @@ mod meetings;
 mod metrics;
 mod peer;
 mod random;
+mod reaper;
 mod refusal;
 mod refusal_log;
 mod replies;
@@ -24,242 +27,14 @@ mod session;
 #[cfg(test)]
 mod session_table;
 mod sessions;
+mod shared;
 mod slots;
 mod ssd;
 mod ssd_notes;
 mod status;
+mod unreachable;
 mod worker_memory;
 
-use std::{
-    collections::BTreeMap,
-    net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
-};
-
-use kvlane_gpu::{Driver, GpuError, RailOptions};
-use kvlane_memory::{Arena, ArenaError, ArenaOptions};
-use kvlane_policy::Choice;
-use kvlane_proto::Address;
-use kvlane_ssd::OpenError;
-use kvlane_store::{Background, Store, StoreOptions};
-use rustix::process::{Resource, getrlimit};
-use thiserror::Error;
-
+pub use daemon::{Daemon, ServeOptions, StartError};
 pub use metrics::{METRICS, Metric, MetricKind};
 pub use ssd::SsdOptions;
-
-use crate::{
-    ceilings::HitCeilings, engines::Engines, gpu::Gpus, keeper::Unreachable, listen::Listeners,
-    metrics::Metrics, refusal_log::Refusals, sessions::Sessions, slots::Slots, ssd::Ssd, ssd_notes::SsdNotes,
-};
-
-/// What the SSD tier gets at least to write its last blocks and its index.
-const CLOSING: Duration = Duration::from_secs(2);
-
-/// What a daemon needs to know.
-#[derive(Debug, Clone)]
-pub struct ServeOptions {
-    /// The pool.
-    pub arena: ArenaOptions,
-    /// Where engines and tools connect.
-    pub listen: Vec<Address>,
-    /// Health and metrics; `None` serves none.
-    pub http: Option<SocketAddr>,
-    /// Names under which they may be asked for, beside `localhost` and addresses.
-    pub http_hosts: Vec<String>,
-    /// Threads that take the checksums of what was saved, which nobody else sees before.
-    pub seal_threads: usize,
-    /// How fast the background check of checksums reads the pool, in bytes a second; 0 turns it off.
-    pub scrub_bytes_per_s: u64,
-    /// How long leases last without a heartbeat that names them.
-    pub lease_ttl: Duration,
-    /// Which blocks make room for others, and which come in at all.
-    pub policy: Choice,
-    /// Connections at the same time.
-    pub sessions_max: usize,
-    /// What copies for engines on GPUs; None serves engines in host memory only.
-    pub gpu_driver: Option<Arc<dyn Driver>>,
-    /// How a load for one GPU uses the links of others.
-    pub rails: RailOptions,
-    /// Of a GPU's link, what a save takes while nothing waits behind it; 1 for all.
-    pub save_link_share: f64,
-    /// What keeps blocks that the pool may lose; None for nothing.
-    pub ssd: Option<SsdOptions>,
-    /// Whether to measure at start which way of copying is the fastest on this host's GPUs; else the usual is taken.
-    pub calibrate: bool,
-}
-
-/// Why a daemon does not start. Each names the offending value.
-#[derive(Debug, Error)]
-pub enum StartError {
-    /// The pool.
-    #[error(transparent)]
-    Arena(#[from] ArenaError),
-    /// A socket or port.
-    #[error(transparent)]
-    Listen(#[from] listen::ListenError),
-    /// A thread or descriptor.
-    #[error("cannot start: {0}")]
-    Io(#[from] std::io::Error),
-    /// The SSD tier.
-    #[error("the SSD tier: {0}")]
-    Ssd(#[from] OpenError),
-    /// The pool could not be pinned for the GPUs.
-    #[error("the GPUs cannot be used ({0}): mend them, or start with --gpu off")]
-    Gpu(#[from] GpuError),
-}
-
-/// What all sessions share.
-pub(crate) struct Shared {
-    pub(crate) boot: [u8; 16],
-    pub(crate) started: Instant,
-    pub(crate) arena: Arc<Arena>,
-    pub(crate) store: Arc<Store>,
-    pub(crate) engines: Engines,
-    pub(crate) sessions: Sessions,
-    pub(crate) refusals: Refusals,
-    pub(crate) metrics: Metrics,
-    pub(crate) ceilings: HitCeilings,
-    /// None without a GPU.
-    pub(crate) gpus: Option<Gpus>,
-    /// None without an SSD.
-    pub(crate) ssd: Option<Ssd>,
-    /// [`ServeOptions::save_link_share`]
-    pub(crate) save_link_share: f64,
-    pub(crate) unreachable: Unreachable,
-    /// Connections over TCP.
-    pub(crate) tcp_slots: Arc<Slots>,
-    /// Connections over HTTP.
-    pub(crate) http_slots: Arc<Slots>,
-    pub(crate) stopping: AtomicBool,
-}
-
-impl Shared {
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
-    }
-}
-
-/// A running daemon.
-pub struct Daemon {
-    shared: Arc<Shared>,
-    listeners: Listeners,
-    http: Option<http::Http>,
-    reaper: Option<std::thread::JoinHandle<()>>,
-    ssd_notes: Option<SsdNotes>,
-    _background: Background,
-}
-
-impl Daemon {
-    /// Binds, then pre-faults the pool (calling `progress` with the bytes done), then serves.
-    ///
-    /// # Errors
-    /// [`StartError`], in one sentence that says what to do.
-    pub fn start(options: &ServeOptions, progress: &(dyn Fn(u64) + Sync)) -> Result<Self, StartError> {
-        // Binding first: a second daemon on the same socket must fail before it takes memory.
-        let bound = listen::bind(&options.listen)?;
-        let http_bound = options.http.map(http::bind).transpose()?;
-        let arena = Arc::new(Arena::create(&options.arena, progress)?);
-        let pin = |driver: &Arc<dyn Driver>| {
-            Gpus::start(Arc::clone(driver), Arc::clone(&arena), options.rails.clone(), options.calibrate)
-        };
-        let gpus = options.gpu_driver.as_ref().map(pin).transpose()?;
-        let ssd = options.ssd.as_ref().map(|ssd| Ssd::open(ssd, &arena)).transpose()?;
-        let store = Store::with_tier(
-            Arc::clone(&arena),
-            StoreOptions {
-                lease_ttl: options.lease_ttl,
-                claim_ttl: Duration::from_secs(60),
-                policy: options.policy,
-            },
-            ssd.as_ref().map(Ssd::below),
-        );
-        let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
-        let descriptors = getrlimit(Resource::Nofile).current;
-        let shared = Arc::new(Shared {
-            boot: random::bytes16()?,
-            started: Instant::now(),
-            arena,
-            store,
-            engines: Engines::default(),
-            sessions: Sessions::new(options.sessions_max)?,
-            refusals: Refusals::default(),
-            metrics: Metrics::install(),
-            ceilings: HitCeilings::start()?,
-            gpus,
-            ssd,
-            save_link_share: options.save_link_share,
-            unreachable: Unreachable::default(),
-            tcp_slots: Slots::new(session::TCP_CONNECTIONS_MAX, descriptors),
-            http_slots: Slots::new(http::CONNECTIONS_MAX, descriptors),
-            stopping: AtomicBool::new(false),
-        });
-        let reaper = sessions::start_reaper(Arc::clone(&shared))?;
-        let ssd_notes = shared.ssd.as_ref().map(Ssd::start_notes).transpose()?;
-        let http = http_bound
-            .map(|bound| http::serve(bound, options.http_hosts.clone(), Arc::clone(&shared)))
-            .transpose()?;
-        let listeners = listen::serve(bound, &shared)?;
-        Ok(Self { shared, listeners, http, reaper: Some(reaper), ssd_notes, _background: background })
-    }
-
-    /// "4 kB", "2 MB (hugetlb)", ...
-    pub fn page_size(&self) -> &'static str {
-        self.shared.arena.page_size()
-    }
-
-    /// What copies for engines on GPUs, or None without one.
-    pub fn gpus(&self) -> Option<String> {
-        self.shared.gpus.as_ref().map(Gpus::describe)
-    }
-
-    /// Bytes that loads moved over the links of other GPUs so far.
-    pub fn relayed_bytes(&self) -> u64 {
-        self.shared.gpus.as_ref().map_or(0, Gpus::relayed_bytes)
-    }
-
-    /// Bytes that loads moved through a ring on the GPU that they were for so far.
-    pub fn staged_bytes(&self) -> u64 {
-        self.shared.gpus.as_ref().map_or(0, Gpus::staged_bytes)
-    }
-
-    /// Bytes that loads brought over the link of each GPU so far, by its ordinal.
-    pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
-        self.shared.gpus.as_ref().map_or_else(BTreeMap::new, Gpus::bytes_by_link)
-    }
-
-    /// Bytes of the pool.
-    pub fn pool_bytes(&self) -> u64 {
-        self.shared.arena.bytes()
-    }
-
-    /// Takes no new work, waits up to `drain` for what is under way, closes all sessions and removes the sockets; what is on
-    /// its way to the SSD arrives there. Returns whether everything under way ended in time.
-    pub fn stop(mut self, drain: Duration) -> bool {
-        self.shared.stopping.store(true, Ordering::Release);
-        self.listeners.stop();
-        let deadline = Instant::now() + drain;
-        let mut drained = self.shared.sessions.drain(drain);
-        self.shared.sessions.close_all();
-        if let Some(reaper) = self.reaper.take()
-            && reaper.join().is_err()
-        {
-            tracing::error!("the reaper had panicked");
-        }
-        if let Some(http) = self.http.take() {
-            http.stop();
-        }
-        if let Some(ssd) = &self.shared.ssd {
-            let left = || deadline.saturating_duration_since(Instant::now()).max(CLOSING);
-            drained &=
-                self.shared.store.settle(left()) && self.shared.store.settle_spill(Instant::now() + left());
-            drained &= self.ssd_notes.take().is_none_or(|notes| notes.stop(Instant::now() + left()));
-            drained &= ssd.tier.close(left());
-        }
-        drained
-    }
-}

@@ -9,10 +9,10 @@ use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
 
 use crate::{
-    Shared,
     calls::table::{CALLS, Call},
     ceilings::Reading,
     gpu::Gpus,
+    shared::Shared,
     ssd::Ssd,
 };
 

@@ -14,25 +14,26 @@ use kvlane_proto::{
 };
 use parking_lot::Mutex;
 
-use crate::{Shared, peer::Stream};
+use crate::{peer::Stream, refusal_log::Refusals};
 
 /// Sends whole frames, one after the other.
 pub(crate) struct Replies {
     stream: Mutex<Stream>,
-    shared: Arc<Shared>,
+    boot: [u8; 16],
+    refusals: Arc<Refusals>,
     /// The peer's name in the log.
     peer: String,
 }
 
 impl Replies {
     /// Answers of this run of the daemon.
-    pub(crate) fn new(stream: Stream, shared: Arc<Shared>, peer: String) -> Self {
-        Self { stream: Mutex::new(stream), shared, peer }
+    pub(crate) fn new(stream: Stream, boot: [u8; 16], refusals: Arc<Refusals>, peer: String) -> Self {
+        Self { stream: Mutex::new(stream), boot, refusals, peer }
     }
 
     /// Answers a request, with a descriptor if there is one. A failure ends the connection.
     pub(crate) fn send(&self, id: u64, body: Answer, descriptor: Option<OwnedFd>) -> io::Result<()> {
-        let boot_id = Bytes::copy_from_slice(&self.shared.boot);
+        let boot_id = Bytes::copy_from_slice(&self.boot);
         let mut reply = v1::Reply { id, boot_id, body: Some(body) };
         if reply.encoded_len() > MAX_FRAME_BYTES {
             let sentence =
@@ -40,7 +41,7 @@ impl Replies {
             reply.body = Some(Answer::Refused(v1::Refused { reason: Reason::Limit.into(), sentence }));
         }
         if let Some(Answer::Refused(refused)) = &reply.body {
-            self.shared.refusals.note(&self.peer, refused);
+            self.refusals.note(&self.peer, refused);
         }
         let frame = encode_frame(&reply);
         let stream = self.stream.lock();

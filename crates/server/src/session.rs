@@ -19,7 +19,6 @@ use kvlane_proto::{
 use kvlane_store::{LeaseId, WriterId};
 
 use crate::{
-    Shared,
     calls::{
         admit::admit,
         carry_out,
@@ -30,10 +29,12 @@ use crate::{
     engines::SessionId,
     greeted::Greeted,
     peer::{Peer, Stream, refuse_user},
+    reaper::settle_session,
     refusal::Refusal,
     refusal_log,
     replies::Replies,
-    sessions::{Busy, Connected, Info, settle_session},
+    sessions::{Busy, Connected, Info},
+    shared::Shared,
     slots::Slot,
 };
 
@@ -63,7 +64,7 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
             Some(slot) => Place::Tcp(slot),
             None => return,
         },
-        Stream::Unix(_) => match Connected::new(&shared) {
+        Stream::Unix(_) => match Connected::new(&shared.sessions) {
             Ok(connected) => Place::Unix(connected),
             Err(sentence) => return tracing::warn!("a connection was closed: {sentence}"),
         },
@@ -75,7 +76,10 @@ pub(crate) fn start(stream: Stream, shared: Arc<Shared>) {
                 Err(error) => return tracing::warn!(%error, "a peer without credentials was turned away"),
             };
             let replies = match stream.try_clone() {
-                Ok(clone) => Arc::new(Replies::new(clone, Arc::clone(&shared), refusal_log::name_of(&peer))),
+                Ok(clone) => {
+                    let (refusals, name) = (Arc::clone(&shared.refusals), refusal_log::name_of(&peer));
+                    Arc::new(Replies::new(clone, shared.boot, refusals, name))
+                }
                 Err(error) => return tracing::warn!(%error, "no descriptor for another session"),
             };
             let mut session = Session {
@@ -209,7 +213,7 @@ impl Session {
             greeted.heard.store(self.shared.sessions.now_ms(), Ordering::Relaxed);
         }
         // Until the answer is sent: a stopping daemon lets the engine hear of what was done.
-        let _busy = Busy::new(&self.shared);
+        let _busy = Busy::new(&self.shared.sessions);
         let answered = match self.answer(request.id, call, ask, since) {
             Ok(Answered::Later) => return Ok(true),
             Ok(Answered::Broken(error)) => return Err(error),

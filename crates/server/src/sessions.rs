@@ -16,17 +16,15 @@ use std::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use kvlane_memory::pidfd_exited;
 use kvlane_proto::v1::hello::Role;
-use kvlane_store::WriterId;
 use parking_lot::{Condvar, Mutex};
-use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-use crate::{Shared, engines::SessionId, peer::Stream};
+use crate::{engines::SessionId, peer::Stream};
 
 /// What is known of a session.
 #[derive(Debug, Clone)]
@@ -67,18 +65,20 @@ pub(crate) struct Sessions {
 
 /// Epoll's mark for the wake-up descriptor; sessions count from 1.
 const WAKE: u64 = 0;
+/// The longest wait for exits: what expires by itself, and metrics that nobody reads, are looked after in between.
+const EXITS_WAIT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// Connections beyond the sessions, for those that have not said Hello yet and those that are being refused.
 const NOT_GREETED_MAX: usize = 64;
 
 /// A connection that is being served.
-pub(crate) struct Connected(Arc<Shared>);
+pub(crate) struct Connected(Arc<Sessions>);
 
 impl Connected {
     /// Counts the connection in, or says why there is no room.
-    pub(crate) fn new(shared: &Arc<Shared>) -> Result<Self, String> {
-        let (open, most) = (&shared.sessions.connections, shared.sessions.max + NOT_GREETED_MAX);
+    pub(crate) fn new(sessions: &Arc<Sessions>) -> Result<Self, String> {
+        let (open, most) = (&sessions.connections, sessions.max + NOT_GREETED_MAX);
         // Counted first: `Drop` takes it back when there is no room.
-        let (before, connected) = (open.fetch_add(1, Ordering::Relaxed), Self(Arc::clone(shared)));
+        let (before, connected) = (open.fetch_add(1, Ordering::Relaxed), Self(Arc::clone(sessions)));
         if before >= most {
             return Err(format!("{before} connections are open, the most that --max-sessions allows"));
         }
@@ -88,28 +88,27 @@ impl Connected {
 
 impl Drop for Connected {
     fn drop(&mut self) {
-        self.0.sessions.connections.fetch_sub(1, Ordering::Relaxed);
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Work under way, which a stopping daemon waits for.
-pub(crate) struct Busy(Arc<Shared>);
+pub(crate) struct Busy(Arc<Sessions>);
 
 impl Busy {
     /// Marks work under way.
-    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
-        *shared.sessions.busy.lock() += 1;
-        Self(Arc::clone(shared))
+    pub(crate) fn new(sessions: &Arc<Sessions>) -> Self {
+        *sessions.busy.lock() += 1;
+        Self(Arc::clone(sessions))
     }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        let sessions = &self.0.sessions;
-        let mut busy = sessions.busy.lock();
+        let mut busy = self.0.busy.lock();
         *busy -= 1;
         if *busy == 0 {
-            sessions.idle.notify_all();
+            self.0.idle.notify_all();
         }
     }
 }
@@ -248,7 +247,7 @@ impl Sessions {
     }
 
     /// The process of this session exited. True when the session was in limbo and is now gone.
-    fn process_exited(&self, id: SessionId) -> Option<Info> {
+    pub(crate) fn process_exited(&self, id: SessionId) -> Option<Info> {
         let mut entries = self.entries.lock();
         let entry = entries.get(&id)?;
         if let Some(stream) = &entry.stream {
@@ -258,40 +257,12 @@ impl Sessions {
         }
         entries.remove(&id).map(|entry| entry.info)
     }
-}
 
-/// Frees what a session held, now that its process can no longer touch it.
-pub(crate) fn settle_session(shared: &Shared, id: SessionId, engine_id: &str) {
-    shared.store.writer_gone(WriterId(id));
-    if let Some(owner) = shared.engines.leave(engine_id, id) {
-        shared.store.release_owner(owner);
-    }
-}
-
-/// Starts the thread that notices the exit of processes.
-pub(crate) fn start_reaper(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
-    std::thread::Builder::new().name("kvlane-reaper".into()).spawn(move || {
-        let sessions = &shared.sessions;
+    /// Waits until processes of sessions have exited, up to `EXITS_WAIT`, or until all connections are cut. Answers the sessions.
+    pub(crate) fn wait_for_exits(&self) -> Vec<SessionId> {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 16];
-        while !shared.is_stopping() {
-            // The timeout is for claims that nobody finishes, and for metrics that nobody reads.
-            let timeout = rustix::event::Timespec { tv_sec: 10, tv_nsec: 0 };
-            let count = epoll::wait(&sessions.exits, &mut events, Some(&timeout)).unwrap_or(0);
-            for event in &events[..count] {
-                let id = event.data.u64();
-                if let Some(info) = sessions.process_exited(id) {
-                    tracing::info!(
-                        session = id,
-                        engine = info.engine_id,
-                        pid = info.pid,
-                        "process exited; freeing what it held"
-                    );
-                    settle_session(&shared, id, &info.engine_id);
-                }
-            }
-            shared.store.expire(Instant::now());
-            shared.metrics.upkeep();
-        }
-    })
+        let count = epoll::wait(&self.exits, &mut events, Some(&EXITS_WAIT)).unwrap_or(0);
+        events[..count].iter().map(|event| event.data.u64()).collect()
+    }
 }

@@ -7,7 +7,7 @@ use kvlane_policy::PolicyKind;
 use kvlane_proto::v1::{self, hello::Role};
 use kvlane_store::SpaceStats;
 
-use crate::{Shared, ssd::Ssd};
+use crate::{shared::Shared, ssd::Ssd};
 
 /// As printed.
 pub(crate) fn role_name(role: Role) -> &'static str {

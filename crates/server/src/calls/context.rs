@@ -6,7 +6,7 @@ use kvlane_proto::v1::{self, reply::Body as Answer};
 use kvlane_store::OwnerId;
 
 use super::table::Call;
-use crate::{Shared, greeted::Greeted, peer::Peer, refusal::Refusal, replies::Replies};
+use crate::{greeted::Greeted, peer::Peer, refusal::Refusal, replies::Replies, shared::Shared};
 
 /// A call that was admitted.
 pub(crate) struct Context<'a> {

@@ -8,10 +8,10 @@ use kvlane_proto::v1::{self, reply::Body as Answer};
 
 use super::context::{Context, not_admitted};
 use crate::{
-    Shared,
     gpu::{GpuCopyError, GpuMemory, Part},
     meetings::{Member, Seat},
     refusal::Refusal,
+    shared::Shared,
     worker_memory::WorkerMemory,
 };
 

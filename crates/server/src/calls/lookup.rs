@@ -10,7 +10,7 @@ use super::{
     context::{Answered, Context, done},
     late::{Late, LateLookups},
 };
-use crate::{Shared, engines::OpenGroup, refusal::Refusal, sessions::Busy};
+use crate::{engines::OpenGroup, refusal::Refusal, sessions::Busy, shared::Shared};
 
 /// Bytes of pages in one answer; a longer prefix is answered in part.
 const PAGES_BYTES_MAX: usize = 32 << 20;
@@ -69,7 +69,8 @@ fn look_up_later(
     };
     let (wait_ms, until) = (ssd.wait.as_millis() as u32, since + ssd.wait);
     replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None)?;
-    let came = late.push(Late { id, lookup, owner, call, since, until, _busy: Busy::new(shared) })?;
+    let came =
+        late.push(Late { id, lookup, owner, call, since, until, _busy: Busy::new(&shared.sessions) })?;
     shared.store.fetch(plan, since, until, came);
     Ok(None)
 }

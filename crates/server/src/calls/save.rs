@@ -10,11 +10,11 @@ use super::{
     saver::{Granted, Saver},
 };
 use crate::{
-    Shared,
     engines::SessionId,
     greeted::{Greeted, Registered},
     refusal::Refusal,
     save_pace::Pace,
+    shared::Shared,
 };
 
 /// Longest time that an engine may wait for its saves to be given up.

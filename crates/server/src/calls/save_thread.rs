@@ -15,7 +15,7 @@ use std::{
 use kvlane_proto::v1::{self, reply::Body as Answer};
 
 use super::table::Call;
-use crate::{Shared, refusal::Refusal, replies::Replies, save_pace::Pace, sessions::Busy};
+use crate::{refusal::Refusal, replies::Replies, save_pace::Pace, sessions::Busy, shared::Shared};
 
 /// Carries saves out in the order in which they were asked for, and answers them.
 pub(crate) struct SaveThread {
@@ -65,7 +65,7 @@ impl SaveThread {
 
     /// Queues a save. Its answer comes when it is done.
     pub(crate) fn push(&self, shared: &Arc<Shared>, id: u64, save: v1::Save, call: Call, since: Instant) {
-        let asked = Asked { id, save, call, since, _busy: Busy::new(shared) };
+        let asked = Asked { id, save, call, since, _busy: Busy::new(&shared.sessions) };
         if let Some(queue) = &self.queue {
             self.waiting.fetch_add(1, Ordering::Relaxed);
             // Fails only where the thread has seen the connection's end.

@@ -8,7 +8,9 @@ use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1;
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
 
-use crate::{Shared, engines::OpenGroup, save_gate::Inside, save_pace::Pace, worker_memory::WorkerMemory};
+use crate::{
+    engines::OpenGroup, save_gate::Inside, save_pace::Pace, shared::Shared, worker_memory::WorkerMemory,
+};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {

@@ -1,0 +1,36 @@
+//! Frees what sessions held whose process can no longer touch it, also of those that ended without a word.
+
+use std::{io, sync::Arc, thread::JoinHandle, time::Instant};
+
+use kvlane_store::WriterId;
+
+use crate::{engines::SessionId, shared::Shared};
+
+/// Frees what a session held, now that its process can no longer touch it.
+pub(crate) fn settle_session(shared: &Shared, id: SessionId, engine_id: &str) {
+    shared.store.writer_gone(WriterId(id));
+    if let Some(owner) = shared.engines.leave(engine_id, id) {
+        shared.store.release_owner(owner);
+    }
+}
+
+/// Starts the thread that notices the exit of processes.
+pub(crate) fn start(shared: Arc<Shared>) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name("kvlane-reaper".into()).spawn(move || {
+        while !shared.is_stopping() {
+            for id in shared.sessions.wait_for_exits() {
+                if let Some(info) = shared.sessions.process_exited(id) {
+                    tracing::info!(
+                        session = id,
+                        engine = info.engine_id,
+                        pid = info.pid,
+                        "process exited; freeing what it held"
+                    );
+                    settle_session(&shared, id, &info.engine_id);
+                }
+            }
+            shared.store.expire(Instant::now());
+            shared.metrics.upkeep();
+        }
+    })
+}

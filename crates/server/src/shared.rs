@@ -1,0 +1,48 @@
+//! What all sessions share.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use kvlane_memory::Arena;
+use kvlane_store::Store;
+
+use crate::{
+    ceilings::HitCeilings, engines::Engines, gpu::Gpus, metrics::Metrics, refusal_log::Refusals,
+    sessions::Sessions, slots::Slots, ssd::Ssd, unreachable::Unreachable,
+};
+
+/// What all sessions share.
+pub(crate) struct Shared {
+    pub(crate) boot: [u8; 16],
+    pub(crate) started: Instant,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) engines: Engines,
+    pub(crate) sessions: Arc<Sessions>,
+    pub(crate) refusals: Arc<Refusals>,
+    pub(crate) metrics: Metrics,
+    pub(crate) ceilings: HitCeilings,
+    /// None without a GPU.
+    pub(crate) gpus: Option<Gpus>,
+    /// None without an SSD.
+    pub(crate) ssd: Option<Ssd>,
+    /// Of a GPU's link, what a save takes while nothing waits behind it; 1 for all.
+    pub(crate) save_link_share: f64,
+    pub(crate) unreachable: Unreachable,
+    /// Connections over TCP.
+    pub(crate) tcp_slots: Arc<Slots>,
+    /// Connections over HTTP.
+    pub(crate) http_slots: Arc<Slots>,
+    pub(crate) stopping: AtomicBool,
+}
+
+impl Shared {
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+}
