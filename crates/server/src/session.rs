@@ -232,6 +232,9 @@ impl Session {
     }
 
     fn answer(&mut self, id: u64, call: Call, ask: Ask, since: Instant) -> Result<Answered, Refusal> {
+        // Before anybody says no: the next call must not find those of this one.
+        let count = descriptors_of(&ask).min(self.descriptors.len());
+        let descriptors = self.descriptors.drain(..count).collect();
         if let Ask::Hello(hello) = ask {
             return self.greet(hello).map(Answered::from);
         }
@@ -248,7 +251,7 @@ impl Session {
             id,
             call,
             since,
-            descriptors: &mut self.descriptors,
+            descriptors,
         };
         carry_out(&mut context, ask)
     }
@@ -361,5 +364,13 @@ impl Session {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
         }
         tracing::info!(session = greeted.id, engine = greeted.info.engine_id, gone, "session ended");
+    }
+}
+
+/// How many descriptors ride on a request.
+fn descriptors_of(ask: &Ask) -> usize {
+    match ask {
+        Ask::ShareChunks(share) => share.chunk_bytes.len(),
+        _ => 0,
     }
 }

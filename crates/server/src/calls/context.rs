@@ -1,6 +1,6 @@
 //! What a call knows beside what it asks, and what becomes of it.
 
-use std::{collections::VecDeque, io, os::fd::OwnedFd, sync::Arc, time::Instant};
+use std::{io, os::fd::OwnedFd, sync::Arc, time::Instant};
 
 use kvlane_proto::v1::{self, reply::Body as Answer};
 use kvlane_store::OwnerId;
@@ -20,8 +20,8 @@ pub(crate) struct Context<'a> {
     pub(crate) call: Call,
     /// When the request was read.
     pub(crate) since: Instant,
-    /// That came over the connection and were not used yet.
-    pub(crate) descriptors: &'a mut VecDeque<OwnedFd>,
+    /// That came with the request.
+    pub(crate) descriptors: Vec<OwnedFd>,
 }
 
 /// What became of a call that is not refused.

@@ -49,8 +49,7 @@ pub(crate) fn open_engine(context: &mut Context<'_>, open: &v1::OpenEngine) -> R
 
 /// A part of the memory that a worker is about to register.
 pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -> Result<Answer, Refusal> {
-    let count = share.chunk_bytes.len().min(context.descriptors.len());
-    let descriptors = context.descriptors.drain(..count).collect();
+    let descriptors = std::mem::take(&mut context.descriptors);
     let (shared, greeted) = (context.shared, &mut *context.greeted);
     let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
     greeted.chunks.push(gpus, share, descriptors).map_err(|error| {

@@ -110,12 +110,21 @@ struct Peer {
 
 impl Peer {
     fn connect(address: &Address) -> Self {
+        let mut peer = Self::without_hello(address);
+        peer.greet();
+        peer
+    }
+
+    fn greet(&mut self) {
+        send(&mut self.stream, 0, hello("peer"));
+        assert!(matches!(receive(&mut self.stream, &mut self.reader), Answer::Welcome(_)));
+    }
+
+    fn without_hello(address: &Address) -> Self {
         let Address::Unix(path) = address else { unreachable!() };
-        let mut stream = UnixStream::connect(path).unwrap();
+        let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let mut reader = FrameReader::default();
-        send(&mut stream, 0, hello("peer"));
-        assert!(matches!(receive(&mut stream, &mut reader), Answer::Welcome(_)));
+        let reader = FrameReader::default();
         let gpu = engines_gpu(&driver());
         let memory = Memory::in_chunks(&gpu, true).unwrap();
         let fence = gpu.alloc(CHUNK).unwrap();
@@ -256,6 +265,28 @@ fn chunks_that_are_not_what_is_said_are_refused_with_a_sentence() {
     assert!(matches!(peer.share(one.clone(), &chunk), Answer::Done(_)));
     let refused = refusal(peer.share(one, &chunk));
     assert!(refused.contains("does not fit"), "{refused}");
+    drop(peer);
+    wait_until_lost(&daemon);
+    goes_on(engine);
+    daemon.stop();
+}
+
+/// The descriptors of a ShareChunks that was refused stayed behind, and the next one on the connection took them for its
+/// own chunks: the daemon mapped other memory than the worker had meant.
+#[test]
+fn descriptors_of_a_refused_call_are_not_taken_for_those_of_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start(&address);
+    let engine = engine_with_blocks(&address);
+    let mut peer = Peer::without_hello(&address);
+    let others = [OwnedFd::from(File::open("/dev/null").unwrap())];
+    let refused = refusal(peer.share(peer.message(1), &others));
+    assert!(refused.contains("must be Hello"), "{refused}");
+    peer.greet();
+    peer.share_from(0);
+    let registered = peer.register();
+    assert!(matches!(registered, Answer::WorkerRegistered(_)), "{registered:?}");
     drop(peer);
     wait_until_lost(&daemon);
     goes_on(engine);
