@@ -17,6 +17,7 @@ from pathlib import Path
 
 COMMENT = re.compile(r"//[^\n]*")
 TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{.*?^\}", re.DOTALL | re.MULTILINE)
+VISIBILITY = re.compile(r"\bpub\((?:crate|super|self|in [\w:]+)\)")
 PATH = re.compile(r"\b((?:crate|super|self)(?:::\w+)*)(::\{)?")
 
 
@@ -45,7 +46,7 @@ def imports(folder: Path) -> dict[str, set[str]]:
 
 
 def read(path: Path) -> str:
-    return TESTS.sub("", COMMENT.sub("", path.read_text()))
+    return VISIBILITY.sub("pub", TESTS.sub("", COMMENT.sub("", path.read_text())))
 
 
 def module_of(path: Path) -> str:

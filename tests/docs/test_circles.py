@@ -25,8 +25,8 @@ def test_files_that_only_import_downwards_are_fine(tmp_path: Path) -> None:
         "lib.rs": "mod a;\nmod b;\nmod parts;\npub use a::A;\npub use parts::P;\n",
         "a.rs": "use crate::b::B;\npub struct A(B);\n#[cfg(test)]\nmod tests {\n    use crate::lib_user::X;\n}\n",
         "b.rs": "// crate::a::A uses this\npub struct B(crate::P);\n",
-        "parts.rs": "pub mod p;\npub use p::P;\n",
-        "parts/p.rs": "pub struct P;\n",
+        "parts.rs": "pub mod p;\npub use self::p::P;\n",
+        "parts/p.rs": "pub struct P;\nimpl P {\n    pub(super) fn p() {}\n}\n",
     }
     assert told(tmp_path, files) == ""
 
