@@ -253,14 +253,19 @@ impl Connection {
 
     /// Waits until the daemon sent something (or can take what waits), `other` is readable, or the time is up.
     pub(crate) fn wait(&self, timeout: Option<Duration>, other: Option<BorrowedFd<'_>>) {
+        let mut watched = vec![self.poll_fd()];
+        watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        poll_for(&mut watched, timeout);
+    }
+
+    /// What a wait has to watch: ready when the daemon sent something, or can take what waits.
+    pub(crate) fn poll_fd(&self) -> PollFd<'_> {
         let wanted = if self.out.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
         let mine = match &self.stream {
             Stream::Unix(stream) => stream.as_fd(),
             Stream::Tcp(stream) => stream.as_fd(),
         };
-        let mut watched = vec![PollFd::from_borrowed_fd(mine, wanted)];
-        watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        poll_for(&mut watched, timeout);
+        PollFd::from_borrowed_fd(mine, wanted)
     }
 
     /// Waits until the process at the other end has exited, at most `timeout`.

@@ -10,6 +10,7 @@ mod copies;
 mod daemon_user;
 mod fence;
 mod gpu;
+mod group_spec;
 mod hit;
 mod jobs;
 pub mod links;
@@ -30,12 +31,13 @@ pub use boot::BootId;
 pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use gpu::WorkerGpu;
+pub use group_spec::GroupSpec;
 pub use hit::Hit;
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,
 };
-pub use links::promises::Promises;
-pub use scheduler::{GroupSpec, Scheduler, SchedulerOptions, SchedulerStats};
+pub use links::{promises::Promises, scheduler::SchedulerStats};
+pub use scheduler::{Scheduler, SchedulerOptions};
 pub use shared::{WorkerOptions, WorkerStats};
 pub use tool::{CLIENT_NAME, Tool, ToolError};
 pub use worker::{StartError, Worker};

@@ -24,5 +24,6 @@ pub mod group;
 pub mod ids;
 pub mod pace;
 pub mod promises;
+pub mod scheduler;
 pub mod standing;
 pub mod worker;

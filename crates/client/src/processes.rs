@@ -6,6 +6,7 @@ use std::{
 };
 
 use kvlane_memory::{peer_pidfd, pidfd_exited};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::links::ids::{Life, ProcessId};
 
@@ -37,6 +38,11 @@ impl Processes {
         let ended: Vec<ProcessId> = self.watched.iter().filter_map(ended).collect();
         ended.iter().for_each(|id| drop(self.watched.remove(id)));
         ended
+    }
+
+    /// What a wait has to watch: each is readable once its process has ended.
+    pub(crate) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+        self.watched.values().map(|process| PollFd::new(process, PollFlags::IN))
     }
 
     /// Forgets the others.

@@ -1,0 +1,238 @@
+//! The scheduler's side of the wire, without I/O: lookups, leases and cancelled saves of one engine.
+//!
+//! ```text
+//!        Connect         Connected        Welcome           EngineOpened
+//!   Down ------> Connecting -----> Greeting -----> Opening -------------> Open
+//!    ^               |                 |              |                    |
+//!    +--- backoff ---+-----------------+--------------+------ lost --------+     Close: Leaving, until Bye is answered
+//! ```
+//! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses.
+//! [`Scheduler`](crate::Scheduler) is its driver.
+
+mod asking;
+mod cancelling;
+mod connecting;
+mod connection;
+mod event;
+mod former;
+mod leases;
+mod link;
+mod lookups;
+mod messages;
+mod stats;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
+
+use kvlane_proto::{v1, v1::request::Body as Ask};
+
+use self::{
+    cancelling::Cancelling,
+    connection::{Asked, Connection, HEARTBEAT, Stage, send},
+    lookups::{Lookup, Unsent},
+};
+pub use self::{
+    event::{LookupState, SchedulerAction, SchedulerEvent},
+    link::SchedulerLink,
+    messages::SchedulerLinkOptions,
+    stats::SchedulerStats,
+};
+use crate::{
+    boot::BootId,
+    hit::Hit,
+    links::ids::{ConnectionId, ProcessId},
+};
+
+/// How often the daemon is asked whether the workers are ready, until they are. Until then nothing is saved, and while no
+/// new request comes no other answer tells.
+const READY_PROBE: Duration = Duration::from_millis(20);
+
+impl SchedulerLink {
+    /// Takes an event in; what is to be done for it is added to `actions`.
+    pub fn handle(&mut self, event: SchedulerEvent, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
+        match event {
+            SchedulerEvent::Tick => self.tick(now, actions),
+            SchedulerEvent::Connected { connection, life } => self.connected(connection, life, now, actions),
+            SchedulerEvent::NotConnected { connection, why } => {
+                self.not_connected(connection, why, now, actions);
+            }
+            SchedulerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
+            SchedulerEvent::Lost { connection, why } => self.lost(connection, &why, now, actions),
+            SchedulerEvent::ProcessEnded(process) => self.process_ended(process),
+            SchedulerEvent::LookUp { request, groups, max_tokens, timeout } => {
+                let ask = v1::Lookup { groups, max_tokens, may_wait: true };
+                self.look_up(request, ask, timeout, now, actions);
+            }
+            SchedulerEvent::Forget { request } => self.forget(&request, actions),
+            SchedulerEvent::Release { boot, lease } => self.release(boot, lease, actions),
+            SchedulerEvent::CancelSaves { below, until } => {
+                self.cancelled_below = self.cancelled_below.max(below);
+                let mut cancelling = Cancelling::new(below, until);
+                cancelling.ask(&self.connection, &mut self.last_request, now, actions);
+                self.cancelling = Some(cancelling);
+            }
+            SchedulerEvent::Close => self.close(now, actions),
+        }
+    }
+
+    /// The answer to a lookup, which ends with it; pending while none came within its time. A lookup that was never asked,
+    /// timed out, or met no daemon is a miss.
+    pub fn poll_lookup(&mut self, request: &str, now: Instant) -> LookupState {
+        let until = match self.lookups.get(request) {
+            None => return LookupState::Over(Hit::default()),
+            Some(Lookup::Answered(_)) => None,
+            Some(Lookup::Unsent(Unsent { until, .. }) | Lookup::Sent { until, .. }) => Some(*until),
+        };
+        match until {
+            Some(until) if now >= until => self.stats.timeouts += 1,
+            Some(_) if matches!(self.connection, Connection::Down) => self.stats.unavailable += 1,
+            Some(until) => return LookupState::Pending { until },
+            None => {}
+        }
+        match self.lookups.remove(request) {
+            Some(Lookup::Answered(hit)) => return LookupState::Over(hit),
+            Some(Lookup::Sent { id, .. }) => self.give_up(id),
+            Some(Lookup::Unsent(_)) | None => {}
+        }
+        LookupState::Over(Hit::default())
+    }
+
+    /// The answer to the last [`CancelSaves`](SchedulerEvent::CancelSaves), once; `None` while it is open. True when no former
+    /// daemon and not the present one reads the engine's blocks for these saves, nor takes any of them.
+    pub fn cancelled(&mut self, now: Instant) -> Option<bool> {
+        let is_down = matches!(self.connection, Connection::Down);
+        let answer = self.cancelling.as_ref()?.verdict(is_down, self.former.are_over(now), now)?;
+        self.cancelling = None;
+        Some(answer)
+    }
+
+    /// When there is something to do, if nothing happens before. Lookups have no timer: who polls them is told.
+    pub fn wake_at(&self) -> Option<Instant> {
+        let connection = match &self.connection {
+            Connection::Down if self.may_connect() => Some(self.backoff.due_at()),
+            Connection::Up(up) if up.stage == Stage::Open => {
+                let probe_at = up.wants_probe().then_some(up.probe_at);
+                probe_at.into_iter().chain([up.heartbeat_at]).min()
+            }
+            Connection::Leaving { until, .. } => Some(*until),
+            _ => None,
+        };
+        let cancelling = self.cancelling.as_ref();
+        let an_end = cancelling.and_then(|_| self.former.next_end());
+        [connection, an_end, cancelling.map(Cancelling::until)].into_iter().flatten().min()
+    }
+
+    /// The end of this process is to be told.
+    pub fn needs(&self, process: ProcessId) -> bool {
+        let present = matches!(&self.connection, Connection::Up(up) if up.life.needs(process));
+        present || self.former.needs(process)
+    }
+
+    /// The daemon greeted us and opened the engine.
+    pub fn is_connected(&self) -> bool {
+        matches!(&self.connection, Connection::Up(up) if up.stage == Stage::Open)
+    }
+
+    /// The last answer said that all workers of the engine have mapped the pool.
+    pub fn is_ready(&self) -> bool {
+        matches!(&self.connection, Connection::Up(up) if up.ready)
+    }
+
+    /// On the way to an open engine.
+    pub fn is_opening(&self) -> bool {
+        match &self.connection {
+            Connection::Connecting(_) => true,
+            Connection::Up(up) => up.stage != Stage::Open,
+            Connection::Down | Connection::Leaving { .. } => false,
+        }
+    }
+
+    /// The daemon's run, once it has greeted.
+    pub fn boot(&self) -> Option<BootId> {
+        match &self.connection {
+            Connection::Up(up) if up.stage != Stage::Greeting => Some(up.boot),
+            _ => None,
+        }
+    }
+
+    /// Runs that this was connected to and is no more, the last eight.
+    pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
+        self.former.gone()
+    }
+
+    /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.
+    pub fn refusal(&self) -> Option<&str> {
+        self.refusal.as_deref()
+    }
+
+    /// Counters since the last call.
+    pub fn take_stats(&mut self) -> SchedulerStats {
+        std::mem::take(&mut self.stats)
+    }
+
+    /// Closed, and nothing more will come.
+    pub fn is_over(&self) -> bool {
+        self.is_closed && matches!(self.connection, Connection::Down)
+    }
+
+    /// Nothing is asked, held, cancelled or watched any more. For tests of leaks.
+    pub fn at_rest(&self) -> bool {
+        let nothing_asked = match &self.connection {
+            Connection::Up(up) => up.asked.is_empty(),
+            _ => true,
+        };
+        nothing_asked
+            && self.lookups.is_empty()
+            && self.leases.is_empty()
+            && self.cancelling.is_none()
+            && self.former.is_empty()
+    }
+
+    fn may_connect(&self) -> bool {
+        !self.is_closed && !self.options.groups.is_empty()
+    }
+
+    fn tick(&mut self, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
+        self.former.forget_over(now);
+        let may_connect = self.may_connect() && self.backoff.is_due(now);
+        match &mut self.connection {
+            Connection::Down if may_connect => {
+                self.last_connection += 1;
+                let id = ConnectionId(self.last_connection);
+                self.connection = Connection::Connecting(id);
+                actions.push_back(SchedulerAction::Connect(id));
+            }
+            Connection::Leaving { id, until, .. } if now >= *until => {
+                actions.push_back(SchedulerAction::Close(*id));
+                self.connection = Connection::Down;
+            }
+            Connection::Up(up) if up.stage == Stage::Open => {
+                if now >= up.heartbeat_at {
+                    up.heartbeat_at = now + HEARTBEAT;
+                    let live_leases = self.leases.live();
+                    let heartbeat = Ask::Heartbeat(v1::Heartbeat { live_leases });
+                    send(&mut self.last_request, up.id, heartbeat, actions);
+                }
+                if up.wants_probe() && now >= up.probe_at {
+                    up.probe_at = now + READY_PROBE;
+                    let id = send(&mut self.last_request, up.id, self.options.probe(), actions);
+                    let timeout = self.options.lookup_timeout;
+                    let until = now + timeout;
+                    up.asked.insert(id, Asked { request: None, since: now, until, timeout });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn process_ended(&mut self, process: ProcessId) {
+        if let Connection::Up(up) = &mut self.connection {
+            up.life.ended(process);
+        }
+        self.former.process_ended(process);
+    }
+}

@@ -1,0 +1,224 @@
+//! From no connection to an open engine, and back.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use kvlane_proto::{v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+
+use super::{
+    connection::{Connection, HEARTBEAT, Stage, Up, send, tell},
+    event::SchedulerAction,
+    link::SchedulerLink,
+    lookups::Unsent,
+};
+use crate::{
+    boot::BootId,
+    hit::Hit,
+    links::{
+        ids::{ConnectionId, Life, NotConnected},
+        standing::{Notice, Urgency, describe},
+    },
+};
+
+/// Longest time that a daemon may name for bringing blocks to RAM before it answers.
+const FETCH_MAX: Duration = Duration::from_secs(60);
+/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
+pub(super) const GOODBYE: Duration = Duration::from_secs(1);
+
+impl SchedulerLink {
+    pub(super) fn connected(
+        &mut self,
+        id: ConnectionId,
+        life: Life,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        if !matches!(self.connection, Connection::Connecting(asked) if asked == id) {
+            // Nobody wants it any more.
+            return actions.push_back(SchedulerAction::Close(id));
+        }
+        let hello = self.options.hello(self.leases.live());
+        send(&mut self.last_request, id, hello, actions);
+        self.connection = Connection::Up(Up {
+            id,
+            life,
+            stage: Stage::Greeting,
+            boot: [0; 16],
+            daemon: String::new(),
+            ready: false,
+            heartbeat_at: now + HEARTBEAT,
+            probe_at: now,
+            asked: BTreeMap::new(),
+        });
+    }
+
+    pub(super) fn not_connected(
+        &mut self,
+        id: ConnectionId,
+        why: NotConnected,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        if !matches!(self.connection, Connection::Connecting(asked) if asked == id) {
+            return;
+        }
+        self.connection = Connection::Down;
+        self.backoff.failed(now);
+        match why {
+            NotConnected::Absent(sentence) => tell(self.standing.absent(&sentence), actions),
+            NotConnected::Refused(sentence) => {
+                tell(self.standing.refused(&sentence, now), actions);
+                self.refusal = Some(sentence);
+            }
+        }
+    }
+
+    pub(super) fn take_reply(
+        &mut self,
+        connection: ConnectionId,
+        reply: v1::Reply,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        let up = match &mut self.connection {
+            Connection::Up(up) if up.id == connection => up,
+            Connection::Leaving { id, bye, .. } if *id == connection && *bye == reply.id => {
+                self.connection = Connection::Down;
+                return actions.push_back(SchedulerAction::Close(connection));
+            }
+            _ => return,
+        };
+        let boot: BootId = reply.boot_id.as_ref().try_into().unwrap_or_default();
+        match reply.body {
+            Some(Answer::Welcome(welcome)) => {
+                up.daemon = describe(&welcome);
+                up.boot = boot;
+                up.stage = Stage::Opening;
+                self.former.welcome(&boot);
+                self.leases.keep_only(&boot);
+                let open = self.options.open_engine(self.cancelled_below);
+                send(&mut self.last_request, up.id, open, actions);
+            }
+            Some(Answer::EngineOpened(opened)) => {
+                up.stage = Stage::Open;
+                up.ready = opened.ready;
+                self.backoff.succeeded();
+                self.stats.connects += 1;
+                self.refusal = None;
+                tell(self.standing.connected(&up.daemon, now), actions);
+                for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
+                    self.ask(request, ask, until, timeout, now, actions);
+                }
+                if let Some(cancelling) = &mut self.cancelling {
+                    cancelling.ask(&self.connection, &mut self.last_request, now, actions);
+                }
+            }
+            Some(Answer::LookupResult(result)) => {
+                up.ready = result.ready;
+                let asked = up.asked.remove(&reply.id);
+                self.answered(asked, Hit::from_reply(boot, result), now, actions);
+            }
+            Some(Answer::LookupPending(pending)) => {
+                let Some(asked) = up.asked.get_mut(&reply.id) else { return };
+                let wait = Duration::from_millis(pending.wait_ms.into()).min(FETCH_MAX);
+                asked.until = now + wait + asked.timeout;
+                if let Some(request) = &asked.request {
+                    self.lookups.prolong(request, reply.id, asked.until);
+                }
+            }
+            Some(Answer::Done(_)) => {
+                if let Some(cancelling) = &mut self.cancelling {
+                    cancelling.answered(reply.id, true);
+                }
+            }
+            Some(Answer::Refused(refused)) => self.refused(connection, reply.id, refused, now, actions),
+            _ => {}
+        }
+    }
+
+    pub(super) fn refused(
+        &mut self,
+        connection: ConnectionId,
+        id: u64,
+        refused: v1::Refused,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        if let Some(cancelling) = &mut self.cancelling {
+            cancelling.answered(id, false);
+        }
+        let Connection::Up(up) = &mut self.connection else { return };
+        let sentence = refused.sentence;
+        if up.stage == Stage::Open {
+            let asked = up.asked.remove(&id);
+            if self.refusal.as_ref() != Some(&sentence) {
+                let address = &self.options.address;
+                let told = format!("kvlane: the daemon at {address} refused a request: {sentence}");
+                tell(Some(Notice { urgency: Urgency::Warning, sentence: told }), actions);
+            }
+            self.answered(asked, Hit::default(), now, actions);
+        } else {
+            tell(self.standing.refused(&sentence, now), actions);
+            self.leave(now);
+            actions.push_back(SchedulerAction::Close(connection));
+            self.backoff.failed(now);
+        }
+        self.refusal = Some(sentence);
+    }
+
+    pub(super) fn lost(
+        &mut self,
+        connection: ConnectionId,
+        why: &str,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        match &self.connection {
+            Connection::Up(up) if up.id == connection => {
+                let told = match up.stage {
+                    Stage::Open => self.standing.lost(why, now),
+                    Stage::Greeting | Stage::Opening => self.standing.broken_off(why),
+                };
+                tell(told, actions);
+            }
+            Connection::Leaving { id, .. } if *id == connection => {
+                self.connection = Connection::Down;
+                return;
+            }
+            _ => return,
+        }
+        self.leave(now);
+        self.stats.losses += 1;
+        self.backoff.failed(now);
+        self.lookups.clear();
+    }
+
+    /// The connection is over, and with it what was asked over it.
+    pub(super) fn leave(&mut self, now: Instant) {
+        if let Some(cancelling) = &mut self.cancelling {
+            cancelling.ask_again();
+        }
+        if let Connection::Up(up) = std::mem::replace(&mut self.connection, Connection::Down)
+            && up.stage != Stage::Greeting
+        {
+            self.former.leave(up.boot, up.life, now);
+        }
+    }
+
+    pub(super) fn close(&mut self, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
+        self.is_closed = true;
+        self.lookups.clear();
+        self.leases.clear();
+        match &self.connection {
+            Connection::Connecting(_) => self.connection = Connection::Down,
+            Connection::Up(up) => {
+                let id = up.id;
+                let bye = send(&mut self.last_request, id, Ask::Bye(v1::Bye {}), actions);
+                self.connection = Connection::Leaving { id, bye, until: now + GOODBYE };
+            }
+            Connection::Down | Connection::Leaving { .. } => {}
+        }
+    }
+}

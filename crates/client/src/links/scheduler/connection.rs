@@ -1,0 +1,94 @@
+//! The states of a scheduler's connection, and what waits for an answer over it.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use kvlane_proto::{v1, v1::request::Body as Ask};
+
+use super::event::SchedulerAction;
+use crate::{
+    boot::BootId,
+    links::{
+        ids::{ConnectionId, Life},
+        standing::Notice,
+    },
+};
+
+/// How often leases in use are renewed. The daemon frees leases that a later heartbeat does not name, so this is
+/// well below its lease time.
+pub(super) const HEARTBEAT: Duration = Duration::from_secs(10);
+
+/// In the order in which they follow each other.
+#[derive(Debug)]
+pub(super) enum Connection {
+    Down,
+    Connecting(ConnectionId),
+    Up(Up),
+    /// Bye is sent; until its answer or that time.
+    Leaving {
+        id: ConnectionId,
+        bye: u64,
+        until: Instant,
+    },
+}
+
+#[derive(Debug)]
+pub(super) struct Up {
+    pub(super) id: ConnectionId,
+    pub(super) life: Life,
+    pub(super) stage: Stage,
+    /// The daemon's run; zeros while greeting.
+    pub(super) boot: BootId,
+    /// What the daemon said of itself, for the log.
+    pub(super) daemon: String,
+    /// All workers of the engine have mapped the pool, as the last answer said.
+    pub(super) ready: bool,
+    pub(super) heartbeat_at: Instant,
+    pub(super) probe_at: Instant,
+    /// Lookups and probes without an answer, in the order in which they were sent.
+    pub(super) asked: BTreeMap<u64, Asked>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Greeting,
+    Opening,
+    Open,
+}
+
+/// A lookup without an answer.
+#[derive(Debug)]
+pub(super) struct Asked {
+    /// None for a probe, and once it was given up.
+    pub(super) request: Option<String>,
+    pub(super) since: Instant,
+    /// Without an answer by then the daemon counts as silent.
+    pub(super) until: Instant,
+    pub(super) timeout: Duration,
+}
+
+impl Up {
+    /// Any answer that is still to come tells whether the workers are ready, too.
+    pub(super) fn wants_probe(&self) -> bool {
+        !self.ready && self.asked.is_empty()
+    }
+}
+
+/// Has a request sent under the next id, which is answered.
+pub(super) fn send(
+    last_request: &mut u64,
+    connection: ConnectionId,
+    body: Ask,
+    actions: &mut VecDeque<SchedulerAction>,
+) -> u64 {
+    *last_request += 1;
+    let request = v1::Request { id: *last_request, body: Some(body) };
+    actions.push_back(SchedulerAction::Send { connection, request });
+    *last_request
+}
+
+pub(super) fn tell(notice: Option<Notice>, actions: &mut VecDeque<SchedulerAction>) {
+    actions.extend(notice.map(SchedulerAction::Tell));
+}

@@ -1,0 +1,59 @@
+//! What a scheduler's link says to the daemon of itself and its engine.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::request::Body as Ask};
+
+use crate::group_spec::GroupSpec;
+
+/// What a scheduler's link has to know.
+#[derive(Debug, Clone)]
+pub struct SchedulerLinkOptions {
+    /// Of the daemon, for sentences only.
+    pub address: Address,
+    /// Name of the engine instance; its workers give the same.
+    pub engine_id: String,
+    /// Name and version for the daemon's logs.
+    pub client: String,
+    /// Random; names this process and role over all its connections.
+    pub nonce: [u8; 16],
+    /// The engine's groups.
+    pub groups: Vec<GroupSpec>,
+    /// Number of the engine's workers.
+    pub workers: u32,
+    /// Of probes; a lookup brings its own.
+    pub lookup_timeout: Duration,
+}
+
+impl SchedulerLinkOptions {
+    /// Which run answers is not known yet; leases of other runs mean nothing to it.
+    pub(super) fn hello(&self, live_leases: Vec<u64>) -> Ask {
+        Ask::Hello(v1::Hello {
+            wire_min: WIRE_MIN,
+            wire_max: WIRE_MAX,
+            client: self.client.clone(),
+            role: v1::hello::Role::Scheduler.into(),
+            engine_id: self.engine_id.clone(),
+            process_nonce: Bytes::copy_from_slice(&self.nonce),
+            live_leases,
+        })
+    }
+
+    pub(super) fn open_engine(&self, cancelled_below: u64) -> Ask {
+        let groups = self.groups.iter().map(|group| v1::Group {
+            namespace: Bytes::copy_from_slice(&group.namespace),
+            name: group.name.clone(),
+            tokens_per_block: group.tokens_per_block,
+            window_blocks: group.window_blocks,
+        });
+        Ask::OpenEngine(v1::OpenEngine { groups: groups.collect(), workers: self.workers, cancelled_below })
+    }
+
+    /// Looks up nothing, to hear whether the workers are ready.
+    pub(super) fn probe(&self) -> Ask {
+        let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
+        let groups = (0..self.groups.len() as u32).map(nothing).collect();
+        Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false })
+    }
+}

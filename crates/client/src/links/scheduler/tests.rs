@@ -1,0 +1,612 @@
+//! The link's transitions, one a test: what a stage does with an event.
+
+use bytes::Bytes;
+use kvlane_proto::{Address, v1::reply::Body as Answer};
+
+use super::{connecting::GOODBYE, *};
+use crate::{
+    group_spec::GroupSpec,
+    links::ids::{Life, NotConnected},
+};
+
+const RUN: BootId = [7; 16];
+const OTHER_RUN: BootId = [8; 16];
+const TIMEOUT: Duration = Duration::from_millis(250);
+const PROCESS: ProcessId = ProcessId(1);
+
+/// A link, its clock, and what it wanted done since the last look.
+struct Play {
+    link: SchedulerLink,
+    now: Instant,
+    actions: VecDeque<SchedulerAction>,
+}
+
+impl Play {
+    fn new() -> Self {
+        let now = Instant::now();
+        let options = SchedulerLinkOptions {
+            address: Address::Unix("/run/k.sock".into()),
+            engine_id: "engine".into(),
+            client: "test".into(),
+            nonce: [1; 16],
+            groups: vec![GroupSpec {
+                namespace: [3; 16],
+                name: "group".into(),
+                tokens_per_block: 16,
+                window_blocks: 0,
+            }],
+            workers: 1,
+            lookup_timeout: TIMEOUT,
+        };
+        Self { link: SchedulerLink::new(options, now), now, actions: VecDeque::new() }
+    }
+
+    /// Connected as far as Hello.
+    fn greeting() -> Self {
+        let mut play = Self::new();
+        play.connect(Life::Watched(PROCESS));
+        play
+    }
+
+    /// As far as OpenEngine.
+    fn opening() -> Self {
+        let mut play = Self::greeting();
+        play.answer(play.last_request(), RUN, welcome());
+        play
+    }
+
+    /// As far as it goes, with all workers there.
+    fn open() -> Self {
+        let mut play = Self::opening();
+        play.answer(play.last_request(), RUN, opened(true));
+        play.actions.clear();
+        play
+    }
+
+    fn feed(&mut self, event: SchedulerEvent) {
+        self.link.handle(event, self.now, &mut self.actions);
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.feed(SchedulerEvent::Tick);
+    }
+
+    fn connection(&self) -> ConnectionId {
+        ConnectionId(self.link.last_connection)
+    }
+
+    fn last_request(&self) -> u64 {
+        self.link.last_request
+    }
+
+    fn connect(&mut self, life: Life) {
+        self.feed(SchedulerEvent::Tick);
+        let connection = self.connection();
+        assert_eq!(self.actions.pop_back(), Some(SchedulerAction::Connect(connection)));
+        self.feed(SchedulerEvent::Connected { connection, life });
+    }
+
+    fn answer(&mut self, id: u64, boot: BootId, body: Answer) {
+        let reply = v1::Reply { id, boot_id: Bytes::copy_from_slice(&boot), body: Some(body) };
+        self.feed(SchedulerEvent::Reply { connection: self.connection(), reply });
+    }
+
+    fn lose(&mut self) {
+        self.feed(SchedulerEvent::Lost { connection: self.connection(), why: "it hung up".into() });
+    }
+
+    /// Answers the id that the lookup has if it is sent.
+    fn look_up(&mut self, request: &str) -> u64 {
+        let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 64]) }];
+        let event =
+            SchedulerEvent::LookUp { request: request.into(), groups, max_tokens: 64, timeout: TIMEOUT };
+        self.feed(event);
+        self.last_request()
+    }
+
+    fn poll(&mut self, request: &str) -> Option<Hit> {
+        match self.link.poll_lookup(request, self.now) {
+            LookupState::Pending { until } => {
+                assert!(until > self.now, "it is pending for ever");
+                None
+            }
+            LookupState::Over(hit) => Some(hit),
+        }
+    }
+
+    /// It is over, with nothing.
+    fn misses(&mut self, request: &str) -> bool {
+        self.poll(request).is_some_and(|hit| hit.tokens == 0)
+    }
+
+    /// Requests sent since the last look.
+    fn sent(&mut self) -> Vec<Ask> {
+        let sent = self.actions.drain(..).filter_map(|action| match action {
+            SchedulerAction::Send { request, .. } => request.body,
+            _ => None,
+        });
+        sent.collect()
+    }
+
+    /// Sentences told since the last look.
+    fn told(&mut self) -> String {
+        let told = self.actions.drain(..).filter_map(|action| match action {
+            SchedulerAction::Tell(notice) => Some(notice.sentence),
+            _ => None,
+        });
+        told.collect()
+    }
+
+    fn stats(&mut self) -> SchedulerStats {
+        self.link.take_stats()
+    }
+}
+
+fn welcome() -> Answer {
+    let version = "1".into();
+    Answer::Welcome(v1::Welcome { wire: 1, version, session_id: 1, pool_bytes: 4_000_000_000 })
+}
+
+fn opened(ready: bool) -> Answer {
+    Answer::EngineOpened(v1::EngineOpened { ready })
+}
+
+fn refusal(sentence: &str) -> Answer {
+    Answer::Refused(v1::Refused { reason: 0, sentence: sentence.into() })
+}
+
+fn done() -> Answer {
+    Answer::Done(v1::Done {})
+}
+
+fn pending(wait_ms: u32) -> Answer {
+    Answer::LookupPending(v1::LookupPending { wait_ms })
+}
+
+fn miss() -> Answer {
+    Answer::LookupResult(v1::LookupResult { tokens: 0, lease: 0, groups: Vec::new(), ready: true })
+}
+
+/// Three blocks of the four that `look_up` asks for.
+fn hit(lease: u64) -> Answer {
+    let pages = [10u32, 11, 12].iter().flat_map(|page| page.to_le_bytes()).collect::<Vec<_>>().into();
+    let group = v1::HitGroup { group: 0, first_block: 0, pages, workers: 1, stored_blocks: 3 };
+    Answer::LookupResult(v1::LookupResult { tokens: 48, lease, groups: vec![group], ready: true })
+}
+
+#[test]
+fn down_it_connects_when_due_and_greets_with_its_leases() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.answer(id, RUN, hit(5));
+    play.poll("a");
+    play.lose();
+    play.actions.clear();
+    play.feed(SchedulerEvent::Tick);
+    assert!(play.actions.is_empty(), "not before its pause is over");
+    assert_eq!(play.link.wake_at(), Some(play.now + Duration::from_millis(50)));
+    play.now += Duration::from_millis(50);
+    play.connect(Life::Unknown);
+    let [Ask::Hello(hello)] = &play.sent()[..] else { panic!("no Hello") };
+    assert_eq!((hello.engine_id.as_str(), &hello.live_leases[..]), ("engine", &[5][..]));
+    assert!(play.link.is_opening() && !play.link.is_connected());
+    assert_eq!(play.link.boot(), None, "who answers is not known yet");
+}
+
+#[test]
+fn an_attempt_that_fails_is_told_once_and_made_again_after_a_pause() {
+    let mut play = Play::new();
+    for (turn, pause) in [50, 100, 200].into_iter().enumerate() {
+        play.feed(SchedulerEvent::Tick);
+        let connection = play.connection();
+        assert_eq!(play.actions.pop_back(), Some(SchedulerAction::Connect(connection)));
+        let why = NotConnected::Absent("no daemon".into());
+        play.feed(SchedulerEvent::NotConnected { connection, why });
+        assert_eq!(play.told().contains("no daemon"), turn == 0);
+        assert!(!play.link.is_opening());
+        play.pass(Duration::from_millis(pause - 1));
+        assert!(play.actions.is_empty());
+        play.now += Duration::from_millis(1);
+    }
+    assert_eq!(play.link.refusal(), None);
+}
+
+#[test]
+fn a_stranger_is_named_as_the_refusal() {
+    let mut play = Play::new();
+    play.feed(SchedulerEvent::Tick);
+    let why = NotConnected::Refused("a stranger listens".into());
+    play.feed(SchedulerEvent::NotConnected { connection: play.connection(), why });
+    assert_eq!(play.link.refusal(), Some("a stranger listens"));
+    assert!(play.told().contains("a stranger listens"));
+}
+
+#[test]
+fn a_connection_that_nobody_wants_any_more_is_closed() {
+    let mut play = Play::new();
+    play.feed(SchedulerEvent::Tick);
+    let connection = play.connection();
+    play.feed(SchedulerEvent::Close);
+    assert!(play.link.is_over());
+    play.actions.clear();
+    play.feed(SchedulerEvent::Connected { connection, life: Life::Unknown });
+    assert_eq!(play.actions, [SchedulerAction::Close(connection)]);
+}
+
+#[test]
+fn a_welcome_opens_the_engine_and_ends_leases_of_other_runs() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.answer(id, RUN, hit(5));
+    play.poll("a");
+    play.feed(SchedulerEvent::CancelSaves { below: 9, until: play.now });
+    assert_eq!(play.link.cancelled(play.now), Some(false));
+    play.lose();
+    assert_eq!(play.link.gone().collect::<Vec<_>>(), [RUN]);
+    play.now += Duration::from_secs(1);
+    play.connect(Life::Unknown);
+    play.sent();
+    play.answer(play.last_request(), OTHER_RUN, welcome());
+    let [Ask::OpenEngine(open)] = &play.sent()[..] else { panic!("no OpenEngine") };
+    assert_eq!((open.workers, open.groups.len(), open.cancelled_below), (1, 1, 9));
+    assert_eq!(play.link.boot(), Some(OTHER_RUN));
+    assert!(play.link.leases.is_empty(), "they died with that daemon");
+    assert!(!play.link.is_connected());
+}
+
+#[test]
+fn a_run_that_greets_again_is_not_gone() {
+    let mut play = Play::open();
+    play.lose();
+    play.now += Duration::from_secs(1);
+    play.connect(Life::Watched(ProcessId(2)));
+    assert_eq!(play.link.gone().collect::<Vec<_>>(), [RUN]);
+    assert!(play.link.needs(PROCESS));
+    play.answer(play.last_request(), RUN, welcome());
+    assert_eq!(play.link.gone().count(), 0);
+    assert!(!play.link.needs(PROCESS), "its saves are asked of the new connection");
+}
+
+#[test]
+fn an_open_engine_is_told_counted_and_asked_what_waited() {
+    let mut play = Play::greeting();
+    play.look_up("a");
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+    assert!(matches!(play.sent()[..], [Ask::Hello(_)]), "nothing else before it is open");
+    play.answer(play.last_request(), RUN, welcome());
+    assert!(matches!(play.sent()[..], [Ask::OpenEngine(_)]));
+    play.answer(play.last_request(), RUN, opened(false));
+    assert!(play.actions.iter().any(
+        |action| matches!(action, SchedulerAction::Tell(told) if told.sentence.contains("is connected"))
+    ));
+    assert!(matches!(play.sent()[..], [Ask::Lookup(_), Ask::CancelSaves(_)]));
+    assert!(play.link.is_connected() && !play.link.is_ready());
+    assert_eq!(play.stats().connects, 1);
+}
+
+#[test]
+fn a_refusal_before_the_engine_is_open_ends_the_connection_and_keeps_the_lookups() {
+    for mut play in [Play::greeting(), Play::opening()] {
+        let was_welcome = play.link.boot().is_some();
+        play.look_up("a");
+        play.answer(play.last_request(), RUN, refusal("too many sessions"));
+        assert!(play.actions.contains(&SchedulerAction::Close(play.connection())));
+        assert!(play.told().contains("too many sessions"));
+        assert_eq!(play.link.refusal(), Some("too many sessions"));
+        assert_eq!(play.link.gone().count(), usize::from(was_welcome));
+        assert!(play.misses("a"), "down it is a miss");
+        assert_eq!(play.stats(), SchedulerStats { lookups: 1, unavailable: 1, ..Default::default() });
+    }
+}
+
+#[test]
+fn a_hit_is_answered_once_with_its_lease() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    assert!(matches!(&play.sent()[..], [Ask::Lookup(ask)] if ask.may_wait && ask.max_tokens == 64));
+    assert_eq!(play.poll("a"), None);
+    play.now += Duration::from_millis(100);
+    play.answer(id, RUN, hit(5));
+    let found = play.poll("a").unwrap();
+    assert_eq!((found.tokens, found.lease, found.boot), (48, 5, RUN));
+    assert!(play.misses("a"), "it is taken");
+    let stats = play.stats();
+    assert_eq!((stats.lookups, stats.hits), (1, 1));
+    assert!((stats.lookup_seconds - 0.1).abs() < 1e-9);
+    play.feed(SchedulerEvent::Release { boot: OTHER_RUN, lease: 5 });
+    assert!(play.sent().is_empty(), "that run is gone");
+    assert!(!play.link.at_rest());
+    play.feed(SchedulerEvent::Release { boot: RUN, lease: 5 });
+    assert!(matches!(&play.sent()[..], [Ask::Release(release)] if release.leases == [5]));
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_second_answer_changes_nothing() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.answer(id, RUN, miss());
+    play.answer(id, RUN, hit(5));
+    assert!(play.misses("a"));
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn an_answer_that_nobody_waits_for_is_given_back() {
+    let mut play = Play::open();
+    let id = play.look_up("late");
+    play.now += TIMEOUT;
+    assert!(play.misses("late"));
+    assert_eq!(play.stats().timeouts, 1);
+    play.sent();
+    play.answer(id, RUN, hit(5));
+    assert!(matches!(&play.sent()[..], [Ask::Release(release)] if release.leases == [5]));
+    let forgotten = play.look_up("a");
+    play.feed(SchedulerEvent::Forget { request: "a".into() });
+    play.sent();
+    play.answer(forgotten, RUN, hit(6));
+    assert!(matches!(&play.sent()[..], [Ask::Release(release)] if release.leases == [6]));
+    let answered = play.look_up("b");
+    play.answer(answered, RUN, hit(7));
+    play.sent();
+    play.feed(SchedulerEvent::Forget { request: "b".into() });
+    assert!(matches!(&play.sent()[..], [Ask::Release(release)] if release.leases == [7]));
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_daemon_that_needs_longer_gets_the_time_that_it_names_and_the_timeout() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.answer(id, RUN, pending(1000));
+    play.now += TIMEOUT + Duration::from_millis(999);
+    assert_eq!(play.poll("a"), None);
+    play.now += Duration::from_millis(1);
+    assert!(play.misses("a"));
+    let id = play.look_up("b");
+    assert!(play.misses("b"), "the daemon is silent");
+    play.answer(id, RUN, miss());
+    let id = play.look_up("b");
+    play.answer(id, RUN, pending(u32::MAX));
+    play.now += Duration::from_secs(60) + TIMEOUT;
+    assert!(play.misses("b"), "but no more than a minute");
+}
+
+#[test]
+fn a_refused_lookup_is_a_miss_and_a_sentence_is_told_once() {
+    let mut play = Play::open();
+    for turn in 0..2 {
+        let id = play.look_up("a");
+        play.answer(id, RUN, refusal("group 0 is not open"));
+        assert_eq!(play.told().contains("group 0 is not open"), turn == 0);
+        assert!(play.misses("a"));
+    }
+    assert_eq!(play.stats().misses, 2);
+    assert!(play.link.is_connected());
+    play.answer(0, RUN, refusal("a frame is too long"));
+    assert!(play.told().contains("a frame is too long"), "the daemon closes after it");
+}
+
+#[test]
+fn a_loss_ends_lookups_asked_and_answered_and_is_told_and_counted() {
+    let mut play = Play::open();
+    play.look_up("asked");
+    let id = play.look_up("answered");
+    play.answer(id, RUN, hit(5));
+    play.actions.clear();
+    play.lose();
+    assert!(play.told().contains("lost the daemon"));
+    assert!(play.misses("asked"));
+    assert!(play.misses("answered"), "its run is over: it must not be promised");
+    let stats = play.stats();
+    assert_eq!((stats.losses, stats.hits), (1, 1));
+    assert_eq!(play.link.gone().collect::<Vec<_>>(), [RUN]);
+    assert!(play.link.needs(PROCESS));
+    play.feed(SchedulerEvent::ProcessEnded(PROCESS));
+    assert!(!play.link.needs(PROCESS));
+}
+
+#[test]
+fn a_connection_that_breaks_off_while_greeting_leaves_no_run() {
+    let mut play = Play::greeting();
+    play.actions.clear();
+    play.lose();
+    assert!(play.told().contains("broke off"));
+    assert_eq!((play.link.gone().count(), play.stats().losses), (0, 1));
+    assert!(!play.link.needs(PROCESS));
+}
+
+#[test]
+fn what_is_told_of_a_former_connection_is_ignored() {
+    let mut play = Play::open();
+    let former = play.connection();
+    play.lose();
+    play.now += Duration::from_secs(1);
+    play.connect(Life::Unknown);
+    play.actions.clear();
+    play.feed(SchedulerEvent::Lost { connection: former, why: "again".into() });
+    let reply = v1::Reply { id: play.last_request(), boot_id: Bytes::new(), body: Some(welcome()) };
+    play.feed(SchedulerEvent::Reply { connection: former, reply });
+    assert!(play.actions.is_empty() && play.link.is_opening());
+}
+
+#[test]
+fn heartbeats_name_the_leases_every_ten_seconds() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.answer(id, RUN, hit(5));
+    play.sent();
+    assert!(play.link.wake_at().unwrap() <= play.now + HEARTBEAT);
+    play.pass(HEARTBEAT - Duration::from_millis(1));
+    assert!(play.sent().is_empty());
+    for _ in 0..2 {
+        play.pass(HEARTBEAT);
+        assert!(matches!(&play.sent()[..], [Ask::Heartbeat(beat)] if beat.live_leases == [5]));
+    }
+}
+
+#[test]
+fn the_daemon_is_asked_until_the_workers_are_ready() {
+    let mut play = Play::opening();
+    play.answer(play.last_request(), RUN, opened(false));
+    play.sent();
+    play.pass(Duration::ZERO);
+    assert!(matches!(&play.sent()[..], [Ask::Lookup(probe)] if probe.max_tokens == 0 && !probe.may_wait));
+    play.pass(READY_PROBE);
+    assert!(play.sent().is_empty(), "its answer is still to come");
+    let not_ready = v1::LookupResult { ready: false, ..Default::default() };
+    play.answer(play.last_request(), RUN, Answer::LookupResult(not_ready));
+    play.pass(READY_PROBE);
+    assert_eq!(play.sent().len(), 1);
+    play.answer(play.last_request(), RUN, miss());
+    assert!(play.link.is_ready());
+    play.pass(READY_PROBE);
+    assert!(play.sent().is_empty());
+    assert_eq!(play.stats().misses, 0, "nobody asked");
+}
+
+#[test]
+fn a_lookup_without_a_connection_is_a_miss_at_once() {
+    let mut play = Play::new();
+    play.look_up("a");
+    assert!(play.misses("a"));
+    assert_eq!(play.stats(), SchedulerStats { lookups: 1, unavailable: 1, ..Default::default() });
+}
+
+#[test]
+fn a_silent_daemon_is_asked_no_more_until_it_speaks() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    play.now += TIMEOUT;
+    assert!(play.misses("a"));
+    play.sent();
+    play.look_up("b");
+    assert!(play.sent().is_empty());
+    assert!(play.misses("b"));
+    assert_eq!((play.stats().unavailable, play.link.is_connected()), (1, true));
+    play.answer(id, RUN, miss());
+    play.look_up("b");
+    assert_eq!(play.poll("b"), None);
+}
+
+#[test]
+fn lookups_that_wait_are_bounded() {
+    let mut play = Play::open();
+    for n in 0..4096 {
+        play.look_up(&n.to_string());
+    }
+    assert_eq!(play.stats().unavailable, 0);
+    play.look_up("one more");
+    assert_eq!(play.stats().unavailable, 1);
+    assert!(play.misses("one more"));
+}
+
+#[test]
+fn asking_again_forgets_the_first_question() {
+    let mut play = Play::open();
+    let first = play.look_up("a");
+    let second = play.look_up("a");
+    play.sent();
+    play.answer(first, RUN, hit(5));
+    assert!(matches!(&play.sent()[..], [Ask::Release(_)]));
+    assert_eq!(play.poll("a"), None);
+    play.answer(second, RUN, hit(6));
+    assert_eq!(play.poll("a").unwrap().lease, 6);
+}
+
+#[test]
+fn saves_are_cancelled_when_the_daemon_says_so() {
+    for (answer, expected) in [(done(), true), (refusal("saves were still being copied"), false)] {
+        let mut play = Play::open();
+        play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+        assert!(
+            matches!(&play.sent()[..], [Ask::CancelSaves(ask)] if (ask.below_job, ask.timeout_ms) == (3, 250))
+        );
+        assert_eq!(play.link.cancelled(play.now), None);
+        play.answer(play.last_request() - 1, RUN, answer.clone());
+        assert_eq!(play.link.cancelled(play.now), None, "that is the answer to something else");
+        play.answer(play.last_request(), RUN, answer);
+        assert_eq!(play.link.cancelled(play.now), Some(expected));
+    }
+}
+
+#[test]
+fn saves_that_nobody_answers_for_are_not_cancelled() {
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+    assert_eq!(play.link.wake_at(), Some(play.now + TIMEOUT));
+    assert_eq!(play.link.cancelled(play.now + TIMEOUT), Some(false));
+    play.answer(play.last_request(), RUN, done());
+    assert_eq!(play.link.cancelled(play.now), None, "it was told");
+}
+
+#[test]
+fn without_a_connection_saves_are_cancelled_when_all_former_daemons_have_ended() {
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+    play.answer(play.last_request(), RUN, done());
+    play.lose();
+    assert_eq!(play.link.cancelled(play.now), None, "it may still read them");
+    play.feed(SchedulerEvent::ProcessEnded(PROCESS));
+    assert_eq!(play.link.cancelled(play.now), Some(true), "the dead read nothing");
+}
+
+#[test]
+fn cancelling_is_asked_again_of_a_daemon_that_is_there_again() {
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + Duration::from_secs(9) });
+    play.sent();
+    play.lose();
+    play.now += Duration::from_secs(1);
+    play.connect(Life::Watched(PROCESS));
+    play.answer(play.last_request(), RUN, welcome());
+    assert!(matches!(&play.sent()[..], [Ask::Hello(_), Ask::OpenEngine(open)] if open.cancelled_below == 3));
+    play.answer(play.last_request(), RUN, opened(true));
+    assert!(matches!(&play.sent()[..], [Ask::CancelSaves(ask)] if ask.timeout_ms == 8000));
+    play.answer(play.last_request(), RUN, done());
+    assert_eq!(play.link.cancelled(play.now), Some(true));
+}
+
+#[test]
+fn a_former_daemon_of_which_the_kernel_tells_nothing_is_over_after_a_minute() {
+    let mut play = Play::greeting();
+    play.lose();
+    play.now += Duration::from_secs(1);
+    play.connect(Life::Unknown);
+    play.answer(play.last_request(), RUN, welcome());
+    play.lose();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + Duration::from_secs(99) });
+    assert_eq!(play.link.cancelled(play.now + Duration::from_secs(59)), None);
+    assert_eq!(play.link.cancelled(play.now + Duration::from_secs(60)), Some(true));
+}
+
+#[test]
+fn closing_says_goodbye_and_is_over_with_its_answer_its_time_or_the_connection() {
+    let mut play = Play::open();
+    let lookup = play.look_up("a");
+    play.sent();
+    play.feed(SchedulerEvent::Close);
+    assert!(matches!(play.sent()[..], [Ask::Bye(_)]));
+    assert!(!play.link.is_over());
+    play.answer(lookup, RUN, hit(5));
+    assert!(!play.link.is_over());
+    play.answer(play.last_request(), RUN, done());
+    assert_eq!(play.actions, [SchedulerAction::Close(play.connection())]);
+    assert!(play.link.is_over() && play.link.at_rest());
+    play.pass(Duration::from_secs(99));
+    assert_eq!(play.actions.len(), 1, "it does not connect again");
+    assert_eq!(play.link.wake_at(), None);
+
+    let mut play = Play::greeting();
+    play.feed(SchedulerEvent::Close);
+    assert_eq!(play.link.wake_at(), Some(play.now + GOODBYE));
+    play.pass(GOODBYE);
+    assert!(play.link.is_over() && play.actions.contains(&SchedulerAction::Close(play.connection())));
+
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::Close);
+    play.lose();
+    assert!(play.link.is_over());
+    assert_eq!(play.stats().losses, 0);
+}
