@@ -6,6 +6,7 @@
 
 mod address;
 mod frame;
+pub mod packed;
 mod version;
 
 pub use address::{Address, AddressError};

@@ -1,0 +1,174 @@
+//! Lists that travel as bytes, since they are long: page numbers and the outcomes of a claim.
+//!
+//! ```text
+//! pages     4 bytes each, a little-endian u32: the page's number, counted from the start of the pool in units of 4096 bytes
+//! outcomes  1 byte each: an Outcome
+//! ```
+//! The pages of a hit stand block by block, in each block rank by rank: the page of `rank` of block `b` is number
+//! `b * ranks + rank`.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use thiserror::Error;
+
+/// Bytes of one page's number.
+pub const PAGE_NUMBER_BYTES: usize = 4;
+
+/// Bytes that are no packed list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum PackedError {
+    /// Page numbers that end within a number.
+    #[error("{0} bytes are no list of page numbers, which have {PAGE_NUMBER_BYTES} bytes each")]
+    Pages(usize),
+    /// A code that this version does not know.
+    #[error("{0} is no outcome of a claim")]
+    Outcome(u8),
+}
+
+/// Page numbers, one after the other.
+pub fn pack_pages(pages: impl IntoIterator<Item = u32>) -> Bytes {
+    let pages = pages.into_iter();
+    let mut bytes = BytesMut::with_capacity(pages.size_hint().0 * PAGE_NUMBER_BYTES);
+    pages.for_each(|page| bytes.put_u32_le(page));
+    bytes.freeze()
+}
+
+/// Page numbers that were packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pages<'a>(&'a [[u8; PAGE_NUMBER_BYTES]]);
+
+impl<'a> Pages<'a> {
+    /// Reads packed page numbers, without a copy.
+    ///
+    /// # Errors
+    /// [`PackedError::Pages`] if the bytes end within a number.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, PackedError> {
+        match bytes.as_chunks() {
+            (pages, []) => Ok(Self(pages)),
+            _ => Err(PackedError::Pages(bytes.len())),
+        }
+    }
+
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The page with this number in the list.
+    pub fn get(&self, index: usize) -> Option<u32> {
+        self.0.get(index).copied().map(u32::from_le_bytes)
+    }
+
+    /// All of them, in order.
+    pub fn iter(self) -> impl ExactSizeIterator<Item = u32> + 'a {
+        self.0.iter().copied().map(u32::from_le_bytes)
+    }
+
+    /// Those of one rank, a block each, of pages that stand in rows of `ranks`. None of them if there is no such rank; a
+    /// last row that is not full is left out.
+    pub fn column(self, rank: usize, ranks: usize) -> impl ExactSizeIterator<Item = u32> + 'a {
+        let (rows, rank) = if rank < ranks { (self.0, rank) } else { (&[][..], 0) };
+        rows.chunks_exact(ranks.max(1)).map(move |row| u32::from_le_bytes(row[rank]))
+    }
+}
+
+/// What became of one hash of a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Outcome {
+    /// The asker writes the block to its page, and commits it.
+    Claimed = 0,
+    /// It is stored already.
+    Present = 1,
+    /// Somebody else writes it.
+    InFlight = 2,
+    /// The pool has no room for it.
+    NoRoom = 3,
+}
+
+impl TryFrom<u8> for Outcome {
+    type Error = PackedError;
+
+    fn try_from(code: u8) -> Result<Self, PackedError> {
+        match code {
+            0 => Ok(Self::Claimed),
+            1 => Ok(Self::Present),
+            2 => Ok(Self::InFlight),
+            3 => Ok(Self::NoRoom),
+            unknown => Err(PackedError::Outcome(unknown)),
+        }
+    }
+}
+
+/// Outcomes, one after the other. A reader takes each byte through [`Outcome::try_from`].
+pub fn pack_outcomes(outcomes: impl IntoIterator<Item = Outcome>) -> Bytes {
+    outcomes.into_iter().map(|outcome| outcome as u8).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const OUTCOMES: [Outcome; 4] = [Outcome::Claimed, Outcome::Present, Outcome::InFlight, Outcome::NoRoom];
+
+    proptest! {
+        #[test]
+        fn pages_come_back_as_they_were_packed(pages: Vec<u32>, cut in 1..PAGE_NUMBER_BYTES) {
+            let bytes = pack_pages(pages.iter().copied());
+            let parsed = Pages::parse(&bytes).unwrap();
+            prop_assert_eq!(parsed.iter().collect::<Vec<_>>(), pages.clone());
+            prop_assert_eq!((parsed.len(), parsed.is_empty()), (pages.len(), pages.is_empty()));
+            prop_assert_eq!(parsed.get(0), pages.first().copied());
+            prop_assert_eq!(parsed.get(pages.len()), None);
+            // Any other length is refused.
+            let longer = [&bytes[..], &vec![0; cut]].concat();
+            prop_assert_eq!(Pages::parse(&longer), Err(PackedError::Pages(longer.len())));
+        }
+
+        #[test]
+        fn a_column_is_what_stands_in_the_rows_at_its_rank(rows in 0usize..9, ranks in 0usize..5, rest in 0usize..5) {
+            let rest = if ranks == 0 { 0 } else { rest % ranks };
+            let number = |row: usize, rank: usize| (row * 16 + rank) as u32;
+            let mut pages: Vec<u32> =
+                (0..rows).flat_map(|row| (0..ranks).map(move |rank| number(row, rank))).collect();
+            pages.extend((0..rest).map(|rank| number(rows, rank)));
+            let bytes = pack_pages(pages);
+            let parsed = Pages::parse(&bytes).unwrap();
+            for rank in 0..ranks {
+                let expected: Vec<u32> = (0..rows).map(|row| number(row, rank)).collect();
+                prop_assert_eq!(parsed.column(rank, ranks).collect::<Vec<_>>(), expected);
+            }
+            prop_assert_eq!(parsed.column(ranks, ranks).count(), 0);
+        }
+
+        #[test]
+        fn outcomes_come_back_and_other_codes_are_refused(codes: Vec<u8>) {
+            for &code in &codes {
+                match Outcome::try_from(code) {
+                    Ok(outcome) => prop_assert_eq!(outcome as u8, code),
+                    Err(error) => {
+                        prop_assert!(code >= OUTCOMES.len() as u8);
+                        prop_assert_eq!(error, PackedError::Outcome(code));
+                    }
+                }
+            }
+            let outcomes: Vec<Outcome> = codes.iter().map(|code| OUTCOMES[usize::from(*code) % 4]).collect();
+            let parsed: Result<Vec<Outcome>, _> =
+                pack_outcomes(outcomes.iter().copied()).iter().map(|code| Outcome::try_from(*code)).collect();
+            prop_assert_eq!(parsed, Ok(outcomes));
+        }
+    }
+
+    /// The order is the wire's: `kvlane.proto` names the codes.
+    #[test]
+    fn the_codes_are_those_of_the_wire() {
+        assert_eq!(&pack_outcomes(OUTCOMES)[..], [0, 1, 2, 3]);
+        assert_eq!(&pack_pages([1, 0x0403_0201])[..], [1, 0, 0, 0, 1, 2, 3, 4]);
+    }
+}
