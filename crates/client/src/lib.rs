@@ -16,7 +16,6 @@ mod jobs;
 pub mod links;
 mod loading;
 mod mover;
-mod nonce;
 mod pools;
 mod processes;
 mod scheduler;

@@ -36,7 +36,6 @@ use crate::{
         standing::{Standing, describe, tell},
     },
     loading::{Loading, Takeover},
-    nonce::random_nonce,
     pools::MappedPools,
     processes::Processes,
     shared::{Shared, WorkerOptions},
@@ -50,10 +49,10 @@ const PEERS_END: Duration = Duration::from_secs(10);
 const SAVE_BLOCKS_MAX: usize = 2 << 20;
 
 /// Runs until the handle says stop.
-pub(crate) fn run(options: WorkerOptions, groups: Vec<GroupMemory>, shared: &Shared) {
+pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], groups: Vec<GroupMemory>, shared: &Shared) {
     let now = Instant::now();
     let mover = Mover {
-        fence: Fence::new(random_nonce(), options.gpu.clone()),
+        fence: Fence::new(nonce, options.gpu.clone()),
         backoff: Backoff::new(now),
         link: None,
         pools: PoolBook::default(),

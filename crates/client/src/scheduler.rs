@@ -3,11 +3,13 @@
 
 use std::{
     collections::VecDeque,
+    io,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
 use kvlane_block::BlockHash;
+use kvlane_memory::random;
 use kvlane_proto::{Address, v1};
 
 use crate::{
@@ -23,7 +25,6 @@ use crate::{
         },
         standing::tell,
     },
-    nonce::random_nonce,
     processes::Processes,
 };
 
@@ -68,13 +69,16 @@ pub struct Scheduler {
 impl Scheduler {
     /// Starts to connect; without a daemon it keeps trying. Where one answers, waits up to three seconds for it to open
     /// the engine, so that the first request can already hit.
-    pub fn new(options: SchedulerOptions) -> Self {
+    ///
+    /// # Errors
+    /// The kernel gives no random bytes for this process's nonce.
+    pub fn new(options: SchedulerOptions) -> io::Result<Self> {
         let start = Instant::now();
         let link_options = SchedulerLinkOptions {
             address: options.address.clone(),
             engine_id: options.engine_id,
             client: options.client,
-            nonce: random_nonce(),
+            nonce: random()?,
             groups: options.groups,
             workers: options.workers,
             lookup_timeout: options.lookup_timeout,
@@ -92,7 +96,7 @@ impl Scheduler {
             scheduler.advance(Instant::now());
             let left = FIRST_OPENING.saturating_sub(start.elapsed());
             if !scheduler.link.is_opening() || left.is_zero() {
-                return scheduler;
+                return Ok(scheduler);
             }
             scheduler.wait(left);
         }

@@ -1,9 +1,9 @@
 //! A blocking connection for tools, tests and benchmarks.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
 use bytes::Bytes;
-use kvlane_memory::PoolView;
+use kvlane_memory::{PoolView, random};
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 use thiserror::Error;
 
@@ -11,7 +11,6 @@ use crate::{
     boot::BootId,
     connection::{ConnectError, Connection, Lost},
     daemon_user::DaemonUser,
-    nonce::random_nonce,
 };
 
 /// Name and version that clients give in their greeting when the caller has nothing better.
@@ -32,6 +31,9 @@ pub enum ToolError {
     /// The connection ended.
     #[error("the connection to the daemon ended: {0}")]
     Lost(String),
+    /// The kernel gives no random bytes for this process's nonce.
+    #[error("cannot draw a nonce: {0}")]
+    Random(#[source] io::Error),
     /// The pool could not be mapped, or the place is not in it.
     #[error("{0}")]
     Pool(String),
@@ -72,6 +74,7 @@ impl Tool {
         user: DaemonUser,
         timeout: Duration,
     ) -> Result<Self, ToolError> {
+        let nonce: [u8; 16] = random().map_err(ToolError::Random)?;
         let mut connection = Connection::connect(address, user)?;
         let hello = v1::Hello {
             wire_min: WIRE_MIN,
@@ -79,7 +82,7 @@ impl Tool {
             client: CLIENT_NAME.into(),
             role: v1::hello::Role::Tool.into(),
             engine_id: String::new(),
-            process_nonce: Bytes::copy_from_slice(&random_nonce()),
+            process_nonce: Bytes::copy_from_slice(&nonce),
             live_leases: Vec::new(),
         };
         let hello = v1::Request { id: 1, body: Some(Ask::Hello(hello)) };

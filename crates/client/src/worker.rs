@@ -13,6 +13,7 @@ use std::{
 
 use kvlane_block::LayoutError;
 use kvlane_gpu::GpuError;
+use kvlane_memory::random;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
@@ -44,7 +45,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, replicas that do not divide the workers, or the kernel's refusal
-    /// of a thread or descriptor.
+    /// of a thread, a descriptor or random bytes for this process's nonce.
     ///
     /// # Safety
     /// The regions' memory must stay mapped and writable until [`close`](Self::close) has returned: the mover
@@ -59,13 +60,14 @@ impl Worker {
             Ok(GroupMemory::new(group, options.rank)?)
         });
         let groups = groups.collect::<Result<Vec<_>, StartError>>()?;
+        let nonce = random()?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
         let gpu = options.gpu.clone();
         let shared = Arc::new(Shared::new(wake, gpu.clone()));
         let for_mover = Arc::clone(&shared);
         let mover = std::thread::Builder::new()
             .name("kvlane-mover".into())
-            .spawn(move || mover::run(options, groups, &for_mover))?;
+            .spawn(move || mover::run(options, nonce, groups, &for_mover))?;
         let worker = Self { shared, gpu, mover: Some(mover), last_job: AtomicU64::new(0) };
         worker.wait_registered(FIRST_REGISTRATION);
         Ok(worker)
@@ -274,7 +276,7 @@ pub enum StartError {
         /// Workers of the engine.
         workers: u32,
     },
-    /// No thread or descriptor to be had.
+    /// No thread, descriptor or random bytes to be had.
     #[error("cannot start the mover: {0}")]
     Io(#[from] io::Error),
 }

@@ -242,6 +242,7 @@ fn scheduler(address: &Address) -> Scheduler {
         workers: 2,
         lookup_timeout: PATIENCE,
     })
+    .unwrap()
 }
 
 /// Two blocks of each group, of three that are stored.

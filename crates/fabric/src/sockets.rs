@@ -566,9 +566,7 @@ impl Provider for Sockets {
 
 /// A number that nobody else draws.
 pub(crate) fn random() -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    Ok(u64::from_le_bytes(bytes))
+    Ok(u64::from_le_bytes(kvlane_memory::random()?))
 }
 
 const _: () = assert!(LEASE.as_millis() > lease::PLACES.as_millis());

@@ -16,7 +16,6 @@ use kvlane_memory::{FolderRefused, RuntimeFolder};
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
-use rustix::rand::{GetRandomFlags, getrandom};
 use thiserror::Error;
 
 use crate::tcp::Key;
@@ -49,10 +48,7 @@ impl Secret {
     }
 
     fn random() -> io::Result<Secret> {
-        let mut bytes = [0; SECRET_BYTES];
-        // So few bytes are never cut short.
-        getrandom(&mut bytes, GetRandomFlags::empty())?;
-        Ok(Secret(bytes))
+        Ok(Secret(kvlane_memory::random()?))
     }
 
     fn key(&self) -> Key {

@@ -80,7 +80,7 @@ impl PyScheduler {
                 Ok(GroupSpec { namespace, name, tokens_per_block, window_blocks })
             })
             .collect::<PyResult<_>>()?;
-        Ok(Self(Own::new(Mutex::new(Scheduler::new(SchedulerOptions {
+        let scheduler = Scheduler::new(SchedulerOptions {
             address: self::address(address.as_deref())?,
             daemon_user: self::daemon_user(daemon_user)?,
             engine_id,
@@ -88,7 +88,8 @@ impl PyScheduler {
             groups,
             workers,
             lookup_timeout: milliseconds(lookup_timeout_ms)?,
-        })))))
+        })?;
+        Ok(Self(Own::new(Mutex::new(scheduler))))
     }
 
     #[getter]

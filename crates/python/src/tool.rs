@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvlane_client::{Tool, ToolError};
 use parking_lot::Mutex;
 use pyo3::{
-    exceptions::{PyConnectionError, PyTimeoutError, PyValueError},
+    exceptions::{PyConnectionError, PyOSError, PyTimeoutError, PyValueError},
     prelude::*,
     types::{PyBytes, PyDict},
 };
@@ -151,6 +151,7 @@ fn error(error: ToolError) -> PyErr {
     match error {
         ToolError::Connect(_) | ToolError::Lost(_) => PyConnectionError::new_err(sentence),
         ToolError::Timeout(_) => PyTimeoutError::new_err(sentence),
+        ToolError::Random(_) => PyOSError::new_err(sentence),
         ToolError::Refused(_) | ToolError::Pool(_) => PyValueError::new_err(sentence),
     }
 }

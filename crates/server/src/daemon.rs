@@ -27,7 +27,7 @@ use crate::{
     http, listen,
     listen::Listeners,
     metrics::Metrics,
-    random, reaper, session,
+    reaper, session,
     sessions::Sessions,
     shared::Shared,
     slots::Slots,
@@ -129,7 +129,7 @@ impl Daemon {
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
         let descriptors = getrlimit(Resource::Nofile).current;
         let shared = Arc::new(Shared {
-            boot: random::bytes16()?,
+            boot: kvlane_memory::random()?,
             started: Instant::now(),
             arena,
             store,

@@ -16,7 +16,6 @@ mod listen;
 mod meetings;
 mod metrics;
 mod peer;
-mod random;
 mod reaper;
 mod refusal;
 mod refusal_log;

@@ -160,9 +160,7 @@ fn make(
     let capacity = capacity.unwrap_or(free / 10 * 8);
     let (segments, segment_bytes) = geometry(capacity, segment_bytes)
         .map_err(|least| OpenError::TooSmall { path: path.clone(), capacity, least })?;
-    let mut device_id = [0; 16];
-    rustix::rand::getrandom(&mut device_id, rustix::rand::GetRandomFlags::empty())
-        .map_err(|errno| fail("cannot draw its identity")(errno.into()))?;
+    let device_id = kvlane_memory::random().map_err(fail("cannot draw its identity"))?;
     let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments };
     let bytes = superblock.file_bytes().unwrap_or(u64::MAX);
 

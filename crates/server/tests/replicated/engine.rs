@@ -249,7 +249,8 @@ impl Engine {
             }],
             workers,
             lookup_timeout: PATIENCE,
-        });
+        })
+        .unwrap();
         let deadline = Instant::now() + PATIENCE;
         while !scheduler.is_ready() {
             assert!(

@@ -89,6 +89,7 @@ pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Sched
         workers: 1,
         lookup_timeout,
     })
+    .unwrap()
 }
 
 /// An engine with one worker whose KV memory is two tensors.
