@@ -13,8 +13,9 @@ from kvlane.connector.adapters import Adapters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import StepJobs
-from kvlane.connector.scheduler import EngineShape, SchedulerSide
+from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
+from kvlane.connector.shape import EngineShape
 from kvlane.connector.weights import STARTED_WITH, Weights, WeightsReport
 from kvlane.connector.worker import WorkerSide
 from kvlane.testing import FakeCore

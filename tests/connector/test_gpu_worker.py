@@ -9,7 +9,8 @@ from typing import Any, cast
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
-from kvlane.connector.worker import Stream, WorkerSide
+from kvlane.connector.stream import Stream
+from kvlane.connector.worker import WorkerSide
 
 LAYERS = [f"layers.{layer}" for layer in range(3)]
 

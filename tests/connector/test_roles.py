@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlane.connector.jobs import StepJobs
-from kvlane.connector.scheduler import MISS_IS_OLD_SECONDS
+from kvlane.connector.kinds.load import MISS_IS_OLD_SECONDS
 from kvlane.connector.weights import Weights
 from kvlane.testing import FakeCore
 
@@ -462,7 +462,7 @@ def test_a_window_is_loaded_without_what_fell_out_of_it() -> None:
     loads = engine.scheduler.take_loads()
     assert loads[0].groups is not None
     assert [len(ids) for _, ids, _ in loads[0].groups] == [5, 2]
-    engine.scheduler._loads_to_send += loads
+    engine.scheduler.loads.to_send += loads
     assert engine.step() == ({"warm"}, set())
     for group in groups:
         for index in range(5):
@@ -518,7 +518,7 @@ def test_null_and_reused_blocks_are_not_saved() -> None:
     engine.pool.free_blocks([engine.pool.blocks[table[0]]])
     table[0] = 0
     # Versions before 0.30 do not show the table: this one is stale, block 1's id was given to another prompt.
-    state = engine.scheduler._requests["r"]
+    state = engine.scheduler.requests["r"]
     for group, ids in enumerate(engine.tables["r"]):
         for index, block in enumerate(ids):
             engine.pool.blocks[block].block_hash = cold.block_hashes[index] + group.to_bytes(4, "big")
@@ -546,9 +546,9 @@ def test_tables_are_followed_through_the_schedulers_messages() -> None:
     plan(Step(scheduled_new_reqs=[SimpleNamespace(req_id="r", block_ids=([3, 4],))]), StepJobs())
     plan(Step(scheduled_cached_reqs=cached(([5],), set())), StepJobs())
     plan(Step(scheduled_cached_reqs=cached(None, set())), StepJobs())
-    assert engine.scheduler._requests["r"].block_ids == [[3, 4, 5]]
+    assert engine.scheduler.requests["r"].block_ids == [[3, 4, 5]]
     plan(Step(scheduled_cached_reqs=cached(([8, 9],), {"r"})), StepJobs())
-    assert engine.scheduler._requests["r"].block_ids == [[8, 9]]
+    assert engine.scheduler.requests["r"].block_ids == [[8, 9]]
 
 
 def test_a_preempted_request_is_looked_up_again_with_what_it_generated() -> None:

@@ -78,12 +78,12 @@ class Chaos:
         if self._mend is not None and time.monotonic() >= self._mend_at:
             mend, self._mend = self._mend, None
             mend()
-        states = self._side._requests.values()
+        states = self._side.requests.values()
         running = {request.request_id for request in self._engine.scheduler.running}
         waiting = [each for each in states if each.request.request_id not in running and each.loading is None]
         if any(each.hit is not None and each.hit.tokens for each in waiting):
             self._maybe("hit-waiting")
-        if self._side._loads:
+        if self._side.loads.under_way:
             self._maybe("loading")
         if self._side.saves.pinned_blocks:
             self._maybe("saving")

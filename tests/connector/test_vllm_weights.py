@@ -195,7 +195,7 @@ def test_a_reset_with_a_load_under_way_is_refused_by_vllm_and_works_afterwards(m
         engine.forget()
         fake.core.hold_loads = True
         name = engine.add(PROMPT)
-        while not engine.connector._scheduler._loads:
+        while not engine.connector._scheduler.loads.under_way:
             engine.llm.llm_engine.step()
         with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
             engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

@@ -18,9 +18,10 @@ from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
 from kvlane.connector.namespace import adapters_meaning, engine_meaning, fix_hash_seed, group_namespace
-from kvlane.connector.scheduler import EngineShape, SchedulerSide
+from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
-from kvlane.connector.worker import Stream
+from kvlane.connector.shape import EngineShape
+from kvlane.connector.stream import Stream
 
 
 def build_scheduler_side(

@@ -33,6 +33,8 @@ class RequestState:
     """The upper bound given to the last lookup."""
     local_tokens: int = 0
     """Tokens that the engine's own cache had at the last scheduling attempt."""
+    promised_by: str | None = None
+    """The kind of job that has promised tokens when vLLM last asked."""
     loading: int | None = None
     """The job that loads its promised blocks."""
     load_failed: bool = False

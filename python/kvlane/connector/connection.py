@@ -1,0 +1,58 @@
+"""The scheduler role's connection to the daemon: kept alive once a step, and which of the daemon's runs it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvlane.connector.core_protocols import SchedulerCore
+
+# After so long without a step the connection is looked at before a hit is promised: an idle worker lets the pool of
+# a dead daemon go after a minute.
+LOOK_BEFORE_PROMISE_SECONDS = 1.0
+
+
+class Connection:
+    """To the runs of the daemon, one after the other. A run is known by its boot id."""
+
+    def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._clock = clock
+        self._ticked_at = clock()
+        self._boot: bytes | None = None
+        self._gone: list[bytes] = []
+
+    def tick(self) -> None:
+        """Once a step: reconnect, send and read what is due. Never blocks."""
+        self._core.tick()
+        self._ticked_at = self._clock()
+
+    def look_if_idle(self) -> None:
+        """`tick`, if there was no step for long."""
+        if self._clock() - self._ticked_at >= LOOK_BEFORE_PROMISE_SECONDS:
+            self.tick()
+
+    def has_restarted(self) -> bool:
+        """Whether the daemon's run is another one than at the last call. A new run has nothing stored."""
+        boot = self._core.boot
+        if boot is None or boot == self._boot:
+            return False
+        before, self._boot = self._boot, boot
+        return before is not None
+
+    def newly_gone(self) -> list[bytes] | None:
+        """The runs that were left, if they are others than at the last call."""
+        gone = self._core.gone
+        if gone == self._gone:
+            return None
+        self._gone = gone
+        return gone
+
+    @property
+    def gone(self) -> list[bytes]:
+        """The runs that were left, as of the last `newly_gone`."""
+        return self._gone
+
+    @property
+    def boot(self) -> bytes | None:
+        """The daemon's present run; None while there is no connection."""
+        return self._core.boot

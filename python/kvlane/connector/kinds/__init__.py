@@ -1,0 +1,28 @@
+"""The kinds of job that the connector does, in the order in which both roles ask them.
+
+- reset: which weights the engine has; prompts wait while nobody knows.
+- load: prompts are looked up, and what the daemon has of them is loaded.
+- save: blocks that are full are saved.
+
+A further kind is a class for each role that has something to do, and a line in each list here.
+"""
+
+from __future__ import annotations
+
+from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared, WorkerKind, WorkerShared
+from kvlane.connector.kinds.load import LookUpAndLoad
+from kvlane.connector.kinds.load_worker import LoadWorker
+from kvlane.connector.kinds.reset import Reset
+from kvlane.connector.kinds.reset_worker import LookAtWeights
+from kvlane.connector.kinds.save import SaveBlocks
+from kvlane.connector.kinds.save_worker import SaveWorker
+
+
+def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
+    """Those of the scheduler role. The first that has an answer for a prompt decides."""
+    return [Reset(shared), LookUpAndLoad(shared), SaveBlocks(shared)]
+
+
+def worker_kinds(shared: WorkerShared) -> list[WorkerKind]:
+    """Those of the worker role."""
+    return [LoadWorker(shared), SaveWorker(shared), LookAtWeights(shared)]

@@ -1,0 +1,198 @@
+"""What a kind of job is: the part of each role that looks after one thing, as loads or saves.
+
+Both roles ask their kinds in the order of the lists in `kvlane.connector.kinds`. A kind writes only the methods by
+which it has something to say; the ones here say nothing. Its scheduler half tells its worker half what to do in
+`StepJobs`, and hears from it by ends of jobs and by reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from kvlane.connector.adapters import Moment
+from kvlane.connector.connection import Connection
+from kvlane.connector.core_protocols import Finished, SchedulerCore, WorkerCore
+from kvlane.connector.counters import Counters
+from kvlane.connector.guard import Failures
+from kvlane.connector.jobs import JobEnd, StepJobs
+from kvlane.connector.known_weights import KnownWeights
+from kvlane.connector.pins import Pins
+from kvlane.connector.requests import GroupHashes, RequestState
+from kvlane.connector.settings import Settings
+from kvlane.connector.shape import EngineShape
+from kvlane.connector.stream import Stream
+from kvlane.connector.vllm_protocols import AllocatedBlocks, KVEvent, Request, SchedulerOutput, Tables
+from kvlane.connector.weights import WeightsReport
+
+LayerHook = Callable[[str], None]
+"""Called with a layer's name before the layer reads its KV cache."""
+
+
+class Answer(NamedTuple):
+    """What a kind says of a prompt that vLLM is about to schedule."""
+
+    tokens: int = 0
+    """Tokens past the engine's own that will come without being computed."""
+    wait: bool = False
+    """Nothing is decided yet: vLLM has to ask again."""
+
+
+NOTHING = Answer()
+ASK_AGAIN = Answer(wait=True)
+
+
+@dataclass
+class SchedulerShared:
+    """What all kinds of the scheduler role use together."""
+
+    core: SchedulerCore
+    connection: Connection
+    shape: EngineShape
+    settings: Settings
+    failures: Failures
+    clock: Callable[[], float]
+    counters: Counters
+    pins: Pins
+    hashes: GroupHashes
+    weights: KnownWeights
+    moment: Moment
+    jobs: Iterator[int]
+    """Numbers for new jobs. All kinds draw from it, so that a job's end finds the kind that started it."""
+    requests: dict[str, RequestState] = field(default_factory=dict)
+    """The live requests, by vLLM's id."""
+    events: list[KVEvent] = field(default_factory=list)
+    """For routers, in the order in which they happened."""
+
+
+class SchedulerKind:
+    """A kind of job in the scheduler role."""
+
+    name: ClassVar[str]
+    """Of its parts in `StepJobs.others` and `KVLaneWorkerMetadata.others`, and in messages of errors."""
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        self._shared = shared
+
+    def request_added(self, state: RequestState) -> None:
+        """A request has arrived."""
+
+    def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        """vLLM asks what it need not compute of a prompt past the `local_tokens` of its own cache. The first kind that
+        promises tokens or wants to be asked again decides, and later ones are not asked. Promised tokens are loaded
+        while others compute."""
+        return NOTHING
+
+    def allocated(
+        self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
+    ) -> None:
+        """vLLM has blocks for a request. `tokens` are those that this kind has promised: from here on the request waits
+        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one. 0:
+        nothing of this kind comes into the blocks."""
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        """Once a step: put what the workers are to start into `jobs`. Whoever expects news in a moment sets
+        `jobs.idle` to False, so that workers do not wait."""
+
+    def ended(self, job: int, end: JobEnd) -> bool:
+        """Workers have reported the end of a job. True if it is of this kind."""
+        return False
+
+    def reported(self, part: object) -> None:
+        """What the worker halves said besides, merged over ranks."""
+
+    def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
+        """A request is over, and vLLM is about to free its blocks."""
+
+    def give_back(self, state: RequestState) -> None:
+        """Give back what is held for a request: it is over, or takes no part in the cache."""
+
+    def daemon_restarted(self) -> None:
+        """The daemon is another run than before, with nothing stored."""
+
+    def runs_gone(self, gone: Sequence[bytes]) -> None:
+        """These runs of the daemon were left. Workers may let their pools go: nothing of them may be promised."""
+
+    def before_pool_reset(self) -> None:
+        """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
+
+    def pool_was_reset(self) -> None:
+        """vLLM's own cache is empty."""
+
+    def reset(self) -> None:
+        """The engine's weights may be others from here on."""
+
+    def pending(self) -> bool:
+        """Whether the engine has to keep stepping for this kind although no request runs."""
+        return False
+
+    def frees_are_near(self) -> bool:
+        """Whether blocks come free soon, without a request being preempted."""
+        return False
+
+
+@dataclass
+class Reports:
+    """What one rank's kinds have to tell vLLM and the scheduler role since they were last taken."""
+
+    jobs: dict[int, JobEnd] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    """Requests that may compute: their load has ended, or every step waits for it."""
+    failed: set[str] = field(default_factory=set)
+    """Those of `loaded` whose blocks did not come."""
+    failed_blocks: set[int] = field(default_factory=set)
+    """Blocks of failed loads, for versions of vLLM that do not hear of requests."""
+    weights: WeightsReport | None = None
+
+
+@dataclass
+class WorkerShared:
+    """What all kinds of the worker role use together."""
+
+    rank: int
+    failures: Failures
+    counters: Counters = field(default_factory=Counters)
+    reports: Reports = field(default_factory=Reports)
+    core: WorkerCore | None = None
+    """Before caches are registered, and after they are gone, there is none: every job fails."""
+    stream: Stream | None = None
+    """How the engine computes on a GPU; None on a CPU."""
+    replicas: Sequence[int] = ()
+    """For each group, how many consecutive ranks hold the same blocks; empty if none do."""
+    steps_at_once: int = 0
+    """Empty steps that do not wait for copies, because the engine is about to hear of one."""
+
+    def stream_handle(self) -> int:
+        """Of the stream that the engine computes in; 0 on a CPU."""
+        return self.stream.handle() if self.stream is not None else 0
+
+
+class WorkerKind:
+    """A kind of job in the worker role. Every job that arrives is reported exactly once in `shared.reports`, as failed
+    if nothing else is possible."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shared: WorkerShared) -> None:
+        self._shared = shared
+
+    def attached(self) -> None:
+        """There are caches, and a core that copies."""
+
+    def step_begins(self, jobs: StepJobs) -> LayerHook | None:
+        """Before the forward pass: start what may write the engine's blocks. A hook is called for each layer."""
+
+    def computed(self, jobs: StepJobs) -> None:
+        """The forward pass is over, on the GPU or in its stream: start what reads the engine's blocks."""
+
+    def finished(self, end: Finished) -> bool:
+        """The core says that a job ended, or that a load was released. True if it is of this kind."""
+        return False
+
+    def waits_for(self) -> float:
+        """Milliseconds that a step with nothing to compute may wait for this kind's copies."""
+        return 0.0
+
+    def detached(self) -> None:
+        """The core is closed: jobs that have not ended end as failed."""

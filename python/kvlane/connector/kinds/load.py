@@ -1,0 +1,251 @@
+"""Looks prompts up, promises hits, and has them loaded.
+
+A hit is promised only while its lease is held; the lease is given back when all workers have loaded the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlane.connector.core_protocols import Hit
+from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
+from kvlane.connector.requests import RequestState
+from kvlane.connector.vllm_protocols import (
+    AllocatedBlocks,
+    Block,
+    Request,
+    SchedulerOutput,
+    wants_no_cache,
+)
+
+# A miss is asked again when a request has waited this long for its turn: others may have saved its prefix since.
+MISS_IS_OLD_SECONDS = 1.0
+
+
+@dataclass
+class _Load:
+    """A load under way."""
+
+    request_id: str
+    boot: bytes
+    lease: int
+    blocks: list[Block]
+    """Pinned until the end: a load may outlive its request."""
+    ranks_left: int
+    ok: bool = True
+
+
+class LookUpAndLoad(SchedulerKind):
+    """Lookups, promises and loads of an engine."""
+
+    name = "load"
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        super().__init__(shared)
+        self.under_way: dict[int, _Load] = {}
+        """Loads whose end is awaited, by job; also those that the workers have not been told of."""
+        self.to_send: list[LoadJob] = []
+        """Loads that the workers have not been told of."""
+
+    # Lookups
+
+    def request_added(self, state: RequestState) -> None:
+        self._start_lookup(state)
+
+    def _start_lookup(self, state: RequestState) -> None:
+        shared, request = self._shared, state.request
+        self._drop_hit(state)
+        if (
+            not shared.shape.can_load
+            or shared.pins.pool is None
+            or not shared.weights.are_known
+            or state.load_failed
+            or not state.takes_part()
+            or wants_no_cache(request)
+        ):
+            return
+        # The engine must compute at least one token itself.
+        alignment = shared.shape.hit_alignment
+        tokens = (request.num_tokens - 1) // alignment * alignment
+        state.asked_tokens = tokens
+        if tokens <= 0 or not request.block_hashes:
+            return
+        # Also those beyond the limit: what is stored of them needs no saving.
+        hashes = [
+            shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
+            for group in shared.shape.groups
+        ]
+        shared.core.lookup_start(request.request_id, hashes, tokens)
+        state.looking_up = True
+
+    def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        self._drop_former_hit(state)
+        if self._wants_new_lookup(state):
+            self._start_lookup(state)
+        if state.looking_up:
+            shared = self._shared
+            hit = shared.core.lookup_poll(state.request.request_id, shared.settings.lookup_wait_us)
+            if hit is None:
+                return ASK_AGAIN
+            self._take_answer(state, hit)
+            self._drop_former_hit(state)
+        if state.hit is None or state.hit.tokens <= local_tokens:
+            return NOTHING
+        return Answer(state.hit.tokens - local_tokens)
+
+    def _drop_former_hit(self, state: RequestState) -> None:
+        """A hit is promised only of the daemon's present run, whose pool all workers have mapped as far as it knows: of
+        another run they may have let the pool go."""
+        if state.hit is None or state.hit.tokens == 0:
+            return
+        self._shared.connection.look_if_idle()
+        if state.hit.boot != self._shared.core.boot or not self._shared.core.ready:
+            self._drop_hit(state)
+
+    def _wants_new_lookup(self, state: RequestState) -> bool:
+        if state.looking_up:
+            return False
+        if state.hit is None:
+            return True
+        # After a preemption the prompt includes what was generated.
+        longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
+        old_miss = state.hit.tokens == 0 and self._shared.clock() - state.answered_at >= MISS_IS_OLD_SECONDS
+        return longer or old_miss
+
+    def _take_answer(self, state: RequestState, hit: Hit) -> None:
+        state.looking_up = False
+        state.hit = hit
+        state.answered_at = self._shared.clock()
+        # What the daemon has is not saved again; what only the engine's own cache has is, so that a daemon that
+        # was restarted fills up by itself.
+        state.saved_blocks = [
+            hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups
+        ]
+        state.next_save = 0
+
+    def _drop_hit(self, state: RequestState) -> None:
+        if state.looking_up:
+            self._shared.core.forget(state.request.request_id)
+            state.looking_up = False
+        hit, state.hit = state.hit, None
+        if hit is not None and hit.tokens > 0:
+            self._shared.core.release(hit.boot, hit.lease)
+
+    def give_back(self, state: RequestState) -> None:
+        """A load under way goes on and gives its lease back at its end."""
+        self._drop_hit(state)
+
+    def runs_gone(self, gone: Sequence[bytes]) -> None:
+        # Also if the scheduler comes back to the same run: from here on the workers may let its pool go.
+        for state in self._shared.requests.values():
+            if state.hit is not None and state.hit.tokens and state.hit.boot in gone:
+                self._drop_hit(state)
+
+    def reset(self) -> None:
+        for state in self._shared.requests.values():
+            self._drop_hit(state)
+
+    # Loads
+
+    def allocated(
+        self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
+    ) -> None:
+        """The last `tokens` of the request's hit are still to be loaded."""
+        if tokens == 0:
+            if state is not None:
+                self._drop_hit(state)
+            return
+        shared = self._shared
+        job = next(shared.jobs)
+        groups = None
+        try:
+            assert state is not None and state.hit is not None, "the engine loads a hit that was not promised"
+            groups = self._plan_load(state, state.hit, blocks, tokens)
+        except Exception as error:  # noqa: BLE001
+            # The engine already waits for this request, so its load has to be reported, as failed.
+            shared.failures.record("planning a load", error, "the request is reported as not loaded")
+        local_tokens = state.local_tokens if state is not None else 0
+        written = [
+            block
+            for group in shared.shape.groups
+            for block in blocks.blocks[group.group_id][local_tokens // group.tokens_per_block :]
+            if not block.is_null
+        ]
+        block_ids = frozenset(block.block_id for block in written)
+        if shared.pins.pool is None:
+            groups, written = None, []
+        else:
+            shared.pins.pin(written)
+        hit = state.hit if state is not None else None
+        boot, lease = (hit.boot, hit.lease) if hit is not None else (b"", 0)
+        if state is not None:
+            state.hit = None  # the lease belongs to the load now
+            state.loading = job
+        self.under_way[job] = _Load(request.request_id, boot, lease, written, shared.shape.workers)
+        self.to_send.append(LoadJob(job, request.request_id, boot, groups, block_ids))
+        shared.counters.add("hit_tokens", tokens)
+
+    def _plan_load(
+        self, state: RequestState, hit: Hit, blocks: AllocatedBlocks, tokens: int
+    ) -> list[tuple[int, list[int], list[bytes]]]:
+        end_tokens = state.local_tokens + tokens
+        assert end_tokens <= hit.tokens, f"the engine wants {end_tokens} tokens of a hit of {hit.tokens}"
+        first_blocks = dict(hit.groups)
+        groups = []
+        for group in self._shared.shape.groups:
+            end = end_tokens // group.tokens_per_block
+            # A window that ends earlier needs blocks that the hit does not have.
+            assert group.window_blocks == 0 or end_tokens == hit.tokens, (
+                f"the engine cut a hit of {hit.tokens} tokens with a window to {end_tokens}"
+            )
+            first_hit = first_blocks[group.index]
+            first = max(state.local_tokens // group.tokens_per_block, first_hit)
+            table = blocks.blocks[group.group_id]
+            wanted = [index for index in range(first, end) if not table[index].is_null]
+            ids = [table[index].block_id for index in wanted]
+            pages = []
+            for rank in range(self._shared.shape.workers):
+                all_pages = hit.pages(group.index, rank)
+                pages.append(
+                    b"".join(
+                        all_pages[(index - first_hit) * 4 : (index - first_hit + 1) * 4] for index in wanted
+                    )
+                )
+            groups.append((group.index, ids, pages))
+        return groups
+
+    def take(self) -> list[LoadJob]:
+        """Loads that the workers have not been told of; from here on they have."""
+        loads, self.to_send = self.to_send, []
+        return loads
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        """Loads are taken before (`take`). While a lookup is awaited the workers do not wait for their copies."""
+        if jobs.idle and any(state.looking_up for state in self._shared.requests.values()):
+            jobs.idle = False
+
+    def ended(self, job: int, end: JobEnd) -> bool:
+        load = self.under_way.get(job)
+        if load is None:
+            return False
+        load.ranks_left -= end.ranks
+        load.ok = load.ok and end.ok
+        if load.ranks_left <= 0:
+            del self.under_way[job]
+            self._load_ended(job, load)
+        return True
+
+    def _load_ended(self, job: int, load: _Load) -> None:
+        self._shared.pins.unpin(load.blocks)
+        if load.lease:
+            self._shared.core.release(load.boot, load.lease)
+        state = self._shared.requests.get(load.request_id)
+        if state is not None and state.loading == job:
+            state.loading = None
+            # Promising it again would fail again, and vLLM would ask without end.
+            state.load_failed = state.load_failed or not load.ok
+
+    def pending(self) -> bool:
+        return bool(self.under_way)

@@ -1,0 +1,182 @@
+"""Carries loads out in one rank, and makes steps wait for those that were released before their end."""
+
+from __future__ import annotations
+
+from kvlane.connector.core_protocols import Finished, Release
+from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
+
+# With nothing to compute the worker waits this long for its copies instead of spinning through empty steps: for loads
+# whose request has been released not long, since a request that arrives meanwhile waits too.
+LOAD_WAIT_MS = 2.0
+RELEASED_WAIT_MS = 0.2
+# Empty steps after a load was released: the engine has planned one of them before it learns of it.
+STEPS_TO_A_RELEASED_REQUEST = 2
+
+
+class LoadWorker(WorkerKind):
+    """Loads of one rank."""
+
+    name = "load"
+
+    def __init__(self, shared: WorkerShared) -> None:
+        super().__init__(shared)
+        self._loads: dict[int, LoadJob] = {}
+        # Loads that run on while their request computes already.
+        self._released: set[int] = set()
+        # By kind of step, the layers whose hook was called: with all of them, such steps can be trusted to call it.
+        self._seen_layers: dict[str, set[str]] = {}
+        self._step_kind: str | None = None
+        self._waits_by_layer = False
+        self._waited_layers: set[str] = set()
+
+    def attached(self) -> None:
+        self._seen_layers = {}
+        self._waits_by_layer = False
+
+    def step_begins(self, jobs: StepJobs) -> LayerHook | None:
+        """vLLM's own zeroing of new blocks precedes this."""
+        self._waits_by_layer = False
+        hook = self._wait_for_released() if jobs.computes else None
+        for load in jobs.loads:
+            self._start(load, jobs.idle)
+        return hook
+
+    # Steps that have to wait
+
+    def _wait_for_released(self) -> LayerHook | None:
+        """Holds up what this step computes until the loads that were released are there, layer by layer if possible.
+        All of them: their blocks may be hit by other requests, or belong to others by now."""
+        core, stream = self._shared.core, self._shared.stream
+        if core is None or stream is None or not stream.last_region:
+            return None
+        self._step_kind = stream.step_kind()
+        outstanding = core.has_outstanding_loads
+        if self._step_kind is not None and self._is_trusted(self._step_kind):
+            if not outstanding:
+                return None
+            self._waited_layers.clear()
+            self._waits_by_layer = True
+            return self._wait_for_layer
+        if outstanding:
+            self._hold_up(None)
+        return self._see_layer if self._step_kind is not None else None
+
+    def _is_trusted(self, kind: str) -> bool:
+        assert self._shared.stream is not None
+        return self._seen_layers.get(kind, set()) >= self._shared.stream.last_region.keys()
+
+    def _see_layer(self, layer_name: str) -> None:
+        assert self._step_kind is not None
+        self._seen_layers.setdefault(self._step_kind, set()).add(layer_name)
+
+    def _wait_for_layer(self, layer_name: str) -> None:
+        assert self._shared.stream is not None
+        self._waited_layers.add(layer_name)
+        # A layer that is not known waits for everything.
+        self._hold_up(self._shared.stream.last_region.get(layer_name))
+
+    def _hold_up(self, region: int | None) -> None:
+        core, stream = self._shared.core, self._shared.stream
+        assert core is not None and stream is not None
+        try:
+            core.wait_for_loads(stream.handle(), region)
+        except Exception as error:  # noqa: BLE001
+            self._shared.failures.record("waiting for a load", error, "the GPU's context is lost")
+
+    def computed(self, jobs: StepJobs) -> None:
+        """Steps of a kind that left a hook out are not trusted again."""
+        if not self._waits_by_layer:
+            return
+        assert self._shared.stream is not None
+        assert self._step_kind is not None
+        missing = self._shared.stream.last_region.keys() - self._waited_layers
+        if missing:
+            self._seen_layers[self._step_kind] = set()
+            error = RuntimeError(
+                f"{len(missing)} layers did not wait for a load in a step of kind {self._step_kind}"
+            )
+            self._shared.failures.record(
+                "waiting for a load", error, "this step may have read blocks too early"
+            )
+
+    # Loads
+
+    def _start(self, load: LoadJob, idle: bool) -> None:
+        shared = self._shared
+        self._loads[load.job] = load
+        if load.groups is None or shared.core is None:
+            self._end(load.job, ok=False)
+            return
+        groups = [(group, ids, self._pages(group, pages)) for group, ids, pages in load.groups if ids]
+        if not groups:
+            self._end(load.job, ok=True)
+            return
+        try:
+            shared.core.load(load.job, load.boot, groups, shared.stream_handle(), self._release(idle))
+        except Exception as error:  # noqa: BLE001
+            shared.failures.record("starting a load", error, "the request is reported as not loaded")
+            self._end(load.job, ok=False)
+
+    def _pages(self, group: int, pages: list[bytes]) -> bytes:
+        """Where this rank's shards of a group's blocks are; of blocks that several ranks hold, where all slices are."""
+        shared = self._shared
+        replicas = shared.replicas[group] if shared.replicas else 1
+        first = shared.rank - shared.rank % replicas
+        return b"".join(pages[first : first + replicas])
+
+    def _release(self, idle: bool) -> Release:
+        """When a load's request may compute. Before its end only where every step can be made to wait; where others
+        run that would have to wait with it, not long before."""
+        stream = self._shared.stream
+        if stream is None or not stream.last_region:
+            return "at_end"
+        return "at_once" if idle else "when_near"
+
+    def finished(self, end: Finished) -> bool:
+        load = self._loads.get(end.job)
+        if load is None:
+            return False
+        shared = self._shared
+        if end.kind == "released":
+            self._released.add(end.job)
+            shared.steps_at_once = STEPS_TO_A_RELEASED_REQUEST
+            shared.reports.loaded.add(load.request_id)
+            return True
+        shared.counters.add("load_jobs")
+        shared.counters.add("load_blocks", end.blocks)
+        shared.counters.add("load_bytes", end.bytes)
+        shared.counters.add("load_seconds", end.seconds)
+        if not end.ok:
+            released = end.job in self._released
+            then = (
+                "its request computes with wrong blocks"
+                if released
+                else "the request is reported as not loaded"
+            )
+            shared.failures.record("a load", RuntimeError(end.detail), then)
+        self._end(end.job, ok=end.ok)
+        return True
+
+    def _end(self, job: int, ok: bool) -> None:
+        shared, reports = self._shared, self._shared.reports
+        load = self._loads.pop(job)
+        if not ok:
+            shared.counters.add("failed_loads")
+        if job in self._released:
+            self._released.remove(job)
+        else:
+            reports.loaded.add(load.request_id)
+            if not ok:
+                reports.failed.add(load.request_id)
+                reports.failed_blocks |= load.block_ids
+        reports.jobs[job] = JobEnd(1, ok)
+
+    def waits_for(self) -> float:
+        if self._loads.keys() - self._released:
+            return LOAD_WAIT_MS
+        return RELEASED_WAIT_MS if self._loads else 0.0
+
+    def detached(self) -> None:
+        for job in list(self._loads):
+            self._end(job, ok=False)

@@ -1,0 +1,95 @@
+"""Knows which weights the engine's blocks belong to, also after vLLM reset the connector because they change."""
+
+from __future__ import annotations
+
+from kvlane.connector import events
+from kvlane.connector.guard import logger
+from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
+from kvlane.connector.requests import RequestState
+from kvlane.connector.vllm_protocols import SchedulerOutput
+from kvlane.connector.weights import STARTED_WITH, WeightsReport
+
+
+class Reset(SchedulerKind):
+    """Asks the workers for their weights after a reset, and has prompts wait for the answer."""
+
+    name = "reset"
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        super().__init__(shared)
+        # vLLM refused to reset its own cache when it reset the connector: it may hold blocks of other weights.
+        self._own_cache_is_old = False
+        # Since the last reset a request was to be scheduled: from here on the weights stay as they are.
+        self._is_scheduling = False
+
+    def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        shared = self._shared
+        if state.stale:
+            # It starts over, so nothing of before the reset is left of it.
+            state.stale = False
+            state.forget_progress()
+        self._is_scheduling = True
+        if shared.weights.are_known or not shared.shape.can_load:
+            return NOTHING
+        return ASK_AGAIN if shared.weights.is_worth_waiting(shared.clock()) else NOTHING
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        runs = self._is_scheduling or output.total_num_scheduled_tokens > 0
+        if runs and not self._own_cache_is_old:
+            jobs.look_at_weights = self._shared.weights.question()
+
+    def pool_was_reset(self) -> None:
+        self._own_cache_is_old = False
+
+    def reset(self) -> None:
+        shared = self._shared
+        for state in shared.requests.values():
+            if state.request.num_computed_tokens > 0:
+                state.stale = True
+        self._own_cache_is_old = not shared.pins.was_reset
+        if self._own_cache_is_old:
+            logger.warning(
+                "kvlane: vLLM could not reset its own cache, so it may hold blocks of other weights: nothing is looked "
+                "up or saved until a reset succeeds (reset_running_requests=True, or when no request runs)"
+            )
+        self._is_scheduling = False
+        shared.weights.forget()
+        shared.hashes.weights_key = shared.weights.key
+
+    def reported(self, part: object) -> None:
+        """Workers have looked at their weights."""
+        assert isinstance(part, WeightsReport), f"workers report weights, not {part!r}"
+        shared = self._shared
+        if not shared.weights.answer(part):
+            return
+        shared.hashes.weights_key = shared.weights.key
+        for state in shared.requests.values():
+            # What was computed meanwhile was not saved.
+            state.forget_progress()
+        labels = {label for _, label in part.labels}
+        if labels == {STARTED_WITH}:
+            logger.info("kvlane: after the reset the engine has the weights that it was started with")
+            return
+        if shared.shape.emit_events:
+            shared.events.append(events.all_cleared())
+        _tell(labels)
+
+
+def _tell(labels: set[str | None]) -> None:
+    """Say in the log whose blocks the engine shares now."""
+    (label, *others) = labels
+    if None in labels:
+        logger.warning(
+            "kvlane: after the reset nobody can tell which weights the engine has, so its blocks are shared with "
+            "no other engine and not found after the next reset; name them "
+            "(kvlane.connector.weights.name_weights)"
+        )
+    elif not others and label is not None and label.startswith("version "):
+        logger.info("kvlane: after the reset the engine has the weights of %s", label)
+    else:
+        logger.warning(
+            "kvlane: after the reset the engine has other weights than it was started with, so its blocks are "
+            "shared with no other engine; where several engines get the same weights, name them "
+            "(kvlane.connector.weights.name_weights)"
+        )

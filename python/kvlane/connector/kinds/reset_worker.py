@@ -1,0 +1,36 @@
+"""Looks in one rank which weights it computes with, when the scheduler role asks after a reset."""
+
+from __future__ import annotations
+
+from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
+from kvlane.connector.weights import Weights, WeightsReport
+
+
+class LookAtWeights(WorkerKind):
+    """The weights of one rank."""
+
+    name = "reset"
+
+    def __init__(self, shared: WorkerShared) -> None:
+        super().__init__(shared)
+        self.weights: Weights | None = None
+        """What the model computes with; None where it could not be found."""
+
+    def step_begins(self, jobs: StepJobs) -> LayerHook | None:
+        """Before this step computes anything: the weights are those that its blocks will belong to."""
+        if jobs.look_at_weights is None:
+            return None
+        label = None
+        try:
+            if self.weights is not None:
+                label = self.weights.label(jobs.look_at_weights)
+        except Exception as error:  # noqa: BLE001
+            self._shared.failures.record(
+                "looking at the weights", error, "this engine shares no blocks with others"
+            )
+        # Also if nothing is known: the scheduler waits for it.
+        self._shared.reports.weights = WeightsReport(
+            jobs.look_at_weights, frozenset({(self._shared.rank, label)})
+        )
+        return None

@@ -1,0 +1,130 @@
+"""Has new blocks saved: those that a step fills, and at a request's end the last full ones."""
+
+from __future__ import annotations
+
+from kvlane.connector.guard import logger
+from kvlane.connector.jobs import JobEnd, StepJobs
+from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
+from kvlane.connector.requests import RequestState
+from kvlane.connector.saves import Saves
+from kvlane.connector.vllm_protocols import Request, SchedulerOutput, Tables, block_state
+
+# How long a reset of vLLM's cache waits for the daemon to give up the saves that are under way.
+CANCEL_TIMEOUT_MS = 2000.0
+
+
+class SaveBlocks(SchedulerKind):
+    """When an engine's blocks are saved; `saves` decides which and keeps them pinned."""
+
+    name = "save"
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        super().__init__(shared)
+        self.saves = Saves(
+            shared.shape.groups,
+            shared.hashes,
+            shared.shape.workers,
+            shared.settings,
+            shared.shape.emit_events,
+            shared.counters,
+            shared.jobs,
+            shared.pins,
+        )
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        self._queue(output)
+        save = self.saves.take_job(self._shared.clock())
+        if save is not None:
+            jobs.saves.append(save)
+
+    def _queue(self, output: SchedulerOutput) -> None:
+        """Queue what this step fills."""
+        shared = self._shared
+        shown = block_state(output)
+        if shown is None:
+            self._follow_tables(output)
+        if not self._can_save():
+            return
+        known = shared.requests.get
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = known(request_id)
+            if state is None:
+                continue
+            # The workers copy after this step's forward pass.
+            computed = state.request.num_computed_tokens + scheduled
+            if computed < state.next_save:
+                continue
+            tables = shown.resolve_block_ids(request_id) if shown is not None else state.block_ids
+            if tables:
+                self.saves.add(state, computed, tables, tables_are_exact=shown is not None, wait=True)
+
+    def _can_save(self) -> bool:
+        shared = self._shared
+        return shared.shape.can_save and shared.weights.are_known and shared.core.ready
+
+    def _follow_tables(self, output: SchedulerOutput) -> None:
+        """For versions before 0.30: put the block tables together from the scheduler's messages."""
+        requests = self._shared.requests
+        for new in output.scheduled_new_reqs:
+            state = requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = requests.get(request_id)
+            if state is None or new_ids is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = [list(ids) for ids in new_ids]
+            else:
+                for known, added in zip(state.block_ids, new_ids, strict=True):
+                    known.extend(added)
+
+    def ended(self, job: int, end: JobEnd) -> bool:
+        stored = self.saves.ended(job, end.ranks, end.ok)
+        if stored is None:
+            return False
+        self._shared.events += stored
+        return True
+
+    def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
+        """Its last full blocks are saved before vLLM frees them."""
+        if self._can_save() and state.loading is None and not state.load_failed:
+            # The last sampled token was never an input: its keys and values were not computed.
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            self.saves.add(state, computed, tables, tables_are_exact=True, wait=False)
+
+    def daemon_restarted(self) -> None:
+        """What runs is saved from its beginning."""
+        for state in self._shared.requests.values():
+            state.forget_progress()
+
+    def before_pool_reset(self) -> None:
+        """Give the pins back. What has lost its pins may be overwritten at once, so the daemon must have given up its
+        saves first."""
+        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
+        if not self.saves.pending or not self._shared.pins.are_all(self.saves.pinned()):
+            return
+        self.saves.drop_queued()
+        if not self.saves.pending:
+            return
+        if self._shared.core.cancel_saves(self.saves.last_job, CANCEL_TIMEOUT_MS):
+            self.saves.give_up()
+            for state in self._shared.requests.values():
+                # What is computed again is saved again.
+                state.forget_progress()
+        else:
+            logger.warning(
+                "kvlane: vLLM cannot reset its cache now: saves are under way, and the daemon did not confirm that it "
+                "has given them up; they end by themselves within the save timeout"
+            )
+
+    def reset(self) -> None:
+        """What is stored stays, for those that still have these weights."""
+        self.saves.drop_queued()
+
+    def pending(self) -> bool:
+        return self.saves.pending
+
+    def frees_are_near(self) -> bool:
+        return self.saves.frees_are_near(self._shared.clock())

@@ -1,0 +1,26 @@
+"""What the scheduler role has to know of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlane.connector.groups import CacheGroup
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What of an engine does not change while it runs."""
+
+    groups: list[CacheGroup]
+    workers: int
+    hash_block_size: int
+    """Tokens that one entry of `request.block_hashes` covers."""
+    hit_alignment: int
+    """Hits are multiples of this many tokens."""
+    can_load: bool
+    can_save: bool
+    emit_events: bool
+    names_are_content: bool = True
+    """Whether vLLM names multimodal inputs by their content."""
+    hash_seed: bytes | None = None
+    """The hash that prompts start from, as the namespaces say; None if it is random."""
