@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -136,6 +137,41 @@ def test_a_stopped_daemon_costs_a_lookup_its_timeout_and_no_more(
     until("a hit", lambda: _right(engine, "p", 10, at_least=0) == 10)
     # The answers that came too late held leases, which were given back.
     daemon.wait_unused()
+
+
+@pytest.mark.parametrize("how", ["stopped", "never accepts"])
+def test_a_daemon_that_listens_and_does_not_answer_costs_one_lookup_its_timeout(
+    daemon: Daemon, make_engine: MakeEngine, how: str
+) -> None:
+    """A daemon that is started again listens before it has filled its pool: until it served, each request of a running
+    engine waited its whole timeout."""
+    engine = make_engine(daemon, "a", lookup_timeout_ms=1000.0)
+    engine.wait_connected()
+    if how == "stopped":
+        daemon.signal(signal.SIGSTOP)
+        assert engine.call("cut", how="shutdown") == 2
+    else:
+        daemon.kill()
+        daemon.path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        if how == "never accepts":
+            listener.bind(str(daemon.path))
+            listener.listen(16)
+        # Until it has connected again it waits for nobody.
+        until("a lookup that waits", lambda: engine.call("lookup", prompt="p", count=1)["seconds"] > 0.9)
+        for _ in range(20):
+            again = engine.call("lookup", prompt="p", count=1)
+            assert again["tokens"] == 0
+            assert again["seconds"] < 0.5, again
+    if how == "stopped":
+        daemon.signal(signal.SIGCONT)
+    else:
+        daemon.path.unlink()
+        daemon.start()
+    engine.wait_connected()
+    assert engine.call("save", prompt="p", count=10)["blocks"] == 10
+    daemon.settle()
+    until("a hit", lambda: _right(engine, "p", 10, at_least=0) == 10)
 
 
 @both_methods

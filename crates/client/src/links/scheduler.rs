@@ -6,7 +6,8 @@
 //!    ^               |                 |              |                    |
 //!    +--- backoff ---+-----------------+--------------+------ lost --------+     Close: Leaving, until Bye is answered
 //! ```
-//! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses.
+//! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses. Once one has
+//! waited in vain, others are misses at once until the daemon speaks.
 //! [`Scheduler`](crate::Scheduler) is its driver.
 
 mod asking;
@@ -96,7 +97,12 @@ impl SchedulerLink {
         match self.lookups.remove(request) {
             Some(Lookup::Answered(hit)) => return LookupState::Over(hit),
             Some(Lookup::Sent { id, .. }) => self.give_up(id),
-            Some(Lookup::Unsent(_)) | None => {}
+            Some(Lookup::Unsent(_)) => {
+                if let Connection::Up(up) = &mut self.connection {
+                    up.silent = true;
+                }
+            }
+            None => {}
         }
         LookupState::Over(Hit::default())
     }

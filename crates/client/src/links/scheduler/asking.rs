@@ -58,7 +58,7 @@ impl SchedulerLink {
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         match &self.connection {
             Connection::Connecting(_) => true,
-            Connection::Up(up) => up.asked.values().all(|asked| now < asked.until),
+            Connection::Up(up) => !up.silent && up.asked.values().all(|asked| now < asked.until),
             Connection::Down | Connection::Leaving { .. } => false,
         }
     }

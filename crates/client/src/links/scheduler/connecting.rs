@@ -51,6 +51,7 @@ impl SchedulerLink {
             heartbeat_at: now + HEARTBEAT,
             probe_at: now,
             asked: BTreeMap::new(),
+            silent: false,
         });
     }
 
@@ -90,6 +91,7 @@ impl SchedulerLink {
             }
             _ => return,
         };
+        up.silent = false;
         let boot: BootId = reply.boot_id.as_ref().try_into().unwrap_or_default();
         match reply.body {
             Some(Answer::Welcome(welcome)) => {

@@ -49,6 +49,8 @@ pub(super) struct Up {
     pub(super) probe_at: Instant,
     /// Lookups and probes without an answer, in the order in which they were sent.
     pub(super) asked: BTreeMap<u64, Asked>,
+    /// A lookup has waited for the engine to be opened in vain. Until the daemon speaks no other one does.
+    pub(super) silent: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -490,6 +490,29 @@ fn a_silent_daemon_is_asked_no_more_until_it_speaks() {
     assert_eq!(play.poll("b"), None);
 }
 
+/// A daemon that restarts listens before it has filled its pool: every request of a running engine waited its whole timeout
+/// until the daemon served.
+#[test]
+fn while_a_daemon_listens_and_says_nothing_one_lookup_waits_for_it() {
+    for mut play in [Play::greeting(), Play::opening()] {
+        let request = play.last_request();
+        play.look_up("a");
+        assert_eq!(play.poll("a"), None);
+        play.now += TIMEOUT;
+        assert!(play.misses("a"));
+        for _ in 0..3 {
+            play.look_up("b");
+            assert!(play.misses("b"), "it is known to be silent");
+        }
+        let stats = SchedulerStats { lookups: 4, timeouts: 1, unavailable: 3, ..Default::default() };
+        assert_eq!(play.stats(), stats);
+        let answer = if play.link.boot().is_some() { opened(true) } else { welcome() };
+        play.answer(request, RUN, answer);
+        play.look_up("b");
+        assert_eq!(play.poll("b"), None, "it has spoken");
+    }
+}
+
 #[test]
 fn lookups_that_wait_are_bounded() {
     let mut play = Play::open();
