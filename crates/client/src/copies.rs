@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kvlane_block::{Region, Run, plan};
-use kvlane_memory::{EngineMemory, OwnMemory, PAGE_BYTES, PoolView};
+use kvlane_engine_memory::OwnMemory;
+use kvlane_memory::{PAGE_BYTES, PoolView};
 
 use crate::{
     gpu::WorkerGpu,
@@ -46,7 +47,7 @@ impl OwnCopies {
                     Some(gpu) => {
                         gpu.write(&runs, view.base(), event).map_err(|error| error.to_string())?;
                     }
-                    None => OwnMemory.write(&runs, view.base()).map_err(|error| error.to_string())?,
+                    None => OwnMemory.write(&runs, view.base()),
                 }
             }
             copied.blocks += group.block_ids.len() as u64;
@@ -64,7 +65,7 @@ impl OwnCopies {
             let runs = plan_in_pool(regions, places, view)?;
             // SAFETY: the regions are valid memory while the worker runs (`Worker::start`); the daemon gave these pages
             // to this claim alone until it is committed, and `plan_in_pool` checked that they lie in the view.
-            unsafe { OwnMemory.read(&runs, view.base()) }.map_err(|error| error.to_string())?;
+            unsafe { OwnMemory.read(&runs, view.base()) };
             copied.blocks += places.len() as u64;
             copied.bytes += runs.iter().map(|run| run.len).sum::<u64>();
         }

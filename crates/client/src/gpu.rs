@@ -1,16 +1,10 @@
 //! A worker whose blocks lie on a GPU: what it shares with the daemon, and its own copies without the daemon.
 
-use std::{
-    ops::Range,
-    os::fd::OwnedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
 
 use bytes::Bytes;
 use kvlane_block::{Region, Run};
+use kvlane_engine_memory::{EPOCH_OFFSET, FenceValue};
 use kvlane_gpu::{
     ChunkRange, Copy, DeviceMemory, Event, EventScope, Export, Gpu, GpuError, Priority, Stream,
 };
@@ -24,7 +18,6 @@ use crate::links::flags::{FLAGS_MAX, FlagTable, Flags};
 const EVENTS: u32 = 256;
 /// Smaller ones may share a page of the driver with memory of the engine, which the daemon has no business with.
 const FENCE_ALLOCATION: u64 = 2 << 20;
-const EPOCH_OFFSET: u64 = 16;
 /// Where the flags of loads begin, behind the fence in its allocation: for each event, words of one load.
 const FLAGS_OFFSET: u64 = 64 << 10;
 /// What a worker shares of its GPU. See `Fence` for the words.
@@ -172,17 +165,18 @@ impl WorkerGpu {
         self.free_events.lock().push(event);
     }
 
-    /// Writes the fence's words where the daemon's GPU reads them; when it returns they hold.
-    pub(crate) fn write_fence(&self, nonce: &[u8; 16], epoch: &AtomicU64) {
-        let epoch = epoch.load(Ordering::SeqCst).to_le_bytes();
-        let write = |offset: u64, bytes: &[u8]| {
+    /// Writes the fence where the daemon's GPU reads it; when it returns it holds.
+    pub(crate) fn write_fence(&self, value: FenceValue) {
+        let bytes = value.to_bytes();
+        let (nonce, epoch) = bytes.split_at(EPOCH_OFFSET);
+        let write = |offset: usize, bytes: &[u8]| {
             let src = bytes.as_ptr().expose_provenance() as u64;
-            let copy = Copy { dst: self.fence.address() + offset, src, len: bytes.len() as u64 };
+            let copy = Copy { dst: self.fence.address() + offset as u64, src, len: bytes.len() as u64 };
             // SAFETY: both sides live until the stream is synchronized below.
             unsafe { self.stream.copy(copy) }
         };
         let written = write(0, nonce)
-            .and_then(|()| write(EPOCH_OFFSET, &epoch))
+            .and_then(|()| write(EPOCH_OFFSET, epoch))
             .and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
             // The context is lost, and with it all that the daemon could still read.
@@ -193,7 +187,7 @@ impl WorkerGpu {
     /// Copies runs from host memory after `event`, without the daemon.
     ///
     /// # Safety
-    /// As for [`kvlane_memory::EngineMemory::write`], with addresses of this GPU.
+    /// As for [`kvlane_engine_memory::OwnMemory::write`], with addresses of this GPU.
     pub(crate) unsafe fn write(
         &self,
         runs: &[Run],

@@ -1,5 +1,5 @@
-//! Memory that other processes may touch: the pool's arena and its extents, views of it in engines, the memory of
-//! engines themselves, and who may: sockets that carry descriptors and tell who a peer is, and a user's runtime folder.
+//! Memory that other processes may touch: the pool's arena and its extents, views of it in engines, other processes as
+//! they are read, and who may: sockets that carry descriptors and tell who a peer is, and a user's runtime folder.
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
@@ -7,15 +7,12 @@ compile_error!("kvlane runs on 64-bit Linux");
 pub mod arena;
 mod available;
 pub mod descriptor;
-pub mod engine;
 pub mod extents;
 mod hugepages;
 pub mod mapping;
 mod numa;
-pub mod own;
 pub mod own_process;
 pub mod peer;
-pub mod process_vm;
 mod random;
 pub mod remote;
 pub mod runtime_folder;
@@ -25,15 +22,12 @@ pub mod view;
 pub use arena::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
 pub use available::{Available, available_memory};
 pub use descriptor::{DESCRIPTORS_MAX, recv_with_fds, send_with_fds};
-pub use engine::{CopyError, EngineMemory};
 pub use extents::{ExtentAllocator, PAGE_BYTES};
 pub use mapping::Mapping;
-pub use own::OwnMemory;
 pub use own_process::{Forked, OwnProcess};
 pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd_exited_within};
-pub use process_vm::{ProbeError, ProcessVm};
 pub use random::random;
-pub use remote::{RANGES_MAX, RemoteProcess};
+pub use remote::{ProbeError, RANGES_MAX, RemoteProcess};
 pub use runtime_folder::{FolderFault, FolderRefused, RuntimeFolder};
 pub use users::{own_user_is_unclear, user_number};
 pub use view::PoolView;

@@ -1,13 +1,13 @@
-//! Another process of this host, whose memory is read and written by system calls.
+//! Another process of this host, whose memory is read by system calls.
 
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::{fs, io};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
+use thiserror::Error;
 
 use crate::peer::pidfd_exited;
-use crate::process_vm::ProbeError;
 
 /// Most ranges of one call on each side: the kernel's IOV_MAX.
 pub const RANGES_MAX: usize = 1024;
@@ -18,6 +18,39 @@ pub const RANGES_MAX: usize = 1024;
 pub struct RemoteProcess {
     pid: u32,
     pidfd: OwnedFd,
+}
+
+/// Why a process cannot be read this way. Its saves then travel through a mapping of the pool.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum ProbeError {
+    /// The kernel, a security module or a seccomp filter forbids it.
+    #[error("process_vm refused: {errno} ({hint})")]
+    NotPermitted {
+        /// What the kernel said.
+        errno: Errno,
+        /// The likely reason.
+        hint: String,
+    },
+    /// What the process announced to be at an address is not there: another process, or a peer that says wrong things.
+    #[error("the fence in the engine's memory does not hold the nonce that the engine announced")]
+    WrongNonce,
+    /// The process has exited.
+    #[error("the engine's process has exited")]
+    Gone,
+    /// The system has no such call, or cannot see the process.
+    #[error("process_vm cannot be used here: {0}")]
+    Unsupported(Errno),
+}
+
+impl ProbeError {
+    /// The errno that tells most of it.
+    pub fn errno(&self) -> Errno {
+        match self {
+            ProbeError::NotPermitted { errno, .. } | ProbeError::Unsupported(errno) => *errno,
+            ProbeError::WrongNonce => Errno::FAULT,
+            ProbeError::Gone => Errno::SRCH,
+        }
+    }
 }
 
 impl RemoteProcess {
@@ -59,17 +92,22 @@ impl RemoteProcess {
     /// The local ranges are valid for writes, and nobody else touches them meanwhile. The remote ones are the kernel's to
     /// check.
     pub unsafe fn read(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
-        // SAFETY: the caller's promise is passed on.
-        unsafe { self.call(libc::process_vm_readv, local, remote) }
-    }
-
-    /// Copies from these ranges into its memory, as [`Self::read`] does the other way.
-    ///
-    /// # Safety
-    /// The local ranges are valid for reads, and nobody writes them meanwhile.
-    pub unsafe fn write(&self, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<u64, Errno> {
-        // SAFETY: the caller's promise is passed on.
-        unsafe { self.call(libc::process_vm_writev, local, remote) }
+        let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+        loop {
+            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
+            // local ones.
+            let copied = unsafe {
+                let pid = self.pid as libc::pid_t;
+                libc::process_vm_readv(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, 0)
+            };
+            if let Ok(copied) = u64::try_from(copied) {
+                return Ok(copied);
+            }
+            match Errno::from_io_error(&io::Error::last_os_error()) {
+                Some(Errno::INTR) => {}
+                errno => return Err(errno.unwrap_or(Errno::IO)),
+            }
+        }
     }
 
     /// A descriptor of its own, as a duplicate; needs the same right as [`Self::read`].
@@ -88,37 +126,6 @@ impl RemoteProcess {
             // SAFETY: the kernel made this descriptor for us, and nobody else owns it.
             Ok(copy) if copy >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(copy) }),
             _ => Err(io::Error::last_os_error()),
-        }
-    }
-
-    /// # Safety
-    /// As the call asks for.
-    unsafe fn call(
-        &self,
-        call: unsafe extern "C" fn(
-            libc::pid_t,
-            *const libc::iovec,
-            libc::c_ulong,
-            *const libc::iovec,
-            libc::c_ulong,
-            libc::c_ulong,
-        ) -> libc::ssize_t,
-        local: &[libc::iovec],
-        remote: &[libc::iovec],
-    ) -> Result<u64, Errno> {
-        let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
-        loop {
-            // SAFETY: both lists are live; the kernel checks every remote address, and the caller vouches for the
-            // local ones.
-            let copied =
-                unsafe { call(self.pid as libc::pid_t, local.as_ptr(), locals, remote.as_ptr(), remotes, 0) };
-            if let Ok(copied) = u64::try_from(copied) {
-                return Ok(copied);
-            }
-            match Errno::from_io_error(&io::Error::last_os_error()) {
-                Some(Errno::INTR) => {}
-                errno => return Err(errno.unwrap_or(Errno::IO)),
-            }
         }
     }
 

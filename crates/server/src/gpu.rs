@@ -296,7 +296,7 @@ impl GpuMemory {
     /// Gathers runs into the pool after `event`, for a request made at `epoch`, at its pace.
     ///
     /// # Safety
-    /// As for [`kvlane_memory::EngineMemory::read`]; the pool is pinned.
+    /// As for [`kvlane_engine_memory::ProcessVm::copy_out`]; the pool is pinned.
     pub(crate) unsafe fn copy_out(
         &self,
         runs: &[Run],
@@ -341,7 +341,7 @@ impl GpuMemory {
     /// ([`Self::wait_until_wanted`]). `load` is of this memory.
     ///
     /// # Safety
-    /// As for [`kvlane_memory::EngineMemory::write`]; the pool is pinned.
+    /// As for [`kvlane_engine_memory::OwnMemory::write`]; the pool is pinned.
     pub(crate) unsafe fn copy_in(&self, load: &Member, pool_base: *const u8) -> Result<(), GpuCopyError> {
         let pool = pool_base.expose_provenance() as u64;
         let parts: Vec<(&[Run], Flag)> =

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvlane_block::Run;
-use kvlane_memory::ProcessVm;
+use kvlane_engine_memory::ProcessVm;
 
 use crate::{gpu::GpuMemory, save_pace::Pace};
 
@@ -31,7 +31,7 @@ impl WorkerMemory {
     /// Gathers runs into the pool; a GPU does so after the event, and at this pace.
     ///
     /// # Safety
-    /// As for [`kvlane_memory::EngineMemory::read`].
+    /// As for [`kvlane_engine_memory::ProcessVm::copy_out`].
     pub(crate) unsafe fn copy_out(
         &self,
         runs: &[Run],

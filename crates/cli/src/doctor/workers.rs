@@ -1,8 +1,8 @@
 //! Whether the daemon may read the memory of workers, by process_vm; otherwise their saves travel through a mapping.
 
-use std::{os::unix::net::UnixStream, path::Path};
+use std::path::Path;
 
-use kvlane_memory::{ProbeError, ProcessVm, peer_pidfd};
+use kvlane_engine_memory::ProcessVm;
 
 use crate::doctor::{files, finding::Finding};
 
@@ -18,7 +18,7 @@ pub(crate) struct Facts {
     ptrace_scope: Option<String>,
     /// Whether this process has CAP_SYS_PTRACE.
     capable: bool,
-    /// Whether the call works at all.
+    /// Whether the call works at all, by the daemon's own probe.
     call: Result<(), String>,
 }
 
@@ -27,18 +27,9 @@ impl Facts {
         Self {
             ptrace_scope: files::text(root, "proc/sys/kernel/yama/ptrace_scope"),
             capable: files::has_capability(root, CAP_SYS_PTRACE),
-            call: read_own_memory().map_err(|error| error.to_string()),
+            call: ProcessVm::probe_own().map_err(|error| error.to_string()),
         }
     }
-}
-
-/// By the daemon's own probe, of this process: everybody may read himself, so only a missing call or a seccomp filter
-/// can refuse it.
-fn read_own_memory() -> Result<(), ProbeError> {
-    let fence = [7u8; 24];
-    // Without a pidfd there is no daemon either, which is told elsewhere.
-    let Ok(pidfd) = UnixStream::pair().and_then(|(one, _other)| peer_pidfd(&one)) else { return Ok(()) };
-    ProcessVm::probe(std::process::id(), pidfd, fence.as_ptr().expose_provenance() as u64, [7; 16]).map(drop)
 }
 
 pub(crate) fn judge(facts: &Facts) -> Finding {

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::{LayoutDigest, Namespace, Region, shard_bytes};
-use kvlane_memory::ProcessVm;
+use kvlane_engine_memory::ProcessVm;
 use kvlane_proto::v1::{self, hello::Role, register_worker::Method, reply::Body as Answer};
 
 use super::{

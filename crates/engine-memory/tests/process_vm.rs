@@ -8,42 +8,20 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 
 use kvlane_block::Run;
-use kvlane_memory::{
-    Arena, ArenaOptions, CopyError, EngineMemory, HugePages, Numa, PoolView, ProbeError, ProcessVm,
-    pidfd_exited,
-};
+use kvlane_engine_memory::{CopyError, HostFence, ProcessVm};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolView, ProbeError, pidfd_exited};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
 const NONCE: [u8; 16] = *b"nonce of engine.";
-const EPOCH: u64 = 7;
+/// Where a fence starts.
+const EPOCH: u64 = 1;
 const DATA_BYTES: usize = 3 << 20;
 const NOBODY: u32 = 65534;
 const ROLE: &str = "KVLANE_TEST_ROLE";
 
 fn pattern(byte: usize) -> u8 {
     (byte * 31 + byte / 4096) as u8
-}
-
-/// What a worker keeps for its daemon.
-#[repr(C, align(8))]
-struct Fence {
-    nonce: [u8; 16],
-    epoch: std::sync::atomic::AtomicU64,
-}
-
-impl Fence {
-    fn new() -> Box<Fence> {
-        Box::new(Fence { nonce: NONCE, epoch: EPOCH.to_le().into() })
-    }
-
-    fn address(&self) -> u64 {
-        std::ptr::from_ref(self).expose_provenance() as u64
-    }
-
-    fn raise(&self, epoch: u64) {
-        self.epoch.store(epoch.to_le(), std::sync::atomic::Ordering::SeqCst);
-    }
 }
 
 fn pidfd(pid: u32) -> OwnedFd {
@@ -175,7 +153,7 @@ fn be_engine() {
         set_dumpable(dumpable);
     }
     let data: Vec<u8> = (0..DATA_BYTES).map(pattern).collect();
-    let fence = Fence::new();
+    let fence = HostFence::new(NONCE);
     allow_ptrace_by_anyone();
     say(&format!("{} {}", fence.address(), data.as_ptr().expose_provenance()));
     std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
@@ -292,7 +270,7 @@ fn in_a_user_namespace(test: &str) {
 // ---- tests ----
 
 #[test]
-fn a_live_process_is_read_and_written() {
+fn a_live_process_is_read() {
     let engine = Engine::start(&[]);
     let process = engine.probe().unwrap();
     assert_eq!((process.pid(), process.fence()), (engine.pid, Ok(EPOCH)));
@@ -305,18 +283,9 @@ fn a_live_process_is_read_and_written() {
         assert!((0..350).all(|byte| pool[i * 350 + byte] == pattern((2999 - i) * 700 + byte)), "piece {i}");
     }
     // SAFETY: as above.
-    unsafe { process.read(&[engine.run(0, 0, DATA_BYTES)], pool.as_mut_ptr()).unwrap() };
+    unsafe { process.copy_out(&[engine.run(0, 0, DATA_BYTES)], pool.as_mut_ptr(), EPOCH).unwrap() };
     assert!(pool.iter().enumerate().all(|(byte, found)| *found == pattern(byte)));
 
-    // Scatter into the engine and gather it again.
-    let (written, mut back) = (vec![0xa5u8; 10_000], vec![0u8; 10_000]);
-    let runs = [engine.run(5, 0, 4_000), engine.run(9_000, 4_000, 6_000)];
-    // SAFETY: the runs lie inside both vectors; the engine only looks at its last byte.
-    unsafe {
-        process.write(&runs, written.as_ptr()).unwrap();
-        process.read(&runs, back.as_mut_ptr()).unwrap();
-    }
-    assert_eq!(written, back);
     // SAFETY: none, no run is copied.
     unsafe { process.copy_out(&[], pool.as_mut_ptr(), EPOCH).unwrap() };
     assert!(engine.role.end().success());
@@ -360,7 +329,6 @@ fn an_exited_process_is_gone() {
         // SAFETY: the run lies inside `pool`, which nothing else touches.
         unsafe {
             assert_eq!(process.copy_out(&[run], pool.as_mut_ptr(), EPOCH), Err(gone.clone()));
-            assert_eq!(process.read(&[run], pool.as_mut_ptr()), Err(gone.clone()));
         }
         let pidfd = process.pidfd().try_clone().unwrap();
         assert!(pidfd_exited(&pidfd));
@@ -372,10 +340,10 @@ fn an_exited_process_is_gone() {
 
 #[test]
 fn a_given_up_copy_is_cancelled_before_it_starts() {
-    let fence = Fence::new();
+    let fence = HostFence::new(NONCE);
     let me = std::process::id();
     let process = ProcessVm::probe(me, pidfd(me), fence.address(), NONCE).unwrap();
-    fence.raise(EPOCH + 1);
+    fence.raise();
     let source = [1u8; 64];
     let mut pool = [0u8; 64];
     let run = Run { engine_addr: source.as_ptr().expose_provenance() as u64, pool_offset: 0, len: 64 };
@@ -388,7 +356,7 @@ fn a_given_up_copy_is_cancelled_before_it_starts() {
 #[test]
 fn a_copy_that_was_stopped_midway_sees_that_it_was_given_up() {
     // This process is the engine; its daemon is stopped in the middle of a copy.
-    let fence = Fence::new();
+    let fence = HostFence::new(NONCE);
     let data: Vec<u8> = (0..DATA_BYTES).map(pattern).collect();
     let options =
         ArenaOptions { bytes: DATA_BYTES as u64, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
@@ -412,9 +380,9 @@ fn a_copy_that_was_stopped_midway_sees_that_it_was_given_up() {
     rustix::process::kill_process(pid, Signal::STOP).unwrap();
     let (_, status) = rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED).unwrap().unwrap();
     assert!(status.stopped());
-    fence.raise(EPOCH + 3);
+    fence.raise();
     rustix::process::kill_process(pid, Signal::CONT).unwrap();
-    let expected = Err::<(), _>(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 3 });
+    let expected = Err::<(), _>(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 1 });
     assert_eq!(copier.line(), format!("{expected:?}"));
     assert!(copier.end().success());
 }

@@ -1,20 +1,20 @@
-//! Another process's memory, through process_vm_readv and process_vm_writev.
+//! A worker's host memory as the daemon reads it, by process_vm_readv.
+#![expect(unsafe_code, reason = "the kernel writes into the pool what it reads of the engine")]
 
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{Ordering, fence};
 
 use kvlane_block::Run;
+use kvlane_memory::{ProbeError, RANGES_MAX, RemoteProcess, peer_pidfd};
 use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::engine::{CopyError, EngineMemory};
-use crate::remote::{RANGES_MAX, RemoteProcess};
+use crate::fence::{FENCE_BYTES, FenceValue};
+use crate::host_worker::HostFence;
 
 /// Most bytes that one call moves; between two calls a given-up copy is noticed.
 const BATCH_BYTES: u64 = 64 << 20;
-
-/// Bytes of a fence: nonce, then a little-endian epoch.
-const FENCE_BYTES: usize = 24;
 
 /// A process whose memory was found readable.
 ///
@@ -27,43 +27,33 @@ pub struct ProcessVm {
     nonce: [u8; 16],
 }
 
-/// Why a process cannot be read this way. Its saves then travel through a mapping of the pool.
+/// Why a copy is worth nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum ProbeError {
-    /// The kernel, a security module or a seccomp filter forbids it.
-    #[error("process_vm refused: {errno} ({hint})")]
-    NotPermitted {
+pub enum CopyError {
+    /// The process is no more, or another one has its pid.
+    #[error("the engine's process {pid} has exited")]
+    Gone {
+        /// Its process id.
+        pid: u32,
+    },
+    /// The engine gave the copy up and may have reused its blocks.
+    #[error("the engine is at epoch {found} and gave up the copy that it asked for at epoch {asked}")]
+    Cancelled {
+        /// The epoch of the request.
+        asked: u64,
+        /// The epoch that the fence holds now.
+        found: u64,
+    },
+    /// The kernel refused: an address that is not mapped, or a permission that was taken away.
+    #[error("the engine's process {pid} cannot be copied at {address:#x}: {errno}")]
+    Refused {
+        /// Its process id.
+        pid: u32,
+        /// Address of the run that failed.
+        address: u64,
         /// What the kernel said.
         errno: Errno,
-        /// The likely reason.
-        hint: String,
     },
-    /// What the process announced to be at an address is not there: another process, or a peer that says wrong things.
-    #[error("the fence in the engine's memory does not hold the nonce that the engine announced")]
-    WrongNonce,
-    /// The process has exited.
-    #[error("the engine's process has exited")]
-    Gone,
-    /// The system has no such call, or cannot see the process.
-    #[error("process_vm cannot be used here: {0}")]
-    Unsupported(Errno),
-}
-
-impl ProbeError {
-    /// The errno that tells most of it.
-    pub fn errno(&self) -> Errno {
-        match self {
-            ProbeError::NotPermitted { errno, .. } | ProbeError::Unsupported(errno) => *errno,
-            ProbeError::WrongNonce => Errno::FAULT,
-            ProbeError::Gone => Errno::SRCH,
-        }
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Direction {
-    FromEngine,
-    ToEngine,
 }
 
 impl ProcessVm {
@@ -84,10 +74,19 @@ impl ProcessVm {
             return Err(ProbeError::Gone);
         }
         match read {
-            Ok((found, _)) if found == nonce => Ok(process),
+            Ok(found) if found.nonce == nonce => Ok(process),
             Ok(_) => Err(ProbeError::WrongNonce),
             Err(errno) => Err(RemoteProcess::explain(errno)),
         }
+    }
+
+    /// As [`Self::probe`], of this process: everybody may read himself, so only a missing call or a seccomp filter can
+    /// refuse it. For `kvlane doctor`.
+    pub fn probe_own() -> Result<(), ProbeError> {
+        let fence = HostFence::new([7; 16]);
+        // Without a pidfd there is no daemon either, which is told elsewhere.
+        let Ok(pidfd) = UnixStream::pair().and_then(|(one, _other)| peer_pidfd(&one)) else { return Ok(()) };
+        Self::probe(std::process::id(), pidfd, fence.address(), fence.nonce()).map(drop)
     }
 
     /// The process's id.
@@ -103,53 +102,25 @@ impl ProcessVm {
     /// The epoch that the fence holds now, after a check that the process is still the one that was probed.
     pub fn fence(&self) -> Result<u64, CopyError> {
         match self.read_fence() {
-            Ok((nonce, epoch)) if nonce == self.nonce && !self.process.has_exited() => Ok(epoch),
+            Ok(found) if found.nonce == self.nonce && !self.process.has_exited() => Ok(found.epoch),
             Ok(_) => Err(CopyError::Gone { pid: self.pid() }),
             Err(errno) => Err(self.failed(self.fence_address, errno)),
         }
     }
 
-    /// Gathers as [`EngineMemory::read`] does, for a request made at `epoch`. On success the engine was at that epoch
-    /// after the last byte was read: it has not given the blocks up, so the bytes are theirs.
+    /// Copies from the engine into the pool at `pool_base`, for a request made at `epoch`, in bounded batches with a look
+    /// at the fence before the first and after each. On success the engine was at that epoch after the last byte was
+    /// read: it has not given the blocks up, so the bytes are theirs. After an error, what the pool holds there is
+    /// undefined.
     ///
     /// # Safety
-    /// As for [`EngineMemory::read`].
+    /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nobody else reads
+    /// or writes those bytes during the call. Runs do not share pool bytes.
     pub unsafe fn copy_out(&self, runs: &[Run], pool_base: *mut u8, epoch: u64) -> Result<(), CopyError> {
         let check = || match self.fence()? {
             found if found == epoch => Ok(()),
             found => Err(CopyError::Cancelled { asked: epoch, found }),
         };
-        // SAFETY: the caller's promise is passed on.
-        unsafe { self.transfer(runs, pool_base, Direction::FromEngine, check) }
-    }
-
-    fn read_fence(&self) -> Result<([u8; 16], u64), Errno> {
-        let mut bytes = [0u8; FENCE_BYTES];
-        let local = [range(bytes.as_mut_ptr(), FENCE_BYTES)];
-        let remote = [range(std::ptr::without_provenance_mut(self.fence_address as usize), FENCE_BYTES)];
-        // SAFETY: the local range is `bytes`, which nobody else touches.
-        let copied = unsafe { self.call(Direction::FromEngine, &local, &remote)? };
-        if copied != FENCE_BYTES as u64 {
-            return Err(Errno::FAULT);
-        }
-        let (nonce, epoch) = bytes.split_at(16);
-        let mut halves = ([0; 16], [0; 8]);
-        halves.0.copy_from_slice(nonce);
-        halves.1.copy_from_slice(epoch);
-        Ok((halves.0, u64::from_le_bytes(halves.1)))
-    }
-
-    /// Moves all runs in batches, with `check` before the first and after each.
-    ///
-    /// # Safety
-    /// As for [`EngineMemory::read`] or [`EngineMemory::write`], by direction.
-    unsafe fn transfer(
-        &self,
-        runs: &[Run],
-        pool_base: *mut u8,
-        direction: Direction,
-        check: impl Fn() -> Result<(), CopyError>,
-    ) -> Result<(), CopyError> {
         let mut cursor = Cursor::default();
         let mut local = Vec::with_capacity(RANGES_MAX.min(runs.len()));
         let mut remote = Vec::with_capacity(RANGES_MAX.min(runs.len()));
@@ -157,7 +128,7 @@ impl ProcessVm {
         while let Some(address) = cursor.address(runs) {
             cursor.fill(runs, pool_base, &mut local, &mut remote);
             // SAFETY: the local ranges are parts of the runs' pool bytes, which the caller vouches for.
-            let copied = unsafe { self.call(direction, &local, &remote) };
+            let copied = unsafe { self.process.read(&local, &remote) };
             match copied {
                 Ok(0) => return Err(self.failed(address, Errno::FAULT)),
                 Ok(copied) => cursor.advance(runs, copied),
@@ -170,23 +141,16 @@ impl ProcessVm {
         Ok(())
     }
 
-    /// One system call; it may move fewer bytes than asked for, and moves them in order.
-    ///
-    /// # Safety
-    /// The local ranges are valid to write ([`Direction::FromEngine`]) or to read, and belong to this call.
-    unsafe fn call(
-        &self,
-        direction: Direction,
-        local: &[libc::iovec],
-        remote: &[libc::iovec],
-    ) -> Result<u64, Errno> {
-        // SAFETY: the caller's promise is passed on.
-        unsafe {
-            match direction {
-                Direction::FromEngine => self.process.read(local, remote),
-                Direction::ToEngine => self.process.write(local, remote),
-            }
+    fn read_fence(&self) -> Result<FenceValue, Errno> {
+        let mut bytes = [0u8; FENCE_BYTES];
+        let local = [range(bytes.as_mut_ptr(), FENCE_BYTES)];
+        let remote = [range(std::ptr::without_provenance_mut(self.fence_address as usize), FENCE_BYTES)];
+        // SAFETY: the local range is `bytes`, which nobody else touches.
+        let copied = unsafe { self.process.read(&local, &remote)? };
+        if copied != FENCE_BYTES as u64 {
+            return Err(Errno::FAULT);
         }
+        Ok(FenceValue::from_bytes(bytes))
     }
 
     fn failed(&self, address: u64, errno: Errno) -> CopyError {
@@ -195,18 +159,6 @@ impl ProcessVm {
         } else {
             CopyError::Refused { pid: self.pid(), address, errno }
         }
-    }
-}
-
-impl EngineMemory for ProcessVm {
-    unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) -> Result<(), CopyError> {
-        // SAFETY: the caller's promise is passed on.
-        unsafe { self.transfer(runs, pool_base, Direction::FromEngine, || Ok(())) }
-    }
-
-    unsafe fn write(&self, runs: &[Run], pool_base: *const u8) -> Result<(), CopyError> {
-        // SAFETY: the caller's promise is passed on; this direction only reads the pool.
-        unsafe { self.transfer(runs, pool_base.cast_mut(), Direction::ToEngine, || Ok(())) }
     }
 }
 

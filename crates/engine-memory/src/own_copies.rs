@@ -1,18 +1,23 @@
 //! Copies inside the engine's own process.
+#![expect(unsafe_code, reason = "copies between the engine's tensors and the pool, by address")]
 
 use kvlane_block::Run;
-
-use crate::engine::{CopyError, EngineMemory};
 
 /// Memory of this process, copied by memcpy. It cannot fail: a wrong address is a crash, so the caller's regions must
 /// be those of live tensors.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct OwnMemory;
 
-impl EngineMemory for OwnMemory {
-    unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) -> Result<(), CopyError> {
+impl OwnMemory {
+    /// Gathers: engine to pool.
+    ///
+    /// # Safety
+    /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nobody else
+    /// reads or writes those bytes during the call. Runs do not share pool bytes. The engine addresses are valid to read,
+    /// and not written meanwhile.
+    pub unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) {
         for run in runs {
-            // SAFETY: by the trait's contract both sides are valid for `len` bytes and this call's alone; the pool
+            // SAFETY: by the caller's promise both sides are valid for `len` bytes and this call's alone; the pool
             // and the engine's tensors are different mappings, so they do not overlap.
             unsafe {
                 let engine = std::ptr::with_exposed_provenance::<u8>(run.engine_addr as usize);
@@ -23,10 +28,15 @@ impl EngineMemory for OwnMemory {
                 );
             }
         }
-        Ok(())
     }
 
-    unsafe fn write(&self, runs: &[Run], pool_base: *const u8) -> Result<(), CopyError> {
+    /// Scatters: pool to engine.
+    ///
+    /// # Safety
+    /// Every run's `pool_offset..pool_offset + len` lies inside a mapping at `pool_base`, and nobody writes those bytes
+    /// during the call. The engine addresses are valid to write, and belong to this copy: the engine has set those blocks
+    /// aside.
+    pub unsafe fn write(&self, runs: &[Run], pool_base: *const u8) {
         for run in runs {
             // SAFETY: as in `read`, the other way round.
             unsafe {
@@ -38,7 +48,6 @@ impl EngineMemory for OwnMemory {
                 );
             }
         }
-        Ok(())
     }
 }
 
@@ -60,8 +69,8 @@ mod tests {
         };
         // SAFETY: all runs lie inside the vectors, which nothing else touches.
         unsafe {
-            OwnMemory.read(&runs(engine.as_ptr().expose_provenance() as u64), pool.as_mut_ptr()).unwrap();
-            OwnMemory.write(&runs(back.as_mut_ptr().expose_provenance() as u64), pool.as_ptr()).unwrap();
+            OwnMemory.read(&runs(engine.as_ptr().expose_provenance() as u64), pool.as_mut_ptr());
+            OwnMemory.write(&runs(back.as_mut_ptr().expose_provenance() as u64), pool.as_ptr());
         }
         assert_eq!(pool[200..208], engine[16..24]);
         assert_eq!(pool[64..164], engine[128..228]);

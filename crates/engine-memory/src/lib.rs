@@ -1,0 +1,42 @@
+//! An engine's memory as its worker and the daemon both touch it, both ends side by side.
+//!
+//! A worker owns the memory in which an engine holds its KV blocks. The daemon copies out of it and, on a GPU, into it.
+//! Whatever becomes of the daemon, the worker has to be able to say: from here on no copy of yours counts. For that it
+//! keeps a *fence*, words that the daemon looks at before its first and after its last byte.
+//!
+//! ```text
+//!  worker, host memory: 24 bytes            worker, GPU memory: one allocation of 2 MiB
+//!  +0   nonce of the process   16           +0       nonce                16
+//!  +16  epoch, u64 LE           8           +16      epoch, u64 LE         8
+//!  +24                                      +24      not used
+//!                                           +65536   flags of event 0: 256 words of 4 bytes
+//!                                           +66560   flags of event 1
+//!                                            ...     word f of event e stands at 65536 + 1024 e + 4 f
+//!                                           +327680  end of the flags of 256 events
+//!
+//!  daemon, pinned host memory of a stream's copies: 4096 bytes
+//!  +0   the fence as the GPU read it before the copies   24
+//!  +64  the fence as the GPU read it after them          24
+//! ```
+//!
+//! How a copy out goes, the same for both kinds of memory:
+//! 1. The worker names blocks, the epoch of its fence, and on a GPU an event of the stream that computes them.
+//! 2. The daemon waits for the event and claims room in the pool.
+//! 3. It reads the fence: is it this process, at this epoch?
+//! 4. It copies the blocks.
+//! 5. It reads the fence again. Only if nothing has changed the copy counts.
+//!
+//! A worker that waits no longer raises its epoch, and then uses the blocks anew: what the daemon read of them meanwhile
+//! fails step 5. A copy into an engine (a load, on GPUs only) looks at the fence likewise; but bytes once written cannot
+//! be taken back, so the worker keeps the blocks of a load until the daemon has answered or is gone.
+#![deny(unsafe_code)]
+
+pub mod fence;
+pub mod host_daemon;
+pub mod host_worker;
+pub mod own_copies;
+
+pub use fence::{EPOCH_OFFSET, FENCE_BYTES, FenceValue};
+pub use host_daemon::{CopyError, ProcessVm};
+pub use host_worker::HostFence;
+pub use own_copies::OwnMemory;
