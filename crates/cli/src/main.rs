@@ -1,4 +1,5 @@
 //! The one binary `kvlane`: the daemon, its status, and the benchmarks.
+#![forbid(unsafe_code)]
 
 mod doctor;
 mod errors;

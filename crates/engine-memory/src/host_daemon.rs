@@ -12,6 +12,7 @@ use thiserror::Error;
 
 use crate::fence::{FENCE_BYTES, FenceValue};
 use crate::host_worker::HostFence;
+use crate::runs::Runs;
 
 /// Most bytes that one call moves; between two calls a given-up copy is noticed.
 const BATCH_BYTES: u64 = 64 << 20;
@@ -108,15 +109,14 @@ impl ProcessVm {
         }
     }
 
-    /// Copies from the engine into the pool at `pool_base`, for a request made at `epoch`, in bounded batches with a look
-    /// at the fence before the first and after each. On success the engine was at that epoch after the last byte was
-    /// read: it has not given the blocks up, so the bytes are theirs. After an error, what the pool holds there is
-    /// undefined.
+    /// Copies from the engine into the pool, for a request made at `epoch`, in bounded batches with a look at the fence
+    /// before the first and after each. On success the engine was at that epoch after the last byte was read: it has not
+    /// given the blocks up, so the bytes are theirs.
     ///
-    /// # Safety
-    /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nobody else reads
-    /// or writes those bytes during the call. Runs do not share pool bytes.
-    pub unsafe fn copy_out(&self, runs: &[Run], pool_base: *mut u8, epoch: u64) -> Result<(), CopyError> {
+    /// # Errors
+    /// [`CopyError`]; then what the pool holds there is undefined.
+    pub fn copy_out(&self, runs: &Runs, epoch: u64) -> Result<(), CopyError> {
+        let (pool_base, runs) = (runs.pool().base(), runs.as_slice());
         let check = || match self.fence()? {
             found if found == epoch => Ok(()),
             found => Err(CopyError::Cancelled { asked: epoch, found }),
@@ -127,7 +127,7 @@ impl ProcessVm {
         check()?;
         while let Some(address) = cursor.address(runs) {
             cursor.fill(runs, pool_base, &mut local, &mut remote);
-            // SAFETY: the local ranges are parts of the runs' pool bytes, which the caller vouches for.
+            // SAFETY: the local ranges are parts of the runs, which lie inside the pool.
             let copied = unsafe { self.process.read(&local, &remote) };
             match copied {
                 Ok(0) => return Err(self.failed(address, Errno::FAULT)),

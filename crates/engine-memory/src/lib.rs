@@ -31,12 +31,31 @@
 //! be taken back, so the worker keeps the blocks of a load until the daemon has answered or is gone.
 #![deny(unsafe_code)]
 
-pub mod fence;
-pub mod host_daemon;
-pub mod host_worker;
-pub mod own_copies;
+mod chunks;
+mod exported;
+mod fence;
+mod flags;
+mod gpu_daemon;
+mod gpu_pool;
+mod host_daemon;
+mod host_worker;
+mod lane;
+mod meetings;
+mod own_copies;
+mod pace;
+mod peer;
+mod runs;
 
+pub use chunks::SharedChunks;
+pub use exported::{Allocation, ChunkShare, Exported};
 pub use fence::{EPOCH_OFFSET, FENCE_BYTES, FenceValue};
+pub use flags::{AskedFlags, Flag, FlagsError, Part, PoolPlaces, parts_of};
+pub use gpu_daemon::{GpuCopyError, GpuMemory};
+pub use gpu_pool::Gpus;
 pub use host_daemon::{CopyError, ProcessVm};
 pub use host_worker::HostFence;
+pub use meetings::{Answer, Meetings, Member, Seat};
 pub use own_copies::OwnMemory;
+pub use pace::Pace;
+pub use peer::{Asked, PeerBlocks, SaveError};
+pub use runs::{PlanError, Runs};

@@ -6,10 +6,11 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 
-use kvlane_block::Run;
-use kvlane_engine_memory::{CopyError, HostFence, ProcessVm};
-use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolView, ProbeError, pidfd_exited};
+use kvlane_block::Region;
+use kvlane_engine_memory::{CopyError, HostFence, ProcessVm, Runs};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, ProbeError, pidfd_exited};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
 
@@ -179,22 +180,43 @@ fn be_reader() {
     }
 }
 
-/// Copies from its parent into the arena on its input, far longer than any test waits.
+/// Copies from its parent into a pool, far longer than any test waits, and says when the first copy has arrived.
 fn be_copier() {
-    let view = PoolView::map(
-        std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned().unwrap(),
-        DATA_BYTES as u64,
-        true,
-    )
-    .unwrap();
     let target = number("TARGET").unwrap() as u32;
     let process = ProcessVm::probe(target, pidfd(target), number("FENCE").unwrap(), NONCE).unwrap();
-    let run = Run { engine_addr: number("DATA").unwrap(), pool_offset: 0, len: DATA_BYTES as u64 };
-    let forever = vec![run; 2_000_000];
-    // SAFETY: the run lies inside the view. That runs share pool bytes only leaves open which copy wins, and all
-    // hold the same bytes.
-    let ended = unsafe { process.copy_out(&forever, view.base(), EPOCH) };
+    let pool = pool();
+    // That runs share pool bytes only leaves open which copy wins, and all hold the same bytes.
+    let forever = vec![(0, 0); 2_000_000];
+    let runs = Runs::plan(&[pieces(number("DATA").unwrap(), DATA_BYTES, 1, 0)], &forever, &pool).unwrap();
+    let ended = std::thread::scope(|scope| {
+        let copier = scope.spawn(|| process.copy_out(&runs, EPOCH));
+        while byte(&pool, DATA_BYTES - 1) != pattern(DATA_BYTES - 1) {
+            assert!(!copier.is_finished(), "the copy ended early");
+            std::thread::yield_now();
+        }
+        say("begun");
+        copier.join().unwrap()
+    });
     say(&format!("{ended:?}"));
+}
+
+fn pool() -> Arc<Arena> {
+    let options =
+        ArenaOptions { bytes: DATA_BYTES as u64, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+    Arc::new(Arena::create(&options, &|_| {}).unwrap())
+}
+
+/// A byte of the pool, which others may be writing.
+fn byte(pool: &Arena, at: usize) -> u8 {
+    assert!(at < DATA_BYTES);
+    // SAFETY: the byte is inside the pool; it is read as volatile.
+    unsafe { pool.base().add(at).read_volatile() }
+}
+
+/// `blocks` blocks of one piece each, so far apart.
+fn pieces(base: u64, bytes: usize, blocks: u64, stride: u64) -> Region {
+    let piece_bytes = bytes as u64;
+    Region { base, block_stride: stride, blocks, piece_bytes, piece_offsets: vec![0] }
 }
 
 // ---- what the tests see of them ----
@@ -228,8 +250,9 @@ impl Engine {
         found
     }
 
-    fn run(&self, offset: usize, pool_offset: usize, len: usize) -> Run {
-        Run { engine_addr: self.data + offset as u64, pool_offset: pool_offset as u64, len: len as u64 }
+    /// All of its bytes, to the beginning of the pool.
+    fn all(&self, pool: &Arc<Arena>) -> Runs {
+        Runs::plan(&[pieces(self.data, DATA_BYTES, 1, 0)], &[(0, 0)], pool).unwrap()
     }
 }
 
@@ -274,20 +297,19 @@ fn a_live_process_is_read() {
     let engine = Engine::start(&[]);
     let process = engine.probe().unwrap();
     assert_eq!((process.pid(), process.fence()), (engine.pid, Ok(EPOCH)));
-    let mut pool = vec![0u8; DATA_BYTES];
+    let pool = pool();
     // Scattered pieces in more than one batch, backwards in the engine, then one long run.
-    let pieces: Vec<Run> = (0..3000).map(|i| engine.run((2999 - i) * 700, i * 350, 350)).collect();
-    // SAFETY: the runs lie inside `pool`, which nothing else touches; those of one call share no bytes.
-    unsafe { process.copy_out(&pieces, pool.as_mut_ptr(), EPOCH).unwrap() };
-    for i in 0..3000 {
-        assert!((0..350).all(|byte| pool[i * 350 + byte] == pattern((2999 - i) * 700 + byte)), "piece {i}");
+    let places: Vec<(u32, u64)> = (0..3000).map(|i| (2999 - i, u64::from(i) * 350)).collect();
+    let scattered = Runs::plan(&[pieces(engine.data, 350, 3000, 700)], &places, &pool).unwrap();
+    assert_eq!(scattered.as_slice().len(), 3000);
+    process.copy_out(&scattered, EPOCH).unwrap();
+    for i in 0..3000usize {
+        let found = |at: usize| byte(&pool, i * 350 + at) == pattern((2999 - i) * 700 + at);
+        assert!((0..350).all(found), "piece {i}");
     }
-    // SAFETY: as above.
-    unsafe { process.copy_out(&[engine.run(0, 0, DATA_BYTES)], pool.as_mut_ptr(), EPOCH).unwrap() };
-    assert!(pool.iter().enumerate().all(|(byte, found)| *found == pattern(byte)));
-
-    // SAFETY: none, no run is copied.
-    unsafe { process.copy_out(&[], pool.as_mut_ptr(), EPOCH).unwrap() };
+    process.copy_out(&engine.all(&pool), EPOCH).unwrap();
+    assert!((0..DATA_BYTES).all(|at| byte(&pool, at) == pattern(at)));
+    process.copy_out(&Runs::none(&pool), EPOCH).unwrap();
     assert!(engine.role.end().success());
 }
 
@@ -295,10 +317,9 @@ fn a_live_process_is_read() {
 fn a_wrong_address_fails_the_copy_and_not_the_process() {
     let engine = Engine::start(&[]);
     let process = engine.probe().unwrap();
-    let mut pool = vec![0u8; 8192];
-    let runs = [engine.run(0, 0, 4096), Run { engine_addr: 4096, pool_offset: 4096, len: 4096 }];
-    // SAFETY: the runs lie inside `pool`, which nothing else touches.
-    let error = unsafe { process.copy_out(&runs, pool.as_mut_ptr(), EPOCH) }.unwrap_err();
+    let regions = [pieces(engine.data, 4096, 1, 0), pieces(4096, 4096, 1, 0)];
+    let runs = Runs::plan(&regions, &[(0, 0)], &pool()).unwrap();
+    let error = process.copy_out(&runs, EPOCH).unwrap_err();
     assert_eq!(error, CopyError::Refused { pid: engine.pid, address: 4096, errno: rustix::io::Errno::FAULT });
     assert!(error.to_string().contains("0x1000"), "{error}");
 }
@@ -318,18 +339,14 @@ fn another_nonce_or_address_is_another_process() {
 fn an_exited_process_is_gone() {
     let mut engine = Engine::start(&[]);
     let process = engine.probe().unwrap();
-    let run = engine.run(0, 0, 4096);
+    let runs = engine.all(&pool());
     let gone = CopyError::Gone { pid: engine.pid };
-    let mut pool = vec![0u8; 4096];
     engine.role.child.kill().unwrap();
     // First the zombie, whose pid still names it, then nothing.
     rustix::event::poll(&mut [PollFd::new(process.pidfd(), PollFlags::IN)], None).unwrap();
     for _ in 0..2 {
         assert_eq!(process.fence(), Err(gone.clone()));
-        // SAFETY: the run lies inside `pool`, which nothing else touches.
-        unsafe {
-            assert_eq!(process.copy_out(&[run], pool.as_mut_ptr(), EPOCH), Err(gone.clone()));
-        }
+        assert_eq!(process.copy_out(&runs, EPOCH), Err(gone.clone()));
         let pidfd = process.pidfd().try_clone().unwrap();
         assert!(pidfd_exited(&pidfd));
         let again = ProcessVm::probe(engine.pid, pidfd, engine.fence, NONCE);
@@ -345,12 +362,11 @@ fn a_given_up_copy_is_cancelled_before_it_starts() {
     let process = ProcessVm::probe(me, pidfd(me), fence.address(), NONCE).unwrap();
     fence.raise();
     let source = [1u8; 64];
-    let mut pool = [0u8; 64];
-    let run = Run { engine_addr: source.as_ptr().expose_provenance() as u64, pool_offset: 0, len: 64 };
-    // SAFETY: the run lies inside `pool`, which nothing else touches.
-    let ended = unsafe { process.copy_out(&[run], pool.as_mut_ptr(), EPOCH) };
-    assert_eq!(ended, Err(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 1 }));
-    assert_eq!(pool, [0; 64]);
+    let pool = pool();
+    let source = source.as_ptr().expose_provenance() as u64;
+    let runs = Runs::plan(&[pieces(source, 64, 1, 0)], &[(0, 0)], &pool).unwrap();
+    assert_eq!(process.copy_out(&runs, EPOCH), Err(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 1 }));
+    assert!((0..64).all(|at| byte(&pool, at) == 0), "nothing was copied");
 }
 
 #[test]
@@ -358,25 +374,16 @@ fn a_copy_that_was_stopped_midway_sees_that_it_was_given_up() {
     // This process is the engine; its daemon is stopped in the middle of a copy.
     let fence = HostFence::new(NONCE);
     let data: Vec<u8> = (0..DATA_BYTES).map(pattern).collect();
-    let options =
-        ArenaOptions { bytes: DATA_BYTES as u64, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
-    let arena = Arena::create(&options, &|_| {}).unwrap();
     let arguments = [
         ("TARGET", std::process::id().to_string()),
         ("FENCE", fence.address().to_string()),
         ("DATA", (data.as_ptr().expose_provenance()).to_string()),
     ];
     allow_ptrace_by_anyone();
-    let mut copier = Role::start("copier", &arguments, Stdio::from(arena.descriptor(true).unwrap()));
+    let mut copier = Role::start("copier", &arguments, Stdio::null());
     let pid = Pid::from_child(&copier.child);
 
-    // The copy has begun when its last byte has arrived once.
-    let last = DATA_BYTES - 1;
-    // SAFETY: the byte is inside the arena; the copier writes it, so it is read as volatile.
-    while unsafe { arena.base().add(last).read_volatile() } != pattern(last) {
-        assert!(copier.child.try_wait().unwrap().is_none(), "the copier ended early");
-        std::thread::yield_now();
-    }
+    assert_eq!(copier.line(), "begun", "its last byte has arrived once");
     rustix::process::kill_process(pid, Signal::STOP).unwrap();
     let (_, status) = rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED).unwrap().unwrap();
     assert!(status.stopped());

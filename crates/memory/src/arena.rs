@@ -1,4 +1,8 @@
 //! The pool's memory: one sealed memfd, mapped, faulted in before the first use, shared by descriptor.
+//!
+//! The pool is bytes that several processes, the kernel and GPUs read and write by agreement (claims, leases). A copy at the
+//! wrong place tears bytes, which the checksum finds. It cannot harm memory, since every copy is checked to lie inside the
+//! pool: so copying by place is safe to call, and only a reference to pool bytes ([`Arena::bytes_at`]) is not.
 
 use std::io;
 use std::ops::Range;

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_engine_memory::Gpus;
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
 use kvlane_policy::Choice;
@@ -23,7 +24,6 @@ use crate::{
     ceilings::HitCeilings,
     door::ListenError,
     engines::Engines,
-    gpu::Gpus,
     http, listen,
     listen::Listeners,
     metrics::Metrics,

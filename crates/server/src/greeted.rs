@@ -6,14 +6,13 @@ use std::{
 };
 
 use kvlane_block::Region;
+use kvlane_engine_memory::{PeerBlocks, SharedChunks};
 use kvlane_store::OwnerId;
 
 use crate::{
     calls::{late::LateLookups, save_thread::SaveThread, saver::Granted},
-    chunks::SharedChunks,
     engines::SessionId,
     sessions::Info,
-    worker_memory::WorkerMemory,
 };
 
 /// What is known after the greeting.
@@ -50,5 +49,5 @@ pub(crate) struct Registered {
     /// What a load brings, group by group.
     pub(crate) slices: Vec<Vec<Vec<Region>>>,
     /// None where the worker copies by itself.
-    pub(crate) memory: Option<WorkerMemory>,
+    pub(crate) memory: Option<PeerBlocks>,
 }

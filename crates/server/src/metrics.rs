@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use kvlane_block::Namespace;
+use kvlane_engine_memory::Gpus;
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
 use metrics::{Histogram, Unit, counter, gauge, histogram, with_local_recorder};
@@ -11,7 +12,6 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 use crate::{
     calls::table::{CALLS, Call},
     ceilings::Reading,
-    gpu::Gpus,
     shared::Shared,
     ssd::Ssd,
 };

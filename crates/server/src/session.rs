@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_engine_memory::SharedChunks;
 use kvlane_memory::{DESCRIPTORS_MAX, own_user_is_unclear, recv_with_fds};
 use kvlane_proto::{
     FrameReader, MAX_FRAME_BYTES, WIRE_MAX, WIRE_MIN, negotiate,
@@ -25,7 +26,6 @@ use crate::{
         context::{Answered, Context},
         table::{Call, WhileStopping},
     },
-    chunks::SharedChunks,
     engines::SessionId,
     greeted::Greeted,
     peer::{Peer, Stream, refuse_user},

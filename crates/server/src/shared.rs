@@ -8,12 +8,13 @@ use std::{
     time::Instant,
 };
 
+use kvlane_engine_memory::Gpus;
 use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, gpu::Gpus, metrics::Metrics, refusal_log::Refusals,
-    sessions::Sessions, slots::Slots, ssd::Ssd, unreachable::Unreachable,
+    ceilings::HitCeilings, engines::Engines, metrics::Metrics, refusal_log::Refusals, sessions::Sessions,
+    slots::Slots, ssd::Ssd, unreachable::Unreachable,
 };
 
 /// What all sessions share.

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::{LayoutDigest, Namespace, Region, shard_bytes};
-use kvlane_engine_memory::ProcessVm;
+use kvlane_engine_memory::{GpuMemory, Pace, PeerBlocks, ProcessVm, SharedChunks};
 use kvlane_proto::v1::{self, hello::Role, register_worker::Method, reply::Body as Answer};
 
 use super::{
@@ -12,14 +12,11 @@ use super::{
     save_thread::SaveThread,
 };
 use crate::{
-    chunks::SharedChunks,
     engines::{GroupSpec, WorkerGroup},
-    gpu::GpuMemory,
     greeted::{Registered, WorkerState},
     peer::Peer,
     refusal::Refusal,
-    save_pace::Pace,
-    worker_memory::WorkerMemory,
+    wire_gpu,
 };
 
 /// The groups of an engine's blocks.
@@ -52,7 +49,9 @@ pub(crate) fn share_chunks(context: &mut Context<'_>, share: &v1::ShareChunks) -
     let descriptors = std::mem::take(&mut context.descriptors);
     let (shared, greeted) = (context.shared, &mut *context.greeted);
     let gpus = shared.gpus.as_ref().ok_or_else(no_gpu)?;
-    greeted.chunks.push(gpus, share, descriptors).map_err(|error| {
+    let shared =
+        wire_gpu::chunk_share(share).and_then(|share| greeted.chunks.push(gpus, &share, descriptors));
+    shared.map_err(|error| {
         // A part of a range is good for nothing.
         greeted.chunks = SharedChunks::default();
         Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
@@ -93,18 +92,19 @@ pub(crate) fn register_worker(
                 register.gpu.as_ref().ok_or_else(|| Refusal::invalid("method GPU needs the worker's GPU"))?;
             let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
             let regions: Vec<&Region> = slices.iter().flatten().flatten().collect();
-            let memory =
-                GpuMemory::import(gpus, &greeted.info.engine_id, gpu, chunks, &regions, greeted.nonce, pidfd)
-                    .map_err(|error| {
-                        Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
-                    })?;
-            (Some(WorkerMemory::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
+            let (engine, nonce) = (&greeted.info.engine_id, greeted.nonce);
+            let memory = wire_gpu::exported(gpu)
+                .and_then(|gpu| GpuMemory::import(gpus, engine, &gpu, chunks, &regions, nonce, pidfd));
+            let memory = memory.map_err(|error| {
+                Refusal::invalid(format!("the worker's GPU memory cannot be used: {error}"))
+            })?;
+            (Some(PeerBlocks::Gpu(Arc::new(memory))), "the GPU copies".to_owned())
         }
         (_, Method::Mapped) => (None, "the worker asked for it".to_owned()),
         (Peer::Local { credentials, pidfd }, _) => {
             let pidfd = pidfd.try_clone().map_err(Refusal::no_descriptor)?;
             match ProcessVm::probe(credentials.pid, pidfd, register.fence_address, greeted.nonce) {
-                Ok(memory) => (Some(WorkerMemory::ProcessVm(memory)), "process_vm works".to_owned()),
+                Ok(memory) => (Some(PeerBlocks::ProcessVm(memory)), "process_vm works".to_owned()),
                 Err(error) if method == Method::ProcessVm => {
                     return Err(Refusal::not_allowed(format!("process_vm was asked for, but {error}")));
                 }
@@ -118,8 +118,8 @@ pub(crate) fn register_worker(
         .register(&greeted.info.engine_id, greeted.id, register.rank, register.workers, groups, &shared.store)
         .map_err(Refusal::conflict)?;
     let (method, name) = match &memory {
-        Some(WorkerMemory::Gpu(_)) => (Method::Gpu, "gpu"),
-        Some(WorkerMemory::ProcessVm(_)) => (Method::ProcessVm, "process_vm"),
+        Some(PeerBlocks::Gpu(_)) => (Method::Gpu, "gpu"),
+        Some(PeerBlocks::ProcessVm(_)) => (Method::ProcessVm, "process_vm"),
         None => (Method::Mapped, "mapped"),
     };
     tracing::info!(
@@ -132,7 +132,7 @@ pub(crate) fn register_worker(
     );
     shared.sessions.set_method(greeted.id, name, &reason);
     shared.metrics.worker_registered(name);
-    let on_gpu = matches!(memory, Some(WorkerMemory::Gpu(_)));
+    let on_gpu = matches!(memory, Some(PeerBlocks::Gpu(_)));
     let registered = Arc::new(Registered { owner, rank: register.rank, regions, slices, memory });
     let start = || {
         let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvlane_engine_memory::{Asked, Pace};
 use kvlane_proto::v1::{self, reply::Body as Answer};
 use kvlane_store::WriterId;
 
@@ -13,7 +14,6 @@ use crate::{
     engines::SessionId,
     greeted::{Greeted, Registered},
     refusal::Refusal,
-    save_pace::Pace,
     shared::Shared,
 };
 
@@ -99,7 +99,8 @@ pub(crate) fn copy_out(
         .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
     with_saver(shared, id, engine_id, worker, save.job, |saver| {
         let blocks = saver.parse(&save.groups)?;
-        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, save.epoch, save.event, pace)))
+        let asked = Asked { epoch: save.epoch, event: save.event };
+        Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, asked, pace)))
     })
 }
 

@@ -12,10 +12,11 @@ use std::{
     time::Instant,
 };
 
+use kvlane_engine_memory::Pace;
 use kvlane_proto::v1::{self, reply::Body as Answer};
 
 use super::table::Call;
-use crate::{refusal::Refusal, replies::Replies, save_pace::Pace, sessions::Busy, shared::Shared};
+use crate::{refusal::Refusal, replies::Replies, sessions::Busy, shared::Shared};
 
 /// Carries saves out in the order in which they were asked for, and answers them.
 pub(crate) struct SaveThread {

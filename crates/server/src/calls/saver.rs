@@ -3,14 +3,13 @@
 use std::time::Instant;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use kvlane_block::{BlockHash, HashError, Region, parse_hashes, plan, shard_bytes};
+use kvlane_block::{BlockHash, HashError, Region, parse_hashes, shard_bytes};
+use kvlane_engine_memory::{Asked, Pace, PeerBlocks};
 use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1;
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
 
-use crate::{
-    engines::OpenGroup, save_gate::Inside, save_pace::Pace, shared::Shared, worker_memory::WorkerMemory,
-};
+use crate::{engines::OpenGroup, save_gate::Inside, shared::Shared};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -70,13 +69,12 @@ impl Saver<'_> {
         Ok(Blocks { group: index, chain, hashes, ids: group.block_ids.clone() })
     }
 
-    /// Copies blocks out of the worker, for a request made at `epoch`. A GPU waits for `event` first.
+    /// Copies blocks out of the worker, at its epoch and after its event.
     pub(crate) fn copy_out(
         &self,
         groups: &[Blocks],
-        memory: &WorkerMemory,
-        epoch: u64,
-        event: Option<u32>,
+        memory: &PeerBlocks,
+        asked: Asked,
         pace: &Pace<'_>,
     ) -> v1::SaveResult {
         let mut result = v1::SaveResult::default();
@@ -89,7 +87,7 @@ impl Saver<'_> {
                     result.failed += hashes.len() as u64;
                     continue;
                 }
-                self.copy_batch(blocks.group, chain, hashes, ids, memory, (epoch, event, pace), &mut result);
+                self.copy_batch(blocks.group, chain, hashes, ids, memory, (asked, pace), &mut result);
                 if let (Chain::Start | Chain::After(_), Some(last)) = (chain, hashes.last()) {
                     chain = Chain::After(*last);
                 }
@@ -105,8 +103,8 @@ impl Saver<'_> {
         chain: Chain,
         hashes: &[BlockHash],
         ids: &[u32],
-        memory: &WorkerMemory,
-        (epoch, event, pace): (u64, Option<u32>, &Pace<'_>),
+        memory: &PeerBlocks,
+        (asked, pace): (Asked, &Pace<'_>),
         result: &mut v1::SaveResult,
     ) {
         let outcomes = self.claim_shards(group, chain, hashes);
@@ -126,12 +124,10 @@ impl Saver<'_> {
         if claims.is_empty() {
             return;
         }
-        let copied =
-            plan(&self.regions[group], &places).map_err(|error| error.to_string()).and_then(|runs| {
-                // SAFETY: the claimed extents lie in the arena, belong to these claims alone until they are committed or
-                // aborted below, and no reference to their bytes exists before they are sealed.
-                unsafe { memory.copy_out(&runs, self.shared.arena.base(), epoch, event, pace) }
-            });
+        // The claimed extents belong to these claims alone until they are committed or aborted below, and nobody looks at
+        // their bytes before they are sealed.
+        let arena = &self.shared.arena;
+        let copied = memory.copy_out(&self.regions[group], &places, arena, asked, pace);
         match copied {
             Ok(()) => {
                 self.shared.store.commit(&claims, Instant::now());

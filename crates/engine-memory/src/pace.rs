@@ -13,16 +13,16 @@ const PART_BYTES: u64 = 4 << 20;
 
 /// How a save takes its time.
 #[derive(Clone, Copy)]
-pub(crate) struct Pace<'a> {
+pub struct Pace<'a> {
     /// Of the time of a link; 1 for all of it.
-    pub(crate) link_share: f64,
+    pub link_share: f64,
     /// Whether somebody waits for this save after all: then it takes all of the link.
-    pub(crate) is_urgent: &'a dyn Fn() -> bool,
+    pub is_urgent: &'a dyn Fn() -> bool,
 }
 
 impl Pace<'_> {
     /// For what somebody waits for.
-    pub(crate) const URGENT: Pace<'static> = Pace { link_share: 1.0, is_urgent: &|| true };
+    pub const URGENT: Pace<'static> = Pace { link_share: 1.0, is_urgent: &|| true };
 
     /// What is to be copied next, and what then is left.
     pub(crate) fn next<'r>(&self, runs: &'r [Run]) -> (&'r [Run], &'r [Run]) {

@@ -17,42 +17,51 @@ use std::{
 use kvlane_block::Run;
 use parking_lot::{Condvar, Mutex};
 
-use crate::gpu::{GpuCopyError, GpuMemory, Part};
+use crate::flags::Part;
+use crate::gpu_daemon::{GpuCopyError, GpuMemory};
 
 /// A load that one rank was asked for.
-pub(crate) struct Member {
-    pub(crate) memory: Arc<GpuMemory>,
-    pub(crate) parts: Vec<Part>,
-    pub(crate) epoch: u64,
+#[derive(Debug)]
+pub struct Member {
+    /// Where it goes.
+    pub memory: Arc<GpuMemory>,
+    /// What is to be copied, in this order.
+    pub parts: Vec<Part>,
+    /// Of the request.
+    pub epoch: u64,
     /// The engine computes for other requests meanwhile.
-    pub(crate) beside_compute: bool,
+    pub beside_compute: bool,
 }
 
 /// What became of a rank's load in a meeting; None where it has to load by itself.
-pub(crate) type Answer = Option<Result<(), GpuCopyError>>;
+pub type Answer = Option<Result<(), GpuCopyError>>;
 
 /// A rank among those of its engine that hold the same blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seat {
-    pub(crate) engine_id: String,
+pub struct Seat {
+    /// The engine.
+    pub engine_id: String,
     /// The first of these ranks.
-    pub(crate) first: u32,
+    pub first: u32,
     /// How many they are.
-    pub(crate) ranks: u32,
-    pub(crate) rank: u32,
+    pub ranks: u32,
+    /// This one.
+    pub rank: u32,
 }
 
 /// The meetings that others may still join.
-#[derive(Default)]
-pub(crate) struct Meetings {
+#[derive(Debug, Default)]
+pub struct Meetings {
     open: Mutex<Vec<Arc<Meeting>>>,
 }
 
+#[derive(Debug)]
 struct Meeting {
     state: Mutex<State>,
     changed: Condvar,
 }
 
+#[derive(Debug)]
 struct State {
     members: Vec<(Seat, Arc<Member>)>,
     phase: Phase,
@@ -70,7 +79,7 @@ enum Phase {
 impl Meetings {
     /// Meets the same load of the other ranks, for which it waits no longer than `within`. The last to come carries out
     /// all by `conduct`, which answers for each or for nobody; the others wait until it is over.
-    pub(crate) fn meet(
+    pub fn meet(
         &self,
         seat: Seat,
         member: &Arc<Member>,
@@ -161,7 +170,7 @@ fn bring_the_same(one: &[Part], other: &[Part]) -> bool {
     let bytes = |run: &Run| (run.pool_offset, run.len);
     let the_same = |(one, other): (&Part, &Part)| {
         one.flag.is_some() == other.flag.is_some()
-            && one.runs.iter().map(bytes).eq(other.runs.iter().map(bytes))
+            && one.runs.as_slice().iter().map(bytes).eq(other.runs.as_slice().iter().map(bytes))
     };
     one.len() == other.len() && one.iter().zip(other).all(the_same)
 }

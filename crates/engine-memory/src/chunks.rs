@@ -3,31 +3,33 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use kvlane_gpu::{GpuError, ImportedChunks};
-use kvlane_proto::v1;
 
-use crate::gpu::{ALLOCATIONS_MAX, Gpus};
+use crate::exported::{Allocation, ChunkShare};
+use crate::gpu_daemon::ALLOCATIONS_MAX;
+use crate::gpu_pool::Gpus;
 
 /// Most chunks of a worker: 128 GiB in chunks of 2 MiB, which are the smallest.
 const CHUNKS_MAX: usize = 1 << 16;
 
 /// What one worker has shared so far.
-#[derive(Default)]
-pub(crate) struct SharedChunks {
+#[derive(Debug, Default)]
+pub struct SharedChunks {
     ranges: Vec<ImportedChunks>,
     count: usize,
 }
 
 impl SharedChunks {
     /// Maps the next chunks of a range; the descriptors are closed.
-    pub(crate) fn push(
+    ///
+    /// # Errors
+    /// Too many, or memory that the driver does not take. A part of a range may have been mapped: it is good for nothing.
+    pub fn push(
         &mut self,
         gpus: &Gpus,
-        share: &v1::ShareChunks,
+        share: &ChunkShare,
         descriptors: Vec<OwnedFd>,
     ) -> Result<(), GpuError> {
         self.check_count(share.chunk_bytes.len(), descriptors.len())?;
-        let uuid = share.device_uuid.as_ref().try_into();
-        let uuid = uuid.map_err(|_| GpuError::Invalid("a GPU's UUID has 16 bytes".into()))?;
         let known = self.ranges.iter().position(|range| range.engine_base() == share.base);
         let range = match known {
             Some(index) => &mut self.ranges[index],
@@ -35,7 +37,7 @@ impl SharedChunks {
                 return Err(GpuError::Invalid(format!("more than {ALLOCATIONS_MAX} ranges of chunks")));
             }
             None => {
-                let gpu = gpus.open(uuid)?;
+                let gpu = gpus.open(share.device_uuid)?;
                 // Addresses are taken for no more than the GPU has memory, whatever is said.
                 let taken: u64 = self.ranges.iter().map(|range| range.chunks().bytes()).sum();
                 let total = gpu.info().total_bytes;
@@ -44,7 +46,7 @@ impl SharedChunks {
                         "ranges of chunks exceed the GPU's {total} bytes of memory"
                     )));
                 }
-                self.ranges.push(ImportedChunks::begin(&gpu, uuid, share.base, share.bytes)?);
+                self.ranges.push(ImportedChunks::begin(&gpu, share.device_uuid, share.base, share.bytes)?);
                 let last = self.ranges.len() - 1;
                 &mut self.ranges[last]
             }
@@ -71,7 +73,7 @@ impl SharedChunks {
     /// Takes the range that was shared as this allocation, all of whose chunks must be there.
     pub(crate) fn take(
         &mut self,
-        allocation: &v1::GpuAllocation,
+        allocation: &Allocation,
         device_uuid: [u8; 16],
     ) -> Result<ImportedChunks, GpuError> {
         let is_it = |range: &ImportedChunks| {

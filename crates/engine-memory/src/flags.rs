@@ -1,0 +1,189 @@
+//! Flags: words in the worker's GPU memory by which a load says how far it is, so that an engine computes with the first
+//! layers while the last are on their way.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvlane_block::{Region, shard_bytes};
+use kvlane_memory::Arena;
+use thiserror::Error;
+
+use crate::runs::{PlanError, Runs};
+
+/// Most flags that a load may be asked for with.
+const FLAGS_ASKED_MAX: usize = 4096;
+
+/// Where the blocks of a load go, and where one slice of each lies in the pool: block id and byte offset.
+pub type PoolPlaces = Vec<(u32, u64)>;
+
+/// Says that a part of a load is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Flag {
+    /// Address of the word.
+    pub word: u64,
+    /// What is written into it.
+    pub value: u32,
+}
+
+/// Runs that are followed by a flag.
+#[derive(Debug)]
+pub struct Part {
+    /// What is copied.
+    pub runs: Runs,
+    /// What is written after it.
+    pub flag: Option<Flag>,
+}
+
+/// The flags that a worker wants for a load of one group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AskedFlags {
+    /// Of the first word; the others follow, 4 bytes each.
+    pub address: u64,
+    /// What is written.
+    pub value: u32,
+    /// Flag i is written when the group's first `region_ends[i]` regions are there, counted over all its slices.
+    pub region_ends: Vec<u32>,
+}
+
+/// Why a load cannot be cut into parts.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum FlagsError {
+    /// Too many flags, or they do not ascend to the last region.
+    #[error("flags after regions {region_ends:?} of {regions}")]
+    RegionEnds {
+        /// As they were asked for.
+        region_ends: Vec<u32>,
+        /// How many regions there are.
+        regions: usize,
+    },
+    /// An address that wraps around.
+    #[error("a flag beyond the address space")]
+    Address,
+    /// Blocks or places that do not exist.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+}
+
+/// The runs of a group's blocks, slice by slice, cut where a flag follows.
+///
+/// # Errors
+/// [`FlagsError`].
+pub fn parts_of(
+    slices: &[Vec<Region>],
+    places: &[PoolPlaces],
+    flags: Option<&AskedFlags>,
+    pool: &Arc<Arena>,
+) -> Result<Vec<Part>, FlagsError> {
+    let regions: usize = slices.iter().map(Vec::len).sum();
+    let Some(AskedFlags { address, value, region_ends }) = flags else {
+        return Ok(vec![Part { runs: runs_of(slices, places, 0..regions, pool)?, flag: None }]);
+    };
+    let last = region_ends.last().map(|end| *end as usize);
+    if last != Some(regions) || region_ends.len() > FLAGS_ASKED_MAX || !region_ends.is_sorted() {
+        return Err(FlagsError::RegionEnds { region_ends: region_ends.clone(), regions });
+    }
+    let mut parts = Vec::with_capacity(region_ends.len());
+    let mut first = 0;
+    for (index, &end) in (0u64..).zip(region_ends) {
+        let end = end as usize;
+        let word = address.checked_add(index * 4).ok_or(FlagsError::Address)?;
+        let runs = runs_of(slices, places, first..end, pool)?;
+        parts.push(Part { runs, flag: Some(Flag { word, value: *value }) });
+        first = end;
+    }
+    Ok(parts)
+}
+
+/// The runs of these regions, counted over all slices.
+fn runs_of(
+    slices: &[Vec<Region>],
+    places: &[PoolPlaces],
+    wanted: Range<usize>,
+    pool: &Arc<Arena>,
+) -> Result<Runs, PlanError> {
+    let mut runs = Runs::none(pool);
+    let mut before = 0;
+    for (slice, places) in slices.iter().zip(places) {
+        let inside = |region: usize| region.saturating_sub(before).min(slice.len());
+        let (first, end) = (inside(wanted.start), inside(wanted.end));
+        if first < end {
+            let offset = shard_bytes(&slice[..first]);
+            // Beyond the address space is outside the pool too.
+            let moved: PoolPlaces =
+                places.iter().map(|(id, extent)| (*id, extent.saturating_add(offset))).collect();
+            runs.extend(&slice[first..end], &moved)?;
+        }
+        before += slice.len();
+    }
+    Ok(runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_block::{Run, slice};
+    use kvlane_memory::{ArenaOptions, HugePages, Numa};
+
+    use super::*;
+
+    fn pool() -> Arc<Arena> {
+        let options =
+            ArenaOptions { bytes: 64 << 10, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        Arc::new(Arena::create(&options, &|_| {}).unwrap())
+    }
+
+    fn layers(count: u64) -> Vec<Region> {
+        let layer = |layer: u64| Region {
+            base: 0x10000 * (layer + 1),
+            block_stride: 1024,
+            blocks: 8,
+            piece_bytes: 1024,
+            piece_offsets: vec![0],
+        };
+        (0..count).map(layer).collect()
+    }
+
+    fn sorted(mut runs: Vec<Run>) -> Vec<Run> {
+        runs.sort_unstable_by_key(|run| run.engine_addr);
+        runs
+    }
+
+    #[test]
+    fn parts_are_the_same_bytes_as_the_whole() {
+        let (regions, places) = ([layers(5)], [vec![(3, 0), (1, 8192)]]);
+        let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 2, 5] };
+        let parts = parts_of(&regions, &places, Some(&flags), &pool()).unwrap();
+        let flagged: Vec<_> = parts.iter().map(|part| part.flag).collect();
+        assert_eq!(flagged, [100, 104, 108].map(|word| Some(Flag { word, value: 7 })));
+        assert_eq!(parts.iter().map(|part| part.runs.as_slice().len()).collect::<Vec<_>>(), [4, 0, 6]);
+        let whole = parts_of(&regions, &places, None, &pool()).unwrap().remove(0).runs.as_slice().to_vec();
+        assert_eq!(
+            sorted(parts.iter().flat_map(|part| part.runs.as_slice()).copied().collect()),
+            sorted(whole)
+        );
+        for ends in [vec![], vec![4], vec![3, 2, 5], vec![6]] {
+            let flags = AskedFlags { region_ends: ends, ..flags.clone() };
+            assert!(parts_of(&regions, &places, Some(&flags), &pool()).is_err());
+        }
+    }
+
+    #[test]
+    fn flags_follow_the_layers_whichever_slice_brings_them() {
+        let layers = layers(5);
+        // 2560 bytes each: two layers and a half.
+        let slices = slice(&layers, 2).unwrap();
+        assert_eq!(slices.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3]);
+        let places = [vec![(3, 0), (1, 4096)], vec![(3, 40960), (1, 8192)]];
+        // After layer 1, and after layer 3, of which there are two halves before.
+        let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 5, 6] };
+        let parts = parts_of(&slices, &places, Some(&flags), &pool()).unwrap();
+        let layers_of = |part: &Part| -> Vec<(u64, u64)> {
+            sorted(part.runs.as_slice().to_vec()).iter().map(|run| (run.engine_addr >> 16, run.len)).collect()
+        };
+        assert_eq!(layers_of(&parts[0]), [(1, 1024), (1, 1024), (2, 1024), (2, 1024)]);
+        assert_eq!(layers_of(&parts[1]), [(3, 512), (3, 512), (3, 512), (3, 512), (4, 1024), (4, 1024)]);
+        assert_eq!(layers_of(&parts[2]), [(5, 1024), (5, 1024)]);
+        let halves: Vec<u64> =
+            parts[1].runs.as_slice().iter().filter(|run| run.len == 512).map(|run| run.pool_offset).collect();
+        assert_eq!(halves, [2048, 4096 + 2048, 40960, 8192], "the end of slice 0, the start of slice 1");
+    }
+}

@@ -1,0 +1,443 @@
+//! A worker's GPU memory as the daemon copies out of it and into it.
+#![expect(unsafe_code, reason = "copies between the pool and GPU memory that is mapped here")]
+
+use std::{
+    os::fd::OwnedFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvlane_block::{Region, Run};
+use kvlane_gpu::{
+    AddressMap, Calibration, Copy, Direction, Event, Export, GpuError, Imported, ImportedChunks, Loader,
+    Loading, Mapped, Priority, Stream, Thresholds, Together,
+};
+use kvlane_memory::{pidfd_exited, pidfd_exited_within};
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use crate::chunks::SharedChunks;
+use crate::exported::{Allocation, Exported};
+use crate::fence::FENCE_BYTES;
+use crate::flags::{Flag, Part};
+use crate::gpu_pool::{Gpus, PinnedPool};
+use crate::lane::{FENCE_AFTER, FENCE_BEFORE, Lane};
+use crate::meetings::Member;
+use crate::pace::{Pace, cut};
+use crate::runs::Runs;
+
+/// Longest time between two looks at an event of an engine that is still computing; the first come sooner.
+const LOOK_EVERY: Duration = Duration::from_micros(500);
+/// Most events that a worker may share: copies that it can have under way.
+const EVENTS_MAX: usize = 1024;
+/// Most allocations that a worker's regions may lie in.
+pub(crate) const ALLOCATIONS_MAX: usize = 4096;
+
+/// Why a copy by the GPU is worth nothing.
+#[derive(Debug, Error)]
+pub enum GpuCopyError {
+    /// What the driver says.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    /// The process is no more.
+    #[error("the engine's process has exited")]
+    Gone,
+    /// The engine gave the copy up and may have reused its blocks.
+    #[error("the engine is at epoch {found} and gave up the copy that it asked for at epoch {asked}")]
+    Cancelled {
+        /// The epoch of the request.
+        asked: u64,
+        /// The epoch that the fence holds now.
+        found: u64,
+    },
+    /// The request names an event that the worker does not have.
+    #[error("event {0} was not registered")]
+    NoSuchEvent(u32),
+}
+
+/// A worker's GPU memory, mapped here.
+///
+/// The fence is read by the GPU itself, in the same stream before and after the blocks: a copy counts only if the
+/// engine had not given it up by the time that the last byte was read.
+#[derive(Debug)]
+pub struct GpuMemory {
+    map: AddressMap,
+    events: Vec<Event>,
+    /// Of the fence, here.
+    fence: u64,
+    nonce: [u8; 16],
+    pidfd: OwnedFd,
+    saving: Mutex<Lane>,
+    loading: Mutex<Lane>,
+    loader: Loader,
+    /// For loads while nothing computes.
+    idle: Calibration,
+    /// Unmapped last: the lanes have waited for their work whenever nobody holds them.
+    _imports: Vec<Imported>,
+    _chunks: Vec<ImportedChunks>,
+    /// What is copied from and to stays pinned as long as this.
+    pool: Arc<PinnedPool>,
+}
+
+/// Which way a lane's copies go.
+#[derive(Debug)]
+enum Way {
+    /// To the pool.
+    Out,
+    /// From the pool, perhaps over the links of other GPUs too and through a ring on this one. How rings are read is
+    /// decided by `pulls`.
+    In { pulls: Thresholds },
+}
+
+impl GpuMemory {
+    /// Maps what a worker of an engine exported, and takes what it shared chunk by chunk. Every region must lie in it.
+    ///
+    /// # Errors
+    /// What cannot be mapped, and a fence that does not hold the nonce.
+    pub fn import(
+        gpus: &Gpus,
+        engine_id: &str,
+        worker: &Exported,
+        mut chunks: SharedChunks,
+        regions: &[&Region],
+        nonce: [u8; 16],
+        pidfd: OwnedFd,
+    ) -> Result<Self, GpuError> {
+        let uuid = worker.device_uuid;
+        if worker.events.is_empty() || worker.events.len() > EVENTS_MAX {
+            let count = worker.events.len();
+            return Err(GpuError::Invalid(format!("{count} events; 1 to {EVENTS_MAX} are possible")));
+        }
+        if worker.allocations.len() > ALLOCATIONS_MAX {
+            let count = worker.allocations.len();
+            return Err(GpuError::Invalid(format!(
+                "{count} allocations, at most {ALLOCATIONS_MAX} are possible"
+            )));
+        }
+        let (base, bytes) = (worker.fence.base, worker.fence.bytes);
+        let handle =
+            worker.fence.handle.ok_or_else(|| GpuError::Invalid("the fence has no handle".into()))?;
+        let fence = Export { handle, base, bytes, device_uuid: uuid };
+        let of = |allocation: &Allocation| {
+            let Allocation { base, bytes, handle } = *allocation;
+            handle.map(|handle| Export { handle, base, bytes, device_uuid: uuid })
+        };
+        let gpu = gpus.open(uuid)?;
+        let whole = worker.allocations.iter().filter_map(of).chain([fence]);
+        let imports = whole.map(|export| gpu.import(&export)).collect::<Result<Vec<_>, _>>()?;
+        let chunked = worker.allocations.iter().filter(|allocation| allocation.handle.is_none());
+        let chunks =
+            chunked.map(|allocation| chunks.take(allocation, uuid)).collect::<Result<Vec<_>, _>>()?;
+        let mapped = chunks.iter().map(ImportedChunks::mapped).collect::<Result<Vec<_>, _>>()?;
+        let map = AddressMap::new(imports.iter().map(Mapped::from).chain(mapped))?;
+        for region in regions {
+            // Validated before: it ends inside the address space.
+            map.local(region.base, region.span_bytes().unwrap_or(u64::MAX))?;
+        }
+        let fence = map.local(worker.fence.base, FENCE_BYTES as u64)?;
+        let events = worker.events.iter().map(|handle| Event::open(&gpu, handle));
+        let events = events.collect::<Result<Vec<_>, _>>()?;
+        let (pool, seams) = gpus.pool();
+        let memory = Self {
+            map,
+            events,
+            fence,
+            nonce,
+            pidfd,
+            saving: Mutex::new(Lane::new(&gpu, Priority::Normal, seams)?),
+            loading: Mutex::new(Lane::new(&gpu, Priority::High, seams)?),
+            loader: gpus.loader(&gpu, engine_id),
+            idle: gpus.calibration(&gpu),
+            _imports: imports,
+            _chunks: chunks,
+            pool,
+        };
+        let epoch = memory.fence_of(&mut memory.loading.lock());
+        match epoch {
+            Ok(_) => Ok(memory),
+            Err(error) => {
+                Err(GpuError::Invalid(format!("the fence does not hold the engine's nonce: {error}")))
+            }
+        }
+    }
+
+    /// Gathers runs into the pool after `event`, for a request made at `epoch`, at its pace.
+    ///
+    /// # Errors
+    /// [`GpuCopyError`]; then what the pool holds there is worth nothing.
+    ///
+    /// # Panics
+    /// For runs of another pool than the one that is pinned.
+    pub fn copy_out(
+        &self,
+        runs: &Runs,
+        epoch: u64,
+        event: Option<u32>,
+        pace: &Pace<'_>,
+    ) -> Result<(), GpuCopyError> {
+        let pool = self.pool_address([runs]);
+        let mut lane = self.saving.lock();
+        self.wait_for_event(event)?;
+        let runs = cut(runs.as_slice());
+        let mut left = runs.as_slice();
+        loop {
+            let begun = Instant::now();
+            let (now, later) = pace.next(left);
+            // SAFETY: pieces of runs of the pool that is pinned; the lane waits for the work.
+            let copied = unsafe { self.run(&mut lane, &[(now, None)], pool, Way::Out) };
+            // Each part: nobody wants the rest of a save that was given up.
+            self.judge(&lane, copied, epoch)?;
+            if later.is_empty() {
+                return Ok(());
+            }
+            if pidfd_exited_within(&self.pidfd, pace.rest(begun.elapsed())) {
+                return Err(GpuCopyError::Gone);
+            }
+            left = later;
+        }
+    }
+
+    /// Waits until a load for a request made at `epoch` may begin: after `event`.
+    ///
+    /// # Errors
+    /// A load that was given up, or a process that has ended.
+    pub fn wait_until_wanted(&self, epoch: u64, event: Option<u32>) -> Result<(), GpuCopyError> {
+        // A load that was given up while this process was stopped must not be started.
+        let found = self.fence_of(&mut self.loading.lock())?;
+        if found != epoch {
+            return Err(GpuCopyError::Cancelled { asked: epoch, found });
+        }
+        self.wait_for_event(event)
+    }
+
+    /// Where the pool begins, for the GPU.
+    fn pool_address<'a>(&self, runs: impl IntoIterator<Item = &'a Runs>) -> u64 {
+        let same = |runs: &Runs| Arc::ptr_eq(runs.pool(), &self.pool.arena);
+        assert!(runs.into_iter().all(same), "runs of another pool than the one that is pinned");
+        self.pool.arena.base().expose_provenance() as u64
+    }
+
+    /// Scatters a load's runs from the pool, one part after the other, once it has been waited for
+    /// ([`Self::wait_until_wanted`]). `load` is of this memory.
+    ///
+    /// The engine's scheduler holds a lease on the blocks until it hears of the end of this load, so nobody writes them; what
+    /// a wrong page names is only read. The engine set the destination blocks aside, and the map lets nothing be written
+    /// outside what it exported.
+    ///
+    /// # Errors
+    /// [`GpuCopyError`]; then what the engine's blocks hold is worth nothing.
+    ///
+    /// # Panics
+    /// For runs of another pool than the one that is pinned.
+    pub fn copy_in(&self, load: &Member) -> Result<(), GpuCopyError> {
+        let pool = self.pool_address(load.parts.iter().map(|part| &part.runs));
+        let parts: Vec<(&[Run], Option<Flag>)> =
+            load.parts.iter().map(|part| (part.runs.as_slice(), part.flag)).collect();
+        let mut lane = self.loading.lock();
+        lane.copier.set_thresholds(self.thresholds(load, Direction::HostToDevice));
+        let way = Way::In { pulls: self.thresholds(load, Direction::Peer) };
+        // SAFETY: runs of the pool that is pinned; the lane waits for the work.
+        let copied = unsafe { self.run(&mut lane, &parts, pool, way) };
+        self.judge(&lane, copied, load.epoch)
+    }
+
+    /// What decides between the ways to copy for this load.
+    fn thresholds(&self, load: &Member, direction: Direction) -> Thresholds {
+        match load.beside_compute {
+            true if direction != Direction::Peer => Thresholds::beside_compute(direction),
+            _ => self.idle.thresholds(direction),
+        }
+    }
+
+    /// Whether loads of so many bytes, the same for so many ranks, may share the ranks' links.
+    pub fn may_share(&self, bytes: u64, ranks: usize) -> bool {
+        self.loader.may_share(bytes, ranks)
+    }
+
+    /// As [`Self::copy_in`] for each member, which all load the same bytes: each link brings a share of them for all. None
+    /// where each has to load by itself; then nothing was written. No member ends its load before this is over.
+    ///
+    /// # Panics
+    /// For runs of another pool than the one that is pinned.
+    pub fn copy_in_together(members: &[Arc<Member>]) -> Option<Vec<Result<(), GpuCopyError>>> {
+        let first = members.first()?;
+        let runs = members.iter().flat_map(|member| &member.parts).map(|part| &part.runs);
+        let pool = first.memory.pool_address(runs);
+        let lanes: Vec<_> = members.iter().map(|member| member.memory.loading.lock()).collect();
+        let streams: Vec<&Stream> = lanes.iter().map(|lane| &*lane.stream).collect();
+        let loaders: Vec<&Loader> = members.iter().map(|member| &member.memory.loader).collect();
+        // A member's wrong address must fail that member's load only.
+        let words: Vec<Vec<Option<Flag>>> =
+            members.iter().map(|member| member.memory.words(&member.parts)).collect::<Result<_, _>>().ok()?;
+        let look = |at| {
+            members.iter().zip(&lanes).try_for_each(|(member, lane)| {
+                // SAFETY: the fence is mapped as long as its member; all streams are waited for below.
+                unsafe { lane.look_at(member.memory.fence, at) }
+            })
+        };
+        let looked = look(FENCE_BEFORE);
+        let bytes = first.parts.iter().flat_map(|part| part.runs.as_slice()).map(|run| run.len).sum();
+        let pulls = first.memory.thresholds(first, Direction::Peer);
+        let begun = looked.ok().and_then(|()| Together::begin(&loaders, &streams, bytes, &pulls));
+        let Some(mut together) = begun else {
+            streams.iter().for_each(|stream| drop(stream.synchronize()));
+            return None;
+        };
+        let way = Way::In { pulls };
+        let mut enqueue = || -> Result<(), GpuError> {
+            for index in 0..first.parts.len() {
+                let copies = |member: &Arc<Member>| {
+                    member.memory.copies(member.parts[index].runs.as_slice(), pool, &way)
+                };
+                let copies = members.iter().map(copies).collect::<Result<Vec<_>, _>>()?;
+                // SAFETY: runs of the pool that is pinned, and memory that the members map; everything is waited for below.
+                unsafe { together.enqueue(&streams, &copies)? };
+                for (stream, words) in streams.iter().zip(&words) {
+                    if let Some(Flag { word, value }) = words[index] {
+                        // SAFETY: the word is mapped, as the fence is.
+                        unsafe { stream.write_word(word, value)? };
+                    }
+                }
+            }
+            look(FENCE_AFTER)
+        };
+        let enqueued = enqueue();
+        // Also after an error: what was enqueued runs.
+        let gone = || members.iter().all(|member| pidfd_exited(&member.memory.pidfd));
+        let outcome = enqueued.and(together.synchronize_or(gone));
+        tracing::debug!(ranks = members.len(), bytes, ?outcome, "ranks shared a load");
+        let judge = |(member, lane): (&Arc<Member>, &_)| {
+            let lane: &Lane = lane;
+            let copied = lane.stream.synchronize();
+            member.memory.judge(lane, outcome.clone().and(copied).map_err(GpuCopyError::from), member.epoch)
+        };
+        Some(members.iter().zip(lanes.iter().map(|lane| &**lane)).map(judge).collect())
+    }
+
+    /// The words of the parts' flags, by the addresses of this process.
+    fn words(&self, parts: &[Part]) -> Result<Vec<Option<Flag>>, GpuError> {
+        parts.iter().map(|part| part.flag.map(|flag| self.local_flag(flag)).transpose()).collect()
+    }
+
+    /// A flag's word by its address in this process.
+    fn local_flag(&self, flag: Flag) -> Result<Flag, GpuError> {
+        let word = self.map.local(flag.word, 4)?;
+        if !word.is_multiple_of(4) {
+            return Err(GpuError::Invalid(format!("a flag at {:#x}, which is no multiple of 4", flag.word)));
+        }
+        Ok(Flag { word, ..flag })
+    }
+
+    /// What moves the runs, by the addresses of this process.
+    fn copies(&self, runs: &[Run], pool: u64, way: &Way) -> Result<Vec<Copy>, GpuError> {
+        let copy = |run: &Run| {
+            let (engine, pool, len) =
+                (self.map.local(run.engine_addr, run.len)?, pool + run.pool_offset, run.len);
+            Ok(match way {
+                Way::Out => Copy { dst: pool, src: engine, len },
+                Way::In { .. } => Copy { dst: engine, src: pool, len },
+            })
+        };
+        runs.iter().map(copy).collect()
+    }
+
+    /// Everything in the lane's order, and waits for it. Each part is planned when the one before is on its way.
+    ///
+    /// # Safety
+    /// The runs lie inside the pinned pool, which begins at `pool`.
+    unsafe fn run(
+        &self,
+        lane: &mut Lane,
+        parts: &[(&[Run], Option<Flag>)],
+        pool: u64,
+        way: Way,
+    ) -> Result<(), GpuCopyError> {
+        // SAFETY: the fence is mapped as long as this; the lane is waited for below.
+        unsafe { lane.look_at(self.fence, FENCE_BEFORE)? };
+        // Over several links, what is written comes after the fence too.
+        let bytes = parts.iter().flat_map(|(runs, _)| *runs).map(|run| run.len).sum();
+        let pieces = parts.iter().map(|(runs, _)| runs.len()).sum();
+        let pool_runs = parts.iter().map(|(runs, _)| pool_runs(runs)).sum();
+        let mut loading = match &way {
+            Way::In { pulls } => {
+                let staging = self.loader.staging(bytes, pieces, pool_runs);
+                Some(self.loader.begin(&lane.stream, bytes, pulls, staging))
+            }
+            Way::Out => None,
+        };
+        let mut enqueue = |lane: &mut Lane| -> Result<(), GpuError> {
+            for (runs, flag) in parts {
+                let copies = self.copies(runs, pool, &way)?;
+                // SAFETY: the caller vouches for the pool's bytes, and the map for the engine's; rails and lane are waited
+                // for below.
+                let how = unsafe {
+                    match &mut loading {
+                        Some(loading) => loading.enqueue(&mut lane.copier, &copies)?,
+                        None => lane.copier.enqueue(&copies, Direction::DeviceToHost)?,
+                    }
+                };
+                let staged = loading.as_ref().is_some_and(Loading::is_staged);
+                tracing::debug!(?way, ?how, staged, "copies of the GPU");
+                if let Some(flag) = flag {
+                    let Flag { word, value } = self.local_flag(*flag)?;
+                    // SAFETY: the word is mapped, as the fence is.
+                    unsafe { lane.stream.write_word(word, value)? };
+                }
+            }
+            // SAFETY: as above.
+            unsafe { lane.look_at(self.fence, FENCE_AFTER) }
+        };
+        let outcome = enqueue(lane);
+        // Also after an error: what was enqueued runs.
+        let gone = || pidfd_exited(&self.pidfd);
+        let relayed = loading.as_mut().map_or(Ok(()), |loading| loading.synchronize_or(gone));
+        let done = lane.stream.synchronize();
+        Ok(outcome.and(relayed).and(done)?)
+    }
+
+    /// Waits until the engine's GPU work has come to an event. Not in the stream: that work ends with the engine's process,
+    /// and a stream that waits for an event of a dead process may wait for ever.
+    fn wait_for_event(&self, event: Option<u32>) -> Result<(), GpuCopyError> {
+        let Some(event) = event else { return Ok(()) };
+        let event = self.events.get(event as usize).ok_or(GpuCopyError::NoSuchEvent(event))?;
+        let mut pause = LOOK_EVERY / 32;
+        while !event.is_done()? {
+            if pidfd_exited_within(&self.pidfd, pause) {
+                return Err(GpuCopyError::Gone);
+            }
+            pause = LOOK_EVERY.min(pause * 2);
+        }
+        Ok(())
+    }
+
+    /// Whether the engine still wanted the copy at its end.
+    fn judge(&self, lane: &Lane, copied: Result<(), GpuCopyError>, epoch: u64) -> Result<(), GpuCopyError> {
+        copied?;
+        for at in [FENCE_BEFORE, FENCE_AFTER] {
+            let found = lane.fence_at(at);
+            if found.nonce != self.nonce || pidfd_exited(&self.pidfd) {
+                return Err(GpuCopyError::Gone);
+            }
+            if found.epoch != epoch {
+                return Err(GpuCopyError::Cancelled { asked: epoch, found: found.epoch });
+            }
+        }
+        Ok(())
+    }
+
+    fn fence_of(&self, lane: &mut Lane) -> Result<u64, GpuCopyError> {
+        // SAFETY: the fence is mapped as long as this; the lane waits for the copy.
+        unsafe { lane.look_at(self.fence, FENCE_BEFORE)? };
+        lane.stream.synchronize()?;
+        match lane.fence_at(FENCE_BEFORE) {
+            found if found.nonce == self.nonce && !pidfd_exited(&self.pidfd) => Ok(found.epoch),
+            _ => Err(GpuCopyError::Gone),
+        }
+    }
+}
+
+/// In how many ranges of the pool these runs lie, taken in their order.
+fn pool_runs(runs: &[Run]) -> usize {
+    let breaks = runs.windows(2).filter(|pair| pair[0].pool_offset + pair[0].len != pair[1].pool_offset);
+    breaks.count() + usize::from(!runs.is_empty())
+}

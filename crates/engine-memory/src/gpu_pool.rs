@@ -1,0 +1,206 @@
+//! The GPUs of the daemon, with the pool pinned for their driver.
+#![expect(unsafe_code, reason = "the pool is pinned, and measured before anybody uses it")]
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use kvlane_gpu::{
+    CHUNK_BYTES, Calibration, Direction, Driver, Gpu, GpuError, Loader, Pinned, RailOptions, Rails,
+};
+use kvlane_memory::Arena;
+use parking_lot::Mutex;
+
+use crate::meetings::Meetings;
+
+/// The GPU driver, with the pool pinned for it.
+#[derive(Debug)]
+pub struct Gpus {
+    driver: Arc<dyn Driver>,
+    /// Opened when the first engine on it registers, and kept.
+    opened: Mutex<HashMap<[u8; 16], Gpu>>,
+    rails: Arc<Rails>,
+    /// For GPUs of this name: those of one host and model are alike.
+    calibrated: (String, Calibration),
+    /// Loads of ranks that hold the same blocks.
+    pub meetings: Meetings,
+    /// How long they wait for each other.
+    pub meet_within: Duration,
+    pool: Arc<PinnedPool>,
+}
+
+/// The pool while the driver knows it: whoever copies between it and a GPU holds one.
+#[derive(Debug)]
+pub(crate) struct PinnedPool {
+    /// Before the arena, which it needs.
+    pinned: Pinned,
+    pub(crate) arena: Arc<Arena>,
+}
+
+impl Gpus {
+    /// Pins the pool, and measures the first GPU if it is to: nobody uses the pool yet.
+    ///
+    /// # Errors
+    /// No GPU, or one that cannot be used.
+    pub fn start(
+        driver: Arc<dyn Driver>,
+        arena: Arc<Arena>,
+        rails: RailOptions,
+        calibrate: bool,
+    ) -> Result<Self, GpuError> {
+        let start = Instant::now();
+        let first = driver.devices()?.into_iter().next();
+        let first = first.ok_or_else(|| GpuError::NoSuchDevice("at all".into()))?;
+        let gpu = Gpu::open(Arc::clone(&driver), first.ordinal)?;
+        let address = arena.base().expose_provenance() as u64;
+        // SAFETY: the arena is kept below for as long as it is pinned; whoever enqueues work on it holds it pinned, and waits
+        // for that work before letting go.
+        let pinned = unsafe { Pinned::new(&gpu, address, arena.bytes(), CHUNK_BYTES, |_| {})? };
+        // SAFETY: the pool is pinned, and nobody uses it yet.
+        let measured = calibrate.then(|| unsafe { Calibration::measure(&gpu, address, arena.bytes()) });
+        let calibrated = (first.name, calibration(measured));
+        let opened = Mutex::new(HashMap::from([(first.uuid, gpu)]));
+        let meet_within = rails.meet_within;
+        let rails = Rails::new(Arc::clone(&driver), pinned.seams(), rails)?;
+        let meetings = Meetings::default();
+        let pool = Arc::new(PinnedPool { pinned, arena });
+        let gpus = Self { driver, opened, rails, meetings, meet_within, calibrated, pool };
+        tracing::info!(gpus = gpus.describe(), seconds = start.elapsed().as_secs_f64(), "pinned the pool");
+        let several = gpus.driver.devices()?.len() > 1 && !gpus.rails.chosen().is_empty();
+        if several {
+            let start = Instant::now();
+            let opened = gpus.rails.open_all();
+            let seconds = start.elapsed().as_secs_f64();
+            tracing::info!(gpus = ?opened, seconds, "opened the GPUs that may lend their links to loads for others");
+        }
+        Ok(gpus)
+    }
+
+    /// What people call the driver and its devices: "2 x NVIDIA H200 (cuda)".
+    pub fn describe(&self) -> String {
+        let mut names: Vec<(String, usize)> = Vec::new();
+        for device in self.driver.devices().unwrap_or_default() {
+            match names.iter_mut().find(|(name, _)| *name == device.name) {
+                Some((_, count)) => *count += 1,
+                None => names.push((device.name, 1)),
+            }
+        }
+        let names: Vec<String> = names.into_iter().map(|(name, count)| format!("{count} x {name}")).collect();
+        format!("{} ({})", names.join(", "), self.driver.name())
+    }
+
+    /// Bytes that loads moved over the links of other GPUs.
+    pub fn relayed_bytes(&self) -> u64 {
+        self.rails.relayed_bytes()
+    }
+
+    /// Bytes that loads moved through a ring on the GPU that they were for.
+    pub fn staged_bytes(&self) -> u64 {
+        self.rails.staged_bytes()
+    }
+
+    /// [`Rails::unstaged_loads`]
+    pub fn unstaged_loads(&self) -> u64 {
+        self.rails.unstaged_loads()
+    }
+
+    /// The directions, and from how many bytes on copy engines copy while a GPU is idle.
+    pub fn engine_bytes(&self) -> [(&'static str, u64); 2] {
+        let of = |direction| self.calibrated.1.thresholds(direction).batch_bytes;
+        [("host_to_device", of(Direction::HostToDevice)), ("device_to_host", of(Direction::DeviceToHost))]
+    }
+
+    /// The rails by which loads of an engine on this GPU come.
+    pub(crate) fn loader(&self, gpu: &Gpu, engine_id: &str) -> Loader {
+        self.rails.loader(gpu, engine_id)
+    }
+
+    /// The pool, and where its pinned parts meet.
+    pub(crate) fn pool(&self) -> (Arc<PinnedPool>, &[u64]) {
+        (Arc::clone(&self.pool), self.pool.pinned.seams())
+    }
+
+    /// What was measured of GPUs like this one.
+    pub(crate) fn calibration(&self, gpu: &Gpu) -> Calibration {
+        let (name, calibration) = &self.calibrated;
+        if *name == gpu.info().name { calibration.clone() } else { Calibration::default() }
+    }
+
+    /// Bytes that loads brought over the link of each GPU, by ordinal.
+    pub fn bytes_by_link(&self) -> BTreeMap<u32, u64> {
+        self.rails.bytes_by_link()
+    }
+
+    /// The GPU with this UUID.
+    pub(crate) fn open(&self, uuid: [u8; 16]) -> Result<Gpu, GpuError> {
+        let mut opened = self.opened.lock();
+        if let Some(gpu) = opened.get(&uuid) {
+            return Ok(gpu.clone());
+        }
+        let gpu = Gpu::open_uuid(Arc::clone(&self.driver), uuid)?;
+        opened.insert(uuid, gpu.clone());
+        Ok(gpu)
+    }
+}
+
+/// What was measured, or the usual where it was not, or failed.
+fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
+    match measured {
+        Some(Ok(measured)) => {
+            let of = |direction| measured.thresholds(direction).batch_bytes >> 10;
+            let (to_device, to_host) = (of(Direction::HostToDevice), of(Direction::DeviceToHost));
+            tracing::info!(
+                host_to_device_kib = to_device,
+                device_to_host_kib = to_host,
+                "measured from which length on copy engines are as fast as the kernel"
+            );
+            measured
+        }
+        Some(Err(error)) => {
+            tracing::warn!(%error, "the GPU could not be measured; copies go as on an H200");
+            Calibration::default()
+        }
+        None => Calibration::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_gpu::Thresholds;
+    use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+    use kvlane_memory::{ArenaOptions, HugePages, Numa};
+
+    use super::*;
+
+    /// Starts on a pool of so many bytes, and on a fake GPU whose `nth` allocation fails, if one does.
+    fn engine_bytes(pool_bytes: u64, calibrate: bool, fails: Option<u64>) -> [(&'static str, u64); 2] {
+        let options =
+            ArenaOptions { bytes: pool_bytes, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let fake = Arc::new(FakeDriver::new(FakeOptions::default()).unwrap());
+        if let Some(nth) = fails {
+            fake.fail_call(0, Some("cuMemAlloc"), nth, 2);
+        }
+        let driver = Arc::clone(&fake) as Arc<dyn Driver>;
+        let gpus = Gpus::start(driver, arena, RailOptions::default(), calibrate).unwrap();
+        assert_eq!(calibrate && fails.is_none() && pool_bytes > 2 << 20, !fake.log().is_empty());
+        gpus.engine_bytes()
+    }
+
+    #[test]
+    fn a_gpu_is_measured_where_that_is_wanted_and_works_and_taken_as_usual_elsewhere() {
+        let of = |direction| Thresholds::idle(direction).batch_bytes;
+        let usual = [
+            ("host_to_device", of(Direction::HostToDevice)),
+            ("device_to_host", of(Direction::DeviceToHost)),
+        ];
+        assert_eq!(engine_bytes(4 << 20, false, None), usual);
+        assert_eq!(engine_bytes(4 << 20, true, Some(1)), usual);
+        assert_eq!(engine_bytes(1 << 20, true, None), usual);
+        for (_, bytes) in engine_bytes(4 << 20, true, None) {
+            assert!((16 << 10..=2 << 20).contains(&bytes) && bytes.is_power_of_two(), "{bytes}");
+        }
+    }
+}

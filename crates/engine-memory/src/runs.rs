@@ -1,0 +1,112 @@
+//! Copies of which it was checked that they lie inside the pool.
+
+use std::sync::Arc;
+
+use kvlane_block::{LayoutError, Region, Run, plan};
+use kvlane_memory::Arena;
+use thiserror::Error;
+
+/// Why copies cannot be planned.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum PlanError {
+    /// A block that the regions do not have.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A place that is not in the pool.
+    #[error("{bytes} bytes at {offset} are not inside the pool")]
+    OutsidePool {
+        /// In the pool.
+        offset: u64,
+        /// From there.
+        bytes: u64,
+    },
+}
+
+/// Copies between blocks of an engine and a pool of so many bytes; all of them lie inside it.
+///
+/// # Errors
+/// [`PlanError`]; then nothing is planned.
+pub(crate) fn plan_inside(
+    regions: &[Region],
+    places: &[(u32, u64)],
+    pool_bytes: u64,
+) -> Result<Vec<Run>, PlanError> {
+    let runs = plan(regions, places)?;
+    match runs.iter().find(|run| run.pool_offset.checked_add(run.len).is_none_or(|end| end > pool_bytes)) {
+        Some(run) => Err(PlanError::OutsidePool { offset: run.pool_offset, bytes: run.len }),
+        None => Ok(runs),
+    }
+}
+
+/// Copies between an engine's blocks and the daemon's pool, inside it: whatever is carried out of them tears bytes of the pool
+/// at worst. It keeps the pool mapped.
+#[derive(Debug, Clone)]
+pub struct Runs {
+    runs: Vec<Run>,
+    pool: Arc<Arena>,
+}
+
+impl Runs {
+    /// What moves these blocks of the regions: block id, and offset in the pool.
+    ///
+    /// # Errors
+    /// [`PlanError`]; then nothing is planned.
+    pub fn plan(regions: &[Region], places: &[(u32, u64)], pool: &Arc<Arena>) -> Result<Self, PlanError> {
+        let mut all = Self::none(pool);
+        all.extend(regions, places)?;
+        Ok(all)
+    }
+
+    /// No copy.
+    pub fn none(pool: &Arc<Arena>) -> Self {
+        Self { runs: Vec::new(), pool: Arc::clone(pool) }
+    }
+
+    /// And these blocks of these regions.
+    ///
+    /// # Errors
+    /// As for [`Self::plan`].
+    pub fn extend(&mut self, regions: &[Region], places: &[(u32, u64)]) -> Result<(), PlanError> {
+        self.runs.extend(plan_inside(regions, places, self.pool.bytes())?);
+        Ok(())
+    }
+
+    /// In their order.
+    pub fn as_slice(&self) -> &[Run] {
+        &self.runs
+    }
+
+    /// The pool that they lie in.
+    pub fn pool(&self) -> &Arc<Arena> {
+        &self.pool
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_memory::{ArenaOptions, HugePages, Numa};
+
+    use super::*;
+
+    #[test]
+    fn what_ends_outside_the_pool_is_not_planned() {
+        let options =
+            ArenaOptions { bytes: 64 << 10, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
+        let pool = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let region = Region {
+            base: 1 << 20,
+            block_stride: 4096,
+            blocks: 4,
+            piece_bytes: 4096,
+            piece_offsets: vec![0],
+        };
+        let regions = [region];
+        let planned = |place| Runs::plan(&regions, &[(0, 0), place], &pool).map(|runs| runs.runs.len());
+        let end = pool.bytes();
+        assert_eq!(planned((2, end - 4096)), Ok(2), "up to its last byte");
+        assert_eq!(planned((2, end - 4095)), Err(PlanError::OutsidePool { offset: end - 4095, bytes: 4096 }));
+        assert_eq!(planned((2, end)), Err(PlanError::OutsidePool { offset: end, bytes: 4096 }));
+        assert!(matches!(planned((2, u64::MAX - 1)), Err(PlanError::Layout(_))));
+        assert!(matches!(planned((4, 0)), Err(PlanError::Layout(_))));
+    }
+}
