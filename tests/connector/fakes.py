@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+from kvlane.connector import kinds
 from kvlane.connector.adapters import Adapters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import Failures
-from kvlane.connector.jobs import StepJobs
+from kvlane.connector.jobs import Mergeable, StepJobs, merge_others
+from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared, WorkerKind, WorkerShared
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
@@ -136,6 +140,8 @@ class Engine:
         emit_events: bool = False,
         replicas: int = 1,
         adapters: Adapters | None = None,
+        scheduler_kinds: Callable[[SchedulerShared], list[SchedulerKind]] = kinds.scheduler_kinds,
+        worker_kinds: Callable[[WorkerShared], list[WorkerKind]] = kinds.worker_kinds,
     ) -> None:
         self.groups = groups or [full_group()]
         self.store = store
@@ -174,12 +180,13 @@ class Engine:
             self.failures,
             clock=lambda: self.now,
             adapters=adapters or Adapters(now_ns=after_a_while),
+            kinds=scheduler_kinds,
         )
         self.scheduler.pins.bind(self.pool, self.scheduler.before_pool_reset, self.scheduler.pool_was_reset)
         self.weights = FakeWeights()
         self.workers = []
         for rank in range(workers):
-            worker = WorkerSide(rank, self.failures)
+            worker = WorkerSide(rank, self.failures, worker_kinds)
             worker.weights = cast("Weights", self.weights)
             layout = []
             for group, namespace in zip(self.groups, namespaces, strict=True):
@@ -230,8 +237,10 @@ class Engine:
         self.scheduler.plan_step(output, jobs)
         results = []
         reports = []
+        others: dict[str, Mergeable] = {}
         for worker in self.workers:
-            worker.bind(jobs)
+            # It travels between processes.
+            worker.bind(pickle.loads(pickle.dumps(jobs)))
             worker.start_saves()
             worker.poll()
             results.append(worker.take_loaded())
@@ -241,8 +250,10 @@ class Engine:
             report = worker.take_weights_report()
             if report is not None:
                 reports.append(report)
+            others = merge_others(others, pickle.loads(pickle.dumps(worker.take_others())))
         if reports:
             self.scheduler.weights_reported(functools.reduce(WeightsReport.merge, reports))
+        self.scheduler.reported(others)
         return results[0]
 
     def compute(self, request: Request, tokens: int) -> None:

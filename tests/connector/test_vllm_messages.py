@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fakes import Engine, Request, window_group
@@ -15,10 +15,15 @@ from vllm.v1.core import kv_cache_utils
 
 from kvlane.connector import KVLaneConnector, capabilities, events
 from kvlane.connector.counters import COUNTERS
+from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, SaveJob
+from kvlane.connector.kinds import scheduler_kinds
+from kvlane.connector.kinds.kind import SchedulerKind
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.namespace import GUESSABLE_HASHES, HASH_SEED_VARIABLE, drawn_hash_seed, fix_hash_seed
 from kvlane.connector.stats import KVLaneStats
+from kvlane.connector.weights import WeightsReport
+from kvlane.connector.worker import WorkerSide
 from kvlane.plugin import register
 from kvlane.testing import FakeCore
 
@@ -43,6 +48,38 @@ def test_ranks_are_added_up() -> None:
     together = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
     assert together.ended == {1: JobEnd(2, False), 2: JobEnd(1, True), 3: JobEnd(1, True)}
     assert ranks[0].ended[1] == JobEnd(1, True), "in one process the ranks' objects are still in use"
+
+
+def test_what_further_kinds_say_goes_by_vllms_messages() -> None:
+    """A kind of job that is added to the two lists travels without a change of these messages."""
+    jobs = KVLaneMetadata(others={"feed": {"prompts": ["r"]}})
+    assert pickle.loads(pickle.dumps(jobs)) == jobs
+    heard: list[object] = []
+
+    class Feed(SchedulerKind):
+        name = "feed"
+
+        def reported(self, part: object) -> None:
+            heard.append(part)
+
+    messages = []
+    for rank in range(2):
+        connector = object.__new__(KVLaneConnector)
+        connector.failures = Failures()
+        connector._worker = WorkerSide(rank, connector.failures)
+        assert connector.build_connector_worker_meta() is None
+        said = WeightsReport(1, frozenset({(rank, "a label")}))
+        connector._worker.kinds[0]._shared.reports.others["feed"] = said
+        messages.append(pickle.loads(pickle.dumps(connector.build_connector_worker_meta())))
+        assert connector.build_connector_worker_meta() is None
+    engine = Engine(FakeCore(), scheduler_kinds=lambda shared: [*scheduler_kinds(shared), Feed(shared)])
+    connector = object.__new__(KVLaneConnector)
+    connector.failures = Failures()
+    connector._scheduler = engine.scheduler
+    together = messages[0].aggregate(messages[1])
+    connector.update_connector_output(cast("Any", SimpleNamespace(kv_connector_worker_meta=together)))
+    assert heard == [WeightsReport(1, frozenset({(0, "a label"), (1, "a label")}))]
+    assert connector.failures.count == 0
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])

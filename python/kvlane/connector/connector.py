@@ -174,7 +174,10 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         ended, weights = self._worker.take_ended(), self._worker.take_weights_report()
-        return KVLaneWorkerMetadata(ended, weights) if ended or weights is not None else None
+        others = self._worker.take_others()
+        if not ended and weights is None and not others:
+            return None
+        return KVLaneWorkerMetadata(ended, weights, others)
 
     # Scheduler role
 
@@ -226,6 +229,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.jobs_ended(metadata.ended)
             if metadata.weights is not None:
                 self._scheduler.weights_reported(metadata.weights)
+            if metadata.others:
+                self._scheduler.reported(metadata.others)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+M = TypeVar("M", bound="Mergeable")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class StepJobs:
     """Runs that the scheduler was connected to and is no more. No load of this step or a later one is of them."""
     look_at_weights: int | None = None
     """After this reset of the engine the workers are to look which weights they compute with."""
+    others: dict[str, object] = field(default_factory=dict)
+    """By name of a further kind: what it tells its worker halves. Plain data, which vLLM pickles."""
 
 
 @dataclass
@@ -54,6 +59,22 @@ class JobEnd:
     ranks: int
     ok: bool
     """Load: every byte arrived. Save: the daemon has all of its blocks, from this engine or another."""
+
+
+class Mergeable(Protocol):
+    """What worker halves of a kind tell their scheduler half: plain data, which vLLM pickles."""
+
+    def merge(self: M, other: M) -> M:
+        """What this and another rank say, as a new object."""
+        ...
+
+
+def merge_others(one: Mapping[str, Mergeable], other: Mapping[str, Mergeable]) -> dict[str, Mergeable]:
+    """What the kinds of two sets of ranks say, by name of the kind."""
+    merged = dict(one)
+    for name, part in other.items():
+        merged[name] = merged[name].merge(part) if name in merged else part
+    return merged
 
 
 def merge_ends(one: Mapping[int, JobEnd], other: Mapping[int, JobEnd]) -> dict[int, JobEnd]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvlane.connector.jobs import JobEnd, StepJobs, merge_ends
+from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs, merge_ends, merge_others
 from kvlane.connector.weights import WeightsReport
 
 
@@ -18,14 +18,18 @@ class KVLaneMetadata(StepJobs, KVConnectorMetadata):
 
 @dataclass
 class KVLaneWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler, one a step that ended jobs or asked for the weights."""
+    """Workers to scheduler, one a step that has something to tell."""
 
     ended: dict[int, JobEnd]
     weights: WeightsReport | None = None
+    others: dict[str, Mergeable] = field(default_factory=dict)
+    """By name of a further kind: what its worker halves say besides ends of jobs."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVLaneWorkerMetadata:
         """What this and the other ranks report."""
         assert isinstance(other, KVLaneWorkerMetadata)
         reports = [each.weights for each in (self, other) if each.weights is not None]
         weights = functools.reduce(WeightsReport.merge, reports) if reports else None
-        return KVLaneWorkerMetadata(merge_ends(self.ended, other.ended), weights)
+        return KVLaneWorkerMetadata(
+            merge_ends(self.ended, other.ended), weights, merge_others(self.others, other.others)
+        )

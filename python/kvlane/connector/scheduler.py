@@ -12,7 +12,7 @@ from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import SchedulerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures, logger
-from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.jobs import JobEnd, LoadJob, Mergeable, StepJobs
 from kvlane.connector.kinds import LookUpAndLoad, Reset, SaveBlocks, scheduler_kinds
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.known_weights import KnownWeights
@@ -228,6 +228,12 @@ class SchedulerSide:
         self._kind(Reset).reported(report)
 
     # Both
+
+    def reported(self, others: Mapping[str, Mergeable]) -> None:
+        """What the worker halves of further kinds said, by name of the kind."""
+        for kind in self.kinds:
+            if kind.name in others:
+                kind.reported(others[kind.name])
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
-from kvlane.connector.jobs import JobEnd, StepJobs
+from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.kinds import LookAtWeights, worker_kinds
 from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.stream import Stream
@@ -137,6 +137,11 @@ class WorkerSide:
         """What the last look at the weights found, if there was one since the last call."""
         report, self._reports.weights = self._reports.weights, None
         return report
+
+    def take_others(self) -> dict[str, Mergeable]:
+        """What further kinds tell their scheduler halves, by name of the kind."""
+        others, self._reports.others = self._reports.others, {}
+        return others
 
     def take_stats(self) -> dict[str, float] | None:
         """Counters since the last call."""

@@ -16,7 +16,7 @@ from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import Finished, SchedulerCore, WorkerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
-from kvlane.connector.jobs import JobEnd, StepJobs
+from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.known_weights import KnownWeights
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
@@ -100,7 +100,7 @@ class SchedulerKind:
         return False
 
     def reported(self, part: object) -> None:
-        """What the worker halves said besides, merged over ranks."""
+        """What the worker halves said besides (`Reports.others`), merged over the ranks that said something."""
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """A request is over, and vLLM is about to free its blocks."""
@@ -144,6 +144,8 @@ class Reports:
     failed_blocks: set[int] = field(default_factory=set)
     """Blocks of failed loads, for versions of vLLM that do not hear of requests."""
     weights: WeightsReport | None = None
+    others: dict[str, Mergeable] = field(default_factory=dict)
+    """By name of a further kind: what it tells its scheduler half besides ends of jobs."""
 
 
 @dataclass
