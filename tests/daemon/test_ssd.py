@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from patterns import NAMESPACE
 from processes import Daemon, Engine, run_kvlane, until
+from ssd_fixture import BLOCKS as KEPT
+from ssd_fixture import FIXTURES, PIECE_BYTES, PROMPT, unpack
 
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
@@ -65,6 +67,20 @@ def test_prompts_come_back_after_the_daemons_end(
     status = ssd_daemon.status()
     assert status["blocks"] == BLOCKS + BLOCKS // 2
     assert status["ssd_blocks"] == status["blocks"]
+    engine.call("close")
+
+
+def test_blocks_that_the_release_before_wrote_are_hits(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, ssd: Path
+) -> None:
+    """Who installs this version over 0.1.0 keeps what is on the SSD."""
+    ssd.write_bytes(unpack((FIXTURES / "0.1.0.pages").read_bytes()))
+    daemon = make_daemon("--ssd", str(ssd))
+    engine = make_engine(daemon, "engine", piece_bytes=PIECE_BYTES)
+    engine.wait_connected()
+    assert daemon.status()["ssd_blocks"] == KEPT
+    assert engine.call("check", prompt=PROMPT, count=KEPT) == right(KEPT)
+    assert engine.call("check", prompt="another", count=KEPT) == right(0)
     engine.call("close")
 
 
