@@ -58,11 +58,25 @@ def module_of(path: Path) -> str:
 
 def paths(text: str, module: str) -> Iterator[list[str]]:
     """What a file names, as paths from the crate's root."""
-    for match in PATH.finditer(text):
-        stem, group = match.group(1).split("::"), match.group(2)
-        ends = leaves(text, match.end()) if group == "::{" else [[]]
+    at = 0
+    while match := PATH.search(text, at):
+        stem, at = match.group(1).split("::"), match.end()
+        ends: list[list[str]] = [[]]
+        if match.group(2):
+            group = text[at : closing_brace(text, at)]
+            ends, at = list(leaves(group, 0)), at + len(group)
         for end in ends:
             yield absolute([*stem, *end], module)
+
+
+def closing_brace(text: str, at: int) -> int:
+    """Behind the brace that closes the one before this place."""
+    depth = 1
+    for token in re.finditer(r"[{}]", text[at:]):
+        depth += 1 if token.group() == "{" else -1
+        if depth == 0:
+            return at + token.end()
+    return len(text)
 
 
 def leaves(text: str, at: int) -> Iterator[list[str]]:

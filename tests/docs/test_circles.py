@@ -41,3 +41,13 @@ def test_a_circle_is_named_with_its_files(tmp_path: Path) -> None:
         "apart.rs": "pub struct Z;\n",
     }
     assert told(tmp_path, files).strip().endswith("these files import each other: a, b, parts::p")
+
+
+def test_a_step_up_inside_braces_counts_from_where_the_braces_stand(tmp_path: Path) -> None:
+    files = {
+        "lib.rs": "mod low;\nmod parts;\n",
+        "low.rs": "pub struct L;\n",
+        "parts.rs": "pub mod p;\nuse self::p::P;\n",
+        "parts/p.rs": "use super::{\n    super::low::L,\n};\npub struct P(L);\n",
+    }
+    assert told(tmp_path, files) == ""
