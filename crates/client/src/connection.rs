@@ -5,13 +5,13 @@ use std::{
     io::{self, ErrorKind, Read, Write},
     net::TcpStream,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, OwnedFd},
         unix::{fs::FileTypeExt, net::UnixStream},
     },
     time::{Duration, Instant},
 };
 
-use kvlane_memory::{FolderFault, FolderRefused, RuntimeFolder, peer_pidfd, recv_with_fds, send_with_fds};
+use kvlane_memory::{FolderFault, FolderRefused, RuntimeFolder, recv_with_fds, send_with_fds};
 use kvlane_proto::{Address, FrameError, FrameReader, MAX_FRAME_BYTES, Message, encode_frame, v1};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -251,13 +251,6 @@ impl Connection {
         self.descriptors.pop()
     }
 
-    /// Waits until the daemon sent something (or can take what waits), `other` is readable, or the time is up.
-    pub(crate) fn wait(&self, timeout: Option<Duration>, other: Option<BorrowedFd<'_>>) {
-        let mut watched = vec![self.poll_fd()];
-        watched.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        poll_for(&mut watched, timeout);
-    }
-
     /// What a wait has to watch: ready when the daemon sent something, or can take what waits.
     pub(crate) fn poll_fd(&self) -> PollFd<'_> {
         let wanted = if self.out.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
@@ -268,11 +261,9 @@ impl Connection {
         PollFd::from_borrowed_fd(mine, wanted)
     }
 
-    /// Waits until the process at the other end has exited, at most `timeout`.
-    pub(crate) fn wait_for_peers_end(&self, timeout: Duration) {
-        if let Some(pidfd) = self.unix().and_then(|stream| peer_pidfd(stream).ok()) {
-            poll_for(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(timeout));
-        }
+    /// Waits until the daemon sent something (or can take what waits), or the time is up.
+    pub(crate) fn wait(&self, timeout: Duration) {
+        poll_for(&mut [self.poll_fd()], Some(timeout));
     }
 
     /// Says goodbye and waits until the daemon has freed what this session held, or a second.
@@ -301,7 +292,7 @@ impl Connection {
             if left.is_zero() {
                 return Ok(None);
             }
-            self.wait(Some(left), None);
+            self.wait(left);
             self.flush()?;
         }
     }

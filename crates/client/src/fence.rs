@@ -28,13 +28,9 @@ impl Fence {
         self.host.nonce()
     }
 
-    pub(crate) fn epoch(&self) -> u64 {
-        self.host.epoch()
-    }
-
-    /// From here on no copy that was asked for under the former epoch can be committed.
-    pub(crate) fn raise(&self) {
-        self.host.raise();
+    /// From here on no copy that was asked for under a former epoch can be committed.
+    pub(crate) fn raise_to(&self, epoch: u64) {
+        self.host.raise_to(epoch);
         self.write_to_gpu();
     }
 

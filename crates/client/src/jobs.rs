@@ -19,6 +19,18 @@ pub enum SaveMethod {
     Mapped,
 }
 
+impl SaveMethod {
+    /// As users read it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::ProcessVm => "process_vm",
+            Self::Gpu => "gpu",
+            Self::Mapped => "mapped",
+        }
+    }
+}
+
 /// This rank's part of one KV cache group.
 #[derive(Debug, Clone)]
 pub struct WorkerGroupSpec {

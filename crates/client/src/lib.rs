@@ -14,7 +14,6 @@ mod group_spec;
 mod hit;
 mod jobs;
 pub mod links;
-mod loading;
 mod mover;
 mod pools;
 mod processes;

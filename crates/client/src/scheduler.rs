@@ -313,7 +313,7 @@ impl Scheduler {
     /// Waits until the daemon says something, at most that long.
     fn wait(&self, time: Duration) {
         if let Some((_, open)) = &self.connection {
-            open.wait(Some(time), None);
+            open.wait(time);
         }
     }
 

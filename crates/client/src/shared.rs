@@ -17,7 +17,7 @@ use crate::{
     daemon_user::DaemonUser,
     gpu::WorkerGpu,
     jobs::{Finished, Job, SaveMethod, WorkerGroupSpec},
-    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises},
+    links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises, worker::event::Seen},
 };
 
 /// What a worker needs to know.
@@ -86,6 +86,13 @@ pub(crate) struct State {
     pub(crate) stats: WorkerStats,
 }
 
+/// What the mover takes in one go.
+pub(crate) struct Inbox {
+    pub(crate) jobs: Vec<Job>,
+    pub(crate) stop: bool,
+    pub(crate) seen: Seen,
+}
+
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) state: Mutex<State>,
@@ -116,6 +123,17 @@ impl Shared {
         Ok(())
     }
 
+    /// What the engine has asked for and told since the last time.
+    pub(crate) fn take(&self) -> Inbox {
+        let mut state = self.state.lock();
+        let seen = Seen {
+            in_step: state.in_step,
+            promises: state.promises.take(),
+            shortest_step: state.steps.shortest(),
+        };
+        Inbox { jobs: std::mem::take(&mut state.queue), stop: state.stop, seen }
+    }
+
     /// The load is under way and can only succeed, or everything is there although its end is still to come. Streams are to
     /// wait for its flags, if it has any.
     pub(crate) fn release(&self, key: JobKey, told: Finished, flags: Option<Flags>) {
@@ -137,6 +155,32 @@ impl Shared {
         }
         state.finished.push(finished);
         self.ready.store(state.finished.len(), Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    /// The daemon serves this worker.
+    pub(crate) fn registered(&self, method: SaveMethod, reason: String) {
+        let mut state = self.state.lock();
+        state.method = method.name().into();
+        state.reason = reason;
+        state.registered = true;
+        state.refusal.clear();
+        state.stats.connects += 1;
+        self.changed.notify_all();
+    }
+
+    /// It does not any more.
+    pub(crate) fn unregistered(&self, was_open: bool) {
+        let mut state = self.state.lock();
+        if was_open {
+            state.registered = false;
+            state.stats.losses += 1;
+        }
+    }
+
+    /// Why it does not; whoever waits for the registration hears it.
+    pub(crate) fn refused(&self, sentence: String) {
+        self.state.lock().refusal = sentence;
         self.changed.notify_all();
     }
 }

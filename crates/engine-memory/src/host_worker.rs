@@ -38,7 +38,12 @@ impl HostFence {
 
     /// From here on no copy out that was asked for under the former epoch can be committed.
     pub fn raise(&self) {
-        self.words.epoch.fetch_add(1, Ordering::SeqCst);
+        self.raise_to(self.epoch() + 1);
+    }
+
+    /// From here on no copy out that was asked for under a lower epoch can be committed.
+    pub fn raise_to(&self, epoch: u64) {
+        self.words.epoch.fetch_max(epoch, Ordering::SeqCst);
     }
 }
 

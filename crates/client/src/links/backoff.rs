@@ -23,6 +23,11 @@ impl Backoff {
         now >= self.next
     }
 
+    /// When to try.
+    pub fn due(&self) -> Instant {
+        self.next
+    }
+
     /// How long not to try yet.
     pub fn until_due(&self, now: Instant) -> Duration {
         self.next.saturating_duration_since(now)

@@ -1,3 +1,354 @@
-//! A worker's side of the wire, without I/O.
+//! A worker's side of the wire, without I/O: connects and registers, asks for saves and loads, gives up on a silent daemon.
+//!
+//! ```text
+//!   Down --> Connecting --> Greeting --Welcome--> Sharing --Done of each--> Registering --WorkerRegistered--> AskingForPool
+//!    ^                                                                                                    | PoolDescriptor
+//!    +---------------------- lost, refused (backoff) <----- Open <----- Done ----- Confirming <-- Mapping <-+
+//! ```
+//! Jobs outlive connections: worker/saves.rs and worker/loads.rs say how each ends.
 
+mod connection;
 pub mod event;
+mod handshake;
+mod link;
+mod load;
+mod loads;
+mod messages;
+mod saves;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use kvlane_proto::{v1, v1::refused::Reason, v1::reply::Body as Answer, v1::request::Body as Ask};
+
+pub use self::link::WorkerLink;
+use self::{
+    connection::{Asked, Connection, Misfit, Stage, Up},
+    event::{Actions, Peer, WorkerAction, WorkerEvent},
+    link::{end, end_save, tell},
+    load::Loading,
+};
+use super::{
+    ids::{ConnectionId, NotConnected, ProcessId},
+    promises::ROUND,
+    standing::{Notice, Urgency},
+};
+use crate::jobs::{Job, Work};
+
+/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+impl WorkerLink {
+    /// Takes an event, and appends what is to be done.
+    pub fn handle(&mut self, event: WorkerEvent, now: Instant, actions: &mut Actions) {
+        match event {
+            WorkerEvent::Start(job) if self.is_draining() && !self.is_closing => self.held.push(job),
+            WorkerEvent::Start(job) => self.start(job, now, actions),
+            WorkerEvent::Connected { connection, peer } => self.connected(connection, peer, actions),
+            WorkerEvent::NotConnected { connection, why } => {
+                self.not_connected(connection, &why, now, actions);
+            }
+            WorkerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
+            WorkerEvent::Lost { connection, why } => match &self.connection {
+                Connection::Up(up) if up.id == connection => self.lose(&why, now, actions),
+                Connection::Leaving { id, .. } if *id == connection => self.hang_up(now, actions),
+                _ => {}
+            },
+            WorkerEvent::NotShared { connection, why } => {
+                if self.up_as(connection).is_some_and(|up| matches!(up.stage, Stage::Sharing { .. })) {
+                    self.turn_away(&why, now, actions);
+                }
+            }
+            WorkerEvent::Mapped { connection, mapped } => self.mapped(connection, mapped, now, actions),
+            WorkerEvent::Copied { copy, copied } => match self.writes.remove(&copy) {
+                Some(write) => self.written(write, copied, now, actions),
+                None => self.copied_in(copy, copied, now, actions),
+            },
+            WorkerEvent::ProcessEnded(process) => self.process_ended(process, now, actions),
+            WorkerEvent::Step(seen) => {
+                if let Some(promises) = &seen.promises {
+                    // After the jobs that were queued before that step.
+                    let in_use = self.boots_in_use();
+                    let unmapped = self.pools.step_begins(promises, &in_use);
+                    actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
+                }
+                self.step = seen;
+            }
+            WorkerEvent::Tick => self.tick(now, actions),
+            WorkerEvent::Close => self.close(now, actions),
+        }
+        if !self.held.is_empty() && !self.is_draining() {
+            std::mem::take(&mut self.held).into_iter().for_each(|job| self.start(job, now, actions));
+        }
+        if self.is_closing {
+            self.say_goodbye(now, actions);
+        }
+    }
+
+    /// When the next `Tick` has something to do, at the latest.
+    pub fn wake_at(&self) -> Option<Instant> {
+        let connection = match &self.connection {
+            Connection::Down => self.may_connect().then(|| self.backoff.due()),
+            Connection::Connecting(_) => None,
+            Connection::Up(up) => up.asked.values().filter_map(Asked::deadline).min(),
+            Connection::Leaving { until, .. } => Some(*until),
+        };
+        let loads = self.loads.values().filter_map(|load| load.wake_at(self.is_closing));
+        let round = self.pools.has_former().then_some(self.round_at);
+        loads.chain(connection).chain(round).min()
+    }
+
+    /// Whether the end of this process matters.
+    pub fn needs(&self, process: ProcessId) -> bool {
+        let peer = match &self.connection {
+            Connection::Up(up) => up.peer.life.needs(process),
+            _ => false,
+        };
+        peer || self.pools.needs(process) || self.loads.values().any(|load| load.needs(process))
+    }
+
+    /// Closed, and every job has ended.
+    pub fn is_over(&self) -> bool {
+        let is_down = matches!(self.connection, Connection::Down);
+        self.is_closing && is_down && self.loads.is_empty() && self.writes.is_empty()
+    }
+
+    /// For tests of leaks: nothing is asked, loading, writing, former or leaving.
+    pub fn at_rest(&self) -> bool {
+        let nothing_asked = match &self.connection {
+            Connection::Up(up) => up.asked.is_empty(),
+            Connection::Leaving { .. } => false,
+            _ => true,
+        };
+        let no_jobs = self.loads.is_empty() && self.writes.is_empty() && self.held.is_empty();
+        nothing_asked && no_jobs && !self.pools.has_former()
+    }
+
+    fn start(&mut self, job: Job, now: Instant, actions: &mut Actions) {
+        if self.is_closing {
+            return end(&job, "the worker is closed", now, actions);
+        }
+        match &job.work {
+            Work::Save(_) => self.start_save(job, now, actions),
+            Work::Load { .. } => self.start_load(job, now, actions),
+        }
+    }
+
+    fn connected(&mut self, connection: ConnectionId, peer: Peer, actions: &mut Actions) {
+        if !matches!(self.connection, Connection::Connecting(id) if id == connection) {
+            return actions.push_back(WorkerAction::Close(connection));
+        }
+        self.connection = Connection::Up(Up {
+            id: connection,
+            peer,
+            boot: [0; 16],
+            daemon: String::new(),
+            stage: Stage::Greeting { hello: self.last_request + 1 },
+            method: self.options.save_method,
+            reason: String::new(),
+            asked: BTreeMap::new(),
+            silent: false,
+        });
+        self.send(messages::hello(&self.options), actions);
+    }
+
+    fn not_connected(
+        &mut self,
+        connection: ConnectionId,
+        why: &NotConnected,
+        now: Instant,
+        actions: &mut Actions,
+    ) {
+        if !matches!(self.connection, Connection::Connecting(id) if id == connection) {
+            return;
+        }
+        match why {
+            NotConnected::Absent(sentence) => {
+                tell(self.standing.absent(sentence), actions);
+                self.note_refusal(sentence, actions);
+            }
+            NotConnected::Refused(sentence) => self.refuse(sentence, now, actions),
+        }
+        self.backoff.failed(now);
+        self.connection = Connection::Down;
+    }
+
+    fn take_reply(
+        &mut self,
+        connection: ConnectionId,
+        reply: v1::Reply,
+        now: Instant,
+        actions: &mut Actions,
+    ) {
+        let up = match &mut self.connection {
+            Connection::Up(up) if up.id == connection => up,
+            Connection::Leaving { id, bye, .. } if *id == connection && *bye == reply.id => {
+                return self.hang_up(now, actions);
+            }
+            _ => return,
+        };
+        up.silent = false;
+        let v1::Reply { id, boot_id, body, .. } = reply;
+        let is_open = matches!(up.stage, Stage::Open);
+        if let Some(Answer::Refused(refused)) = &body {
+            if !is_open {
+                return self.turn_away(&refused.sentence, now, actions);
+            }
+            if refused.reason() != Reason::Cancelled && self.note_refusal(&refused.sentence, actions) {
+                let (address, sentence) = (&self.options.address, &refused.sentence);
+                let sentence = format!("kvlane: the daemon at {address} refused a request: {sentence}");
+                tell(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
+            }
+        }
+        let fits = if let Some(asked) = self.up().and_then(|up| up.asked.remove(&id)) {
+            self.answered(asked, body, now, actions)
+        } else if !is_open {
+            let boot = boot_id.as_ref().try_into().unwrap_or_default();
+            self.greeting_answered(id, boot, body, now, actions)
+        } else {
+            // A second answer.
+            Ok(())
+        };
+        if fits.is_err() {
+            self.lose("the daemon answered what nobody asked", now, actions);
+        }
+    }
+
+    /// The answer to a save, claim, commit or load.
+    fn answered(
+        &mut self,
+        asked: Asked,
+        answer: Option<Answer>,
+        now: Instant,
+        actions: &mut Actions,
+    ) -> Result<(), Misfit> {
+        match asked {
+            Asked::Load(key) => self.load_answered(key, answer, now, actions),
+            asked => self.save_answered(asked, answer, now, actions),
+        }
+    }
+
+    fn process_ended(&mut self, process: ProcessId, now: Instant, actions: &mut Actions) {
+        self.pools.process_ended(process);
+        if let Connection::Up(up) = &mut self.connection {
+            up.peer.life.ended(process);
+        }
+        self.daemons_are_out(now, actions, |_, life, _| life.needs(process));
+    }
+
+    fn tick(&mut self, now: Instant, actions: &mut Actions) {
+        self.give_up_overdue(now, actions);
+        self.tick_loads(now, actions);
+        if self.pools.has_former() && now >= self.round_at {
+            self.round_at = now + ROUND;
+            let in_use = self.boots_in_use();
+            let unmapped = self.pools.round(self.step.in_step, &in_use);
+            actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
+        }
+        match &self.connection {
+            Connection::Down if self.may_connect() && self.backoff.is_due(now) => {
+                self.last_connection += 1;
+                let connection = ConnectionId(self.last_connection);
+                self.connection = Connection::Connecting(connection);
+                actions.push_back(WorkerAction::Connect(connection));
+            }
+            Connection::Leaving { until, .. } if now >= *until => self.hang_up(now, actions),
+            _ => {}
+        }
+    }
+
+    /// A greeting says that our own copies have ended, so none is made while one is under way.
+    fn may_connect(&self) -> bool {
+        !self.is_closing && self.writes.is_empty() && !self.is_draining()
+    }
+
+    /// A load of a lost connection may still be carried out by its daemon.
+    fn is_draining(&self) -> bool {
+        self.loads.values().any(Loading::is_leaving)
+    }
+
+    /// The connection is over, whoever ended it.
+    fn lose(&mut self, why: &str, now: Instant, actions: &mut Actions) {
+        let Connection::Up(up) = std::mem::replace(&mut self.connection, Connection::Down) else { return };
+        if self.is_closing {
+            actions.push_back(WorkerAction::Close(up.id));
+            return self.end_unasked_loads(now, actions);
+        }
+        let was_open = matches!(up.stage, Stage::Open);
+        // It may have ended without the daemon: what that still copies must not count.
+        self.raise_fence(actions);
+        actions.push_back(WorkerAction::Unregistered { was_open });
+        // The engine goes on first. The blocks of loads are free once nothing can write them any more.
+        self.leave_loads(up.boot, up.peer.life, now, actions);
+        up.asked.into_values().for_each(|asked| end_save(asked, "the daemon went away", now, actions));
+        actions.push_back(WorkerAction::Close(up.id));
+        self.backoff.failed(now);
+        tell(if was_open { self.standing.lost(why, now) } else { self.standing.broken_off(why) }, actions);
+        let unmapped = self.pools.lost();
+        actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
+        self.round_at = now + ROUND;
+    }
+
+    fn close(&mut self, now: Instant, actions: &mut Actions) {
+        if std::mem::replace(&mut self.is_closing, true) {
+            return;
+        }
+        self.raise_fence(actions);
+        for job in std::mem::take(&mut self.held) {
+            end(&job, "the worker is closed", now, actions);
+        }
+        if let Some(up) = self.up() {
+            for asked in std::mem::take(&mut up.asked).into_values() {
+                end_save(asked, "the worker is closed", now, actions);
+            }
+        } else {
+            self.connection = Connection::Down;
+            self.end_unasked_loads(now, actions);
+        }
+    }
+
+    /// Says goodbye as soon as this process copies nothing: the daemon may free what it held for us.
+    fn say_goodbye(&mut self, now: Instant, actions: &mut Actions) {
+        let is_copying = !self.writes.is_empty() || self.loads.values().any(Loading::is_copying);
+        if is_copying {
+            return;
+        }
+        let Some(id) = self.up().map(|up| up.id) else { return };
+        let bye = self.send(Ask::Bye(v1::Bye {}), actions);
+        self.connection = Connection::Leaving { id, bye, until: now + GOODBYE };
+    }
+
+    /// The daemon has freed what it held for us, or will find out.
+    fn hang_up(&mut self, now: Instant, actions: &mut Actions) {
+        if let Connection::Leaving { id, .. } = std::mem::replace(&mut self.connection, Connection::Down) {
+            actions.push_back(WorkerAction::Close(id));
+        }
+        self.end_unasked_loads(now, actions);
+    }
+
+    /// Refuses the daemon, or is refused by it, before it serves this worker.
+    fn turn_away(&mut self, sentence: &str, now: Instant, actions: &mut Actions) {
+        self.refuse(sentence, now, actions);
+        self.lose("the daemon closed the connection", now, actions);
+    }
+
+    /// This daemon cannot be used.
+    fn refuse(&mut self, sentence: &str, now: Instant, actions: &mut Actions) {
+        tell(self.standing.refused(sentence, now), actions);
+        self.note_refusal(sentence, actions);
+    }
+
+    /// Whoever waits for the registration learns why it does not come. True for a sentence that is new.
+    fn note_refusal(&mut self, sentence: &str, actions: &mut Actions) -> bool {
+        let is_new = self.refusal != sentence;
+        if is_new {
+            self.refusal = sentence.into();
+            actions.push_back(WorkerAction::Refused(sentence.into()));
+        }
+        is_new
+    }
+}

@@ -1,6 +1,6 @@
 //! What a worker's link is told, and what it wants done.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use kvlane_proto::{Address, v1};
 
@@ -242,3 +242,6 @@ pub enum WorkerAction {
     /// A sentence for the log.
     Tell(Notice),
 }
+
+/// What is to be done, in that order.
+pub type Actions = VecDeque<WorkerAction>;

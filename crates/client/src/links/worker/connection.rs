@@ -1,0 +1,98 @@
+//! The connection of a worker's link: how far it is, and what was asked over it.
+
+use std::{collections::BTreeMap, time::Instant};
+
+use super::{
+    super::ids::{ConnectionId, JobKey},
+    event::Peer,
+};
+use crate::{
+    boot::BootId,
+    jobs::{Finished, Job, SaveMethod},
+};
+
+#[derive(Debug)]
+pub(super) enum Connection {
+    Down,
+    Connecting(ConnectionId),
+    Up(Up),
+    /// Goodbye is said; until its answer or that time.
+    Leaving {
+        id: ConnectionId,
+        bye: u64,
+        until: Instant,
+    },
+}
+
+/// A connection and what was asked over it.
+#[derive(Debug)]
+pub(super) struct Up {
+    pub(super) id: ConnectionId,
+    pub(super) peer: Peer,
+    /// Zeros while greeting.
+    pub(super) boot: BootId,
+    /// What the daemon said of itself, for the log.
+    pub(super) daemon: String,
+    pub(super) stage: Stage,
+    pub(super) method: SaveMethod,
+    /// Why saves travel so.
+    pub(super) reason: String,
+    pub(super) asked: BTreeMap<u64, Asked>,
+    /// A save timed out and nothing was heard since: no more are asked for.
+    pub(super) silent: bool,
+}
+
+/// The daemon answered what nobody asked: it cannot be relied on.
+pub(super) struct Misfit;
+
+/// What is awaited, by the number of its request: no other answer moves it on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    Greeting {
+        hello: u64,
+    },
+    /// GPU memory, chunk by chunk, where it consists of chunks: this batch is on its way.
+    Sharing {
+        request: u64,
+        batch: usize,
+    },
+    Registering {
+        request: u64,
+    },
+    AskingForPool {
+        request: u64,
+    },
+    /// The driver maps it.
+    Mapping,
+    Confirming {
+        request: u64,
+    },
+    Open,
+}
+
+/// What was asked for and has no answer yet.
+#[derive(Debug)]
+pub(super) enum Asked {
+    /// Save by the daemon: the answer ends the job.
+    Save { job: Job, deadline: Instant },
+    /// Save through the mapping: the answer says where to write.
+    Claim { job: Job, deadline: Instant },
+    /// Written through the mapping: the answer ends the job, as told.
+    Commit { key: JobKey, end: Finished, deadline: Instant },
+    /// A load, which ends by its own rules.
+    Load(JobKey),
+    /// Nobody waits; a claim that is granted now must be handed back.
+    GivenUp,
+}
+
+impl Asked {
+    /// When it is given up.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
+                Some(*deadline)
+            }
+            Self::Load(_) | Self::GivenUp => None,
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! Loads. Once a load was promised it can only succeed, so it has two hands: the daemon, and this process, which copies
+//! from its mapping of the pool when the daemon cannot, or is silent. The same bytes written twice do no harm.
+//!
+//! ```text
+//!   the daemon:    Asked ----LoadResult----> Done                the request goes on with whoever is first;
+//!                    | lost                                      the job ends when both rest, since only then
+//!                  Leaving --its end, 10 s--> Out                are its blocks free (`settle`)
+//!                    refused, never asked --^
+//!   this process:  Due --silence, loss, Out--> Copying --> Done, Failed
+//! ```
+
+use std::time::{Duration, Instant};
+
+use kvlane_proto::v1::reply::Body as Answer;
+
+use super::{
+    super::ids::{CopyId, JobKey, Life},
+    connection::{Asked, Misfit},
+    event::{Actions, Card, WorkerAction},
+    link::{WorkerLink, end, warn},
+    load::{Daemon, Loading, Own, ReleaseAt, TAKE_OVER_WAITING, patience},
+    messages,
+};
+use crate::{
+    boot::BootId,
+    jobs::{Copied, Finished, Job, Release, SaveMethod, Work},
+};
+
+/// How long a daemon whose connection ended is watched for its end, before the blocks of its loads count as free. Its GPU
+/// work ends with it, and unpinning a large pool takes a while; one that lives on has ended the session, and waited for
+/// its copies before.
+const PEERS_END: Duration = Duration::from_secs(10);
+
+impl WorkerLink {
+    pub(super) fn start_load(&mut self, job: Job, now: Instant, actions: &mut Actions) {
+        let Work::Load { boot, groups, release } = &job.work else { return };
+        let block_bytes =
+            |group: u32| self.options.groups.get(group as usize).map_or(0, |memory| memory.block_bytes());
+        let bytes = groups.iter().map(|group| group.block_ids.len() as u64 * block_bytes(group.group)).sum();
+        let (key, release, epoch) = (job.key, *release, self.epoch);
+        let due = Own::Due(job.queued + patience(TAKE_OVER_WAITING, bytes));
+        let is_served = self.open().is_some_and(|up| up.method == SaveMethod::Gpu && up.boot == *boot);
+        if !is_served {
+            let (daemon, release) = (Daemon::Out, ReleaseAt::Never);
+            let load =
+                Loading { bytes, flags: None, release, asked: now, alone: false, daemon, own: due, job };
+            self.loads.insert(key, load);
+            return self.settle(key, now, actions);
+        }
+        // Flags for a load of one group; several groups are loaded as a whole.
+        let flags = match (release, &groups[..], job.event, &mut self.options.card) {
+            (Release::WhenNear | Release::AtOnce, [group], Some(event), Some(Card { flags, .. })) => {
+                let memory = self.options.groups.get(group.group as usize);
+                memory.and_then(|memory| flags.next(event, memory))
+            }
+            _ => None,
+        };
+        let ask = messages::load(groups, epoch, job.event, flags.as_ref(), release);
+        let alone = !self.loads.values().any(|load| matches!(load.daemon, Daemon::Asked));
+        if alone {
+            self.pace.is_idle();
+        }
+        let (daemon, release) = (Daemon::Asked, ReleaseAt::Unknown);
+        let load = Loading { bytes, flags, release, asked: now, alone, daemon, own: due, job };
+        self.loads.insert(key, load);
+        self.ask(ask, Asked::Load(key), actions);
+    }
+
+    /// The daemon's answer.
+    pub(super) fn load_answered(
+        &mut self,
+        key: JobKey,
+        answer: Option<Answer>,
+        now: Instant,
+        actions: &mut Actions,
+    ) -> Result<(), Misfit> {
+        let Some(load) = self.loads.get_mut(&key) else { return Ok(()) };
+        match answer {
+            Some(Answer::LoadResult(result)) => {
+                if load.alone {
+                    self.pace.ended(load.bytes, now.saturating_duration_since(load.asked));
+                }
+                load.daemon = Daemon::Done { blocks: result.blocks, bytes: result.bytes };
+            }
+            Some(Answer::Refused(_)) => load.daemon = Daemon::Out,
+            _ => return Ok(()),
+        }
+        self.settle(key, now, actions);
+        Ok(())
+    }
+
+    /// A copy of this process into the engine is over.
+    pub(super) fn copied_in(
+        &mut self,
+        copy: CopyId,
+        copied: Result<Copied, String>,
+        now: Instant,
+        actions: &mut Actions,
+    ) {
+        let of_copy =
+            |(_, load): &(&JobKey, &mut Loading)| matches!(load.own, Own::Copying(of) if of == copy);
+        let Some((&key, load)) = self.loads.iter_mut().find(of_copy) else { return };
+        match (copied, &load.daemon) {
+            (_, Daemon::Done { .. }) => load.own = Own::Failed,
+            (Ok(Copied { blocks, bytes }), _) => {
+                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                load.own = Own::Done(Finished { ok: true, blocks, bytes, ..load.job.failed("", now) });
+                let has_daemon = !matches!(load.daemon, Daemon::Out);
+                if has_daemon && load.release != ReleaseAt::Released {
+                    load.release(None, now, actions);
+                }
+            }
+            (Err(why), Daemon::Out) => {
+                // Whatever came of it: a stream that waits for ever would stop the engine.
+                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                end(&load.job, &why, now, actions);
+                self.loads.remove(&key);
+            }
+            (Err(why), _) => {
+                load.own = Own::Failed;
+                let number = load.job.number;
+                warn(
+                    format!("kvlane: the worker could not carry out a load itself (job {number}): {why}"),
+                    actions,
+                );
+            }
+        }
+        self.settle(key, now, actions);
+    }
+
+    /// Ends a load whose hands both rest, or begins the copy that is the last hope of it.
+    fn settle(&mut self, key: JobKey, now: Instant, actions: &mut Actions) {
+        let Some(load) = self.loads.get_mut(&key) else { return };
+        match (&load.daemon, &load.own) {
+            // The copy writes the same bytes, but the blocks are not free before it ends.
+            (Daemon::Done { .. } | Daemon::Out, Own::Copying(_)) => {}
+            (Daemon::Asked | Daemon::Leaving { .. }, _) => {}
+            (&Daemon::Done { blocks, bytes }, _) => {
+                let told = Finished { ok: true, blocks, bytes, ..load.job.failed("", now) };
+                actions.push_back(WorkerAction::End { key, told });
+                self.loads.remove(&key);
+            }
+            (Daemon::Out, Own::Done(told)) => {
+                actions.push_back(WorkerAction::End { key, told: told.clone() });
+                self.loads.remove(&key);
+            }
+            (Daemon::Out, Own::Due(_) | Own::Failed) => self.copy_in(key, actions),
+        }
+    }
+
+    /// Carries a load out in this process.
+    fn copy_in(&mut self, key: JobKey, actions: &mut Actions) {
+        let copy = self.next_copy();
+        let Some(load) = self.loads.get_mut(&key) else { return };
+        let Work::Load { boot, groups, .. } = &load.job.work else { return };
+        load.own = Own::Copying(copy);
+        if load.release != ReleaseAt::Released {
+            load.release = ReleaseAt::Never;
+        }
+        let (boot, groups, event) = (*boot, groups.clone(), load.job.event);
+        actions.push_back(WorkerAction::CopyIn { copy, boot, groups, event });
+    }
+
+    /// The connection is over: the engine gets from this process what the daemon was asked for.
+    pub(super) fn leave_loads(&mut self, boot: BootId, life: Life, now: Instant, actions: &mut Actions) {
+        let asked = self.loads.iter().filter(|(_, load)| matches!(load.daemon, Daemon::Asked));
+        let asked: Vec<JobKey> = asked.map(|(key, _)| *key).collect();
+        for key in asked {
+            let Some(load) = self.loads.get_mut(&key) else { continue };
+            load.daemon = match life {
+                Life::Watched(_) => Daemon::Leaving { boot, life, until: now + PEERS_END },
+                Life::Unknown | Life::Ended => Daemon::Out,
+            };
+            if matches!(load.own, Own::Due(_)) {
+                self.copy_in(key, actions);
+            }
+            self.settle(key, now, actions);
+        }
+    }
+
+    /// Daemons that were left and cannot write any more.
+    pub(super) fn daemons_are_out(
+        &mut self,
+        now: Instant,
+        actions: &mut Actions,
+        is_out: impl Fn(&BootId, Life, Instant) -> bool,
+    ) {
+        let leaving = |load: &Loading| match &load.daemon {
+            Daemon::Leaving { boot, life, until } => is_out(boot, *life, *until),
+            _ => false,
+        };
+        let out = self.loads.iter().filter(|(_, load)| leaving(load)).map(|(key, _)| *key);
+        let out: Vec<JobKey> = out.collect();
+        for key in out {
+            if let Some(load) = self.loads.get_mut(&key) {
+                load.daemon = Daemon::Out;
+            }
+            self.settle(key, now, actions);
+        }
+    }
+
+    /// Releases the loads that are near their end, and carries out those of a silent daemon.
+    pub(super) fn tick_loads(&mut self, now: Instant, actions: &mut Actions) {
+        if self.loads.is_empty() {
+            return;
+        }
+        let step = self.step.shortest_step;
+        for load in self.loads.values_mut().filter(|load| load.release == ReleaseAt::Unknown) {
+            let near = self.pace.asked(load.asked, load.bytes, step);
+            load.release = load.when(near);
+        }
+        if !self.is_closing {
+            for load in self.loads.values_mut() {
+                load.release_if_due(now, actions);
+            }
+            let due = |load: &Loading| matches!(load.own, Own::Due(due) if now >= due);
+            let due: Vec<JobKey> =
+                self.loads.iter().filter(|(_, load)| due(load)).map(|(key, _)| *key).collect();
+            for key in due {
+                let number = self.loads.get(&key).map_or(0, |load| load.job.number);
+                warn(
+                    format!(
+                        "kvlane: the daemon does not answer; the worker carries out its load itself (job {number})"
+                    ),
+                    actions,
+                );
+                self.copy_in(key, actions);
+            }
+        }
+        self.daemons_are_out(now, actions, |_, _, until| now >= until);
+    }
+
+    /// The worker is closed, and its daemon will do nothing for it any more: ends the loads that nobody carries out.
+    pub(super) fn end_unasked_loads(&mut self, now: Instant, actions: &mut Actions) {
+        for load in self.loads.values_mut().filter(|load| matches!(load.daemon, Daemon::Asked)) {
+            load.daemon = Daemon::Out;
+        }
+        self.loads.retain(|_, load| {
+            let stays = load.is_copying() || load.is_leaving();
+            if !stays {
+                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                end(&load.job, "the worker is closed", now, actions);
+            }
+            stays
+        });
+    }
+}

@@ -1,0 +1,1 @@
+//! The transitions of a worker's link.
