@@ -227,8 +227,7 @@ impl SchedulerLink {
                     up.probe_at = now + READY_PROBE;
                     let id = send(&mut self.last_request, up.id, self.options.probe(), actions);
                     let timeout = self.options.lookup_timeout;
-                    let until = now + timeout;
-                    up.asked.insert(id, Asked { request: None, since: now, until, timeout });
+                    up.asked.insert(id, Asked::new(None, now, now + timeout, timeout));
                 }
             }
             _ => {}

@@ -46,7 +46,7 @@ impl SchedulerLink {
         let lookup = match &mut self.connection {
             Connection::Up(up) if up.stage == Stage::Open => {
                 let id = send(&mut self.last_request, up.id, Ask::Lookup(ask), actions);
-                up.asked.insert(id, Asked { request: Some(request.clone()), since: now, until, timeout });
+                up.asked.insert(id, Asked::new(Some(request.clone()), now, until, timeout));
                 Lookup::Sent { id, until }
             }
             _ => Lookup::Unsent(Unsent { ask, until, timeout }),

@@ -22,8 +22,6 @@ use crate::{
     },
 };
 
-/// Longest time that a daemon may name for bringing blocks to RAM before it answers.
-const FETCH_MAX: Duration = Duration::from_secs(60);
 /// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
 pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -124,10 +122,9 @@ impl SchedulerLink {
             }
             Some(Answer::LookupPending(pending)) => {
                 let Some(asked) = up.asked.get_mut(&reply.id) else { return };
-                let wait = Duration::from_millis(pending.wait_ms.into()).min(FETCH_MAX);
-                asked.until = now + wait + asked.timeout;
+                let until = asked.prolong(Duration::from_millis(pending.wait_ms.into()), now);
                 if let Some(request) = &asked.request {
-                    self.lookups.prolong(request, reply.id, asked.until);
+                    self.lookups.prolong(request, reply.id, until);
                 }
             }
             Some(Answer::Done(_)) => {

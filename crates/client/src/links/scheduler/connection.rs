@@ -20,6 +20,9 @@ use crate::{
 /// well below its lease time.
 pub(super) const HEARTBEAT: Duration = Duration::from_secs(10);
 
+/// Longest time that a daemon may take for bringing blocks to RAM before it answers.
+const FETCH_MAX: Duration = Duration::from_secs(60);
+
 /// In the order in which they follow each other.
 #[derive(Debug)]
 pub(super) enum Connection {
@@ -68,7 +71,22 @@ pub(super) struct Asked {
     pub(super) since: Instant,
     /// Without an answer by then the daemon counts as silent.
     pub(super) until: Instant,
+    /// The daemon does not prolong it beyond.
+    pub(super) latest: Instant,
     pub(super) timeout: Duration,
+}
+
+impl Asked {
+    /// With this time to answer.
+    pub(super) fn new(request: Option<String>, now: Instant, until: Instant, timeout: Duration) -> Self {
+        Self { request, since: now, until, latest: now + FETCH_MAX + timeout, timeout }
+    }
+
+    /// The daemon needs that much longer. Answers until when it has time now.
+    pub(super) fn prolong(&mut self, wait: Duration, now: Instant) -> Instant {
+        self.until = (now + wait.min(FETCH_MAX) + self.timeout).min(self.latest);
+        self.until
+    }
 }
 
 impl Up {

@@ -373,6 +373,24 @@ fn a_daemon_that_needs_longer_gets_the_time_that_it_names_and_the_timeout() {
     assert!(play.misses("b"), "but no more than a minute");
 }
 
+/// A daemon that asked for more time again and again held a request for ever.
+#[test]
+fn a_daemon_that_asks_for_more_time_again_and_again_gets_a_minute() {
+    let mut play = Play::open();
+    let id = play.look_up("a");
+    let end = play.now + Duration::from_secs(60) + TIMEOUT;
+    while play.now + Duration::from_secs(7) < end {
+        play.answer(id, RUN, pending(8000));
+        play.now += Duration::from_secs(7);
+        assert_eq!(play.poll("a"), None);
+    }
+    play.answer(id, RUN, pending(8000));
+    play.now = end;
+    assert!(play.misses("a"));
+    play.look_up("b");
+    assert!(play.misses("b"), "it counts as silent from then on");
+}
+
 #[test]
 fn a_refused_lookup_is_a_miss_and_a_sentence_is_told_once() {
     let mut play = Play::open();
