@@ -120,7 +120,7 @@ impl Tier for Below {
     fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone) {
         let once = Once { done: Some(done), refused: || false };
         let shard = |shard: &SealedShard| Shard { extent: extent(&shard.at), crc: shard.crc32c };
-        let record = Record { key: name(&key), parent: None, shards: shards.iter().map(shard).collect() };
+        let record = Record { key: name(&key), shards: shards.iter().map(shard).collect() };
         if let Err(reason) = self.0.write(record, move |end| once.call(end == WriteEnd::Stored)) {
             tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
         }
@@ -129,7 +129,7 @@ impl Tier for Below {
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
         let once = Once { done: Some(done), refused: || None };
         let into = shards.iter().map(extent).collect();
-        let read = Read { key: name(&key), into, deadline: Some(deadline), late: None };
+        let read = Read { key: name(&key), into, deadline: Some(deadline) };
         let ended = move |end| {
             once.call(match end {
                 ReadEnd::Found { crcs, .. } => Some(crcs),

@@ -349,7 +349,7 @@ impl Writer {
         loop {
             goes_on = goes_on && accepted < count && keep();
             if goes_on {
-                let record = Record { key: key(first + accepted), parent: None, shards: vec![self.shard] };
+                let record = Record { key: key(first + accepted), shards: vec![self.shard] };
                 let (end, at) = (end.clone(), Instant::now());
                 match self.tier.write(record, move |how| {
                     let _ = end.send((how, at.elapsed()));
@@ -435,7 +435,7 @@ impl Reader {
             progress.dice ^= progress.dice << 17;
             reader.first + progress.dice % reader.among
         };
-        let read = Read { key: key(number), into: vec![slot], deadline: None, late: None };
+        let read = Read { key: key(number), into: vec![slot], deadline: None };
         let (again, at) = (Arc::clone(reader), Instant::now());
         let started = reader.tier.read(read, move |how| {
             let found = matches!(how, ReadEnd::Found { .. });

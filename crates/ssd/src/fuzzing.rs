@@ -76,7 +76,6 @@ fn decode_all(bytes: &[u8]) {
         assert!(found.records.iter().all(|record| (record.space as usize) < found.spaces.len()));
     }
     if let Ok(found) = RecordHeader::decode(bytes) {
-        // A parent's hash that does not count is not kept.
         let written = found.encode();
         assert_eq!(RecordHeader::decode(&written).as_ref(), Ok(&found));
         decoded += 1;
@@ -196,8 +195,7 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
                 let key = Key { space: space(field(1) as u8), hash: BlockHash([field(3) as u8; 16]) };
                 let shards = (0..=field(0).min(600)).map(|at| (field(4096).max(1), at)).collect();
                 let page = field(page);
-                RecordHeader { device_id, generation, segment: named, page, key, parent: None, shards }
-                    .encode()
+                RecordHeader { device_id, generation, segment: named, page, key, shards }.encode()
             }
             6 => {
                 let mut drops = Drops { device_id, sequence: generation, ..Drops::none(device_id) };

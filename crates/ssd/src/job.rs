@@ -21,7 +21,6 @@ pub(crate) struct ReadJob {
     pub(crate) location: Location,
     pub(crate) into: Vec<Extent>,
     pub(crate) deadline: Option<Instant>,
-    pub(crate) late: Option<Box<dyn FnOnce() + Send>>,
     pub(crate) done: Box<dyn FnOnce(ReadEnd) + Send>,
 }
 

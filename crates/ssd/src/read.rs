@@ -35,7 +35,7 @@ pub(crate) unsafe fn verify(
             return ReadEnd::Miss(Miss::Damaged);
         }
     }
-    ReadEnd::Found { parent: header.parent, crcs: header.shards.iter().map(|(_, crc)| *crc).collect() }
+    ReadEnd::Found { crcs: header.shards.iter().map(|(_, crc)| *crc).collect() }
 }
 
 /// The header, if it is the one that was written here for this block.

@@ -372,8 +372,8 @@ mod tests {
         let table = Table { device_id, generation: 3, spaces: vec![space], records: vec![record] };
         let (table_page, table_bytes) = (4, table_bytes(1, 1) as u32);
         let foot = SegmentFoot { device_id, segment, generation: 3, table_page, table_bytes, scan_from: 7 };
-        let (page, parent, shards) = (1, None, vec![(100, 0)]);
-        let header = RecordHeader { device_id, generation: first, segment, page, key, parent, shards };
+        let (page, shards) = (1, vec![(100, 0)]);
+        let header = RecordHeader { device_id, generation: first, segment, page, key, shards };
         for (page, bytes) in [(1, header.encode()), (4, table.encode()), (7, foot.encode())] {
             write_full(&memory, &bytes, superblock.offset(segment, page)).unwrap();
         }
@@ -414,8 +414,8 @@ mod tests {
         for segment in 0..segments {
             let (generation, page) = (u64::from(segment) + 1, 1);
             let key = Key { space, hash: BlockHash([segment as u8; 16]) };
-            let (parent, shards) = (None, vec![(100, 0)]);
-            let header = RecordHeader { device_id, generation, segment, page, key, parent, shards };
+            let shards = vec![(100, 0)];
+            let header = RecordHeader { device_id, generation, segment, page, key, shards };
             let head = SegmentHead { device_id, segment, generation };
             write_full(&file.file, &head.encode(), superblock.offset(segment, 0)).unwrap();
             write_full(&file.file, &header.encode(), superblock.offset(segment, page)).unwrap();

@@ -48,8 +48,6 @@ pub struct Shard {
 pub struct Record {
     /// Which block.
     pub key: Key,
-    /// The block before it in its chain, given back when it is read.
-    pub parent: Option<BlockHash>,
     /// Its shards, in the order of the cut.
     pub shards: Vec<Shard>,
 }
@@ -60,11 +58,9 @@ pub struct Read {
     pub key: Key,
     /// Where each shard goes.
     pub into: Vec<Extent>,
-    /// From then on nobody waits for it.
+    /// From then on nobody waits for it: a read that has not begun ends as [`Miss::Late`]. One that has begun is counted as
+    /// late, and goes on to its end.
     pub deadline: Option<Instant>,
-    /// Called at the deadline if the read has not ended, at most once, and never after `done`. The extents still belong
-    /// to the kernel.
-    pub late: Option<Box<dyn FnOnce() + Send>>,
 }
 
 /// How a write ended.
@@ -81,8 +77,6 @@ pub enum WriteEnd {
 pub enum ReadEnd {
     /// All bytes are there, and are those that were written.
     Found {
-        /// The block before it in its chain.
-        parent: Option<BlockHash>,
         /// crc32c of each shard.
         crcs: Vec<u32>,
     },

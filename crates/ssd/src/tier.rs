@@ -254,14 +254,12 @@ impl Tier {
     /// device's thread, whatever happens. `done` must return at once and may call the tier. What keeps the memory from
     /// being used otherwise belongs into `done`. If the call is refused, `done` is dropped without a call.
     ///
-    /// At the deadline `read.late` is called: nobody needs to wait any longer, but the memory is not free before `done`.
-    ///
     /// # Errors
     /// [`Refused`]: nothing was started.
     pub fn read(&self, read: Read, done: impl FnOnce(ReadEnd) + Send + 'static) -> Result<(), Refused> {
         self.check(read.into.iter())?;
         let pages = record_pages(read.into.iter().map(|extent| extent.bytes));
-        let Read { key, into, deadline, late } = read;
+        let Read { key, into, deadline } = read;
         let mut stored = self.shared.index.lock();
         let location = stored.index.find(&key).ok_or(Refused::Absent)?;
         if pages != Some(location.pages) {
@@ -278,7 +276,7 @@ impl Tier {
         pin.fetch_add(1, Ordering::Acquire);
         drop(stored);
         device.reads.fetch_add(1, Ordering::Relaxed);
-        let job = ReadJob { key, location, into, deadline, late, done: Box::new(done) };
+        let job = ReadJob { key, location, into, deadline, done: Box::new(done) };
         if !device.order(Some(job), None) {
             pin.fetch_sub(1, Ordering::Release);
             device.reads.fetch_sub(1, Ordering::Relaxed);

@@ -15,14 +15,13 @@ fn space() -> impl Strategy<Value = Space> {
 fn header() -> impl Strategy<Value = RecordHeader> {
     let shards = prop::collection::vec((1u32.., any::<u32>()), 1..1500);
     let place = (any::<[u8; 16]>(), any::<u64>(), any::<u32>(), any::<u32>());
-    (place, space(), any::<[u8; 16]>(), any::<Option<[u8; 16]>>(), shards).prop_map(
-        |((device_id, generation, segment, page), space, hash, parent, shards)| RecordHeader {
+    (place, space(), any::<[u8; 16]>(), shards).prop_map(
+        |((device_id, generation, segment, page), space, hash, shards)| RecordHeader {
             device_id,
             generation,
             segment,
             page,
             key: Key { space, hash: BlockHash(hash) },
-            parent: parent.map(BlockHash),
             shards,
         },
     )
@@ -145,15 +144,8 @@ fn fields_that_contradict_each_other_are_an_error() {
     let table = Table { device_id: [0; 16], generation: 1, spaces: vec![space], records: vec![record] };
     assert_eq!(Table::decode(&table.encode()), Err(LayoutError::Fields));
     let key = Key { space, hash: BlockHash([3; 16]) };
-    let header = |shards| RecordHeader {
-        device_id: [0; 16],
-        generation: 1,
-        segment: 0,
-        page: 1,
-        key,
-        parent: None,
-        shards,
-    };
+    let header =
+        |shards| RecordHeader { device_id: [0; 16], generation: 1, segment: 0, page: 1, key, shards };
     for shards in [vec![], vec![(0, 5)]] {
         assert_eq!(RecordHeader::decode(&header(shards).encode()), Err(LayoutError::Fields));
     }

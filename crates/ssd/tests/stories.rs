@@ -31,7 +31,7 @@ fn refuse(options: Options, pool: &Pool) -> OpenError {
 
 /// Through each way to the file, blocks of each shape.
 #[test]
-fn what_was_stored_is_found_with_its_bytes_and_its_parent() {
+fn what_was_stored_is_found_with_its_bytes() {
     let shapes: [&[u64]; 6] = [&[1], &[4096], &[100_000, 1, 4097], &[2 * MIB], &[4096; 700], &[512; 3]];
     for (threads, buffered) in [(false, false), (true, false), (false, true), (true, true)] {
         let (directory, mut pool) = (directory(), Pool::new(24 * MIB));
@@ -100,12 +100,12 @@ fn calls_that_cannot_be_carried_out_are_refused_and_do_nothing() {
     ];
     let key = Block::new(1, &[1]).key;
     for extent in bad {
-        let record = Record { key, parent: None, shards: vec![Shard { extent, crc: 0 }] };
+        let record = Record { key, shards: vec![Shard { extent, crc: 0 }] };
         let Extent { offset, bytes } = extent;
         assert_eq!(start_write(&tier, record).unwrap_err(), Refused::BadExtent { offset, bytes });
         assert_eq!(start_read(&tier, key, vec![extent]).unwrap_err(), Refused::BadExtent { offset, bytes });
     }
-    let none = Record { key, parent: None, shards: Vec::new() };
+    let none = Record { key, shards: Vec::new() };
     assert!(matches!(start_write(&tier, none), Err(Refused::BadExtent { .. })));
     let large = pool.record(&Block::new(1, &[256 * KIB]));
     assert!(matches!(start_write(&tier, large), Err(Refused::TooLarge { pages: 65, segment_pages: 64 })));
@@ -538,12 +538,7 @@ fn readers_and_writers_from_many_threads_get_what_they_asked_for() {
                         .map(|number| {
                             let into = vec![extents[number / 4 * 4 + thread][0]];
                             let (end, ends) = channel();
-                            let read = Read {
-                                key: blocks[number].key,
-                                into: into.clone(),
-                                deadline: None,
-                                late: None,
-                            };
+                            let read = Read { key: blocks[number].key, into: into.clone(), deadline: None };
                             tier.read(read, move |how| end.send(how).unwrap()).unwrap();
                             (number, into, ends)
                         })

@@ -27,11 +27,8 @@ impl Device {
             if let Some(job) = self.queued_reads.remove(&id) {
                 Counters::add(&self.shared.counters.reads_late, 1);
                 self.end_read(job, ReadEnd::Miss(Miss::Late));
-            } else if let Some(Transfer { what: What::Read { job, .. }, .. }) = self.transfers.get_mut(&id) {
+            } else if matches!(self.transfers.get(&id), Some(Transfer { what: What::Read { .. }, .. })) {
                 Counters::add(&self.shared.counters.reads_late, 1);
-                if let Some(late) = job.late.take() {
-                    late();
-                }
             }
         }
     }

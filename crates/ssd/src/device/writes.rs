@@ -42,7 +42,6 @@ impl Device {
                 segment,
                 page,
                 key: record.key,
-                parent: record.parent,
                 shards: record.shards.iter().map(|shard| (shard.extent.bytes as u32, shard.crc)).collect(),
             };
             let header = Pages::with(&header.encode());

@@ -8,6 +8,8 @@ use crate::request::{Key, Space};
 
 const KIND: &[u8; 8] = b"kvlnBLCK";
 
+/// Bytes between the block's hash and the list of shards that every build wrote as zeros: a use that never came had them.
+const UNUSED: usize = 20;
 /// Bytes before the list of shards.
 const FIXED: u64 = 120;
 /// Bytes of each shard in that list: length and crc32c.
@@ -26,8 +28,6 @@ pub struct RecordHeader {
     pub page: u32,
     /// The block.
     pub key: Key,
-    /// The block before it in its chain.
-    pub parent: Option<BlockHash>,
     /// Bytes and crc32c of each shard.
     pub shards: Vec<(u32, u32)>,
 }
@@ -38,7 +38,7 @@ impl RecordHeader {
         let mut out = Writer::new(KIND);
         out.raw(&self.device_id).u64(self.generation).u32(self.segment).u32(self.page);
         out.raw(&self.key.space.namespace.0).raw(&self.key.space.cut.0).raw(&self.key.hash.0);
-        out.u32(u32::from(self.parent.is_some())).raw(&self.parent.unwrap_or_default().0);
+        out.raw(&[0; UNUSED]);
         out.u32(self.shards.len() as u32);
         for (bytes, crc) in &self.shards {
             out.u32(*bytes).u32(*crc);
@@ -56,7 +56,7 @@ impl RecordHeader {
         let namespace = Namespace(fields.array()?);
         let space = Space { namespace, cut: CutDigest(fields.array()?) };
         let key = Key { space, hash: BlockHash(fields.array()?) };
-        let (has_parent, parent) = (fields.u32()?, BlockHash(fields.array()?));
+        let unused = fields.array::<UNUSED>()?;
         let shards = fields.u32()?;
         let shards = fields.items::<8>(shards)?.iter();
         let shards: Vec<(u32, u32)> = shards
@@ -65,11 +65,10 @@ impl RecordHeader {
             })
             .collect();
         fields.end()?;
-        if has_parent > 1 || shards.is_empty() || shards.iter().any(|(bytes, _)| *bytes == 0) {
+        if unused != [0; UNUSED] || shards.is_empty() || shards.iter().any(|(bytes, _)| *bytes == 0) {
             return Err(LayoutError::Fields);
         }
-        let parent = (has_parent == 1).then_some(parent);
-        Ok(RecordHeader { device_id, generation, segment, page, key, parent, shards })
+        Ok(RecordHeader { device_id, generation, segment, page, key, shards })
     }
 
     /// Pages that a header claims to fill, from its first page; None if that is no header.

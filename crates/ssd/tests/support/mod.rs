@@ -62,7 +62,7 @@ impl Pool {
             block.fill(shard, bytes);
             Shard { extent, crc: crc32c::crc32c(bytes) }
         });
-        Record { key: block.key, parent: block.parent, shards: shards.collect() }
+        Record { key: block.key, shards: shards.collect() }
     }
 }
 
@@ -70,7 +70,6 @@ impl Pool {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Block {
     pub(crate) key: Key,
-    pub(crate) parent: Option<BlockHash>,
     pub(crate) lengths: Vec<u64>,
 }
 
@@ -82,8 +81,7 @@ pub(crate) fn hash(number: u64) -> BlockHash {
 
 impl Block {
     pub(crate) fn new(number: u64, lengths: &[u64]) -> Block {
-        let parent = number.checked_sub(1).map(hash);
-        Block { key: Key { space: SPACE, hash: hash(number) }, parent, lengths: lengths.to_vec() }
+        Block { key: Key { space: SPACE, hash: hash(number) }, lengths: lengths.to_vec() }
     }
 
     fn fill(&self, shard: usize, bytes: &mut [u8]) {
@@ -140,12 +138,12 @@ pub(crate) fn store(tier: &Tier, pool: &mut Pool, block: &Block) {
 
 pub(crate) fn start_read(tier: &Tier, key: Key, into: Vec<Extent>) -> Result<Receiver<ReadEnd>, Refused> {
     let (end, ends) = channel();
-    let read = Read { key, into, deadline: None, late: None };
+    let read = Read { key, into, deadline: None };
     tier.read(read, move |how| end.send(how).unwrap_or(()))?;
     Ok(ends)
 }
 
-/// Reads a block and, if it is found, checks its bytes and its parent. None if the tier says that it has not got it.
+/// Reads a block and, if it is found, checks its bytes. None if the tier says that it has not got it.
 pub(crate) fn fetch(tier: &Tier, pool: &mut Pool, block: &Block) -> Option<ReadEnd> {
     let mark = pool.next;
     let into = pool.extents(&block.lengths);
@@ -156,9 +154,8 @@ pub(crate) fn fetch(tier: &Tier, pool: &mut Pool, block: &Block) -> Option<ReadE
         Err(Refused::Absent) => None,
         started => Some(started.unwrap().recv_timeout(PATIENCE).unwrap()),
     };
-    if let Some(ReadEnd::Found { parent, crcs }) = &end {
+    if let Some(ReadEnd::Found { crcs }) = &end {
         block.check(pool, &into);
-        assert_eq!(*parent, block.parent);
         assert_eq!(crcs.len(), block.lengths.len());
     }
     pool.next = mark;
