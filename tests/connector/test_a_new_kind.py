@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import pickle
 from dataclasses import dataclass
+from typing import Any, cast
 
 from fakes import Engine, Request
 from test_roles import PROMPT, check_nothing_held
@@ -29,7 +30,7 @@ from kvlane.connector.kinds.kind import (
 from kvlane.connector.requests import RequestState
 from kvlane.connector.vllm_protocols import AllocatedBlocks, SchedulerOutput
 from kvlane.connector.vllm_protocols import Request as VllmRequest
-from kvlane.testing import FakeCore
+from kvlane.testing import FakeCore, FakeWorker
 
 STEPS = 3
 
@@ -214,6 +215,101 @@ def test_hooks_of_several_kinds_are_called_one_after_the_other() -> None:
     assert handoff.layers == ["layers.0"]
     worker.bind(StepJobs())
     assert worker.on_layer is None
+
+
+class Broken(SchedulerKind):
+    """Fails whatever it is asked."""
+
+    name = "broken"
+
+    def __getattribute__(self, name: str) -> object:
+        if name in vars(SchedulerKind) and not name.startswith("_") and name != "name":
+            return fail
+        return super().__getattribute__(name)
+
+
+class BrokenWorker(WorkerKind):
+    """Fails whatever it is asked."""
+
+    name = "broken"
+
+    def __getattribute__(self, name: str) -> object:
+        if name in vars(WorkerKind) and not name.startswith("_") and name != "name":
+            return fail
+        return super().__getattribute__(name)
+
+
+def fail(*arguments: object) -> None:
+    raise RuntimeError("this kind is broken")
+
+
+def broken_engine(store: FakeCore) -> Engine:
+    """The kind that fails is asked first."""
+    return Engine(
+        store,
+        scheduler_kinds=lambda shared: [Broken(shared), *scheduler_kinds(shared)],
+        worker_kinds=lambda shared: [BrokenWorker(shared), *worker_kinds(shared)],
+    )
+
+
+def test_a_kind_that_fails_leaves_the_others_as_they_are() -> None:
+    """An error in one kind lost what all kinds had to do in that step: saves were not planned, and a load that had
+    arrived at a worker was never started, so its request waited for ever."""
+    store = FakeCore()
+    engine = broken_engine(store)
+    cold, warm = Request("cold", PROMPT), Request("warm", PROMPT)
+    assert engine.run(cold) == 0
+    engine.finish(cold)
+    assert store.block_count() == 5
+    assert engine.run(warm) == 20
+    engine.finish(warm)
+    assert not engine.scheduler.requests
+    assert engine.pool.reset_prefix_cache()
+    engine.scheduler.reset()
+    again = Request("again", PROMPT)
+    engine.scheduler.add_request(again)
+    assert engine.scheduler.matched_tokens(again, 0) == (None, False), "its weights are not known yet"
+    engine.step()
+    assert engine.scheduler.matched_tokens(again, 0) == (20, True)
+    engine.scheduler.forget_request("again")
+    assert not engine.scheduler.has_pending_work()
+    assert not engine.scheduler.frees_are_near()
+    store.restart()
+    engine.step()
+    assert engine.failures.count > 20
+    assert not store.leases and not engine.scheduler.saves.pinned_blocks
+
+
+def test_jobs_under_way_are_reported_when_a_kind_fails_at_the_end() -> None:
+    store = FakeCore()
+    engine = broken_engine(store)
+    store.hold_saves = True
+    cold = Request("cold", PROMPT)
+    engine.run(cold)
+    engine.finish(cold)
+    engine.workers[0].detach()
+    engine.scheduler.jobs_ended(engine.workers[0].take_ended())
+    assert not engine.scheduler.saves.pinned_blocks
+
+
+def test_a_core_that_fails_keeps_no_load_from_being_reported() -> None:
+    store = FakeCore()
+    engine = Engine(store)
+    engine.run(Request("cold", PROMPT))
+    core = engine.workers[0]._shared.core
+    assert isinstance(core, FakeWorker)
+    core.step_begins = cast("Any", fail)
+    warm = Request("warm", PROMPT)
+    assert engine.run(warm) == 20
+    core.close = cast("Any", fail)
+    store.hold_loads = True
+    third = Request("third", PROMPT)
+    engine.scheduler.add_request(third)
+    assert engine.scheduler.matched_tokens(third, 0) == (20, True)
+    engine.scheduler.allocated(third, engine.allocate(third, 20), 20)
+    assert engine.step() == (set(), set())
+    engine.workers[0].detach()
+    assert engine.workers[0].take_loaded() == ({"third"}, {"third"})
 
 
 def test_what_ranks_say_is_merged_by_kind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
@@ -36,11 +37,13 @@ CORE_COUNTS = frozenset(
         "disconnects",
     }
 )
+WITHOUT_IT = "the engine goes on without it"
 K = TypeVar("K", bound=SchedulerKind)
 
 
 class SchedulerSide:
-    """All of the scheduler role. Its methods may raise; the connector guards them."""
+    """All of the scheduler role. Its methods may raise; the connector guards them. A kind that fails is logged and
+    counted, and the others go on."""
 
     def __init__(
         self,
@@ -100,8 +103,7 @@ class SchedulerSide:
         self.requests[request.request_id] = state
         if not state.takes_part():
             self.counters.add("unshared_requests")
-        for kind in self.kinds:
-            kind.request_added(state)
+        self._tell("a new request", lambda kind: kind.request_added(state))
 
     def _check_seed(self) -> None:
         self._seed_checked = True
@@ -122,11 +124,14 @@ class SchedulerSide:
         state.local_tokens = local_tokens
         state.promised_by = None
         if not state.takes_part():
-            for kind in self.kinds:
-                kind.give_back(state)
+            self._give_back(state)
             return 0, False
         for kind in self.kinds:
-            answer = kind.answer(state, local_tokens)
+            try:
+                answer = kind.answer(state, local_tokens)
+            except Exception as error:  # noqa: BLE001
+                self._failed("a prompt", kind, error)
+                continue
             if answer.wait:
                 return None, False
             if answer.tokens:
@@ -141,24 +146,52 @@ class SchedulerSide:
         if external_tokens and promised_by is None:
             # Nobody has promised them, but the engine waits for them: reported as a failed load.
             promised_by = self.loads.name
-        for kind in self.kinds:
-            kind.allocated(request, state, blocks, external_tokens if kind.name == promised_by else 0)
+        self._tell(
+            "blocks of a request",
+            lambda kind: kind.allocated(
+                request, state, blocks, external_tokens if kind.name == promised_by else 0
+            ),
+        )
 
     def request_finished(self, request: Request, tables: Tables) -> None:
         """A request is over, and vLLM is about to free its blocks."""
         state = self.requests.get(request.request_id)
         if state is None:
             return
-        for kind in self.kinds:
-            kind.request_finished(request, state, tables)
+        self._tell("the end of a request", lambda kind: kind.request_finished(request, state, tables))
         self.forget_request(request.request_id)
 
     def forget_request(self, request_id: str) -> None:
         """Give back what a request holds. What is under way for it goes on."""
         state = self.requests.pop(request_id, None)
         if state is not None:
-            for kind in self.kinds:
-                kind.give_back(state)
+            self._give_back(state)
+
+    def _give_back(self, state: RequestState) -> None:
+        self._tell("what a request held", lambda kind: kind.give_back(state))
+
+    # Kinds
+
+    def _tell(self, what: str, tell: Callable[[SchedulerKind], None], then: str = WITHOUT_IT) -> None:
+        """Tell every kind. One that fails does not keep the others from hearing it."""
+        for kind in self.kinds:
+            try:
+                tell(kind)
+            except Exception as error:  # noqa: BLE001
+                self._failed(what, kind, error, then)
+
+    def _says(self, what: str, ask: Callable[[SchedulerKind], bool]) -> bool:
+        """Ask the kinds one after the other until one says yes."""
+        for kind in self.kinds:
+            try:
+                if ask(kind):
+                    return True
+            except Exception as error:  # noqa: BLE001
+                self._failed(what, kind, error)
+        return False
+
+    def _failed(self, what: str, kind: SchedulerKind, error: Exception, then: str = WITHOUT_IT) -> None:
+        self._failures.record(f"{what} ({kind.name})", error, then)
 
     # Steps
 
@@ -170,22 +203,19 @@ class SchedulerSide:
         """Once a step: keep the connection alive, and gather what the workers are to start beside `jobs.loads`."""
         self._connection.tick()
         if self._connection.has_restarted():
-            for kind in self.kinds:
-                kind.daemon_restarted()
+            self._tell("a new daemon", lambda kind: kind.daemon_restarted())
         self._tell_promises(jobs)
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
         self._adapters.moment.at(self._clock())
-        for kind in self.kinds:
-            kind.plan(output, jobs)
+        self._tell("planning a step", lambda kind: kind.plan(output, jobs))
         self._adapters.moment.next_step()
 
     def _tell_promises(self, jobs: StepJobs) -> None:
         """Which pools the workers may let go."""
         gone = self._connection.newly_gone()
         if gone is not None:
-            for kind in self.kinds:
-                kind.runs_gone(gone)
+            self._tell("a daemon that is gone", lambda kind: kind.runs_gone(gone))
         boots = {load.boot for load in jobs.loads}
         present = self._connection.boot
         jobs.present = present if boots <= {present} else None
@@ -194,34 +224,29 @@ class SchedulerSide:
     def jobs_ended(self, ended: Mapping[int, JobEnd]) -> None:
         """Workers have reported the ends of jobs."""
         for job, end in ended.items():
-            for kind in self.kinds:
-                if kind.ended(job, end):
-                    break
+            self._says("the end of a job", functools.partial(_ended, job, end))
 
     def has_pending_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
-        return any(kind.pending() for kind in self.kinds)
+        return self._says("pending work", lambda kind: kind.pending())
 
     def frees_are_near(self) -> bool:
         """Whether blocks come free without preempting a request."""
-        return any(kind.frees_are_near() for kind in self.kinds)
+        return self._says("blocks that come free", lambda kind: kind.frees_are_near())
 
     # Resets
 
     def before_pool_reset(self) -> None:
         """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
-        for kind in self.kinds:
-            kind.before_pool_reset()
+        self._tell("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
 
     def pool_was_reset(self) -> None:
         """vLLM's own cache is empty."""
-        for kind in self.kinds:
-            kind.pool_was_reset()
+        self._tell("a reset of vLLM's cache", lambda kind: kind.pool_was_reset())
 
     def reset(self) -> None:
         """The engine's weights may be others from here on. What is stored stays, for those that still have these."""
-        for kind in self.kinds:
-            kind.reset()
+        self._tell("a reset", lambda kind: kind.reset(), "blocks of other weights may be found")
 
     def weights_reported(self, report: WeightsReport) -> None:
         """Workers have looked at their weights."""
@@ -233,7 +258,10 @@ class SchedulerSide:
         """What the worker halves of further kinds said, by name of the kind."""
         for kind in self.kinds:
             if kind.name in others:
-                kind.reported(others[kind.name])
+                try:
+                    kind.reported(others[kind.name])
+                except Exception as error:  # noqa: BLE001
+                    self._failed("a report", kind, error)
 
     def take_events(self) -> list[KVEvent]:
         """KV events since the last call."""
@@ -249,3 +277,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Say goodbye to the daemon."""
         self._core.close()
+
+
+def _ended(job: int, end: JobEnd, kind: SchedulerKind) -> bool:
+    return kind.ended(job, end)

@@ -17,10 +17,12 @@ from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
 
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
+WITHOUT_IT = "the engine goes on without it"
 
 
 class WorkerSide:
-    """All of the worker role. Its methods may raise; the connector guards them."""
+    """All of the worker role. Its methods may raise; the connector guards them. A kind that fails is logged and
+    counted, and the others go on."""
 
     def __init__(
         self,
@@ -55,8 +57,7 @@ class WorkerSide:
         self._shared.stream = stream
         self._shared.replicas = replicas
         self.on_layer = None
-        for kind in self.kinds:
-            kind.attached()
+        self._tell("new caches", lambda kind: kind.attached())
 
     @property
     def attached(self) -> bool:
@@ -68,10 +69,13 @@ class WorkerSide:
         core, self._shared.core = self._shared.core, None
         if core is None:
             return
-        core.close()
-        self._collect(core)
-        for kind in self.kinds:
-            kind.detached()
+        # Whatever fails, all jobs are reported.
+        try:
+            core.close()
+            self._collect(core)
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("closing the core", error, "what was under way is reported as failed")
+        self._tell("the end of copies", lambda kind: kind.detached())
 
     def bind(self, jobs: StepJobs) -> None:
         """A step begins."""
@@ -79,9 +83,16 @@ class WorkerSide:
         self._is_computed = False
         self.on_layer = None
         if self._shared.core is not None:
-            self._shared.core.step_begins(jobs.computes, jobs.present, jobs.gone)
+            try:
+                self._shared.core.step_begins(jobs.computes, jobs.present, jobs.gone)
+            except Exception as error:  # noqa: BLE001
+                self._failures.record("telling the core of a step", error, WITHOUT_IT)
         for kind in self.kinds:
-            hook = kind.step_begins(jobs)
+            try:
+                hook = kind.step_begins(jobs)
+            except Exception as error:  # noqa: BLE001
+                self._failed("the begin of a step", kind, error)
+                continue
             if hook is not None:
                 self.on_layer = hook if self.on_layer is None else _one_after_the_other(self.on_layer, hook)
 
@@ -90,8 +101,8 @@ class WorkerSide:
         if self._jobs is None or self._is_computed:
             return
         self._is_computed = True
-        for kind in self.kinds:
-            kind.computed(self._jobs)
+        jobs = self._jobs
+        self._tell("a computed step", lambda kind: kind.computed(jobs))
 
     def unbind(self) -> None:
         """A step ends. Steps without a forward pass have not started their saves yet in some versions."""
@@ -105,16 +116,39 @@ class WorkerSide:
             return
         shared.steps_at_once = max(0, shared.steps_at_once - 1)
         if self._jobs is not None and self._jobs.idle and not shared.steps_at_once:
-            wait_ms = max(kind.waits_for() for kind in self.kinds)
+            wait_ms = self._waits_for()
             if wait_ms:
                 core.wait(wait_ms)
         self._collect(core)
 
+    def _waits_for(self) -> float:
+        longest = 0.0
+        for kind in self.kinds:
+            try:
+                longest = max(longest, kind.waits_for())
+            except Exception as error:  # noqa: BLE001
+                self._failed("how long to wait", kind, error)
+        return longest
+
+    def _tell(self, what: str, tell: Callable[[WorkerKind], None]) -> None:
+        """Tell every kind. One that fails does not keep the others from hearing it."""
+        for kind in self.kinds:
+            try:
+                tell(kind)
+            except Exception as error:  # noqa: BLE001
+                self._failed(what, kind, error)
+
+    def _failed(self, what: str, kind: WorkerKind, error: Exception) -> None:
+        self._failures.record(f"{what} ({kind.name})", error, WITHOUT_IT)
+
     def _collect(self, core: WorkerCore) -> None:
         for end in core.poll():
             for kind in self.kinds:
-                if kind.finished(end):
-                    break
+                try:
+                    if kind.finished(end):
+                        break
+                except Exception as error:  # noqa: BLE001
+                    self._failed("the end of a job", kind, error)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load ended since the last call, and those among them whose load failed."""

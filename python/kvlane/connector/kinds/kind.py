@@ -67,7 +67,8 @@ class SchedulerShared:
 
 
 class SchedulerKind:
-    """A kind of job in the scheduler role."""
+    """A kind of job in the scheduler role. What a method raises is logged and counted; the other kinds are told all the
+    same."""
 
     name: ClassVar[str]
     """Of its parts in `StepJobs.others` and `KVLaneWorkerMetadata.others`, and in messages of errors."""
@@ -172,7 +173,7 @@ class WorkerShared:
 
 class WorkerKind:
     """A kind of job in the worker role. Every job that arrives is reported exactly once in `shared.reports`, as failed
-    if nothing else is possible."""
+    if nothing else is possible. What a method raises is logged and counted; the other kinds are told all the same."""
 
     name: ClassVar[str]
 

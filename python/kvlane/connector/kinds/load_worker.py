@@ -37,7 +37,14 @@ class LoadWorker(WorkerKind):
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """vLLM's own zeroing of new blocks precedes this."""
         self._waits_by_layer = False
-        hook = self._wait_for_released() if jobs.computes else None
+        hook = None
+        try:
+            hook = self._wait_for_released() if jobs.computes else None
+        except Exception as error:  # noqa: BLE001
+            # New loads are started all the same: their requests wait.
+            self._shared.failures.record(
+                "waiting for a load", error, "this step may have read blocks too early"
+            )
         for load in jobs.loads:
             self._start(load, jobs.idle)
         return hook
