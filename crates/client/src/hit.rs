@@ -1,9 +1,42 @@
 //! What a lookup found.
 
 use bytes::Bytes;
-use kvlane_proto::v1;
+use kvlane_proto::{packed::Pages, v1};
+use thiserror::Error;
 
-use crate::boot::BootId;
+use crate::{boot::BootId, group_spec::GroupSpec};
+
+/// Why a hit is no answer to its lookup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+pub enum Misfit {
+    /// A miss holds nothing.
+    #[error("a miss with a lease or blocks")]
+    MissWithBlocks,
+    /// More than was asked for.
+    #[error("{tokens} tokens, of {max_tokens} that were asked for")]
+    TooManyTokens {
+        /// What the daemon answered.
+        tokens: u64,
+        /// What hashes and bound of the lookup allow.
+        max_tokens: u64,
+    },
+    /// Not the engine's groups.
+    #[error("{named} groups, and the engine has {groups}")]
+    Groups {
+        /// What the daemon answered.
+        named: usize,
+        /// What the engine opened.
+        groups: usize,
+    },
+    /// One group is not as it follows from the tokens.
+    #[error("group {index}: {what}")]
+    Group {
+        /// Which one.
+        index: u32,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+}
 
 /// The answer to a lookup. With `tokens == 0` it is a miss and holds no lease.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -26,8 +59,6 @@ struct Group {
     workers: usize,
 }
 
-const PAGE_NUMBER_BYTES: usize = 4;
-
 impl Hit {
     pub(crate) fn from_reply(boot: BootId, result: v1::LookupResult) -> Self {
         let groups = result
@@ -42,6 +73,54 @@ impl Hit {
             })
             .collect();
         Self { tokens: result.tokens, lease: result.lease, boot, groups }
+    }
+
+    /// Whether the daemon may answer this to a lookup of at most `max_tokens`, from an engine of these groups and workers: one
+    /// that does not fit must not be promised.
+    ///
+    /// # Errors
+    /// The first [`Misfit`] that was found.
+    pub fn check(&self, groups: &[GroupSpec], workers: u32, max_tokens: u64) -> Result<(), Misfit> {
+        let tokens = self.tokens;
+        if tokens == 0 {
+            let is_empty = self.lease == 0 && self.groups.is_empty();
+            return if is_empty { Ok(()) } else { Err(Misfit::MissWithBlocks) };
+        }
+        if tokens > max_tokens {
+            return Err(Misfit::TooManyTokens { tokens, max_tokens });
+        }
+        if self.groups.len() != groups.len() {
+            return Err(Misfit::Groups { named: self.groups.len(), groups: groups.len() });
+        }
+        for (index, spec) in groups.iter().enumerate() {
+            let index = index as u32;
+            let of_group = self.groups.iter().find(|group| group.index == index);
+            let group = of_group.ok_or(Misfit::Group { index, what: "it is missing" })?;
+            let wrong = |what| Err(Misfit::Group { index, what });
+            let block_tokens = u64::from(spec.tokens_per_block);
+            if tokens.checked_rem(block_tokens) != Some(0) {
+                return wrong("the tokens are no whole number of its blocks");
+            }
+            let end = tokens / block_tokens;
+            let first_block = match spec.window_blocks {
+                0 => 0,
+                window => end.saturating_sub(window.into()),
+            };
+            if group.first_block != first_block {
+                return wrong("another first block");
+            }
+            if group.workers != workers as usize {
+                return wrong("another number of workers");
+            }
+            let pages = (end - first_block).checked_mul(workers.into());
+            if pages.is_none() || Pages::parse(&group.pages).ok().map(|pages| pages.len() as u64) != pages {
+                return wrong("another number of pages");
+            }
+            if group.stored_blocks < end {
+                return wrong("fewer blocks are stored than hit");
+            }
+        }
+        Ok(())
     }
 
     /// Index and first block of each group of the hit.
@@ -59,15 +138,8 @@ impl Hit {
     /// the hit has no such group or rank. Those of several ranks one after the other load a block that they share.
     pub fn pages(&self, group: u32, rank: u32) -> Vec<u8> {
         let Some(group) = self.groups.iter().find(|g| g.index == group) else { return Vec::new() };
-        let row_bytes = group.workers * PAGE_NUMBER_BYTES;
-        let at = rank as usize * PAGE_NUMBER_BYTES;
-        group
-            .pages
-            .chunks_exact(row_bytes)
-            .filter_map(|row| row.get(at..at + PAGE_NUMBER_BYTES))
-            .flatten()
-            .copied()
-            .collect()
+        let Ok(pages) = Pages::parse(&group.pages) else { return Vec::new() };
+        pages.column(rank as usize, group.workers).flat_map(u32::to_le_bytes).collect()
     }
 }
 

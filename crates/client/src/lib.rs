@@ -30,7 +30,7 @@ pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use gpu::WorkerGpu;
 pub use group_spec::GroupSpec;
-pub use hit::Hit;
+pub use hit::{Hit, Misfit};
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,
 };

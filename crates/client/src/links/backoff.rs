@@ -33,11 +33,6 @@ impl Backoff {
         self.next.saturating_duration_since(now)
     }
 
-    /// When to try next.
-    pub fn due_at(&self) -> Instant {
-        self.next
-    }
-
     /// An attempt failed.
     pub fn failed(&mut self, now: Instant) {
         self.next = now + self.pause;

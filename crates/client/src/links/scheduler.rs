@@ -119,7 +119,7 @@ impl SchedulerLink {
     /// When there is something to do, if nothing happens before. Lookups have no timer: who polls them is told.
     pub fn wake_at(&self) -> Option<Instant> {
         let connection = match &self.connection {
-            Connection::Down if self.may_connect() => Some(self.backoff.due_at()),
+            Connection::Down if self.may_connect() => Some(self.backoff.due()),
             Connection::Up(up) if up.stage == Stage::Open => {
                 let probe_at = up.wants_probe().then_some(up.probe_at);
                 probe_at.into_iter().chain([up.heartbeat_at]).min()
@@ -160,7 +160,7 @@ impl SchedulerLink {
     /// The daemon's run, once it has greeted.
     pub fn boot(&self) -> Option<BootId> {
         match &self.connection {
-            Connection::Up(up) if up.stage != Stage::Greeting => Some(up.boot),
+            Connection::Up(up) => up.run(),
             _ => None,
         }
     }
@@ -227,7 +227,7 @@ impl SchedulerLink {
                     up.probe_at = now + READY_PROBE;
                     let id = send(&mut self.last_request, up.id, self.options.probe(), actions);
                     let timeout = self.options.lookup_timeout;
-                    up.asked.insert(id, Asked::new(None, now, now + timeout, timeout));
+                    up.asked.insert(id, Asked::new(None, 0, now, now + timeout, timeout));
                 }
             }
             _ => {}

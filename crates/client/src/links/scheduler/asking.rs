@@ -45,8 +45,9 @@ impl SchedulerLink {
     ) {
         let lookup = match &mut self.connection {
             Connection::Up(up) if up.stage == Stage::Open => {
+                let max_tokens = self.options.most_tokens(&ask);
                 let id = send(&mut self.last_request, up.id, Ask::Lookup(ask), actions);
-                up.asked.insert(id, Asked::new(Some(request.clone()), now, until, timeout));
+                up.asked.insert(id, Asked::new(Some(request.clone()), max_tokens, now, until, timeout));
                 Lookup::Sent { id, until }
             }
             _ => Lookup::Unsent(Unsent { ask, until, timeout }),
@@ -113,8 +114,7 @@ impl SchedulerLink {
     pub(super) fn release(&mut self, boot: BootId, lease: u64, actions: &mut VecDeque<SchedulerAction>) {
         self.leases.forget(&boot, lease);
         if let Connection::Up(up) = &self.connection
-            && up.stage != Stage::Greeting
-            && up.boot == boot
+            && up.run() == Some(boot)
         {
             let release = Ask::Release(v1::Release { leases: vec![lease] });
             send(&mut self.last_request, up.id, release, actions);

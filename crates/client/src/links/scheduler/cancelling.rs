@@ -48,9 +48,14 @@ impl Cancelling {
         (self.asked, self.answer) = (None, None);
     }
 
+    /// Under this id, of the present connection.
+    pub(super) fn is_asked(&self, id: u64) -> bool {
+        self.asked == Some(id)
+    }
+
     /// The daemon has answered the request with this id, which may be another.
     pub(super) fn answered(&mut self, id: u64, done: bool) {
-        if self.asked == Some(id) {
+        if self.is_asked(id) {
             self.answer = Some(done);
         }
     }

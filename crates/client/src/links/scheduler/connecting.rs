@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    fmt::Display,
     time::{Duration, Instant},
 };
 
@@ -38,11 +39,11 @@ impl SchedulerLink {
             return actions.push_back(SchedulerAction::Close(id));
         }
         let hello = self.options.hello(self.leases.live());
-        send(&mut self.last_request, id, hello, actions);
+        let hello = send(&mut self.last_request, id, hello, actions);
         self.connection = Connection::Up(Up {
             id,
             life,
-            stage: Stage::Greeting,
+            stage: Stage::Greeting { hello },
             boot: [0; 16],
             daemon: String::new(),
             ready: false,
@@ -90,18 +91,26 @@ impl SchedulerLink {
             _ => return,
         };
         up.silent = false;
-        let boot: BootId = reply.boot_id.as_ref().try_into().unwrap_or_default();
-        match reply.body {
-            Some(Answer::Welcome(welcome)) => {
+        let id = reply.id;
+        let boot = BootId::try_from(reply.boot_id.as_ref()).ok();
+        if up.run().is_some() && up.run() != boot {
+            return self.misfit(connection, &"it names another run of the daemon", now, actions);
+        }
+        match (up.stage, reply.body) {
+            (_, Some(Answer::Refused(refused))) => self.refused(connection, id, refused, now, actions),
+            (Stage::Greeting { hello }, Some(Answer::Welcome(welcome))) if id == hello => {
+                let Some(boot) = boot else {
+                    return self.misfit(connection, &"a run's name has 16 bytes", now, actions);
+                };
                 up.daemon = describe(&welcome);
                 up.boot = boot;
-                up.stage = Stage::Opening;
                 self.former.welcome(&boot);
                 self.leases.keep_only(&boot);
                 let open = self.options.open_engine(self.cancelled_below);
-                send(&mut self.last_request, up.id, open, actions);
+                let open = send(&mut self.last_request, up.id, open, actions);
+                up.stage = Stage::Opening { open };
             }
-            Some(Answer::EngineOpened(opened)) => {
+            (Stage::Opening { open }, Some(Answer::EngineOpened(opened))) if id == open => {
                 up.stage = Stage::Open;
                 up.ready = opened.ready;
                 self.backoff.succeeded();
@@ -115,26 +124,53 @@ impl SchedulerLink {
                     cancelling.ask(&self.connection, &mut self.last_request, now, actions);
                 }
             }
-            Some(Answer::LookupResult(result)) => {
+            (_, Some(Answer::LookupResult(result))) if up.asked.contains_key(&id) => {
                 up.ready = result.ready;
-                let asked = up.asked.remove(&reply.id);
-                self.answered(asked, Hit::from_reply(boot, result), now, actions);
+                let asked = up.asked.remove(&id);
+                let hit = Hit::from_reply(up.boot, result);
+                let max_tokens = asked.as_ref().map_or(0, |asked| asked.max_tokens);
+                match hit.check(&self.options.groups, self.options.workers, max_tokens) {
+                    Ok(()) => self.answered(asked, hit, now, actions),
+                    Err(misfit) => self.misfit(connection, &misfit, now, actions),
+                }
             }
-            Some(Answer::LookupPending(pending)) => {
-                let Some(asked) = up.asked.get_mut(&reply.id) else { return };
+            (_, Some(Answer::LookupPending(pending))) if up.asked.contains_key(&id) => {
+                let Some(asked) = up.asked.get_mut(&id) else { return };
                 let until = asked.prolong(Duration::from_millis(pending.wait_ms.into()), now);
                 if let Some(request) = &asked.request {
-                    self.lookups.prolong(request, reply.id, until);
+                    self.lookups.prolong(request, id, until);
                 }
             }
-            Some(Answer::Done(_)) => {
+            (_, Some(Answer::Done(_))) if self.cancelling.as_ref().is_some_and(|c| c.is_asked(id)) => {
                 if let Some(cancelling) = &mut self.cancelling {
-                    cancelling.answered(reply.id, true);
+                    cancelling.answered(id, true);
                 }
             }
-            Some(Answer::Refused(refused)) => self.refused(connection, reply.id, refused, now, actions),
-            _ => {}
+            _ => {
+                let is_known = up.stage.request() == Some(id)
+                    || up.asked.contains_key(&id)
+                    || self.cancelling.as_ref().is_some_and(|cancelling| cancelling.is_asked(id));
+                // Others are second answers, and those to releases and heartbeats.
+                if is_known {
+                    self.misfit(connection, &"it is of another kind", now, actions);
+                }
+            }
         }
+    }
+
+    /// A daemon that answers what was not asked is left: whatever it says next may be as wrong.
+    fn misfit(
+        &mut self,
+        connection: ConnectionId,
+        what: &dyn Display,
+        now: Instant,
+        actions: &mut VecDeque<SchedulerAction>,
+    ) {
+        actions.push_back(SchedulerAction::Close(connection));
+        let why = format!(
+            "an answer does not fit what was asked ({what}); install the same version of kvlane for the daemon and the engine"
+        );
+        self.lost(connection, &why, now, actions);
     }
 
     pub(super) fn refused(
@@ -178,7 +214,7 @@ impl SchedulerLink {
             Connection::Up(up) if up.id == connection => {
                 let told = match up.stage {
                     Stage::Open => self.standing.lost(why, now),
-                    Stage::Greeting | Stage::Opening => self.standing.broken_off(why),
+                    Stage::Greeting { .. } | Stage::Opening { .. } => self.standing.broken_off(why),
                 };
                 tell(told, actions);
             }
@@ -200,9 +236,9 @@ impl SchedulerLink {
             cancelling.ask_again();
         }
         if let Connection::Up(up) = std::mem::replace(&mut self.connection, Connection::Down)
-            && up.stage != Stage::Greeting
+            && let Some(boot) = up.run()
         {
-            self.former.leave(up.boot, up.life, now);
+            self.former.leave(boot, up.life, now);
         }
     }
 

@@ -56,11 +56,21 @@ pub(super) struct Up {
     pub(super) silent: bool,
 }
 
+/// What the connection waits for, by the id of that request: no other answer moves it on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    Greeting,
-    Opening,
+    Greeting { hello: u64 },
+    Opening { open: u64 },
     Open,
+}
+
+impl Stage {
+    pub(super) fn request(self) -> Option<u64> {
+        match self {
+            Self::Greeting { hello: id } | Self::Opening { open: id } => Some(id),
+            Self::Open => None,
+        }
+    }
 }
 
 /// A lookup without an answer.
@@ -74,12 +84,20 @@ pub(super) struct Asked {
     /// The daemon does not prolong it beyond.
     pub(super) latest: Instant,
     pub(super) timeout: Duration,
+    /// What may be answered.
+    pub(super) max_tokens: u64,
 }
 
 impl Asked {
     /// With this time to answer.
-    pub(super) fn new(request: Option<String>, now: Instant, until: Instant, timeout: Duration) -> Self {
-        Self { request, since: now, until, latest: now + FETCH_MAX + timeout, timeout }
+    pub(super) fn new(
+        request: Option<String>,
+        max_tokens: u64,
+        now: Instant,
+        until: Instant,
+        timeout: Duration,
+    ) -> Self {
+        Self { request, since: now, until, latest: now + FETCH_MAX + timeout, timeout, max_tokens }
     }
 
     /// The daemon needs that much longer. Answers until when it has time now.
@@ -90,6 +108,11 @@ impl Asked {
 }
 
 impl Up {
+    /// The daemon's run, once it has greeted.
+    pub(super) fn run(&self) -> Option<BootId> {
+        (!matches!(self.stage, Stage::Greeting { .. })).then_some(self.boot)
+    }
+
     /// Any answer that is still to come tells whether the workers are ready, too.
     pub(super) fn wants_probe(&self) -> bool {
         !self.ready && self.asked.is_empty()

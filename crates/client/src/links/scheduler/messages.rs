@@ -7,6 +7,9 @@ use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::request::Body as Ask};
 
 use crate::group_spec::GroupSpec;
 
+/// Bytes of one block's hash.
+const HASH_BYTES: usize = 16;
+
 /// What a scheduler's link has to know.
 #[derive(Debug, Clone)]
 pub struct SchedulerLinkOptions {
@@ -55,5 +58,14 @@ impl SchedulerLinkOptions {
         let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
         let groups = (0..self.groups.len() as u32).map(nothing).collect();
         Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false })
+    }
+
+    /// What may be answered to a lookup: no more than its hashes and its bound allow.
+    pub(super) fn most_tokens(&self, ask: &v1::Lookup) -> u64 {
+        let blocks = ask.groups.iter().map(|group| group.hashes.len() / HASH_BYTES);
+        let tokens = self.groups.iter().zip(blocks);
+        let tokens =
+            tokens.map(|(group, blocks)| (blocks as u64).saturating_mul(group.tokens_per_block.into()));
+        tokens.min().unwrap_or(0).min(ask.max_tokens)
     }
 }

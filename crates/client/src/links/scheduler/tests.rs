@@ -531,6 +531,83 @@ fn while_a_daemon_listens_and_says_nothing_one_lookup_waits_for_it() {
     }
 }
 
+/// An answer that did not fit its question was promised to the engine: the load failed, and vLLM ended the request.
+#[test]
+fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
+    let fits = hit(5);
+    let with = |change: fn(&mut v1::LookupResult)| {
+        let Answer::LookupResult(mut result) = hit(5) else { panic!("no hit") };
+        change(&mut result);
+        Answer::LookupResult(result)
+    };
+    let misfits = [
+        with(|hit| hit.tokens = 80),
+        with(|hit| hit.tokens = 47),
+        with(|hit| hit.tokens = 0),
+        with(|hit| hit.groups.clear()),
+        with(|hit| hit.groups[0].group = 1),
+        with(|hit| hit.groups.push(hit.groups[0].clone())),
+        with(|hit| hit.groups[0].workers = 3),
+        with(|hit| hit.groups[0].first_block = 1),
+        with(|hit| hit.groups[0].stored_blocks = 2),
+        with(|hit| hit.groups[0].pages = Bytes::from_static(&[0; 11])),
+        with(|hit| hit.groups[0].pages = Bytes::from_static(&[0; 16])),
+    ];
+    let answers = misfits.into_iter().map(|answer| (RUN, answer)).chain([(OTHER_RUN, fits)]);
+    for (boot, answer) in answers {
+        let mut play = Play::open();
+        let id = play.look_up("a");
+        play.answer(id, boot, answer.clone());
+        assert!(play.actions.contains(&SchedulerAction::Close(play.connection())), "{answer:?}");
+        assert!(play.told().contains("lost the daemon"));
+        assert!(play.misses("a"), "{answer:?}");
+        assert_eq!((play.stats().losses, play.link.is_connected()), (1, false));
+    }
+    // A daemon may name fewer blocks than the tokens that are asked for allow, but none beyond the hashes.
+    let mut play = Play::open();
+    let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 32]) }];
+    let event =
+        SchedulerEvent::LookUp { request: "a".into(), groups, max_tokens: u64::MAX, timeout: TIMEOUT };
+    play.feed(event);
+    play.answer(play.last_request(), RUN, hit(5));
+    assert!(!play.link.is_connected(), "three blocks for two hashes");
+}
+
+/// An engine was opened by whatever said so, also before the daemon had greeted, and a second greeting closed it again.
+#[test]
+fn an_answer_moves_a_stage_on_only_if_it_is_the_stages() {
+    let mut greeting = Play::greeting();
+    let hello = greeting.last_request();
+    greeting.answer(hello, RUN, opened(true));
+    assert!(!greeting.link.is_connected() && !greeting.link.is_opening(), "that was no greeting");
+
+    let mut greeting = Play::greeting();
+    let reply = v1::Reply { id: hello, boot_id: Bytes::from_static(b"short"), body: Some(welcome()) };
+    greeting.feed(SchedulerEvent::Reply { connection: greeting.connection(), reply });
+    assert!(!greeting.link.is_opening(), "a run has a name of 16 bytes");
+
+    let mut opening = Play::opening();
+    let open = opening.last_request();
+    opening.answer(hello, RUN, welcome());
+    opening.answer(99, RUN, opened(true));
+    assert!(opening.link.is_opening(), "nobody asked for these");
+    opening.answer(open, OTHER_RUN, opened(true));
+    assert!(!opening.link.is_opening() && !opening.link.is_connected(), "another run has not greeted");
+
+    let mut play = Play::open();
+    play.answer(hello, RUN, welcome());
+    play.answer(open, RUN, opened(false));
+    assert!(play.link.is_connected() && play.link.is_ready() && play.actions.is_empty());
+    let id = play.look_up("a");
+    play.answer(id, RUN, done());
+    assert!(!play.link.is_connected(), "that is no answer to a lookup");
+
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+    play.answer(play.last_request(), RUN, miss());
+    assert!(!play.link.is_connected(), "nor this one to a CancelSaves");
+}
+
 #[test]
 fn lookups_that_wait_are_bounded() {
     let mut play = Play::open();
