@@ -15,7 +15,7 @@ PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
 PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom fuzz bench serve \
+.PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -28,22 +28,26 @@ demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted,
 test: ## what a change could break, in a quarter of an hour on two cores
 	$(STAGES) fetch build lint rust python engines
 
-gate: ## what a change must pass beside `make test` before it lands: other versions of vLLM, the wheel, loom, short fuzzing
-	$(STAGES) fuzz packaging oldest data-parallel loom
+gate: ## what a change must pass beside `make test` before it lands: other vLLMs, the wheel, loom, miri, short fuzzing
+	$(STAGES) fuzz packaging oldest data-parallel loom miri
 
 soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"]
 	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
 
 fetch: ## what `make test` needs from registries
 	cargo fetch --locked
+	cargo fetch --locked --manifest-path fuzz/Cargo.toml
 	$(ENVIRONMENT) --without-kvlane dev vllm-0.32
 	$(PYTHON) scripts/fetch_contract_bases.py --into "$(KVLANE_CONTRACT_BASES)"
+	$(PYTHON) scripts/dependencies.py --fetch
 
 build: dev vllm ## the crates, their tests, and the environments that have them
 
-lint: dev ## formatting, clippy, ruff, types, circles of files, and whether tests/defects still fits the code
+lint: dev ## formatting, clippy, Rust's pages, dependencies, ruff, types, circles of files, whether tests/defects fits
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --no-deps --workspace
+	$(DEV)/python scripts/dependencies.py
 	$(DEV)/ruff format --check .
 	$(DEV)/ruff check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(DEV)/pyright
@@ -79,6 +83,9 @@ packaging: wheel dev ## installs the wheel where there is no Rust, and uses it
 
 loom: ## all orders of the steps of two threads at the fabric's ring
 	RUSTFLAGS="--cfg loom" cargo test --locked --release --target-dir target/loom -p kvlane-fabric --lib loom
+
+miri: ## tests of the crates without I/O, by an interpreter that sees undefined behaviour, where it is installed
+	$(PYTHON) scripts/miri.py
 
 fuzz: ## every fuzz target for 5 s, or make fuzz ARGS="--seconds 3600 ssd_file"; needs a C++ compiler
 	$(PYTHON) scripts/fuzz.py $(ARGS)
