@@ -26,7 +26,7 @@ use crate::{
     engines::Engines,
     http, listen,
     listen::Listeners,
-    metrics::Metrics,
+    metrics::recorder::Metrics,
     reaper, session,
     sessions::Sessions,
     shared::Shared,

@@ -31,6 +31,7 @@ use crate::{
     door::ListenError,
     host,
     http_waiting::{Place, Waiting},
+    metrics::page::page,
     shared::Shared,
 };
 
@@ -177,7 +178,7 @@ async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) 
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
-    ([("content-type", "text/plain; version=0.0.4")], shared.metrics.render(&shared))
+    ([("content-type", "text/plain; version=0.0.4")], page(&shared))
 }
 
 fn hex(bytes: &[u8]) -> String {

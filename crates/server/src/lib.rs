@@ -32,5 +32,5 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
-pub use metrics::{METRICS, Metric, MetricKind};
+pub use metrics::table::{METRICS, Metric, MetricKind};
 pub use ssd::SsdOptions;

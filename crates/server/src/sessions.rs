@@ -37,6 +37,15 @@ pub(crate) struct Info {
     pub(crate) reason: String,
 }
 
+/// A role, as it is printed.
+pub(crate) fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Tool => "tool",
+        Role::Scheduler => "scheduler",
+        Role::Worker => "worker",
+    }
+}
+
 #[derive(Debug)]
 struct Entry {
     info: Info,

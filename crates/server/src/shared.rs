@@ -13,8 +13,8 @@ use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, metrics::Metrics, refusal_log::Refusals, sessions::Sessions,
-    slots::Slots, ssd::Ssd, unreachable::Unreachable,
+    ceilings::HitCeilings, engines::Engines, metrics::recorder::Metrics, refusal_log::Refusals,
+    sessions::Sessions, slots::Slots, ssd::Ssd, unreachable::Unreachable,
 };
 
 /// What all sessions share.

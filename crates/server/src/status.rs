@@ -4,19 +4,10 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use kvlane_policy::PolicyKind;
-use kvlane_proto::v1::{self, hello::Role};
+use kvlane_proto::v1;
 use kvlane_store::SpaceStats;
 
-use crate::{shared::Shared, ssd::Ssd};
-
-/// As printed.
-pub(crate) fn role_name(role: Role) -> &'static str {
-    match role {
-        Role::Tool => "tool",
-        Role::Scheduler => "scheduler",
-        Role::Worker => "worker",
-    }
-}
+use crate::{sessions::role_name, shared::Shared, ssd::Ssd};
 
 /// A snapshot.
 pub(crate) fn collect(shared: &Shared) -> v1::Status {

@@ -1,0 +1,102 @@
+//! The daemon's recorder, apart from any global one.
+
+use std::time::Duration;
+
+use metrics::{Histogram, Label, Unit, counter, gauge, histogram, with_local_recorder};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder};
+
+use super::{
+    scrape::Scrape,
+    table::{Event, METRICS, Metric, MetricKind, Source},
+};
+use crate::calls::table::{CALLS, Call};
+
+/// Upper bounds of the histogram, in seconds.
+const BUCKETS: [f64; 14] =
+    [10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0, 5.0];
+
+const BAD_FRAMES: &Metric = Event::BadFrame.metric();
+const REGISTERED: &Metric = Event::WorkerRegistered.metric();
+const REFUSED: &Metric = Event::Refused.metric();
+const ANSWERED: &Metric = Event::Answered.metric();
+
+/// Counts what happens, and keeps what was read last.
+pub(crate) struct Metrics {
+    recorder: PrometheusRecorder,
+    handle: PrometheusHandle,
+    /// By call.
+    durations: Vec<Histogram>,
+}
+
+impl Metrics {
+    pub(crate) fn install() -> Self {
+        let builder = PrometheusBuilder::new()
+            .set_buckets_for_metric(Matcher::Full(ANSWERED.name.into()), &BUCKETS)
+            .unwrap_or_else(|_| PrometheusBuilder::new());
+        let recorder = builder.build_recorder();
+        let durations = with_local_recorder(&recorder, || {
+            for metric in METRICS {
+                match metric.kind {
+                    MetricKind::Counter => metrics::describe_counter!(metric.name, metric.help),
+                    MetricKind::Gauge => metrics::describe_gauge!(metric.name, metric.help),
+                    MetricKind::Histogram => {
+                        metrics::describe_histogram!(metric.name, Unit::Seconds, metric.help)
+                    }
+                }
+            }
+            CALLS.iter().map(|call| histogram!(ANSWERED.name, ANSWERED.labels => call.name)).collect()
+        });
+        let handle = recorder.handle();
+        Self { recorder, handle, durations }
+    }
+
+    pub(crate) fn answered(&self, call: Call, took: Duration, refused: bool) {
+        self.durations[call as usize].record(took);
+        if refused {
+            self.count(REFUSED, Some(call.row().name));
+        }
+    }
+
+    pub(crate) fn bad_frame(&self) {
+        self.count(BAD_FRAMES, None);
+    }
+
+    pub(crate) fn worker_registered(&self, method: &'static str) {
+        self.count(REGISTERED, Some(method));
+    }
+
+    fn count(&self, metric: &'static Metric, label: Option<&'static str>) {
+        let labels: Vec<Label> = label.map(|value| Label::new(metric.labels, value)).into_iter().collect();
+        with_local_recorder(&self.recorder, || counter!(metric.name, labels).increment(1));
+    }
+
+    /// Keeps what the metrics that are read say now.
+    pub(crate) fn keep(&self, scrape: &Scrape) {
+        with_local_recorder(&self.recorder, || {
+            for metric in METRICS {
+                let Source::Read(read) = metric.source else { continue };
+                for (label, value) in read(scrape) {
+                    let labels: Vec<Label> =
+                        label.map(|value| Label::new(metric.labels, value)).into_iter().collect();
+                    if metric.kind == MetricKind::Counter {
+                        counter!(metric.name, labels).absolute(value as u64);
+                    } else {
+                        gauge!(metric.name, labels).set(value);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Sorts what was recorded into buckets. Until then it is kept one by one: to be called now and then, whether or
+    /// not anybody reads the page.
+    pub(crate) fn upkeep(&self) {
+        self.handle.run_upkeep();
+    }
+
+    /// All that was recorded, as Prometheus reads it.
+    pub(crate) fn render(&self) -> String {
+        self.upkeep();
+        self.handle.render()
+    }
+}

@@ -1,0 +1,116 @@
+//! What the daemon says of itself at one moment, and how a metric picks its values from it.
+
+use std::{collections::BTreeMap, fmt::Display};
+
+use kvlane_policy::Choice;
+use kvlane_store::{PolicyReport, SpaceStats, StoreStats};
+
+use crate::ceilings::Reading;
+
+/// Roles of sessions, as they are printed.
+pub(crate) const ROLES: [&str; 3] = ["scheduler", "worker", "tool"];
+
+/// All that metrics read, asked for once a scrape.
+#[derive(Debug)]
+pub(crate) struct Scrape {
+    pub(crate) stats: StoreStats,
+    pub(crate) policy: PolicyReport,
+    /// Namespaces in their cuts.
+    pub(crate) spaces: Vec<SpaceStats>,
+    /// The role of each session, and whether its connection was lost.
+    pub(crate) sessions: Vec<(&'static str, bool)>,
+    /// Connections turned away, by door.
+    pub(crate) turned_away: [(&'static str, u64); 2],
+    pub(crate) ceilings: Vec<Reading>,
+    pub(crate) ceilings_left_out: u64,
+    /// All 0 without a GPU.
+    pub(crate) gpus: GpuScrape,
+    /// None without an SSD.
+    pub(crate) ssd: Option<SsdScrape>,
+}
+
+/// Of the GPUs.
+#[derive(Debug, Default)]
+pub(crate) struct GpuScrape {
+    pub(crate) relayed_bytes: u64,
+    pub(crate) staged_bytes: u64,
+    pub(crate) unstaged_loads: u64,
+    /// By the GPU's ordinal.
+    pub(crate) bytes_by_link: BTreeMap<u32, u64>,
+    /// By direction.
+    pub(crate) engine_bytes: Vec<(&'static str, u64)>,
+}
+
+/// Of the SSD tier.
+#[derive(Debug)]
+pub(crate) struct SsdScrape {
+    pub(crate) tier: kvlane_ssd::Stats,
+    pub(crate) devices: Vec<kvlane_ssd::DeviceStatus>,
+}
+
+impl Scrape {
+    /// How many sessions of a role are connected.
+    pub(crate) fn connected(&self, role: &str) -> u64 {
+        self.sessions.iter().filter(|(of, is_lost)| !is_lost && *of == role).count() as u64
+    }
+
+    /// How many sessions have lost their connection.
+    pub(crate) fn lost_sessions(&self) -> u64 {
+        self.sessions.iter().filter(|(_, is_lost)| *is_lost).count() as u64
+    }
+
+    /// What the policy says of itself, where it chooses by itself.
+    pub(crate) fn auto(&self) -> Option<&PolicyReport> {
+        Some(&self.policy).filter(|report| report.choice == Choice::Auto)
+    }
+
+    /// The ceilings of all namespaces together.
+    pub(crate) fn ceilings_of_all(&self) -> impl Iterator<Item = &Reading> {
+        self.ceilings.iter().filter(|reading| reading.namespace.is_none())
+    }
+
+    /// Each device of the SSD tier.
+    pub(crate) fn ssd_devices(&self) -> impl Iterator<Item = &kvlane_ssd::DeviceStatus> {
+        self.ssd.iter().flat_map(|ssd| &ssd.devices)
+    }
+}
+
+/// Values of a metric, each with the value of its label if it has one.
+pub(crate) type Samples = Vec<(Option<String>, f64)>;
+
+/// A value without a label.
+pub(crate) fn one(value: u64) -> Samples {
+    vec![(None, value as f64)]
+}
+
+/// A value for each value of the metric's label.
+pub(crate) fn each<L: Display, N: Number>(values: impl IntoIterator<Item = (L, N)>) -> Samples {
+    values.into_iter().map(|(label, value)| (Some(label.to_string()), value.number())).collect()
+}
+
+/// A value of the SSD tier; none without one.
+pub(crate) fn of_ssd(scrape: &Scrape, value: impl Fn(&SsdScrape) -> u64) -> Samples {
+    scrape.ssd.iter().map(|ssd| (None, value(ssd) as f64)).collect()
+}
+
+/// A value of the policy that chooses by itself; none where another one was asked for.
+pub(crate) fn of_auto(scrape: &Scrape, value: impl Fn(&PolicyReport) -> u64) -> Samples {
+    scrape.auto().map(|report| (None, value(report) as f64)).into_iter().collect()
+}
+
+/// What Prometheus keeps as a floating-point number.
+pub(crate) trait Number {
+    fn number(self) -> f64;
+}
+
+impl Number for u64 {
+    fn number(self) -> f64 {
+        self as f64
+    }
+}
+
+impl Number for f64 {
+    fn number(self) -> f64 {
+        self
+    }
+}
