@@ -2,7 +2,8 @@
 
 use std::{sync::Arc, time::Instant};
 
-use kvlane_block::{BlockHash, Region};
+use kvlane_block::BlockHash;
+pub use kvlane_engine_memory::{Copied, LoadGroup, WorkerGroupSpec};
 
 use crate::{boot::BootId, links::ids::JobKey};
 
@@ -31,20 +32,6 @@ impl SaveMethod {
     }
 }
 
-/// This rank's part of one KV cache group.
-#[derive(Debug, Clone)]
-pub struct WorkerGroupSpec {
-    /// As the scheduler names it.
-    pub namespace: [u8; 16],
-    /// Digest of the shard's shape; the same in all ranks that hold the same blocks.
-    pub layout: [u8; 16],
-    /// Where the blocks lie in this process.
-    pub regions: Vec<Region>,
-    /// Consecutive ranks that hold the same blocks, this one among them: each saves a slice of a block, and loads all
-    /// slices. 1 for blocks of its own.
-    pub replicas: u32,
-}
-
 /// Consecutive blocks of one prompt to save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SaveGroupSpec {
@@ -56,18 +43,6 @@ pub struct SaveGroupSpec {
     pub hashes: Vec<BlockHash>,
     /// Their block ids in the engine.
     pub block_ids: Vec<u32>,
-}
-
-/// Blocks to load from the pool.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LoadGroup {
-    /// Index of the group.
-    pub group: u32,
-    /// Block ids in the engine.
-    pub block_ids: Vec<u32>,
-    /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
-    /// second's, and so on.
-    pub pages: Vec<u32>,
 }
 
 /// When the request of a load may compute.
@@ -113,15 +88,6 @@ pub struct Finished {
     pub seconds: f64,
     /// Why it failed, or empty.
     pub detail: String,
-}
-
-/// What a copy of this process brought.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Copied {
-    /// Blocks of whichever groups.
-    pub blocks: u64,
-    /// Their bytes.
-    pub bytes: u64,
 }
 
 /// What is to be done.

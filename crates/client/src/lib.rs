@@ -3,13 +3,11 @@
 //!
 //! Nothing here fails because of the daemon: while it is down, slow or restarted, lookups are misses, saves end
 //! without effect, and promised loads are finished from the mapping. Reconnecting is automatic.
+#![forbid(unsafe_code)]
 
 mod boot;
 mod connection;
-mod copies;
 mod daemon_user;
-mod fence;
-mod gpu;
 mod group_spec;
 mod hit;
 mod jobs;
@@ -20,15 +18,16 @@ mod processes;
 mod scheduler;
 mod shared;
 mod tool;
+mod wire_gpu;
 mod worker;
 
+pub use kvlane_engine_memory::{EngineStream, GpuError, OwnBlocks, WorkerGpu};
 use kvlane_memory::RuntimeFolder;
 use kvlane_proto::Address;
 
 pub use boot::BootId;
 pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
-pub use gpu::WorkerGpu;
 pub use group_spec::GroupSpec;
 pub use hit::{Hit, Misfit};
 pub use jobs::{

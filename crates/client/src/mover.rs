@@ -8,17 +8,16 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_engine_memory::{ChunkBatch, Copied, EVENTS, LoadGroup, OwnCopies, Places, WorkerFence};
 use kvlane_memory::{PeerCredentials, allow_ptrace_by};
 use kvlane_proto::{v1, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::{
+    boot::BootId,
     connection::{ConnectError, Connection, Lost, poll_for},
-    copies::OwnCopies,
-    fence::Fence,
-    gpu::ChunkBatch,
     links::{
-        group::GroupMemory,
+        flags::FlagTable,
         ids::{ConnectionId, NotConnected, ProcessId},
         standing::tell,
         worker::{
@@ -29,16 +28,18 @@ use crate::{
     pools::MappedPools,
     processes::Processes,
     shared::{Shared, WorkerOptions},
+    wire_gpu,
 };
 
 /// Runs until the handle says stop.
-pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], groups: Vec<GroupMemory>, shared: &Shared) {
-    let fence = Fence::new(nonce, options.gpu.clone());
-    let batches = options.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.chunk_batches());
-    let card = options.gpu.as_ref().map(|gpu| Card {
-        described: gpu.to_wire(),
+pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], copies: OwnCopies, shared: &Shared) {
+    let gpu = options.blocks.gpu();
+    let fence = WorkerFence::new(nonce, gpu.cloned());
+    let batches = gpu.map_or_else(Vec::new, |gpu| gpu.chunk_batches());
+    let card = gpu.map(|gpu| Card {
+        described: wire_gpu::exported(&gpu.exported()),
         batches: batches.len(),
-        flags: gpu.flag_table(),
+        flags: FlagTable::new(gpu.first_flag(), EVENTS),
     });
     let link = WorkerLink::new(
         WorkerLinkOptions {
@@ -48,7 +49,7 @@ pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], groups: Vec<GroupMemo
             nonce: fence.nonce(),
             rank: options.rank,
             workers: options.workers,
-            groups: groups.clone(),
+            groups: copies.groups().to_vec(),
             save_method: options.save_method,
             save_timeout: options.save_timeout,
             fence_address: fence.address(),
@@ -56,7 +57,6 @@ pub(crate) fn run(options: WorkerOptions, nonce: [u8; 16], groups: Vec<GroupMemo
         },
         Instant::now(),
     );
-    let copies = OwnCopies::new(groups, options.gpu.clone());
     let mover = Mover {
         options,
         shared,
@@ -79,7 +79,7 @@ struct Mover<'a> {
     link: WorkerLink,
     /// What the link wants done, and is not yet.
     actions: VecDeque<WorkerAction>,
-    fence: Fence,
+    fence: WorkerFence,
     /// What of GPU memory is shared chunk by chunk.
     batches: Vec<ChunkBatch>,
     copies: OwnCopies,
@@ -96,7 +96,7 @@ impl Mover<'_> {
             self.turn();
             if !self.link.is_over() {
                 // A GPU's loads come through this mapping only when the daemon is gone.
-                let busy = self.options.gpu.is_none() && self.pools.prefault_some();
+                let busy = self.options.blocks.gpu().is_none() && self.pools.prefault_some();
                 self.wait(busy);
             }
         }
@@ -169,15 +169,15 @@ impl Mover<'_> {
             WorkerAction::Unmap(boot) => self.pools.unmap(&boot),
             WorkerAction::RaiseFence { epoch } => self.fence.raise_to(epoch),
             WorkerAction::CopyIn { copy, boot, groups, event } => {
-                let copied = self.copies.load(&groups, event, self.pools.of(&boot));
+                let copied = self.copy_in(&boot, &groups, event);
                 return Some(WorkerEvent::Copied { copy, copied });
             }
             WorkerAction::CopyOut { copy, places } => {
-                let copied = self.copies.save(&places, self.pools.present());
+                let copied = self.copy_out(&places);
                 return Some(WorkerEvent::Copied { copy, copied });
             }
             WorkerAction::LiftFlags(flags) => {
-                if let Some(gpu) = &self.options.gpu {
+                if let Some(gpu) = self.options.blocks.gpu() {
                     gpu.lift(&flags);
                 }
             }
@@ -219,14 +219,27 @@ impl Mover<'_> {
     }
 
     fn share_chunks(&mut self, connection: ConnectionId, id: u64, batch: usize) -> Option<WorkerEvent> {
-        let (gpu, batch) = (self.options.gpu.clone()?, self.batches.get(batch)?);
-        let (message, descriptors) = match gpu.share(batch) {
+        let (gpu, batch) = (self.options.blocks.gpu()?, self.batches.get(batch)?);
+        let (share, descriptors) = match gpu.share(batch) {
             Ok(shared) => shared,
             Err(error) => return Some(WorkerEvent::NotShared { connection, why: error.to_string() }),
         };
-        let request = v1::Request { id, body: Some(Ask::ShareChunks(message)) };
+        let request = v1::Request { id, body: Some(Ask::ShareChunks(wire_gpu::chunk_share(share))) };
         let sent = self.connection_as(connection)?.send_with(&request, descriptors);
         lost(connection, sent)
+    }
+
+    /// From the mapped pool of that boot.
+    fn copy_in(&self, boot: &BootId, groups: &[LoadGroup], event: Option<u32>) -> Result<Copied, String> {
+        let pool = self.pools.of(boot).ok_or("the pool of that boot is not mapped")?;
+        self.copies.load(groups, event, &pool.reading).map_err(|error| error.to_string())
+    }
+
+    /// To the mapped pool of the present boot.
+    fn copy_out(&self, places: &[(u32, Places)]) -> Result<Copied, String> {
+        let pool = self.pools.present().and_then(|pool| pool.writing.as_ref());
+        let pool = pool.ok_or("the pool is not mapped writable")?;
+        self.copies.save(places, pool).map_err(|error| error.to_string())
     }
 
     fn connection_as(&mut self, id: ConnectionId) -> Option<&mut Connection> {

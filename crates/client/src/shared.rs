@@ -10,13 +10,13 @@ use std::{
     time::Duration,
 };
 
+use kvlane_engine_memory::{OwnBlocks, WorkerGpu};
 use kvlane_proto::Address;
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
     daemon_user::DaemonUser,
-    gpu::WorkerGpu,
-    jobs::{Finished, Job, SaveMethod, WorkerGroupSpec},
+    jobs::{Finished, Job, SaveMethod},
     links::{flags::Flags, ids::JobKey, pace::StepClock, promises::Promises, worker::event::Seen},
 };
 
@@ -35,14 +35,12 @@ pub struct WorkerOptions {
     pub rank: u32,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// Groups in the scheduler's order.
-    pub groups: Vec<WorkerGroupSpec>,
+    /// The engine's blocks, their groups in the scheduler's order.
+    pub blocks: OwnBlocks,
     /// How saves travel.
     pub save_method: SaveMethod,
     /// A save without an answer for so long is given up.
     pub save_timeout: Duration,
-    /// The GPU that the regions lie on; None for host memory.
-    pub gpu: Option<Arc<WorkerGpu>>,
 }
 
 /// Counters since the last [`Worker::take_stats`](crate::Worker::take_stats).

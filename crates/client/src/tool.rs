@@ -155,11 +155,7 @@ impl Tool {
     pub fn read_pool(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, ToolError> {
         let pool = self.pool(offset, length)?;
         let mut bytes = vec![0; length as usize];
-        // SAFETY: `pool` checked the range; the view is mapped while `self.pool` lives; concurrent writes by the
-        // daemon can tear what is read, which a tool that looks at live memory accepts (bytes have no invalid values).
-        unsafe {
-            std::ptr::copy_nonoverlapping(pool.base().add(offset as usize), bytes.as_mut_ptr(), bytes.len())
-        };
+        pool.read(offset, &mut bytes).map_err(|error| ToolError::Pool(error.to_string()))?;
         Ok(bytes)
     }
 
@@ -169,12 +165,7 @@ impl Tool {
     /// [`ToolError::Pool`] when the range is not in the pool.
     pub fn write_pool(&mut self, offset: u64, bytes: &[u8]) -> Result<(), ToolError> {
         let pool = self.pool(offset, bytes.len() as u64)?;
-        // SAFETY: `pool` checked the range; the view is mapped writable while `self.pool` lives; no Rust reference
-        // to these bytes exists in this process.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), pool.base().add(offset as usize), bytes.len())
-        };
-        Ok(())
+        pool.write(offset, bytes).map_err(|error| ToolError::Pool(error.to_string()))
     }
 
     fn pool(&mut self, offset: u64, length: u64) -> Result<&PoolView, ToolError> {

@@ -12,15 +12,14 @@ use std::{
 };
 
 use kvlane_block::LayoutError;
-use kvlane_gpu::GpuError;
+use kvlane_engine_memory::{EngineStream, GpuError, WorkerGpu};
 use kvlane_memory::random;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{
     boot::BootId,
-    gpu::WorkerGpu,
     jobs::{Finished, Job, LoadGroup, Release, SaveGroupSpec, Work},
-    links::{group::GroupMemory, ids::JobKey, promises::Promises},
+    links::{ids::JobKey, promises::Promises},
     mover,
     shared::{Shared, WorkerOptions, WorkerStats},
 };
@@ -46,28 +45,22 @@ impl Worker {
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, replicas that do not divide the workers, or the kernel's refusal
     /// of a thread, a descriptor or random bytes for this process's nonce.
-    ///
-    /// # Safety
-    /// The regions' memory must stay mapped and writable until [`close`](Self::close) has returned: the mover
-    /// writes loads into it and reads saves from it.
-    pub unsafe fn start(mut options: WorkerOptions) -> Result<Self, StartError> {
-        let groups = std::mem::take(&mut options.groups);
-        let groups = groups.into_iter().map(|group| {
-            let (replicas, workers) = (group.replicas, options.workers);
+    pub fn start(options: WorkerOptions) -> Result<Self, StartError> {
+        let workers = options.workers;
+        for replicas in options.blocks.groups().iter().map(|group| group.replicas) {
             if replicas == 0 || !workers.is_multiple_of(replicas) {
                 return Err(StartError::Replicas { replicas, workers });
             }
-            Ok(GroupMemory::new(group, options.rank)?)
-        });
-        let groups = groups.collect::<Result<Vec<_>, StartError>>()?;
+        }
+        let copies = options.blocks.of_rank(options.rank)?;
         let nonce = random()?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from)?;
-        let gpu = options.gpu.clone();
+        let gpu = options.blocks.gpu().cloned();
         let shared = Arc::new(Shared::new(wake, gpu.clone()));
         let for_mover = Arc::clone(&shared);
         let mover = std::thread::Builder::new()
             .name("kvlane-mover".into())
-            .spawn(move || mover::run(options, nonce, groups, &for_mover))?;
+            .spawn(move || mover::run(options, nonce, copies, &for_mover))?;
         let worker = Self { shared, gpu, mover: Some(mover), last_job: AtomicU64::new(0) };
         worker.wait_registered(FIRST_REGISTRATION);
         Ok(worker)
@@ -121,29 +114,21 @@ impl Worker {
     }
 
     /// Queues a save of blocks that `stream` has been told to compute.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of the worker's GPU in this process, or 0 for its default stream.
-    pub unsafe fn save_after(&self, job: u64, groups: Vec<SaveGroupSpec>, stream: u64) {
-        // SAFETY: the caller's promise.
-        unsafe { self.queue_after(job, Work::Save(groups.into()), stream) };
+    pub fn save_after(&self, job: u64, groups: Vec<SaveGroupSpec>, stream: &EngineStream) {
+        self.queue_after(job, Work::Save(groups.into()), stream);
     }
 
     /// Queues a load from the pool of that boot, into blocks that `stream` may still be using. `release` says when it may be
     /// reported as released, which it is not where its parts cannot be waited for.
-    ///
-    /// # Safety
-    /// As for [`save_after`](Self::save_after).
-    pub unsafe fn load_after(
+    pub fn load_after(
         &self,
         job: u64,
         boot: BootId,
         groups: Vec<LoadGroup>,
-        stream: u64,
+        stream: &EngineStream,
         release: Release,
     ) {
-        // SAFETY: the caller's promise.
-        unsafe { self.queue_after(job, Work::Load { boot, groups: groups.into(), release }, stream) };
+        self.queue_after(job, Work::Load { boot, groups: groups.into(), release }, stream);
     }
 
     /// Whether a load was released and has not ended.
@@ -157,23 +142,16 @@ impl Worker {
     ///
     /// # Errors
     /// What the driver says.
-    ///
-    /// # Safety
-    /// As for [`save_after`](Self::save_after).
-    pub unsafe fn wait_for_loads(&self, region: Option<u32>, stream: u64) -> Result<(), GpuError> {
+    pub fn wait_for_loads(&self, region: Option<u32>, stream: &EngineStream) -> Result<(), GpuError> {
         let Some(gpu) = &self.gpu else { return Ok(()) };
         for load in &self.shared.state.lock().outstanding {
-            // SAFETY: the caller's promise.
-            unsafe { gpu.hold_up(stream, &load.flags, region)? };
+            gpu.hold_up(stream, &load.flags, region)?;
         }
         Ok(())
     }
 
-    /// # Safety
-    /// As for [`save_after`](Self::save_after).
-    unsafe fn queue_after(&self, number: u64, work: Work, stream: u64) {
-        // SAFETY: the caller's promise.
-        let recorded = self.gpu.as_ref().map_or(Ok(None), |gpu| unsafe { gpu.record(stream) });
+    fn queue_after(&self, number: u64, work: Work, stream: &EngineStream) {
+        let recorded = self.gpu.as_ref().map_or(Ok(None), |gpu| gpu.after(stream));
         match recorded {
             Ok(event) => self.queue(self.job(number, work, event)),
             Err(error) => {

@@ -13,8 +13,8 @@ use std::{
 use bytes::Bytes;
 use kvlane_block::{BlockHash, Region};
 use kvlane_client::{
-    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler,
-    SchedulerOptions, Worker, WorkerGroupSpec, WorkerOptions,
+    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod,
+    Scheduler, SchedulerOptions, Worker, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, send_with_fds};
 use kvlane_proto::{
@@ -477,6 +477,8 @@ impl Rank {
         };
         let group =
             WorkerGroupSpec { namespace: [3; 16], layout: [5; 16], regions: vec![region], replicas: 1 };
+        // SAFETY: the memory is a Vec that is never resized and lives beside the worker, which is closed before.
+        let blocks = unsafe { OwnBlocks::new(vec![group], None) };
         let options = WorkerOptions {
             address: address.clone(),
             daemon_user: DaemonUser::default(),
@@ -484,13 +486,11 @@ impl Rank {
             client: "talk".into(),
             rank: 0,
             workers: 1,
-            groups: vec![group],
+            blocks,
             save_method,
             save_timeout,
-            gpu: None,
         };
-        // SAFETY: the memory is a Vec that is never resized and lives beside the worker, which is closed before.
-        let worker = unsafe { Worker::start(options) }.unwrap();
+        let worker = Worker::start(options).unwrap();
         Self { worker, memory }
     }
 

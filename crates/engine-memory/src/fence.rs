@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 /// Bytes of a fence.
 pub const FENCE_BYTES: usize = 24;
 /// Where its epoch stands.
-pub const EPOCH_OFFSET: usize = 16;
+pub(crate) const EPOCH_OFFSET: usize = 16;
 
 /// What a fence says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,11 +10,61 @@ use thiserror::Error;
 
 use crate::runs::{PlanError, Runs};
 
+/// Where the flags begin in the allocation of a worker's fence in GPU memory.
+pub(crate) const FLAGS_OFFSET: u64 = 64 << 10;
+/// Copies that a worker may have under way: each holds an event, and so many words.
+pub const EVENTS: u32 = 256;
+/// Most flags of one load.
+pub const FLAGS_MAX: usize = 256;
+/// Bytes of a word.
+const WORD_BYTES: u64 = 4;
+/// Where they end.
+pub(crate) const FLAGS_END: u64 = FLAGS_OFFSET + EVENTS as u64 * FLAGS_MAX as u64 * WORD_BYTES;
+const _: () = assert!(FLAGS_OFFSET == 65_536 && FLAGS_END == 327_680, "as the diagram of this crate says");
 /// Most flags that a load may be asked for with.
 const FLAGS_ASKED_MAX: usize = 4096;
 
 /// Where the blocks of a load go, and where one slice of each lies in the pool: block id and byte offset.
 pub type PoolPlaces = Vec<(u32, u64)>;
+
+/// Where the word of a flag stands, of a load that waits for an event; `first_word` is that of event 0.
+pub const fn word_address(first_word: u64, event: u32, flag: u32) -> u64 {
+    first_word + (event as u64 * FLAGS_MAX as u64 + flag as u64) * WORD_BYTES
+}
+
+/// The flags of one load, as its worker waits for them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Flags {
+    /// Address of the first word.
+    pub address: u64,
+    /// Written into each word. A stream that waits for it also goes on at higher values.
+    pub value: u32,
+    /// Flag i says that the block's first `region_ends[i]` regions are there.
+    region_ends: Vec<u32>,
+    /// The same counted in the regions of the block's slices, as the daemon is told.
+    pub ends_in_slices: Vec<u32>,
+}
+
+impl Flags {
+    /// `region_ends` ascends, and is not empty.
+    pub fn new(address: u64, value: u32, region_ends: Vec<u32>, ends_in_slices: Vec<u32>) -> Self {
+        Self { address, value, region_ends, ends_in_slices }
+    }
+
+    /// The word that says that a region is there.
+    pub fn word_of(&self, region: u32) -> u64 {
+        let flag = self
+            .region_ends
+            .partition_point(|end| *end <= region)
+            .min(self.region_ends.len().saturating_sub(1));
+        self.address + WORD_BYTES * flag as u64
+    }
+
+    /// Addresses of all words.
+    pub fn words(&self) -> impl Iterator<Item = u64> + '_ {
+        (0..self.region_ends.len() as u64).map(|index| self.address + WORD_BYTES * index)
+    }
+}
 
 /// Says that a part of a load is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +136,7 @@ pub fn parts_of(
     let mut first = 0;
     for (index, &end) in (0u64..).zip(region_ends) {
         let end = end as usize;
-        let word = address.checked_add(index * 4).ok_or(FlagsError::Address)?;
+        let word = address.checked_add(index * WORD_BYTES).ok_or(FlagsError::Address)?;
         let runs = runs_of(slices, places, first..end, pool)?;
         parts.push(Part { runs, flag: Some(Flag { word, value: *value }) });
         first = end;

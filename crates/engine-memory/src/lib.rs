@@ -31,31 +31,43 @@
 //! be taken back, so the worker keeps the blocks of a load until the daemon has answered or is gone.
 #![deny(unsafe_code)]
 
+mod blocks;
 mod chunks;
 mod exported;
 mod fence;
 mod flags;
 mod gpu_daemon;
 mod gpu_pool;
+mod gpu_worker;
 mod host_daemon;
 mod host_worker;
 mod lane;
 mod meetings;
+mod own;
 mod own_copies;
 mod pace;
 mod peer;
 mod runs;
+mod worker_fence;
 
+pub use blocks::{GroupMemory, LoadGroup, Places, WorkerGroupSpec, WrongPages};
 pub use chunks::SharedChunks;
 pub use exported::{Allocation, ChunkShare, Exported};
-pub use fence::{EPOCH_OFFSET, FENCE_BYTES, FenceValue};
-pub use flags::{AskedFlags, Flag, FlagsError, Part, PoolPlaces, parts_of};
+pub use fence::{FENCE_BYTES, FenceValue};
+pub use flags::{
+    AskedFlags, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, Part, PoolPlaces, parts_of, word_address,
+};
 pub use gpu_daemon::{GpuCopyError, GpuMemory};
 pub use gpu_pool::Gpus;
+pub use gpu_worker::{ChunkBatch, WorkerGpu};
 pub use host_daemon::{CopyError, ProcessVm};
 pub use host_worker::HostFence;
 pub use meetings::{Answer, Meetings, Member, Seat};
-pub use own_copies::OwnMemory;
+pub use own::{Copied, OwnBlocks, OwnCopies, OwnError};
 pub use pace::Pace;
 pub use peer::{Asked, PeerBlocks, SaveError};
 pub use runs::{PlanError, Runs};
+pub use worker_fence::WorkerFence;
+
+/// What a worker is told of its GPU, and the stream of an engine that it is given.
+pub use kvlane_gpu::{EngineStream, GpuError};

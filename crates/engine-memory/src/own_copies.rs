@@ -6,7 +6,7 @@ use kvlane_block::Run;
 /// Memory of this process, copied by memcpy. It cannot fail: a wrong address is a crash, so the caller's regions must
 /// be those of live tensors.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct OwnMemory;
+pub(crate) struct OwnMemory;
 
 impl OwnMemory {
     /// Gathers: engine to pool.
@@ -15,7 +15,7 @@ impl OwnMemory {
     /// Every run's `pool_offset..pool_offset + len` lies inside a writable mapping at `pool_base`, and nobody else
     /// reads or writes those bytes during the call. Runs do not share pool bytes. The engine addresses are valid to read,
     /// and not written meanwhile.
-    pub unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) {
+    pub(crate) unsafe fn read(&self, runs: &[Run], pool_base: *mut u8) {
         for run in runs {
             // SAFETY: by the caller's promise both sides are valid for `len` bytes and this call's alone; the pool
             // and the engine's tensors are different mappings, so they do not overlap.
@@ -36,7 +36,7 @@ impl OwnMemory {
     /// Every run's `pool_offset..pool_offset + len` lies inside a mapping at `pool_base`, and nobody writes those bytes
     /// during the call. The engine addresses are valid to write, and belong to this copy: the engine has set those blocks
     /// aside.
-    pub unsafe fn write(&self, runs: &[Run], pool_base: *const u8) {
+    pub(crate) unsafe fn write(&self, runs: &[Run], pool_base: *const u8) {
         for run in runs {
             // SAFETY: as in `read`, the other way round.
             unsafe {

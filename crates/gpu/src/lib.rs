@@ -40,5 +40,5 @@ pub use import::{AddressMap, Export, Imported, Mapped};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::{Direction, Thresholds};
 pub use rails::{Loader, Loading, RailChoice, RailOptions, Rails, Staging};
-pub use stream::{Event, Stream};
+pub use stream::{EngineStream, Event, Stream};
 pub use together::Together;

@@ -90,6 +90,26 @@ impl Drop for Stream {
     }
 }
 
+/// A stream that another library made, such as an engine's: its number was vouched for once.
+#[derive(Debug)]
+pub struct EngineStream(u64);
+
+impl EngineStream {
+    /// For work in host memory, which no stream orders; on a GPU it is the default stream.
+    pub const DEFAULT: Self = Self(0);
+
+    /// # Safety
+    /// The number is 0 or names a stream in this process, which lives as long as this, of the GPU that this is used with.
+    pub unsafe fn from_raw(raw: u64) -> Self {
+        Self(raw)
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> u64 {
+        self.0
+    }
+}
+
 /// A point in a stream's work that others wait for: made here, or opened from another process's handle.
 #[derive(Debug)]
 pub struct Event {

@@ -30,4 +30,4 @@ pub use random::random;
 pub use remote::{ProbeError, RANGES_MAX, RemoteProcess};
 pub use runtime_folder::{FolderFault, FolderRefused, RuntimeFolder};
 pub use users::{own_user_is_unclear, user_number};
-pub use view::PoolView;
+pub use view::{OutsidePool, PoolView};

@@ -4,9 +4,20 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::mm::Advice;
+use thiserror::Error;
 
 use crate::arena::SEALS;
 use crate::mapping::Mapping;
+
+/// A place that is not in the pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error("{bytes} bytes at {offset} are not inside the pool")]
+pub struct OutsidePool {
+    /// From the start of the pool.
+    pub offset: u64,
+    /// From there.
+    pub bytes: u64,
+}
 
 /// A mapping of the pool's memfd. Share it in an `Arc`, one clone for each copy in flight: it is unmapped when the
 /// last one ends. It outlives the daemon, which makes promised loads possible without it.
@@ -52,6 +63,38 @@ impl PoolView {
     /// Whether the pool may be written through this view.
     pub fn writable(&self) -> bool {
         self.writable
+    }
+
+    /// Reads bytes as they are now, whoever owns them: what is written meanwhile can be torn.
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePool> {
+        self.check(offset, into.len())?;
+        // SAFETY: the range was checked, and the view is mapped while this lives; `into` is the caller's alone. Concurrent
+        // writes can tear what is read, and bytes have no invalid values.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.base().add(offset as usize), into.as_mut_ptr(), into.len());
+        }
+        Ok(())
+    }
+
+    /// Overwrites bytes, whoever owns them.
+    ///
+    /// # Panics
+    /// If the view is not writable.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), OutsidePool> {
+        assert!(self.writable, "this view of the pool is read-only");
+        self.check(offset, bytes.len())?;
+        // SAFETY: the range was checked, and the view is mapped writable while this lives; no Rust reference to its bytes
+        // is given out.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base().add(offset as usize), bytes.len());
+        }
+        Ok(())
+    }
+
+    fn check(&self, offset: u64, bytes: usize) -> Result<(), OutsidePool> {
+        let bytes = bytes as u64;
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes());
+        if inside { Ok(()) } else { Err(OutsidePool { offset, bytes }) }
     }
 
     /// Enters a range into this process's page tables, so that the first copies out of it do not fault page by page.

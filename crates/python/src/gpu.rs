@@ -165,7 +165,7 @@ pub(crate) fn open_gpu(ordinal: u32) -> PyResult<Gpu> {
 type Named = (Option<OsString>, Arc<dyn Driver>);
 
 /// The driver that the environment asks for, made once: memory of a fake GPU is known to that fake only.
-fn driver() -> PyResult<Arc<dyn Driver>> {
+pub(crate) fn driver() -> PyResult<Arc<dyn Driver>> {
     static MADE: Mutex<Vec<Named>> = Mutex::new(Vec::new());
     let wanted = std::env::var_os(DRIVER_VARIABLE);
     let mut made = MADE.lock();

@@ -4,13 +4,14 @@ use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::BlockHash;
 use kvlane_client::{
-    Finished, JobKind, LoadGroup, Promises, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu,
-    WorkerGroupSpec, WorkerOptions,
+    EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
+    Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 
 use crate::convert::{PyRegion, address, bytes16, daemon_user, hashes, milliseconds, region, value_error};
+use crate::gpu::{driver, failed};
 use crate::own::Own;
 
 /// The end of a save or load job. Exactly one comes for each job.
@@ -73,6 +74,12 @@ type PySaveGroup<'py> = (u32, Vec<u8>, Bound<'py, PyList>, Vec<u32>);
 /// (group, block ids, pages).
 type PyLoadGroup = (u32, Vec<u32>, Vec<u8>);
 
+/// A stream that Python names.
+fn engine_stream(stream: u64) -> EngineStream {
+    // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
+    unsafe { EngineStream::from_raw(stream) }
+}
+
 /// One rank of an engine. `close` needs the worker alone; the other calls share it.
 #[pyclass(name = "Worker", module = "kvlane._core", frozen)]
 pub(crate) struct PyWorker(Own<RwLock<Worker>>);
@@ -127,11 +134,14 @@ impl PyWorker {
             Some(uuid) => {
                 let uuid = bytes16("a GPU's UUID", &uuid)?;
                 let regions: Vec<_> = groups.iter().flat_map(|group| group.regions.clone()).collect();
-                let made = py.detach(|| WorkerGpu::new(uuid, &regions));
-                Some(Arc::new(made.map_err(|error| PyOSError::new_err(error.to_string()))?))
+                let made = py.detach(|| WorkerGpu::with_driver(driver()?, uuid, &regions).map_err(failed));
+                Some(Arc::new(made?))
             }
             None => None,
         };
+        // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
+        // this worker; `_core.pyi` says so.
+        let blocks = unsafe { OwnBlocks::new(groups, gpu) };
         let options = WorkerOptions {
             address: self::address(address.as_deref())?,
             daemon_user: self::daemon_user(daemon_user)?,
@@ -139,14 +149,11 @@ impl PyWorker {
             client,
             rank,
             workers,
-            groups,
+            blocks,
             save_method,
             save_timeout: milliseconds(save_timeout_ms)?,
-            gpu,
         };
-        // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
-        // this worker; `_core.pyi` says so.
-        let started = py.detach(|| unsafe { Worker::start(options) });
+        let started = py.detach(|| Worker::start(options));
         started.map(|worker| Self(Own::new(RwLock::new(worker)))).map_err(|error| match error {
             error @ (kvlane_client::StartError::Layout(_) | kvlane_client::StartError::Replicas { .. }) => {
                 value_error(error)
@@ -190,8 +197,7 @@ impl PyWorker {
                 Ok(SaveGroupSpec { group, parent, hashes, block_ids })
             })
             .collect::<PyResult<_>>()?;
-        // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
-        unsafe { self.0.get()?.read().save_after(job, groups, stream) };
+        self.0.get()?.read().save_after(job, groups, &engine_stream(stream));
         Ok(())
     }
 
@@ -224,8 +230,7 @@ impl PyWorker {
                 Ok(LoadGroup { group, block_ids, pages })
             })
             .collect::<PyResult<_>>()?;
-        // SAFETY: as in `save`.
-        unsafe { self.0.get()?.read().load_after(job, boot, groups, stream, release) };
+        self.0.get()?.read().load_after(job, boot, groups, &engine_stream(stream), release);
         Ok(())
     }
 
@@ -236,8 +241,7 @@ impl PyWorker {
 
     #[pyo3(signature = (stream, region = None))]
     fn wait_for_loads(&self, stream: u64, region: Option<u32>) -> PyResult<()> {
-        // SAFETY: as in `save`.
-        let waited = unsafe { self.0.get()?.read().wait_for_loads(region, stream) };
+        let waited = self.0.get()?.read().wait_for_loads(region, &engine_stream(stream));
         waited.map_err(|error| PyOSError::new_err(error.to_string()))
     }
 

@@ -1,37 +1,13 @@
 //! The words that say how far a load is: where they lie in GPU memory, and what is written into them.
 
+use kvlane_engine_memory::{FLAGS_MAX, word_address};
+
+pub use kvlane_engine_memory::Flags;
+
 use super::group::GroupMemory;
 
-/// Most flags of one load.
-pub const FLAGS_MAX: usize = 256;
 /// Bytes of each block between two flags: pieces of so many layers are copied about as fast as all layers at once.
 const FLAG_BYTES: u64 = 256 << 10;
-
-/// The flags of one load.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Flags {
-    /// Address of the first word.
-    pub address: u64,
-    /// Written into each word. A stream that waits for it also goes on at higher values.
-    pub value: u32,
-    /// Flag i says that the block's first `region_ends[i]` regions are there.
-    region_ends: Vec<u32>,
-    /// The same counted in the regions of the block's slices, as the daemon is told.
-    pub ends_in_slices: Vec<u32>,
-}
-
-impl Flags {
-    /// The word that says that a region is there.
-    pub fn word_of(&self, region: u32) -> u64 {
-        let flag = self.region_ends.partition_point(|end| *end <= region).min(self.region_ends.len() - 1);
-        self.address + 4 * flag as u64
-    }
-
-    /// Addresses of all words.
-    pub fn words(&self) -> impl Iterator<Item = u64> + '_ {
-        (0..self.region_ends.len() as u64).map(|index| self.address + 4 * index)
-    }
-}
 
 /// Where the flags of each event's load lie, and the value that its next load writes. Values ascend, so that a late write
 /// for a former load does not satisfy who waits for a new one.
@@ -62,12 +38,10 @@ impl FlagTable {
         let next = self.values.get_mut(event as usize)?;
         let value = *next;
         *next = next.wrapping_add(1);
-        let address = self.first_word + u64::from(event) * FLAGS_MAX as u64 * 4;
-        (!region_ends.is_empty() && region_ends.len() <= FLAGS_MAX).then_some(Flags {
-            address,
-            value,
-            ends_in_slices: group.ends_in_slices(&region_ends),
-            region_ends,
+        let address = word_address(self.first_word, event, 0);
+        (!region_ends.is_empty() && region_ends.len() <= FLAGS_MAX).then(|| {
+            let ends_in_slices = group.ends_in_slices(&region_ends);
+            Flags::new(address, value, region_ends, ends_in_slices)
         })
     }
 }

@@ -1,98 +1,21 @@
-//! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
+//! A worker's group, as the daemon is told of it.
 
 use bytes::Bytes;
-use kvlane_block::{LayoutError, Region, shard_bytes, slice};
+use kvlane_block::Region;
+pub use kvlane_engine_memory::{GroupMemory, Places};
 use kvlane_proto::v1;
 
-use crate::jobs::{LoadGroup, WorkerGroupSpec};
-
-/// A group as it was described, with its slices.
-#[derive(Debug, Clone)]
-pub struct GroupMemory {
-    namespace: [u8; 16],
-    layout: [u8; 16],
-    /// Of the whole block.
-    regions: Vec<Region>,
-    /// The block in the order of the ranks that save it: all of it here, or the slices of the ranks that hold it alike.
-    slices: Vec<Vec<Region>>,
-    /// Which slice is saved here.
-    own: usize,
-}
-
-/// Where the blocks of a load go, and where one slice of each lies: block id and pool page.
-pub type Places = Vec<(u32, u32)>;
-
-impl GroupMemory {
-    /// Of rank `rank`.
-    ///
-    /// # Errors
-    /// [`LayoutError`] for regions that make no sense, or too small to be shared.
-    pub fn new(spec: WorkerGroupSpec, rank: u32) -> Result<Self, LayoutError> {
-        let WorkerGroupSpec { namespace, layout, regions, replicas } = spec;
-        regions.iter().try_for_each(Region::validate)?;
-        let count = replicas.max(1) as usize;
-        let slices = match count {
-            1 => vec![regions.clone()],
-            _ => slice(&regions, count)?,
-        };
-        Ok(Self { namespace, layout, regions, slices, own: rank as usize % count })
-    }
-
-    /// The whole block's regions.
-    pub fn regions(&self) -> &[Region] {
-        &self.regions
-    }
-
-    /// The regions that are saved here.
-    pub fn shard(&self) -> &[Region] {
-        &self.slices[self.own]
-    }
-
-    /// Bytes of a whole block.
-    pub fn block_bytes(&self) -> u64 {
-        shard_bytes(&self.regions)
-    }
-
-    /// Each slice's regions and places, for a load.
-    pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], Places)>, String> {
-        let (blocks, pages, slices) = (group.block_ids.len(), group.pages.len(), self.slices.len());
-        if pages != blocks * slices {
-            return Err(format!("{blocks} block ids of {slices} slices came with {pages} pages"));
-        }
-        let places = |(index, slice)| {
-            let pages = &group.pages[index * blocks..][..blocks];
-            (slice, group.block_ids.iter().copied().zip(pages.iter().copied()).collect())
-        };
-        Ok(self.slices.iter().map(Vec::as_slice).enumerate().map(places).collect())
-    }
-
-    /// Ends among the block's regions as ends among the regions of its slices, of which there may be more.
-    pub fn ends_in_slices(&self, region_ends: &[u32]) -> Vec<u32> {
-        let mut pieces = self.slices.iter().flatten().map(Region::block_bytes);
-        let (mut count, mut at) = (0, 0);
-        let mut in_slices = |bytes: u64| {
-            while at < bytes {
-                let Some(piece) = pieces.next() else { break };
-                at += piece;
-                count += 1;
-            }
-            count
-        };
-        region_ends.iter().map(|end| in_slices(shard_bytes(&self.regions[..*end as usize]))).collect()
-    }
-
-    /// As the daemon is told of it.
-    pub fn to_wire(&self) -> v1::WorkerGroup {
-        let slice = |regions: &Vec<Region>| v1::Slice { regions: wire_regions(regions) };
-        v1::WorkerGroup {
-            namespace: Bytes::copy_from_slice(&self.namespace),
-            layout: Bytes::copy_from_slice(&self.layout),
-            regions: wire_regions(self.shard()),
-            slices: match self.slices.len() {
-                1 => Vec::new(),
-                _ => self.slices.iter().map(slice).collect(),
-            },
-        }
+/// For RegisterWorker.
+pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
+    let slice = |regions: &Vec<Region>| v1::Slice { regions: wire_regions(regions) };
+    v1::WorkerGroup {
+        namespace: Bytes::copy_from_slice(&group.namespace()),
+        layout: Bytes::copy_from_slice(&group.layout()),
+        regions: wire_regions(group.shard()),
+        slices: match group.slices().len() {
+            1 => Vec::new(),
+            _ => group.slices().iter().map(slice).collect(),
+        },
     }
 }
 
@@ -110,8 +33,10 @@ fn wire_regions(regions: &[Region]) -> Vec<v1::Region> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jobs::WorkerGroupSpec;
 
-    fn memory(layers: u64, replicas: u32, rank: u32) -> GroupMemory {
+    #[test]
+    fn slices_are_told_where_several_ranks_hold_the_same() {
         let layer = |layer: u64| Region {
             base: layer << 20,
             block_stride: 1024,
@@ -119,31 +44,13 @@ mod tests {
             piece_bytes: 1024,
             piece_offsets: vec![0],
         };
-        let regions = (0..layers).map(layer).collect();
-        let spec = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas };
-        GroupMemory::new(spec, rank).unwrap()
-    }
-
-    #[test]
-    fn a_rank_saves_its_slice_and_loads_all() {
-        let second = memory(5, 2, 3);
-        assert_eq!((shard_bytes(second.shard()), second.block_bytes()), (2560, 5120));
-        assert_eq!(second.shard()[0].piece_offsets, [512], "the second half of layer 2");
-        let load = LoadGroup { group: 0, block_ids: vec![4, 6], pages: vec![10, 11, 20, 21] };
-        let places = second.places(&load).unwrap();
-        assert_eq!(places[0].1, [(4, 10), (6, 11)]);
-        assert_eq!(places[1], (second.shard(), vec![(4, 20), (6, 21)]));
-        let short = LoadGroup { pages: vec![10, 11], ..load };
-        assert!(second.places(&short).unwrap_err().contains("2 slices"));
-        let wire = second.to_wire();
-        assert_eq!((wire.slices.len(), &wire.slices[1].regions), (2, &wire.regions));
-        assert!(memory(5, 1, 3).to_wire().slices.is_empty());
-    }
-
-    #[test]
-    fn ends_count_both_halves_of_a_layer_that_is_cut() {
-        assert_eq!(memory(5, 2, 0).ends_in_slices(&[2, 3, 5]), [2, 4, 6]);
-        assert_eq!(memory(5, 1, 0).ends_in_slices(&[2, 3, 5]), [2, 3, 5]);
-        assert_eq!(memory(4, 2, 0).ends_in_slices(&[1, 2, 4]), [1, 2, 4], "cut between two layers");
+        let wire = |replicas| {
+            let regions = (0..5).map(layer).collect();
+            let spec = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas };
+            to_wire(&GroupMemory::new(spec, 3).unwrap())
+        };
+        let shared = wire(2);
+        assert_eq!((shared.slices.len(), &shared.slices[1].regions), (2, &shared.regions));
+        assert!(wire(1).slices.is_empty());
     }
 }

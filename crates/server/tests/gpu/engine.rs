@@ -11,7 +11,8 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    Finished, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, Scheduler, Worker, WorkerGpu, WorkerOptions,
+    EngineStream, Finished, Hit, JobKind, LoadGroup, OwnBlocks, Release, SaveGroupSpec, Scheduler, Worker,
+    WorkerGpu,
 };
 use kvlane_gpu::{Chunks, Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
 use kvlane_proto::Address;
@@ -19,7 +20,7 @@ use kvlane_proto::Address;
 use crate::{
     driver::{BLOCKS, LAYERS, SMALL_PIECE, driver, engines_gpu, piece},
     process::{Process, say, told},
-    support::{PATIENCE, TOKENS, hashes, scheduler, settle, worker_options},
+    support::{PATIENCE, TOKENS, group, hashes, scheduler, settle, worker_options},
 };
 
 /// What all blocks hold at first, and again before a load: neither zeros nor what any block was computed to be.
@@ -133,10 +134,9 @@ impl GpuEngine {
     ) -> Result<Self, GpuError> {
         let regions = regions(&memory, piece);
         let mine = WorkerGpu::with_driver(gpu.driver(), gpu.info().uuid, &regions)?;
-        let worker =
-            WorkerOptions { gpu: Some(Arc::new(mine)), ..worker_options(address, id, regions, save_timeout) };
         // SAFETY: the memory is freed after the worker: fields are dropped in order.
-        let worker = unsafe { Worker::start(worker) }.unwrap();
+        let blocks = unsafe { OwnBlocks::new(group(regions), Some(Arc::new(mine))) };
+        let worker = Worker::start(worker_options(address, id, blocks, save_timeout)).unwrap();
         let scheduler = scheduler(address, id, PATIENCE);
         let stream = Stream::new(gpu, Priority::Normal)?;
         let (sources, heard) = (Vec::new(), Vec::new());
@@ -204,8 +204,7 @@ impl GpuEngine {
         self.jobs += 1;
         let hashes = hashes(prompt, blocks.len() as u64);
         let group = SaveGroupSpec { group: 0, parent: None, hashes, block_ids: blocks.collect() };
-        // SAFETY: the stream lives.
-        unsafe { self.worker.save_after(self.jobs, vec![group], self.stream.raw()) };
+        self.worker.save_after(self.jobs, vec![group], &self.engine_stream());
         self.jobs
     }
 
@@ -255,8 +254,9 @@ impl GpuEngine {
         let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
         self.jobs += 1;
         let groups = vec![LoadGroup { group: 0, block_ids: blocks.into_iter().collect(), pages }];
-        // SAFETY: the stream lives.
-        unsafe { self.worker.load_after(self.jobs, hit.boot, groups, stream, release) };
+        // SAFETY: the caller's stream lives.
+        let stream = unsafe { EngineStream::from_raw(stream) };
+        self.worker.load_after(self.jobs, hit.boot, groups, &stream, release);
         self.jobs
     }
 
@@ -271,8 +271,12 @@ impl GpuEngine {
 
     /// The stream goes on when a region of all released loads is there; None is all regions.
     pub fn wait_for_loads(&self, region: Option<u32>) {
-        // SAFETY: the stream lives.
-        unsafe { self.worker.wait_for_loads(region, self.stream.raw()) }.unwrap();
+        self.worker.wait_for_loads(region, &self.engine_stream()).unwrap();
+    }
+
+    fn engine_stream(&self) -> EngineStream {
+        // SAFETY: the stream lives as long as the engine, which uses this at once.
+        unsafe { EngineStream::from_raw(self.stream.raw()) }
     }
 
     /// The job's end.

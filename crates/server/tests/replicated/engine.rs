@@ -8,8 +8,9 @@ use std::{
 
 use kvlane_block::Region;
 use kvlane_client::{
-    DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Scheduler,
-    SchedulerOptions, Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
+    DaemonUser, EngineStream, Finished, GroupSpec, Hit, JobKind, LoadGroup, OwnBlocks, Release,
+    SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Worker, WorkerGpu, WorkerGroupSpec,
+    WorkerOptions,
 };
 use kvlane_gpu::{
     Copy, DeviceMemory, Gpu, Priority, Stream,
@@ -122,10 +123,11 @@ impl Memory {
         (0..LAYERS).flat_map(|layer| self.layer(block, layer)).collect()
     }
 
-    pub fn stream(&self) -> u64 {
+    pub fn stream(&self) -> EngineStream {
         match self {
-            Self::Host(_) => 0,
-            Self::Gpu { stream, .. } => stream.raw(),
+            Self::Host(_) => EngineStream::DEFAULT,
+            // SAFETY: the stream lives as long as this memory, and tests use this at once.
+            Self::Gpu { stream, .. } => unsafe { EngineStream::from_raw(stream.raw()) },
         }
     }
 }
@@ -157,6 +159,9 @@ impl Rank {
         };
         // Ranks that hold the same blocks say the same.
         let layout = [replicas as u8 * 16 + (rank / replicas) as u8; 16];
+        let group = WorkerGroupSpec { namespace: [3; 16], layout, regions, replicas };
+        // SAFETY: the memory is freed after the worker: fields are dropped in order.
+        let blocks = unsafe { OwnBlocks::new(vec![group], gpu) };
         let worker = WorkerOptions {
             address: address.clone(),
             daemon_user: DaemonUser::default(),
@@ -164,13 +169,11 @@ impl Rank {
             client: "test".into(),
             rank,
             workers,
-            groups: vec![WorkerGroupSpec { namespace: [3; 16], layout, regions, replicas }],
+            blocks,
             save_method,
             save_timeout: PATIENCE,
-            gpu,
         };
-        // SAFETY: the memory is freed after the worker: fields are dropped in order.
-        Rank { worker: unsafe { Worker::start(worker) }.unwrap(), memory }
+        Rank { worker: Worker::start(worker).unwrap(), memory }
     }
 
     /// Computes blocks of a prompt and saves them.
@@ -181,16 +184,14 @@ impl Rank {
         let block_ids: Vec<u32> = blocks.collect();
         let hashes = hashes(0, block_ids.len() as u64);
         let group = SaveGroupSpec { group: 0, parent: None, hashes, block_ids };
-        // SAFETY: the stream lives.
-        unsafe { self.worker.save_after(job, vec![group], self.memory.stream()) };
+        self.worker.save_after(job, vec![group], &self.memory.stream());
     }
 
     /// Loads blocks whose slices lie at these pages.
     pub fn load(&self, job: u64, boot: [u8; 16], blocks: Range<u32>, pages: Vec<u32>, early: bool) {
         let groups = vec![LoadGroup { group: 0, block_ids: blocks.collect(), pages }];
         let release = if early { Release::AtOnce } else { Release::AtEnd };
-        // SAFETY: the stream lives.
-        unsafe { self.worker.load_after(job, boot, groups, self.memory.stream(), release) };
+        self.worker.load_after(job, boot, groups, &self.memory.stream(), release);
     }
 
     /// The end of a job.

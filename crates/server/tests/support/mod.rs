@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, Region};
 use kvlane_client::{
-    DaemonUser, GroupSpec, Hit, LoadGroup, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Tool,
-    Worker, WorkerGroupSpec, WorkerOptions,
+    DaemonUser, GroupSpec, Hit, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions,
+    Tool, Worker, WorkerGroupSpec, WorkerOptions,
 };
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_proto::Address;
@@ -56,7 +56,7 @@ pub fn hashes(first: u64, count: u64) -> Vec<BlockHash> {
 pub fn worker_options(
     address: &Address,
     id: &str,
-    regions: Vec<Region>,
+    blocks: OwnBlocks,
     save_timeout: Duration,
 ) -> WorkerOptions {
     WorkerOptions {
@@ -66,11 +66,15 @@ pub fn worker_options(
         client: "test".into(),
         rank: 0,
         workers: 1,
-        groups: vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions, replicas: 1 }],
+        blocks,
         save_method: SaveMethod::Auto,
         save_timeout,
-        gpu: None,
     }
+}
+
+/// The group of such an engine.
+pub fn group(regions: Vec<Region>) -> Vec<WorkerGroupSpec> {
+    vec![WorkerGroupSpec { namespace: [3; 16], layout: [4; 16], regions, replicas: 1 }]
 }
 
 /// The scheduler of such an engine.
@@ -147,12 +151,10 @@ impl Engine {
             piece_bytes: 2304,
             piece_offsets: vec![0, rest],
         };
-        let worker = WorkerOptions {
-            save_method: method,
-            ..worker_options(address, id, vec![first, second], save_timeout)
-        };
         // SAFETY: `Drop` closes the worker before the memory goes.
-        let worker = unsafe { Worker::start(worker) }.unwrap();
+        let own = unsafe { OwnBlocks::new(group(vec![first, second]), None) };
+        let worker = WorkerOptions { save_method: method, ..worker_options(address, id, own, save_timeout) };
+        let worker = Worker::start(worker).unwrap();
         Self { scheduler: scheduler(), worker, memory, blocks, next_job: 0 }
     }
 

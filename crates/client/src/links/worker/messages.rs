@@ -4,7 +4,7 @@ use bytes::{Bytes, BytesMut};
 use kvlane_proto::{WIRE_MAX, WIRE_MIN, v1, v1::request::Body as Ask};
 
 use super::{
-    super::{flags::Flags, group::GroupMemory},
+    super::{flags::Flags, group},
     event::WorkerLinkOptions,
 };
 use crate::jobs::{LoadGroup, Release, SaveGroupSpec, SaveMethod};
@@ -31,7 +31,7 @@ pub(super) fn register(options: &WorkerLinkOptions) -> Ask {
     Ask::RegisterWorker(v1::RegisterWorker {
         rank: options.rank,
         workers: options.workers,
-        groups: options.groups.iter().map(GroupMemory::to_wire).collect(),
+        groups: options.groups.iter().map(group::to_wire).collect(),
         fence_address: options.fence_address,
         method: method.into(),
         gpu: options.card.as_ref().map(|card| card.described.clone()),

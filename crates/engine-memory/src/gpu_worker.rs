@@ -1,26 +1,25 @@
 //! A worker whose blocks lie on a GPU: what it shares with the daemon, and its own copies without the daemon.
+#![expect(unsafe_code, reason = "copies, words and streams in GPU memory")]
 
 use std::{ops::Range, os::fd::OwnedFd, sync::Arc};
 
-use bytes::Bytes;
 use kvlane_block::{Region, Run};
-use kvlane_engine_memory::{EPOCH_OFFSET, FenceValue};
 use kvlane_gpu::{
-    ChunkRange, Copy, DeviceMemory, Event, EventScope, Export, Gpu, GpuError, Priority, Stream,
+    ChunkRange, Copy, DeviceMemory, EngineStream, Event, EventScope, Export, Gpu, GpuError, Priority, Stream,
 };
 use kvlane_memory::DESCRIPTORS_MAX;
-use kvlane_proto::v1;
 use parking_lot::Mutex;
 
-use crate::links::flags::{FLAGS_MAX, FlagTable, Flags};
+use crate::exported::{Allocation, ChunkShare, Exported};
+use crate::fence::{EPOCH_OFFSET, FenceValue};
+use crate::flags::{EVENTS, FLAGS_END, FLAGS_OFFSET, Flags};
 
-/// Copies that may be under way: each holds an event.
-const EVENTS: u32 = 256;
 /// Smaller ones may share a page of the driver with memory of the engine, which the daemon has no business with.
 const FENCE_ALLOCATION: u64 = 2 << 20;
-/// Where the flags of loads begin, behind the fence in its allocation: for each event, words of one load.
-const FLAGS_OFFSET: u64 = 64 << 10;
-/// What a worker shares of its GPU. See `Fence` for the words.
+const _: () = assert!(FLAGS_END <= FENCE_ALLOCATION);
+
+/// What a worker shares of its GPU. The engine's threads use it too, for events, flags and streams. The diagram of this crate
+/// shows the words.
 #[derive(Debug)]
 pub struct WorkerGpu {
     gpu: Gpu,
@@ -40,16 +39,7 @@ impl WorkerGpu {
     /// Exports the allocations that the regions lie in.
     ///
     /// # Errors
-    /// No driver, no such device, or memory that cannot be shared between processes.
-    pub fn new(device_uuid: [u8; 16], regions: &[Region]) -> Result<Self, GpuError> {
-        let driver = kvlane_gpu::detect().map_err(|reason| GpuError::Invalid(reason.to_string()))?;
-        Self::with_driver(driver, device_uuid, regions)
-    }
-
-    /// As [`new`](Self::new), with a driver.
-    ///
-    /// # Errors
-    /// As for [`new`](Self::new).
+    /// No such device, or memory that cannot be shared between processes.
     pub fn with_driver(
         driver: Arc<dyn kvlane_gpu::Driver>,
         device_uuid: [u8; 16],
@@ -82,7 +72,7 @@ impl WorkerGpu {
             (0..EVENTS).map(|_| Event::new(&gpu, EventScope::Host)).collect::<Result<_, _>>()?;
         let event_handles = events.iter().map(Event::export).collect::<Result<_, _>>()?;
         let stream = Stream::new(&gpu, Priority::High)?;
-        let zeros = vec![0u8; (FLAGS_OFFSET + u64::from(EVENTS) * FLAGS_MAX as u64 * 4) as usize];
+        let zeros = vec![0u8; FLAGS_END as usize];
         let src = zeros.as_ptr().expose_provenance() as u64;
         // SAFETY: both sides live until the stream is synchronized.
         unsafe { stream.copy(Copy { dst: fence.address(), src, len: zeros.len() as u64 })? };
@@ -101,30 +91,43 @@ impl WorkerGpu {
         })
     }
 
-    /// Where the flags of loads lie, with no load yet. Whoever asks for loads owns it, and takes it once.
-    pub(crate) fn flag_table(&self) -> FlagTable {
-        FlagTable::new(self.fence.address() + FLAGS_OFFSET, EVENTS)
+    /// Address of the first flag of event 0. Whoever asks for loads owns the flags, and takes them once.
+    pub fn first_flag(&self) -> u64 {
+        self.fence.address() + FLAGS_OFFSET
     }
 
     /// Later work of `stream` starts once a region of this load is there; None is all of them.
     ///
-    /// # Safety
-    /// As for [`record`](Self::record).
-    pub(crate) unsafe fn hold_up(
-        &self,
-        stream: u64,
-        flags: &Flags,
-        region: Option<u32>,
-    ) -> Result<(), GpuError> {
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Panics
+    /// For flags of another worker.
+    pub fn hold_up(&self, stream: &EngineStream, flags: &Flags, region: Option<u32>) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
-        // SAFETY: the caller's promise; the word lives as long as this.
-        unsafe { driver.wait_word(device, stream, flags.word_of(region.unwrap_or(u32::MAX)), flags.value) }
+        let word = self.own_word(flags.word_of(region.unwrap_or(u32::MAX)));
+        // SAFETY: the stream lives; the word is ours and lives as long as this.
+        unsafe { driver.wait_word(device, stream.raw(), word, flags.value) }
+    }
+
+    /// A word after it was checked that it is one of ours.
+    fn own_word(&self, word: u64) -> u64 {
+        let first = self.first_flag();
+        let end = self.fence.address() + FLAGS_END;
+        assert!(
+            (first..end).contains(&word) && word.is_multiple_of(4),
+            "{word:#x} is no flag of this worker"
+        );
+        word
     }
 
     /// Writes all flags of a load, after the copies of our own.
-    pub(crate) fn lift(&self, flags: &Flags) {
-        // SAFETY: the words live as long as this.
-        let write = |word| unsafe { self.stream.write_word(word, flags.value) };
+    ///
+    /// # Panics
+    /// For flags of another worker.
+    pub fn lift(&self, flags: &Flags) {
+        // SAFETY: the word is ours, and lives as long as this.
+        let write = |word| unsafe { self.stream.write_word(self.own_word(word), flags.value) };
         let written = flags.words().try_for_each(write).and_then(|()| self.stream.synchronize());
         if let Err(error) = written {
             // The context is lost, and nothing waits any more.
@@ -137,23 +140,21 @@ impl WorkerGpu {
         &self.gpu
     }
 
-    /// Records what `stream` has been given so far. None when all events are in use: then it has waited for it.
+    /// An event that says when what `stream` has been given so far is done. None when all events are in use: then it has
+    /// been waited for.
     ///
     /// # Errors
     /// What the driver says.
-    ///
-    /// # Safety
-    /// `stream` is a live stream of this device in this process, or 0 for its default stream.
-    pub(crate) unsafe fn record(&self, stream: u64) -> Result<Option<u32>, GpuError> {
+    pub fn after(&self, stream: &EngineStream) -> Result<Option<u32>, GpuError> {
         let free = self.free_events.lock().pop();
         let Some(index) = free else {
             let (driver, device) = self.gpu.raw();
-            // SAFETY: the caller's promise.
-            unsafe { driver.stream_synchronize(device, stream)? };
+            // SAFETY: the stream lives.
+            unsafe { driver.stream_synchronize(device, stream.raw())? };
             return Ok(None);
         };
-        // SAFETY: the caller's promise.
-        let recorded = unsafe { self.events[index as usize].record_raw(stream) };
+        // SAFETY: the stream lives.
+        let recorded = unsafe { self.events[index as usize].record_raw(stream.raw()) };
         if recorded.is_err() {
             self.give_back(index);
         }
@@ -161,7 +162,7 @@ impl WorkerGpu {
     }
 
     /// The copy that waited for the event is over.
-    pub(crate) fn give_back(&self, event: u32) {
+    pub fn give_back(&self, event: u32) {
         self.free_events.lock().push(event);
     }
 
@@ -187,7 +188,7 @@ impl WorkerGpu {
     /// Copies runs from host memory after `event`, without the daemon.
     ///
     /// # Safety
-    /// As for [`kvlane_engine_memory::OwnMemory::write`], with addresses of this GPU.
+    /// As for [`crate::own_copies::OwnMemory::write`], with addresses of this GPU.
     pub(crate) unsafe fn write(
         &self,
         runs: &[Run],
@@ -209,7 +210,7 @@ impl WorkerGpu {
     }
 
     /// What has to be shared chunk by chunk before this is registered.
-    pub(crate) fn chunk_batches(&self) -> Vec<ChunkBatch> {
+    pub fn chunk_batches(&self) -> Vec<ChunkBatch> {
         let batches = |(range, ChunkRange { chunks, .. }): (usize, &ChunkRange)| {
             let starts = (0..chunks.len()).step_by(DESCRIPTORS_MAX);
             let batch = |start| start..chunks.len().min(start + DESCRIPTORS_MAX);
@@ -218,11 +219,11 @@ impl WorkerGpu {
         self.chunk_ranges.iter().enumerate().flat_map(batches).collect()
     }
 
-    /// The message that shares a batch, and the descriptors that ride on it.
+    /// What shares a batch, and the descriptors that ride on it.
     ///
     /// # Errors
     /// As for [`Gpu::export_chunk`].
-    pub(crate) fn share(&self, batch: &ChunkBatch) -> Result<(v1::ShareChunks, Vec<OwnedFd>), GpuError> {
+    pub fn share(&self, batch: &ChunkBatch) -> Result<(ChunkShare, Vec<OwnedFd>), GpuError> {
         let range = &self.chunk_ranges[batch.range];
         let mut address = range.base + range.chunks[..batch.chunks.start].iter().sum::<u64>();
         let mut descriptors = Vec::with_capacity(batch.chunks.len());
@@ -230,42 +231,36 @@ impl WorkerGpu {
             descriptors.push(self.gpu.export_chunk(address)?);
             address += bytes;
         }
-        let message = v1::ShareChunks {
-            device_uuid: Bytes::copy_from_slice(&self.gpu.info().uuid),
+        let share = ChunkShare {
+            device_uuid: self.gpu.info().uuid,
             base: range.base,
             bytes: range.bytes(),
             chunk_bytes: range.chunks[batch.chunks.clone()].to_vec(),
         };
-        Ok((message, descriptors))
+        Ok((share, descriptors))
     }
 
-    pub(crate) fn to_wire(&self) -> v1::WorkerGpu {
-        let chunked = |range: &ChunkRange| v1::GpuAllocation {
-            base: range.base,
-            bytes: range.bytes(),
-            handle: Bytes::new(),
-        };
+    /// What the daemon maps.
+    pub fn exported(&self) -> Exported {
+        let chunked =
+            |range: &ChunkRange| Allocation { base: range.base, bytes: range.bytes(), handle: None };
         let exported = self.exports.iter().map(allocation);
-        v1::WorkerGpu {
-            device_uuid: Bytes::copy_from_slice(&self.gpu.info().uuid),
+        Exported {
+            device_uuid: self.gpu.info().uuid,
             allocations: exported.chain(self.chunk_ranges.iter().map(chunked)).collect(),
-            fence: Some(allocation(&self.fence_export)),
-            events: self.event_handles.iter().map(|handle| Bytes::copy_from_slice(handle)).collect(),
+            fence: allocation(&self.fence_export),
+            events: self.event_handles.clone(),
         }
     }
 }
 
 /// Chunks that are shared by one message, of one range.
 #[derive(Debug)]
-pub(crate) struct ChunkBatch {
+pub struct ChunkBatch {
     range: usize,
     chunks: Range<usize>,
 }
 
-fn allocation(export: &Export) -> v1::GpuAllocation {
-    v1::GpuAllocation {
-        base: export.base,
-        bytes: export.bytes,
-        handle: Bytes::copy_from_slice(&export.handle),
-    }
+fn allocation(export: &Export) -> Allocation {
+    Allocation { base: export.base, bytes: export.bytes, handle: Some(export.handle) }
 }

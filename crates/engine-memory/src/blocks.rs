@@ -1,0 +1,171 @@
+//! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
+
+use kvlane_block::{LayoutError, Region, shard_bytes, slice};
+use thiserror::Error;
+
+/// This rank's part of one KV cache group.
+#[derive(Debug, Clone)]
+pub struct WorkerGroupSpec {
+    /// As the scheduler names it.
+    pub namespace: [u8; 16],
+    /// Digest of the shard's shape; the same in all ranks that hold the same blocks.
+    pub layout: [u8; 16],
+    /// Where the blocks lie in this process.
+    pub regions: Vec<Region>,
+    /// Consecutive ranks that hold the same blocks, this one among them: each saves a slice of a block, and loads all
+    /// slices. 1 for blocks of its own.
+    pub replicas: u32,
+}
+
+/// Blocks to load from the pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadGroup {
+    /// Index of the group.
+    pub group: u32,
+    /// Block ids in the engine.
+    pub block_ids: Vec<u32>,
+    /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
+    /// second's, and so on.
+    pub pages: Vec<u32>,
+}
+
+/// A load whose block ids and pages do not fit together.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{blocks} block ids of {slices} slices came with {pages} pages")]
+pub struct WrongPages {
+    /// Block ids.
+    pub blocks: usize,
+    /// Slices of each block.
+    pub slices: usize,
+    /// Pages.
+    pub pages: usize,
+}
+
+/// A group as it was described, with its slices.
+#[derive(Debug, Clone)]
+pub struct GroupMemory {
+    namespace: [u8; 16],
+    layout: [u8; 16],
+    /// Of the whole block.
+    regions: Vec<Region>,
+    /// The block in the order of the ranks that save it: all of it here, or the slices of the ranks that hold it alike.
+    slices: Vec<Vec<Region>>,
+    /// Which slice is saved here.
+    own: usize,
+}
+
+/// Where the blocks of a load go, and where one slice of each lies: block id and pool page.
+pub type Places = Vec<(u32, u32)>;
+
+impl GroupMemory {
+    /// Of rank `rank`.
+    ///
+    /// # Errors
+    /// [`LayoutError`] for regions that make no sense, or too small to be shared.
+    pub fn new(spec: WorkerGroupSpec, rank: u32) -> Result<Self, LayoutError> {
+        let WorkerGroupSpec { namespace, layout, regions, replicas } = spec;
+        regions.iter().try_for_each(Region::validate)?;
+        let count = replicas.max(1) as usize;
+        let slices = match count {
+            1 => vec![regions.clone()],
+            _ => slice(&regions, count)?,
+        };
+        Ok(Self { namespace, layout, regions, slices, own: rank as usize % count })
+    }
+
+    /// As the scheduler names it.
+    pub fn namespace(&self) -> [u8; 16] {
+        self.namespace
+    }
+
+    /// Digest of the shard's shape.
+    pub fn layout(&self) -> [u8; 16] {
+        self.layout
+    }
+
+    /// The block in the order of the ranks that save it.
+    pub fn slices(&self) -> &[Vec<Region>] {
+        &self.slices
+    }
+
+    /// The whole block's regions.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// The regions that are saved here.
+    pub fn shard(&self) -> &[Region] {
+        &self.slices[self.own]
+    }
+
+    /// Bytes of a whole block.
+    pub fn block_bytes(&self) -> u64 {
+        shard_bytes(&self.regions)
+    }
+
+    /// Each slice's regions and places, for a load.
+    pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], Places)>, WrongPages> {
+        let (blocks, pages, slices) = (group.block_ids.len(), group.pages.len(), self.slices.len());
+        if pages != blocks * slices {
+            return Err(WrongPages { blocks, slices, pages });
+        }
+        let places = |(index, slice)| {
+            let pages = &group.pages[index * blocks..][..blocks];
+            (slice, group.block_ids.iter().copied().zip(pages.iter().copied()).collect())
+        };
+        Ok(self.slices.iter().map(Vec::as_slice).enumerate().map(places).collect())
+    }
+
+    /// Ends among the block's regions as ends among the regions of its slices, of which there may be more.
+    pub fn ends_in_slices(&self, region_ends: &[u32]) -> Vec<u32> {
+        let mut pieces = self.slices.iter().flatten().map(Region::block_bytes);
+        let (mut count, mut at) = (0, 0);
+        let mut in_slices = |bytes: u64| {
+            while at < bytes {
+                let Some(piece) = pieces.next() else { break };
+                at += piece;
+                count += 1;
+            }
+            count
+        };
+        region_ends.iter().map(|end| in_slices(shard_bytes(&self.regions[..*end as usize]))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(layers: u64, replicas: u32, rank: u32) -> GroupMemory {
+        let layer = |layer: u64| Region {
+            base: layer << 20,
+            block_stride: 1024,
+            blocks: 8,
+            piece_bytes: 1024,
+            piece_offsets: vec![0],
+        };
+        let regions = (0..layers).map(layer).collect();
+        let spec = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas };
+        GroupMemory::new(spec, rank).unwrap()
+    }
+
+    #[test]
+    fn a_rank_saves_its_slice_and_loads_all() {
+        let second = memory(5, 2, 3);
+        assert_eq!((shard_bytes(second.shard()), second.block_bytes()), (2560, 5120));
+        assert_eq!(second.shard()[0].piece_offsets, [512], "the second half of layer 2");
+        let load = LoadGroup { group: 0, block_ids: vec![4, 6], pages: vec![10, 11, 20, 21] };
+        let places = second.places(&load).unwrap();
+        assert_eq!(places[0].1, [(4, 10), (6, 11)]);
+        assert_eq!(places[1], (second.shard(), vec![(4, 20), (6, 21)]));
+        let short = LoadGroup { pages: vec![10, 11], ..load };
+        assert!(second.places(&short).unwrap_err().to_string().contains("2 slices"));
+    }
+
+    #[test]
+    fn ends_count_both_halves_of_a_layer_that_is_cut() {
+        assert_eq!(memory(5, 2, 0).ends_in_slices(&[2, 3, 5]), [2, 4, 6]);
+        assert_eq!(memory(5, 1, 0).ends_in_slices(&[2, 3, 5]), [2, 3, 5]);
+        assert_eq!(memory(4, 2, 0).ends_in_slices(&[1, 2, 4]), [1, 2, 4], "cut between two layers");
+    }
+}
