@@ -1,1 +1,445 @@
-//! The transitions of a worker's link.
+//! The link's transitions: what it does with an event.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use kvlane_block::{BlockHash, Region};
+use kvlane_proto::{
+    Address, packed,
+    packed::Outcome,
+    v1::{register_worker::Method, request::Body as Ask},
+};
+
+use super::{
+    event::{Card, Seen, WorkerLinkOptions},
+    *,
+};
+use crate::{
+    boot::BootId,
+    jobs::{Copied, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, WorkerGroupSpec},
+    links::{
+        flags::FlagTable,
+        group::GroupMemory,
+        ids::{CopyId, JobKey, Life},
+        promises::Promises,
+    },
+};
+
+const RUN: BootId = [7; 16];
+const PROCESS: ProcessId = ProcessId(1);
+const SAVE_TIMEOUT: Duration = Duration::from_secs(10);
+const COPIED: Result<Copied, String> = Ok(Copied { blocks: 2, bytes: 8192 });
+
+/// A link, its clock, and what it wanted done since the last look.
+struct Play {
+    link: WorkerLink,
+    now: Instant,
+    actions: VecDeque<WorkerAction>,
+}
+
+impl Play {
+    fn new(card: bool) -> Self {
+        let now = Instant::now();
+        let region = Region {
+            base: 1 << 30,
+            block_stride: 4096,
+            blocks: 8,
+            piece_bytes: 4096,
+            piece_offsets: vec![0],
+        };
+        let spec =
+            WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions: vec![region], replicas: 1 };
+        let card = card.then(|| Card {
+            described: v1::WorkerGpu::default(),
+            batches: 2,
+            flags: FlagTable::new(0x1000, 4),
+        });
+        let options = WorkerLinkOptions {
+            address: Address::Unix("/run/k.sock".into()),
+            engine_id: "engine".into(),
+            client: "test".into(),
+            nonce: [1; 16],
+            rank: 0,
+            workers: 1,
+            groups: vec![GroupMemory::new(spec, 0).unwrap()],
+            save_method: if card.is_some() { SaveMethod::Gpu } else { SaveMethod::Auto },
+            save_timeout: SAVE_TIMEOUT,
+            fence_address: 0x40,
+            card,
+        };
+        Self { link: WorkerLink::new(options, now), now, actions: VecDeque::new() }
+    }
+
+    /// Served by a daemon, with saves as that method says.
+    fn open(method: Method) -> Self {
+        let mut play = Self::new(method == Method::Gpu);
+        play.open_again(method);
+        play
+    }
+
+    fn open_again(&mut self, method: Method) {
+        self.connect();
+        self.answer(welcome());
+        while matches!(self.actions.back(), Some(WorkerAction::ShareChunks { .. })) {
+            self.answer(done());
+        }
+        self.answer(Answer::WorkerRegistered(v1::WorkerRegistered {
+            method: method.into(),
+            ..Default::default()
+        }));
+        self.answer(Answer::PoolDescriptor(v1::PoolDescriptor { bytes: 1 << 20, ..Default::default() }));
+        let connection = self.connection();
+        self.feed(WorkerEvent::Mapped { connection, mapped: Ok(()) });
+        self.answer(done());
+        let is_registered = |action: &WorkerAction| matches!(action, WorkerAction::Registered { .. });
+        assert!(self.actions.iter().any(is_registered), "{:?}", self.actions);
+        self.actions.clear();
+    }
+
+    /// Connected as far as Hello.
+    fn connect(&mut self) {
+        self.feed(WorkerEvent::Tick);
+        let connection = self.connection();
+        assert_eq!(self.actions.pop_back(), Some(WorkerAction::Connect(connection)));
+        let peer = Peer { life: Life::Watched(PROCESS), pid: 42 };
+        self.feed(WorkerEvent::Connected { connection, peer });
+        assert!(matches!(self.sent(), Some(Ask::Hello(_))));
+    }
+
+    fn feed(&mut self, event: WorkerEvent) {
+        self.link.handle(event, self.now, &mut self.actions);
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.feed(WorkerEvent::Tick);
+    }
+
+    fn connection(&self) -> ConnectionId {
+        ConnectionId(self.link.last_connection)
+    }
+
+    /// The daemon's answer to the last request.
+    fn answer(&mut self, body: Answer) {
+        self.answer_to(self.link.last_request, body);
+    }
+
+    fn answer_to(&mut self, id: u64, body: Answer) {
+        let reply = v1::Reply { id, boot_id: Bytes::copy_from_slice(&RUN), body: Some(body) };
+        let connection = self.connection();
+        self.feed(WorkerEvent::Reply { connection, reply });
+    }
+
+    fn lose(&mut self) {
+        let connection = self.connection();
+        self.feed(WorkerEvent::Lost { connection, why: "it hung up".into() });
+    }
+
+    /// What was sent last, if that is the last action.
+    fn sent(&self) -> Option<&Ask> {
+        match self.actions.back() {
+            Some(WorkerAction::Send { request, .. }) => request.body.as_ref(),
+            _ => None,
+        }
+    }
+
+    fn save(&mut self, number: u64) {
+        let group = SaveGroupSpec {
+            group: 0,
+            parent: None,
+            hashes: vec![BlockHash([4; 16]), BlockHash([5; 16])],
+            block_ids: vec![1, 2],
+        };
+        self.start(number, Work::Save([group].into()), None);
+    }
+
+    fn load(&mut self, number: u64, release: Release) {
+        let group = LoadGroup { group: 0, block_ids: vec![1, 2], pages: vec![10, 11] };
+        self.start(number, Work::Load { boot: RUN, groups: [group].into(), release }, Some(3));
+    }
+
+    fn start(&mut self, number: u64, work: Work, event: Option<u32>) {
+        let job = Job { key: JobKey(number), number, queued: self.now, work, event };
+        self.feed(WorkerEvent::Start(job));
+    }
+
+    fn copied(&mut self, copied: Result<Copied, String>) {
+        let copy = CopyId(self.link.last_copy);
+        self.feed(WorkerEvent::Copied { copy, copied });
+    }
+
+    /// Takes what the engine was told: each job's end, and whether it is well; the others' kinds in between.
+    fn told(&mut self) -> Vec<String> {
+        let actions = std::mem::take(&mut self.actions);
+        let tell = |action: WorkerAction| match action {
+            WorkerAction::End { key, told } if told.ok => format!("end {}", key.0),
+            WorkerAction::End { key, .. } => format!("fail {}", key.0),
+            WorkerAction::Release { key, told, flags } => {
+                assert_eq!((told.kind, told.ok), (JobKind::Released, true));
+                format!("release {}{}", key.0, if flags.is_some() { " with flags" } else { "" })
+            }
+            WorkerAction::RaiseFence { epoch } => format!("fence {epoch}"),
+            WorkerAction::CopyIn { .. } => "copy in".into(),
+            WorkerAction::CopyOut { .. } => "copy out".into(),
+            WorkerAction::LiftFlags(_) => "lift".into(),
+            WorkerAction::Unmap(_) => "unmap".into(),
+            WorkerAction::Connect(_) => "connect".into(),
+            WorkerAction::Close(_) => "close".into(),
+            WorkerAction::Unregistered { .. } => "unregistered".into(),
+            WorkerAction::CountTimeouts(saves) => format!("timeouts {saves}"),
+            WorkerAction::Send { request, .. } => {
+                let body = format!("{:?}", request.body);
+                body.trim_start_matches("Some(").split('(').next().unwrap_or_default().to_owned()
+            }
+            _ => String::new(),
+        };
+        actions.into_iter().map(tell).filter(|told| !told.is_empty()).collect()
+    }
+}
+
+fn welcome() -> Answer {
+    Answer::Welcome(v1::Welcome::default())
+}
+
+fn done() -> Answer {
+    Answer::Done(v1::Done {})
+}
+
+fn refused() -> Answer {
+    Answer::Refused(v1::Refused { sentence: "no".into(), ..Default::default() })
+}
+
+fn loaded() -> Answer {
+    Answer::LoadResult(v1::LoadResult { blocks: 2, bytes: 8192 })
+}
+
+fn saved() -> Answer {
+    Answer::SaveResult(v1::SaveResult { saved: 2, bytes: 8192, ..Default::default() })
+}
+
+fn granted(outcomes: &[Outcome]) -> Answer {
+    let pages = packed::pack_pages((0..outcomes.len() as u32).map(|page| 20 + page));
+    let outcome = packed::pack_outcomes(outcomes.iter().copied());
+    Answer::ClaimResult(v1::ClaimResult { claim: 9, pages, outcome })
+}
+
+#[test]
+fn a_gpu_is_shared_chunk_by_chunk_before_it_is_registered() {
+    let mut play = Play::new(true);
+    play.connect();
+    play.actions.clear();
+    play.answer(welcome());
+    let connection = play.connection();
+    assert_eq!(play.actions.pop_front(), Some(WorkerAction::AllowReads { pid: 42 }));
+    assert_eq!(play.actions.pop_front(), Some(WorkerAction::ShareChunks { connection, id: 2, batch: 0 }));
+    play.answer(done());
+    assert_eq!(play.actions.pop_front(), Some(WorkerAction::ShareChunks { connection, id: 3, batch: 1 }));
+    play.answer(done());
+    assert!(matches!(play.sent(), Some(Ask::RegisterWorker(_))));
+}
+
+#[test]
+fn a_refused_greeting_is_tried_again_after_a_pause() {
+    let mut play = Play::new(false);
+    play.connect();
+    play.actions.clear();
+    play.answer(refused());
+    assert!(play.actions.contains(&WorkerAction::Refused("no".into())));
+    assert_eq!(play.told(), ["fence 2", "unregistered", "close"]);
+    play.pass(Duration::from_millis(49));
+    assert!(play.actions.is_empty());
+    assert_eq!(play.link.wake_at(), Some(play.now + Duration::from_millis(1)));
+    play.pass(Duration::from_millis(1));
+    assert_eq!(play.told(), ["connect"]);
+}
+
+#[test]
+fn a_save_ends_with_the_daemons_answer() {
+    let mut play = Play::open(Method::ProcessVm);
+    play.save(1);
+    assert!(matches!(play.sent(), Some(Ask::Save(v1::Save { epoch: 1, job: 1, .. }))));
+    play.answer(saved());
+    assert_eq!(play.told(), ["Save", "end 1"]);
+    assert!(play.link.at_rest());
+}
+
+/// The engine uses the blocks anew as soon as it hears of the end: what the daemon still copies must not count.
+#[test]
+fn saves_without_an_answer_end_together_behind_the_fence() {
+    let mut play = Play::open(Method::ProcessVm);
+    play.save(1);
+    play.pass(Duration::from_secs(4));
+    play.save(2);
+    play.told();
+    assert_eq!(play.link.wake_at(), Some(play.now + Duration::from_secs(6)));
+    play.pass(Duration::from_secs(6));
+    assert_eq!(play.told(), ["fence 2", "fail 1", "fail 2", "timeouts 2"]);
+    play.save(3);
+    assert_eq!(play.told(), ["fail 3"], "a silent daemon is not asked again");
+    play.answer_to(play.link.last_request, saved());
+    play.save(4);
+    assert_eq!(play.told(), ["Save"], "but once it has spoken, and its late answer ends nothing");
+}
+
+#[test]
+fn claimed_blocks_are_written_here_and_committed() {
+    let mut play = Play::open(Method::Mapped);
+    play.save(1);
+    play.answer(granted(&[Outcome::Claimed, Outcome::Present]));
+    assert!(matches!(play.actions.back(), Some(WorkerAction::CopyOut { places, .. })
+        if places[..] == [(0, vec![(1, 20)])]));
+    play.copied(Ok(Copied { blocks: 1, bytes: 4096 }));
+    assert!(matches!(play.sent(), Some(Ask::Commit(v1::Commit { claim: 9, written: true }))));
+    play.answer(done());
+    assert!(matches!(play.actions.back(), Some(WorkerAction::End { told, .. })
+        if (told.ok, told.blocks, told.present) == (true, 1, 1)));
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_claim_that_is_granted_late_or_for_too_few_blocks_is_handed_back() {
+    let mut play = Play::open(Method::Mapped);
+    play.save(1);
+    play.pass(SAVE_TIMEOUT);
+    assert_eq!(play.told(), ["Claim", "fence 2", "fail 1", "timeouts 1"]);
+    play.answer(granted(&[Outcome::Claimed; 2]));
+    assert!(matches!(play.sent(), Some(Ask::Commit(v1::Commit { claim: 9, written: false }))));
+    play.answer(done());
+    assert_eq!(play.told(), ["Commit"]);
+    play.save(2);
+    play.answer(granted(&[Outcome::Claimed]));
+    assert!(matches!(play.sent(), Some(Ask::Commit(v1::Commit { claim: 9, written: false }))));
+    play.answer(done());
+    assert_eq!(play.told(), ["Claim", "Commit", "fail 2"]);
+    assert!(play.link.at_rest());
+}
+
+/// A greeting of the same process says that its copies have ended: the daemon may give the pages to another.
+#[test]
+fn nothing_is_connected_while_this_process_writes() {
+    let mut play = Play::open(Method::Mapped);
+    play.save(1);
+    play.answer(granted(&[Outcome::Claimed; 2]));
+    play.lose();
+    play.pass(Duration::from_secs(60));
+    assert_eq!(play.told(), ["Claim", "copy out", "fence 2", "unregistered", "close"]);
+    play.copied(COPIED);
+    play.pass(Duration::ZERO);
+    assert_eq!(play.told(), ["fail 1", "connect"]);
+}
+
+#[test]
+fn a_load_is_released_in_the_turn_and_ends_with_the_daemons_answer() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    assert_eq!(play.told(), ["Load"]);
+    play.pass(Duration::ZERO);
+    assert_eq!(play.told(), ["release 1 with flags"]);
+    play.answer(loaded());
+    assert_eq!(play.told(), ["end 1"]);
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_load_of_a_silent_daemon_is_carried_out_here_and_ends_with_its_answer() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtEnd);
+    play.pass(Duration::from_secs(5));
+    assert_eq!(play.told(), ["Load"]);
+    play.pass(Duration::from_millis(1));
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["copy in", "release 1"]);
+    play.pass(Duration::from_secs(600));
+    assert_eq!(play.told(), Vec::<String>::new(), "the daemon may still write");
+    play.answer(loaded());
+    assert_eq!(play.told(), ["end 1"]);
+}
+
+#[test]
+fn an_answer_during_our_own_copy_does_not_free_the_blocks_under_it() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.pass(Duration::from_millis(301));
+    assert_eq!(play.told(), ["Load", "release 1 with flags", "copy in"]);
+    play.answer(loaded());
+    assert_eq!(play.told(), Vec::<String>::new());
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["end 1"]);
+}
+
+#[test]
+fn a_refused_load_is_carried_out_here_and_a_stream_never_waits_for_ever() {
+    let mut play = Play::open(Method::Gpu);
+    for (copied, end) in [(COPIED, "end 1"), (Err("no".into()), "fail 1")] {
+        play.load(1, Release::AtOnce);
+        play.pass(Duration::ZERO);
+        play.answer(refused());
+        play.copied(copied);
+        assert_eq!(play.told(), ["Load", "release 1 with flags", "copy in", "lift", end]);
+    }
+    assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_load_of_a_lost_daemon_ends_when_its_process_has() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.told();
+    play.lose();
+    assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["lift"], "the daemon may still write into the blocks");
+    assert!(play.link.needs(PROCESS));
+    play.feed(WorkerEvent::ProcessEnded(PROCESS));
+    assert_eq!(play.told(), ["end 1"]);
+}
+
+#[test]
+fn a_copy_that_failed_is_tried_once_more_when_the_daemon_is_out() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtEnd);
+    play.told();
+    play.lose();
+    play.copied(Err("no".into()));
+    assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
+    play.pass(Duration::from_secs(10));
+    assert_eq!(play.told(), ["copy in", "connect"]);
+    play.copied(Err("no".into()));
+    assert_eq!(play.told(), ["fail 1"]);
+}
+
+#[test]
+fn a_pool_goes_when_nobody_promises_on_it_and_its_daemon_has_ended() {
+    let mut play = Play::open(Method::Gpu);
+    play.lose();
+    play.told();
+    let promises = Some(Promises { present: None, gone: vec![RUN] });
+    play.feed(WorkerEvent::Step(Seen { promises, ..Seen::default() }));
+    assert!(play.told().is_empty());
+    play.feed(WorkerEvent::ProcessEnded(PROCESS));
+    play.pass(Duration::from_secs(1));
+    assert_eq!(play.told(), ["unmap", "connect"]);
+    assert!(!play.link.needs(PROCESS));
+}
+
+#[test]
+fn closing_ends_everything_and_says_goodbye_after_our_own_copy() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.pass(Duration::from_millis(301));
+    play.load(2, Release::AtEnd);
+    play.save(3);
+    play.told();
+    play.feed(WorkerEvent::Close);
+    assert_eq!(play.told(), ["fence 2", "fail 3"], "the copy is under way");
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["lift", "Bye"]);
+    play.save(4);
+    assert_eq!(play.told(), ["fail 4"]);
+    play.answer(done());
+    assert_eq!(play.told(), ["close", "lift", "fail 1", "fail 2"]);
+    assert!(play.link.is_over());
+}
