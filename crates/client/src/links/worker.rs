@@ -204,28 +204,32 @@ impl WorkerLink {
                 tell(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
             }
         }
-        let fits = if let Some(asked) = self.up().and_then(|up| up.asked.remove(&id)) {
-            self.answered(asked, body, now, actions)
-        } else if !is_open {
-            let boot = boot_id.as_ref().try_into().unwrap_or_default();
-            self.greeting_answered(id, boot, body, now, actions)
-        } else {
+        let fits = match self.up().and_then(|up| up.asked.remove(&id)) {
+            Some(asked) if asked.fits(body.as_ref()) => {
+                self.answered(asked, body, now, actions);
+                Ok(())
+            }
+            Some(asked) => {
+                // It ends with the connection.
+                if let Some(up) = self.up() {
+                    up.asked.insert(id, asked);
+                }
+                Err(Misfit)
+            }
+            None if !is_open => {
+                let boot = boot_id.as_ref().try_into().unwrap_or_default();
+                self.greeting_answered(id, boot, body, now, actions)
+            }
             // A second answer.
-            Ok(())
+            None => Ok(()),
         };
-        if fits.is_err() {
+        if let Err(Misfit) = fits {
             self.lose("the daemon answered what nobody asked", now, actions);
         }
     }
 
-    /// The answer to a save, claim, commit or load.
-    fn answered(
-        &mut self,
-        asked: Asked,
-        answer: Option<Answer>,
-        now: Instant,
-        actions: &mut Actions,
-    ) -> Result<(), Misfit> {
+    /// The answer to a save, claim, commit or load, of a kind that fits.
+    fn answered(&mut self, asked: Asked, answer: Option<Answer>, now: Instant, actions: &mut Actions) {
         match asked {
             Asked::Load(key) => self.load_answered(key, answer, now, actions),
             asked => self.save_answered(asked, answer, now, actions),

@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, time::Instant};
 
+use kvlane_proto::v1::reply::Body as Answer;
+
 use super::{
     super::ids::{ConnectionId, JobKey},
     event::Peer,
@@ -85,7 +87,34 @@ pub(super) enum Asked {
     GivenUp,
 }
 
+impl Stage {
+    /// The request whose answer is awaited.
+    pub(super) fn awaits(self) -> Option<u64> {
+        match self {
+            Self::Greeting { hello: request }
+            | Self::Sharing { request, .. }
+            | Self::Registering { request }
+            | Self::AskingForPool { request }
+            | Self::Confirming { request } => Some(request),
+            Self::Mapping | Self::Open => None,
+        }
+    }
+}
+
 impl Asked {
+    /// Whether that kind of answer may come.
+    pub(super) fn fits(&self, answer: Option<&Answer>) -> bool {
+        matches!(
+            (self, answer),
+            (_, Some(Answer::Refused(_)))
+                | (Self::GivenUp, _)
+                | (Self::Save { .. }, Some(Answer::SaveResult(_)))
+                | (Self::Claim { .. }, Some(Answer::ClaimResult(_)))
+                | (Self::Commit { .. }, Some(Answer::Done(_)))
+                | (Self::Load(_), Some(Answer::LoadResult(_)))
+        )
+    }
+
     /// When it is given up.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self {

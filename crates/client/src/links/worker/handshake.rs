@@ -57,6 +57,8 @@ impl WorkerLink {
             (Stage::Confirming { request }, Some(Answer::Done(_))) if request == id => {
                 self.registered(now, actions);
             }
+            (stage, _) if stage.awaits() == Some(id) => return Err(Misfit),
+            // A second answer.
             _ => {}
         }
         Ok(())

@@ -15,7 +15,7 @@ use kvlane_proto::v1::reply::Body as Answer;
 
 use super::{
     super::ids::{CopyId, JobKey, Life},
-    connection::{Asked, Misfit},
+    connection::Asked,
     event::{Actions, Card, WorkerAction},
     link::{WorkerLink, end, warn},
     load::{Daemon, Loading, Own, ReleaseAt, TAKE_OVER_WAITING, patience},
@@ -73,8 +73,8 @@ impl WorkerLink {
         answer: Option<Answer>,
         now: Instant,
         actions: &mut Actions,
-    ) -> Result<(), Misfit> {
-        let Some(load) = self.loads.get_mut(&key) else { return Ok(()) };
+    ) {
+        let Some(load) = self.loads.get_mut(&key) else { return };
         match answer {
             Some(Answer::LoadResult(result)) => {
                 if load.alone {
@@ -83,10 +83,9 @@ impl WorkerLink {
                 load.daemon = Daemon::Done { blocks: result.blocks, bytes: result.bytes };
             }
             Some(Answer::Refused(_)) => load.daemon = Daemon::Out,
-            _ => return Ok(()),
+            _ => return,
         }
         self.settle(key, now, actions);
-        Ok(())
     }
 
     /// A copy of this process into the engine is over.

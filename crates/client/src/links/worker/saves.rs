@@ -18,7 +18,7 @@ use kvlane_proto::{
 
 use super::{
     super::{group::Places, ids::JobKey},
-    connection::{Asked, Misfit},
+    connection::Asked,
     event::{Actions, WorkerAction},
     link::{WorkerLink, Write, end, end_save, warn},
     messages,
@@ -64,7 +64,7 @@ impl WorkerLink {
         answer: Option<Answer>,
         now: Instant,
         actions: &mut Actions,
-    ) -> Result<(), Misfit> {
+    ) {
         match (asked, answer) {
             (asked, Some(Answer::Refused(refused))) => end_save(asked, &refused.sentence, now, actions),
             (Asked::Save { job, .. }, Some(Answer::SaveResult(result))) => {
@@ -90,7 +90,6 @@ impl WorkerLink {
             }
             _ => {}
         }
-        Ok(())
     }
 
     /// Writes the blocks that were claimed for us.

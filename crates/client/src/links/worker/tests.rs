@@ -443,3 +443,48 @@ fn closing_ends_everything_and_says_goodbye_after_our_own_copy() {
     assert_eq!(play.told(), ["close", "lift", "fail 1", "fail 2"]);
     assert!(play.link.is_over());
 }
+
+/// A daemon of another version, or with a defect. The job was dropped with the answer: it never ended, so vLLM kept its
+/// blocks for ever, and its request if it was a load.
+#[test]
+fn an_answer_of_another_kind_ends_the_connection_and_so_every_job() {
+    let mut play = Play::open(Method::Gpu);
+    play.save(1);
+    play.load(2, Release::AtEnd);
+    play.told();
+    play.answer(done());
+    play.copied(COPIED);
+    play.feed(WorkerEvent::ProcessEnded(PROCESS));
+    let told = play.told();
+    assert_eq!(told, ["fence 2", "unregistered", "copy in", "fail 1", "close", "release 2", "end 2"]);
+    for (method, answers) in
+        [(Method::ProcessVm, vec![loaded()]), (Method::Mapped, vec![granted(&[Outcome::NoRoom; 2]), saved()])]
+    {
+        let mut play = Play::open(method);
+        play.save(1);
+        for answer in answers {
+            play.answer(answer);
+            if play.actions.iter().any(|action| matches!(action, WorkerAction::CopyOut { .. })) {
+                play.copied(Ok(Copied::default()));
+            }
+        }
+        assert!(play.told().ends_with(&[
+            "fence 2".into(),
+            "unregistered".into(),
+            "fail 1".into(),
+            "close".into()
+        ]));
+    }
+}
+
+/// As above: the worker waited for ever for an answer that had come, and was served by nobody.
+#[test]
+fn a_greeting_that_is_answered_with_another_kind_is_tried_again() {
+    let mut play = Play::new(false);
+    play.connect();
+    play.actions.clear();
+    play.answer(saved());
+    assert_eq!(play.told(), ["fence 2", "unregistered", "close"]);
+    play.pass(Duration::from_millis(50));
+    assert_eq!(play.told(), ["connect"]);
+}
