@@ -46,7 +46,6 @@ impl WorkerLink {
     /// Takes an event, and appends what is to be done.
     pub fn handle(&mut self, event: WorkerEvent, now: Instant, actions: &mut Actions) {
         match event {
-            WorkerEvent::Start(job) if self.is_draining() && !self.is_closing => self.held.push(job),
             WorkerEvent::Start(job) => self.start(job, now, actions),
             WorkerEvent::Connected { connection, peer } => self.connected(connection, peer, actions),
             WorkerEvent::NotConnected { connection, why } => {
@@ -80,9 +79,6 @@ impl WorkerLink {
             }
             WorkerEvent::Tick => self.tick(now, actions),
             WorkerEvent::Close => self.close(now, actions),
-        }
-        if !self.held.is_empty() && !self.is_draining() {
-            std::mem::take(&mut self.held).into_iter().for_each(|job| self.start(job, now, actions));
         }
         if self.is_closing {
             self.say_goodbye(now, actions);
@@ -124,7 +120,7 @@ impl WorkerLink {
             Connection::Leaving { .. } => false,
             _ => true,
         };
-        let no_jobs = self.loads.is_empty() && self.writes.is_empty() && self.held.is_empty();
+        let no_jobs = self.loads.is_empty() && self.writes.is_empty();
         nothing_asked && no_jobs && !self.pools.has_former()
     }
 
@@ -267,12 +263,7 @@ impl WorkerLink {
 
     /// A greeting says that our own copies have ended, so none is made while one is under way.
     fn may_connect(&self) -> bool {
-        !self.is_closing && self.writes.is_empty() && !self.is_draining()
-    }
-
-    /// A load of a lost connection may still be carried out by its daemon.
-    fn is_draining(&self) -> bool {
-        self.loads.values().any(Loading::is_leaving)
+        !self.is_closing && self.writes.is_empty()
     }
 
     /// The connection is over, whoever ended it.
@@ -302,9 +293,6 @@ impl WorkerLink {
             return;
         }
         self.raise_fence(actions);
-        for job in std::mem::take(&mut self.held) {
-            end(&job, "the worker is closed", now, actions);
-        }
         if let Some(up) = self.up() {
             for asked in std::mem::take(&mut up.asked).into_values() {
                 end_save(asked, "the worker is closed", now, actions);

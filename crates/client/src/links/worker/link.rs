@@ -36,8 +36,6 @@ pub struct WorkerLink {
     pub(super) round_at: Instant,
     pub(super) loads: BTreeMap<JobKey, Loading>,
     pub(super) writes: BTreeMap<CopyId, Write>,
-    /// Jobs that wait until the loads of a lost connection have ended.
-    pub(super) held: Vec<Job>,
     /// Last numbers given. Requests count over all connections, so that an answer of a former one fits nothing.
     pub(super) last_connection: u64,
     pub(super) last_request: u64,
@@ -70,7 +68,6 @@ impl WorkerLink {
             round_at: now + ROUND,
             loads: BTreeMap::new(),
             writes: BTreeMap::new(),
-            held: Vec::new(),
             last_connection: 0,
             last_request: 0,
             last_copy: 0,

@@ -488,3 +488,43 @@ fn a_greeting_that_is_answered_with_another_kind_is_tried_again() {
     play.pass(Duration::from_millis(50));
     assert_eq!(play.told(), ["connect"]);
 }
+
+/// A daemon that lives and cuts the connection during a load. For up to ten seconds its worker started no job, ended none
+/// and connected to nobody: it waited for the daemon's end.
+#[test]
+fn a_worker_goes_on_beside_loads_whose_daemon_is_watched_for_its_end() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtEnd);
+    play.lose();
+    play.copied(COPIED);
+    play.told();
+    play.save(2);
+    assert_eq!(play.told(), ["fail 2"], "nobody saves it, which is to be known at once");
+    play.now += Duration::from_millis(50);
+    play.open_again(Method::Gpu);
+    play.save(3);
+    play.answer(saved());
+    let told = play.told();
+    assert_eq!(told, ["Save", "end 3"]);
+    assert!(play.link.at_rest(), "a run that greets again has ended its copies");
+}
+
+/// The same daemon greets again before the ten seconds are over, with the load's blocks in its hands no more.
+#[test]
+fn a_load_ends_when_its_daemon_greets_again_and_a_stranger_does_not_end_it() {
+    for (run, ends) in [(RUN, true), ([8; 16], false)] {
+        let mut play = Play::open(Method::Gpu);
+        play.load(1, Release::AtEnd);
+        play.lose();
+        play.copied(COPIED);
+        play.now += Duration::from_millis(50);
+        play.connect();
+        play.told();
+        let (id, connection) = (play.link.last_request, play.connection());
+        let reply = v1::Reply { id, boot_id: Bytes::copy_from_slice(&run), body: Some(welcome()) };
+        play.feed(WorkerEvent::Reply { connection, reply });
+        assert_eq!(play.told().contains(&"end 1".to_owned()), ends);
+        play.pass(Duration::from_secs(10));
+        assert_eq!(play.told().contains(&"end 1".to_owned()), !ends);
+    }
+}
