@@ -13,8 +13,8 @@
 //! 3. An event names the connection, copy or process that it is of. The link ignores those that it does not know any more; the
 //!    driver ignores actions that name a connection that it has not.
 //! 4. Within a turn: jobs, then answers, then ends of processes, then the step, then `Tick`. Timers run in `Tick` alone, so
-//!    that a process that was stopped itself takes the answers that lie in its socket before it looks at its clock. Loads are
-//!    released in `Tick` alone, so that this is after their request was handed to the connection.
+//!    that a process that was stopped itself takes the answers that lie in its socket before it looks at its clock. A load
+//!    is released after its request was handed to the connection.
 //! 5. After every turn the driver forgets processes for which `needs` is false, and wakes at `wake_at` at the latest.
 //! 6. `now` never goes back. It is an `Instant`; simulations add durations to one.
 

@@ -60,10 +60,24 @@ impl WorkerLink {
         if alone {
             self.pace.is_idle();
         }
-        let (daemon, release) = (Daemon::Asked, ReleaseAt::Unknown);
-        let load = Loading { bytes, flags, release, asked: now, alone, daemon, own: due, job };
+        let daemon = Daemon::Asked;
+        let load =
+            Loading { bytes, flags, release: ReleaseAt::Unknown, asked: now, alone, daemon, own: due, job };
         self.loads.insert(key, load);
         self.ask(ask, Asked::Load(key), actions);
+        if release == Release::AtOnce {
+            self.predict(key);
+            self.loads.get_mut(&key).into_iter().for_each(|load| load.release_if_due(now, actions));
+        }
+    }
+
+    /// When a load is near its end, as far as the engine's last steps are known.
+    fn predict(&mut self, key: JobKey) {
+        let step = self.step.shortest_step;
+        if let Some(load) = self.loads.get_mut(&key).filter(|load| load.release == ReleaseAt::Unknown) {
+            let near = self.pace.asked(load.asked, load.bytes, step);
+            load.release = load.when(near);
+        }
     }
 
     /// The daemon's answer.
@@ -74,9 +88,12 @@ impl WorkerLink {
         now: Instant,
         actions: &mut Actions,
     ) {
+        // An answer that came before the next `Tick`: who was to hear of the release hears of it first.
+        self.predict(key);
         let Some(load) = self.loads.get_mut(&key) else { return };
         match answer {
             Some(Answer::LoadResult(result)) => {
+                load.release_if_due(now, actions);
                 if load.alone {
                     self.pace.ended(load.bytes, now.saturating_duration_since(load.asked));
                 }
@@ -203,11 +220,9 @@ impl WorkerLink {
         if self.loads.is_empty() {
             return;
         }
-        let step = self.step.shortest_step;
-        for load in self.loads.values_mut().filter(|load| load.release == ReleaseAt::Unknown) {
-            let near = self.pace.asked(load.asked, load.bytes, step);
-            load.release = load.when(near);
-        }
+        let new = self.loads.iter().filter(|(_, load)| load.release == ReleaseAt::Unknown);
+        let new: Vec<JobKey> = new.map(|(key, _)| *key).collect();
+        new.into_iter().for_each(|key| self.predict(key));
         if !self.is_closing {
             for load in self.loads.values_mut() {
                 load.release_if_due(now, actions);

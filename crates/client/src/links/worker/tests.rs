@@ -329,15 +329,39 @@ fn nothing_is_connected_while_this_process_writes() {
 }
 
 #[test]
-fn a_load_is_released_in_the_turn_and_ends_with_the_daemons_answer() {
+fn a_load_for_which_nobody_else_waits_is_released_once_it_was_asked_for() {
     let mut play = Play::open(Method::Gpu);
     play.load(1, Release::AtOnce);
-    assert_eq!(play.told(), ["Load"]);
-    play.pass(Duration::ZERO);
-    assert_eq!(play.told(), ["release 1 with flags"]);
+    assert_eq!(play.told(), ["Load", "release 1 with flags"]);
     play.answer(loaded());
     assert_eq!(play.told(), ["end 1"]);
     assert!(play.link.at_rest());
+}
+
+#[test]
+fn a_load_beside_other_requests_is_released_a_step_before_its_end() {
+    let mut play = Play::open(Method::Gpu);
+    let ms = Duration::from_millis;
+    play.feed(WorkerEvent::Step(Seen { shortest_step: Some(ms(10)), ..Seen::default() }));
+    play.load(1, Release::WhenNear);
+    play.pass(ms(30));
+    play.answer(loaded());
+    assert_eq!(play.told(), ["Load", "end 1"], "nothing was known yet");
+    play.load(2, Release::WhenNear);
+    play.pass(Duration::ZERO);
+    assert_eq!(play.link.wake_at(), Some(play.now + ms(20)));
+    play.pass(ms(20));
+    assert_eq!(play.told(), ["Load", "release 2 with flags"]);
+    play.answer(loaded());
+    play.told();
+    play.feed(WorkerEvent::Step(Seen { shortest_step: Some(ms(40)), ..Seen::default() }));
+    play.load(3, Release::WhenNear);
+    play.answer(loaded());
+    assert_eq!(
+        play.told(),
+        ["Load", "release 3 with flags", "end 3"],
+        "its answer came before the next tick"
+    );
 }
 
 #[test]
