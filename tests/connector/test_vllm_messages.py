@@ -165,7 +165,7 @@ def test_counters_reach_the_log_and_prometheus() -> None:
 
     metrics = KVLaneConnector.build_prom_metrics(
         SimpleNamespace(kv_transfer_config=None),  # pyright: ignore
-        {Counter: counter, Gauge: Gauge, Histogram: Histogram},
+        cast("Any", {Counter: counter, Gauge: Gauge, Histogram: Histogram}),
         ["model", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )

@@ -7,7 +7,7 @@ connector.py, metadata.py and stats.py need vLLM to be imported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvlane.connector.connector import KVLaneConnector
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["KVLaneConnector"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[KVLaneConnector]:
     if name == "KVLaneConnector":
         from kvlane.connector.connector import KVLaneConnector
 

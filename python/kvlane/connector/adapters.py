@@ -15,14 +15,19 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
-from kvlane.connector.digest import digest16
+from kvlane.connector.digest import JsonValue, digest16
 from kvlane.connector.guard import logger
 from kvlane.connector.model_files import hub_reference, model_folder
+from kvlane.connector.vllm_protocols import LoraRequest
 from kvlane.connector.weights_content import FilesChanging, Signature, read_content, signature_of
 from kvlane.connector.weights_memo import YOUNG_NS
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+T = TypeVar("T")
 CONFIGURATION = "adapter_config.json"
 # As vLLM looks for them; the first that is there is loaded.
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -69,7 +74,12 @@ class Adapter:
     """One adapter as an engine's requests name it: number, name and path together."""
 
     def __init__(
-        self, name: str, path: str, meaning: Any, now_ns: Callable[[], int], moment: Moment | None = None
+        self,
+        name: str,
+        path: str,
+        meaning: JsonValue,
+        now_ns: Callable[[], int],
+        moment: Moment | None = None,
     ) -> None:
         self.name = name
         self._moment = moment or Moment()
@@ -166,7 +176,7 @@ class Adapters:
 
     def __init__(
         self,
-        meaning: Any = None,
+        meaning: JsonValue = None,
         path_is_hashed: bool = False,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
@@ -184,13 +194,13 @@ class Adapters:
         self._by_number: dict[int, Adapter] = {}
         self._by_hash: dict[tuple[str, ...], Adapter] = {}
 
-    def of(self, lora_request: Any) -> Adapter | None:
+    def of(self, lora_request: LoraRequest | None) -> Adapter | None:
         """The adapter of a request that has arrived; None for requests without one."""
         if lora_request is None:
             return None
         return self._of(lora_request)
 
-    def loading(self, lora_request: Any, load: Callable[[], Any]) -> Any:
+    def loading(self, lora_request: LoraRequest, load: Callable[[], T]) -> T:
         """Runs `load`, by which vLLM loads an adapter before any request names it."""
         key = _key(lora_request)
         new = key not in self._known
@@ -208,7 +218,7 @@ class Adapters:
         adapter.look()
         return done
 
-    def _of(self, lora_request: Any) -> Adapter:
+    def _of(self, lora_request: LoraRequest) -> Adapter:
         key = _key(lora_request)
         known = self._known.get(key)
         if known is not None:
@@ -228,7 +238,7 @@ class Adapters:
         self._compare(adapter, lora_request)
         return adapter
 
-    def _compare(self, adapter: Adapter, lora_request: Any) -> None:
+    def _compare(self, adapter: Adapter, lora_request: LoraRequest) -> None:
         number, name, path = _key(lora_request)
         if getattr(lora_request, "load_inplace", False):
             adapter.withdraw("it was loaded in place of another one")
@@ -257,25 +267,23 @@ class Adapters:
 
 def watch_loads(adapters: Adapters) -> bool:
     """Have `adapters.loading` called whenever this process's engine cores load an adapter; whether that is possible."""
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine import core as engine_core
 
-    load = getattr(EngineCore, "add_lora", None)
+    load = getattr(engine_core.EngineCore, "add_lora", None)
     if load is None:
         return False
     if not hasattr(load, "kvlane_adapters"):
 
         @functools.wraps(load)
-        def add_lora(core: Any, lora_request: Any, *more: Any, **named: Any) -> Any:
-            def run() -> Any:
-                return load(core, lora_request, *more, **named)
-
+        def add_lora(core: EngineCore, lora_request: LoraRequest, *more: object, **named: object) -> bool:
+            run: Callable[[], bool] = functools.partial(load, core, lora_request, *more, **named)
             for each in list(add_lora.kvlane_adapters):  # type: ignore[attr-defined]
                 run = functools.partial(each.loading, lora_request, run)
             return run()
 
         add_lora.kvlane_adapters = weakref.WeakSet()  # type: ignore[attr-defined]
-        EngineCore.add_lora = add_lora
-    EngineCore.add_lora.kvlane_adapters.add(adapters)  # type: ignore[attr-defined]
+        engine_core.EngineCore.add_lora = add_lora
+    engine_core.EngineCore.add_lora.kvlane_adapters.add(adapters)  # type: ignore[attr-defined]
     return True
 
 
@@ -318,5 +326,5 @@ def _is_here(path: str) -> bool:
         return False
 
 
-def _key(lora_request: Any) -> tuple[int, str, str]:
+def _key(lora_request: LoraRequest) -> tuple[int, str, str]:
     return lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvlane import __version__
 from kvlane.connector import capabilities, events
@@ -23,9 +23,14 @@ from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
 from kvlane.connector.stream import Stream
 
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 
 def build_scheduler_side(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, failures: Failures
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings, failures: Failures
 ) -> SchedulerSide:
     """The scheduler role, connecting in the background. Raises Unsupported."""
     groups = cache_groups(vllm_config, kv_cache_config)
@@ -74,7 +79,10 @@ def build_scheduler_side(
 
 
 def build_worker_core(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, kv_caches: dict[str, Any]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    settings: Settings,
+    kv_caches: dict[str, torch.Tensor],
 ) -> tuple[WorkerCore, Stream | None, list[int]]:
     """The core's worker for this rank's KV caches, connecting in the background; for caches on a GPU how the engine
     computes there; and of each group, how many ranks hold its blocks. Raises Unsupported."""
@@ -143,7 +151,7 @@ def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Se
         )
 
 
-def holders(group: CacheGroup, parallel: Any) -> int:
+def holders(group: CacheGroup, parallel: ParallelConfig) -> int:
     """How many consecutive ranks hold the same blocks of a group. Tensor-parallel ranks are neighbours in vLLM's order,
     and so are those among them that hold the same shard."""
     tensor = parallel.tensor_parallel_size
@@ -151,7 +159,7 @@ def holders(group: CacheGroup, parallel: Any) -> int:
     return tensor // shards if shards and tensor % shards == 0 else 1
 
 
-def engine_id(vllm_config: Any) -> str:
+def engine_id(vllm_config: VllmConfig) -> str:
     """The same in an engine's scheduler and workers, different in every data-parallel engine."""
     known = vllm_config.kv_transfer_config.engine_id
     parallel = vllm_config.parallel_config
@@ -169,7 +177,7 @@ def client_name() -> str:
     return f"kvlane {__version__}, vLLM {vllm.__version__}"
 
 
-def group_name(vllm_config: Any, group: CacheGroup) -> str:
+def group_name(vllm_config: VllmConfig, group: CacheGroup) -> str:
     """A group's name for people."""
     model = vllm_config.model_config
     dtype = group.dtype.removeprefix("torch.")
@@ -178,7 +186,7 @@ def group_name(vllm_config: Any, group: CacheGroup) -> str:
 
 
 def _namespaces(
-    vllm_config: Any, groups: list[CacheGroup], settings: Settings
+    vllm_config: VllmConfig, groups: list[CacheGroup], settings: Settings
 ) -> tuple[list[bytes], bytes | None]:
     """A namespace for each group, and the hash seed that is in them."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -193,7 +201,7 @@ def _namespaces(
     return [group_namespace(group, meaning) for group in groups], seed
 
 
-def _adapters(vllm_config: Any) -> Adapters:
+def _adapters(vllm_config: VllmConfig) -> Adapters:
     lora = vllm_config.lora_config
     adapters = Adapters(
         meaning=adapters_meaning(vllm_config),
@@ -204,9 +212,9 @@ def _adapters(vllm_config: Any) -> Adapters:
     return adapters
 
 
-def gpu_of(kv_caches: dict[str, Any]) -> Any:
+def gpu_of(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> torch.device | None:
     """The CUDA device that all KV caches are on; None for host memory. Raises Unsupported for anything else."""
-    found: dict[str, Any] = {}
+    found: dict[str, torch.device] = {}
     for cache in kv_caches.values():
         for tensor in cache if isinstance(cache, list | tuple) else [cache]:
             device = getattr(tensor, "device", None)
@@ -222,14 +230,14 @@ def gpu_of(kv_caches: dict[str, Any]) -> Any:
     return device
 
 
-def compute_stream(device: Any) -> Callable[[], int]:
+def compute_stream(device: torch.device) -> Callable[[], int]:
     """Gives the handle of the CUDA stream that the calling thread computes in."""
     import torch
 
     return lambda: torch.cuda.current_stream(device).cuda_stream
 
 
-def device_uuid(device: Any) -> bytes:
+def device_uuid(device: torch.device) -> bytes:
     """The UUID by which every process of the host knows a CUDA device."""
     import torch
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 
 def reports_failed_requests() -> bool:
@@ -15,7 +21,7 @@ def reconciles_hybrid_hits() -> bool:
     return hasattr(_base(), "supports_divergent_local_hybrid_hits")
 
 
-def host_hit_source() -> Any | None:
+def host_hit_source() -> CacheHitSource | None:
     """vLLM's name for blocks that came from host memory; None where hits are not split by source."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -43,7 +49,7 @@ def hears_cross_layer_wish() -> bool:
     return hasattr(_base(), "register_cross_layers_kv_cache")
 
 
-def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Tokens that one entry of `request.block_hashes` covers."""
     known = getattr(kv_cache_config, "hash_block_size", None)
     if known:
@@ -53,7 +59,7 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
 
 
-def cacheable_group_ids(kv_cache_config: Any) -> list[int]:
+def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> list[int]:
     """The KV cache groups whose blocks are found by their hash."""
     known = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     return list(known) if known is not None else list(range(len(kv_cache_config.kv_cache_groups)))
@@ -73,7 +79,7 @@ def hashes_adapter_paths() -> bool:
     return "a path" in str(keys_of(SimpleNamespace(lora_request=adapter)))
 
 
-def tensor_shards(vllm_config: Any, spec: Any) -> int | None:
+def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
     """Shards of a layer's cache that differ among all tensor-parallel ranks; further ranks hold copies. None where vLLM
     does not tell."""
     if hasattr(spec, "max_tp_shards"):
@@ -98,7 +104,7 @@ def step_kind() -> str | None:
     return name if name in ("NONE", "PIECEWISE") else None
 
 
-def empty_transfer_results() -> Any:
+def empty_transfer_results() -> KVConnectorTransferResults:
     """An empty `KVConnectorTransferResults`."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 

@@ -9,7 +9,7 @@ docs/identity.md has the same as a table, made from this file.
 
 from __future__ import annotations
 
-from typing import Any
+from kvlane.connector.digest import JsonValue
 
 ENTERED: dict[str, str] = {
     "VllmConfig": "model_config cache_config load_config attention_config mamba_config diffusion_config kernel_config "
@@ -19,7 +19,7 @@ ENTERED: dict[str, str] = {
 """Fields that hold a configuration of their own, whose fields count each by itself. Other configurations are left out
 as a whole: some differ from process to process, so a field that a later vLLM adds to them must not count unseen."""
 
-COUNTED: dict[str, dict[str, Any]] = {
+COUNTED: dict[str, dict[str, JsonValue]] = {
     "VllmConfig": {"additional_config": {}},
     "ModelConfig": {
         "runner": "auto",

@@ -9,14 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from kvlane.connector.config_fields import COUNTED, ENTERED, LEFT_OUT
+from kvlane.connector.digest import JsonValue
 from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
 from kvlane.connector.model_files import PATTERNS
 from kvlane.connector.model_identity import config_digest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from pydantic.fields import FieldInfo
+    from vllm.config import ModelConfig, VllmConfig
 
 # vLLM computes these from the model's own configuration, whatever the longest request is.
 PLAIN_ROPES = frozenset(
@@ -48,8 +54,8 @@ class Untold(Exception):
 class Context:
     """What conditions look at."""
 
-    vllm_config: Any
-    model: Any
+    vllm_config: VllmConfig
+    model: ModelConfig
     """The ModelConfig in question: the engine's, or the drafter's."""
     groups: Sequence[CacheGroup] = ()
     """The engine's KV cache groups."""
@@ -60,18 +66,18 @@ class Context:
         return frozenset(group.kind for group in self.groups)
 
 
-def counted_fields(config: Any, context: Context) -> dict[str, Any]:
+def counted_fields(config: DataclassInstance, context: Context) -> dict[str, JsonValue]:
     """The fields of a configuration that count and are not at their default, with what was entered."""
     kind = type(config).__name__
     counted = COUNTED.get(kind, {})
-    found: dict[str, Any] = {}
+    found: dict[str, JsonValue] = {}
     for field in dataclasses.fields(config):
         name = field.name
         if name in _left_out(kind) or not hasattr(config, name):
             continue
         value = getattr(config, name)
         if name in _entered(kind):
-            inner = counted_fields(value, context) if dataclasses.is_dataclass(value) else None
+            inner = counted_fields(value, context) if _is_dataclass(value) else None
             if inner:
                 found[name] = inner
             continue
@@ -90,7 +96,7 @@ def counted_fields(config: Any, context: Context) -> dict[str, Any]:
     return found
 
 
-def _told(context: Context, name: str, value: Any) -> Any:
+def _told(context: Context, name: str, value: object) -> JsonValue:
     try:
         return as_json(value)
     except Untold:
@@ -98,7 +104,7 @@ def _told(context: Context, name: str, value: Any) -> Any:
         return {"life": EngineStart.of(context.vllm_config).life}
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> JsonValue:
     """A value as JSON that is the same in every process. Raises Untold."""
     if value is None or isinstance(value, bool | int | float | str):
         return value.value if isinstance(value, enum.Enum) else value
@@ -114,13 +120,15 @@ def as_json(value: Any) -> Any:
         return [as_json(each) for each in value]
     if isinstance(value, set | frozenset):
         return sorted((as_json(each) for each in value), key=lambda each: json.dumps(each, sort_keys=True))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name, None)) for field in dataclasses.fields(value)}
-    if hasattr(value, "__qualname__"):
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
         # A function or a class. Those of vLLM are known by their names; two of a user's may have one name, as lambdas.
-        if str(value.__module__).partition(".")[0] != "vllm" or "<" in value.__qualname__:
+        module = getattr(value, "__module__", None)
+        if str(module).partition(".")[0] != "vllm" or "<" in name:
             raise Untold
-        return f"{value.__module__}.{value.__qualname__}"
+        return f"{module}.{name}"
     if isinstance(value, partial):
         return [as_json(value.func), as_json(value.args), as_json(value.keywords)]
     text = repr(value)
@@ -129,23 +137,30 @@ def as_json(value: Any) -> Any:
     return text
 
 
+def _is_dataclass(value: object) -> TypeGuard[DataclassInstance]:
+    """Whether it is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 # Conditions: what counts of a field's value, None if nothing does.
 
 
-def _overrides(context: Context, overrides: Any) -> Any:
+def _overrides(context: Context, overrides: object) -> JsonValue:
     try:
         return as_json(overrides) or None
     except Untold:
         return {"resulting": config_digest(context.model.hf_config)}
 
 
-def _longest_request(context: Context, length: Any) -> Any:
+def _longest_request(context: Context, length: int) -> JsonValue:
     values = _model_values(context)
-    counts: dict[str, Any] = {}
+    counts: dict[str, JsonValue] = {}
+    long: set[tuple[int, bool]] = set()
     for kind, original in _ropes(values):
         if kind in ("longrope", "su") and isinstance(original, int):
             # vLLM takes the short or the long factors for all requests of an engine.
-            counts.setdefault("long", set()).add((original, length > original))
+            long.add((original, length > original))
+            counts["long"] = long
         elif kind not in PLAIN_ROPES:
             counts["length"] = length
     if _is_llama4(values):
@@ -155,12 +170,12 @@ def _longest_request(context: Context, length: Any) -> Any:
     return counts or None
 
 
-def _model_values(context: Context) -> Mapping[str, Any]:
-    config: Any = getattr(context.model, "hf_config", None)
-    return config.to_dict() if hasattr(config, "to_dict") else {}
+def _model_values(context: Context) -> Mapping[str, object]:
+    to_dict = getattr(getattr(context.model, "hf_config", None), "to_dict", None)
+    return to_dict() if to_dict is not None else {}
 
 
-def _ropes(values: Mapping[str, Any], outer: Any = None) -> Iterator[tuple[str, Any]]:
+def _ropes(values: Mapping[str, object], outer: object = None) -> Iterator[tuple[str, object]]:
     """The kind of each RoPE in a model's configuration, and the length it was first trained for."""
     original = values.get("original_max_position_embeddings", outer)
     for name, value in values.items():
@@ -177,12 +192,14 @@ def _ropes(values: Mapping[str, Any], outer: Any = None) -> Iterator[tuple[str, 
                 yield kind, each.get("original_max_position_embeddings", original)
 
 
-def _is_llama4(values: Mapping[str, Any]) -> bool:
-    names = [str(values.get("model_type", "")), *map(str, values.get("architectures") or [])]
+def _is_llama4(values: Mapping[str, object]) -> bool:
+    architectures = values.get("architectures")
+    known = architectures if isinstance(architectures, list | tuple) else []
+    names = [str(values.get("model_type", "")), *map(str, known)]
     return any(name.lower().startswith(("llama4", "eaglellama4")) for name in names)
 
 
-def _cache_dtype(context: Context, cache_dtype: Any) -> Any:
+def _cache_dtype(context: Context, cache_dtype: object) -> JsonValue:
     """The same before and after a worker's layers were built: they rewrite the field, in the worker's copy only."""
     groups = [group for group in context.groups if not group.is_draft] or context.groups
     formats = {group.format for group in groups} - {""}
@@ -196,32 +213,32 @@ def _cache_dtype(context: Context, cache_dtype: Any) -> Any:
     return cache_dtype
 
 
-def _own_scales(context: Context, calculated: Any) -> Any:
+def _own_scales(context: Context, calculated: object) -> JsonValue:
     return str(context.vllm_config.kv_transfer_config.engine_id) if calculated else None
 
 
-def _of_states(context: Context, value: Any) -> Any:
+def _of_states(context: Context, value: object) -> JsonValue:
     return value if "mamba" in context.kinds else None
 
 
-def _of_indexer(context: Context, value: Any) -> Any:
+def _of_indexer(context: Context, value: object) -> JsonValue:
     values = _model_values(context)
     return value if _has_indexer(values) else None
 
 
-def _has_indexer(values: Mapping[str, Any]) -> bool:
+def _has_indexer(values: Mapping[str, object]) -> bool:
     return any(
         str(name).startswith("index_") or (isinstance(value, Mapping) and _has_indexer(value))
         for name, value in values.items()
     )
 
 
-def _of_other_loaders(context: Context, value: Any) -> Any:
+def _of_other_loaders(context: Context, value: object) -> JsonValue:
     load_format = str(getattr(context.vllm_config.load_config, "load_format", "auto"))
     return value if value and load_format not in ("auto", "dummy", *PATTERNS) else None
 
 
-CONDITIONS: dict[str, Callable[[Context, Any], Any]] = {
+CONDITIONS: dict[str, Callable[..., JsonValue]] = {
     "ModelConfig.hf_overrides": _overrides,
     "ModelConfig.max_model_len": _longest_request,
     "CacheConfig.cache_dtype": _cache_dtype,
@@ -244,14 +261,14 @@ def _entered(kind: str) -> frozenset[str]:
     return frozenset(ENTERED.get(kind, "").split())
 
 
-def _default(field: Any) -> Any:
+def _default(field: dataclasses.Field[object]) -> object:
     """A dataclass field's default; vLLM writes some in pydantic's way."""
     default = field.default
     if default is dataclasses.MISSING:
         factory = field.default_factory
         return None if factory is dataclasses.MISSING else factory()
     if type(default).__name__ == "FieldInfo":
-        return default.get_default(call_default_factory=True)
+        return cast("FieldInfo", default).get_default(call_default_factory=True)
     return default
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,12 +22,17 @@ from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
 from kvlane.connector.scheduler import SchedulerSide
 from kvlane.connector.settings import Settings
 from kvlane.connector.stats import KVLanePromMetrics, KVLaneStats
+from kvlane.connector.vllm_protocols import AllocatedBlocks, BlockPool, KVEvent
 from kvlane.connector.weights import Weights, calling_runner, parameters_move, parameters_of
 from kvlane.connector.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -97,7 +102,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.weights = Weights(functools.partial(parameters_of, runner))
 
     @guarded(lambda: None, "this worker takes no part in the cache")
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]
+    ) -> None:
         """For versions before 0.29, where `prefer_cross_layer_blocks` was granted."""
         order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
         config = self._kv_cache_config
@@ -128,7 +135,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.unbind()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Loads were started when the metadata came."""
         return
 
@@ -137,7 +144,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None and self._worker.on_layer is not None:
             self._worker.on_layer(layer_name)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
+    ) -> None:
         """Saves start once the whole step is computed."""
         return
 
@@ -156,7 +165,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         return None, loaded or None
 
     @guarded(capabilities.empty_transfer_results)
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """For versions from 0.30 on: failed loads by request."""
         results = capabilities.empty_transfer_results()
         if self._worker is not None:
@@ -182,7 +191,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler role
 
     @guarded(lambda: None, "nothing is saved or loaded")
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.pins.bind(gpu_block_pool, self._before_pool_reset, self._scheduler.pool_was_reset)
 
@@ -205,7 +214,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @guarded(lambda: None)
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: AllocatedBlocks, num_external_tokens: int
+    ) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -232,13 +243,15 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             if metadata.others:
                 self._scheduler.reported(metadata.others)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, object] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     @guarded(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> tuple[bool, dict[str, object] | None]:
         """Never keeps a request's blocks: what is being saved is pinned block by block."""
         if self._scheduler is not None:
             self._scheduler.request_finished(request, block_ids)
@@ -259,7 +272,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     @guarded(tuple)
-    def take_events(self) -> Iterable[Any]:
+    def take_events(self) -> Iterable[KVEvent]:
         return self._scheduler.take_events() if self._scheduler is not None else ()
 
     @property
@@ -287,14 +300,14 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             side.close()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLaneStats | None:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVLaneStats | None:
         return KVLaneStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls,
         vllm_config: VllmConfig,
-        metric_types: Any,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVLanePromMetrics:
@@ -308,5 +321,5 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         return capabilities.layout_name(Settings.parse(transfer.kv_connector_extra_config).layout)
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
         return False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def layer_caches(
-    cache: Any, order: Sequence[int], layers: Sequence[Sequence[str]], num_blocks: int
-) -> dict[str, Any]:
+    cache: torch.Tensor, order: Sequence[int], layers: Sequence[Sequence[str]], num_blocks: int
+) -> dict[str, torch.Tensor]:
     """Each layer's KV cache. `cache` has its dimensions as they lie in memory, the blocks first; `order` says which
     dimension of the backend's shape each of them is, where 0 counts the layers. `layers` has the names that share entry
     0, 1, ...

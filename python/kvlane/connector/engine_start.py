@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvlane.connector.weights_memo import YOUNG_NS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class EngineStart:
     """When, by the clock of this host, before any process of the engine read weights; None where vLLM does not tell."""
 
     @staticmethod
-    def of(vllm_config: Any) -> EngineStart:
+    def of(vllm_config: VllmConfig) -> EngineStart:
         """By what vLLM sends to all processes of an engine."""
         instance = str(getattr(vllm_config, "instance_id", ""))
         # vLLM builds the configuration before workers start, and takes the time in nanoseconds for its id; it may

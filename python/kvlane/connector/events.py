@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.vllm_protocols import Request
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 
 
-def events_enabled(vllm_config: Any) -> bool:
+def events_enabled(vllm_config: VllmConfig) -> bool:
     """Whether the user asked vLLM to publish KV events."""
     config = getattr(vllm_config, "kv_events_config", None)
     return config is not None and bool(config.enable_kv_cache_events)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvlane.connector import capabilities
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 class Unsupported(Exception):
@@ -40,7 +44,7 @@ class CacheGroup:
     all may differ."""
 
 
-def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
+def cache_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[CacheGroup]:
     """The engine's groups in the same order for scheduler and workers. Raises Unsupported."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -59,7 +63,7 @@ def cache_groups(vllm_config: Any, kv_cache_config: Any) -> list[CacheGroup]:
     raise Unsupported("the model has no full-attention group; kvlane needs one to know how long a prefix is")
 
 
-def _cache_group(vllm_config: Any, index: int, group_id: int, group: Any) -> CacheGroup:
+def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCacheGroupSpec) -> CacheGroup:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     spec = group.kv_cache_spec
@@ -98,13 +102,13 @@ def _cache_group(vllm_config: Any, index: int, group_id: int, group: Any) -> Cac
     )
 
 
-def _tensor_shards(vllm_config: Any, specs: list[Any]) -> int | None:
+def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | None:
     """Of layers that are stored together; known only if they agree."""
     found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}
     return found.pop() if len(found) == 1 else None
 
 
-def _check_state_space(spec: Any) -> None:
+def _check_state_space(spec: KVCacheSpec) -> None:
     if spec.mamba_cache_mode != "all":
         raise Unsupported(
             f"mamba_cache_mode is {spec.mamba_cache_mode!r}; kvlane needs 'all', a state at every block's end"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 # A child of vLLM's logger: its lines appear where and as the user expects them.
 logger = logging.getLogger("vllm.kvlane")
 
-F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound="HasFailures")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Failures:
@@ -42,20 +44,27 @@ class Failures:
         return count
 
 
-def guarded(
-    default: Callable[[], Any], consequence: str = "the engine goes on without it"
-) -> Callable[[F], F]:
-    """For a method of an object that has `failures`: an error inside becomes `default()`."""
+class HasFailures(Protocol):
+    """An object whose methods can be guarded."""
 
-    def decorate(method: F) -> F:
+    failures: Failures
+
+
+def guarded(
+    default: Callable[[], object], consequence: str = "the engine goes on without it"
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """For a method of an object that has `failures`: an error inside becomes `default()`, which gives what the method
+    gives."""
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001
                 self.failures.record(method.__name__, error, consequence)
-                return default()
+                return cast("R", default())
 
-        return cast(F, call)
+        return call
 
     return decorate

@@ -10,16 +10,19 @@ Names that users give (`multi_modal_uuids`) are their promise that equal names m
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvlane.connector.vllm_protocols import features
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 COUNTED = re.compile(r"(?:.*:)?renderer\d+-mm-\d+-.+-\d+", re.DOTALL)
 """A counter's name; with an adapter for the input's own model, after the adapter's name."""
 DIGEST = re.compile(r"(?:.*:)?[0-9a-f]{32,}", re.DOTALL)
 
 
-def names_are_content(vllm_config: Any) -> bool:
+def names_are_content(vllm_config: VllmConfig) -> bool:
     """Whether this engine's own names of multimodal inputs are digests of their content."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if multimodal is None:

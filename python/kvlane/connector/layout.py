@@ -11,10 +11,15 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvlane.connector.digest import digest16
+from kvlane.connector.digest import JsonValue, digest16
 from kvlane.connector.groups import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # (base address, block stride, number of blocks, bytes of a piece, byte offsets of the pieces inside a block)
 Region = tuple[int, int, int, int, list[int]]
@@ -34,7 +39,7 @@ class TensorView:
     dtype: str
 
     @staticmethod
-    def of(tensor: Any) -> TensorView:
+    def of(tensor: torch.Tensor) -> TensorView:
         """Of a torch tensor."""
         size = tensor.element_size()
         return TensorView(
@@ -73,7 +78,7 @@ class GroupLayout:
 
 
 def group_layout(
-    layers: Mapping[str, Any],
+    layers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     names: Iterable[str],
     num_blocks: int,
     hints: Mapping[str, LayerHint],
@@ -87,7 +92,7 @@ def group_layout(
     Raises Unsupported.
     """
     regions: list[Region] = []
-    description: list[Any] = []
+    description: list[JsonValue] = []
     stored: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     last_region: dict[str, int] = {}
     for name in sorted(names, key=natural_order):
@@ -186,7 +191,7 @@ def block_dimension(
     A dimension may have the right size by chance. The one that steps as far as the configuration says wins, then
     the one of exactly the right size, then the farthest step, then the first.
     """
-    best: tuple[Any, int, int] | None = None
+    best: tuple[tuple[int, bool, int, int], int, int] | None = None
     for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
         if size == 0 or size % num_blocks != 0:
             continue
@@ -210,7 +215,7 @@ def natural_order(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def layer_hints(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerHint]:
+def layer_hints(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, LayerHint]:
     """What vLLM's configuration knows about each layer of this worker."""
     modules = getattr(vllm_config.compilation_config, "static_forward_context", {})
     packed: dict[str, int] = {}
@@ -235,6 +240,6 @@ def layer_hints(vllm_config: Any, kv_cache_config: Any) -> dict[str, LayerHint]:
     return hints
 
 
-def _backend_name(module: Any) -> str:
+def _backend_name(module: object) -> str:
     backend = getattr(module, "attn_backend", None)
     return backend.get_name() if backend is not None else ""

@@ -6,9 +6,9 @@ import hashlib
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from kvlane.connector.digest import digest16
+from kvlane.connector.digest import JsonValue, digest16
 from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import logger
@@ -16,11 +16,15 @@ from kvlane.connector.model_files import configuration_files, hub_reference, mod
 from kvlane.connector.weights_content import FilesChanging
 from kvlane.connector.weights_memo import WeightsMemo, memo_folder
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from vllm.config import LoadConfig, ModelConfig
+
 # vLLM says by this that an engine joins others and takes its weights from them.
 JOINS_OTHERS = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 
 
-def model_identity(model: Any, load: Any, start: EngineStart) -> dict[str, Any]:
+def model_identity(model: ModelConfig, load: LoadConfig, start: EngineStart) -> dict[str, JsonValue]:
     """The identity of a model as JSON; `load` is vLLM's LoadConfig, `start` that of the engine. Raises Unsupported."""
     # For models in object storage vLLM replaces the name by a local folder of configuration files.
     name = str(getattr(model, "model_weights", "") or model.model)
@@ -33,7 +37,7 @@ def model_identity(model: Any, load: Any, start: EngineStart) -> dict[str, Any]:
             f"kvlane: the weights of {name} come from other engines, so this engine shares no blocks with others"
         )
         return {"life": start.life}
-    identity: dict[str, Any] = {
+    identity: dict[str, JsonValue] = {
         "weights": _weights(model, name, revision, folder, load_format),
         "config": _configuration(model, name, revision, folder),
     }
@@ -51,7 +55,7 @@ def model_identity(model: Any, load: Any, start: EngineStart) -> dict[str, Any]:
     return identity
 
 
-def _may_have_changed(model: Any, folder: Path, load_format: str, start: EngineStart) -> bool:
+def _may_have_changed(model: ModelConfig, folder: Path, load_format: str, start: EngineStart) -> bool:
     """Whether vLLM may have read other files than are there now. It reads them minutes before kvlane is asked."""
     name = Path(str(getattr(model, "model_weights", "") or model.model))
     try:
@@ -73,8 +77,8 @@ def _may_have_changed(model: Any, folder: Path, load_format: str, start: EngineS
 
 
 def _weights(
-    model: Any, name: str, revision: str | None, folder: Path | None, load_format: str
-) -> dict[str, Any]:
+    model: ModelConfig, name: str, revision: str | None, folder: Path | None, load_format: str
+) -> dict[str, JsonValue]:
     if "dummy" in load_format:
         return {"dummy": model.seed}
     files = weight_files(folder, load_format) if folder is not None else []
@@ -104,9 +108,11 @@ def _weights(
     return {"name": name, "revision": str(revision), "commit": str(commit)}
 
 
-def _configuration(model: Any, name: str, revision: str | None, folder: Path | None) -> dict[str, Any]:
+def _configuration(
+    model: ModelConfig, name: str, revision: str | None, folder: Path | None
+) -> dict[str, JsonValue]:
     remote_code = bool(getattr(model, "trust_remote_code", False))
-    identity: dict[str, Any] = {}
+    identity: dict[str, JsonValue] = {}
     if remote_code:
         identity["code_revision"] = str(getattr(model, "code_revision", None))
     elsewhere = getattr(model, "hf_config_path", None)
@@ -126,7 +132,7 @@ def _configuration(model: Any, name: str, revision: str | None, folder: Path | N
     return identity
 
 
-def config_digest(config: Any) -> str:
+def config_digest(config: PretrainedConfig) -> str:
     """Of a model's configuration as transformers has it, wherever it was read."""
     # These two say how the file was read, not what is in it.
     values = {

@@ -7,34 +7,38 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvlane.connector.config_identity import Context, counted_fields
-from kvlane.connector.digest import digest16
+from kvlane.connector.digest import JsonValue, digest16
 from kvlane.connector.engine_start import EngineStart
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.model_identity import model_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 # Whoever guesses the seed of these can build colliding prompts, so a random seed is right for them.
 GUESSABLE_HASHES = ("xxhash", "xxhash_cbor")
 
 
-def group_namespace(group: CacheGroup, engine: dict[str, Any]) -> bytes:
+def group_namespace(group: CacheGroup, engine: dict[str, JsonValue]) -> bytes:
     """16 bytes for one KV cache group of an engine; `engine` is from `engine_meaning`."""
-    meaning: dict[str, Any] = {
-        "version": 2,
-        "engine": {name: value for name, value in engine.items() if name != "draft"},
-        "group": {
-            "kind": group.kind,
-            "window": group.window,
-            "tokens_per_block": group.tokens_per_block,
-            "dtype": group.dtype,
-            "draft": group.is_draft,
-        },
+    described: dict[str, JsonValue] = {
+        "kind": group.kind,
+        "window": group.window,
+        "tokens_per_block": group.tokens_per_block,
+        "dtype": group.dtype,
+        "draft": group.is_draft,
     }
     if group.format:
-        meaning["group"]["format"] = group.format
+        described["format"] = group.format
+    meaning: dict[str, JsonValue] = {
+        "version": 2,
+        "engine": {name: value for name, value in engine.items() if name != "draft"},
+        "group": described,
+    }
     # Where vLLM does not say which group the drafter is in, all may hold its layers.
     if group.is_draft or not engine["draft_has_own_group"]:
         meaning["draft"] = engine["draft"]
@@ -42,8 +46,8 @@ def group_namespace(group: CacheGroup, engine: dict[str, Any]) -> bytes:
 
 
 def engine_meaning(
-    vllm_config: Any, groups: list[CacheGroup], salt: str, hash_seed: bytes | None
-) -> dict[str, Any]:
+    vllm_config: VllmConfig, groups: list[CacheGroup], salt: str, hash_seed: bytes | None
+) -> dict[str, JsonValue]:
     """All that decides what the bytes of a block mean, as JSON; the same in scheduler and workers.
 
     `hash_seed` is from `fix_hash_seed`, `salt` the user's own word.
@@ -61,7 +65,7 @@ def engine_meaning(
     }
 
 
-def draft_identity(vllm_config: Any, groups: list[CacheGroup]) -> dict[str, Any] | None:
+def draft_identity(vllm_config: VllmConfig, groups: list[CacheGroup]) -> dict[str, JsonValue] | None:
     """The drafter's identity; None without speculative decoding. `groups` are the engine's."""
     speculative = vllm_config.speculative_config
     if speculative is None:
@@ -76,7 +80,7 @@ def draft_identity(vllm_config: Any, groups: list[CacheGroup]) -> dict[str, Any]
     }
 
 
-def adapters_meaning(vllm_config: Any) -> dict[str, Any]:
+def adapters_meaning(vllm_config: VllmConfig) -> dict[str, JsonValue]:
     """What of the configuration decides what an adapter does."""
     lora = vllm_config.lora_config
     return {} if lora is None else counted_fields(lora, Context(vllm_config, vllm_config.model_config))

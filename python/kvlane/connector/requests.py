@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvlane.connector.adapters import Adapter, Adapters
 from kvlane.connector.core_protocols import Hit
@@ -91,7 +92,8 @@ class GroupHashes:
         scale = self._scale[group.index]
         hashes = state.request.block_hashes
         if scale == 1:
-            return hashes[first:end]
+            # A slice of vLLM's list is a list.
+            return cast("list[bytes]", hashes[first:end])
         return [hashes[(block + 1) * scale - 1] for block in range(first, end)]
 
     def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:

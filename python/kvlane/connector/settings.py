@@ -45,7 +45,7 @@ class Settings:
     kvlane.connector.weights.name_weights."""
 
     @staticmethod
-    def parse(extra: Mapping[str, Any] | None) -> Settings:
+    def parse(extra: Mapping[str, object] | None) -> Settings:
         """Raises ValueError, in one sentence, for an unknown key, one without its prefix, a wrong type or value."""
         known = {field.name: field for field in fields(Settings)}
         values: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def _refuse_if_ours(key: str, known: Iterable[str]) -> None:
         )
 
 
-def _checked(key: str, default: Any, value: Any) -> Any:
+def _checked(key: str, default: object, value: object) -> object:
     if isinstance(default, bool):
         if isinstance(value, bool):
             return value

@@ -10,7 +10,6 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from kvlane.connector.settings import Settings
 
@@ -41,7 +40,7 @@ def _finding(verdict: str, found: str, means: str = "", advice: str = "") -> dic
     return {"verdict": verdict, "found": found, "means": means, "advice": advice}
 
 
-def check(config: Any) -> tuple[Findings, Settings | None]:
+def check(config: object) -> tuple[Findings, Settings | None]:
     """Findings, and the settings if they can be read."""
     if not isinstance(config, Mapping):
         refused = "the JSON has to be an object, in braces"
@@ -98,7 +97,7 @@ def check(config: Any) -> tuple[Findings, Settings | None]:
     return findings, settings
 
 
-def _ours(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _ours(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """The part that is of kvlane: all of it, or one of several connectors."""
     if config.get("kv_connector") == NAME:
         return config
@@ -111,7 +110,7 @@ def _ours(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _settings(extra: Any, findings: Findings) -> Settings | None:
+def _settings(extra: object, findings: Findings) -> Settings | None:
     if extra is not None and not isinstance(extra, Mapping):
         findings.append(
             _finding(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvlane.connector.counters import COUNTERS
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
 
 
 class KVLaneStats(KVConnectorStats):
@@ -39,13 +43,13 @@ class KVLanePromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: Any,
-        metric_types: Any,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._by_engine: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
+        self._by_engine: dict[int, dict[str, PromMetric]] = {engine: {} for engine in per_engine_labelvalues}
         for name, documentation in COUNTERS.items():
             counter = self._counter_cls(
                 name=f"vllm:kvlane_{name}", documentation=documentation, labelnames=labelnames
@@ -53,7 +57,7 @@ class KVLanePromMetrics(KVConnectorPromMetrics):
             for engine, values in per_engine_labelvalues.items():
                 self._by_engine[engine][name] = counter.labels(*values)
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
         counters = self._by_engine.get(engine_idx, {})
         for name, value in transfer_stats_data.items():
             if name in counters:

@@ -19,7 +19,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
 
 # Of each parameter so many words of 4 bytes are read, evenly spread; smaller ones are read whole. A training step may
 # change few of a parameter's words, in 16 bits one in a hundred, but the samples of a model are a million together.
@@ -72,7 +76,7 @@ class WeightsReport:
 class Weights:
     """The weights of one worker."""
 
-    def __init__(self, parameters: Callable[[], Iterable[tuple[str, Any]]] | None) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None) -> None:
         """`parameters` gives the names and tensors that the worker computes with, None if they cannot be looked at.
         Takes the first digest."""
         self._parameters = parameters
@@ -106,7 +110,7 @@ class Weights:
             self._labels.popitem(last=False)
 
 
-def digest(parameters: Iterable[tuple[str, Any]]) -> bytes:
+def digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """blake2b of samples of all parameters, in the order of their names; each memory once."""
     hasher = hashlib.blake2b(digest_size=16)
     seen: set[int] = set()
@@ -127,7 +131,7 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> bytes:
     return hasher.digest()
 
 
-def _samples(tensor: Any, storage: Any) -> bytes:
+def _samples(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bytes:
     """Bytes of a parameter's memory, in whatever order its dimensions lie."""
     import torch
 
@@ -143,7 +147,13 @@ def _samples(tensor: Any, storage: Any) -> bytes:
     return sampled.cpu().numpy().tobytes()
 
 
-def calling_runner() -> Any | None:
+class ModelRunner(Protocol):
+    """vLLM's model runner, or its worker, as far as it is asked for its model."""
+
+    def get_model(self) -> torch.nn.Module: ...
+
+
+def calling_runner() -> ModelRunner | None:
     """The model runner (or worker) on whose behalf the connector is being called; None where there is none.
 
     vLLM does not hand its model to connectors. It calls `register_kv_caches` from its runner, in every version, when
@@ -160,18 +170,18 @@ def calling_runner() -> Any | None:
     return None
 
 
-def parameters_of(runner: Any) -> Iterable[tuple[str, Any]]:
+def parameters_of(runner: ModelRunner) -> Iterable[tuple[str, torch.Tensor]]:
     """Names and tensors of the runner's model, and of its drafter's."""
     yield from runner.get_model().named_parameters()
-    if hasattr(runner, "get_draft_model"):
-        draft = runner.get_draft_model()
-    else:
-        draft = getattr(getattr(runner, "drafter", None), "model", None)
+    draft_of = getattr(
+        runner, "get_draft_model", lambda: getattr(getattr(runner, "drafter", None), "model", None)
+    )
+    draft = draft_of()
     if draft is not None:
         yield from ((f"draft.{name}", tensor) for name, tensor in draft.named_parameters())
 
 
-def parameters_move(vllm_config: Any) -> bool:
+def parameters_move(vllm_config: VllmConfig) -> bool:
     """Whether parameters get other content although the weights are the same, so that a digest tells nothing: experts
     that change places, layers that take turns in one memory."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):

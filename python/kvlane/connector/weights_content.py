@@ -19,12 +19,11 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 PAGE = 4096
 WHOLE_BELOW = 64 << 10
@@ -142,7 +141,7 @@ def safetensors_header(file: int, size: int) -> SafetensorsHeader | None:
     return SafetensorsHeader(end, tensors)
 
 
-def _tensor(name: str, entry: Any, data: int, size: int) -> tuple[str, int, int]:
+def _tensor(name: str, entry: Mapping[str, list[int]], data: int, size: int) -> tuple[str, int, int]:
     begin, end = entry["data_offsets"]
     if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end <= size - data):
         raise ValueError(f"the tensor {name!r} lies outside of its file")
@@ -205,7 +204,7 @@ def _read(file: int, at: int, size: int) -> bytes:
 
 
 @contextmanager
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         # Pages far apart are wanted, and nothing of what lies beside them.
