@@ -164,4 +164,34 @@ mod tests {
         assert_eq!((hit.stored_blocks(3), hit.stored_blocks(0)), (9, 0));
         assert!(hit.pages(0, 0).is_empty());
     }
+
+    /// An engine with a group that needs all blocks, and one with a window of two and larger blocks.
+    #[test]
+    fn a_hit_of_several_groups_fits_as_the_daemon_counts_it() {
+        let spec = |tokens_per_block, window_blocks| GroupSpec {
+            namespace: [1; 16],
+            name: "group".into(),
+            tokens_per_block,
+            window_blocks,
+        };
+        let specs = [spec(16, 0), spec(32, 2)];
+        let answer = |tokens: u64, first_block: u64| {
+            let group = |index, first_block: u64, end: u64| v1::HitGroup {
+                group: index,
+                first_block,
+                pages: vec![0; (end - first_block) as usize * 8].into(),
+                workers: 2,
+                stored_blocks: end,
+            };
+            // In any order.
+            let groups = vec![group(1, first_block, tokens / 32), group(0, 0, tokens / 16)];
+            let hit = Hit::from_reply([7; 16], v1::LookupResult { tokens, lease: 1, groups, ready: true });
+            hit.check(&specs, 2, 1 << 40)
+        };
+        assert_eq!(answer(96, 1), Ok(()));
+        assert_eq!(answer(32, 0), Ok(()), "fewer blocks than the window has");
+        assert!(matches!(answer(96, 0), Err(Misfit::Group { index: 1, .. })));
+        assert!(matches!(answer(48, 0), Err(Misfit::Group { index: 1, .. })), "one block and a half");
+        assert_eq!(Hit::default().check(&specs, 2, 0), Ok(()));
+    }
 }
