@@ -23,6 +23,7 @@ use kvlane_memory::pidfd_exited;
 use kvlane_proto::v1::hello::Role;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use thiserror::Error;
 
 use crate::{engines::SessionId, peer::Stream};
 
@@ -79,17 +80,28 @@ const EXITS_WAIT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 /// Connections beyond the sessions, for those that have not said Hello yet and those that are being refused.
 const NOT_GREETED_MAX: usize = 64;
 
+/// Why there is no room for another connection or session.
+#[derive(Debug, Error)]
+pub(crate) enum NoPlace {
+    #[error("{0} connections are open, the most that --max-sessions allows")]
+    Connections(usize),
+    #[error("{0} sessions are open, the most that --max-sessions allows")]
+    Sessions(usize),
+    #[error("cannot watch process {pid}: {error}")]
+    Watch { pid: u32, error: io::Error },
+}
+
 /// A connection that is being served.
 pub(crate) struct Connected(Arc<Sessions>);
 
 impl Connected {
     /// Counts the connection in, or says why there is no room.
-    pub(crate) fn new(sessions: &Arc<Sessions>) -> Result<Self, String> {
+    pub(crate) fn new(sessions: &Arc<Sessions>) -> Result<Self, NoPlace> {
         let (open, most) = (&sessions.connections, sessions.max + NOT_GREETED_MAX);
         // Counted first: `Drop` takes it back when there is no room.
         let (before, connected) = (open.fetch_add(1, Ordering::Relaxed), Self(Arc::clone(sessions)));
         if before >= most {
-            return Err(format!("{before} connections are open, the most that --max-sessions allows"));
+            return Err(NoPlace::Connections(before));
         }
         Ok(connected)
     }
@@ -149,7 +161,7 @@ impl Sessions {
         stream: Stream,
         pidfd: Option<OwnedFd>,
         heard: Arc<AtomicU64>,
-    ) -> Result<SessionId, String> {
+    ) -> Result<SessionId, NoPlace> {
         let mut entries = self.entries.lock();
         // Drawn under the lock: a higher id connected later, which `take_former` relies on.
         let id = self.next.fetch_add(1, Ordering::Relaxed);
@@ -157,12 +169,12 @@ impl Sessions {
         let is_other = |e: &&Entry| e.pidfd.is_some() && !(e.nonce == nonce && e.info.role == info.role);
         let others = entries.values().filter(is_other).count();
         if pidfd.is_some() && others >= self.max {
-            return Err(format!("{others} sessions are open, the most that --max-sessions allows"));
+            return Err(NoPlace::Sessions(others));
         }
         if let Some(pidfd) = &pidfd {
             let event = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             epoll::add(&self.exits, pidfd, epoll::EventData::new_u64(id), event)
-                .map_err(|error| format!("cannot watch process {}: {error}", info.pid))?;
+                .map_err(|error| NoPlace::Watch { pid: info.pid, error: error.into() })?;
         }
         entries.insert(id, Entry { info, nonce, stream: Some(stream), pidfd, heard });
         Ok(id)

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use kvlane_block::{Region, shard_bytes};
 use kvlane_engine_memory::{
-    AskedFlags, GpuCopyError, GpuMemory, Member, PeerBlocks, PoolPlaces, Seat, parts_of,
+    AskedFlags, FlagsError, GpuCopyError, GpuMemory, Member, PeerBlocks, PoolPlaces, Seat, parts_of,
 };
 use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::v1::{self, reply::Body as Answer};
+use thiserror::Error;
 
 use super::context::{Context, not_admitted};
 use crate::{refusal::Refusal, shared::Shared};
@@ -20,8 +21,32 @@ pub(crate) fn load(context: &Context<'_>, load: &v1::Load) -> Result<Answer, Ref
         return Err(Refusal::not_allowed("this worker loads by itself, from its mapping of the pool"));
     };
     let who = (context.greeted.info.engine_id.as_str(), worker.rank);
-    let result = copy_in(context.shared, who, &worker.slices, memory, load).map_err(Refusal::invalid)?;
+    let result = copy_in(context.shared, who, &worker.slices, memory, load)?;
     Ok(Answer::LoadResult(result))
+}
+
+/// What cannot be loaded, or was not.
+#[derive(Debug, Error)]
+enum LoadError {
+    #[error("a load with flags has one group, not {0}")]
+    SeveralGroupsWithFlags(usize),
+    #[error("group {group} does not exist: the worker has {groups}")]
+    NoSuchGroup { group: u32, groups: usize },
+    #[error("{blocks} block ids of {slices} slices came with {pages} pages")]
+    Pages { blocks: usize, slices: usize, pages: usize },
+    #[error("a block at page {page} is not inside the pool")]
+    OutsidePool { page: u64 },
+    #[error(transparent)]
+    Flags(#[from] FlagsError),
+    #[error(transparent)]
+    Copy(#[from] GpuCopyError),
+}
+
+/// Also of a copy that failed, though the request was right: workers act upon all refusals of a load alike.
+impl From<LoadError> for Refusal {
+    fn from(error: LoadError) -> Self {
+        Self::invalid(error)
+    }
 }
 
 /// Copies leased blocks into the GPU of a rank of an engine. `slices` are the worker's, group by group.
@@ -31,9 +56,9 @@ fn copy_in(
     slices: &[Vec<Vec<Region>>],
     memory: &Arc<GpuMemory>,
     load: &v1::Load,
-) -> Result<v1::LoadResult, String> {
+) -> Result<v1::LoadResult, LoadError> {
     if load.flags.is_some() && load.groups.len() != 1 {
-        return Err(format!("a load with flags has one group, not {}", load.groups.len()));
+        return Err(LoadError::SeveralGroupsWithFlags(load.groups.len()));
     }
     let flags = load.flags.as_ref().map(|flags| AskedFlags {
         address: flags.address,
@@ -43,13 +68,13 @@ fn copy_in(
     let mut result = v1::LoadResult::default();
     let mut parts = Vec::new();
     for group in &load.groups {
-        let slices = slices.get(group.group as usize).ok_or_else(|| {
-            format!("group {} does not exist: the worker has {}", group.group, slices.len())
-        })?;
+        let slices = slices
+            .get(group.group as usize)
+            .ok_or(LoadError::NoSuchGroup { group: group.group, groups: slices.len() })?;
         let blocks = group.block_ids.len();
         if group.pages.len() != blocks * slices.len() {
             let (pages, slices) = (group.pages.len(), slices.len());
-            return Err(format!("{blocks} block ids of {slices} slices came with {pages} pages"));
+            return Err(LoadError::Pages { blocks, slices, pages });
         }
         let mut places: Vec<PoolPlaces> = Vec::with_capacity(slices.len());
         for (index, slice) in slices.iter().enumerate() {
@@ -59,13 +84,12 @@ fn copy_in(
             let slice_bytes = shard_bytes(slice);
             let end = shared.arena.bytes().saturating_sub(slice_bytes);
             if let Some((_, offset)) = found.iter().find(|(_, offset)| *offset > end) {
-                return Err(format!("a block at page {} is not inside the pool", offset / PAGE_BYTES));
+                return Err(LoadError::OutsidePool { page: offset / PAGE_BYTES });
             }
             places.push(found);
             result.bytes += blocks as u64 * slice_bytes;
         }
-        let cut = parts_of(slices, &places, flags.as_ref(), &shared.arena);
-        parts.extend(cut.map_err(|error| error.to_string())?);
+        parts.extend(parts_of(slices, &places, flags.as_ref(), &shared.arena)?);
         result.blocks += blocks as u64;
     }
     let ranks = ranks_that_share(slices, &load.groups);
@@ -81,7 +105,7 @@ fn copy_in(
         epoch: load.epoch,
         beside_compute: load.beside_compute,
     });
-    carry_out(shared, &member, load.event, seat).map_err(|error| error.to_string())?;
+    carry_out(shared, &member, load.event, seat)?;
     Ok(result)
 }
 

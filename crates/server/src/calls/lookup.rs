@@ -3,7 +3,10 @@
 use std::{io, sync::Arc, time::Instant};
 
 use kvlane_block::{BlockHash, parse_hashes};
-use kvlane_proto::v1::{self, reply::Body as Answer};
+use kvlane_proto::{
+    packed::pack_pages,
+    v1::{self, reply::Body as Answer},
+};
 use kvlane_store::{LeaseId, LookupGroup, OwnerId};
 
 use super::{
@@ -124,18 +127,12 @@ fn look_up_ready(
         .groups
         .iter()
         .enumerate()
-        .map(|(index, group)| {
-            let mut pages = vec![0; group.pages.len() * 4];
-            pages.chunks_exact_mut(4).zip(&group.pages).for_each(|(bytes, page)| {
-                bytes.copy_from_slice(&page.to_le_bytes());
-            });
-            v1::HitGroup {
-                group: index as u32,
-                first_block: group.first_block,
-                pages: pages.into(),
-                workers,
-                stored_blocks: group.stored_blocks,
-            }
+        .map(|(index, group)| v1::HitGroup {
+            group: index as u32,
+            first_block: group.first_block,
+            pages: pack_pages(group.pages.iter().copied()),
+            workers,
+            stored_blocks: group.stored_blocks,
         })
         .collect();
     Ok(Answer::LookupResult(v1::LookupResult { tokens: hit.tokens, lease: hit.lease.0, groups, ready: true }))

@@ -8,7 +8,7 @@ use kvlane_store::WriterId;
 
 use super::{
     context::{Answered, Context, done, not_admitted},
-    saver::{Granted, Saver},
+    saver::{Granted, SaveRequestError, Saver},
 };
 use crate::{
     engines::SessionId,
@@ -110,7 +110,7 @@ fn with_saver<T>(
     engine_id: &str,
     worker: &Registered,
     job: u64,
-    save: impl FnOnce(&Saver<'_>) -> Result<T, String>,
+    save: impl FnOnce(&Saver<'_>) -> Result<T, SaveRequestError>,
 ) -> Result<T, Refusal> {
     let gate = shared.engines.save_gate(engine_id);
     let inside = gate.and_then(|gate| gate.enter(job)).ok_or_else(Refusal::cancelled)?;
@@ -126,7 +126,7 @@ fn with_saver<T>(
                 open,
                 inside: &inside,
             };
-            save(&saver).map_err(Refusal::invalid)
+            save(&saver).map_err(Refusal::from)
         })
         .unwrap_or_else(|| {
             Err(Refusal::unknown(format!(

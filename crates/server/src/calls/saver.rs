@@ -2,14 +2,17 @@
 
 use std::time::Instant;
 
-use bytes::{BufMut, Bytes, BytesMut};
 use kvlane_block::{BlockHash, HashError, Region, parse_hashes, shard_bytes};
 use kvlane_engine_memory::{Asked, Pace, PeerBlocks};
 use kvlane_memory::PAGE_BYTES;
-use kvlane_proto::v1;
+use kvlane_proto::{
+    packed::{Outcome, pack_outcomes, pack_pages},
+    v1,
+};
 use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
+use thiserror::Error;
 
-use crate::{engines::OpenGroup, save_gate::Inside, shared::Shared};
+use crate::{engines::OpenGroup, refusal::Refusal, save_gate::Inside, shared::Shared};
 
 /// The worker on whose behalf blocks are saved.
 pub(crate) struct Saver<'a> {
@@ -40,31 +43,50 @@ pub(crate) struct Granted {
     pub(crate) claims: Vec<ShardClaim>,
 }
 
+/// What cannot be saved as it was asked for.
+#[derive(Debug, Error)]
+pub(crate) enum SaveRequestError {
+    #[error("group {group} does not exist: the engine has {groups}")]
+    NoSuchGroup { group: usize, groups: usize },
+    #[error(transparent)]
+    Hashes(#[from] HashError),
+    #[error("{hashes} hashes came with {ids} block ids")]
+    Ids { hashes: usize, ids: usize },
+    #[error("block id {id} is not below the {blocks} blocks that the worker registered")]
+    BlockId { id: u32, blocks: u64 },
+}
+
+impl From<SaveRequestError> for Refusal {
+    fn from(error: SaveRequestError) -> Self {
+        Self::invalid(error)
+    }
+}
+
 impl Saver<'_> {
     /// Checks what came over the wire.
-    pub(crate) fn parse(&self, groups: &[v1::SaveGroup]) -> Result<Vec<Blocks>, String> {
+    pub(crate) fn parse(&self, groups: &[v1::SaveGroup]) -> Result<Vec<Blocks>, SaveRequestError> {
         groups.iter().map(|group| self.parse_group(group)).collect()
     }
 
-    fn parse_group(&self, group: &v1::SaveGroup) -> Result<Blocks, String> {
+    fn parse_group(&self, group: &v1::SaveGroup) -> Result<Blocks, SaveRequestError> {
         let index = group.group as usize;
         let regions = self
             .regions
             .get(index)
             .filter(|_| index < self.open.len())
-            .ok_or_else(|| format!("group {index} does not exist: the engine has {}", self.open.len()))?;
-        let hashes = parse_hashes(&group.hashes).map_err(|error: HashError| error.to_string())?;
+            .ok_or(SaveRequestError::NoSuchGroup { group: index, groups: self.open.len() })?;
+        let hashes = parse_hashes(&group.hashes)?;
         if hashes.len() != group.block_ids.len() {
-            return Err(format!("{} hashes came with {} block ids", hashes.len(), group.block_ids.len()));
+            return Err(SaveRequestError::Ids { hashes: hashes.len(), ids: group.block_ids.len() });
         }
         let blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);
         if let Some(id) = group.block_ids.iter().find(|id| u64::from(**id) >= blocks) {
-            return Err(format!("block id {id} is not below the {blocks} blocks that the worker registered"));
+            return Err(SaveRequestError::BlockId { id: *id, blocks });
         }
         let chain = match group.parent.as_ref() {
             _ if self.open[index].window_blocks > 0 => Chain::Unchained,
             [] => Chain::Start,
-            bytes => Chain::After(BlockHash::from_engine(bytes).map_err(|error| error.to_string())?),
+            bytes => Chain::After(BlockHash::from_engine(bytes)?),
         };
         Ok(Blocks { group: index, chain, hashes, ids: group.block_ids.clone() })
     }
@@ -145,24 +167,25 @@ impl Saver<'_> {
     /// Claims blocks that the worker will write itself.
     pub(crate) fn grant(&self, groups: &[Blocks]) -> (v1::ClaimResult, Vec<ShardClaim>) {
         let mut granted = Vec::new();
-        let mut outcome = BytesMut::new();
-        let mut pages = BytesMut::new();
+        let mut outcomes = Vec::new();
+        let mut pages = Vec::new();
         for blocks in groups {
             for answer in self.claim_shards(blocks.group, blocks.chain, &blocks.hashes) {
-                let (code, page) = match answer {
+                let (outcome, page) = match answer {
                     ClaimOutcome::Claimed(claim) => {
                         granted.push(claim);
-                        (0, claim.page)
+                        (Outcome::Claimed, claim.page)
                     }
-                    ClaimOutcome::Present => (1, 0),
-                    ClaimOutcome::InFlight => (2, 0),
-                    ClaimOutcome::NoRoom => (3, 0),
+                    ClaimOutcome::Present => (Outcome::Present, 0),
+                    ClaimOutcome::InFlight => (Outcome::InFlight, 0),
+                    ClaimOutcome::NoRoom => (Outcome::NoRoom, 0),
                 };
-                outcome.put_u8(code);
-                pages.put_u32_le(page);
+                outcomes.push(outcome);
+                pages.push(page);
             }
         }
-        (v1::ClaimResult { outcome: Bytes::from(outcome), pages: pages.freeze(), claim: 0 }, granted)
+        let (outcome, pages) = (pack_outcomes(outcomes), pack_pages(pages));
+        (v1::ClaimResult { outcome, pages, claim: 0 }, granted)
     }
 
     fn claim_shards(&self, group: usize, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
