@@ -227,7 +227,10 @@ impl SchedulerLink {
         self.leave(now);
         self.stats.losses += 1;
         self.backoff.failed(now);
-        self.lookups.clear();
+        // Nobody will give these leases back: greetings and heartbeats must not name them any more.
+        for hit in self.lookups.clear() {
+            self.leases.forget(&hit.boot, hit.lease);
+        }
     }
 
     /// The connection is over, and with it what was asked over it.

@@ -75,6 +75,8 @@ impl Lookups {
             }
         }
         self.by_request = others;
+        // A map has no order of its own, and a seed of the simulation is to play the same again.
+        unsent.sort_by(|(one, _), (other, _)| one.cmp(other));
         unsent
     }
 
@@ -87,8 +89,12 @@ impl Lookups {
         }
     }
 
-    /// What was asked will not be answered, and what was answered is of a run that is over.
-    pub(super) fn clear(&mut self) {
-        self.by_request.clear();
+    /// What was asked will not be answered, and what was answered is of a run that is over. The hits that nobody has taken.
+    pub(super) fn clear(&mut self) -> Vec<Hit> {
+        let untaken = self.by_request.drain().filter_map(|(_, lookup)| match lookup {
+            Lookup::Answered(hit) if hit.tokens > 0 => Some(hit),
+            _ => None,
+        });
+        untaken.collect()
     }
 }

@@ -425,6 +425,25 @@ fn a_loss_ends_lookups_asked_and_answered_and_is_told_and_counted() {
     assert!(!play.link.needs(PROCESS));
 }
 
+/// A hit was answered and its connection broke before the engine took it. The daemon was the same afterwards, and was told
+/// for ever that the lease was in use: its blocks could not make room for others any more.
+#[test]
+fn the_lease_of_a_hit_that_nobody_took_is_not_held_over_a_loss() {
+    let mut play = Play::open();
+    for (request, lease) in [("taken", 11), ("untaken", 12)] {
+        let id = play.look_up(request);
+        play.answer(id, RUN, hit(lease));
+    }
+    assert!(play.poll("taken").is_some_and(|hit| hit.lease == 11));
+    play.lose();
+    play.actions.clear();
+    play.pass(Duration::from_secs(2));
+    let connection = play.connection();
+    play.feed(SchedulerEvent::Connected { connection, life: Life::Watched(PROCESS) });
+    let sent = play.sent();
+    assert!(matches!(&sent[..], [Ask::Hello(hello)] if hello.live_leases == [11]), "{sent:?}");
+}
+
 #[test]
 fn a_connection_that_breaks_off_while_greeting_leaves_no_run() {
     let mut play = Play::greeting();
