@@ -49,6 +49,11 @@ PARTS = {
         _rust("-p", "kvlane-fabric", "--test", "simulation"),
         {"KVLANE_TEST_SEEDS": "200000"},
     ),
+    "links": Part(
+        "2,000,000 seeds of an engine's links against a simulated daemon",
+        _rust("-p", "kvlane-client", "--test", "simulation"),
+        {"KVLANE_TEST_SEEDS": "2000000"},
+    ),
     "canaries": Part(
         "1,000 rounds of GPU loads whose blocks are used again",
         _rust("-p", "kvlane-server", "--test", "gpu", "canary"),

@@ -1,0 +1,569 @@
+//! What one run of the daemon answers: a model of crates/server without its threads, its memory and its mistakes. Time is in
+//! microseconds. `crates/server/tests/model_agrees.rs` asks the real one the same.
+#![allow(dead_code, unreachable_pub, reason = "a test of the server uses its part")]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvlane_proto::v1::{
+    self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer, request::Body as Ask,
+};
+
+/// Leases that no heartbeat names live so long.
+pub const LEASE_US: u64 = 60_000_000;
+
+pub type Name = [u8; 16];
+/// A connection, as the daemon numbers them.
+pub type SessionId = u64;
+type Refusal = (Reason, &'static str);
+
+/// One run of the daemon.
+#[derive(Default)]
+pub struct Run {
+    pub boot: Name,
+    pub pool_bytes: u64,
+    sessions: BTreeMap<SessionId, Session>,
+    engines: BTreeMap<String, Engine>,
+    /// By namespace and hash.
+    blocks: BTreeMap<(Name, Name), Block>,
+    leases: BTreeMap<u64, Lease>,
+    last_lease: u64,
+    last_page: u32,
+}
+
+struct Session {
+    nonce: Name,
+    role: Role,
+    engine: String,
+    /// False in limbo: the connection is over, the process may live.
+    is_live: bool,
+    opened: bool,
+    worker: Option<Worker>,
+    claims: BTreeMap<u64, Granted>,
+    last_claim: u64,
+    /// Copies that are under way for it.
+    copies: u32,
+}
+
+struct Worker {
+    rank: u32,
+    method: Method,
+}
+
+struct Granted {
+    job: u64,
+    shards: Vec<Shard>,
+}
+
+#[derive(Default)]
+struct Engine {
+    groups: Vec<v1::Group>,
+    workers: u32,
+    /// By rank, the session that has mapped the pool.
+    mapped: BTreeMap<u32, SessionId>,
+    /// No save below comes in.
+    closed_below: u64,
+    /// Saves that are worked for.
+    inside: Vec<u64>,
+}
+
+struct Lease {
+    owner: Name,
+    renewed: u64,
+}
+
+/// By rank.
+#[derive(Default)]
+struct Block {
+    shards: BTreeMap<u32, (u32, bool)>,
+    /// Shards that it needs to be whole.
+    workers: u32,
+}
+
+/// One worker's part of a block, which is being saved.
+#[derive(Debug, Clone)]
+pub struct Shard {
+    pub key: (Name, Name),
+    pub rank: u32,
+    pub block_id: u32,
+    pub page: u32,
+}
+
+/// A copy that was asked for; its end answers the request.
+#[derive(Debug, Clone)]
+pub enum Copy {
+    Save { job: u64, epoch: u64, shards: Vec<Shard>, result: v1::SaveResult },
+    Load { epoch: u64, flags: Option<v1::LoadFlags>, places: Vec<(u32, u32)> },
+}
+
+/// What comes of a request.
+#[derive(Debug, Clone)]
+pub enum Said {
+    Answer(Answer),
+    /// Answered when the copy has ended.
+    Copy(Copy),
+    /// Answered when no save below is worked for, or it is too late.
+    Gate {
+        below: u64,
+        timeout_ms: u32,
+    },
+}
+
+fn refused((reason, sentence): Refusal) -> Answer {
+    Answer::Refused(v1::Refused { reason: reason.into(), sentence: sentence.into() })
+}
+
+fn done() -> Answer {
+    Answer::Done(v1::Done {})
+}
+
+fn name(bytes: &[u8]) -> Result<Name, Refusal> {
+    bytes.try_into().map_err(|_| (Reason::Invalid, "a name has 16 bytes"))
+}
+
+const NOT_ALLOWED: Refusal = (Reason::NotAllowed, "not in this role");
+const CANCELLED: Refusal = (Reason::Cancelled, "its engine has cancelled this save");
+const NOT_READY: Refusal = (Reason::Unknown, "the engine is not ready");
+
+impl Run {
+    pub fn new(boot: Name, pool_bytes: u64) -> Self {
+        Self { boot, pool_bytes, ..Self::default() }
+    }
+
+    /// Whether copies go on for a former connection of who greets: then the greeting waits for them.
+    pub fn is_copying_for(&self, hello: &v1::Hello) -> bool {
+        self.sessions
+            .values()
+            .any(|session| session.nonce[..] == hello.process_nonce[..] && session.copies > 0)
+    }
+
+    /// What a request over this connection leads to.
+    pub fn ask(&mut self, id: SessionId, ask: &Ask, now: u64) -> Said {
+        match self.answer(id, ask, now) {
+            Ok(said) => said,
+            Err(refusal) => Said::Answer(refused(refusal)),
+        }
+    }
+
+    fn answer(&mut self, id: SessionId, ask: &Ask, now: u64) -> Result<Said, Refusal> {
+        if let Ask::Hello(hello) = ask {
+            return self.greet(id, hello, now).map(Said::Answer);
+        }
+        let session = self.sessions.get_mut(&id).ok_or((Reason::Invalid, "the first message is Hello"))?;
+        let engine_id = session.engine.clone();
+        let answer = match ask {
+            Ask::Bye(_) => {
+                self.forget(id);
+                done()
+            }
+            Ask::OpenEngine(open) => {
+                if session.role != Role::Scheduler {
+                    return Err(NOT_ALLOWED);
+                }
+                session.opened = true;
+                let engine = self.engines.entry(engine_id.clone()).or_default();
+                (engine.groups, engine.workers) = (open.groups.clone(), open.workers);
+                engine.closed_below = open.cancelled_below;
+                Answer::EngineOpened(v1::EngineOpened { ready: self.is_ready(&engine_id) })
+            }
+            Ask::Lookup(lookup) => {
+                let owner = Self::scheduler(session)?;
+                Answer::LookupResult(self.look_up(&engine_id, owner, lookup, now)?)
+            }
+            Ask::Release(release) => {
+                let owner = Self::scheduler(session)?;
+                for lease in &release.leases {
+                    if self.leases.get(lease).is_some_and(|lease| lease.owner == owner) {
+                        self.leases.remove(lease);
+                    }
+                }
+                done()
+            }
+            Ask::Heartbeat(heartbeat) => {
+                let owner = Self::scheduler(session)?;
+                let live = &heartbeat.live_leases;
+                self.leases.retain(|id, lease| {
+                    lease.owner != owner || live.contains(id) || now - lease.renewed <= LEASE_US
+                });
+                let named = self.leases.iter_mut().filter(|(id, of)| of.owner == owner && live.contains(id));
+                named.for_each(|(_, lease)| lease.renewed = now);
+                done()
+            }
+            Ask::CancelSaves(cancel) => {
+                Self::scheduler(session)?;
+                let engine = self.engines.entry(engine_id).or_default();
+                engine.closed_below = engine.closed_below.max(cancel.below_job);
+                return Ok(Said::Gate { below: cancel.below_job, timeout_ms: cancel.timeout_ms });
+            }
+            Ask::ShareChunks(_) if session.role == Role::Worker => done(),
+            Ask::RegisterWorker(register) => {
+                if session.role != Role::Worker {
+                    return Err(NOT_ALLOWED);
+                }
+                let method = match register.method() {
+                    Method::Auto if register.gpu.is_some() => Method::Gpu,
+                    Method::Auto => Method::ProcessVm,
+                    named => named,
+                };
+                session.worker = Some(Worker { rank: register.rank, method });
+                let reason = String::from("as asked");
+                Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason })
+            }
+            Ask::MapPool(map) => {
+                let writes = session.worker.as_ref().is_some_and(|worker| worker.method == Method::Mapped);
+                if map.writable && !writes {
+                    return Err(NOT_ALLOWED);
+                }
+                let (bytes, page_size) = (self.pool_bytes, "4 kB".into());
+                Answer::PoolDescriptor(v1::PoolDescriptor { bytes, page_size })
+            }
+            Ask::PoolMapped(_) => {
+                if let Some(worker) = &session.worker {
+                    self.engines.entry(engine_id).or_default().mapped.insert(worker.rank, id);
+                }
+                done()
+            }
+            Ask::Save(save) => {
+                let rank = Self::worker(session)?.rank;
+                let (outcomes, shards) = self.claim(&engine_id, rank, save.job, &save.groups)?;
+                let count = |of| outcomes.iter().filter(|outcome| **outcome == of).count() as u64;
+                let (present, in_flight, no_room) = (count(1), count(2), count(3));
+                let result = v1::SaveResult { present, in_flight, no_room, ..v1::SaveResult::default() };
+                self.enter(id, &engine_id, save.job);
+                return Ok(Said::Copy(Copy::Save { job: save.job, epoch: save.epoch, shards, result }));
+            }
+            Ask::Claim(claim) => {
+                let rank = Self::worker(session)?.rank;
+                let (outcomes, shards) = self.claim(&engine_id, rank, claim.job, &claim.groups)?;
+                let mut pages = vec![0u32; outcomes.len()];
+                let claimed = (0..outcomes.len()).filter(|index| outcomes[*index] == 0);
+                claimed.zip(&shards).for_each(|(index, shard)| pages[index] = shard.page);
+                let session = self.sessions.get_mut(&id).ok_or(NOT_ALLOWED)?;
+                session.last_claim += 1;
+                let number = session.last_claim;
+                session.claims.insert(number, Granted { job: claim.job, shards });
+                let pages = pages.into_iter().flat_map(u32::to_le_bytes).collect();
+                Answer::ClaimResult(v1::ClaimResult { outcome: outcomes.into(), pages, claim: number })
+            }
+            Ask::Commit(commit) => {
+                let granted = session.claims.remove(&commit.claim);
+                let granted = granted.ok_or((Reason::Unknown, "that claim is not open"))?;
+                let is_closed =
+                    self.engines.get(&engine_id).is_none_or(|engine| granted.job < engine.closed_below);
+                self.end_shards(&granted.shards, commit.written && !is_closed);
+                if commit.written && is_closed {
+                    return Err(CANCELLED);
+                }
+                done()
+            }
+            Ask::Load(load) => {
+                if Self::worker(session)?.method != Method::Gpu {
+                    return Err((Reason::NotAllowed, "this worker loads by itself"));
+                }
+                session.copies += 1;
+                let places = |group: &v1::LoadGroup| {
+                    group.block_ids.iter().copied().zip(group.pages.iter().copied()).collect::<Vec<_>>()
+                };
+                let places = load.groups.iter().flat_map(places).collect();
+                return Ok(Said::Copy(Copy::Load { epoch: load.epoch, flags: load.flags.clone(), places }));
+            }
+            _ => return Err((Reason::Invalid, "nobody asks this here")),
+        };
+        Ok(Said::Answer(answer))
+    }
+
+    fn greet(&mut self, id: SessionId, hello: &v1::Hello, now: u64) -> Result<Answer, Refusal> {
+        if self.sessions.contains_key(&id) {
+            return Err((Reason::Invalid, "this connection has said Hello already"));
+        }
+        let nonce = name(&hello.process_nonce)?;
+        let former = self.sessions.iter().find(|(_, session)| session.nonce == nonce).map(|(id, _)| *id);
+        if let Some(former) = former {
+            let kept: Vec<u64> = hello.live_leases.clone();
+            let mut leases = std::mem::take(&mut self.leases);
+            leases.retain(|id, lease| lease.owner != nonce || kept.contains(id));
+            self.forget(former);
+            leases.values_mut().filter(|lease| lease.owner == nonce).for_each(|lease| lease.renewed = now);
+            self.leases = leases;
+        }
+        self.sessions.insert(
+            id,
+            Session {
+                nonce,
+                role: hello.role(),
+                engine: hello.engine_id.clone(),
+                is_live: true,
+                opened: false,
+                worker: None,
+                claims: BTreeMap::new(),
+                last_claim: 0,
+                copies: 0,
+            },
+        );
+        let (version, pool_bytes) = ("0.1.0".into(), self.pool_bytes);
+        Ok(Answer::Welcome(v1::Welcome { wire: 1, version, session_id: id, pool_bytes }))
+    }
+
+    fn scheduler(session: &Session) -> Result<Name, Refusal> {
+        match session {
+            Session { role: Role::Scheduler, opened: true, nonce, .. } => Ok(*nonce),
+            _ => Err((Reason::Invalid, "open the engine first")),
+        }
+    }
+
+    fn worker(session: &Session) -> Result<&Worker, Refusal> {
+        session.worker.as_ref().ok_or((Reason::Invalid, "register first"))
+    }
+
+    /// A connection is over; the process may live.
+    pub fn hung_up(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.is_live = false;
+            if let Some(engine) = self.engines.get_mut(&session.engine) {
+                engine.mapped.retain(|_, mapped| *mapped != id);
+            }
+        }
+    }
+
+    /// A process has ended, and with it what it held.
+    pub fn exits(&mut self, nonce: Name) {
+        let of_it = |(_, session): &(&SessionId, &Session)| session.nonce == nonce;
+        let ids: Vec<SessionId> = self.sessions.iter().filter(of_it).map(|(id, _)| *id).collect();
+        ids.into_iter().for_each(|id| self.forget(id));
+    }
+
+    /// Whoever it was has nothing here any more.
+    fn forget(&mut self, id: SessionId) {
+        self.hung_up(id);
+        if let Some(session) = self.sessions.remove(&id) {
+            session.claims.values().for_each(|granted| self.end_shards(&granted.shards, false));
+            self.leases.retain(|_, lease| lease.owner != session.nonce);
+        }
+    }
+
+    fn is_ready(&self, engine_id: &str) -> bool {
+        self.engines
+            .get(engine_id)
+            .is_some_and(|engine| !engine.groups.is_empty() && engine.mapped.len() as u32 == engine.workers)
+    }
+
+    /// All workers of an engine that has none in the simulation are there.
+    pub fn stand_in_for_workers(&mut self, engine_id: &str) {
+        let engine = self.engines.entry(engine_id.into()).or_default();
+        engine.mapped.extend((0..engine.workers.max(1)).map(|rank| (rank, 0)));
+    }
+
+    fn look_up(
+        &mut self,
+        engine_id: &str,
+        owner: Name,
+        lookup: &v1::Lookup,
+        now: u64,
+    ) -> Result<v1::LookupResult, Refusal> {
+        if !self.is_ready(engine_id) {
+            return Ok(v1::LookupResult::default());
+        }
+        let engine = &self.engines[engine_id];
+        if lookup.groups.len() != engine.groups.len() {
+            return Err((Reason::Invalid, "other groups than the engine's"));
+        }
+        let mut wanted = Vec::new();
+        for (group, asked) in engine.groups.iter().zip(&lookup.groups) {
+            let hashes = asked.hashes.chunks(16).map(name).collect::<Result<Vec<_>, _>>()?;
+            wanted.push((name(&group.namespace)?, group.tokens_per_block, group.window_blocks, hashes));
+        }
+        let is_whole =
+            |namespace: Name, hash: &Name| self.blocks.get(&(namespace, *hash)).is_some_and(Block::is_whole);
+        let first = |end: u64, window: u32| if window == 0 { 0 } else { end.saturating_sub(window.into()) };
+        let step = wanted.iter().map(|(_, tokens, ..)| u64::from(*tokens)).max().unwrap_or(1);
+        let mut tokens = lookup.max_tokens / step * step;
+        for (_, of_block, _, hashes) in &wanted {
+            tokens = tokens.min(hashes.len() as u64 * u64::from(*of_block) / step * step);
+        }
+        let fits = |tokens: u64| {
+            wanted.iter().all(|(namespace, of_block, window, hashes)| {
+                let end = tokens / u64::from(*of_block);
+                hashes[first(end, *window) as usize..end as usize]
+                    .iter()
+                    .all(|hash| is_whole(*namespace, hash))
+            })
+        };
+        while tokens > 0 && !fits(tokens) {
+            tokens -= step;
+        }
+        if tokens == 0 {
+            return Ok(v1::LookupResult { ready: true, ..v1::LookupResult::default() });
+        }
+        let groups = wanted.iter().enumerate().map(|(index, (namespace, of_block, window, hashes))| {
+            let end = tokens / u64::from(*of_block);
+            let first_block = first(end, *window);
+            let of_hit = &hashes[first_block as usize..end as usize];
+            let pages = of_hit.iter().flat_map(|hash| self.blocks[&(*namespace, *hash)].pages());
+            let beyond = hashes[end as usize..].iter().take_while(|hash| is_whole(*namespace, hash)).count();
+            v1::HitGroup {
+                group: index as u32,
+                first_block,
+                pages: pages.flat_map(u32::to_le_bytes).collect(),
+                workers: engine.workers,
+                stored_blocks: end + if *window == 0 { beyond as u64 } else { 0 },
+            }
+        });
+        let groups = groups.collect();
+        self.last_lease += 1;
+        self.leases.insert(self.last_lease, Lease { owner, renewed: now });
+        Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true })
+    }
+
+    /// Outcomes as the wire numbers them, and the shards that are to be written.
+    fn claim(
+        &mut self,
+        engine_id: &str,
+        rank: u32,
+        job: u64,
+        groups: &[v1::SaveGroup],
+    ) -> Result<(Vec<u8>, Vec<Shard>), Refusal> {
+        let engine = self.engines.get(engine_id).ok_or(NOT_READY)?;
+        if job < engine.closed_below {
+            return Err(CANCELLED);
+        }
+        if !self.is_ready(engine_id) {
+            return Err(NOT_READY);
+        }
+        let (mut outcomes, mut shards) = (Vec::new(), Vec::new());
+        for group in groups {
+            let of = engine.groups.get(group.group as usize).ok_or((Reason::Invalid, "no such group"))?;
+            let namespace = name(&of.namespace)?;
+            for (hash, block_id) in group.hashes.chunks(16).zip(&group.block_ids) {
+                let key = (namespace, name(hash)?);
+                let block = self.blocks.entry(key).or_default();
+                block.workers = engine.workers;
+                match block.shards.get(&rank) {
+                    Some((_, is_sealed)) => outcomes.push(if *is_sealed { 1 } else { 2 }),
+                    None if u64::from(self.last_page + 1) * 4096 >= self.pool_bytes => outcomes.push(3),
+                    None => {
+                        self.last_page += 1;
+                        let page = self.last_page;
+                        block.shards.insert(rank, (page, false));
+                        shards.push(Shard { key, rank, block_id: *block_id, page });
+                        outcomes.push(0);
+                    }
+                }
+            }
+        }
+        Ok((outcomes, shards))
+    }
+
+    fn end_shards(&mut self, shards: &[Shard], seal: bool) {
+        for shard in shards {
+            let Some(block) = self.blocks.get_mut(&shard.key) else { continue };
+            if seal {
+                block.shards.insert(shard.rank, (shard.page, true));
+            } else {
+                // Its page is not used again here: whoever still writes it does no harm, and is seen.
+                block.shards.remove(&shard.rank);
+            }
+        }
+    }
+
+    fn enter(&mut self, id: SessionId, engine_id: &str, job: u64) {
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.copies += 1;
+        }
+        self.engines.entry(engine_id.into()).or_default().inside.push(job);
+    }
+
+    fn leave(&mut self, id: SessionId, job: u64) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.copies = session.copies.saturating_sub(1);
+        if let Some(engine) = self.engines.get_mut(&session.engine)
+            && let Some(at) = engine.inside.iter().position(|inside| *inside == job)
+        {
+            engine.inside.swap_remove(at);
+        }
+    }
+
+    /// Whether a save is cancelled while it is worked for.
+    pub fn is_cancelled(&self, id: SessionId, job: u64) -> bool {
+        let engine = self.sessions.get(&id).and_then(|session| self.engines.get(&session.engine));
+        engine.is_none_or(|engine| job < engine.closed_below)
+    }
+
+    /// The copy of a save has ended. What was copied is sealed; its answer.
+    pub fn save_ends(&mut self, id: SessionId, copy: &Copy, copied: bool) -> Answer {
+        let Copy::Save { job, shards, result, .. } = copy else { return done() };
+        self.leave(id, *job);
+        self.end_shards(shards, copied);
+        let count = shards.len() as u64;
+        let (saved, failed) = if copied { (count, 0) } else { (0, count) };
+        Answer::SaveResult(v1::SaveResult { saved, failed, bytes: saved * 4096, ..*result })
+    }
+
+    /// The copy of a load has ended.
+    pub fn load_ends(&mut self, id: SessionId, copy: &Copy, copied: bool) -> Answer {
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.copies = session.copies.saturating_sub(1);
+        }
+        match copy {
+            Copy::Load { places, .. } if copied => {
+                let blocks = places.len() as u64;
+                Answer::LoadResult(v1::LoadResult { blocks, bytes: blocks * 4096 })
+            }
+            _ => refused((Reason::Invalid, "the copy failed or was cancelled")),
+        }
+    }
+
+    /// A save of workers that are not simulated begins. False where it is not taken.
+    pub fn stand_in_save_begins(&mut self, engine_id: &str, job: u64) -> bool {
+        let may = self.is_ready(engine_id) && job >= self.engines[engine_id].closed_below;
+        if may {
+            self.engines.entry(engine_id.into()).or_default().inside.push(job);
+        }
+        may
+    }
+
+    /// It ends: its blocks are there unless it was cancelled meanwhile. True if they are.
+    pub fn stand_in_save_ends(&mut self, engine_id: &str, job: u64, keys: &[(Name, Name)]) -> bool {
+        let Some(engine) = self.engines.get_mut(engine_id) else { return false };
+        if let Some(at) = engine.inside.iter().position(|inside| *inside == job) {
+            engine.inside.swap_remove(at);
+        }
+        if job < engine.closed_below {
+            return false;
+        }
+        let workers = engine.workers;
+        for key in keys {
+            let block = self.blocks.entry(*key).or_default();
+            block.workers = workers;
+            for rank in 0..workers {
+                self.last_page += 1;
+                block.shards.insert(rank, (self.last_page, true));
+            }
+        }
+        true
+    }
+
+    /// Whether the gate is closed behind all saves below.
+    pub fn is_gate_closed(&self, id: SessionId, below: u64) -> bool {
+        let engine = self.sessions.get(&id).and_then(|session| self.engines.get(&session.engine));
+        engine.is_none_or(|engine| engine.inside.iter().all(|job| *job >= below))
+    }
+
+    pub fn gate_answer(is_closed: bool) -> Answer {
+        if is_closed { done() } else { refused((Reason::Limit, "saves were still being copied")) }
+    }
+
+    pub fn leases(&self) -> BTreeSet<u64> {
+        self.leases.keys().copied().collect()
+    }
+}
+
+impl Block {
+    fn is_whole(&self) -> bool {
+        self.workers > 0
+            && self.shards.len() as u32 == self.workers
+            && self.shards.values().all(|(_, sealed)| *sealed)
+    }
+
+    fn pages(&self) -> Vec<u32> {
+        self.shards.values().map(|(page, _)| *page).collect()
+    }
+}
