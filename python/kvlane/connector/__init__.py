@@ -1,8 +1,8 @@
 """vLLM's connector to kvlane: `{"kv_connector": "KVLaneConnector", "kv_connector_module_path": "kvlane.connector"}`.
 
 connector.py is the class that vLLM calls and never lets an error through; scheduler.py and worker.py are its two
-roles; saves.py decides what is saved; layout.py and namespace.py say what a block is and what it means. Only
-connector.py, metadata.py and stats.py need vLLM to be imported.
+roles, which ask the kinds of job in kinds/ what to do; saves.py decides what is saved; layout.py and namespace.py say
+what a block is and what it means. Only connector.py, metadata.py and stats.py need vLLM to be imported.
 """
 
 from __future__ import annotations
