@@ -23,6 +23,8 @@ use crate::daemon_user::{DaemonUser, Stranger};
 
 /// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
 const OUT_BYTES_MAX: usize = 96 << 20;
+/// Most descriptors that came and were not taken: the daemon sends one, with its pool.
+const DESCRIPTORS_KEPT_MAX: usize = 4;
 const RECEIVE_BYTES: usize = 64 << 10;
 /// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -94,6 +96,8 @@ pub(crate) enum Lost {
     Stuck(usize),
     #[error("a request of {0} bytes is longer than the {MAX_FRAME_BYTES} that a frame may have")]
     TooLong(usize),
+    #[error("the daemon sent descriptors that nobody asked for")]
+    Descriptors,
     #[error(transparent)]
     Frame(#[from] FrameError),
     #[error(transparent)]
@@ -235,6 +239,7 @@ impl Connection {
             };
             match received {
                 Ok(0) => return Err(Lost::Closed),
+                Ok(_) if self.descriptors.len() > DESCRIPTORS_KEPT_MAX => return Err(Lost::Descriptors),
                 Ok(n) => {
                     self.drained = n < self.scratch.len();
                     self.reader.push(&self.scratch[..n]);
@@ -325,4 +330,39 @@ fn connect_unix(path: &std::path::Path) -> io::Result<UnixStream> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::connect(&socket, &address)?;
     Ok(UnixStream::from(socket))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// What was never taken stayed open: a daemon with a defect used up the engine's descriptors, and its next file or socket
+    /// could not be opened.
+    #[test]
+    fn a_daemon_that_sends_descriptors_that_nobody_asked_for_is_hung_up_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("k.sock");
+        let listener = UnixListener::bind(&path).unwrap();
+        let mut connection = Connection::connect(&Address::Unix(path), DaemonUser::default()).unwrap();
+        let (daemon, _) = listener.accept().unwrap();
+        // The beginning of a frame that never ends.
+        let mut first: Vec<u8> = 1000u32.to_le_bytes().into();
+        let mut lost = None;
+        for _ in 0..100 {
+            send_with_fds(&daemon, &first, &[listener.as_fd()]).unwrap();
+            first = vec![0];
+            connection.drained = false;
+            lost = connection.receive().err();
+            if lost.is_some() {
+                break;
+            }
+        }
+        assert!(
+            matches!(lost, Some(Lost::Descriptors)),
+            "{lost:?}, {} are kept",
+            connection.descriptors.len()
+        );
+    }
 }
