@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
 use kvlane_memory::PAGE_BYTES;
-use kvlane_policy::{PrefixGroup, longest_hit};
+use kvlane_policy::longest_hit;
 use parking_lot::Mutex;
 
 use crate::api::{Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, SpaceId, WriterId};
 use crate::claim::Caller;
+use crate::needs::needs;
 use crate::store::Store;
 use crate::tier::{BlockKey, PoolExtent, Tier};
 
@@ -168,15 +169,7 @@ impl Store {
 
     /// What of a longer hit is not visible. Empty if the tier cannot make the hit longer.
     fn missing(&self, tier: &dyn Tier, groups: &[LookupGroup<'_>], max_tokens: u64) -> Vec<Stretch> {
-        if groups.iter().any(|group| group.tokens_per_block == 0) {
-            return Vec::new();
-        }
-        let need = |group: &LookupGroup<'_>| PrefixGroup {
-            tokens_per_block: group.tokens_per_block,
-            window_blocks: group.window_blocks,
-            blocks: (group.hashes.len() as u64).min(max_tokens / u64::from(group.tokens_per_block)),
-        };
-        let needs: Vec<PrefixGroup> = groups.iter().map(need).collect();
+        let Some(needs) = needs(groups, max_tokens) else { return Vec::new() };
         let mut is_visible: Vec<Vec<bool>> = Vec::with_capacity(groups.len());
         for (group, need) in groups.iter().zip(&needs) {
             let mut of_group = Vec::with_capacity(need.blocks as usize);

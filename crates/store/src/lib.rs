@@ -28,6 +28,7 @@ mod index;
 mod lease;
 mod limbo;
 mod lookup;
+mod needs;
 mod replacement;
 mod seal;
 mod space;

@@ -7,6 +7,7 @@ use kvlane_policy::{PrefixGroup, longest_hit};
 use crate::api::{Hit, HitGroup, LookupGroup, OwnerId};
 use crate::entries::{NONE, State, fingerprint};
 use crate::index::Index;
+use crate::needs::needs;
 
 impl Index {
     /// The longest prefix of at most `max_tokens` that every group can give, with a lease on its blocks. None is a
@@ -18,18 +19,7 @@ impl Index {
         max_tokens: u64,
         now: Instant,
     ) -> Option<Hit> {
-        if groups.iter().any(|group| group.tokens_per_block == 0) {
-            return None;
-        }
-        let asked = |group: &LookupGroup<'_>| {
-            (group.hashes.len() as u64).min(max_tokens / u64::from(group.tokens_per_block))
-        };
-        let needs = groups.iter().map(|group| PrefixGroup {
-            tokens_per_block: group.tokens_per_block,
-            window_blocks: group.window_blocks,
-            blocks: asked(group),
-        });
-        let needs: Vec<PrefixGroup> = needs.collect();
+        let needs = needs(groups, max_tokens)?;
         // The slot of each block that was found, by group and block.
         let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
         let entries = &self.entries;

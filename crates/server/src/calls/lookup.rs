@@ -116,9 +116,7 @@ fn look_up_ready(
     let asked = asked_blocks(open, workers, lookup)?;
     let groups = lookup_groups(&asked);
     for group in &groups {
-        let blocks = lookup.max_tokens / u64::from(group.tokens_per_block.max(1));
-        let blocks = usize::try_from(blocks).unwrap_or(usize::MAX).min(group.hashes.len());
-        shared.ceilings.record(shared.store.namespace(group.space), &group.hashes[..blocks]);
+        shared.ceilings.record(shared.store.namespace(group.space), group.asked(lookup.max_tokens));
     }
     let Some(hit) = shared.store.lookup(owner, &groups, lookup.max_tokens, Instant::now()) else {
         return Ok(Answer::LookupResult(v1::LookupResult { ready: true, ..Default::default() }));
