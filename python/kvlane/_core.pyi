@@ -30,6 +30,9 @@ class Hit:
         """Pool pages of this rank's shards, little-endian u32 a block, from the group's first block on. Those of ranks
         that hold the same blocks, one after the other, are what `Worker.load` wants for them."""
 
+    def pages_of(self, group: int, rank: int, blocks: list[int]) -> bytes:
+        """The same for some blocks, named by their numbers in the prompt. ValueError for one that is not in the hit."""
+
     def stored_blocks(self, group: int) -> int:
         """Blocks from the prompt's first one that need no saving: the hit's and those stored after it."""
 

@@ -40,6 +40,12 @@ class FakeHit:
     def pages(self, group: int, rank: int) -> bytes:
         return self._pages[group, rank]
 
+    def pages_of(self, group: int, rank: int, blocks: list[int]) -> bytes:
+        pages, first = self._pages[group, rank], dict(self.groups)[group]
+        if not all(first <= block < first + len(pages) // 4 for block in blocks):
+            raise ValueError("not all of these blocks are in the hit")
+        return b"".join(pages[(block - first) * 4 :][:4] for block in blocks)
+
 
 @dataclass
 class FakeFinished:

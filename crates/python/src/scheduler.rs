@@ -9,7 +9,7 @@ use pyo3::{
     types::{PyBytes, PyList},
 };
 
-use crate::convert::{address, bytes16, daemon_user, hashes, milliseconds};
+use crate::convert::{address, bytes16, daemon_user, hashes, milliseconds, value_error};
 use crate::own::Own;
 
 /// A poll of a lookup waits so long without letting the interpreter go. Each Python thread that computes keeps it for
@@ -48,6 +48,18 @@ impl PyHit {
 
     fn pages<'py>(&self, py: Python<'py>, group: u32, rank: u32) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.pages(group, rank))
+    }
+
+    fn pages_of<'py>(
+        &self,
+        py: Python<'py>,
+        group: u32,
+        rank: u32,
+        blocks: Vec<u64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let pages = self.0.pages_of(group, rank, &blocks);
+        let pages = pages.ok_or_else(|| value_error("not all of these blocks are in the hit"))?;
+        Ok(PyBytes::new(py, &pages))
     }
 
     fn __repr__(&self) -> String {

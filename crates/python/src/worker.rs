@@ -7,6 +7,7 @@ use kvlane_client::{
     EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
     Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
+use kvlane_proto::packed::Pages;
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 
@@ -224,10 +225,8 @@ impl PyWorker {
         let groups = groups
             .into_iter()
             .map(|(group, block_ids, pages)| {
-                let pages =
-                    pages.chunks(4).map(|p| p.try_into().map(u32::from_le_bytes)).collect::<Result<_, _>>();
-                let pages = pages.map_err(|_| value_error("pages are 4 bytes each"))?;
-                Ok(LoadGroup { group, block_ids, pages })
+                let pages = Pages::parse(&pages).map_err(|error| value_error(error.to_string()))?;
+                Ok(LoadGroup { group, block_ids, pages: pages.iter().collect() })
             })
             .collect::<PyResult<_>>()?;
         self.0.get()?.read().load_after(job, boot, groups, &engine_stream(stream), release);

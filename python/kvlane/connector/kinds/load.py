@@ -200,19 +200,12 @@ class LookUpAndLoad(SchedulerKind):
             assert group.window_blocks == 0 or end_tokens == hit.tokens, (
                 f"the engine cut a hit of {hit.tokens} tokens with a window to {end_tokens}"
             )
-            first_hit = first_blocks[group.index]
-            first = max(state.local_tokens // group.tokens_per_block, first_hit)
+            first = max(state.local_tokens // group.tokens_per_block, first_blocks[group.index])
             table = blocks.blocks[group.group_id]
             wanted = [index for index in range(first, end) if not table[index].is_null]
             ids = [table[index].block_id for index in wanted]
-            pages = []
-            for rank in range(self._shared.shape.workers):
-                all_pages = hit.pages(group.index, rank)
-                pages.append(
-                    b"".join(
-                        all_pages[(index - first_hit) * 4 : (index - first_hit + 1) * 4] for index in wanted
-                    )
-                )
+            ranks = range(self._shared.shape.workers)
+            pages = [hit.pages_of(group.index, rank, wanted) for rank in ranks]
             groups.append((group.index, ids, pages))
         return groups
 
