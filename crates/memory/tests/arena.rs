@@ -4,7 +4,9 @@
 use std::os::fd::AsFd;
 use std::sync::Mutex;
 
-use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa, PoolView, available_memory};
+use kvlane_memory::{
+    Arena, ArenaError, ArenaOptions, HugePages, Numa, OutsidePool, PoolView, available_memory,
+};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 
@@ -44,6 +46,22 @@ fn an_arena_is_rounded_up_faulted_in_and_its_progress_ends_at_its_size() {
     let nodes = arena.nodes();
     assert_eq!((nodes[0].start, nodes[nodes.len() - 1].end), (0, arena.bytes()));
     assert!(nodes.windows(2).all(|pair| pair[0].end == pair[1].start));
+}
+
+#[test]
+fn a_view_reads_and_writes_inside_the_pool_and_nowhere_else() {
+    let arena = arena(4 * MIB);
+    let view = PoolView::map(arena.descriptor(true).unwrap(), arena.bytes(), true).unwrap();
+    let (end, mut found) = (arena.bytes(), [0; 4]);
+    view.write(end - 4, b"last").unwrap();
+    view.read(end - 4, &mut found).unwrap();
+    assert_eq!(&found, b"last");
+    for outside in [end - 3, end, u64::MAX - 1] {
+        assert_eq!(view.write(outside, b"last"), Err(OutsidePool { offset: outside, bytes: 4 }));
+        assert_eq!(view.read(outside, &mut found), Err(OutsidePool { offset: outside, bytes: 4 }));
+    }
+    view.read(0, &mut found).unwrap();
+    assert_eq!(found, [0; 4]);
 }
 
 #[test]
