@@ -229,14 +229,16 @@ impl Scheduler {
     }
 
     fn look_up(&mut self, request: &str, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) {
-        self.advance(Instant::now());
+        // One moment for both: a probe that this sends must not count as silence because a long prompt takes time to encode.
+        let now = Instant::now();
+        self.advance(now);
         let groups = hashes.iter().enumerate().map(|(group, of_group)| {
             let sent = of_group.len().min(HASHES_MAX / hashes.len());
             v1::LookupGroup { group: group as u32, hashes: concatenate(&of_group[..sent]) }
         });
         let groups = groups.collect();
         let event = SchedulerEvent::LookUp { request: request.to_owned(), groups, max_tokens, timeout };
-        self.feed(event, Instant::now());
+        self.feed(event, now);
     }
 
     /// One turn: takes what has arrived, then lets timers run.
