@@ -202,6 +202,19 @@ impl Rank {
         finished.remove(0)
     }
 
+    /// The end of a load whose request may be released before: who was left alone by its daemon has the blocks, and
+    /// waits only for the daemon's end.
+    pub fn ended(&self) -> Finished {
+        loop {
+            assert!(self.worker.wait(PATIENCE));
+            let mut ends = self.worker.poll();
+            ends.retain(|end| end.kind != JobKind::Released);
+            if let Some(end) = ends.pop() {
+                return end;
+            }
+        }
+    }
+
     /// The prompt's blocks are there, and nothing was written beside them.
     pub fn check(&self, number: usize, blocks: Range<u32>) {
         for (index, block) in (0..).zip(blocks.clone()) {

@@ -193,6 +193,7 @@ fn a_promised_load_of_all_slices_arrives_after_the_daemon_is_gone() {
     let hit = engine.look_up(2);
     daemon.kill();
     engine.start_load(&hit, 6..8, false);
-    assert_ended(&engine.finished(), JobKind::Load, 2);
+    let ends: Vec<_> = engine.ranks.iter().map(|rank| rank.ended()).collect();
+    assert_ended(&ends, JobKind::Load, 2);
     engine.check(6..8);
 }
