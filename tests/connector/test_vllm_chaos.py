@@ -60,6 +60,7 @@ class Chaos:
         self._mend: Callable[[], None] | None = None
         """What ends the present fault."""
         self._mend_at = 0.0
+        self._is_over = False
         side: Any = engine.connector._scheduler
         self._side = side
         take_loads = side.take_loads
@@ -88,8 +89,9 @@ class Chaos:
         if self._side.saves.pinned_blocks:
             self._maybe("saving")
 
-    def mend(self) -> None:
-        """The daemon is there again."""
+    def end(self) -> None:
+        """The daemon is there again, and stays: also promises of the last steps break nothing any more."""
+        self._is_over = True
         if self._mend is not None:
             mend, self._mend = self._mend, None
             mend()
@@ -99,7 +101,7 @@ class Chaos:
         return sum(max(0, ROUNDS - self.met[each]) for each in itertools.product(MOMENTS, FAULTS))
 
     def _maybe(self, moment: str) -> None:
-        if self._mend is not None or self._dice.random() < 0.7:
+        if self._is_over or self._mend is not None or self._dice.random() < 0.7:
             return
         fault = min(FAULTS, key=lambda each: (self.met[moment, each], self._dice.random()))
         # Moments that come often leave some to those that do not.
@@ -155,7 +157,7 @@ def test_no_request_is_lost_whatever_becomes_of_the_daemon(
                     elif list(answer.token_ids) != answers[number]:
                         wrong.append((output.request_id, number))
                 chaos.between_steps()
-            chaos.mend()
+            chaos.end()
             engine.run()
             table = "\n".join(
                 f"{moment:12} " + "  ".join(f"{fault} {chaos.met[moment, fault]:4}" for fault in FAULTS)
