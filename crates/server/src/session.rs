@@ -200,7 +200,6 @@ impl Session {
     }
 
     /// Handles one request. False when the connection is to be closed.
-    /// Handles one request. False when the connection is to be closed.
     fn handle(&mut self, request: v1::Request) -> io::Result<bool> {
         let since = Instant::now();
         let Some(ask) = request.body else {
