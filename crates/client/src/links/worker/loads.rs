@@ -184,8 +184,9 @@ impl WorkerLink {
         for key in asked {
             let Some(load) = self.loads.get_mut(&key) else { continue };
             load.daemon = match life {
-                Life::Watched(_) => Daemon::Leaving { boot, life, until: now + PEERS_END },
-                Life::Unknown | Life::Ended => Daemon::Out,
+                // Where the kernel does not tell of its end, it may write as long.
+                Life::Watched(_) | Life::Unknown => Daemon::Leaving { boot, life, until: now + PEERS_END },
+                Life::Ended => Daemon::Out,
             };
             if matches!(load.own, Own::Due(_)) {
                 self.copy_in(key, actions);

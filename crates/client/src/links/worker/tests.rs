@@ -552,3 +552,21 @@ fn a_load_ends_when_its_daemon_greets_again_and_a_stranger_does_not_end_it() {
         assert_eq!(play.told().contains(&"end 1".to_owned()), !ends);
     }
 }
+
+/// In a container without the host's processes the kernel tells no end. The blocks of a load used to count as free as soon as
+/// its connection was lost, and a daemon that lived wrote its copy into what the engine had computed there since.
+#[test]
+fn blocks_of_a_load_stay_while_a_daemon_may_write_whose_end_is_not_told() {
+    let mut play = Play::open(Method::Gpu);
+    play.link.up().unwrap().peer.life = Life::Unknown;
+    play.load(1, Release::AtEnd);
+    play.actions.clear();
+    play.lose();
+    play.feed(WorkerEvent::Copied { copy: CopyId(play.link.last_copy), copied: COPIED });
+    let is_end = |action: &WorkerAction| matches!(action, WorkerAction::End { .. });
+    let is_release = |action: &WorkerAction| matches!(action, WorkerAction::Release { .. });
+    assert!(!play.actions.iter().any(is_end), "the daemon may still write");
+    assert!(play.actions.iter().any(is_release), "its request goes on");
+    play.pass(Duration::from_secs(10));
+    assert!(play.actions.iter().any(is_end));
+}
