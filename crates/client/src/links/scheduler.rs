@@ -7,7 +7,7 @@
 //!    +--- backoff ---+-----------------+--------------+------ lost --------+     Close: Leaving, until Bye is answered
 //! ```
 //! Lookups asked while greeting or opening wait for it, within their own deadline; while down they are misses. Once one has
-//! waited in vain, others are misses at once until the daemon speaks.
+//! waited in vain, and nothing was heard since it was asked, others are misses at once until the daemon speaks.
 //! [`Scheduler`](crate::Scheduler) is its driver.
 
 mod asking;
@@ -33,7 +33,7 @@ use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use self::{
     cancelling::Cancelling,
-    connection::{Asked, Connection, HEARTBEAT, Stage, send},
+    connection::{Connection, HEARTBEAT, Stage, send},
     lookups::{Lookup, Unsent},
 };
 pub use self::{
@@ -99,7 +99,7 @@ impl SchedulerLink {
             Some(Lookup::Sent { id, .. }) => self.give_up(id),
             Some(Lookup::Unsent(_)) => {
                 if let Connection::Up(up) = &mut self.connection {
-                    up.silent = true;
+                    up.waited_in_vain = true;
                 }
             }
             None => {}
@@ -227,7 +227,7 @@ impl SchedulerLink {
                     up.probe_at = now + READY_PROBE;
                     let id = send(&mut self.last_request, up.id, self.options.probe(), actions);
                     let timeout = self.options.lookup_timeout;
-                    up.asked.insert(id, Asked::new(None, 0, now, now + timeout, timeout));
+                    up.note_asked(id, None, 0, now, now + timeout, timeout);
                 }
             }
             _ => {}

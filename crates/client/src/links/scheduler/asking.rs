@@ -47,7 +47,7 @@ impl SchedulerLink {
             Connection::Up(up) if up.stage == Stage::Open => {
                 let max_tokens = self.options.most_tokens(&ask);
                 let id = send(&mut self.last_request, up.id, Ask::Lookup(ask), actions);
-                up.asked.insert(id, Asked::new(Some(request.clone()), max_tokens, now, until, timeout));
+                up.note_asked(id, Some(request.clone()), max_tokens, now, until, timeout);
                 Lookup::Sent { id, until }
             }
             _ => Lookup::Unsent(Unsent { ask, until, timeout }),
@@ -59,7 +59,7 @@ impl SchedulerLink {
     pub(super) fn may_ask(&self, now: Instant) -> bool {
         match &self.connection {
             Connection::Connecting(_) => true,
-            Connection::Up(up) => !up.silent && up.asked.values().all(|asked| now < asked.until),
+            Connection::Up(up) => !up.is_silent(now),
             Connection::Down | Connection::Leaving { .. } => false,
         }
     }
@@ -100,8 +100,8 @@ impl SchedulerLink {
         }
     }
 
-    /// Nobody waits for this answer any more. It still counts as silence if it does not come, and its lease is given back
-    /// if it does.
+    /// Nobody waits for this answer any more. It still counts as silence if neither it nor another one comes, and its lease
+    /// is given back if it does.
     pub(super) fn give_up(&mut self, id: u64) {
         if let Connection::Up(up) = &mut self.connection
             && let Some(asked) = up.asked.get_mut(&id)

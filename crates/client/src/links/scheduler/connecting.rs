@@ -50,7 +50,8 @@ impl SchedulerLink {
             heartbeat_at: now + HEARTBEAT,
             probe_at: now,
             asked: BTreeMap::new(),
-            silent: false,
+            heard: 0,
+            waited_in_vain: false,
         });
     }
 
@@ -90,7 +91,7 @@ impl SchedulerLink {
             }
             _ => return,
         };
-        up.silent = false;
+        up.has_spoken();
         let id = reply.id;
         let boot = BootId::try_from(reply.boot_id.as_ref()).ok();
         if up.run().is_some() && up.run() != boot {
@@ -136,7 +137,8 @@ impl SchedulerLink {
             }
             (_, Some(Answer::LookupPending(pending))) if up.asked.contains_key(&id) => {
                 let Some(asked) = up.asked.get_mut(&id) else { return };
-                let until = asked.prolong(Duration::from_millis(pending.wait_ms.into()), now);
+                let wait = Duration::from_millis(pending.wait_ms.into());
+                let until = asked.prolong(wait, up.heard, now);
                 if let Some(request) = &asked.request {
                     self.lookups.prolong(request, id, until);
                 }

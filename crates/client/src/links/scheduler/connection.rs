@@ -23,6 +23,10 @@ pub(super) const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Longest time that a daemon may take for bringing blocks to RAM before it answers.
 const FETCH_MAX: Duration = Duration::from_secs(60);
 
+/// Lookups and probes without an answer that are remembered, as many as may wait. Beyond it the oldest that nobody waits
+/// for is forgotten.
+pub(super) const ASKED_MAX: usize = super::lookups::PENDING_MAX;
+
 /// In the order in which they follow each other.
 #[derive(Debug)]
 pub(super) enum Connection {
@@ -52,8 +56,10 @@ pub(super) struct Up {
     pub(super) probe_at: Instant,
     /// Lookups and probes without an answer, in the order in which they were sent.
     pub(super) asked: BTreeMap<u64, Asked>,
+    /// How often the daemon has spoken.
+    pub(super) heard: u64,
     /// A lookup has waited for the engine to be opened in vain. Until the daemon speaks no other one does.
-    pub(super) silent: bool,
+    pub(super) waited_in_vain: bool,
 }
 
 /// What the connection waits for, by the id of that request: no other answer moves it on.
@@ -79,8 +85,10 @@ pub(super) struct Asked {
     /// None for a probe, and once it was given up.
     pub(super) request: Option<String>,
     pub(super) since: Instant,
-    /// Without an answer by then the daemon counts as silent.
+    /// Without an answer by then the daemon counts as silent, if it has said nothing else since.
     pub(super) until: Instant,
+    /// How often the daemon had spoken when this was asked, or when it said that it needs longer.
+    heard: u64,
     /// The daemon does not prolong it beyond.
     pub(super) latest: Instant,
     pub(super) timeout: Duration,
@@ -89,19 +97,9 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// With this time to answer.
-    pub(super) fn new(
-        request: Option<String>,
-        max_tokens: u64,
-        now: Instant,
-        until: Instant,
-        timeout: Duration,
-    ) -> Self {
-        Self { request, since: now, until, latest: now + FETCH_MAX + timeout, timeout, max_tokens }
-    }
-
     /// The daemon needs that much longer. Answers until when it has time now.
-    pub(super) fn prolong(&mut self, wait: Duration, now: Instant) -> Instant {
+    pub(super) fn prolong(&mut self, wait: Duration, heard: u64, now: Instant) -> Instant {
+        self.heard = heard;
         self.until = (now + wait.min(FETCH_MAX) + self.timeout).min(self.latest);
         self.until
     }
@@ -113,9 +111,44 @@ impl Up {
         (!matches!(self.stage, Stage::Greeting { .. })).then_some(self.boot)
     }
 
+    /// The daemon has spoken, which tells that it is alive: answers that it owes for longer may be lost.
+    pub(super) fn has_spoken(&mut self) {
+        self.heard += 1;
+        self.waited_in_vain = false;
+    }
+
+    /// Notes a lookup, or a probe, which nobody waits for, with its time to answer.
+    pub(super) fn note_asked(
+        &mut self,
+        id: u64,
+        request: Option<String>,
+        max_tokens: u64,
+        now: Instant,
+        until: Instant,
+        timeout: Duration,
+    ) {
+        if self.asked.len() >= ASKED_MAX {
+            let given_up = self.asked.iter().find(|(_, asked)| asked.request.is_none()).map(|(id, _)| *id);
+            given_up.and_then(|id| self.asked.remove(&id));
+        }
+        let latest = now + FETCH_MAX + timeout;
+        let asked = Asked { request, since: now, until, heard: self.heard, latest, timeout, max_tokens };
+        self.asked.insert(id, asked);
+    }
+
+    /// What was asked since the daemon has spoken.
+    fn asked_since(&self) -> impl Iterator<Item = &Asked> {
+        self.asked.values().filter(|asked| asked.heard == self.heard)
+    }
+
+    /// Something has waited in vain, and nothing was heard since it was asked.
+    pub(super) fn is_silent(&self, now: Instant) -> bool {
+        self.waited_in_vain || self.asked_since().any(|asked| now >= asked.until)
+    }
+
     /// Any answer that is still to come tells whether the workers are ready, too.
     pub(super) fn wants_probe(&self) -> bool {
-        !self.ready && self.asked.is_empty()
+        !self.ready && self.asked_since().next().is_none()
     }
 }
 

@@ -16,7 +16,7 @@ use kvlane_proto::v1;
 use crate::hit::Hit;
 
 /// Lookups that wait for their answer to be taken; beyond it new ones are misses.
-const PENDING_MAX: usize = 4096;
+pub(super) const PENDING_MAX: usize = 4096;
 
 /// A lookup that nobody was asked yet.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use kvlane_proto::{Address, v1::reply::Body as Answer};
 
-use super::{connecting::GOODBYE, *};
+use super::{connecting::GOODBYE, connection::ASKED_MAX, *};
 use crate::{
     group_spec::GroupSpec,
     links::ids::{Life, NotConnected},
@@ -525,6 +525,86 @@ fn a_silent_daemon_is_asked_no_more_until_it_speaks() {
     play.answer(id, RUN, miss());
     play.look_up("b");
     assert_eq!(play.poll("b"), None);
+}
+
+/// The daemon never answered one lookup, and all others after it: they were misses until the connection ended.
+#[test]
+fn a_lookup_that_is_never_answered_is_no_silence_once_the_daemon_has_spoken() {
+    let mut play = Play::open();
+    play.look_up("lost");
+    let id = play.look_up("later");
+    play.answer(id, RUN, miss());
+    play.now += TIMEOUT;
+    assert!(play.misses("lost"));
+    let id = play.look_up("b");
+    assert_eq!(play.poll("b"), None, "it has answered what was asked later");
+    play.now += TIMEOUT;
+    assert!(play.misses("b"));
+    play.look_up("c");
+    assert!(play.misses("c"), "since then it is silent");
+    play.answer(id, RUN, miss());
+    play.look_up("c");
+    assert_eq!(play.poll("c"), None);
+}
+
+/// Without an answer to come nothing was asked any more, so that none could come.
+#[test]
+fn the_answer_to_a_heartbeat_ends_the_silence_after_a_lost_one() {
+    let mut play = Play::open();
+    play.look_up("lost");
+    play.now += TIMEOUT;
+    assert!(play.misses("lost"));
+    play.look_up("b");
+    assert!(play.misses("b"), "it may be silent");
+    play.pass(HEARTBEAT);
+    assert!(matches!(play.sent().last(), Some(Ask::Heartbeat(_))));
+    play.answer(play.last_request(), RUN, done());
+    play.look_up("b");
+    assert_eq!(play.poll("b"), None, "it has answered");
+}
+
+/// A daemon that asks for more time speaks, and owes that answer still: if nothing else comes it is silent.
+#[test]
+fn a_daemon_that_asked_for_time_and_fell_silent_costs_one_wait() {
+    let mut play = Play::open();
+    let waiting = play.look_up("waits");
+    play.answer(waiting, RUN, pending(1000));
+    play.now += Duration::from_secs(1) + TIMEOUT;
+    assert!(play.misses("waits"));
+    play.look_up("b");
+    assert!(play.misses("b"), "nothing was heard since it asked for time");
+}
+
+/// A daemon that loses answers and goes on speaking owes more and more of them.
+#[test]
+fn answers_that_never_come_are_remembered_within_a_bound() {
+    let mut play = Play::open();
+    let first = play.look_up("lost");
+    for _ in 0..ASKED_MAX + 9 {
+        play.look_up("lost");
+        play.actions.clear();
+    }
+    let Connection::Up(up) = &play.link.connection else { panic!("it is open") };
+    assert_eq!(up.asked.len(), ASKED_MAX);
+    assert!(!up.asked.contains_key(&first), "the oldest one is forgotten");
+    play.answer(play.last_request(), RUN, hit(5));
+    assert!(play.poll("lost").is_some_and(|hit| hit.lease == 5), "but none that is waited for");
+}
+
+/// A lost answer was waited for, so that no other question about the workers was asked.
+#[test]
+fn the_daemon_is_asked_whether_the_workers_are_ready_after_a_lost_answer() {
+    let mut play = Play::opening();
+    play.answer(play.last_request(), RUN, opened(false));
+    play.look_up("lost");
+    let id = play.look_up("answered");
+    let not_ready = v1::LookupResult { ready: false, ..Default::default() };
+    play.answer(id, RUN, Answer::LookupResult(not_ready));
+    play.sent();
+    play.pass(READY_PROBE);
+    assert!(matches!(&play.sent()[..], [Ask::Lookup(probe)] if probe.max_tokens == 0));
+    play.pass(READY_PROBE);
+    assert!(play.sent().is_empty(), "its answer is still to come");
 }
 
 /// A daemon that restarts listens before it has filled its pool: every request of a running engine waited its whole timeout
