@@ -21,7 +21,7 @@ mod tool;
 mod wire_gpu;
 mod worker;
 
-pub use kvlane_engine_memory::{EngineStream, GpuError, OwnBlocks, WorkerGpu};
+pub use kvlane_engine_memory::{EngineStream, GpuError, OwnBlocks, OwnError, WorkerGpu};
 use kvlane_memory::RuntimeFolder;
 use kvlane_proto::Address;
 

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_engine_memory::{ChunkBatch, Copied, EVENTS, LoadGroup, OwnCopies, Places, WorkerFence};
+use kvlane_engine_memory::{ChunkBatch, Copied, EVENTS, LoadGroup, OwnCopies, OwnError, Places, WorkerFence};
 use kvlane_memory::{PeerCredentials, allow_ptrace_by};
 use kvlane_proto::{v1, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
@@ -23,6 +23,7 @@ use crate::{
         worker::{
             WorkerLink,
             event::{Card, Peer, WorkerAction, WorkerEvent, WorkerLinkOptions},
+            failures::{NotCopied, NotMapped},
         },
     },
     pools::MappedPools,
@@ -162,7 +163,7 @@ impl Mover<'_> {
             WorkerAction::MapPool { connection, boot, bytes, writable } => {
                 let descriptor = self.connection_as(connection)?.take_descriptor();
                 let mapped = descriptor
-                    .ok_or_else(|| "the daemon sent no descriptor of its pool".to_owned())
+                    .ok_or(NotMapped::NoDescriptor)
                     .and_then(|descriptor| self.pools.map(boot, descriptor, bytes, writable));
                 return Some(WorkerEvent::Mapped { connection, mapped });
             }
@@ -230,16 +231,15 @@ impl Mover<'_> {
     }
 
     /// From the mapped pool of that boot.
-    fn copy_in(&self, boot: &BootId, groups: &[LoadGroup], event: Option<u32>) -> Result<Copied, String> {
-        let pool = self.pools.of(boot).ok_or("the pool of that boot is not mapped")?;
-        self.copies.load(groups, event, &pool.reading).map_err(|error| error.to_string())
+    fn copy_in(&self, boot: &BootId, groups: &[LoadGroup], event: Option<u32>) -> Result<Copied, NotCopied> {
+        let pool = self.pools.of(boot).ok_or(NotCopied::NoPool)?;
+        Ok(self.copies.load(groups, event, &pool.reading)?)
     }
 
     /// To the mapped pool of the present boot.
-    fn copy_out(&self, places: &[(u32, Places)]) -> Result<Copied, String> {
+    fn copy_out(&self, places: &[(u32, Places)]) -> Result<Copied, NotCopied> {
         let pool = self.pools.present().and_then(|pool| pool.writing.as_ref());
-        let pool = pool.ok_or("the pool is not mapped writable")?;
-        self.copies.save(places, pool).map_err(|error| error.to_string())
+        Ok(self.copies.save(places, pool.ok_or(OwnError::NotWritable)?)?)
     }
 
     fn connection_as(&mut self, id: ConnectionId) -> Option<&mut Connection> {

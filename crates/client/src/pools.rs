@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
 use kvlane_memory::PoolView;
 
-use crate::boot::BootId;
+use crate::{boot::BootId, links::worker::failures::NotMapped};
 
 /// Bytes whose page tables are filled in one go, between two looks at the queue.
 const PREFAULT_BYTES: u64 = 64 << 20;
@@ -29,22 +29,24 @@ pub(crate) struct MappedPools {
 }
 
 impl MappedPools {
-    /// Maps the pool of that boot, in place of a former mapping of it, and makes it the present one. The sentence says what
-    /// went wrong.
+    /// Maps the pool of that boot, in place of a former mapping of it, and makes it the present one.
+    ///
+    /// # Errors
+    /// [`NotMapped`]; then a former mapping of it stays.
     pub(crate) fn map(
         &mut self,
         boot: BootId,
         descriptor: OwnedFd,
         bytes: u64,
         writable: bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), NotMapped> {
         let map = |fd, writable| {
             PoolView::map(fd, bytes, writable)
                 .map(Arc::new)
-                .map_err(|error| format!("the pool of {bytes} bytes cannot be mapped: {error}"))
+                .map_err(|error| NotMapped::Refused { bytes, error })
         };
         let writing = if writable {
-            let second = descriptor.try_clone().map_err(|error| format!("no descriptor left: {error}"))?;
+            let second = descriptor.try_clone().map_err(NotMapped::NoDescriptorLeft)?;
             Some(map(second, true)?)
         } else {
             None

@@ -9,6 +9,7 @@
 
 mod connection;
 pub mod event;
+pub mod failures;
 mod handshake;
 mod link;
 mod load;

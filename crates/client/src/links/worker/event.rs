@@ -11,6 +11,7 @@ use super::super::{
     promises::Promises,
     standing::Notice,
 };
+use super::failures::{NotCopied, NotMapped};
 use crate::{
     boot::BootId,
     jobs::{Copied, Finished, Job, LoadGroup, SaveMethod},
@@ -75,7 +76,7 @@ pub struct Seen {
 }
 
 /// What has happened.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "handed over one at a time, and not kept")]
 pub enum WorkerEvent {
     /// The engine asks for a save or a load.
@@ -119,15 +120,15 @@ pub enum WorkerEvent {
     Mapped {
         /// Whose pool it is.
         connection: ConnectionId,
-        /// The sentence says why it is not mapped.
-        mapped: Result<(), String>,
+        /// It is, or why it is not.
+        mapped: Result<(), NotMapped>,
     },
     /// The answer to [`WorkerAction::CopyIn`] and [`WorkerAction::CopyOut`].
     Copied {
         /// Which copy.
         copy: CopyId,
-        /// The sentence says what went wrong.
-        copied: Result<Copied, String>,
+        /// What it brought, or why it did not.
+        copied: Result<Copied, NotCopied>,
     },
     /// A daemon's process has ended.
     ProcessEnded(ProcessId),

@@ -8,6 +8,7 @@ use super::{
     super::{ids::ConnectionId, standing::describe},
     connection::{Misfit, Stage},
     event::{Actions, WorkerAction},
+    failures::NotMapped,
     link::{WorkerLink, tell},
     messages,
 };
@@ -68,7 +69,7 @@ impl WorkerLink {
     pub(super) fn mapped(
         &mut self,
         connection: ConnectionId,
-        mapped: Result<(), String>,
+        mapped: Result<(), NotMapped>,
         now: Instant,
         actions: &mut Actions,
     ) {
@@ -81,7 +82,7 @@ impl WorkerLink {
                 let request = self.send(Ask::PoolMapped(v1::PoolMapped {}), actions);
                 self.set_stage(Stage::Confirming { request });
             }
-            Err(why) => self.turn_away(&why, now, actions),
+            Err(why) => self.turn_away(&why.to_string(), now, actions),
         }
     }
 

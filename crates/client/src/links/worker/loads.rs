@@ -17,6 +17,7 @@ use super::{
     super::ids::{CopyId, JobKey, Life},
     connection::Asked,
     event::{Actions, Card, WorkerAction},
+    failures::NotCopied,
     link::{WorkerLink, end, warn},
     load::{Daemon, Loading, Own, ReleaseAt, TAKE_OVER_WAITING, patience},
     messages,
@@ -109,7 +110,7 @@ impl WorkerLink {
     pub(super) fn copied_in(
         &mut self,
         copy: CopyId,
-        copied: Result<Copied, String>,
+        copied: Result<Copied, NotCopied>,
         now: Instant,
         actions: &mut Actions,
     ) {
@@ -129,7 +130,7 @@ impl WorkerLink {
             (Err(why), Daemon::Out) => {
                 // Whatever came of it: a stream that waits for ever would stop the engine.
                 actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
-                end(&load.job, &why, now, actions);
+                end(&load.job, &why.to_string(), now, actions);
                 self.loads.remove(&key);
             }
             (Err(why), _) => {

@@ -20,6 +20,7 @@ use super::{
     super::{group::Places, ids::JobKey},
     connection::Asked,
     event::{Actions, WorkerAction},
+    failures::NotCopied,
     link::{WorkerLink, Write, end, end_save, warn},
     messages,
 };
@@ -113,7 +114,7 @@ impl WorkerLink {
     pub(super) fn written(
         &mut self,
         write: Write,
-        copied: Result<Copied, String>,
+        copied: Result<Copied, NotCopied>,
         now: Instant,
         actions: &mut Actions,
     ) {
@@ -128,7 +129,7 @@ impl WorkerLink {
             Ok(Copied { blocks, bytes }) => {
                 Finished { ok: true, blocks, present, bytes, ..job.failed("", now) }
             }
-            Err(why) => job.failed(why, now),
+            Err(why) => job.failed(why.to_string(), now),
         };
         self.commit(claim, job.key, end, now, actions);
     }

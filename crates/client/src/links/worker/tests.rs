@@ -12,6 +12,7 @@ use kvlane_proto::{
 
 use super::{
     event::{Card, Seen, WorkerLinkOptions},
+    failures::{NotCopied, NotMapped},
     *,
 };
 use crate::{
@@ -28,7 +29,7 @@ use crate::{
 const RUN: BootId = [7; 16];
 const PROCESS: ProcessId = ProcessId(1);
 const SAVE_TIMEOUT: Duration = Duration::from_secs(10);
-const COPIED: Result<Copied, String> = Ok(Copied { blocks: 2, bytes: 8192 });
+const COPIED: Result<Copied, NotCopied> = Ok(Copied { blocks: 2, bytes: 8192 });
 
 /// A link, its clock, and what it wanted done since the last look.
 struct Play {
@@ -78,6 +79,17 @@ impl Play {
     }
 
     fn open_again(&mut self, method: Method) {
+        self.until_mapping(method);
+        let connection = self.connection();
+        self.feed(WorkerEvent::Mapped { connection, mapped: Ok(()) });
+        self.answer(done());
+        let is_registered = |action: &WorkerAction| matches!(action, WorkerAction::Registered { .. });
+        assert!(self.actions.iter().any(is_registered), "{:?}", self.actions);
+        self.actions.clear();
+    }
+
+    /// Connected as far as `MapPool`.
+    fn until_mapping(&mut self, method: Method) {
         self.connect();
         self.answer(welcome());
         while matches!(self.actions.back(), Some(WorkerAction::ShareChunks { .. })) {
@@ -88,12 +100,6 @@ impl Play {
             ..Default::default()
         }));
         self.answer(Answer::PoolDescriptor(v1::PoolDescriptor { bytes: 1 << 20, ..Default::default() }));
-        let connection = self.connection();
-        self.feed(WorkerEvent::Mapped { connection, mapped: Ok(()) });
-        self.answer(done());
-        let is_registered = |action: &WorkerAction| matches!(action, WorkerAction::Registered { .. });
-        assert!(self.actions.iter().any(is_registered), "{:?}", self.actions);
-        self.actions.clear();
     }
 
     /// Connected as far as Hello.
@@ -163,7 +169,7 @@ impl Play {
         self.feed(WorkerEvent::Start(job));
     }
 
-    fn copied(&mut self, copied: Result<Copied, String>) {
+    fn copied(&mut self, copied: Result<Copied, NotCopied>) {
         let copy = CopyId(self.link.last_copy);
         self.feed(WorkerEvent::Copied { copy, copied });
     }
@@ -236,6 +242,20 @@ fn a_gpu_is_shared_chunk_by_chunk_before_it_is_registered() {
     assert_eq!(play.actions.pop_front(), Some(WorkerAction::ShareChunks { connection, id: 3, batch: 1 }));
     play.answer(done());
     assert!(matches!(play.sent(), Some(Ask::RegisterWorker(_))));
+}
+
+#[test]
+fn a_daemon_whose_pool_cannot_be_mapped_is_left_and_tried_again_after_a_pause() {
+    let mut play = Play::new(false);
+    play.until_mapping(Method::Mapped);
+    play.actions.clear();
+    let connection = play.connection();
+    play.feed(WorkerEvent::Mapped { connection, mapped: Err(NotMapped::NoDescriptor) });
+    let sentence = "the daemon sent no descriptor of its pool";
+    assert!(play.actions.contains(&WorkerAction::Refused(sentence.into())), "{:?}", play.actions);
+    assert_eq!(play.told(), ["fence 2", "unregistered", "close"]);
+    play.pass(Duration::from_millis(50));
+    assert_eq!(play.told(), ["connect"]);
 }
 
 #[test]
@@ -395,7 +415,7 @@ fn an_answer_during_our_own_copy_does_not_free_the_blocks_under_it() {
 #[test]
 fn a_refused_load_is_carried_out_here_and_a_stream_never_waits_for_ever() {
     let mut play = Play::open(Method::Gpu);
-    for (copied, end) in [(COPIED, "end 1"), (Err("no".into()), "fail 1")] {
+    for (copied, end) in [(COPIED, "end 1"), (Err(NotCopied::NoPool), "fail 1")] {
         play.load(1, Release::AtOnce);
         play.pass(Duration::ZERO);
         play.answer(refused());
@@ -426,11 +446,11 @@ fn a_copy_that_failed_is_tried_once_more_when_the_daemon_is_out() {
     play.load(1, Release::AtEnd);
     play.told();
     play.lose();
-    play.copied(Err("no".into()));
+    play.copied(Err(NotCopied::NoPool));
     assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
     play.pass(Duration::from_secs(10));
     assert_eq!(play.told(), ["copy in", "connect"]);
-    play.copied(Err("no".into()));
+    play.copied(Err(NotCopied::NoPool));
     assert_eq!(play.told(), ["fail 1"]);
 }
 
