@@ -180,7 +180,7 @@ def build_wheel(folder: Path, **variables: str) -> None:
 
 def _pack_for_tests(folder: Path) -> None:
     """A wheel of what cargo builds for the tests of the crates: setuptools-rust would build crate by crate, with other
-    features, so each crate once more."""
+    features, so each crate once more. Its programs are those on fake GPUs, from the crates' examples."""
     files = [file for built in cargo.build(*cargo.EVERYTHING) if not built.is_test for file in built.files]
     tree = folder / "unpacked"
     _run("rm", "-rf", tree)
@@ -196,11 +196,9 @@ def _pack_for_tests(folder: Path) -> None:
         f"Wheel-Version: 1.0\nGenerator: kvlane\nRoot-Is-Purelib: false\nTag: {tag}\n"
     )
     shutil.copytree(ROOT / "python/kvlane", tree / "kvlane", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in files:
-        if file.name == "libkvlane_core.so":
-            shutil.copy2(file, tree / "kvlane/_core.abi3.so")
-        if file.name == "kvlane":
-            shutil.copy2(file, metadata.with_suffix(".data") / "scripts/kvlane")
+    found = {file.name: file for file in files}
+    shutil.copy2(found["libcore_on_fake_gpus.so"], tree / "kvlane/_core.abi3.so")
+    shutil.copy2(found["kvlane_on_fake_gpus"], metadata.with_suffix(".data") / "scripts/kvlane")
     _run(BOOT / "bin/python", "-m", "wheel", "pack", "--dest-dir", folder, tree, quiet=True)
 
 

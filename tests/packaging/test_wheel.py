@@ -126,6 +126,16 @@ def test_every_help_works_without_extras(programs: Path) -> None:
         assert told.returncode == 0 and "usage:" in told.stdout, f"{name}: {told.stderr}"
 
 
+def test_the_gpus_that_tests_pretend_to_have_are_not_in_it(programs: Path) -> None:
+    """They were: a variable left over from a test had a user's daemon serve GPUs made of shared memory."""
+    command, environment = [programs / "kvlane", "doctor"], only(programs) | {"KVLANE_GPU_DRIVER": "fake"}
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert 'KVLANE_GPU_DRIVER is "fake", but must be cuda or off' in told.stdout
+    with zipfile.ZipFile(WHEELS[0]) as wheel:
+        having = [name for name in wheel.namelist() if b"of a fake device" in wheel.read(name)]
+    assert having == []
+
+
 def test_what_a_benchmark_lacks_is_named_with_how_to_get_it(programs: Path) -> None:
     """The name kvlane is not ours in any index yet: nobody may be told to install it from one."""
     told = run(programs, "kvlane", "bench", "copy", "--rounds", "1")

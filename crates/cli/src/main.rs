@@ -1,73 +1,8 @@
-//! The one binary `kvlane`: the daemon, its status, and the benchmarks.
+//! The program `kvlane` that users get.
 #![forbid(unsafe_code)]
-
-mod doctor;
-mod errors;
-mod logging;
-mod namespaces;
-mod python;
-mod reference;
-mod replay;
-mod serve;
-mod serve_options;
-mod service;
-mod size;
-mod sizing;
-mod status;
-mod terminal;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
-
-/// Keeps the KV cache of vLLM engines in a daemon outside the engine, so that it outlives them and is shared by all
-/// engines of a host.
-#[derive(Debug, Parser)]
-#[command(name = "kvlane", version, arg_required_else_help = true, max_term_width = 110)]
-pub(crate) struct Cli {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-enum Command {
-    /// Run the daemon.
-    Serve(serve_options::ServeArgs),
-    /// Show what a running daemon holds and who uses it.
-    Status(status::StatusArgs),
-    /// Say what of this machine kvlane can use, what stands in its way, and what to do about it.
-    Doctor(doctor::DoctorArgs),
-    /// Drop what a namespace holds.
-    Drop(namespaces::DropArgs),
-    /// Say how many bytes the KV cache of a model takes: a token, a block, and a pool of so many tokens.
-    Size(sizing::SizeArgs),
-    /// Say what caches of several sizes and policies would have hit of a recorded trace: a table and a picture.
-    Replay(replay::ReplayArgs),
-    /// Benchmarks: `kvlane bench --help` lists them. Needs the Python package.
-    #[command(disable_help_flag = true)]
-    Bench(python::PythonArgs),
-    /// A real vLLM, cold and warm, with the daemon and engines killed in between. Needs the Python package and vLLM.
-    #[command(disable_help_flag = true)]
-    Demo(python::PythonArgs),
-    /// Write the reference pages of flags, metrics and calls.
-    #[command(hide = true)]
-    Reference(reference::ReferenceArgs),
-}
-
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
-        Command::Serve(args) => return serve::run(args),
-        Command::Status(args) => status::run(&args),
-        Command::Doctor(args) => return doctor::run(&args),
-        Command::Drop(args) => namespaces::run(&args),
-        Command::Size(args) => sizing::run(&args),
-        Command::Replay(args) => replay::run(&args),
-        Command::Bench(args) => python::run("kvlane.bench", &args),
-        Command::Demo(args) => python::run("kvlane.demo", &args),
-        Command::Reference(args) => reference::run(&args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => errors::tell(&error),
-    }
+    kvlane_cli::main(kvlane_gpu::driver_named)
 }

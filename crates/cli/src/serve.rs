@@ -7,6 +7,7 @@ use std::{
 
 use anyhow::{Result, anyhow};
 use indicatif::{ProgressBar, ProgressStyle};
+use kvlane_gpu::Drivers;
 use kvlane_memory::ArenaError;
 use kvlane_server::{Daemon, StartError};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -24,8 +25,8 @@ use crate::{
 const DESCRIPTORS_A_SESSION: u64 = 6;
 
 /// Runs the daemon until SIGTERM, SIGINT or SIGHUP.
-pub(crate) fn run(args: ServeArgs) -> ExitCode {
-    let mut options = match args.resolve() {
+pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
+    let mut options = match args.resolve(drivers) {
         Ok(options) => options,
         Err(error) => return errors::tell(&error),
     };

@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use kvlane_client::default_address;
-use kvlane_gpu::{RailChoice, RailOptions};
+use kvlane_gpu::{Drivers, RailChoice, RailOptions};
 use kvlane_memory::{ArenaOptions, HugePages, Numa};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_proto::Address;
@@ -230,8 +230,8 @@ pub(crate) struct Resolved {
 }
 
 impl ServeArgs {
-    /// Fills what is missing from the file, then from the defaults, and checks it.
-    pub(crate) fn resolve(self) -> Result<Resolved> {
+    /// Fills what is missing from the file, then from the defaults, and checks it. GPUs are looked for through these drivers.
+    pub(crate) fn resolve(self, drivers: Drivers) -> Result<Resolved> {
         let file = match &self.config {
             Some(path) => {
                 let text = fs::read_to_string(path)
@@ -282,7 +282,7 @@ impl ServeArgs {
         };
         let (gpu_driver, no_gpu) = match self.gpu.or(file.gpu).unwrap_or(GpuArg::Auto) {
             GpuArg::Off => (None, "--gpu off".to_owned()),
-            wanted => match kvlane_gpu::detect() {
+            wanted => match kvlane_gpu::detect(drivers) {
                 Ok(driver) => (Some(driver), String::new()),
                 Err(reason) if wanted == GpuArg::On => bail!("--gpu on: {reason}"),
                 Err(reason) => (None, reason.to_string()),
@@ -457,12 +457,14 @@ fn http_hosts(names: Option<Vec<String>>) -> Result<Vec<String>> {
 mod tests {
     use std::io::Write;
 
+    use kvlane_gpu::driver_named;
+
     use super::*;
 
     fn with_file(text: &str, args: ServeArgs) -> Result<Resolved> {
         let mut file = tempfile::NamedTempFile::new()?;
         file.write_all(text.as_bytes())?;
-        ServeArgs { config: Some(file.path().to_owned()), ..args }.resolve()
+        ServeArgs { config: Some(file.path().to_owned()), ..args }.resolve(driver_named)
     }
 
     #[test]
@@ -508,22 +510,32 @@ mod tests {
     #[test]
     fn values_out_of_range_are_named() {
         let tiny = ServeArgs { pool_size: Some("4kib".parse().unwrap()), ..Default::default() };
-        assert!(tiny.resolve().unwrap_err().to_string().contains("'4kib'"), "as it was typed");
+        assert!(tiny.resolve(driver_named).unwrap_err().to_string().contains("'4kib'"), "as it was typed");
         let http = ServeArgs { http: Some("nowhere".into()), ..Default::default() };
-        assert!(http.resolve().unwrap_err().to_string().contains("'nowhere'"));
+        assert!(http.resolve(driver_named).unwrap_err().to_string().contains("'nowhere'"));
         let listen = ServeArgs { listen: Some(vec!["unix:".into()]), ..Default::default() };
-        assert!(format!("{:#}", listen.resolve().unwrap_err()).contains("'unix:'"));
+        assert!(format!("{:#}", listen.resolve(driver_named).unwrap_err()).contains("'unix:'"));
         let host = ServeArgs { http_host: Some(vec!["kvlane:9091".into()]), ..Default::default() };
-        assert!(host.resolve().unwrap_err().to_string().contains("--http-host 'kvlane:9091'"));
+        assert!(host.resolve(driver_named).unwrap_err().to_string().contains("--http-host 'kvlane:9091'"));
         let rails = ServeArgs { rails: Some("some".into()), ..Default::default() };
-        assert!(format!("{:#}", rails.resolve().unwrap_err()).contains("--rails 'some' is neither"));
+        assert!(
+            format!("{:#}", rails.resolve(driver_named).unwrap_err()).contains("--rails 'some' is neither")
+        );
         // These ended the daemon by a panic: the threads at once, the time when it was told to stop.
         let threads = ServeArgs { seal_threads: NonZeroUsize::new(100_000), ..Default::default() };
-        assert!(threads.resolve().unwrap_err().to_string().contains("--seal-threads 100000 is too many"));
+        assert!(
+            threads
+                .resolve(driver_named)
+                .unwrap_err()
+                .to_string()
+                .contains("--seal-threads 100000 is too many")
+        );
         let drain = ServeArgs { drain_seconds: Some(u64::MAX), ..Default::default() };
-        assert!(drain.resolve().unwrap_err().to_string().contains("is too long: write at most 86400"));
+        assert!(
+            drain.resolve(driver_named).unwrap_err().to_string().contains("is too long: write at most 86400")
+        );
         let nobody = ServeArgs { max_sessions: Some(0), ..Default::default() };
-        assert!(nobody.resolve().unwrap_err().to_string().contains("--max-sessions 0"));
+        assert!(nobody.resolve(driver_named).unwrap_err().to_string().contains("--max-sessions 0"));
     }
 
     /// `--ssd /disk:abc` made a file of that name with most of the disk.
@@ -545,8 +557,9 @@ mod tests {
     /// `--rails 9` on a machine without a GPU was taken, and did nothing.
     #[test]
     fn what_this_machine_cannot_do_is_said() {
-        let warnings =
-            |args: ServeArgs| ServeArgs { gpu: Some(GpuArg::Off), ..args }.resolve().unwrap().warnings;
+        let warnings = |args: ServeArgs| {
+            ServeArgs { gpu: Some(GpuArg::Off), ..args }.resolve(driver_named).unwrap().warnings
+        };
         assert_eq!(warnings(ServeArgs::default()), Vec::<String>::new());
         let rails = warnings(ServeArgs { rails: Some("9".into()), ..Default::default() });
         assert_eq!(rails, ["--rails 9 has no effect: no GPU is used (--gpu off)"]);

@@ -168,8 +168,8 @@ fn calibration(measured: Option<Result<Calibration, GpuError>>) -> Calibration {
 
 #[cfg(test)]
 mod tests {
+    use kvlane_fake_gpu::{FakeDriver, FakeOptions};
     use kvlane_gpu::Thresholds;
-    use kvlane_gpu::fake::{FakeDriver, FakeOptions};
     use kvlane_memory::{ArenaOptions, HugePages, Numa};
 
     use super::*;

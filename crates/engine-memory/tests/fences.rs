@@ -8,7 +8,7 @@ use kvlane_block::Region;
 use kvlane_engine_memory::{
     EVENTS, FENCE_BYTES, FenceValue, Flags, HostFence, ProcessVm, WorkerFence, WorkerGpu, word_address,
 };
-use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Copy, Driver, Gpu, Priority, Stream};
 use kvlane_memory::{ProbeError, peer_pidfd};
 

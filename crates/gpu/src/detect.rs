@@ -7,9 +7,8 @@ use thiserror::Error;
 use crate::cuda::CudaDriver;
 use crate::driver::Driver;
 use crate::error::GpuError;
-use crate::fake::{FakeDriver, FakeOptions};
 
-/// The environment variable that chooses: `cuda`, `fake` or `off`. Without it, CUDA is used where there is a GPU.
+/// The environment variable that chooses: `cuda` or `off`. Without it, CUDA is used where there is a GPU.
 pub const DRIVER_VARIABLE: &str = "KVLANE_GPU_DRIVER";
 
 /// Why this process has no GPU driver. That is an ordinary state, not a failure.
@@ -19,7 +18,7 @@ pub enum NoDriver {
     #[error("{DRIVER_VARIABLE} is off")]
     Off,
     /// It was asked for one that does not exist.
-    #[error("{DRIVER_VARIABLE} is {0:?}, but must be cuda, fake or off")]
+    #[error("{DRIVER_VARIABLE} is {0:?}, but must be cuda or off")]
     Unknown(String),
     /// The system has no libcuda.
     #[error("libcuda is not installed")]
@@ -35,10 +34,14 @@ pub enum NoDriver {
     Failed(#[from] GpuError),
 }
 
-/// The driver that the environment asks for.
-pub fn detect() -> Result<Arc<dyn Driver>, NoDriver> {
+/// Makes the driver with a name; None stands for the default. Programs for users take [`driver_named`], those of tests a
+/// function that knows a fake besides.
+pub type Drivers = fn(Option<&str>) -> Result<Arc<dyn Driver>, NoDriver>;
+
+/// The driver that the environment asks for, of these.
+pub fn detect(drivers: Drivers) -> Result<Arc<dyn Driver>, NoDriver> {
     let wanted = std::env::var_os(DRIVER_VARIABLE).map(|wanted| wanted.to_string_lossy().into_owned());
-    driver_named(wanted.as_deref())
+    drivers(wanted.as_deref())
 }
 
 /// The driver with this name; None and the empty string stand for the default.
@@ -47,11 +50,6 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
         None | Some("" | "cuda") => {
             let driver = CudaDriver::load()?;
             if driver.devices()?.is_empty() { Err(NoDriver::NoDevice) } else { Ok(Arc::new(driver)) }
-        }
-        Some("fake") => {
-            let made = FakeDriver::new(FakeOptions::default());
-            let failed = |error: std::io::Error| GpuError::Invalid(format!("no fake GPUs: {error}"));
-            Ok(Arc::new(made.map_err(failed)?))
         }
         Some("off") => Err(NoDriver::Off),
         Some(other) => Err(NoDriver::Unknown(other.into())),

@@ -82,7 +82,7 @@ impl GpuError {
     /// Whether the device's context is lost: every later call in this process fails with the same error, and only
     /// a new process can use the device again.
     pub fn is_sticky(&self) -> bool {
-        matches!(self, GpuError::Cuda { code, .. } if is_sticky_code(*code))
+        matches!(self, GpuError::Cuda { code, .. } if code::is_sticky(*code))
     }
 
     /// The driver's number of the error, where the driver reported it.
@@ -94,29 +94,43 @@ impl GpuError {
     }
 }
 
-/// Errors of `cuda.h` after which the process cannot go on with the device: uncorrectable ECC and NVLink errors,
-/// contained errors, a destroyed context, and everything that a running kernel can die of.
-const STICKY: [u32; 13] = [214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
+/// Errors of `cuda.h` that we make ourselves or tell apart, and those that cost a process its device.
+pub mod code {
+    /// A call was given something that makes no sense.
+    pub const INVALID_VALUE: u32 = 1;
+    /// The device, or the host, has no memory left.
+    pub const OUT_OF_MEMORY: u32 = 2;
+    /// The device is not open, or not any more.
+    pub const INVALID_CONTEXT: u32 = 201;
+    /// Memory cannot be mapped.
+    pub const MAP_FAILED: u32 = 205;
+    /// The operating system refused; where a descriptor was to be made, the process may open no more.
+    pub const OPERATING_SYSTEM: u32 = 304;
+    /// There is no such stream, event or export.
+    pub const INVALID_HANDLE: u32 = 400;
+    /// The work is not done yet.
+    pub const NOT_READY: u32 = 600;
+    /// Work on the device touched memory that it does not reach.
+    pub const ILLEGAL_ADDRESS: u32 = 700;
+    /// This device reaches the other one's memory already.
+    pub const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
+    /// The host's memory is pinned already.
+    pub const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
+    /// The host's memory is not pinned.
+    pub const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
+    /// This process may not.
+    pub const NOT_PERMITTED: u32 = 800;
+    /// This driver or device cannot.
+    pub const NOT_SUPPORTED: u32 = 801;
 
-pub(crate) fn is_sticky_code(code: u32) -> bool {
-    STICKY.contains(&code)
-}
+    /// Those after which the process cannot go on with the device: uncorrectable ECC and NVLink errors, contained errors,
+    /// a destroyed context, and everything that a running kernel can die of.
+    const STICKY: [u32; 13] = [214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
-/// Errors that this crate itself makes or tells apart.
-pub(crate) mod code {
-    pub(crate) const INVALID_VALUE: u32 = 1;
-    pub(crate) const OUT_OF_MEMORY: u32 = 2;
-    pub(crate) const INVALID_CONTEXT: u32 = 201;
-    pub(crate) const MAP_FAILED: u32 = 205;
-    pub(crate) const INVALID_HANDLE: u32 = 400;
-    pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
-    pub(crate) const PEER_ACCESS_ALREADY_ENABLED: u32 = 704;
-    pub(crate) const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
-    pub(crate) const HOST_MEMORY_NOT_REGISTERED: u32 = 713;
-    pub(crate) const OPERATING_SYSTEM: u32 = 304;
-    pub(crate) const NOT_READY: u32 = 600;
-    pub(crate) const NOT_PERMITTED: u32 = 800;
-    pub(crate) const NOT_SUPPORTED: u32 = 801;
+    /// Whether after this error every later call on the device fails with it, until the process ends.
+    pub fn is_sticky(code: u32) -> bool {
+        STICKY.contains(&code)
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! GPUs: the only user of the CUDA driver.
 //!
 //! libcuda is opened at run time; that it is missing is a value ([`NoDriver`]). Everything goes through the trait
-//! [`Driver`], which also has a fake, so that every layer above runs and is tested on a machine without a GPU.
+//! [`Driver`]. Tests have another one behind it, the crate kvlane-fake-gpu, so that every layer above runs and is tested
+//! on a machine without a GPU.
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("kvlane runs on 64-bit Linux");
@@ -15,7 +16,6 @@ mod detect;
 mod device;
 pub mod driver;
 mod error;
-pub mod fake;
 mod import;
 mod kernel;
 mod pinned;
@@ -32,10 +32,10 @@ pub use bench::{measure_copy, measure_rails, measure_together};
 pub use calibrate::Calibration;
 pub use chunks::{ChunkRange, Chunks, ImportedChunks};
 pub use copier::{Copier, CopierOptions, Enqueued};
-pub use detect::{DRIVER_VARIABLE, NoDriver, detect, driver_named};
+pub use detect::{DRIVER_VARIABLE, Drivers, NoDriver, detect, driver_named};
 pub use device::{DeviceMemory, Gpu, uuid_text};
 pub use driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
-pub use error::GpuError;
+pub use error::{GpuError, code};
 pub use import::{AddressMap, Export, Imported, Mapped};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::{Direction, Thresholds};

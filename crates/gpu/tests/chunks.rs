@@ -10,6 +10,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use kvlane_fake_gpu::driver_named;
 use kvlane_gpu::{
     AddressMap, ChunkRange, Chunks, Copier, CopierOptions, Copy, Direction, Gpu, GpuError, HostBuffer,
     ImportedChunks, Mapped, detect,
@@ -35,7 +36,7 @@ fn plays_the_role_it_was_started_for() {
 
 /// Hands its chunks over, and then checks what came back.
 fn engine() {
-    let gpu = Gpu::open(detect().unwrap(), 0).unwrap();
+    let gpu = Gpu::open(detect(driver_named).unwrap(), 0).unwrap();
     let stream = stream(&gpu);
     let memory = Chunks::alloc(&gpu, &SIZES, true).unwrap();
     write(&stream, memory.base(), &pattern(7, BYTES as usize));

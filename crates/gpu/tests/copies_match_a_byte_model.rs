@@ -3,7 +3,7 @@
 
 mod support;
 
-use kvlane_gpu::fake::{FakeOptions, Method};
+use kvlane_fake_gpu::{FakeOptions, Method};
 use kvlane_gpu::plan::Thresholds;
 use kvlane_gpu::{Copier, CopierOptions, Copy, CopyMethods, Direction, Pinned};
 use proptest::collection::vec;

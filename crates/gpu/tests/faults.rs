@@ -5,8 +5,8 @@ mod support;
 
 use std::sync::Arc;
 
+use kvlane_fake_gpu::FakeOptions;
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
-use kvlane_gpu::fake::FakeOptions;
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, Direction, Driver, Gpu, GpuError, Pinned, measure_copy,
 };

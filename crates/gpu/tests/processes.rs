@@ -7,9 +7,10 @@ mod support;
 
 use std::sync::Arc;
 
+use kvlane_fake_gpu::driver_named;
 use kvlane_gpu::{
     AddressMap, Copier, CopierOptions, Copy, DRIVER_VARIABLE, Direction, Event, EventScope, Export, Gpu,
-    GpuError, HostBuffer, IpcHandle, Mapped, NoDriver, detect, driver_named,
+    GpuError, HostBuffer, IpcHandle, Mapped, NoDriver, detect,
 };
 use support::role::{Role, asked_role, listen, say};
 use support::{Gate, device_memory, gpus, pattern, read, stream, tested_driver};
@@ -55,7 +56,7 @@ fn plays_the_role_it_was_started_for() {
 
 /// Exports its memory and an event behind work that has not run; then checks what came back.
 fn engine() {
-    let gpu = Gpu::open(detect().unwrap(), 0).unwrap();
+    let gpu = Gpu::open(detect(driver_named).unwrap(), 0).unwrap();
     let stream = stream(&gpu);
     let memory = gpu.alloc(BYTES as u64).unwrap();
     let ready = Event::new(&gpu, EventScope::Host).unwrap();
@@ -86,7 +87,7 @@ fn engine() {
 
 /// Exports memory and an event, and ends when its input does.
 fn exporter() {
-    let gpu = Gpu::open(detect().unwrap(), 0).unwrap();
+    let gpu = Gpu::open(detect(driver_named).unwrap(), 0).unwrap();
     let memory = gpu.alloc(BYTES as u64).unwrap();
     let event = Event::new(&gpu, EventScope::Host).unwrap();
     say(&[words(&gpu.export(memory.address()).unwrap()), vec![hex(&event.export().unwrap())]].concat());
@@ -94,7 +95,7 @@ fn exporter() {
 }
 
 fn detector() {
-    let said = match detect() {
+    let said = match detect(driver_named) {
         Ok(driver) => format!("{} {}", driver.name(), driver.devices().unwrap().len()),
         Err(absent) => format!("none {absent}"),
     };

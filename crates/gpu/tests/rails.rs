@@ -6,8 +6,8 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::bench::{CopyMethod, Path, Shape};
-use kvlane_gpu::fake::{FakeDriver, FakeOptions};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Loader,
     Loading, Pinned, RailOptions, Rails, Staging, Stream, Thresholds, measure_rails, measure_together,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvlane_gpu::fake::{FakeOptions, Method};
+use kvlane_fake_gpu::{FakeOptions, Method};
 use kvlane_gpu::{Copier, CopierOptions, Copy, DeviceMemory, Direction, GpuError, Stream};
 use support::{Gate, device_memory, fake, pattern, read, stream};
 

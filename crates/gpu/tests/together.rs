@@ -10,10 +10,10 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions, driver_named};
 use kvlane_gpu::{
     Copier, CopierOptions, Copy, CopyMethods, DeviceMemory, Direction, Driver, Gpu, GpuError, HostBuffer,
-    Loader, RailOptions, Rails, Staging, Stream, Thresholds, Together, driver_named,
+    Loader, RailOptions, Rails, Staging, Stream, Thresholds, Together,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;

@@ -1,13 +1,14 @@
 //! What `kvlane.bench` measures of GPUs.
 
 use std::ffi::OsString;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvlane_gpu::{
-    Calibration, DRIVER_VARIABLE, Direction, Driver, Gpu, GpuError, HostBuffer, NoDriver, RailChoice,
-    RailOptions, Rails,
+    Calibration, DRIVER_VARIABLE, Direction, Driver, Drivers, Gpu, GpuError, HostBuffer, NoDriver,
+    RailChoice, RailOptions, Rails,
     bench::{CopyMethod, Path, Shape, measure_copy, measure_rails, measure_together},
     calibrate::CALIBRATION_BYTES,
+    detect,
 };
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyOSError, prelude::*};
@@ -161,6 +162,14 @@ pub(crate) fn open_gpu(ordinal: u32) -> PyResult<Gpu> {
     Gpu::open(driver()?, ordinal).map_err(failed)
 }
 
+/// Those of the module that Python loaded; it comes before every call.
+static DRIVERS: OnceLock<Drivers> = OnceLock::new();
+
+/// Has this module's calls reach GPUs through one of these drivers.
+pub(crate) fn use_drivers(drivers: Drivers) {
+    DRIVERS.get_or_init(|| drivers);
+}
+
 /// A driver, and what the environment said when it was made.
 type Named = (Option<OsString>, Arc<dyn Driver>);
 
@@ -172,7 +181,8 @@ pub(crate) fn driver() -> PyResult<Arc<dyn Driver>> {
     if let Some((_, driver)) = made.iter().find(|(name, _)| *name == wanted) {
         return Ok(Arc::clone(driver));
     }
-    let driver = kvlane_gpu::detect().map_err(|reason: NoDriver| PyOSError::new_err(reason.to_string()))?;
+    let drivers = DRIVERS.get().copied().unwrap_or(kvlane_gpu::driver_named);
+    let driver = detect(drivers).map_err(|reason: NoDriver| PyOSError::new_err(reason.to_string()))?;
     made.push((wanted, Arc::clone(&driver)));
     Ok(driver)
 }

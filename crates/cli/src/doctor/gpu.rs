@@ -2,7 +2,7 @@
 
 use std::{path::Path, sync::mpsc, thread, time::Duration};
 
-use kvlane_gpu::{CopyMethods, DRIVER_VARIABLE, DeviceInfo, Gpu, NoDriver, detect};
+use kvlane_gpu::{CopyMethods, DRIVER_VARIABLE, DeviceInfo, Drivers, Gpu, NoDriver, detect};
 
 use crate::{
     doctor::{
@@ -22,7 +22,7 @@ pub(crate) enum Facts {
     Silent,
     /// There is none.
     Missing(NoDriver),
-    /// `cuda` or `fake`, and its GPUs.
+    /// `cuda`, or in tests `fake`, and its GPUs.
     Driver { name: &'static str, gpus: Vec<Device> },
 }
 
@@ -46,11 +46,11 @@ pub(crate) struct Link {
 }
 
 /// Asks the driver, in a thread that is left alone when it does not answer.
-pub(crate) fn read(root: &Path) -> Facts {
+pub(crate) fn read(root: &Path, drivers: Drivers) -> Facts {
     let (tell, told) = mpsc::channel();
     thread::spawn(move || {
         // Nobody listens when it took too long.
-        let _ = tell.send(ask());
+        let _ = tell.send(ask(drivers));
     });
     match told.recv_timeout(LIMIT) {
         Ok(Ok((name, mut gpus))) => {
@@ -62,8 +62,8 @@ pub(crate) fn read(root: &Path) -> Facts {
     }
 }
 
-fn ask() -> Result<(&'static str, Vec<Device>), NoDriver> {
-    let driver = detect()?;
+fn ask(drivers: Drivers) -> Result<(&'static str, Vec<Device>), NoDriver> {
+    let driver = detect(drivers)?;
     let open = |info: DeviceInfo| {
         // As the daemon does it; closed again at once.
         let opened = Gpu::open(driver.clone(), info.ordinal);

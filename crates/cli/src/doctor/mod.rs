@@ -20,6 +20,7 @@ use std::{env, io, path::Path, process::ExitCode};
 
 use clap::Args;
 use finding::{Finding, Verdict};
+use kvlane_gpu::Drivers;
 use kvlane_memory::Available;
 use kvlane_proto::Address;
 use serde_json::json;
@@ -50,14 +51,14 @@ pub(crate) struct DoctorArgs {
 }
 
 /// Looks at everything and prints what it found.
-pub(crate) fn run(args: &DoctorArgs) -> ExitCode {
+pub(crate) fn run(args: &DoctorArgs, drivers: Drivers) -> ExitCode {
     let address = match args.daemon.address() {
         Ok(address) => address,
         Err(error) => return errors::tell(&error),
     };
     let daemon = daemon::read(&address, args.daemon.user());
     let pool = args.pool_size.unwrap_or(Size(DEFAULT_POOL));
-    let mut findings = examine(Path::new("/"), &address, &daemon, pool);
+    let mut findings = examine(Path::new("/"), &address, &daemon, pool, drivers);
     if let Some(config) = &args.engine_config {
         findings.extend(engine_config::examine(config));
     }
@@ -69,9 +70,15 @@ pub(crate) fn run(args: &DoctorArgs) -> ExitCode {
     ExitCode::from(u8::from(count(&findings, Verdict::Problem) > 0))
 }
 
-fn examine(root: &Path, address: &Address, daemon: &daemon::Facts, pool: Size) -> Vec<Finding> {
+fn examine(
+    root: &Path,
+    address: &Address,
+    daemon: &daemon::Facts,
+    pool: Size,
+    drivers: Drivers,
+) -> Vec<Finding> {
     let running = daemon.is_running();
-    let gpu = gpu::read(root);
+    let gpu = gpu::read(root, drivers);
     let gpus = match &gpu {
         gpu::Facts::Driver { gpus, .. } => gpus.as_slice(),
         _ => &[],
@@ -187,7 +194,8 @@ mod tests {
     fn every_subject_is_looked_at_on_a_machine_that_tells_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let address = Address::Unix(folder.path().join("kvlane.sock"));
-        let findings = examine(folder.path(), &address, &daemon::Facts::Nobody, Size(1 << 20));
+        let nobody = daemon::Facts::Nobody;
+        let findings = examine(folder.path(), &address, &nobody, Size(1 << 20), kvlane_gpu::driver_named);
         for subject in [
             "daemon",
             "memory",

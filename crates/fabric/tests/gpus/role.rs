@@ -4,7 +4,7 @@ use kvlane_fabric::{EngineOptions, Handle, Op, Transport};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvlane_gpu::fake::FakeDriver;
+use kvlane_fake_gpu::FakeDriver;
 
 use crate::side::{On, Side, done, driver, pattern};
 

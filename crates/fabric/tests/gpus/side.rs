@@ -7,7 +7,7 @@ use kvlane_fabric::{
     Access, Descriptor, Engine, EngineOptions, Handle, Op, Options, PeerId, Pieces, Place, Run, Transfer,
     Transport,
 };
-use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Copy, CopyMethods, DeviceMemory, Gpu, Priority, Stream};
 
 use crate::support::{Memory, PATIENCE};

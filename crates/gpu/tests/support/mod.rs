@@ -7,7 +7,7 @@ pub(crate) mod role;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvlane_gpu::fake::{FakeDriver, FakeOptions};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Copy, DeviceMemory, Driver, Gpu, HostBuffer, Priority, Stream};
 
 pub(crate) fn fake(options: FakeOptions) -> (Arc<FakeDriver>, Gpu, Gpu) {
@@ -24,7 +24,7 @@ pub(crate) fn tested_driver() -> String {
 
 /// Two GPUs of the tested driver; the same one where there is no second.
 pub(crate) fn gpus() -> (Gpu, Gpu) {
-    let driver = kvlane_gpu::driver_named(Some(&tested_driver())).unwrap();
+    let driver = kvlane_fake_gpu::driver_named(Some(&tested_driver())).unwrap();
     let second = 1.min(driver.devices().unwrap().len() as u32 - 1);
     (Gpu::open(Arc::clone(&driver), 0).unwrap(), Gpu::open(driver, second).unwrap())
 }

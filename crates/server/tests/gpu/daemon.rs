@@ -6,10 +6,8 @@ use std::{
 };
 
 use kvlane_client::Tool;
-use kvlane_gpu::{
-    Driver, RailChoice, RailOptions,
-    fake::{FakeDriver, FakeOptions},
-};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
+use kvlane_gpu::{Driver, RailChoice, RailOptions};
 use kvlane_proto::{Address, v1};
 use kvlane_server::ServeOptions;
 

@@ -22,7 +22,7 @@ pub fn is_real() -> bool {
 
 pub fn driver() -> Arc<dyn Driver> {
     let name = if is_real() { "cuda" } else { "fake" };
-    kvlane_gpu::driver_named(Some(name)).unwrap()
+    kvlane_fake_gpu::driver_named(Some(name)).unwrap()
 }
 
 /// The GPU of engines: the second one where there are several, so that numbers are not mixed up unnoticed.

@@ -12,10 +12,8 @@ use kvlane_client::{
     SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Worker, WorkerGpu, WorkerGroupSpec,
     WorkerOptions,
 };
-use kvlane_gpu::{
-    Copy, DeviceMemory, Gpu, Priority, Stream,
-    fake::{FakeDriver, FakeOptions},
-};
+use kvlane_fake_gpu::{FakeDriver, FakeOptions};
+use kvlane_gpu::{Copy, DeviceMemory, Gpu, Priority, Stream};
 use kvlane_proto::Address;
 
 use crate::support::{PATIENCE, TOKENS, hashes};

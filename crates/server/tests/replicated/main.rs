@@ -16,7 +16,7 @@ use engine::{
     BLOCK_BYTES, Engine, LAYER_BYTES, LAYERS, POOL_BYTES, Place, RANKS, assert_ended, content, driver,
 };
 use kvlane_client::{JobKind, SaveMethod, Tool};
-use kvlane_gpu::fake::FakeDriver;
+use kvlane_fake_gpu::FakeDriver;
 use kvlane_proto::Address;
 use support::{PATIENCE, address, hashes, options, settle};
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use kvlane_client::{Hit, JobKind, Tool};
-use kvlane_gpu::fake::FakeDriver;
+use kvlane_fake_gpu::FakeDriver;
 use kvlane_proto::Address;
 
 use crate::{

@@ -4,12 +4,11 @@ use std::fs::File;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvlane_gpu::{IpcHandle, code};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::handle::{EVENT, Handle};
-use crate::driver::IpcHandle;
-use crate::error::code;
 
 const PAGE_BYTES: u64 = 4096;
 

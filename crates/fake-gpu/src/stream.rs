@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use kvlane_gpu::Copy;
 use parking_lot::{Condvar, Mutex};
 
 use super::event::Event;
 use super::machine::Machine;
-use crate::driver::Copy;
 
 /// What a stream does.
 #[derive(Debug)]

@@ -3,6 +3,11 @@
 //! Device memory is files that other processes can map, streams are threads, events are counters. What CUDA refuses
 //! is refused here: a kernel that touches memory which its device does not reach loses its context, a process cannot
 //! open its own export, a copy engine does not cross from one pinned range into the next. Tests can ask for faults.
+//!
+//! Only tests use this crate: no program that users get has it.
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("kvlane runs on 64-bit Linux");
 
 mod event;
 mod faults;
@@ -19,14 +24,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvlane_gpu::{
+    Copy, CopyMethods, DeviceInfo, Driver, EventScope, GpuError, IpcHandle, NoDriver, Priority, code,
+};
 use parking_lot::Mutex;
 
 use self::event::Event;
 use self::machine::Machine;
 use self::memory::Memory;
 use self::stream::{Stream, Work};
-use crate::driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
-use crate::error::{GpuError, code};
+
+/// The driver with this name, as [`kvlane_gpu::driver_named`] gives it, and `fake` besides: a host with two GPUs.
+///
+/// # Errors
+/// As of [`kvlane_gpu::driver_named`]; for `fake` only where the system has no addresses to spare.
+pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
+    if name != Some("fake") {
+        return kvlane_gpu::driver_named(name);
+    }
+    let failed = |error: io::Error| GpuError::Invalid(format!("no fake GPUs: {error}"));
+    Ok(Arc::new(FakeDriver::new(FakeOptions::default()).map_err(failed)?))
+}
 
 /// What a fake host looks like.
 #[derive(Debug, Clone)]

@@ -3,8 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd};
 
-use crate::driver::IpcHandle;
-use crate::error::code;
+use kvlane_gpu::{IpcHandle, code};
 
 /// What kind of thing a handle names.
 pub(super) const MEMORY: [u8; 8] = *b"kvfakmem";

@@ -5,12 +5,11 @@ use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use kvlane_gpu::{IpcHandle, code};
 use parking_lot::Mutex;
 
 use super::handle::{Handle, MEMORY};
 use super::mapping::{Arena, DeviceMapping, GRAIN, HostMapping, device_file};
-use crate::driver::IpcHandle;
-use crate::error::code;
 
 /// Errors here are CUDA's numbers.
 type Outcome<T> = Result<T, u32>;

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use kvlane_gpu::driver::TableEntry;
+use kvlane_gpu::{Copy, code};
 use parking_lot::Mutex;
 
 use super::faults::Faults;
 use super::mapping::pointer;
 use super::memory::{Memory, Reach};
 use super::stream::Work;
-use crate::driver::{Copy, TableEntry};
-use crate::error::{code, is_sticky_code};
 
 /// The longest that a poll of a word or an event of another process sleeps.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
@@ -52,7 +52,7 @@ impl Machine {
 
     /// Takes note of an error; a sticky one costs the device its context.
     pub(super) fn fail(&self, device: u32, code: u32) -> u32 {
-        if is_sticky_code(code) {
+        if code::is_sticky(code) {
             self.lost.lock().entry(device).or_insert(code);
         }
         code
