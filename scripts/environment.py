@@ -197,7 +197,8 @@ def _pack_for_tests(folder: Path) -> None:
     )
     shutil.copytree(ROOT / "python/kvlane", tree / "kvlane", ignore=shutil.ignore_patterns("__pycache__"))
     found = {file.name: file for file in files}
-    shutil.copy2(found["libcore_on_fake_gpus.so"], tree / "kvlane/_core.abi3.so")
+    for module in ("core", "bench"):
+        shutil.copy2(found[f"lib{module}_on_fake_gpus.so"], tree / f"kvlane/_{module}.abi3.so")
     shutil.copy2(found["kvlane_on_fake_gpus"], metadata.with_suffix(".data") / "scripts/kvlane")
     _run(BOOT / "bin/python", "-m", "wheel", "pack", "--dest-dir", folder, tree, quiet=True)
 

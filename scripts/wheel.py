@@ -2,7 +2,7 @@
 
     python scripts/wheel.py --out dist
 
-zig links both programs against the symbols of glibc 2.28, whatever this machine has. auditwheel checks that they need
+zig links them all against the symbols of glibc 2.28, whatever this machine has. auditwheel checks that they need
 nothing newer, names the wheel for it, and prints its report.
 """
 
@@ -31,7 +31,7 @@ def main() -> None:
         sys.exit(f"the wheel is built on x86_64 only; this is {os.uname().machine}")
     environment.fetch(["wheel"])
     with tempfile.TemporaryDirectory() as folder:
-        environment.note(f"building the wheel for glibc {GLIBC}: two programs, optimised")
+        environment.note(f"building the wheel for glibc {GLIBC}: two extensions and a program, optimised")
         environment.build_wheel(
             Path(folder),
             CARGO=str(ENVIRONMENT / "bin/cargo-zigbuild"),

@@ -195,65 +195,6 @@ class Tool:
 def default_address() -> str:
     """The address used when none is given: KVLANE_ADDR, else the socket in the user's runtime directory."""
 
-# Bare loops that `kvlane.bench` compares with. They take addresses and descriptors as they are: a wrong one crashes.
-
-def bench_read_process(pid: int, pieces: list[tuple[int, int]], length: int, pieces_per_call: int) -> float:
-    """Read `length` bytes at each first address of another process to the second of this one by process_vm_readv,
-    in calls of up to 1024 pieces; the seconds taken. OSError where the kernel refuses."""
-
-def bench_copy(pieces: list[tuple[int, int]], length: int) -> float:
-    """Copy `length` bytes from each first address to the second one by memcpy; the seconds taken."""
-
-def bench_ping_pong(socket: int, length: int) -> float:
-    """Send `length` bytes over a blocking socket and wait for as many; the seconds taken."""
-
-def bench_gpus() -> list[tuple[int, str, str, int]]:
-    """Ordinal, name, PCI address and bytes of each GPU. OSError where there is no driver, which says why."""
-
-def bench_gpu_copy(
-    gpu: int,
-    path: str,
-    total_bytes: int,
-    piece_bytes: int,
-    method: str,
-    blocks: int = 16,
-    peer: int | None = None,
-) -> float:
-    """GB/s of copies of shuffled pieces. path: "h2d", "d2h", or "peer" with a second GPU; method: "contiguous",
-    "engine", "batch", "kernel" or "auto". OSError where the bytes did not arrive as they were."""
-
-def bench_gpu_calibrate(gpu: int) -> tuple[list[tuple[str, int, str, float]], list[tuple[str, int, int]]]:
-    """What the daemon measures at its start: path, bytes of a piece, way to copy and GB/s of each; and for each path
-    from how many bytes on batch calls of copy engines are chosen, and single copies."""
-
-def bench_gpu_rails(gpu: int) -> list[int]:
-    """Ordinals of the GPUs whose links a load for this one can use too."""
-
-def bench_gpu_together(
-    gpus: list[int],
-    total_bytes: int,
-    piece_bytes: int,
-    method: str,
-    joined: int = 1,
-    staged: bool = False,
-) -> float:
-    """GB/s in sum from the host to each of these GPUs at the same time, of so many bytes to each in shuffled pieces;
-    `method`, `joined` and `staged` as in the other two. OSError where the bytes did not arrive as they were."""
-
-def bench_gpu_load(
-    gpu: int,
-    rails: list[int],
-    total_bytes: int,
-    piece_bytes: int,
-    joined: int = 4,
-    slot_bytes: int | None = None,
-    slots: int | None = None,
-    staged: bool = False,
-) -> float:
-    """GB/s from the host to a GPU over its own link and those of `rails`, of shuffled pieces. So many of them as
-    `joined` lie one after the other in the host's memory; `staged`: in long runs through a ring on the GPU. OSError
-    where the bytes did not arrive as they were."""
-
 class GpuMemory:
     """Memory of a GPU, for benchmarks and tests of what moves such memory. It takes addresses of host memory as
     numbers, so a wrong one is a crash. OSError where there is no driver, no such GPU, or it refuses."""
@@ -271,50 +212,8 @@ class GpuMemory:
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def copy_from_host(self, offset: int, address: int, length: int) -> None: ...
     def copy_to_host(self, offset: int, address: int, length: int) -> None: ...
-    def bench_copy_through_host(self, offset: int, to: GpuMemory, to_offset: int, length: int) -> float:
-        """Into other memory by way of the host's pinned memory; the seconds that it took."""
-
-@final
-class SsdBench:
-    """An SSD tier on new files of `capacity` bytes each, for `kvlane bench ssd`; they are removed with it. OSError
-    where that is not possible, also where one of them is there already. What measures gives bytes, seconds, CPU
-    seconds of the process, those of the devices' threads, and the latency of each block in microseconds."""
-
-    def __init__(
-        self, paths: list[str], capacity: int, block_bytes: int, pool_bytes: int, threads: bool = False
-    ) -> None: ...
-    def status(self) -> list[tuple[str, bool, bool, list[str]]]:
-        """Of each device: "io_uring" or "threads", direct I/O, registered memory, and what is not as it should be."""
-
-    @property
-    def pool_pages(self) -> str:
-        """Size of the pool's pages."""
-
-    def write(self, count: int) -> tuple[int, float, float, float, list[int]]:
-        """Write so many new blocks, as fast as the backlog takes them."""
-
-    def read(self, among: int, count: int, depth: int) -> tuple[int, float, float, float, list[int]]:
-        """Read `count` times a block of the newest `among`, `depth` at once, with no pattern."""
-
-    def read_beside_writes(
-        self, among: int, count: int, depth: int
-    ) -> tuple[
-        tuple[int, float, float, float, list[int]],
-        tuple[int, float, float, float, list[int]],
-    ]:
-        """The same with a backlog of writes all the time: what was read and what was written, the CPU time of both."""
-
-    def close(self) -> None:
-        """End the tier and remove its files."""
-
-def bench_ssd_restart(path: str, blocks: int, headers: bool = False) -> tuple[float, float | None]:
-    """Seconds in which an SSD tier with so many blocks of 4 KiB is open again, from tables, and from headers alone."""
-
-def bench_crc32c(piece_bytes: int, bytes: int) -> float:
-    """Bytes of checksums for each second of CPU time, over memory that no cache holds."""
-
-def bench_echo(socket: int, length: int) -> None:
-    """Send back messages of `length` bytes until the peer closes the socket."""
+    def copy_to(self, offset: int, to: GpuMemory, to_offset: int, length: int) -> None:
+        """Into other memory by way of the host's pinned memory; it is there when this returns."""
 
 _Extras = tuple[tuple[int, int] | None, float | None, bool]  # (counter, generation), milliseconds, bulk
 _Side = tuple[int, int, int, bytes]  # region, offset, stride, pages as little-endian u32

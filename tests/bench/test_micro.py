@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvlane import _core
+from kvlane import _bench, _core
 from kvlane.bench import all as all_figures
 from kvlane.bench import daemon, overhead, trace
 from kvlane.bench.__main__ import main
@@ -194,21 +194,29 @@ def test_a_trace_is_as_asked_and_the_same_again() -> None:
 def test_ping_pongs_carry_all_bytes_both_ways(in_rust: bool) -> None:
     with echo_process(20_000, os.sched_getaffinity(0), in_rust=in_rust) as peer:
         assert 0 < ping_pong(peer, 20_000) < 60
-        assert 0 < _core.bench_ping_pong(peer.fileno(), 20_000) < 60
+        assert 0 < _bench.ping_pong(peer.fileno(), 20_000) < 60
+
+
+def test_an_engines_process_has_no_bare_loops() -> None:
+    """The module that every engine loads had functions that copy between any two addresses, for benchmarks alone."""
+    everything = {*dir(_core), *dir(_core.GpuMemory)}
+    assert {name for name in everything if "bench" in name.lower()} == set()
+    # The control: they are elsewhere.
+    assert {"copy", "read_process", "ping_pong", "SsdBench"} <= set(dir(_bench))
 
 
 def test_the_bare_loops_move_the_bytes_they_are_told_to() -> None:
     source, target = Memory(1 << 20), Memory(1 << 20, shared=True)
     source.fill(7)
     pieces = [(source.address + 4096 * page, target.address + 4096 * (255 - page)) for page in range(256)]
-    assert _core.bench_copy(pieces, 4096) > 0
+    assert _bench.copy(pieces, 4096) > 0
     rows, copied = source.words.reshape(256, 512), target.words.reshape(256, 512)
     assert (copied == rows[::-1]).all()
     target.words[:] = 0
-    assert _core.bench_read_process(os.getpid(), pieces, 4096, 100) > 0
+    assert _bench.read_process(os.getpid(), pieces, 4096, 100) > 0
     assert (copied == rows[::-1]).all()
     with pytest.raises(OSError):
-        _core.bench_read_process(os.getpid(), [(8, target.address)], 4096, 1)
+        _bench.read_process(os.getpid(), [(8, target.address)], 4096, 1)
 
 
 def test_engines_of_a_benchmark_load_what_they_saved() -> None:

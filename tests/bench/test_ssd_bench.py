@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench.__main__ import main
 
 TINY = ["--capacity", "16m", "--phase-bytes", "1m", "--blocks", "64k", "--restart-blocks", "50"]
@@ -74,4 +74,4 @@ def test_it_knows_no_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_checksums_have_a_rate() -> None:
-    assert _core.bench_crc32c(4096, 1 << 20) > 0
+    assert _bench.crc32c(4096, 1 << 20) > 0

@@ -68,7 +68,8 @@ def test_all_of_the_package_is_in_it() -> None:
     listed = ["git", "ls-files", "python/kvlane"]
     root = Path(__file__).parents[2]
     sources = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.split()
-    wanted = {name.removeprefix("python/") for name in sources} | {"kvlane/_core.abi3.so"}
+    extensions = {"kvlane/_core.abi3.so", "kvlane/_bench.abi3.so"}
+    wanted = {name.removeprefix("python/") for name in sources} | extensions
     with zipfile.ZipFile(WHEELS[0]) as wheel:
         names = [name for name in wheel.namelist() if not name.endswith("/")]
     assert {name for name in names if name.startswith("kvlane/")} == wanted
@@ -113,7 +114,10 @@ def subcommands(text: str) -> list[str]:
 def test_every_help_works_without_extras(programs: Path) -> None:
     for extra in ("numpy", "aiohttp", "tqdm", "matplotlib", "torch", "vllm"):
         assert run(programs, "python", "-c", f"import {extra}").returncode != 0, f"{extra} is there"
-    assert run(programs, "python", "-c", "import kvlane, kvlane._core, kvlane.fabric").returncode == 0
+    assert (
+        run(programs, "python", "-c", "import kvlane, kvlane._bench, kvlane._core, kvlane.fabric").returncode
+        == 0
+    )
     first = run(programs, "kvlane", "--help")
     assert {"serve", "status", "bench", "demo"} <= set(subcommands(first.stdout))
     for name in subcommands(first.stdout):

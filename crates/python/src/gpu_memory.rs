@@ -1,7 +1,5 @@
 //! Memory of GPUs for Python, without torch.
 
-use std::time::Instant;
-
 use kvlane_gpu::{Copy, DeviceMemory, HostBuffer, Priority, Stream};
 use pyo3::{prelude::*, types::PyDict};
 
@@ -64,23 +62,22 @@ impl PyGpuMemory {
         self.copy(py, copy)
     }
 
-    /// This memory into another GPU's or the same's, through pinned memory of the host: the seconds that it took. Each part
-    /// goes out while the one before goes in.
-    fn bench_copy_through_host(
+    /// This memory into another GPU's or the same's, through pinned memory of the host. Each part goes out while the one
+    /// before goes in.
+    fn copy_to(
         &self,
         py: Python<'_>,
         offset: u64,
         to: &PyGpuMemory,
         to_offset: u64,
         length: u64,
-    ) -> PyResult<f64> {
+    ) -> PyResult<()> {
         let (from, into) = (self.place(offset, length)?, to.place(to_offset, length)?);
         let copy = |stream: &Stream, dst, src, len| {
             // SAFETY: the memories and the buffer live until both streams are done, below.
             unsafe { stream.copy(Copy { dst, src, len }) }
         };
         let run = || {
-            let start = Instant::now();
             for (part, at) in (0..length).step_by(PART_BYTES as usize).enumerate() {
                 let len = PART_BYTES.min(length - at);
                 let half = self.between.address() + part as u64 % 2 * PART_BYTES;
@@ -90,8 +87,7 @@ impl PyGpuMemory {
                 to.stream.synchronize()?;
                 copy(&to.stream, into + at, half, len)?;
             }
-            to.stream.synchronize()?;
-            Ok(start.elapsed().as_secs_f64())
+            to.stream.synchronize()
         };
         let outcome = py.detach(run);
         if outcome.is_err() {

@@ -1,8 +1,8 @@
-//! What Python's module `kvlane._core` is made of: the Rust side of an engine's process. `python/kvlane/_core.pyi` documents
-//! it for users.
+//! What Python's modules `kvlane._core` and `kvlane._bench` are made of: the Rust side of an engine's process, and bare loops
+//! for benchmarks. `python/kvlane/_core.pyi` and `_bench.pyi` document them for users.
 //!
-//! The module itself, a library that Python loads, is a crate of its own, crates/python/core; tests have another one on fake
-//! GPUs, among the examples.
+//! The modules themselves, libraries that Python loads, are crates of their own, crates/python/core and crates/python/bench;
+//! tests have others on fake GPUs, among the examples.
 
 mod bench;
 mod convert;
@@ -12,7 +12,6 @@ mod gpu_memory;
 mod log;
 mod own;
 mod scheduler;
-mod ssd;
 mod tool;
 mod worker;
 
@@ -38,20 +37,13 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<gpu_memory::PyGpuMemory>()?;
     module.add_function(wrap_pyfunction!(default_address, module)?)?;
     module.add_function(wrap_pyfunction!(log::log_descriptor, module)?)?;
-    module.add_function(wrap_pyfunction!(log::take_log, module)?)?;
-    module.add_class::<ssd::PySsdBench>()?;
-    module.add_function(wrap_pyfunction!(ssd::bench_ssd_restart, module)?)?;
-    module.add_function(wrap_pyfunction!(ssd::bench_crc32c, module)?)?;
-    module.add_function(wrap_pyfunction!(bench::bench_copy, module)?)?;
-    module.add_function(wrap_pyfunction!(bench::bench_echo, module)?)?;
-    module.add_function(wrap_pyfunction!(bench::bench_ping_pong, module)?)?;
-    module.add_function(wrap_pyfunction!(bench::bench_read_process, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpus, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpu_copy, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpu_calibrate, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpu_rails, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpu_load, module)?)?;
-    module.add_function(wrap_pyfunction!(gpu::bench_gpu_together, module)?)
+    module.add_function(wrap_pyfunction!(log::take_log, module)?)
+}
+
+/// Puts everything into `kvlane._bench`. GPUs are reached through one of these drivers.
+pub fn fill_bench(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()> {
+    gpu::use_drivers(drivers);
+    bench::fill(module)
 }
 
 /// The address used when none is given.

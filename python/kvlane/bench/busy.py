@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench import daemon, report, sessions
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure
@@ -56,7 +56,7 @@ def measure(blocks: int, rounds: int, phases: int) -> tuple[list[Figure], dict[s
         ask = {
             "lookup": lambda: _lookup(engine, hashes),
             "python": lambda: ping_pong(python, size),
-            "rust": lambda: _core.bench_ping_pong(rust.fileno(), size),
+            "rust": lambda: _bench.ping_pong(rust.fileno(), size),
         }
         for kind in ask:
             _phase(ask[kind], _WARM_UP)

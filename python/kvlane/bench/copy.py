@@ -14,7 +14,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench import daemon, report
 from kvlane.bench.engine import Engine, block_hashes
 from kvlane.bench.extra import numpy, tqdm
@@ -134,7 +134,7 @@ def _take_turns(
     cpu: dict[str, list[float]] = {name: [] for name in speeds}
     for number in range(-_WARM_UP, rounds):
         before = time.thread_time()
-        bare = _core.bench_read_process(child.pid, loop, length, _PIECES_PER_CALL)
+        bare = _bench.read_process(child.pid, loop, length, _PIECES_PER_CALL)
         taken = {"process_vm loop": (bare, time.thread_time() - before)}
         for name in ("save by process_vm", "memcpy out", "save by mapping", "load", "memcpy in"):
             if name in _METHODS:
@@ -196,9 +196,9 @@ def _engine_process(pipe: Connection, address: str, size: int, pieces: int, huge
     while (operation := pipe.recv()) != "end":
         copying = _copying_cpu_seconds()
         if operation == "memcpy out":
-            seconds = _core.bench_copy(outward, length)
+            seconds = _bench.copy(outward, length)
         elif operation == "memcpy in":
-            seconds = _core.bench_copy(inward, length)
+            seconds = _bench.copy(inward, length)
         elif operation in engines:
             finished = engines[operation].save(hashes, order)
             assert finished.bytes == size, f"{finished.bytes} bytes were saved and not {size}"

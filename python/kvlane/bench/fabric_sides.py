@@ -420,7 +420,7 @@ class GpuCopies(Side):
 
         def operate(number: int) -> None:
             offset = offsets[number % len(offsets)]
-            source.bench_copy_through_host(offset, target, offset, cell.bytes)
+            source.copy_to(offset, target, offset, cell.bytes)
 
         return operate
 

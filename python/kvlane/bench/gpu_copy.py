@@ -7,7 +7,7 @@ import statistics
 import sys
 from typing import NamedTuple
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench import report
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
 from kvlane.bench.sizes import count
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def calibrate(arguments: argparse.Namespace) -> Outcome:
     """What the daemon measures at its start."""
     try:
-        rates, thresholds = _core.bench_gpu_calibrate(arguments.gpu)
+        rates, thresholds = _bench.gpu_calibrate(arguments.gpu)
     except OSError as error:
         sys.exit(f"kvlane bench gpu-copy needs a GPU: {error}")
     figures = [
@@ -114,13 +114,13 @@ def calibrate(arguments: argparse.Namespace) -> Outcome:
 def measure(arguments: argparse.Namespace) -> Outcome:
     """Medians over interleaved rounds; each of them is a median of seven copies whose bytes were checked."""
     try:
-        gpus = _core.bench_gpus()
+        gpus = _bench.gpus()
     except OSError as error:
         sys.exit(f"kvlane bench gpu-copy needs a GPU: {error}")
     others = [ordinal for ordinal, *_ in gpus if ordinal != arguments.gpu]
     peer = arguments.peer if arguments.peer is not None else next(iter(others), None)
     total = arguments.mib << 20
-    rails = _core.bench_gpu_rails(arguments.gpu)
+    rails = _bench.gpu_rails(arguments.gpu)
     through_rings = [
         Rings(piece, size, count, staged)
         for piece, size in RING_SHAPES
@@ -139,10 +139,10 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             second = peer if path == "peer" else None
             ways = [(0, "contiguous"), *((piece, way) for piece in PIECES for way in arguments.methods)]
             for piece, way in ways:
-                rate = _core.bench_gpu_copy(arguments.gpu, path, total, piece or total, way, peer=second)
+                rate = _bench.gpu_copy(arguments.gpu, path, total, piece or total, way, peer=second)
                 rates.setdefault((path, piece, way), []).append(rate)
         for way in through_rings:
-            rate = _core.bench_gpu_load(
+            rate = _bench.gpu_load(
                 arguments.gpu,
                 rails[: way.rails],
                 way.size * total,
@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         for way in TOGETHER if len(ordinals) > 1 else ():
             method, piece = ("auto", way.piece) if way.piece else ("contiguous", total)
             joined = RING_JOINED // way.piece if way.staged else 1
-            rate = _core.bench_gpu_together(ordinals, total, piece, method, joined, way.staged)
+            rate = _bench.gpu_together(ordinals, total, piece, method, joined, way.staged)
             together_rates.setdefault(way, []).append(rate)
     medians = {key: statistics.median(values) for key, values in rates.items()}
     figures = []

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench import busy, daemon, report, sessions
 from kvlane.bench.engine import TOKENS_PER_BLOCK, Engine, block_hashes
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
@@ -149,7 +149,7 @@ def _round_trips(
             assert hit.tokens == tokens, f"{hit.tokens} tokens were found and not {tokens}"
             engine.release(hit)
             pinged = ping_pong(python, ping_bytes)
-            pinged_in_rust = _core.bench_ping_pong(rust.fileno(), ping_bytes)
+            pinged_in_rust = _bench.ping_pong(rust.fileno(), ping_bytes)
             if number >= 0:
                 seconds["lookup"].append(looked_up)
                 seconds["python"].append(pinged)

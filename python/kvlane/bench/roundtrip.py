@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvlane import _core
+from kvlane import _bench
 
 
 def ping_pong(peer: socket.socket, size: int) -> float:
@@ -35,7 +35,7 @@ def echo_process(size: int, cores: set[int] | None, *, in_rust: bool) -> Iterato
             if cores is not None:
                 os.sched_setaffinity(0, cores)
             if in_rust:
-                _core.bench_echo(far.fileno(), size)
+                _bench.echo(far.fileno(), size)
             else:
                 while message := far.recv(size, socket.MSG_WAITALL):
                     far.sendall(message)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlane import _core
+from kvlane import _bench
 from kvlane.bench import report
 from kvlane.bench.extra import tqdm
 from kvlane.bench.figures import Figure, Outcome, add_out, publish
@@ -177,7 +177,7 @@ def _measure_size(
     progress.set_description(f"{_name(block)}: filling")
     try:
         # One block more than is in flight: the one that is written.
-        tier = _core.SsdBench(
+        tier = _bench.SsdBench(
             [str(file) for file in files], arguments.capacity, block, (depth + 1) * block, arguments.threads
         )
     except OSError as error:
@@ -207,7 +207,7 @@ def _measure_size(
                 if peer.has_huge_pages and not on_huge:
                     does[f"{name}{ON_HUGE} {op}"] = lambda op=op, peer=peer: peer.does(phase(op, True))
             if with_crc and op == "read":
-                does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _core.bench_crc32c(block, _CRC_BYTES)}
+                does["crc32c"] = lambda: {"cpu_s_per_gb": 1e9 / _bench.crc32c(block, _CRC_BYTES)}
             for number in range(arguments.rounds):
                 names = list(does)
                 # Writes go on where those of the last round ended, as a log's do.
@@ -320,7 +320,7 @@ def _values(measured: tuple[int, float, float, float, list[int]]) -> Values:
 
 def _restart(file: Path, blocks: int) -> tuple[float, float | None]:
     try:
-        return _core.bench_ssd_restart(str(file), blocks, True)
+        return _bench.ssd_restart(str(file), blocks, True)
     except OSError as error:
         sys.exit(f"kvlane bench ssd, restart: {error}")
 

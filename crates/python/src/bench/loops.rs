@@ -13,7 +13,7 @@ const RANGES_MAX: usize = 1024;
 /// Reads `length` bytes at each first address of process `pid` to the second address of this one, in calls of
 /// `pieces_per_call`; the seconds that it took.
 #[pyfunction]
-pub(crate) fn bench_read_process(
+pub(crate) fn read_process(
     py: Python<'_>,
     pid: pid_t,
     pieces: Vec<(usize, usize)>,
@@ -39,7 +39,7 @@ pub(crate) fn bench_read_process(
 
 /// Copies `length` bytes from each first address to the second one by memcpy; the seconds that it took.
 #[pyfunction]
-pub(crate) fn bench_copy(py: Python<'_>, pieces: Vec<(usize, usize)>, length: usize) -> f64 {
+pub(crate) fn copy(py: Python<'_>, pieces: Vec<(usize, usize)>, length: usize) -> f64 {
     py.detach(|| {
         let start = Instant::now();
         for (from, to) in pieces {
@@ -58,7 +58,7 @@ pub(crate) fn bench_copy(py: Python<'_>, pieces: Vec<(usize, usize)>, length: us
 
 /// Sends `length` bytes over the socket and waits for as many; the seconds of one round trip.
 #[pyfunction]
-pub(crate) fn bench_ping_pong(py: Python<'_>, socket: c_int, length: usize) -> PyResult<f64> {
+pub(crate) fn ping_pong(py: Python<'_>, socket: c_int, length: usize) -> PyResult<f64> {
     Ok(py.detach(|| {
         let mut bytes = vec![1; length];
         let start = Instant::now();
@@ -70,7 +70,7 @@ pub(crate) fn bench_ping_pong(py: Python<'_>, socket: c_int, length: usize) -> P
 
 /// Sends back messages of `length` bytes until the peer closes the socket.
 #[pyfunction]
-pub(crate) fn bench_echo(py: Python<'_>, socket: c_int, length: usize) -> PyResult<()> {
+pub(crate) fn echo(py: Python<'_>, socket: c_int, length: usize) -> PyResult<()> {
     Ok(py.detach(|| {
         let mut bytes = vec![0; length];
         while receive(socket, &mut bytes)? {

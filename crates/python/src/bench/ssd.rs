@@ -10,7 +10,7 @@ use pyo3::{exceptions::PyOSError, prelude::*};
 type PyMeasured = (u64, f64, f64, f64, Vec<u64>);
 
 /// A tier on files of its own, which are removed with it.
-#[pyclass(name = "SsdBench", module = "kvlane._core", frozen)]
+#[pyclass(name = "SsdBench", module = "kvlane._bench", frozen)]
 pub(crate) struct PySsdBench(Mutex<Bench>);
 
 #[pymethods]
@@ -67,7 +67,7 @@ impl PySsdBench {
 /// Seconds in which a tier with so many blocks of 4 KiB is open again: from its tables, and if asked from headers alone.
 #[pyfunction]
 #[pyo3(signature = (path, blocks, headers = false))]
-pub(crate) fn bench_ssd_restart(
+pub(crate) fn ssd_restart(
     py: Python<'_>,
     path: PathBuf,
     blocks: u64,
@@ -78,7 +78,7 @@ pub(crate) fn bench_ssd_restart(
 
 /// Bytes of checksums (crc32c) for each second of CPU time, in pieces, over memory that no cache holds.
 #[pyfunction]
-pub(crate) fn bench_crc32c(py: Python<'_>, piece_bytes: u64, bytes: u64) -> PyResult<f64> {
+pub(crate) fn crc32c(py: Python<'_>, piece_bytes: u64, bytes: u64) -> PyResult<f64> {
     py.detach(|| crc_rate(piece_bytes, bytes)).map_err(failed)
 }
 
