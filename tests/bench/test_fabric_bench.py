@@ -203,6 +203,7 @@ def test_a_process_that_ends_or_fails_ends_the_benchmark_with_its_text() -> None
         child.end()
 
 
+@pytest.mark.fake_gpus
 def test_gpus_memory_is_measured_beside_a_socket_and_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_gpus_memory_is_measured_beside_a_socket_and_copies(
         main(["fabric", *sizes, "--memory", "cuda:0", "--vs", "none"])
 
 
+@pytest.mark.fake_gpus
 def test_a_server_with_a_gpus_memory_is_measured_from_the_hosts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def test_copy_compares_each_way_with_its_loop(tmp_path: Path) -> None:
     assert result["pages"]["engine"] in ("4 kB", "2 MB", "16 kB", "64 kB")
 
 
+@pytest.mark.fake_gpus
 def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_gpu_copy_compares_ways_and_links_with_one_contiguous_copy(
     assert value(result, "h2d: pieces of 64 KiB, staged / contiguous, 2 GPUs at once") > 0
 
 
+@pytest.mark.fake_gpus
 def test_gpu_copy_shows_what_the_daemon_measures_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

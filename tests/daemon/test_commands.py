@@ -50,6 +50,7 @@ def test_serve_says_where_and_answers_over_http(daemon: Daemon, make_engine: Mak
     )
 
 
+@pytest.mark.fake_gpus
 def test_every_metric_of_the_reference_appears(
     make_daemon: MakeDaemon, make_engine: MakeEngine, folder: Path
 ) -> None:
@@ -286,6 +287,7 @@ def test_doctor_without_a_daemon_says_what_is_missing_and_that_kvlane_works(fold
     assert quiet < verbose
 
 
+@pytest.mark.fake_gpus
 def test_doctor_with_a_daemon_for_programs(daemon: Daemon, folder: Path) -> None:
     told = _doctor(folder, "--json", KVLANE_GPU_DRIVER="fake", PYTHONHASHSEED="7")
     assert told.returncode == 0, told.stdout

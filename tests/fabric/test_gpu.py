@@ -14,6 +14,8 @@ import pytest
 from kvlane import _core, fabric
 from kvlane.bench.memory import GpuMemory
 
+pytestmark = pytest.mark.fake_gpus
+
 SIZE = 1 << 20
 PATIENCE = 30.0
 
