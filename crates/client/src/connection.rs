@@ -19,7 +19,10 @@ use rustix::{
 };
 use thiserror::Error;
 
-use crate::daemon_user::{DaemonUser, Stranger};
+use crate::{
+    daemon_user::{DaemonUser, Stranger},
+    links::ids::NotConnected,
+};
 
 /// Most bytes that wait to be sent. Above it the daemon does not read, and is as good as down.
 const OUT_BYTES_MAX: usize = 96 << 20;
@@ -59,6 +62,15 @@ pub enum ConnectError {
         /// The daemon's sentence.
         sentence: String,
     },
+}
+
+impl From<ConnectError> for NotConnected {
+    fn from(error: ConnectError) -> Self {
+        match error {
+            ConnectError::Folder(_) | ConnectError::Stranger { .. } => Self::Refused(error.to_string()),
+            ConnectError::Refused { .. } | ConnectError::Turned { .. } => Self::Absent(error.to_string()),
+        }
+    }
 }
 
 /// Why nobody answers, in words that say what to do.

@@ -19,6 +19,7 @@
 //! 6. `now` never goes back. It is an `Instant`; simulations add durations to one.
 
 pub mod backoff;
+mod connection;
 pub mod flags;
 pub mod group;
 pub mod ids;

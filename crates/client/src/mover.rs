@@ -15,10 +15,10 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::{
     boot::BootId,
-    connection::{ConnectError, Connection, Lost, poll_for},
+    connection::{Connection, Lost, poll_for},
     links::{
         flags::FlagTable,
-        ids::{ConnectionId, NotConnected, ProcessId},
+        ids::{ConnectionId, ProcessId},
         standing::tell,
         worker::{
             WorkerLink,
@@ -206,16 +206,7 @@ impl Mover<'_> {
                 self.connection = Some((id, connection));
                 WorkerEvent::Connected { connection: id, peer }
             }
-            Err(error) => {
-                let sentence = error.to_string();
-                let why = match error {
-                    ConnectError::Folder(_) | ConnectError::Stranger { .. } => {
-                        NotConnected::Refused(sentence)
-                    }
-                    _ => NotConnected::Absent(sentence),
-                };
-                WorkerEvent::NotConnected { connection: id, why }
-            }
+            Err(error) => WorkerEvent::NotConnected { connection: id, why: error.into() },
         }
     }
 

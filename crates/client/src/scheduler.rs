@@ -14,12 +14,12 @@ use kvlane_proto::{Address, v1};
 
 use crate::{
     boot::BootId,
-    connection::{ConnectError, Connection, poll_for},
+    connection::{Connection, poll_for},
     daemon_user::DaemonUser,
     group_spec::GroupSpec,
     hit::Hit,
     links::{
-        ids::{ConnectionId, NotConnected},
+        ids::ConnectionId,
         scheduler::{
             LookupState, SchedulerAction, SchedulerEvent, SchedulerLink, SchedulerLinkOptions, SchedulerStats,
         },
@@ -303,12 +303,7 @@ impl Scheduler {
                 self.connection = Some((connection, open));
                 SchedulerEvent::Connected { connection, life }
             }
-            Err(error @ (ConnectError::Folder(_) | ConnectError::Stranger { .. })) => {
-                SchedulerEvent::NotConnected { connection, why: NotConnected::Refused(error.to_string()) }
-            }
-            Err(error) => {
-                SchedulerEvent::NotConnected { connection, why: NotConnected::Absent(error.to_string()) }
-            }
+            Err(error) => SchedulerEvent::NotConnected { connection, why: error.into() },
         }
     }
 

@@ -13,7 +13,6 @@
 mod asking;
 mod cancelling;
 mod connecting;
-mod connection;
 mod event;
 mod former;
 mod leases;
@@ -23,6 +22,7 @@ mod messages;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod up;
 
 use std::{
     collections::VecDeque,
@@ -33,8 +33,8 @@ use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use self::{
     cancelling::Cancelling,
-    connection::{Connection, HEARTBEAT, Stage, send},
     lookups::{Lookup, Unsent},
+    up::{HEARTBEAT, Stage, Up, send},
 };
 pub use self::{
     event::{LookupState, SchedulerAction, SchedulerEvent},
@@ -45,7 +45,10 @@ pub use self::{
 use crate::{
     boot::BootId,
     hit::Hit,
-    links::ids::{ConnectionId, ProcessId},
+    links::{
+        connection::Connection,
+        ids::{ConnectionId, ProcessId},
+    },
 };
 
 /// How often the daemon is asked whether the workers are ready, until they are. Until then nothing is saved, and while no
@@ -73,7 +76,7 @@ impl SchedulerLink {
             SchedulerEvent::CancelSaves { below, until } => {
                 self.cancelled_below = self.cancelled_below.max(below);
                 let mut cancelling = Cancelling::new(below, until);
-                cancelling.ask(&self.connection, &mut self.last_request, now, actions);
+                cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
                 self.cancelling = Some(cancelling);
             }
             SchedulerEvent::Close => self.close(now, actions),
@@ -90,7 +93,7 @@ impl SchedulerLink {
         };
         match until {
             Some(until) if now >= until => self.stats.timeouts += 1,
-            Some(_) if matches!(self.connection, Connection::Down) => self.stats.unavailable += 1,
+            Some(_) if self.connection.is_down() => self.stats.unavailable += 1,
             Some(until) => return LookupState::Pending { until },
             None => {}
         }
@@ -98,7 +101,7 @@ impl SchedulerLink {
             Some(Lookup::Answered(hit)) => return LookupState::Over(hit),
             Some(Lookup::Sent { id, .. }) => self.give_up(id),
             Some(Lookup::Unsent(_)) => {
-                if let Connection::Up(up) = &mut self.connection {
+                if let Some(up) = self.connection.up_mut() {
                     up.waited_in_vain = true;
                 }
             }
@@ -110,7 +113,7 @@ impl SchedulerLink {
     /// The answer to the last [`CancelSaves`](SchedulerEvent::CancelSaves), once; `None` while it is open. True when no former
     /// daemon and not the present one reads the engine's blocks for these saves, nor takes any of them.
     pub fn cancelled(&mut self, now: Instant) -> Option<bool> {
-        let is_down = matches!(self.connection, Connection::Down);
+        let is_down = self.connection.is_down();
         let answer = self.cancelling.as_ref()?.verdict(is_down, self.former.are_over(now), now)?;
         self.cancelling = None;
         Some(answer)
@@ -134,18 +137,18 @@ impl SchedulerLink {
 
     /// The end of this process is to be told.
     pub fn needs(&self, process: ProcessId) -> bool {
-        let present = matches!(&self.connection, Connection::Up(up) if up.life.needs(process));
+        let present = self.connection.up().is_some_and(|up| up.life.needs(process));
         present || self.former.needs(process)
     }
 
     /// The daemon greeted us and opened the engine.
     pub fn is_connected(&self) -> bool {
-        matches!(&self.connection, Connection::Up(up) if up.stage == Stage::Open)
+        self.connection.up().is_some_and(|up| up.stage == Stage::Open)
     }
 
     /// The last answer said that all workers of the engine have mapped the pool.
     pub fn is_ready(&self) -> bool {
-        matches!(&self.connection, Connection::Up(up) if up.ready)
+        self.connection.up().is_some_and(|up| up.ready)
     }
 
     /// On the way to an open engine.
@@ -159,10 +162,7 @@ impl SchedulerLink {
 
     /// The daemon's run, once it has greeted.
     pub fn boot(&self) -> Option<BootId> {
-        match &self.connection {
-            Connection::Up(up) => up.run(),
-            _ => None,
-        }
+        self.connection.up().and_then(Up::run)
     }
 
     /// Runs that this was connected to and is no more, the last eight.
@@ -182,15 +182,12 @@ impl SchedulerLink {
 
     /// Closed, and nothing more will come.
     pub fn is_over(&self) -> bool {
-        self.is_closed && matches!(self.connection, Connection::Down)
+        self.is_closed && self.connection.is_down()
     }
 
     /// Nothing is asked, held, cancelled or watched any more. For tests of leaks.
     pub fn at_rest(&self) -> bool {
-        let nothing_asked = match &self.connection {
-            Connection::Up(up) => up.asked.is_empty(),
-            _ => true,
-        };
+        let nothing_asked = self.connection.up().is_none_or(|up| up.asked.is_empty());
         nothing_asked
             && self.lookups.is_empty()
             && self.leases.is_empty()
@@ -235,7 +232,7 @@ impl SchedulerLink {
     }
 
     fn process_ended(&mut self, process: ProcessId) {
-        if let Connection::Up(up) = &mut self.connection {
+        if let Some(up) = self.connection.up_mut() {
             up.life.ended(process);
         }
         self.former.process_ended(process);

@@ -7,7 +7,6 @@
 //! ```
 //! Jobs outlive connections: worker/saves.rs and worker/loads.rs say how each ends.
 
-mod connection;
 pub mod event;
 pub mod failures;
 mod handshake;
@@ -18,30 +17,26 @@ mod messages;
 mod saves;
 #[cfg(test)]
 mod tests;
+mod up;
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, time::Instant};
 
 use kvlane_proto::{v1, v1::refused::Reason, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 pub use self::link::WorkerLink;
 use self::{
-    connection::{Asked, Connection, Misfit, Stage, Up},
     event::{Actions, Peer, WorkerAction, WorkerEvent},
     link::{end, end_save, tell},
     load::Loading,
+    up::{Asked, Misfit, Stage, Up},
 };
 use super::{
+    connection::Connection,
     ids::{ConnectionId, NotConnected, ProcessId},
     promises::ROUND,
     standing::{Notice, Urgency},
 };
 use crate::jobs::{Job, Work};
-
-/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
-const GOODBYE: Duration = Duration::from_secs(1);
 
 impl WorkerLink {
     /// Takes an event, and appends what is to be done.
@@ -53,11 +48,13 @@ impl WorkerLink {
                 self.not_connected(connection, &why, now, actions);
             }
             WorkerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
-            WorkerEvent::Lost { connection, why } => match &self.connection {
-                Connection::Up(up) if up.id == connection => self.lose(&why, now, actions),
-                Connection::Leaving { id, .. } if *id == connection => self.hang_up(now, actions),
-                _ => {}
-            },
+            WorkerEvent::Lost { connection, why } => {
+                if self.connection.is_leaving(connection) {
+                    self.hang_up(now, actions);
+                } else if self.up_as(connection).is_some() {
+                    self.lose(&why, now, actions);
+                }
+            }
             WorkerEvent::NotShared { connection, why } => {
                 if self.up_as(connection).is_some_and(|up| matches!(up.stage, Stage::Sharing { .. })) {
                     self.turn_away(&why, now, actions);
@@ -101,17 +98,13 @@ impl WorkerLink {
 
     /// Whether the end of this process matters.
     pub fn needs(&self, process: ProcessId) -> bool {
-        let peer = match &self.connection {
-            Connection::Up(up) => up.peer.life.needs(process),
-            _ => false,
-        };
+        let peer = self.connection.up().is_some_and(|up| up.peer.life.needs(process));
         peer || self.pools.needs(process) || self.loads.values().any(|load| load.needs(process))
     }
 
     /// Closed, and every job has ended.
     pub fn is_over(&self) -> bool {
-        let is_down = matches!(self.connection, Connection::Down);
-        self.is_closing && is_down && self.loads.is_empty() && self.writes.is_empty()
+        self.is_closing && self.connection.is_down() && self.loads.is_empty() && self.writes.is_empty()
     }
 
     /// For tests of leaks: nothing is asked, loading, writing, former or leaving.
@@ -136,7 +129,7 @@ impl WorkerLink {
     }
 
     fn connected(&mut self, connection: ConnectionId, peer: Peer, actions: &mut Actions) {
-        if !matches!(self.connection, Connection::Connecting(id) if id == connection) {
+        if !self.connection.is_connecting(connection) {
             return actions.push_back(WorkerAction::Close(connection));
         }
         self.connection = Connection::Up(Up {
@@ -160,7 +153,7 @@ impl WorkerLink {
         now: Instant,
         actions: &mut Actions,
     ) {
-        if !matches!(self.connection, Connection::Connecting(id) if id == connection) {
+        if !self.connection.is_connecting(connection) {
             return;
         }
         match why {
@@ -181,13 +174,10 @@ impl WorkerLink {
         now: Instant,
         actions: &mut Actions,
     ) {
-        let up = match &mut self.connection {
-            Connection::Up(up) if up.id == connection => up,
-            Connection::Leaving { id, bye, .. } if *id == connection && *bye == reply.id => {
-                return self.hang_up(now, actions);
-            }
-            _ => return,
-        };
+        if self.connection.is_goodbye(connection, reply.id) {
+            return self.hang_up(now, actions);
+        }
+        let Some(up) = self.up_as(connection) else { return };
         up.silent = false;
         let v1::Reply { id, boot_id, body, .. } = reply;
         let is_open = matches!(up.stage, Stage::Open);
@@ -235,7 +225,7 @@ impl WorkerLink {
 
     fn process_ended(&mut self, process: ProcessId, now: Instant, actions: &mut Actions) {
         self.pools.process_ended(process);
-        if let Connection::Up(up) = &mut self.connection {
+        if let Some(up) = self.up() {
             up.peer.life.ended(process);
         }
         self.daemons_are_out(now, actions, |_, life, _| life.needs(process));
@@ -269,7 +259,7 @@ impl WorkerLink {
 
     /// The connection is over, whoever ended it.
     fn lose(&mut self, why: &str, now: Instant, actions: &mut Actions) {
-        let Connection::Up(up) = std::mem::replace(&mut self.connection, Connection::Down) else { return };
+        let Some(up) = self.connection.take_up() else { return };
         if self.is_closing {
             actions.push_back(WorkerAction::Close(up.id));
             return self.end_unasked_loads(now, actions);
@@ -312,7 +302,7 @@ impl WorkerLink {
         }
         let Some(id) = self.up().map(|up| up.id) else { return };
         let bye = self.send(Ask::Bye(v1::Bye {}), actions);
-        self.connection = Connection::Leaving { id, bye, until: now + GOODBYE };
+        self.connection = Connection::leaving(id, bye, now);
     }
 
     /// The daemon has freed what it held for us, or will find out.

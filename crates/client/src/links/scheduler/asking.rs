@@ -8,12 +8,12 @@ use std::{
 use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use super::{
-    connection::{Asked, Connection, Stage, send},
     event::SchedulerAction,
     link::SchedulerLink,
     lookups::{Lookup, Unsent},
+    up::{Asked, Stage, send},
 };
-use crate::{boot::BootId, hit::Hit};
+use crate::{boot::BootId, hit::Hit, links::connection::Connection};
 
 impl SchedulerLink {
     pub(super) fn look_up(
@@ -103,7 +103,7 @@ impl SchedulerLink {
     /// Nobody waits for this answer any more. It still counts as silence if neither it nor another one comes, and its lease
     /// is given back if it does.
     pub(super) fn give_up(&mut self, id: u64) {
-        if let Connection::Up(up) = &mut self.connection
+        if let Some(up) = self.connection.up_mut()
             && let Some(asked) = up.asked.get_mut(&id)
         {
             asked.request = None;
@@ -113,7 +113,7 @@ impl SchedulerLink {
     /// One of another run is gone already.
     pub(super) fn release(&mut self, boot: BootId, lease: u64, actions: &mut VecDeque<SchedulerAction>) {
         self.leases.forget(&boot, lease);
-        if let Connection::Up(up) = &self.connection
+        if let Some(up) = self.connection.up()
             && up.run() == Some(boot)
         {
             let release = Ask::Release(v1::Release { leases: vec![lease] });

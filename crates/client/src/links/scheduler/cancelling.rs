@@ -5,8 +5,8 @@ use std::{collections::VecDeque, time::Instant};
 use kvlane_proto::{v1, v1::request::Body as Ask};
 
 use super::{
-    connection::{Connection, Stage, send},
     event::SchedulerAction,
+    up::{Stage, Up, send},
 };
 
 /// The last wish.
@@ -28,13 +28,13 @@ impl Cancelling {
     /// that.
     pub(super) fn ask(
         &mut self,
-        connection: &Connection,
+        up: Option<&Up>,
         last_request: &mut u64,
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
         let left = self.until.saturating_duration_since(now);
-        if let Connection::Up(up) = connection
+        if let Some(up) = up
             && up.stage == Stage::Open
             && !left.is_zero()
         {

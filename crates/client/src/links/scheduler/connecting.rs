@@ -9,22 +9,20 @@ use std::{
 use kvlane_proto::{v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use super::{
-    connection::{Connection, HEARTBEAT, Stage, Up, send, tell},
     event::SchedulerAction,
     link::SchedulerLink,
     lookups::Unsent,
+    up::{HEARTBEAT, Stage, Up, send, tell},
 };
 use crate::{
     boot::BootId,
     hit::Hit,
     links::{
+        connection::Connection,
         ids::{ConnectionId, Life, NotConnected},
         standing::{Notice, Urgency, describe},
     },
 };
-
-/// How long a goodbye waits for the daemon. One that is stopped finds out by itself that we are gone.
-pub(super) const GOODBYE: Duration = Duration::from_secs(1);
 
 impl SchedulerLink {
     pub(super) fn connected(
@@ -34,7 +32,7 @@ impl SchedulerLink {
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
-        if !matches!(self.connection, Connection::Connecting(asked) if asked == id) {
+        if !self.connection.is_connecting(id) {
             // Nobody wants it any more.
             return actions.push_back(SchedulerAction::Close(id));
         }
@@ -62,7 +60,7 @@ impl SchedulerLink {
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
-        if !matches!(self.connection, Connection::Connecting(asked) if asked == id) {
+        if !self.connection.is_connecting(id) {
             return;
         }
         self.connection = Connection::Down;
@@ -83,14 +81,11 @@ impl SchedulerLink {
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
-        let up = match &mut self.connection {
-            Connection::Up(up) if up.id == connection => up,
-            Connection::Leaving { id, bye, .. } if *id == connection && *bye == reply.id => {
-                self.connection = Connection::Down;
-                return actions.push_back(SchedulerAction::Close(connection));
-            }
-            _ => return,
-        };
+        if self.connection.is_goodbye(connection, reply.id) {
+            self.connection = Connection::Down;
+            return actions.push_back(SchedulerAction::Close(connection));
+        }
+        let Some(up) = self.connection.up_mut().filter(|up| up.id == connection) else { return };
         up.has_spoken();
         let id = reply.id;
         let boot = BootId::try_from(reply.boot_id.as_ref()).ok();
@@ -122,7 +117,7 @@ impl SchedulerLink {
                     self.ask(request, ask, until, timeout, now, actions);
                 }
                 if let Some(cancelling) = &mut self.cancelling {
-                    cancelling.ask(&self.connection, &mut self.last_request, now, actions);
+                    cancelling.ask(self.connection.up(), &mut self.last_request, now, actions);
                 }
             }
             (_, Some(Answer::LookupResult(result))) if up.asked.contains_key(&id) => {
@@ -186,7 +181,7 @@ impl SchedulerLink {
         if let Some(cancelling) = &mut self.cancelling {
             cancelling.answered(id, false);
         }
-        let Connection::Up(up) = &mut self.connection else { return };
+        let Some(up) = self.connection.up_mut() else { return };
         let sentence = refused.sentence;
         if up.stage == Stage::Open {
             let asked = up.asked.remove(&id);
@@ -212,20 +207,15 @@ impl SchedulerLink {
         now: Instant,
         actions: &mut VecDeque<SchedulerAction>,
     ) {
-        match &self.connection {
-            Connection::Up(up) if up.id == connection => {
-                let told = match up.stage {
-                    Stage::Open => self.standing.lost(why, now),
-                    Stage::Greeting { .. } | Stage::Opening { .. } => self.standing.broken_off(why),
-                };
-                tell(told, actions);
-            }
-            Connection::Leaving { id, .. } if *id == connection => {
-                self.connection = Connection::Down;
-                return;
-            }
-            _ => return,
+        if self.connection.is_leaving(connection) {
+            self.connection = Connection::Down;
         }
+        let Some(up) = self.connection.up().filter(|up| up.id == connection) else { return };
+        let told = match up.stage {
+            Stage::Open => self.standing.lost(why, now),
+            Stage::Greeting { .. } | Stage::Opening { .. } => self.standing.broken_off(why),
+        };
+        tell(told, actions);
         self.leave(now);
         self.stats.losses += 1;
         self.backoff.failed(now);
@@ -240,7 +230,7 @@ impl SchedulerLink {
         if let Some(cancelling) = &mut self.cancelling {
             cancelling.ask_again();
         }
-        if let Connection::Up(up) = std::mem::replace(&mut self.connection, Connection::Down)
+        if let Some(up) = self.connection.take_up()
             && let Some(boot) = up.run()
         {
             self.former.leave(boot, up.life, now);
@@ -256,7 +246,7 @@ impl SchedulerLink {
             Connection::Up(up) => {
                 let id = up.id;
                 let bye = send(&mut self.last_request, id, Ask::Bye(v1::Bye {}), actions);
-                self.connection = Connection::Leaving { id, bye, until: now + GOODBYE };
+                self.connection = Connection::leaving(id, bye, now);
             }
             Connection::Down | Connection::Leaving { .. } => {}
         }

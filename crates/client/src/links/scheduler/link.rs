@@ -3,17 +3,17 @@
 use std::time::Instant;
 
 use super::{
-    cancelling::Cancelling, connection::Connection, former::FormerRuns, leases::Leases, lookups::Lookups,
-    messages::SchedulerLinkOptions, stats::SchedulerStats,
+    cancelling::Cancelling, former::FormerRuns, leases::Leases, lookups::Lookups,
+    messages::SchedulerLinkOptions, stats::SchedulerStats, up::Up,
 };
-use crate::links::{backoff::Backoff, standing::Standing};
+use crate::links::{backoff::Backoff, connection::Connection, standing::Standing};
 
 /// The scheduler's side of one engine. Whoever drives it carries its actions out and tells it what happens.
 #[derive(Debug)]
 pub struct SchedulerLink {
     pub(super) options: SchedulerLinkOptions,
     pub(super) backoff: Backoff,
-    pub(super) connection: Connection,
+    pub(super) connection: Connection<Up>,
     pub(super) last_connection: u64,
     /// Ids count over all connections, so that an answer of a former one fits nothing.
     pub(super) last_request: u64,

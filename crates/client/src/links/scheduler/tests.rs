@@ -3,10 +3,13 @@
 use bytes::Bytes;
 use kvlane_proto::{Address, v1::reply::Body as Answer};
 
-use super::{connecting::GOODBYE, connection::ASKED_MAX, *};
+use super::{up::ASKED_MAX, *};
 use crate::{
     group_spec::GroupSpec,
-    links::ids::{Life, NotConnected},
+    links::{
+        connection::GOODBYE,
+        ids::{Life, NotConnected},
+    },
 };
 
 const RUN: BootId = [7; 16];

@@ -6,11 +6,11 @@ use kvlane_proto::{v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use super::{
     super::{ids::ConnectionId, standing::describe},
-    connection::{Misfit, Stage},
     event::{Actions, WorkerAction},
     failures::NotMapped,
     link::{WorkerLink, tell},
     messages,
+    up::{Misfit, Stage},
 };
 use crate::{boot::BootId, jobs::SaveMethod};
 

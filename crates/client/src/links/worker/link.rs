@@ -10,14 +10,15 @@ use kvlane_proto::{v1, v1::request::Body as Ask};
 use super::{
     super::{
         backoff::Backoff,
+        connection::Connection,
         ids::{ConnectionId, CopyId, JobKey},
         pace::LoadPace,
         promises::{PoolBook, ROUND},
         standing::{Notice, Standing, Urgency},
     },
-    connection::{Asked, Connection, Stage, Up},
     event::{Actions, Seen, WorkerAction, WorkerLinkOptions},
     load::Loading,
+    up::{Asked, Stage, Up},
 };
 use crate::{
     boot::BootId,
@@ -31,7 +32,7 @@ pub struct WorkerLink {
     /// As the fence holds it; starts with 1.
     pub(super) epoch: u64,
     pub(super) backoff: Backoff,
-    pub(super) connection: Connection,
+    pub(super) connection: Connection<Up>,
     pub(super) pools: PoolBook,
     pub(super) round_at: Instant,
     pub(super) loads: BTreeMap<JobKey, Loading>,
@@ -86,10 +87,7 @@ impl WorkerLink {
     }
 
     pub(super) fn up(&mut self) -> Option<&mut Up> {
-        match &mut self.connection {
-            Connection::Up(up) => Some(up),
-            _ => None,
-        }
+        self.connection.up_mut()
     }
 
     pub(super) fn up_as(&mut self, connection: ConnectionId) -> Option<&mut Up> {
@@ -104,7 +102,7 @@ impl WorkerLink {
     pub(super) fn send(&mut self, ask: Ask, actions: &mut Actions) -> u64 {
         self.last_request += 1;
         let id = self.last_request;
-        if let Connection::Up(Up { id: connection, .. }) = self.connection {
+        if let Some(&Up { id: connection, .. }) = self.connection.up() {
             let request = v1::Request { id, body: Some(ask) };
             actions.push_back(WorkerAction::Send { connection, request });
         }

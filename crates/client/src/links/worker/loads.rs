@@ -15,12 +15,12 @@ use kvlane_proto::v1::reply::Body as Answer;
 
 use super::{
     super::ids::{CopyId, JobKey, Life},
-    connection::Asked,
     event::{Actions, Card, WorkerAction},
     failures::NotCopied,
     link::{WorkerLink, end, warn},
     load::{Daemon, Loading, Own, ReleaseAt, TAKE_OVER_WAITING, patience},
     messages,
+    up::Asked,
 };
 use crate::{
     boot::BootId,

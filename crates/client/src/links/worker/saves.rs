@@ -18,11 +18,11 @@ use kvlane_proto::{
 
 use super::{
     super::{group::Places, ids::JobKey},
-    connection::Asked,
     event::{Actions, WorkerAction},
     failures::NotCopied,
     link::{WorkerLink, Write, end, end_save, warn},
     messages,
+    up::Asked,
 };
 use crate::jobs::{Copied, Finished, Job, SaveGroupSpec, SaveMethod, Work};
 

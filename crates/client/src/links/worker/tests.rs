@@ -1,6 +1,6 @@
 //! The link's transitions: what it does with an event.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
 use bytes::Bytes;
 use kvlane_block::{BlockHash, Region};

@@ -1,4 +1,4 @@
-//! The states of a scheduler's connection, and what waits for an answer over it.
+//! A scheduler's connection that is up, and what waits for an answer over it.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,20 +27,7 @@ const FETCH_MAX: Duration = Duration::from_secs(60);
 /// for is forgotten.
 pub(super) const ASKED_MAX: usize = super::lookups::PENDING_MAX;
 
-/// In the order in which they follow each other.
-#[derive(Debug)]
-pub(super) enum Connection {
-    Down,
-    Connecting(ConnectionId),
-    Up(Up),
-    /// Bye is sent; until its answer or that time.
-    Leaving {
-        id: ConnectionId,
-        bye: u64,
-        until: Instant,
-    },
-}
-
+/// A connection, how far it is, and what was asked over it.
 #[derive(Debug)]
 pub(super) struct Up {
     pub(super) id: ConnectionId,

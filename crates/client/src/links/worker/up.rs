@@ -1,4 +1,4 @@
-//! The connection of a worker's link: how far it is, and what was asked over it.
+//! A worker's connection that is up: how far it is, and what was asked over it.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -12,19 +12,6 @@ use crate::{
     boot::BootId,
     jobs::{Finished, Job, SaveMethod},
 };
-
-#[derive(Debug)]
-pub(super) enum Connection {
-    Down,
-    Connecting(ConnectionId),
-    Up(Up),
-    /// Goodbye is said; until its answer or that time.
-    Leaving {
-        id: ConnectionId,
-        bye: u64,
-        until: Instant,
-    },
-}
 
 /// A connection and what was asked over it.
 #[derive(Debug)]
