@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvlane_block::{Region, shard_bytes};
+use kvlane_gpu::{AddressMap, GpuError};
 use kvlane_memory::Arena;
 use thiserror::Error;
 
@@ -73,6 +74,20 @@ pub struct Flag {
     pub word: u64,
     /// What is written into it.
     pub value: u32,
+}
+
+impl Flag {
+    /// The same by its address in this process.
+    ///
+    /// # Errors
+    /// A word that is not mapped here, or that no GPU writes as one: its address is no multiple of 4.
+    pub(crate) fn local(self, map: &AddressMap) -> Result<Self, GpuError> {
+        let word = map.local(self.word, WORD_BYTES)?;
+        if !word.is_multiple_of(WORD_BYTES) {
+            return Err(GpuError::Invalid(format!("a flag at {:#x}, which is no multiple of 4", self.word)));
+        }
+        Ok(Self { word, ..self })
+    }
 }
 
 /// Runs that are followed by a flag.
@@ -171,6 +186,7 @@ fn runs_of(
 #[cfg(test)]
 mod tests {
     use kvlane_block::{Run, slice};
+    use kvlane_gpu::Mapped;
     use kvlane_memory::{ArenaOptions, HugePages, Numa};
 
     use super::*;
@@ -213,6 +229,22 @@ mod tests {
         for ends in [vec![], vec![4], vec![3, 2, 5], vec![6]] {
             let flags = AskedFlags { region_ends: ends, ..flags.clone() };
             assert!(parts_of(&regions, &places, Some(&flags), &pool()).is_err());
+        }
+    }
+
+    #[test]
+    fn a_flag_is_a_whole_word_of_memory_that_is_mapped() {
+        let map = Mapped { engine_base: 0x1000, local_base: 0x50000, bytes: 0x100 };
+        let map = AddressMap::new([map]).unwrap();
+        let at = |word| Flag { word, value: 7 }.local(&map);
+        assert_eq!(at(0x1004), Ok(Flag { word: 0x50004, value: 7 }));
+        assert_eq!(at(0x10fc), Ok(Flag { word: 0x500fc, value: 7 }));
+        for word in [0x1001, 0x1002, 0x1003, 0x10fa] {
+            let sentence = format!("a flag at {word:#x}, which is no multiple of 4");
+            assert_eq!(at(word), Err(GpuError::Invalid(sentence)));
+        }
+        for address in [0xffc, 0x10fd, 0x1100] {
+            assert_eq!(at(address), Err(GpuError::NotImported { address, bytes: 4 }));
         }
     }
 

@@ -316,16 +316,7 @@ impl GpuMemory {
 
     /// The words of the parts' flags, by the addresses of this process.
     fn words(&self, parts: &[Part]) -> Result<Vec<Option<Flag>>, GpuError> {
-        parts.iter().map(|part| part.flag.map(|flag| self.local_flag(flag)).transpose()).collect()
-    }
-
-    /// A flag's word by its address in this process.
-    fn local_flag(&self, flag: Flag) -> Result<Flag, GpuError> {
-        let word = self.map.local(flag.word, 4)?;
-        if !word.is_multiple_of(4) {
-            return Err(GpuError::Invalid(format!("a flag at {:#x}, which is no multiple of 4", flag.word)));
-        }
-        Ok(Flag { word, ..flag })
+        parts.iter().map(|part| part.flag.map(|flag| flag.local(&self.map)).transpose()).collect()
     }
 
     /// What moves the runs, by the addresses of this process.
@@ -379,7 +370,7 @@ impl GpuMemory {
                 let staged = loading.as_ref().is_some_and(Loading::is_staged);
                 tracing::debug!(?way, ?how, staged, "copies of the GPU");
                 if let Some(flag) = flag {
-                    let Flag { word, value } = self.local_flag(*flag)?;
+                    let Flag { word, value } = flag.local(&self.map)?;
                     // SAFETY: the word is mapped, as the fence is.
                     unsafe { lane.stream.write_word(word, value)? };
                 }
