@@ -11,6 +11,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 from fakes import Engine, Request
 from test_roles import PROMPT, check_nothing_held
 
@@ -64,7 +65,7 @@ class HandOff(SchedulerKind):
         self._seen: dict[int, int] = {}
         self._bring: list[tuple[int, str, int]] = []
         self.ends: list[tuple[int, JobEnd]] = []
-        self.under_way: dict[int, int] = {}
+        self.under_way: dict[int, tuple[str, int]] = {}  # job to (request, ranks that have not reported)
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         if not state.request.request_id.startswith("theirs"):
@@ -77,7 +78,7 @@ class HandOff(SchedulerKind):
     ) -> None:
         if tokens:
             job = next(self._shared.jobs)
-            self.under_way[job] = self._shared.shape.workers
+            self.under_way[job] = (request.request_id, self._shared.shape.workers)
             self._bring.append((job, request.request_id, blocks.blocks[0][0].block_id))
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
@@ -89,9 +90,11 @@ class HandOff(SchedulerKind):
         if job not in self.under_way:
             return False
         self.ends.append((job, end))
-        self.under_way[job] -= end.ranks
-        if not self.under_way[job]:
-            del self.under_way[job]
+        request_id, ranks = self.under_way.pop(job)
+        if ranks > end.ranks:
+            self.under_way[job] = (request_id, ranks - end.ranks)
+        elif request_id in self._shared.requests:
+            self._shared.requests[request_id].tokens_ended(all(each.ok for _, each in self.ends))
         return True
 
     def reported(self, part: object) -> None:
@@ -109,6 +112,8 @@ class HandOffWorker(WorkerKind):
         super().__init__(shared)
         self._steps = 0
         self.brought: list[int] = []
+        self.hold = False
+        self.held: list[tuple[int, str]] = []
         self.layers: list[str] = []
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
@@ -120,9 +125,18 @@ class HandOffWorker(WorkerKind):
             self._shared.reports.others[self.name] = Seen(frozenset({(self._shared.rank, self._steps)}))
         for job, request_id, block in told.bring:
             self.brought.append(block)
-            self._shared.reports.loaded.add(request_id)
-            self._shared.reports.jobs[job] = JobEnd(1, ok=True)
+            if self.hold:
+                self.held.append((job, request_id))
+            else:
+                self.report(job, request_id, ok=True)
         return self.layers.append
+
+    def report(self, job: int, request_id: str, ok: bool) -> None:
+        reports = self._shared.reports
+        reports.loaded.add(request_id)
+        reports.jobs[job] = JobEnd(1, ok)
+        if not ok:
+            reports.failed.add(request_id)
 
     def finished(self, end: Finished) -> bool:
         raise AssertionError("the core was asked for nothing of this kind")
@@ -170,6 +184,57 @@ def test_a_further_kind_holds_a_prompt_back_and_then_brings_its_beginning() -> N
     engine.finish(theirs)
     engine.step()
     check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["aborted", "failed"])
+def test_blocks_whose_promised_tokens_did_not_come_are_not_saved(failed: bool) -> None:
+    """vLLM counts promised tokens as computed before they are there. When such a request ended, its blocks were saved
+    under the names of what they were to hold, unless it was a load of ours that was awaited: every engine would have
+    hit garbage."""
+    store = FakeCore()
+    engine = EngineWithHandOff(store)
+    engine.handoff._seen = {0: STEPS, 1: STEPS}
+    for handoff in engine.handoff_workers:
+        handoff.hold = True
+    theirs = Request("theirs", PROMPT)
+    engine.scheduler.add_request(theirs)
+    assert engine.scheduler.matched_tokens(theirs, 0) == (4, True)
+    engine.scheduler.allocated(theirs, engine.allocate(theirs, 4), 4)
+    theirs.num_computed_tokens = 4
+    assert engine.step() == (set(), set())
+    if failed:
+        report(engine, ok=False)
+        assert engine.step() == ({"theirs"}, {"theirs"})
+    engine.finish(theirs)
+    if not failed:
+        report(engine, ok=True)
+    engine.step()
+    engine.step()
+    assert store.block_count() == 0
+    check_nothing_held(engine)
+
+
+def test_blocks_whose_promised_tokens_came_are_saved() -> None:
+    """The control of the test above: the same request, and its blocks have what was promised."""
+    store = FakeCore()
+    engine = EngineWithHandOff(store)
+    engine.handoff._seen = {0: STEPS, 1: STEPS}
+    theirs = Request("theirs", PROMPT)
+    engine.scheduler.add_request(theirs)
+    assert engine.scheduler.matched_tokens(theirs, 0) == (4, True)
+    engine.scheduler.allocated(theirs, engine.allocate(theirs, 4), 4)
+    theirs.num_computed_tokens = 4
+    assert engine.step() == ({"theirs"}, set())
+    engine.finish(theirs)
+    engine.step()
+    assert store.block_count() == 1
+
+
+def report(engine: EngineWithHandOff, ok: bool) -> None:
+    """All ranks say how what they held back has ended."""
+    for worker in engine.handoff_workers:
+        for job, request_id in worker.held:
+            worker.report(job, request_id, ok)
 
 
 def test_other_prompts_are_loaded_and_saved_as_without_it() -> None:

@@ -38,7 +38,11 @@ class RequestState:
     """The kind of job that has promised tokens when vLLM last asked."""
     loading: int | None = None
     """The job that loads its promised blocks."""
+    awaits_tokens: bool = False
+    """vLLM counts promised tokens as computed already, but they are still to come into its blocks: none of them may be
+    saved. The kind that promised them ends this by `tokens_ended`."""
     load_failed: bool = False
+    """Promised tokens did not come."""
     stale: bool = False
     """The cache was reset under it: its blocks hold what the old weights computed."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -60,6 +64,12 @@ class RequestState:
     def takes_part(self) -> bool:
         """Whether it is known what its blocks mean; without that they are neither looked up nor saved."""
         return not self.counted_inputs and (self.adapter is None or self.adapter.shared())
+
+    def tokens_ended(self, ok: bool) -> None:
+        """The tokens that were promised for it have come to all workers, or some have not."""
+        self.awaits_tokens = False
+        # Promising them again would fail again, and vLLM would ask without end.
+        self.load_failed = self.load_failed or not ok
 
     def forget_progress(self) -> None:
         """Save from the first block on again."""

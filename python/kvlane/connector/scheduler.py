@@ -146,6 +146,8 @@ class SchedulerSide:
         if external_tokens and promised_by is None:
             # Nobody has promised them, but the engine waits for them: reported as a failed load.
             promised_by = self.loads.name
+        if state is not None and external_tokens:
+            state.awaits_tokens = True
         self._tell(
             "blocks of a request",
             lambda kind: kind.allocated(

@@ -89,8 +89,9 @@ class SchedulerKind:
         self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
     ) -> None:
         """vLLM has blocks for a request. `tokens` are those that this kind has promised: from here on the request waits
-        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one. 0:
-        nothing of this kind comes into the blocks."""
+        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one. None
+        of its blocks is saved meanwhile: at the job's end call `state.tokens_ended`. 0: nothing of this kind comes into
+        the blocks."""
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Once a step: put what the workers are to start into `jobs`. Whoever expects news in a moment sets

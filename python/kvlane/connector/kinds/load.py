@@ -237,8 +237,7 @@ class LookUpAndLoad(SchedulerKind):
         state = self._shared.requests.get(load.request_id)
         if state is not None and state.loading == job:
             state.loading = None
-            # Promising it again would fail again, and vLLM would ask without end.
-            state.load_failed = state.load_failed or not load.ok
+            state.tokens_ended(load.ok)
 
     def pending(self) -> bool:
         return bool(self.under_way)

@@ -115,12 +115,12 @@ class LoadWorker(WorkerKind):
         if load.groups is None or shared.core is None:
             self._end(load.job, ok=False)
             return
-        groups = [(group, ids, self._pages(group, pages)) for group, ids, pages in load.groups if ids]
-        if not groups:
-            self._end(load.job, ok=True)
-            return
         try:
-            shared.core.load(load.job, load.boot, groups, shared.stream_handle(), self._release(idle))
+            groups = [(group, ids, self._pages(group, pages)) for group, ids, pages in load.groups if ids]
+            if groups:
+                shared.core.load(load.job, load.boot, groups, shared.stream_handle(), self._release(idle))
+            else:
+                self._end(load.job, ok=True)
         except Exception as error:  # noqa: BLE001
             shared.failures.record("starting a load", error, "the request is reported as not loaded")
             self._end(load.job, ok=False)

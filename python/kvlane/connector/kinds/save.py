@@ -89,7 +89,7 @@ class SaveBlocks(SchedulerKind):
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """Its last full blocks are saved before vLLM frees them."""
-        if self._can_save() and state.loading is None and not state.load_failed:
+        if self._can_save() and not state.awaits_tokens and not state.load_failed:
             # The last sampled token was never an input: its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self.saves.add(state, computed, tables, tables_are_exact=True, wait=False)
