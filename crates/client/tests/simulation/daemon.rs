@@ -75,6 +75,8 @@ struct Lease {
 #[derive(Default)]
 struct Block {
     shards: BTreeMap<u32, (u32, bool)>,
+    /// Who has claimed what is not sealed.
+    writers: BTreeMap<u32, SessionId>,
     /// Shards that it needs to be whole.
     workers: u32,
 }
@@ -224,7 +226,7 @@ impl Run {
             }
             Ask::Save(save) => {
                 let rank = Self::worker(session)?.rank;
-                let (outcomes, shards) = self.claim(&engine_id, rank, save.job, &save.groups)?;
+                let (outcomes, shards) = self.claim((id, rank), &engine_id, save.job, &save.groups)?;
                 let count = |of| outcomes.iter().filter(|outcome| **outcome == of).count() as u64;
                 let (present, in_flight, no_room) = (count(1), count(2), count(3));
                 let result = v1::SaveResult { present, in_flight, no_room, ..v1::SaveResult::default() };
@@ -233,7 +235,7 @@ impl Run {
             }
             Ask::Claim(claim) => {
                 let rank = Self::worker(session)?.rank;
-                let (outcomes, shards) = self.claim(&engine_id, rank, claim.job, &claim.groups)?;
+                let (outcomes, shards) = self.claim((id, rank), &engine_id, claim.job, &claim.groups)?;
                 let mut pages = vec![0u32; outcomes.len()];
                 let claimed = (0..outcomes.len()).filter(|index| outcomes[*index] == 0);
                 claimed.zip(&shards).for_each(|(index, shard)| pages[index] = shard.page);
@@ -306,12 +308,12 @@ impl Run {
     fn scheduler(session: &Session) -> Result<Name, Refusal> {
         match session {
             Session { role: Role::Scheduler, opened: true, nonce, .. } => Ok(*nonce),
-            _ => Err((Reason::Invalid, "open the engine first")),
+            _ => Err((Reason::NotAllowed, "open the engine first")),
         }
     }
 
     fn worker(session: &Session) -> Result<&Worker, Refusal> {
-        session.worker.as_ref().ok_or((Reason::Invalid, "register first"))
+        session.worker.as_ref().ok_or((Reason::NotAllowed, "register first"))
     }
 
     /// A connection is over; the process may live.
@@ -416,8 +418,8 @@ impl Run {
     /// Outcomes as the wire numbers them, and the shards that are to be written.
     fn claim(
         &mut self,
+        (id, rank): (SessionId, u32),
         engine_id: &str,
-        rank: u32,
         job: u64,
         groups: &[v1::SaveGroup],
     ) -> Result<(Vec<u8>, Vec<Shard>), Refusal> {
@@ -437,12 +439,17 @@ impl Run {
                 let block = self.blocks.entry(key).or_default();
                 block.workers = engine.workers;
                 match block.shards.get(&rank) {
-                    Some((_, is_sealed)) => outcomes.push(if *is_sealed { 1 } else { 2 }),
+                    // In flight is what another writes.
+                    Some((_, is_sealed)) => {
+                        let is_own = block.writers.get(&rank) == Some(&id);
+                        outcomes.push(if *is_sealed || is_own { 1 } else { 2 });
+                    }
                     None if u64::from(self.last_page + 1) * 4096 >= self.pool_bytes => outcomes.push(3),
                     None => {
                         self.last_page += 1;
                         let page = self.last_page;
                         block.shards.insert(rank, (page, false));
+                        block.writers.insert(rank, id);
                         shards.push(Shard { key, rank, block_id: *block_id, page });
                         outcomes.push(0);
                     }
