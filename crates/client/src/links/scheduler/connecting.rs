@@ -239,6 +239,7 @@ impl SchedulerLink {
 
     pub(super) fn close(&mut self, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
         self.is_closed = true;
+        self.cancelling = None;
         self.lookups.clear();
         self.leases.clear();
         match &self.connection {

@@ -830,3 +830,13 @@ fn closing_says_goodbye_and_is_over_with_its_answer_its_time_or_the_connection()
     assert!(play.link.is_over());
     assert_eq!(play.stats().losses, 0);
 }
+
+/// Nobody takes the answer of a closed link, so its time stayed in the past, and a driver that sleeps until then never slept.
+#[test]
+fn a_closed_link_does_not_wake_for_saves_that_were_to_be_cancelled() {
+    let mut play = Play::open();
+    play.feed(SchedulerEvent::CancelSaves { below: 3, until: play.now + TIMEOUT });
+    play.feed(SchedulerEvent::Close);
+    play.pass(Duration::from_secs(5));
+    assert_eq!(play.link.wake_at(), None);
+}
