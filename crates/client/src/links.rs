@@ -10,8 +10,8 @@
 //!    necessarily out).
 //! 2. Copies of this process and mappings answer by an event. They may take any time; the link does not rely on their being
 //!    over. (The drivers carry them out at once, and hand the event in.)
-//! 3. An event names the connection, copy or process that it is of. The link ignores those that it does not know any more; the
-//!    driver ignores actions that name a connection that it has not.
+//! 3. An event names the connection, copy or process that it is of. The link ignores those that it does not know any more, but
+//!    for a pool that is mapped too late, which it has unmapped; the driver ignores actions that name a connection that it has not.
 //! 4. Within a turn: jobs, then answers, then ends of processes, then the step, then `Tick`. Timers run in `Tick` alone, so
 //!    that a process that was stopped itself takes the answers that lie in its socket before it looks at its clock. A load
 //!    is released after its request was handed to the connection.

@@ -165,7 +165,7 @@ impl Mover<'_> {
                 let mapped = descriptor
                     .ok_or(NotMapped::NoDescriptor)
                     .and_then(|descriptor| self.pools.map(boot, descriptor, bytes, writable));
-                return Some(WorkerEvent::Mapped { connection, mapped });
+                return Some(WorkerEvent::Mapped { connection, boot, mapped });
             }
             WorkerAction::Unmap(boot) => self.pools.unmap(&boot),
             WorkerAction::RaiseFence { epoch } => self.fence.raise_to(epoch),

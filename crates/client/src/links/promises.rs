@@ -2,7 +2,8 @@
 //!
 //! The scheduler may promise a hit of a boot as long as it does not know that this boot is over, and the promise reaches
 //! the worker steps later. So a worker lets a former pool go only when a step tells that the scheduler makes no promise
-//! on it any more ([`Promises`]), and the daemon's process is gone, so that none can follow. While no step comes the
+//! on it any more ([`Promises`]), and the daemon's process is gone, so that none can follow. (Where the kernel does not tell
+//! that, the scheduler's word has to do, although it may be connected to that boot again.) While no step comes the
 //! engine is idle; then a minute is enough, since a scheduler looks at its connection before it promises.
 
 use std::{

@@ -60,7 +60,9 @@ impl WorkerLink {
                     self.turn_away(&why, now, actions);
                 }
             }
-            WorkerEvent::Mapped { connection, mapped } => self.mapped(connection, mapped, now, actions),
+            WorkerEvent::Mapped { connection, boot, mapped } => {
+                self.mapped(connection, boot, mapped, now, actions);
+            }
             WorkerEvent::Copied { copy, copied } => match self.writes.remove(&copy) {
                 Some(write) => self.written(write, copied, now, actions),
                 None => self.copied_in(copy, copied, now, actions),

@@ -118,8 +118,10 @@ pub enum WorkerEvent {
     },
     /// The answer to [`WorkerAction::MapPool`].
     Mapped {
-        /// Whose pool it is.
+        /// As asked for.
         connection: ConnectionId,
+        /// Whose pool it is. The connection may be over by now.
+        boot: BootId,
         /// It is, or why it is not.
         mapped: Result<(), NotMapped>,
     },

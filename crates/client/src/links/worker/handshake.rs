@@ -69,12 +69,19 @@ impl WorkerLink {
     pub(super) fn mapped(
         &mut self,
         connection: ConnectionId,
+        boot: BootId,
         mapped: Result<(), NotMapped>,
         now: Instant,
         actions: &mut Actions,
     ) {
-        let Some(up) = self.up_as(connection).filter(|up| up.stage == Stage::Mapping) else { return };
-        let (boot, life) = (up.boot, up.peer.life);
+        let Some(up) = self.up_as(connection).filter(|up| up.stage == Stage::Mapping) else {
+            // Its connection is over. Nobody else would let it go.
+            if mapped.is_ok() && !self.pools.holds(&boot) {
+                actions.push_back(WorkerAction::Unmap(boot));
+            }
+            return;
+        };
+        let life = up.peer.life;
         match mapped {
             Ok(()) => {
                 let unmapped = self.pools.set(boot, life);

@@ -81,7 +81,7 @@ impl Play {
     fn open_again(&mut self, method: Method) {
         self.until_mapping(method);
         let connection = self.connection();
-        self.feed(WorkerEvent::Mapped { connection, mapped: Ok(()) });
+        self.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Ok(()) });
         self.answer(done());
         let is_registered = |action: &WorkerAction| matches!(action, WorkerAction::Registered { .. });
         assert!(self.actions.iter().any(is_registered), "{:?}", self.actions);
@@ -250,7 +250,7 @@ fn a_daemon_whose_pool_cannot_be_mapped_is_left_and_tried_again_after_a_pause() 
     play.until_mapping(Method::Mapped);
     play.actions.clear();
     let connection = play.connection();
-    play.feed(WorkerEvent::Mapped { connection, mapped: Err(NotMapped::NoDescriptor) });
+    play.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Err(NotMapped::NoDescriptor) });
     let sentence = "the daemon sent no descriptor of its pool";
     assert!(play.actions.contains(&WorkerAction::Refused(sentence.into())), "{:?}", play.actions);
     assert_eq!(play.told(), ["fence 2", "unregistered", "close"]);
@@ -466,6 +466,33 @@ fn a_pool_goes_when_nobody_promises_on_it_and_its_daemon_has_ended() {
     play.pass(Duration::from_secs(1));
     assert_eq!(play.told(), ["unmap", "connect"]);
     assert!(!play.link.needs(PROCESS));
+}
+
+/// A mapping may take until its connection is over. Nobody knew of that pool then, and nobody let it go: it held the memory of a
+/// daemon that was gone.
+#[test]
+fn a_pool_that_is_mapped_when_its_connection_is_over_is_let_go() {
+    let mut play = Play::new(false);
+    play.connect();
+    play.answer(welcome());
+    play.answer(Answer::WorkerRegistered(v1::WorkerRegistered::default()));
+    play.answer(Answer::PoolDescriptor(v1::PoolDescriptor { bytes: 1 << 20, ..Default::default() }));
+    assert!(matches!(play.actions.back(), Some(WorkerAction::MapPool { .. })), "{:?}", play.actions);
+    let connection = play.connection();
+    play.lose();
+    play.actions.clear();
+    play.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Err(NotMapped::NoDescriptor) });
+    assert_eq!(play.actions, []);
+    play.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Ok(()) });
+    assert_eq!(play.actions, [WorkerAction::Unmap(RUN)]);
+    // One that is present, or former, stays: mapped again it is the same.
+    play.pass(SAVE_TIMEOUT);
+    let mut play = Play::open(Method::ProcessVm);
+    play.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Ok(()) });
+    play.lose();
+    play.actions.clear();
+    play.feed(WorkerEvent::Mapped { connection, boot: RUN, mapped: Ok(()) });
+    assert_eq!(play.actions, []);
 }
 
 #[test]
