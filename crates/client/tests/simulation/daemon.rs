@@ -28,6 +28,8 @@ pub struct Run {
     leases: BTreeMap<u64, Lease>,
     last_lease: u64,
     last_page: u32,
+    /// What has become a block since the last look.
+    pub sealed: Vec<Shard>,
 }
 
 struct Session {
@@ -75,8 +77,8 @@ struct Lease {
 #[derive(Default)]
 struct Block {
     shards: BTreeMap<u32, (u32, bool)>,
-    /// Who has claimed what is not sealed.
-    writers: BTreeMap<u32, SessionId>,
+    /// The engine that has claimed what is not sealed: to it that counts as present, to others as in flight.
+    writers: BTreeMap<u32, String>,
     /// Shards that it needs to be whole.
     workers: u32,
 }
@@ -226,7 +228,7 @@ impl Run {
             }
             Ask::Save(save) => {
                 let rank = Self::worker(session)?.rank;
-                let (outcomes, shards) = self.claim((id, rank), &engine_id, save.job, &save.groups)?;
+                let (outcomes, shards) = self.claim(rank, &engine_id, save.job, &save.groups)?;
                 let count = |of| outcomes.iter().filter(|outcome| **outcome == of).count() as u64;
                 let (present, in_flight, no_room) = (count(1), count(2), count(3));
                 let result = v1::SaveResult { present, in_flight, no_room, ..v1::SaveResult::default() };
@@ -235,7 +237,7 @@ impl Run {
             }
             Ask::Claim(claim) => {
                 let rank = Self::worker(session)?.rank;
-                let (outcomes, shards) = self.claim((id, rank), &engine_id, claim.job, &claim.groups)?;
+                let (outcomes, shards) = self.claim(rank, &engine_id, claim.job, &claim.groups)?;
                 let mut pages = vec![0u32; outcomes.len()];
                 let claimed = (0..outcomes.len()).filter(|index| outcomes[*index] == 0);
                 claimed.zip(&shards).for_each(|(index, shard)| pages[index] = shard.page);
@@ -418,7 +420,7 @@ impl Run {
     /// Outcomes as the wire numbers them, and the shards that are to be written.
     fn claim(
         &mut self,
-        (id, rank): (SessionId, u32),
+        rank: u32,
         engine_id: &str,
         job: u64,
         groups: &[v1::SaveGroup],
@@ -441,7 +443,7 @@ impl Run {
                 match block.shards.get(&rank) {
                     // In flight is what another writes.
                     Some((_, is_sealed)) => {
-                        let is_own = block.writers.get(&rank) == Some(&id);
+                        let is_own = block.writers.get(&rank).is_some_and(|writer| writer == engine_id);
                         outcomes.push(if *is_sealed || is_own { 1 } else { 2 });
                     }
                     None if u64::from(self.last_page + 1) * 4096 >= self.pool_bytes => outcomes.push(3),
@@ -449,7 +451,7 @@ impl Run {
                         self.last_page += 1;
                         let page = self.last_page;
                         block.shards.insert(rank, (page, false));
-                        block.writers.insert(rank, id);
+                        block.writers.insert(rank, engine_id.into());
                         shards.push(Shard { key, rank, block_id: *block_id, page });
                         outcomes.push(0);
                     }
@@ -464,6 +466,7 @@ impl Run {
             let Some(block) = self.blocks.get_mut(&shard.key) else { continue };
             if seal {
                 block.shards.insert(shard.rank, (shard.page, true));
+                self.sealed.push(shard.clone());
             } else {
                 // Its page is not used again here: whoever still writes it does no harm, and is seen.
                 block.shards.remove(&shard.rank);

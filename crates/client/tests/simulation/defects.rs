@@ -15,4 +15,26 @@ pub(crate) enum Defect {
     KeepsLeases,
     /// The daemon does not answer the second greeting of a process.
     WelcomesOnce,
+    /// Every fourth end is told twice.
+    EndsTwice,
+    /// While connected, a driver does not look at its clock.
+    NeverTicks,
+    /// Copies of workers say that all is there, and move nothing.
+    CopiesNothing,
+    /// A worker's driver lets pools go as soon as its connection is lost.
+    UnmapsAtLoss,
+    /// The end of a connection is told as the end of the process, too.
+    EndsWithItsConnection,
+    /// The fence stays as it is.
+    LowFence,
+    /// Flags are not lifted.
+    KeepsFlags,
+    /// With a connection, writes of a worker count as over.
+    WritesGoOn,
+    /// Pools stay mapped.
+    NeverUnmaps,
+    /// The end of a load is not told if its request goes on already.
+    LosesEnds,
+    /// While down, a driver's clock is ten seconds ahead.
+    TicksAhead,
 }

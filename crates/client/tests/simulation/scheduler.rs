@@ -16,10 +16,10 @@ use crate::defects::Defect;
 use crate::wire::Arrived;
 use crate::world::{MS, Next, SECOND, World};
 
-const TOKENS: u64 = 16;
+pub(crate) const TOKENS: u64 = 16;
 const PROMPTS: usize = 3;
 const FETCH_MAX_US: u64 = 60 * SECOND;
-const NAMESPACES: [u8; 2] = [3, 4];
+pub(crate) const NAMESPACES: [u8; 2] = [3, 4];
 
 /// What the engine does.
 #[derive(Debug, Clone)]
@@ -89,11 +89,11 @@ pub(crate) fn nonce(engine: usize) -> Name {
     [engine as u8 + 1; 16]
 }
 
-fn prompt_blocks(prompt: usize) -> u64 {
+pub(crate) fn prompt_blocks(prompt: usize) -> u64 {
     1 + prompt as u64
 }
 
-fn hash(prompt: usize, block: u64) -> Name {
+pub(crate) fn hash(prompt: usize, block: u64) -> Name {
     let mut hash = [7; 16];
     hash[0] = prompt as u8;
     hash[1..9].copy_from_slice(&block.to_le_bytes());

@@ -1,17 +1,22 @@
 //! One seed: engines, the daemon's runs and the connections between them, in simulated time.
 
 use std::cmp::{Ordering, Reverse};
-use std::collections::{BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kvlane_client::links::ids::{Life, NotConnected, ProcessId};
+use kvlane_client::links::ids::{ConnectionId, CopyId, JobKey, Life, NotConnected, ProcessId};
+use kvlane_client::links::worker::failures::NotCopied;
+use kvlane_client::{Copied, SaveMethod};
 use kvlane_proto::v1::{self, refused::Reason, reply::Body as Answer, request::Body as Ask};
 
+use crate::copies::{DaemonCopy, Memory};
 use crate::daemon::{Name, Run, Said};
 use crate::defects::Defect;
 use crate::dice::Dice;
+use crate::engine::{Engine, Meta};
 use crate::scheduler::{SchedulerAct, SchedulerSide};
 use crate::wire::{Arrived, Wire};
+use crate::worker::{WorkerSide, worker_index, worker_nonce};
 
 /// More than any seed needs.
 const EVENTS_MAX: u64 = 20_000;
@@ -23,6 +28,8 @@ const LATE_US: u64 = 30 * SECOND;
 const SETTLED_US: u64 = 35 * SECOND;
 /// How long nothing goes wrong before a seed is judged: longer than leases that nobody names live, and a heartbeat.
 const CALM_US: u64 = 80 * SECOND;
+/// Sides from here on are workers.
+pub(crate) const WORKERS: usize = 16;
 const POOL_BYTES: u64 = 4 << 20;
 
 /// What is going to happen.
@@ -66,6 +73,55 @@ pub(crate) enum Next {
     GateDeadline {
         run: usize,
     },
+    /// An engine's step: what it wants, what its workers hear, and its end.
+    Step(usize),
+    Meta {
+        engine: usize,
+        meta: Box<Meta>,
+    },
+    StepEnds {
+        engine: usize,
+    },
+    /// The daemon's copy moves a block, and ends.
+    CopyMoves {
+        copy: usize,
+        place: usize,
+    },
+    CopyEnds {
+        copy: usize,
+    },
+    /// A worker's own copy does.
+    OwnMoves {
+        worker: usize,
+        copy: CopyId,
+        place: usize,
+    },
+    OwnEnds {
+        worker: usize,
+        copy: CopyId,
+        copied: Result<Copied, NotCopied>,
+    },
+    /// A worker has mapped a pool, or cannot.
+    MapEnds {
+        worker: usize,
+        connection: ConnectionId,
+        boot: Name,
+        is_mapped: bool,
+    },
+    /// By a defect a link hears of the end of a copy that goes on.
+    ToldEarly {
+        worker: usize,
+        copy: CopyId,
+    },
+    /// A job is to be over by now.
+    EndDue {
+        worker: usize,
+        key: JobKey,
+        stopped: u64,
+        at: u64,
+        whole: bool,
+    },
+    WorkerExits(usize),
     Calm,
     End,
 }
@@ -76,6 +132,8 @@ pub(crate) enum Fault {
     Stops,
     Dies,
     Cuts,
+    /// This one.
+    CutsLine(usize),
     Nonsense,
     EngineStops,
     EngineCloses,
@@ -112,6 +170,9 @@ struct Plan {
     twice: bool,
     wrong: bool,
     connect: bool,
+    worker: bool,
+    /// In the midst of copies.
+    amid: bool,
     /// The kernel tells the end of processes.
     tells_ends: bool,
 }
@@ -119,11 +180,15 @@ struct Plan {
 /// A run of the daemon and its process.
 pub(crate) struct Process {
     pub(crate) run: Run,
+    /// What its pool holds, by page.
+    pub(crate) pool: BTreeMap<u32, u64>,
+    /// Greetings that wait for copies of a former connection.
+    pub(crate) greetings: Vec<(usize, v1::Request)>,
     /// It was killed.
-    is_dead: bool,
+    pub(crate) is_dead: bool,
     /// So is its process.
     pub(crate) has_ended: bool,
-    is_stopped: bool,
+    pub(crate) is_stopped: bool,
     /// What happens to it when it goes on.
     deferred: Vec<Next>,
     /// Sessions that wait for saves: connection, request, below, until.
@@ -136,10 +201,20 @@ pub(crate) struct Line {
     run: usize,
     side: usize,
     /// The daemon works for it and reads no further.
-    is_busy: bool,
+    pub(crate) is_busy: bool,
     /// The daemon knows that it is over.
-    is_hung_up: bool,
+    pub(crate) is_hung_up: bool,
+    /// Saves of a GPU go beside the rest, one after the other.
+    pub(crate) is_saving: bool,
+    pub(crate) row: VecDeque<v1::Request>,
     has_opened: bool,
+}
+
+/// Whose links a seed plays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Half {
+    Schedulers,
+    Workers,
 }
 
 pub(crate) struct World {
@@ -155,6 +230,19 @@ pub(crate) struct World {
     pub(crate) seen: Vec<&'static str>,
     /// Taken out while it acts.
     schedulers: Vec<Option<Box<SchedulerSide>>>,
+    workers: Vec<Option<Box<WorkerSide>>>,
+    engines: Vec<Option<Box<Engine>>>,
+    /// Of the workers.
+    pub(crate) memories: Vec<Memory>,
+    pub(crate) copies: Vec<DaemonCopy>,
+    pub(crate) last_token: u64,
+    /// Runs that a scheduler left and came back to, where the kernel does not tell the end of processes. Then a worker has only
+    /// the scheduler's word for it that a run is over, and lets its pool go, though loads on it may be promised anew before
+    /// the worker is connected again: these need not go well. See links/promises.rs.
+    pub(crate) came_back: BTreeSet<usize>,
+    half: Half,
+    /// Workers whose blocks lie on a GPU.
+    gpus: BTreeSet<usize>,
     plan: Plan,
     /// For a defect: who has greeted.
     greeted: BTreeSet<Vec<u8>>,
@@ -165,16 +253,22 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(seed: u64, defect: Defect, base: Instant) -> World {
+    pub(crate) fn new(half: Half, seed: u64, defect: Defect, base: Instant) -> World {
         let mut dice = Dice(seed);
         let faultless = dice.one_in(10);
         let mut plan = Plan { tells_ends: !dice.one_in(4), ..Plan::default() };
         if !faultless {
-            for kind in
-                [&mut plan.refuses, &mut plan.late, &mut plan.twice, &mut plan.wrong, &mut plan.connect]
-            {
+            for kind in [
+                &mut plan.refuses,
+                &mut plan.late,
+                &mut plan.twice,
+                &mut plan.wrong,
+                &mut plan.connect,
+                &mut plan.worker,
+            ] {
                 *kind = dice.one_in(3);
             }
+            plan.amid = half == Half::Workers && dice.one_in(2);
         }
         let engines = if dice.one_in(10) { 2 } else { 1 };
         let mut world = World {
@@ -187,6 +281,14 @@ impl World {
             wrong: None,
             seen: Vec::new(),
             schedulers: Vec::new(),
+            workers: Vec::new(),
+            engines: Vec::new(),
+            memories: Vec::new(),
+            copies: Vec::new(),
+            last_token: 0,
+            came_back: BTreeSet::new(),
+            half,
+            gpus: BTreeSet::new(),
             plan,
             greeted: BTreeSet::new(),
             base,
@@ -202,13 +304,19 @@ impl World {
             world.start_daemon();
         }
         for engine in 0..engines {
+            if half == Half::Workers {
+                // Engines that share blocks have as many ranks.
+                world.add_engine(engine, engines == 1, trouble);
+                continue;
+            }
             let mut side = SchedulerSide::new(engine, world.instant());
             side.plan(&mut world, trouble);
             world.schedulers.push(Some(Box::new(side)));
             world.later(0, Next::Turn(engine));
         }
         if !faultless {
-            for _ in 0..world.dice.below(12) {
+            let most = if half == Half::Workers { 16 } else { 12 };
+            for _ in 0..world.dice.below(most) {
                 let fault = match world.dice.below(12) {
                     0..3 => Fault::Stops,
                     3..6 => Fault::Dies,
@@ -216,7 +324,7 @@ impl World {
                     9 => Fault::Nonsense,
                     10 => Fault::EngineStops,
                     _ => {
-                        if world.dice.one_in(3) {
+                        if world.dice.one_in(if half == Half::Workers { 6 } else { 3 }) {
                             Fault::EngineCloses
                         } else {
                             Fault::Cuts
@@ -229,6 +337,70 @@ impl World {
         }
         world.later(trouble, Next::Calm);
         world
+    }
+
+    fn add_engine(&mut self, engine: usize, alone: bool, trouble: u64) {
+        let ranks = if self.dice.one_in(4) && alone { 2 } else { 1 };
+        let groups = 1 + self.dice.below(2) as usize;
+        let method = match self.dice.below(4) {
+            0 => SaveMethod::Mapped,
+            1 => SaveMethod::ProcessVm,
+            _ => SaveMethod::Gpu,
+        };
+        for rank in 0..2 {
+            let side = WorkerSide::new((engine, rank), (ranks, groups), method, self);
+            let is_there = rank < ranks;
+            if method == SaveMethod::Gpu {
+                self.gpus.insert(worker_index(engine, rank));
+            }
+            self.workers.push(is_there.then(|| Box::new(side)));
+            self.memories.push(Memory::new());
+            if is_there {
+                let at = self.dice.below(2 * SECOND) * self.dice.below(2);
+                self.later(at, Next::Turn(WORKERS + worker_index(engine, rank)));
+            }
+        }
+        let mut of = Engine::new(engine, ranks, groups);
+        of.plan(self, trouble);
+        self.engines.push(Some(Box::new(of)));
+    }
+
+    pub(crate) fn is_of_workers(&self) -> bool {
+        self.half == Half::Workers
+    }
+
+    /// Something of a worker goes wrong, once in so many times, if its seed has that.
+    pub(crate) fn is_unlucky(&mut self, count: u64) -> bool {
+        self.plan.worker && self.dice.one_in(count)
+    }
+
+    /// A copy begins that takes so long. In seeds that have that, something goes wrong in the midst of it.
+    pub(crate) fn amid_copy(&mut self, line: usize, lasts: u64) {
+        if self.plan.amid && !self.is_calm && self.dice.one_in(4) {
+            let fault = match self.dice.below(8) {
+                0 => Fault::Dies,
+                1..3 => Fault::Stops,
+                _ => Fault::CutsLine(line),
+            };
+            self.soon(lasts, Next::Fault(fault));
+        }
+    }
+
+    pub(crate) fn tells_ends(&self) -> bool {
+        self.plan.tells_ends
+    }
+
+    pub(crate) fn run_of(&self, line: usize) -> usize {
+        self.lines[line].run
+    }
+
+    pub(crate) fn worker_of(&self, line: usize) -> usize {
+        self.lines[line].side - WORKERS
+    }
+
+    /// Where saves travel in a row of their own.
+    pub(crate) fn is_gpu(&self, line: usize) -> bool {
+        self.gpus.contains(&self.worker_of(line))
     }
 
     pub(crate) fn later(&mut self, at: u64, next: Next) {
@@ -258,11 +430,13 @@ impl World {
             events += 1;
             if events > EVENTS_MAX {
                 let links = self.schedulers.iter().flatten().map(|side| side.describe());
+                let links = links.chain(self.workers.iter().flatten().map(|side| side.describe()));
                 return Err(format!("it goes round and round: {}", links.collect::<String>()));
             }
             self.happen(next);
             if let Some(wrong) = self.wrong.take() {
-                return Err(format!("at {} us: {wrong}", self.now));
+                // Links describe themselves at length.
+                return Err(format!("at {} us: {wrong:.2000}", self.now));
             }
         }
         Ok(())
@@ -270,6 +444,9 @@ impl World {
 
     fn happen(&mut self, next: Next) {
         match next {
+            Next::Turn(side) if side >= WORKERS => {
+                self.with_worker(side - WORKERS, |side, world| side.turn(world))
+            }
             Next::Turn(side) => self.with_scheduler(side, |side, world| side.turn(world)),
             Next::LateLoss(side) => self.with_scheduler(side, |side, world| side.hear_of_loss(world)),
             Next::Engine(side, act) => self.with_scheduler(side, |side, world| side.act(act, world)),
@@ -284,7 +461,7 @@ impl World {
             }
             Next::ProcessEnds(run) => {
                 self.processes[run].has_ended = true;
-                for side in 0..self.schedulers.len() {
+                for side in (0..self.schedulers.len()).chain(WORKERS..WORKERS + self.workers.len()) {
                     self.soon(20 * MS, Next::Turn(side));
                 }
             }
@@ -309,6 +486,33 @@ impl World {
                     self.look_at_gates(run);
                 }
             }
+            Next::Step(engine) => self.with_engine(engine, |engine, world| engine.step(world)),
+            Next::Meta { engine, meta } => {
+                self.with_engine(engine, |engine, world| engine.begin_step(*meta, world));
+            }
+            Next::StepEnds { engine } => self.with_engine(engine, |engine, world| engine.end_step(world)),
+            Next::CopyMoves { copy, place } => self.copy_moves(copy, place),
+            Next::CopyEnds { copy } => self.copy_ends(copy),
+            Next::OwnMoves { worker, copy, place } => {
+                self.with_worker(worker, |worker, world| worker.own_move(copy, place, world));
+            }
+            Next::OwnEnds { worker, copy, copied } => {
+                self.with_worker(worker, |worker, world| worker.hand(copy, copied, world));
+            }
+            Next::MapEnds { worker, connection, boot, is_mapped } => {
+                self.with_worker(worker, |worker, world| worker.map_ends(connection, boot, is_mapped, world));
+            }
+            Next::ToldEarly { worker, copy } => {
+                self.with_worker(worker, |worker, world| worker.told_early(copy, world));
+            }
+            Next::EndDue { worker, key, stopped, at, whole } => {
+                self.with_worker(worker, |worker, world| worker.end_due(key, stopped, at, whole, world));
+            }
+            Next::WorkerExits(worker) => {
+                for process in &mut self.processes {
+                    process.run.exits(worker_nonce(worker));
+                }
+            }
             Next::Calm => self.calm_down(),
             Next::End => {
                 self.is_over = true;
@@ -324,13 +528,27 @@ impl World {
         }
     }
 
+    pub(crate) fn with_worker(&mut self, index: usize, act: impl FnOnce(&mut WorkerSide, &mut World)) {
+        if let Some(mut side) = self.workers[index].take() {
+            act(&mut side, self);
+            self.workers[index] = Some(side);
+        }
+    }
+
+    fn with_engine(&mut self, index: usize, act: impl FnOnce(&mut Engine, &mut World)) {
+        if let Some(mut engine) = self.engines[index].take() {
+            act(&mut engine, self);
+            self.engines[index] = Some(engine);
+        }
+    }
+
     pub(crate) fn soon(&mut self, within: u64, next: Next) {
         let at = self.now + self.dice.below(within + 1);
         self.later(at, next);
     }
 
     /// Whether that happens to this run now: not to a dead one, and later to one that is stopped.
-    fn may_happen(&mut self, run: usize, next: impl FnOnce() -> Next) -> bool {
+    pub(crate) fn may_happen(&mut self, run: usize, next: impl FnOnce() -> Next) -> bool {
         let process = &mut self.processes[run];
         if process.is_dead {
             return false;
@@ -348,6 +566,8 @@ impl World {
         boot[..8].copy_from_slice(&(self.processes.len() as u64 + 1).to_le_bytes());
         self.processes.push(Process {
             run: Run::new(boot, POOL_BYTES),
+            pool: BTreeMap::new(),
+            greetings: Vec::new(),
             is_dead: false,
             has_ended: false,
             is_stopped: false,
@@ -374,6 +594,8 @@ impl World {
             side,
             is_busy: false,
             is_hung_up: false,
+            is_saving: false,
+            row: VecDeque::new(),
             has_opened: false,
         });
         if goes_wrong {
@@ -424,8 +646,17 @@ impl World {
         self.later(at, Next::Turn(self.lines[line].side));
     }
 
-    fn take_request(&mut self, line: usize, request: v1::Request) {
+    pub(crate) fn take_request(&mut self, line: usize, request: v1::Request) {
         let (run, id) = (self.lines[line].run, request.id);
+        if let Some(Ask::Hello(hello)) = &request.body
+            && self.processes[run].run.is_copying_for(hello)
+        {
+            self.lines[line].is_busy = true;
+            return self.processes[run].greetings.push((line, request));
+        }
+        if matches!(request.body, Some(Ask::Save(_))) && self.lines[line].is_saving {
+            return self.lines[line].row.push_back(request);
+        }
         let Some(ask) = request.body else { return };
         if let Ask::Hello(hello) = &ask
             && self.defect == Defect::WelcomesOnce
@@ -437,15 +668,25 @@ impl World {
             let reasons =
                 [Reason::Invalid, Reason::Stopping, Reason::Limit, Reason::Unknown, Reason::Cancelled];
             let reason = reasons[self.dice.below(reasons.len() as u64) as usize].into();
+            // The daemon refuses a commit only after it has given the claim back.
+            if let Ask::Commit(commit) = &ask {
+                let back = Ask::Commit(v1::Commit { written: false, ..*commit });
+                self.processes[run].run.ask(line as u64 + 1, &back, self.now);
+            }
             return self.say(line, id, &ask, Answer::Refused(v1::Refused { reason, sentence: "no".into() }));
         }
         let said = self.processes[run].run.ask(line as u64 + 1, &ask, self.now);
         match said {
             Said::Answer(answer) => {
+                self.look_at_sealed(run);
                 if let Ask::OpenEngine(_) = ask {
                     self.lines[line].has_opened = true;
                     let engine = crate::scheduler::engine_id(self.lines[line].side);
                     self.soon(300 * MS, Next::Ready { run, engine });
+                }
+                if matches!(ask, Ask::Claim(_)) && self.plan.amid && self.dice.one_in(2) {
+                    // What it has granted is told when it goes on.
+                    self.later(self.now, Next::Fault(Fault::Stops));
                 }
                 self.say(line, id, &ask, answer);
             }
@@ -456,12 +697,19 @@ impl World {
                 self.later(until, Next::GateDeadline { run });
                 self.look_at_gates(run);
             }
-            Said::Copy(_) => self.is_wrong(|| "nobody copies here".into()),
+            Said::Copy(copy) => {
+                if matches!(ask, Ask::Save(_)) && self.is_gpu(line) {
+                    self.lines[line].is_saving = true;
+                } else {
+                    self.lines[line].is_busy = true;
+                }
+                self.copy_begins(line, id, ask, copy);
+            }
         }
     }
 
     /// Answers those whose saves are over, or whose time is.
-    fn look_at_gates(&mut self, run: usize) {
+    pub(crate) fn look_at_gates(&mut self, run: usize) {
         for gate in std::mem::take(&mut self.processes[run].gates) {
             let (line, id, below, until) = gate;
             let is_closed = self.processes[run].run.is_gate_closed(line as u64 + 1, below);
@@ -477,7 +725,7 @@ impl World {
     }
 
     /// The daemon has an answer, and sends it as the seed wants it.
-    fn say(&mut self, line: usize, id: u64, ask: &Ask, answer: Answer) {
+    pub(crate) fn say(&mut self, line: usize, id: u64, ask: &Ask, answer: Answer) {
         let boot_id = self.processes[self.lines[line].run].run.boot.to_vec().into();
         let reply = Box::new(v1::Reply { id, boot_id, body: Some(answer) });
         let mut at = self.now + self.dice.below(2 * MS);
@@ -500,7 +748,8 @@ impl World {
                     at += self.dice.below(most / 4);
                 }
             }
-            at += self.dice.below(most / 4);
+            // No words come before those to workers.
+            at += self.dice.below(if self.is_of_workers() { most } else { most / 4 });
         }
         if self.plan.wrong && self.dice.one_in(8) {
             let wrong = self.wrong_answer(ask, &reply);
@@ -527,13 +776,18 @@ impl World {
                 reply.body = Some(Answer::EngineOpened(v1::EngineOpened { ready: true }))
             }
             5 if !matches!(ask, Ask::Hello(_)) => reply.body = Some(Answer::Welcome(v1::Welcome::default())),
-            6 => reply.body = Some(Answer::SaveResult(v1::SaveResult::default())),
+            6 if !matches!(ask, Ask::Save(_)) => {
+                reply.body = Some(Answer::SaveResult(v1::SaveResult::default()))
+            }
             _ => match (&mut reply.body, ask) {
                 (Some(Answer::LookupResult(result)), Ask::Lookup(lookup)) => match self.dice.below(3) {
                     0 => result.tokens = lookup.max_tokens + 1 + self.dice.below(64),
                     1 if !result.groups.is_empty() => drop(result.groups.pop()),
                     _ => result.groups.iter_mut().for_each(|group| group.pages.truncate(3)),
                 },
+                (Some(Answer::ClaimResult(result)), _) if self.dice.one_in(2) => {
+                    result.outcome.truncate(result.outcome.len() / 2);
+                }
                 _ => reply.body = Some(Answer::Status(v1::Status::default())),
             },
         }
@@ -587,7 +841,7 @@ impl World {
     // --------------------------------------------------------------------------------------------------------- faults
 
     fn go_wrong(&mut self, fault: Fault) {
-        let Some(run) = self.processes.len().checked_sub(1) else { return };
+        let Some(run) = self.processes.len().checked_sub(1).filter(|_| !self.is_calm) else { return };
         match fault {
             Fault::Stops if !self.processes[run].is_dead && !self.processes[run].is_stopped => {
                 self.processes[run].is_stopped = true;
@@ -618,17 +872,29 @@ impl World {
                     let at = self.lines[line].wire.to_engine.send_nonsense(self.now + 100);
                     return self.later(at, Next::Turn(self.lines[line].side));
                 }
-                let first = self.now + self.dice.below(50 * MS);
-                let second = self.now + self.dice.below(2 * SECOND);
-                let (to_engine, to_daemon) =
-                    if self.dice.one_in(2) { (first, second) } else { (second, first) };
-                self.cut(line, to_engine, to_daemon);
+                self.cut_somewhen(line);
+            }
+            Fault::CutsLine(line) => {
+                if !self.lines[line].wire.to_engine.is_ended() {
+                    self.cut_somewhen(line);
+                }
             }
             Fault::EngineStops => {
-                let side = self.dice.below(self.schedulers.len() as u64) as usize;
                 let most = [10 * MS, 500 * MS, 5 * SECOND][self.dice.below(3) as usize];
                 let until = self.now + self.dice.below(most);
+                if self.is_of_workers() {
+                    let worker = self.dice.below(self.workers.len() as u64) as usize;
+                    return self.with_worker(worker, |worker, world| worker.stop(until, world));
+                }
+                let side = self.dice.below(self.schedulers.len() as u64) as usize;
                 self.with_scheduler(side, |side, world| side.stop(until, world));
+            }
+            Fault::EngineCloses if self.is_of_workers() => {
+                let engine = self.dice.below(self.engines.len() as u64) as usize;
+                self.with_engine(engine, |engine, _| engine.is_closed = true);
+                for rank in 0..2 {
+                    self.with_worker(worker_index(engine, rank), |worker, world| worker.close(world));
+                }
             }
             Fault::EngineCloses => {
                 let side = self.dice.below(self.schedulers.len() as u64) as usize;
@@ -636,6 +902,14 @@ impl World {
             }
             Fault::Stops | Fault::Dies => {}
         }
+    }
+
+    /// One end hears of it first.
+    fn cut_somewhen(&mut self, line: usize) {
+        let first = self.now + self.dice.below(50 * MS);
+        let second = self.now + self.dice.below(2 * SECOND);
+        let (to_engine, to_daemon) = if self.dice.one_in(2) { (first, second) } else { (second, first) };
+        self.cut(line, to_engine, to_daemon);
     }
 
     /// Both ends hear of it, each in its time.
@@ -662,12 +936,21 @@ impl World {
         for side in 0..self.schedulers.len() {
             self.with_scheduler(side, |side, world| side.calm_down(world.now + SETTLED_US, world));
         }
+        for engine in 0..self.engines.len() {
+            self.with_engine(engine, |engine, world| engine.calm_down(world.now + SETTLED_US, world));
+        }
         self.later(self.now + SETTLED_US + CALM_US, Next::End);
     }
 
     fn judge(&mut self) {
         for side in 0..self.schedulers.len() {
             self.with_scheduler(side, |side, world| side.judge(world));
+        }
+        for worker in 0..self.workers.len() {
+            self.with_worker(worker, |worker, world| worker.judge(world));
+        }
+        for engine in 0..self.engines.len() {
+            self.with_engine(engine, |engine, world| engine.judge(world));
         }
         let left = self.processes.last().map(|process| process.run.leases()).unwrap_or_default();
         if !left.is_empty() {
