@@ -36,7 +36,10 @@ use super::{
     promises::ROUND,
     standing::{Notice, Urgency},
 };
-use crate::jobs::{Job, Work};
+use crate::{
+    boot::BootId,
+    jobs::{Job, Work},
+};
 
 impl WorkerLink {
     /// Takes an event, and appends what is to be done.
@@ -50,7 +53,7 @@ impl WorkerLink {
             WorkerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
             WorkerEvent::Lost { connection, why } => {
                 if self.connection.is_leaving(connection) {
-                    self.hang_up(now, actions);
+                    self.hang_up(None, now, actions);
                 } else if self.up_as(connection).is_some() {
                     self.lose(&why, now, actions);
                 }
@@ -177,7 +180,7 @@ impl WorkerLink {
         actions: &mut Actions,
     ) {
         if self.connection.is_goodbye(connection, reply.id) {
-            return self.hang_up(now, actions);
+            return self.hang_up(reply.boot_id.as_ref().try_into().ok(), now, actions);
         }
         let Some(up) = self.up_as(connection) else { return };
         up.silent = false;
@@ -249,7 +252,7 @@ impl WorkerLink {
                 self.connection = Connection::Connecting(connection);
                 actions.push_back(WorkerAction::Connect(connection));
             }
-            Connection::Leaving { until, .. } if now >= *until => self.hang_up(now, actions),
+            Connection::Leaving { until, .. } if now >= *until => self.hang_up(None, now, actions),
             _ => {}
         }
     }
@@ -264,7 +267,8 @@ impl WorkerLink {
         let Some(up) = self.connection.take_up() else { return };
         if self.is_closing {
             actions.push_back(WorkerAction::Close(up.id));
-            return self.end_unasked_loads(now, actions);
+            self.stop_asking(up.boot, up.peer.life, now);
+            return self.end_loads(None, now, actions);
         }
         let was_open = matches!(up.stage, Stage::Open);
         // It may have ended without the daemon: what that still copies must not count.
@@ -292,7 +296,7 @@ impl WorkerLink {
             }
         } else {
             self.connection = Connection::Down;
-            self.end_unasked_loads(now, actions);
+            self.end_loads(None, now, actions);
         }
     }
 
@@ -302,17 +306,20 @@ impl WorkerLink {
         if is_copying {
             return;
         }
-        let Some(id) = self.up().map(|up| up.id) else { return };
+        let Some((id, boot, life)) = self.up().map(|up| (up.id, up.boot, up.peer.life)) else { return };
+        // Should no answer come, it may go on writing.
+        self.stop_asking(boot, life, now);
         let bye = self.send(Ask::Bye(v1::Bye {}), actions);
         self.connection = Connection::leaving(id, bye, now);
     }
 
-    /// The daemon has freed what it held for us, or will find out.
-    fn hang_up(&mut self, now: Instant, actions: &mut Actions) {
+    /// The daemon has answered our goodbye, as the run that is named: it has freed what it held for us. Or none has answered,
+    /// and it will find out.
+    fn hang_up(&mut self, answered: Option<BootId>, now: Instant, actions: &mut Actions) {
         if let Connection::Leaving { id, .. } = std::mem::replace(&mut self.connection, Connection::Down) {
             actions.push_back(WorkerAction::Close(id));
         }
-        self.end_unasked_loads(now, actions);
+        self.end_loads(answered, now, actions);
     }
 
     /// Refuses the daemon, or is refused by it, before it serves this worker.

@@ -80,10 +80,6 @@ impl Loading {
         }
     }
 
-    pub(super) fn is_leaving(&self) -> bool {
-        matches!(self.daemon, Daemon::Leaving { .. })
-    }
-
     pub(super) fn is_copying(&self) -> bool {
         matches!(self.own, Own::Copying(_))
     }

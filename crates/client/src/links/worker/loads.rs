@@ -161,6 +161,11 @@ impl WorkerLink {
                 actions.push_back(WorkerAction::End { key, told: told.clone() });
                 self.loads.remove(&key);
             }
+            (Daemon::Out, Own::Due(_) | Own::Failed) if self.is_closing => {
+                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                end(&load.job, "the worker is closed", now, actions);
+                self.loads.remove(&key);
+            }
             (Daemon::Out, Own::Due(_) | Own::Failed) => self.copy_in(key, actions),
         }
     }
@@ -182,14 +187,9 @@ impl WorkerLink {
     pub(super) fn leave_loads(&mut self, boot: BootId, life: Life, now: Instant, actions: &mut Actions) {
         let asked = self.loads.iter().filter(|(_, load)| matches!(load.daemon, Daemon::Asked));
         let asked: Vec<JobKey> = asked.map(|(key, _)| *key).collect();
+        self.stop_asking(boot, life, now);
         for key in asked {
-            let Some(load) = self.loads.get_mut(&key) else { continue };
-            load.daemon = match life {
-                // Where the kernel does not tell of its end, it may write as long.
-                Life::Watched(_) | Life::Unknown => Daemon::Leaving { boot, life, until: now + PEERS_END },
-                Life::Ended => Daemon::Out,
-            };
-            if matches!(load.own, Own::Due(_)) {
+            if self.loads.get(&key).is_some_and(|load| matches!(load.own, Own::Due(_))) {
                 self.copy_in(key, actions);
             }
             self.settle(key, now, actions);
@@ -246,18 +246,33 @@ impl WorkerLink {
         self.daemons_are_out(now, actions, |_, _, until| now >= until);
     }
 
-    /// The worker is closed, and its daemon will do nothing for it any more: ends the loads that nobody carries out.
-    pub(super) fn end_unasked_loads(&mut self, now: Instant, actions: &mut Actions) {
+    /// The connection is over, or soon will be: what its daemon was asked for it may bring still, as long as it is there.
+    pub(super) fn stop_asking(&mut self, boot: BootId, life: Life, now: Instant) {
         for load in self.loads.values_mut().filter(|load| matches!(load.daemon, Daemon::Asked)) {
-            load.daemon = Daemon::Out;
+            load.daemon = match life {
+                // Where the kernel does not tell of its end, it may write as long.
+                Life::Watched(_) | Life::Unknown => Daemon::Leaving { boot, life, until: now + PEERS_END },
+                Life::Ended => Daemon::Out,
+            };
         }
+    }
+
+    /// The worker is closed: ends the loads that nobody writes any more. A run that has answered our goodbye does not.
+    pub(super) fn end_loads(&mut self, answered: Option<BootId>, now: Instant, actions: &mut Actions) {
         self.loads.retain(|_, load| {
-            let stays = load.is_copying() || load.is_leaving();
-            if !stays {
-                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+            if matches!(load.daemon, Daemon::Leaving { boot, .. } if answered == Some(boot)) {
+                load.daemon = Daemon::Out;
+            }
+            if load.is_copying() {
+                return true;
+            }
+            // Whatever comes of it: a stream that waits for ever would stop the engine.
+            actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+            let may_write = matches!(load.daemon, Daemon::Leaving { .. });
+            if !may_write {
                 end(&load.job, "the worker is closed", now, actions);
             }
-            stays
+            may_write
         });
     }
 }

@@ -515,6 +515,62 @@ fn closing_ends_everything_and_says_goodbye_after_our_own_copy() {
     assert!(play.link.is_over());
 }
 
+/// The seeds found it: a worker that was closed ended its loads with the connection, while copies of a GPU that the daemon had
+/// begun went on. The engine gave the blocks to others, and the daemon wrote into them.
+#[test]
+fn a_closed_worker_keeps_the_blocks_of_loads_while_a_daemon_that_is_lost_may_write_them() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.pass(Duration::from_millis(301));
+    play.load(2, Release::AtEnd);
+    play.told();
+    play.feed(WorkerEvent::Close);
+    play.lose();
+    assert_eq!(play.told(), ["fence 2", "close"], "our own copy of the first goes on, and none is begun");
+    play.copied(COPIED);
+    play.pass(Duration::from_secs(9));
+    assert_eq!(play.told(), ["lift"]);
+    assert!(!play.link.is_over() && play.link.needs(PROCESS));
+    play.feed(WorkerEvent::ProcessEnded(PROCESS));
+    assert_eq!(play.told(), ["end 1", "fail 2"]);
+    assert!(play.link.is_over());
+}
+
+/// As above, for a daemon that does not answer the goodbye.
+#[test]
+fn a_closed_worker_keeps_the_blocks_of_loads_of_a_daemon_that_says_no_goodbye() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtEnd);
+    play.told();
+    play.feed(WorkerEvent::Close);
+    play.pass(Duration::from_secs(1));
+    assert_eq!(play.told(), ["fence 2", "Bye", "close"]);
+    assert!(!play.link.is_over());
+    play.pass(Duration::from_secs(10));
+    assert_eq!(play.told(), ["fail 1"]);
+    assert!(play.link.is_over());
+}
+
+/// A worker that was closed while it greeted a daemon anew waited ten seconds for the end of that daemon's copies, though it
+/// had answered the goodbye, before which it ends them.
+#[test]
+fn a_goodbye_that_is_answered_ends_loads_that_were_left_with_that_run() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtEnd);
+    play.lose();
+    play.copied(COPIED);
+    play.pass(Duration::from_millis(50));
+    let connection = play.connection();
+    play.feed(WorkerEvent::Connected { connection, peer: Peer { life: Life::Watched(PROCESS), pid: 42 } });
+    play.told();
+    play.feed(WorkerEvent::Close);
+    assert_eq!(play.told(), ["fence 3", "Bye"]);
+    play.answer(done());
+    assert_eq!(play.told(), ["close", "fail 1"]);
+    assert!(play.link.is_over());
+}
+
 /// A daemon of another version, or with a defect. The job was dropped with the answer: it never ended, so vLLM kept its
 /// blocks for ever, and its request if it was a load.
 #[test]
