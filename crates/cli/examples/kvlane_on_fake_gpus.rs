@@ -5,5 +5,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    kvlane_cli::main(kvlane_fake_gpu::driver_named)
+    kvlane::main(kvlane_fake_gpu::driver_named)
 }

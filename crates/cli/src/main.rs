@@ -4,5 +4,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    kvlane_cli::main(kvlane_gpu::driver_named)
+    kvlane::main(kvlane_gpu::driver_named)
 }
