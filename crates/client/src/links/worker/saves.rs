@@ -22,7 +22,7 @@ use super::{
     failures::NotCopied,
     link::{WorkerLink, Write, end, end_save, warn},
     messages,
-    up::Asked,
+    up::{Asked, OfSave},
 };
 use crate::jobs::{Copied, Finished, Job, SaveGroupSpec, SaveMethod, Work};
 
@@ -85,9 +85,9 @@ impl WorkerLink {
             (Asked::Commit { key, end, .. }, Some(Answer::Done(_))) => {
                 actions.push_back(WorkerAction::End { key, told: end });
             }
-            (Asked::GivenUp, Some(Answer::ClaimResult(result))) => {
+            (Asked::GivenUp(_), Some(Answer::ClaimResult(result))) => {
                 let commit = v1::Commit { claim: result.claim, written: false };
-                self.ask(Ask::Commit(commit), Asked::GivenUp, actions);
+                self.ask(Ask::Commit(commit), Asked::GivenUp(OfSave::Commit), actions);
             }
             _ => {}
         }
@@ -149,8 +149,7 @@ impl WorkerLink {
         }
         up.silent = true;
         // Not loads: the daemon may still be about to write.
-        let saves = up.asked.values_mut().filter(|asked| asked.deadline().is_some());
-        let given_up: Vec<Asked> = saves.map(|asked| std::mem::replace(asked, Asked::GivenUp)).collect();
+        let given_up: Vec<Asked> = up.asked.values_mut().filter_map(Asked::give_up).collect();
         self.raise_fence(actions);
         let count = given_up.len() as u64;
         for asked in given_up {

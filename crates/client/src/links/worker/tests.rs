@@ -604,6 +604,19 @@ fn an_answer_of_another_kind_ends_the_connection_and_so_every_job() {
     }
 }
 
+/// The seeds found it: a claim was given up, and what answered it was no answer to a claim. The link took it as one, and did
+/// not hand back the claim that the daemon granted after it: for as long as the connection stood nobody could save those
+/// blocks.
+#[test]
+fn an_answer_of_another_kind_to_what_was_given_up_ends_the_connection_too() {
+    let mut play = Play::open(Method::Mapped);
+    play.save(1);
+    play.pass(SAVE_TIMEOUT);
+    play.told();
+    play.answer(saved());
+    assert_eq!(play.told(), ["fence 3", "unregistered", "close"]);
+}
+
 /// As above: the worker waited for ever for an answer that had come, and was served by nobody.
 #[test]
 fn a_greeting_that_is_answered_with_another_kind_is_tried_again() {

@@ -71,7 +71,15 @@ pub(super) enum Asked {
     /// A load, which ends by its own rules.
     Load(JobKey),
     /// Nobody waits; a claim that is granted now must be handed back.
-    GivenUp,
+    GivenUp(OfSave),
+}
+
+/// What is asked for a save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OfSave {
+    Save,
+    Claim,
+    Commit,
 }
 
 impl Stage {
@@ -94,10 +102,9 @@ impl Asked {
         matches!(
             (self, answer),
             (_, Some(Answer::Refused(_)))
-                | (Self::GivenUp, _)
-                | (Self::Save { .. }, Some(Answer::SaveResult(_)))
-                | (Self::Claim { .. }, Some(Answer::ClaimResult(_)))
-                | (Self::Commit { .. }, Some(Answer::Done(_)))
+                | (Self::Save { .. } | Self::GivenUp(OfSave::Save), Some(Answer::SaveResult(_)))
+                | (Self::Claim { .. } | Self::GivenUp(OfSave::Claim), Some(Answer::ClaimResult(_)))
+                | (Self::Commit { .. } | Self::GivenUp(OfSave::Commit), Some(Answer::Done(_)))
                 | (Self::Load(_), Some(Answer::LoadResult(_)))
         )
     }
@@ -108,7 +115,18 @@ impl Asked {
             Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
                 Some(*deadline)
             }
-            Self::Load(_) | Self::GivenUp => None,
+            Self::Load(_) | Self::GivenUp(_) => None,
         }
+    }
+
+    /// Nobody waits for it any more: what was asked for a save, or none for what is none.
+    pub(super) fn give_up(&mut self) -> Option<Self> {
+        let of_save = match self {
+            Self::Save { .. } => OfSave::Save,
+            Self::Claim { .. } => OfSave::Claim,
+            Self::Commit { .. } => OfSave::Commit,
+            Self::Load(_) | Self::GivenUp(_) => return None,
+        };
+        Some(std::mem::replace(self, Self::GivenUp(of_save)))
     }
 }
