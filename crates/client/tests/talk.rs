@@ -163,6 +163,7 @@ fn told(ask: &Ask) -> String {
             format!("Lookup up to {tokens} tokens, may wait {may_wait}: {}", groups.join("; "))
         }
         Ask::Release(release) => format!("Release {:?}", release.leases),
+        Ask::Heartbeat(heartbeat) => format!("Heartbeat {:?}", heartbeat.live_leases),
         Ask::CancelSaves(cancel) => {
             assert!(u128::from(cancel.timeout_ms) <= PATIENCE.as_millis());
             format!("CancelSaves below {}", cancel.below_job)
@@ -398,6 +399,7 @@ fn after_a_lookup_in_vain_none_is_asked_until_the_daemon_speaks_and_its_late_hit
             let mut peer = Peer::accept(&listener, FIRST);
             peer.opens("[]", 0, true);
             let id = peer.hears(LOOKUP);
+            peer.hears("Heartbeat []");
             heard(&miss_told);
             peer.says(id, hit(13));
             peer.hears("Release [13]");

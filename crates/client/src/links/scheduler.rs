@@ -214,8 +214,8 @@ impl SchedulerLink {
                 self.connection = Connection::Down;
             }
             Connection::Up(up) if up.stage == Stage::Open => {
-                if now >= up.heartbeat_at {
-                    up.heartbeat_at = now + HEARTBEAT;
+                if up.wants_heartbeat(now) {
+                    (up.heartbeat_at, up.awaits_sign) = (now + HEARTBEAT, true);
                     let live_leases = self.leases.live();
                     let heartbeat = Ask::Heartbeat(v1::Heartbeat { live_leases });
                     send(&mut self.last_request, up.id, heartbeat, actions);

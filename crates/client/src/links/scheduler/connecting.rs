@@ -46,6 +46,7 @@ impl SchedulerLink {
             daemon: String::new(),
             ready: false,
             heartbeat_at: now + HEARTBEAT,
+            awaits_sign: false,
             probe_at: now,
             asked: BTreeMap::new(),
             heard: 0,

@@ -40,6 +40,8 @@ pub(super) struct Up {
     /// All workers of the engine have mapped the pool, as the last answer said.
     pub(super) ready: bool,
     pub(super) heartbeat_at: Instant,
+    /// A heartbeat was sent, and nothing was heard since.
+    pub(super) awaits_sign: bool,
     pub(super) probe_at: Instant,
     /// Lookups and probes without an answer, in the order in which they were sent.
     pub(super) asked: BTreeMap<u64, Asked>,
@@ -101,7 +103,7 @@ impl Up {
     /// The daemon has spoken, which tells that it is alive: answers that it owes for longer may be lost.
     pub(super) fn has_spoken(&mut self) {
         self.heard += 1;
-        self.waited_in_vain = false;
+        (self.waited_in_vain, self.awaits_sign) = (false, false);
     }
 
     /// Notes a lookup, or a probe, which nobody waits for, with its time to answer.
@@ -131,6 +133,12 @@ impl Up {
     /// Something has waited in vain, and nothing was heard since it was asked.
     pub(super) fn is_silent(&self, now: Instant) -> bool {
         self.waited_in_vain || self.asked_since().any(|asked| now >= asked.until)
+    }
+
+    /// A heartbeat is due: in its turn, or for a sign of life from a daemon that seems silent. No lookup is sent to that one,
+    /// so nothing else would be answered.
+    pub(super) fn wants_heartbeat(&self, now: Instant) -> bool {
+        now >= self.heartbeat_at || (!self.awaits_sign && self.is_silent(now))
     }
 
     /// Any answer that is still to come tells whether the workers are ready, too.
