@@ -5,17 +5,21 @@ use std::time::{Duration, Instant};
 const FIRST: Duration = Duration::from_millis(50);
 const LONGEST: Duration = Duration::from_secs(2);
 
-/// Doubling pauses between attempts, from 50 ms to 2 s.
+/// Doubling pauses between attempts, from 50 ms to 2 s. They are short again after a connection that served for 2 s: a daemon
+/// that takes every registration and then answers nonsense would be asked twenty times a second else, with a line of log
+/// each time.
 #[derive(Debug)]
 pub struct Backoff {
     next: Instant,
     pause: Duration,
+    /// When the present connection began to serve.
+    opened: Option<Instant>,
 }
 
 impl Backoff {
     /// The first attempt is due at once.
     pub fn new(now: Instant) -> Self {
-        Self { next: now, pause: FIRST }
+        Self { next: now, pause: FIRST, opened: None }
     }
 
     /// Whether to try now.
@@ -28,20 +32,18 @@ impl Backoff {
         self.next
     }
 
-    /// How long not to try yet.
-    pub fn until_due(&self, now: Instant) -> Duration {
-        self.next.saturating_duration_since(now)
-    }
-
-    /// An attempt failed.
+    /// An attempt failed, or a connection ended.
     pub fn failed(&mut self, now: Instant) {
+        if self.opened.take().is_some_and(|opened| now.saturating_duration_since(opened) >= LONGEST) {
+            self.pause = FIRST;
+        }
         self.next = now + self.pause;
         self.pause = (self.pause * 2).min(LONGEST);
     }
 
-    /// A connection came up.
-    pub fn succeeded(&mut self) {
-        self.pause = FIRST;
+    /// A daemon serves us.
+    pub fn opened(&mut self, now: Instant) {
+        self.opened = Some(now);
     }
 }
 
@@ -50,19 +52,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_two_seconds_and_start_again_after_success() {
+    fn pauses_double_up_to_two_seconds_and_start_again_after_a_connection_that_lasted() {
         let mut now = Instant::now();
         let mut backoff = Backoff::new(now);
         let mut pauses = Vec::new();
+        let mut fail = |backoff: &mut Backoff, now: &mut Instant| {
+            assert!(backoff.is_due(*now));
+            backoff.failed(*now);
+            pauses.push((backoff.due() - *now).as_millis());
+            *now = backoff.due();
+        };
         for _ in 0..8 {
-            assert!(backoff.is_due(now));
-            backoff.failed(now);
-            pauses.push(backoff.until_due(now).as_millis());
-            now += backoff.until_due(now);
+            // One that was served for a moment only is no success.
+            backoff.opened(now);
+            now += LONGEST - Duration::from_millis(1);
+            fail(&mut backoff, &mut now);
         }
-        assert_eq!(pauses, [50, 100, 200, 400, 800, 1600, 2000, 2000]);
-        backoff.succeeded();
-        backoff.failed(now);
-        assert_eq!(backoff.until_due(now), FIRST);
+        backoff.opened(now);
+        now += LONGEST;
+        for _ in 0..2 {
+            fail(&mut backoff, &mut now);
+        }
+        assert_eq!(pauses, [50, 100, 200, 400, 800, 1600, 2000, 2000, 50, 100]);
     }
 }

@@ -110,7 +110,7 @@ impl SchedulerLink {
             (Stage::Opening { open }, Some(Answer::EngineOpened(opened))) if id == open => {
                 up.stage = Stage::Open;
                 up.ready = opened.ready;
-                self.backoff.succeeded();
+                self.backoff.opened(now);
                 self.stats.connects += 1;
                 self.refusal = None;
                 tell(self.standing.connected(&up.daemon, now), actions);

@@ -112,7 +112,7 @@ impl WorkerLink {
         up.stage = Stage::Open;
         let (method, reason) = (up.method, up.reason.clone());
         let how = format!("{}, saves by {} ({reason})", up.daemon, method.name());
-        self.backoff.succeeded();
+        self.backoff.opened(now);
         tell(self.standing.connected(&how, now), actions);
         self.refusal.clear();
         actions.push_back(WorkerAction::Registered { method, reason });

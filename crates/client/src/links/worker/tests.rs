@@ -617,6 +617,24 @@ fn an_answer_of_another_kind_to_what_was_given_up_ends_the_connection_too() {
     assert_eq!(play.told(), ["fence 3", "unregistered", "close"]);
 }
 
+/// A daemon that takes every registration and answers every save with nonsense was registered with every 50 ms, and each time
+/// two lines went to the log.
+#[test]
+fn a_daemon_that_answers_nonsense_is_asked_less_and_less() {
+    let mut play = Play::open(Method::ProcessVm);
+    let mut pauses = Vec::new();
+    for number in 1..6 {
+        play.save(number);
+        play.answer(done());
+        play.told();
+        let due = play.link.wake_at().unwrap();
+        pauses.push((due - play.now).as_millis());
+        play.now = due;
+        play.open_again(Method::ProcessVm);
+    }
+    assert_eq!(pauses, [50, 100, 200, 400, 800]);
+}
+
 /// As above: the worker waited for ever for an answer that had come, and was served by nobody.
 #[test]
 fn a_greeting_that_is_answered_with_another_kind_is_tried_again() {
