@@ -44,6 +44,8 @@ struct OwnCopy {
     run: usize,
     places: Vec<(u32, u32)>,
     is_out: bool,
+    /// Blocks that are still to be moved.
+    left: usize,
     /// The link was told already, by a defect.
     is_told: bool,
 }
@@ -304,6 +306,10 @@ impl WorkerSide {
         if world.now < self.stopped_until {
             return world.later(self.stopped_until, Next::OwnEnds { worker: self.index, copy, copied });
         }
+        // Two stops, one within the other, can put off its last blocks for longer than its end.
+        if self.copies.get(&copy).is_some_and(|of| of.left > 0) {
+            return world.later(world.now, Next::OwnEnds { worker: self.index, copy, copied });
+        }
         if let Some(of) = self.copies.remove(&copy)
             && !of.is_told
         {
@@ -316,8 +322,9 @@ impl WorkerSide {
         if world.now < self.stopped_until {
             return world.later(self.stopped_until, Next::OwnMoves { worker: self.index, copy, place });
         }
-        let Some(&OwnCopy { run, ref places, is_out, .. }) = self.copies.get(&copy) else { return };
-        let (block, page) = places[place];
+        let Some(of) = self.copies.get_mut(&copy) else { return };
+        of.left -= 1;
+        let (run, is_out, (block, page)) = (of.run, of.is_out, of.places[place]);
         if is_out {
             let token = world.memories[self.index].cells[block as usize].token;
             world.processes[run].pool.insert(page, token);
@@ -548,7 +555,7 @@ impl WorkerSide {
         if fails && !is_out {
             self.note_failure(places[0].0, world);
         }
-        self.copies.insert(copy, OwnCopy { run, places, is_out, is_told: false });
+        self.copies.insert(copy, OwnCopy { run, places, is_out, left: moves, is_told: false });
         world.later(at, Next::OwnEnds { worker: self.index, copy, copied });
         if let Some((_, line)) = self.line.filter(|_| is_out) {
             world.amid_copy(line, at - world.now);
