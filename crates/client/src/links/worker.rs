@@ -186,6 +186,7 @@ impl WorkerLink {
         up.silent = false;
         let v1::Reply { id, boot_id, body, .. } = reply;
         let is_open = matches!(up.stage, Stage::Open);
+        let is_of_another_run = up.is_of_another_run(&boot_id);
         if let Some(Answer::Refused(refused)) = &body {
             if !is_open {
                 return self.turn_away(&refused.sentence, now, actions);
@@ -197,7 +198,7 @@ impl WorkerLink {
             }
         }
         let fits = match self.up().and_then(|up| up.asked.remove(&id)) {
-            Some(asked) if asked.fits(body.as_ref()) => {
+            Some(asked) if !is_of_another_run && asked.fits(body.as_ref()) => {
                 self.answered(asked, body, now, actions);
                 Ok(())
             }
@@ -206,6 +207,9 @@ impl WorkerLink {
                 if let Some(up) = self.up() {
                     up.asked.insert(id, asked);
                 }
+                Err(Misfit)
+            }
+            None if is_of_another_run && self.up().is_some_and(|up| up.stage.awaits() == Some(id)) => {
                 Err(Misfit)
             }
             None if !is_open => {
@@ -223,7 +227,7 @@ impl WorkerLink {
     /// The answer to a save, claim, commit or load, of a kind that fits.
     fn answered(&mut self, asked: Asked, answer: Option<Answer>, now: Instant, actions: &mut Actions) {
         match asked {
-            Asked::Load(key) => self.load_answered(key, answer, now, actions),
+            Asked::Load { key, .. } => self.load_answered(key, answer, now, actions),
             asked => self.save_answered(asked, answer, now, actions),
         }
     }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvlane_proto::{v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use kvlane_proto::{v1, v1::register_worker::Method, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use super::{
     super::{ids::ConnectionId, standing::describe},
@@ -24,6 +24,7 @@ impl WorkerLink {
         now: Instant,
         actions: &mut Actions,
     ) -> Result<(), Misfit> {
+        let has_card = self.options.card.is_some();
         let Some(up) = self.up() else { return Ok(()) };
         match (up.stage, answer) {
             (Stage::Greeting { hello }, Some(Answer::Welcome(welcome))) if hello == id => {
@@ -38,10 +39,12 @@ impl WorkerLink {
             (Stage::Sharing { request, batch }, Some(Answer::Done(_))) if request == id => {
                 self.share_or_register(batch + 1, actions);
             }
-            (Stage::Registering { request }, Some(Answer::WorkerRegistered(registered))) if request == id => {
+            (Stage::Registering { request }, Some(Answer::WorkerRegistered(registered)))
+                if request == id && (registered.method() == Method::Gpu) == has_card =>
+            {
                 up.method = match registered.method() {
-                    v1::register_worker::Method::ProcessVm => SaveMethod::ProcessVm,
-                    v1::register_worker::Method::Gpu => SaveMethod::Gpu,
+                    Method::ProcessVm => SaveMethod::ProcessVm,
+                    Method::Gpu => SaveMethod::Gpu,
                     _ => SaveMethod::Mapped,
                 };
                 up.reason = registered.reason;

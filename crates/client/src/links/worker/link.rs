@@ -133,7 +133,7 @@ pub(super) fn end_save(asked: Asked, why: &str, now: Instant, actions: &mut Acti
             let told = Finished { ok: false, blocks: 0, bytes: 0, detail: why.into(), ..end };
             actions.push_back(WorkerAction::End { key, told });
         }
-        Asked::Load(_) | Asked::GivenUp(_) => {}
+        Asked::Load { .. } | Asked::GivenUp(_) => {}
     }
 }
 

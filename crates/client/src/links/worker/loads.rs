@@ -56,6 +56,7 @@ impl WorkerLink {
             }
             _ => None,
         };
+        let blocks = groups.iter().map(|group| group.block_ids.len() as u64).sum();
         let ask = messages::load(groups, epoch, job.event, flags.as_ref(), release);
         let alone = !self.loads.values().any(|load| matches!(load.daemon, Daemon::Asked));
         if alone {
@@ -65,7 +66,7 @@ impl WorkerLink {
         let load =
             Loading { bytes, flags, release: ReleaseAt::Unknown, asked: now, alone, daemon, own: due, job };
         self.loads.insert(key, load);
-        self.ask(ask, Asked::Load(key), actions);
+        self.ask(ask, Asked::Load { key, blocks }, actions);
         if release == Release::AtOnce {
             self.predict(key);
             self.loads.get_mut(&key).into_iter().for_each(|load| load.release_if_due(now, actions));

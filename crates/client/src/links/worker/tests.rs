@@ -635,6 +635,41 @@ fn a_daemon_that_answers_nonsense_is_asked_less_and_less() {
     assert_eq!(pauses, [50, 100, 200, 400, 800]);
 }
 
+/// A daemon with a defect: a load counted as arrived whatever blocks its answer named, and whichever run gave it.
+#[test]
+fn a_load_ends_well_only_by_an_answer_of_its_run_about_all_its_blocks() {
+    for is_other_run in [false, true] {
+        let mut play = Play::open(Method::Gpu);
+        play.load(1, Release::AtEnd);
+        play.told();
+        let (run, blocks) = if is_other_run { ([8; 16], 2) } else { (RUN, 1) };
+        let body = Some(Answer::LoadResult(v1::LoadResult { blocks, bytes: 8192 }));
+        let (id, connection) = (play.link.last_request, play.connection());
+        let reply = v1::Reply { id, boot_id: Bytes::copy_from_slice(&run), body };
+        play.feed(WorkerEvent::Reply { connection, reply });
+        assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"], "this process brings it");
+    }
+}
+
+/// As above: saves went a way that this worker does not have.
+#[test]
+fn a_worker_is_registered_for_its_own_kind_of_memory_or_not_at_all() {
+    for (card, method) in [(false, Method::Gpu), (true, Method::Mapped), (true, Method::ProcessVm)] {
+        let mut play = Play::new(card);
+        play.connect();
+        play.answer(welcome());
+        while matches!(play.actions.back(), Some(WorkerAction::ShareChunks { .. })) {
+            play.answer(done());
+        }
+        play.actions.clear();
+        play.answer(Answer::WorkerRegistered(v1::WorkerRegistered {
+            method: method.into(),
+            ..Default::default()
+        }));
+        assert_eq!(play.told(), ["fence 2", "unregistered", "close"]);
+    }
+}
+
 /// As above: the worker waited for ever for an answer that had come, and was served by nobody.
 #[test]
 fn a_greeting_that_is_answered_with_another_kind_is_tried_again() {

@@ -68,8 +68,8 @@ pub(super) enum Asked {
     Claim { job: Job, deadline: Instant },
     /// Written through the mapping: the answer ends the job, as told.
     Commit { key: JobKey, end: Finished, deadline: Instant },
-    /// A load, which ends by its own rules.
-    Load(JobKey),
+    /// A load of so many blocks, which ends by its own rules.
+    Load { key: JobKey, blocks: u64 },
     /// Nobody waits; a claim that is granted now must be handed back.
     GivenUp(OfSave),
 }
@@ -80,6 +80,13 @@ pub(super) enum OfSave {
     Save,
     Claim,
     Commit,
+}
+
+impl Up {
+    /// Whether an answer names another run of the daemon than the one that has greeted us.
+    pub(super) fn is_of_another_run(&self, boot_id: &[u8]) -> bool {
+        self.boot != BootId::default() && self.boot != boot_id
+    }
 }
 
 impl Stage {
@@ -97,16 +104,16 @@ impl Stage {
 }
 
 impl Asked {
-    /// Whether that kind of answer may come.
+    /// Whether that answer may come: its kind, and of a load its size.
     pub(super) fn fits(&self, answer: Option<&Answer>) -> bool {
-        matches!(
-            (self, answer),
+        match (self, answer) {
             (_, Some(Answer::Refused(_)))
-                | (Self::Save { .. } | Self::GivenUp(OfSave::Save), Some(Answer::SaveResult(_)))
-                | (Self::Claim { .. } | Self::GivenUp(OfSave::Claim), Some(Answer::ClaimResult(_)))
-                | (Self::Commit { .. } | Self::GivenUp(OfSave::Commit), Some(Answer::Done(_)))
-                | (Self::Load(_), Some(Answer::LoadResult(_)))
-        )
+            | (Self::Save { .. } | Self::GivenUp(OfSave::Save), Some(Answer::SaveResult(_)))
+            | (Self::Claim { .. } | Self::GivenUp(OfSave::Claim), Some(Answer::ClaimResult(_)))
+            | (Self::Commit { .. } | Self::GivenUp(OfSave::Commit), Some(Answer::Done(_))) => true,
+            (Self::Load { blocks, .. }, Some(Answer::LoadResult(result))) => result.blocks == *blocks,
+            _ => false,
+        }
     }
 
     /// When it is given up.
@@ -115,7 +122,7 @@ impl Asked {
             Self::Save { deadline, .. } | Self::Claim { deadline, .. } | Self::Commit { deadline, .. } => {
                 Some(*deadline)
             }
-            Self::Load(_) | Self::GivenUp(_) => None,
+            Self::Load { .. } | Self::GivenUp(_) => None,
         }
     }
 
@@ -125,7 +132,7 @@ impl Asked {
             Self::Save { .. } => OfSave::Save,
             Self::Claim { .. } => OfSave::Claim,
             Self::Commit { .. } => OfSave::Commit,
-            Self::Load(_) | Self::GivenUp(_) => return None,
+            Self::Load { .. } | Self::GivenUp(_) => return None,
         };
         Some(std::mem::replace(self, Self::GivenUp(of_save)))
     }
