@@ -15,7 +15,8 @@
 //! 4. Within a turn: jobs, then answers, then ends of processes, then the step, then `Tick`. Timers run in `Tick` alone, so
 //!    that a process that was stopped itself takes the answers that lie in its socket before it looks at its clock. A load
 //!    is released after its request was handed to the connection.
-//! 5. After every turn the driver forgets processes for which `needs` is false, and wakes at `wake_at` at the latest.
+//! 5. The driver forgets processes for which `needs` is false (the mover after each turn, the
+//!    scheduler as it connects), and wakes at `wake_at` at the latest.
 //! 6. `now` never goes back. It is an `Instant`; simulations add durations to one.
 
 pub mod backoff;

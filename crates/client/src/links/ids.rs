@@ -1,6 +1,6 @@
 //! Numbers that tell things apart. All count from 1 and are not used again.
 
-/// One connection; what is told of another than the present one is of the past.
+/// One connection. A link ignores the events of any other than its present one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ConnectionId(pub u64);
 
