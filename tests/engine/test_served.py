@@ -72,13 +72,20 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
     assert second.metric("vllm:external_prefix_cache_hits") == HIT_TOKENS
 
     # Both at once, from the pool.
-    first.reset_prefix_cache()
-    second.reset_prefix_cache()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda engine: engine.complete(prompt(1)), [first, second] * 2))
-    assert answers == [cold] * 4
-    # Of an engine's two the second may find in the engine what the first loaded, or be promised it too.
-    assert first.metric("vllm:external_prefix_cache_hits") in (HIT_TOKENS, 2 * HIT_TOKENS)
+    def both_hit() -> bool:
+        # A lookup that a busy machine leaves unanswered for 250 ms is a miss.
+        first.reset_prefix_cache()
+        second.reset_prefix_cache()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda engine: engine.complete(prompt(1)), [first, second] * 2))
+        assert answers == [cold] * 4
+        # The second already had a hit.
+        return (
+            first.metric("vllm:external_prefix_cache_hits") >= HIT_TOKENS
+            and second.metric("vllm:external_prefix_cache_hits") >= 2 * HIT_TOKENS
+        )
+
+    wait_for("hits of both engines", both_hit)
 
     # A stopped daemon: nobody waits for it.
     first.reset_prefix_cache()
@@ -116,5 +123,6 @@ def test_two_engines_share_a_daemon_that_is_stopped_killed_and_restarted(
     first.kill()
     wait_for("the dead engine's sessions to go", lambda: len(daemon.sessions("worker")) == 1)
     assert second.complete(prompt(2)) == other
-    assert daemon.lease_count() == 0
+    # The engine does not wait until the daemon has taken a lease back: its answer may come first.
+    wait_for("the leases to go", lambda: daemon.lease_count() == 0)
     assert first.complaints() == [] and second.complaints() == []
