@@ -1,14 +1,6 @@
 //! What a worker's handle and its mover thread share: the queue of jobs, their ends, and the standing of the registration.
 
-use std::{
-    collections::BTreeMap,
-    os::fd::OwnedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use kvlane_engine_memory::{OwnBlocks, WorkerGpu};
 use kvlane_proto::Address;
@@ -95,8 +87,6 @@ pub(crate) struct Inbox {
 pub(crate) struct Shared {
     pub(crate) state: Mutex<State>,
     pub(crate) changed: Condvar,
-    /// `state.finished.len()`, readable without the lock.
-    pub(crate) ready: AtomicUsize,
     pub(crate) wake: OwnedFd,
     /// Takes events back.
     gpu: Option<Arc<WorkerGpu>>,
@@ -104,7 +94,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(wake: OwnedFd, gpu: Option<Arc<WorkerGpu>>) -> Self {
-        Self { state: Mutex::default(), changed: Condvar::new(), ready: AtomicUsize::new(0), wake, gpu }
+        Self { state: Mutex::default(), changed: Condvar::new(), wake, gpu }
     }
 
     /// Counts a job and hands it to the mover. False where there are too many, or the worker is closed: the job is to be ended.
@@ -139,7 +129,6 @@ impl Shared {
         // Before the release can be seen.
         state.outstanding.extend(flags.map(|flags| Outstanding { key, flags }));
         state.finished.push(told);
-        self.ready.store(state.finished.len(), Ordering::Release);
         self.changed.notify_all();
     }
 
@@ -152,7 +141,6 @@ impl Shared {
             gpu.give_back(event);
         }
         state.finished.push(finished);
-        self.ready.store(state.finished.len(), Ordering::Release);
         self.changed.notify_all();
     }
 

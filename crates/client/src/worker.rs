@@ -176,13 +176,7 @@ impl Worker {
     pub fn poll(&self) -> Vec<Finished> {
         let mut state = self.shared.state.lock();
         state.in_step = false;
-        self.shared.ready.store(0, Ordering::Release);
         std::mem::take(&mut state.finished)
-    }
-
-    /// Whether [`poll`](Self::poll) has something.
-    pub fn has_finished(&self) -> bool {
-        self.shared.ready.load(Ordering::Acquire) > 0
     }
 
     /// Waits until a job ended or none is open. False at the timeout.

@@ -36,11 +36,6 @@ impl HostFence {
         FenceValue { nonce: self.nonce(), epoch: self.epoch() }
     }
 
-    /// From here on no copy out that was asked for under the former epoch can be committed.
-    pub fn raise(&self) {
-        self.raise_to(self.epoch() + 1);
-    }
-
     /// From here on no copy out that was asked for under a lower epoch can be committed.
     pub fn raise_to(&self, epoch: u64) {
         self.words.epoch.fetch_max(epoch, Ordering::SeqCst);
@@ -54,7 +49,7 @@ mod tests {
     #[test]
     fn the_words_lie_as_the_daemon_reads_them() {
         let fence = HostFence::new(*b"0123456789abcdef");
-        fence.raise();
+        fence.raise_to(2);
         let words = &*fence.words;
         let base = &raw const *words as usize;
         assert_eq!(fence.address() as usize, base);

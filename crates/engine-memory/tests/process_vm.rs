@@ -360,7 +360,7 @@ fn a_given_up_copy_is_cancelled_before_it_starts() {
     let fence = HostFence::new(NONCE);
     let me = std::process::id();
     let process = ProcessVm::probe(me, pidfd(me), fence.address(), NONCE).unwrap();
-    fence.raise();
+    fence.raise_to(EPOCH + 1);
     let source = [1u8; 64];
     let pool = pool();
     let source = source.as_ptr().expose_provenance() as u64;
@@ -387,7 +387,7 @@ fn a_copy_that_was_stopped_midway_sees_that_it_was_given_up() {
     rustix::process::kill_process(pid, Signal::STOP).unwrap();
     let (_, status) = rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED).unwrap().unwrap();
     assert!(status.stopped());
-    fence.raise();
+    fence.raise_to(EPOCH + 1);
     rustix::process::kill_process(pid, Signal::CONT).unwrap();
     let expected = Err::<(), _>(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 1 });
     assert_eq!(copier.line(), format!("{expected:?}"));
