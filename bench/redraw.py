@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without an installed kvlane too, and beside one of another version.
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench/gpu")]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench/gpu"), str(ROOT / "bench/builds")]
 
 import first_picture  # noqa: E402
 import pictures as gpu_pictures  # noqa: E402
+import two_builds  # noqa: E402
 
 from kvlane.bench import drawing, pictures, replay_picture  # noqa: E402
 
@@ -50,8 +51,8 @@ class Redrawn:
 
 def committed() -> Iterator[Redrawn]:
     """All of them."""
-    ssd, fabric, gpu, replay = (
-        ROOT / "bench" / name / "results" for name in ("ssd", "fabric", "gpu", "replay")
+    ssd, fabric, gpu, replay, builds = (
+        ROOT / "bench" / name / "results" for name in ("ssd", "fabric", "gpu", "replay", "builds")
     )
     one = gpu / "2026-11-22-h200-eager.json"
     yield _bars(ROOT / "docs/pictures/ten-thousand-cached-tokens.png", one, first_picture.picture(_read(one)))
@@ -63,6 +64,8 @@ def committed() -> Iterator[Redrawn]:
     for result in sorted(ssd.glob("*two-cores-*.json")):
         if (picture := pictures.goals(_read(result))) is not None:
             yield _bars(result.with_suffix(".png"), result, picture)
+    for result in sorted(builds.glob("*.json")):
+        yield _bars(result.with_suffix(".png"), result, two_builds.picture(_read(result)))
     for name, wanted in FABRIC.items():
         result = fabric / f"{name}.json"
         drawn = pictures.fabric(_read(result))
