@@ -97,7 +97,10 @@ impl Shared {
         Self { state: Mutex::default(), changed: Condvar::new(), wake, gpu }
     }
 
-    /// Counts a job and hands it to the mover. False where there are too many, or the worker is closed: the job is to be ended.
+    /// Counts a job and hands it to the mover.
+    ///
+    /// # Errors
+    /// The job, which the caller is to end: there are too many, or the worker is closed.
     pub(crate) fn queue(&self, job: Job, most: usize) -> Result<(), Job> {
         let mut state = self.state.lock();
         state.open += 1;

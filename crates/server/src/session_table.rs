@@ -324,7 +324,8 @@ fn name(answer: &Answer) -> String {
     }
 }
 
-fn daemon(folder: &tempfile::TempDir) -> Daemon {
+/// One that serves nobody yet, for tests of this crate.
+pub(crate) fn daemon(folder: &tempfile::TempDir) -> Daemon {
     let options = ServeOptions {
         arena: ArenaOptions { bytes: 1 << 20, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 },
         listen: vec![Address::Unix(folder.path().join("kvlane.sock"))],

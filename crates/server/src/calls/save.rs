@@ -27,7 +27,7 @@ pub(crate) fn save(context: &mut Context<'_>, save: v1::Save) -> Result<Answered
     let Greeted { id, info, worker, .. } = &*context.greeted;
     let worker = worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
     if let Some(saves) = &worker.saves {
-        saves.push(context.shared, context.id, save, context.call, context.since);
+        saves.push(context.shared, context.id, save, context.call, context.since)?;
         return Ok(Answered::Later);
     }
     copy_out(context.shared, *id, &info.engine_id, &worker.registered, &save, &Pace::URGENT)
