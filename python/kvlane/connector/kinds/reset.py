@@ -30,7 +30,8 @@ class Reset(SchedulerKind):
             state.stale = False
             state.forget_progress()
         self._is_scheduling = True
-        if shared.weights.are_known or not shared.shape.can_load:
+        if shared.weights.are_known or not shared.shape.can_load or self._own_cache_is_old:
+            # Nothing to wait for: while vLLM's own cache may be of other weights, nobody asks the workers.
             return NOTHING
         return ASK_AGAIN if shared.weights.is_worth_waiting(shared.clock()) else NOTHING
 
