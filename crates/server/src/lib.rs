@@ -12,6 +12,8 @@ mod http;
 mod http_waiting;
 mod keeper;
 mod listen;
+#[cfg(test)]
+mod many_saves;
 mod metrics;
 mod peer;
 mod reaper;

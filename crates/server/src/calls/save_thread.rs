@@ -20,7 +20,7 @@ use crate::{refusal::Refusal, replies::Replies, sessions::Busy, shared::Shared};
 
 /// Saves of a worker that may wait. As many as its own end queues (`JOBS_MAX` in crates/client/src/worker.rs): who asks for
 /// more is no worker of ours.
-const WAITING_MAX: usize = 16384;
+pub(crate) const WAITING_MAX: usize = 16384;
 
 /// Carries saves out in the order in which they were asked for, and answers them.
 pub(crate) struct SaveThread {
@@ -101,67 +101,5 @@ impl Drop for SaveThread {
         {
             tracing::error!("a thread of saves had panicked");
         }
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may fail here")]
-mod tests {
-    use std::{io::Read, os::unix::net::UnixStream};
-
-    use kvlane_proto::FrameReader;
-
-    use super::*;
-    use crate::{peer::Stream, session_table};
-
-    /// The numbers of the next `count` answers.
-    fn answered(stream: &mut UnixStream, reader: &mut FrameReader, count: usize) -> Vec<u64> {
-        let (mut numbers, mut scratch) = (Vec::new(), [0; 4096]);
-        while numbers.len() < count {
-            match reader.next_message::<v1::Reply>().unwrap() {
-                Some(reply) => numbers.push(reply.id),
-                None => {
-                    let taken = stream.read(&mut scratch).unwrap();
-                    assert_ne!(taken, 0, "the daemon hung up");
-                    reader.push(&scratch[..taken]);
-                }
-            }
-        }
-        numbers
-    }
-
-    #[test]
-    fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
-        let folder = tempfile::tempdir().unwrap();
-        let daemon = session_table::daemon(&folder);
-        let shared = &daemon.shared;
-        let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let replies =
-            Replies::new(Stream::Unix(ours), [7; 16], Arc::clone(&shared.refusals), "the worker".into());
-        let (go_on, may_go_on) = mpsc::channel::<()>();
-        let (begun, begins) = mpsc::channel::<()>();
-        let save = move |_: &v1::Save, _: &Pace<'_>| {
-            begun.send(()).unwrap();
-            // Until the other end is dropped.
-            let _ = may_go_on.recv();
-            Ok(Answer::Done(v1::Done {}))
-        };
-        let saves = SaveThread::start(Arc::clone(shared), Arc::new(replies), save).unwrap();
-        let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
-        ask(0).unwrap();
-        begins.recv().unwrap();
-        let waiting = 1..=WAITING_MAX as u64;
-        waiting.clone().for_each(|id| ask(id).unwrap());
-        let refusal = ask(0).unwrap_err();
-        assert_eq!(refusal.sentence, "16384 saves of this worker wait already");
-        drop(go_on);
-        let reader = &mut FrameReader::default();
-        let numbers = answered(&mut theirs, reader, WAITING_MAX + 1);
-        assert!(numbers.into_iter().eq(0..=WAITING_MAX as u64), "all that were taken are answered, in order");
-        ask(9).unwrap();
-        assert_eq!(answered(&mut theirs, reader, 1), [9]);
-        // The counts of its sessions are back at rest, or the daemon would wait for them.
-        drop(saves);
-        assert!(daemon.stop(std::time::Duration::from_secs(60)));
     }
 }
