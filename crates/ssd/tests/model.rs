@@ -67,7 +67,9 @@ proptest! {
                     }
                     // `fetch` compares the bytes.
                     let end = fetch(&tier, &mut pool, block);
-                    prop_assert!(matches!(end, Some(ReadEnd::Found { .. })), "{end:?}");
+                    // The tier makes room behind our back: it may have forgotten the block since we asked.
+                    let is_forgotten = end.is_none() && !tier.contains(&block.key);
+                    prop_assert!(is_forgotten || matches!(end, Some(ReadEnd::Found { .. })), "{end:?}");
                 }
                 Step::Remove(block) => {
                     if let Some((stored, _)) = model.remove(&block) {
@@ -98,7 +100,8 @@ proptest! {
             pool.reset();
             if tier.contains(&block.key) {
                 let end = fetch(&tier, &mut pool, &block);
-                prop_assert!(matches!(end, Some(ReadEnd::Found { .. })), "{end:?}");
+                let is_forgotten = end.is_none() && !tier.contains(&block.key);
+                prop_assert!(is_forgotten || matches!(end, Some(ReadEnd::Found { .. })), "{end:?}");
             }
         }
         close(tier);
