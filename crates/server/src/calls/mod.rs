@@ -1,7 +1,6 @@
 //! What the calls of engines and tools do, a file for each group of them.
 //!
-//! A new call is a message in kvlane.proto, a row in `table.rs`, and a function in its group's file: without its row it
-//! does not compile.
+//! A new call is a message in kvlane.proto, a variant and its row in `table.rs`, and a function in its group's file.
 
 pub(crate) mod admin;
 pub(crate) mod admit;

@@ -70,6 +70,9 @@ pub(crate) fn register_worker(
 ) -> Result<Answer, Refusal> {
     let Context { shared, greeted, peer, replies, .. } = context;
     let (shared, peer, replies) = (*shared, *peer, *replies);
+    if greeted.worker.as_ref().is_some_and(|worker| !worker.granted.is_empty()) {
+        return Err(Refusal::invalid("claims of this worker are open: commit them before it registers anew"));
+    }
     // Where it fails the engine may end, and another shape come under its name: what was registered before must not
     // meet that one's groups.
     greeted.worker = None;
