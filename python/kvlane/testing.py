@@ -262,6 +262,10 @@ class FakeScheduler:
     def gone(self) -> list[bytes]:
         return [boot for boot in self._gone if boot != self.boot]
 
+    @property
+    def over(self) -> list[bytes]:
+        return self.gone
+
     def lookup_start(self, request_id: str, hashes: list[list[bytes]], max_tokens: int) -> None:
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"

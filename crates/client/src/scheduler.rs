@@ -117,10 +117,15 @@ impl Scheduler {
         self.link.boot()
     }
 
-    /// Boots that this was connected to and is no more, the last eight. A hit of one must not be promised: workers let its pool
-    /// go once they are told ([`Promises`](crate::Promises)).
+    /// Boots that this was connected to and is no more, the last eight. A hit of one must not be promised.
     pub fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.link.gone()
+    }
+
+    /// Those of [`gone`](Self::gone) that this never comes back to, since their processes have ended: workers let a pool go once
+    /// they are told ([`Promises`](crate::Promises)).
+    pub fn over(&self) -> impl Iterator<Item = BootId> + '_ {
+        self.link.over()
     }
 
     /// Where the daemon is looked for.
@@ -178,7 +183,7 @@ impl Scheduler {
     pub fn tick(&mut self) {
         let now = Instant::now();
         // Of the daemon that it is connected to, the connection tells. Looking would cost each step a system call.
-        if self.connection.is_none() {
+        if self.connection.is_none() || self.link.awaits_an_end() {
             self.look_for_ends(now);
         }
         self.advance(now);

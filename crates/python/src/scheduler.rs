@@ -125,6 +125,11 @@ impl PyScheduler {
     }
 
     #[getter]
+    fn over<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        Ok(self.0.get()?.lock().over().map(|boot| PyBytes::new(py, &boot)).collect())
+    }
+
+    #[getter]
     fn address(&self) -> PyResult<String> {
         Ok(self.0.get()?.lock().address().to_string())
     }

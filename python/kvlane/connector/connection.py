@@ -48,9 +48,9 @@ class Connection:
         return gone
 
     @property
-    def gone(self) -> list[bytes]:
-        """The runs that were left, as of the last `newly_gone`."""
-        return self._gone
+    def over(self) -> list[bytes]:
+        """The runs that were left and have ended: there is no way back to them."""
+        return self._core.over if self._gone else []
 
     @property
     def boot(self) -> bytes | None:

@@ -45,7 +45,7 @@ class StepJobs:
     present: bytes | None = None
     """The daemon's run that the scheduler is connected to, if all loads of this step are of it."""
     gone: list[bytes] = field(default_factory=list)
-    """Runs that the scheduler was connected to and is no more. No load of this step or a later one is of them."""
+    """Runs that the scheduler was connected to and never is again. No load of this step or a later one is of them."""
     look_at_weights: int | None = None
     """After this reset of the engine the workers are to look which weights they compute with."""
     others: dict[str, object] = field(default_factory=dict)

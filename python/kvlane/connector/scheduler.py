@@ -221,7 +221,7 @@ class SchedulerSide:
         boots = {load.boot for load in jobs.loads}
         present = self._connection.boot
         jobs.present = present if boots <= {present} else None
-        jobs.gone = [boot for boot in self._connection.gone if boot not in boots]
+        jobs.gone = [boot for boot in self._connection.over if boot not in boots]
 
     def jobs_ended(self, ended: Mapping[int, JobEnd]) -> None:
         """Workers have reported the ends of jobs."""

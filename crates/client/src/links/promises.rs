@@ -2,8 +2,9 @@
 //!
 //! The scheduler may promise a hit of a boot as long as it does not know that this boot is over, and the promise reaches
 //! the worker steps later. So a worker lets a former pool go only when a step tells that the scheduler makes no promise
-//! on it any more ([`Promises`]), and the daemon's process is gone, so that none can follow. (Where the kernel does not tell
-//! that, the scheduler's word has to do, although it may be connected to that boot again.) While no step comes the
+//! on it any more ([`Promises`]). The scheduler says so of a boot once it has seen the end of the daemon's process: as long as
+//! that lives, the scheduler may be connected to it again. (Where the kernel does not tell of ends, it says so as soon as it
+//! has left the boot, although it may come back.) While no step comes the
 //! engine is idle; then a minute is enough, since a scheduler looks at its connection before it promises.
 
 use std::{
@@ -19,7 +20,7 @@ use crate::boot::BootId;
 pub struct Promises {
     /// The boot that it is connected to, if all loads of this step are of that boot.
     pub present: Option<BootId>,
-    /// Boots that it has been connected to and is no more; none of this step's loads is of one.
+    /// Boots that it has been connected to and never is again; none of this step's loads is of one.
     pub gone: Vec<BootId>,
 }
 
@@ -50,7 +51,7 @@ struct Pool {
 struct Former {
     pool: Pool,
     rounds: u64,
-    /// The scheduler has said so.
+    /// The scheduler has said so, for good.
     without_promises: bool,
 }
 

@@ -170,6 +170,16 @@ impl SchedulerLink {
         self.former.gone()
     }
 
+    /// Those of [`gone`](Self::gone) whose processes have ended, where the kernel tells: this never comes back to them.
+    pub fn over(&self) -> impl Iterator<Item = BootId> + '_ {
+        self.former.over()
+    }
+
+    /// The end of a run that was left is still to be seen.
+    pub fn awaits_an_end(&self) -> bool {
+        self.former.awaits_an_end()
+    }
+
     /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.
     pub fn refusal(&self) -> Option<&str> {
         self.refusal.as_deref()

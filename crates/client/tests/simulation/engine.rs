@@ -118,7 +118,12 @@ impl Engine {
             }
         }
         let present = self.run.map(|run| world.processes[run].run.boot);
-        meta.promises = Promises { present, gone: self.gone.clone() };
+        // Where the kernel tells of ends, the scheduler says of a run that it is over when its process is.
+        let is_over = |boot: &&Name| {
+            let ended = world.processes.iter().any(|process| process.run.boot == **boot && process.has_ended);
+            ended || !world.tells_ends()
+        };
+        meta.promises = Promises { present, gone: self.gone.iter().filter(is_over).copied().collect() };
         meta.length = match world.is_calm {
             true => world.dice.below(100 * MS),
             false => {
@@ -256,6 +261,7 @@ impl Engine {
             is_released: false,
             ended: None,
             own_failed: false,
+            held_until: 0,
         };
         memory.jobs.insert(key, known);
         key

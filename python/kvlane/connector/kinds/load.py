@@ -138,7 +138,7 @@ class LookUpAndLoad(SchedulerKind):
         self._drop_hit(state)
 
     def runs_gone(self, gone: Sequence[bytes]) -> None:
-        # Also if the scheduler comes back to the same run: from here on the workers may let its pool go.
+        # Also if the scheduler comes back to the same run: the daemon gave the leases back when the session ended.
         for state in self._shared.requests.values():
             if state.hit is not None and state.hit.tokens and state.hit.boot in gone:
                 self._drop_hit(state)

@@ -89,6 +89,17 @@ impl FormerRuns {
         self.left.iter().any(|left| left.life.needs(process))
     }
 
+    /// Those of `gone` that this can never be connected to again, as far as the kernel tells: their processes have ended.
+    pub(super) fn over(&self) -> impl Iterator<Item = BootId> + '_ {
+        let lives = |left: &Left| matches!(left.life, Life::Watched(_));
+        self.gone().filter(move |boot| !self.left.iter().any(|left| left.boot == *boot && lives(left)))
+    }
+
+    /// There is one whose process lives, or has ended unseen.
+    pub(super) fn awaits_an_end(&self) -> bool {
+        self.left.iter().any(|left| matches!(left.life, Life::Watched(_)))
+    }
+
     /// The last eight, the last one last.
     pub(super) fn gone(&self) -> impl Iterator<Item = BootId> + '_ {
         self.gone.iter().copied()

@@ -271,6 +271,19 @@ fn a_run_that_greets_again_is_not_gone() {
     assert!(!play.link.needs(PROCESS), "its saves are asked of the new connection");
 }
 
+/// Workers used to let a pool go whose daemon the scheduler had left for a moment: it came back, promised a hit of it, and the
+/// daemon died before the load reached the workers.
+#[test]
+fn a_run_that_was_left_is_over_when_its_process_has_ended() {
+    let mut play = Play::open();
+    play.lose();
+    assert_eq!((play.link.gone().count(), play.link.over().count()), (1, 0));
+    assert!(play.link.awaits_an_end());
+    play.feed(SchedulerEvent::ProcessEnded(PROCESS));
+    assert_eq!(play.link.over().collect::<Vec<_>>(), [RUN]);
+    assert!(!play.link.awaits_an_end());
+}
+
 #[test]
 fn an_open_engine_is_told_counted_and_asked_what_waited() {
     let mut play = Play::greeting();
