@@ -83,6 +83,7 @@ impl WorkerLink {
             WorkerEvent::Tick => self.tick(now, actions),
             WorkerEvent::Close => self.close(now, actions),
         }
+        self.begin_next_copy(actions);
         if self.is_closing {
             self.say_goodbye(now, actions);
         }

@@ -41,6 +41,8 @@ pub(crate) struct Known {
     pub(crate) ended: Option<Finished>,
     /// A copy of this process failed, as the seed wanted it.
     pub(crate) own_failed: bool,
+    /// Until then a load before it was in the way, which this process could not copy.
+    pub(crate) held_until: u64,
 }
 
 /// A worker's memory, and its jobs.

@@ -29,6 +29,8 @@ pub(crate) enum Defect {
     LowFence,
     /// Flags are not lifted.
     KeepsFlags,
+    /// Flags are lifted after the copies that were asked for behind them.
+    LiftsLate,
     /// With a connection, writes of a worker count as over.
     WritesGoOn,
     /// Pools stay mapped.

@@ -212,6 +212,11 @@ fn a_stream_that_waits_for_ever_is_caught() {
 }
 
 #[test]
+fn a_copy_that_waits_for_a_stream_that_waits_for_it_is_caught() {
+    caught(Half::Workers, Defect::LiftsLate, "W10: ");
+}
+
+#[test]
 fn a_greeting_of_a_worker_that_writes_is_caught() {
     caught(Half::Workers, Defect::WritesGoOn, "W7: ");
 }

@@ -14,7 +14,7 @@ use kvlane_client::links::worker::failures::{NotCopied, NotMapped};
 use kvlane_client::{Copied, Finished, Job, JobKind, LoadGroup, OwnError, SaveMethod, Work, WorkerGroupSpec};
 use kvlane_proto::{Address, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
-use crate::copies::{BLOCKS, EVENTS};
+use crate::copies::{BLOCKS, EVENTS, Known};
 use crate::daemon::Name;
 use crate::defects::Defect;
 use crate::scheduler::{NAMESPACES, engine_id};
@@ -393,6 +393,7 @@ impl WorkerSide {
                 world.memories[self.index].fence = epoch;
             }
             WorkerAction::CopyIn { copy, boot, groups, .. } => {
+                self.check_stream(groups[0].block_ids[0], world);
                 return self.copy_in(copy, boot, &groups, world);
             }
             WorkerAction::CopyOut { copy, places } => {
@@ -401,6 +402,12 @@ impl WorkerSide {
                     return Some(WorkerEvent::Copied { copy, copied: Err(NotCopied::NoPool) });
                 };
                 self.copy(copy, world.run_of(line), places, true, world);
+            }
+            WorkerAction::LiftFlags(flags)
+                if world.defect == Defect::LiftsLate
+                    && self.actions.iter().any(|next| matches!(next, WorkerAction::CopyIn { .. })) =>
+            {
+                self.actions.push_back(WorkerAction::LiftFlags(flags));
             }
             WorkerAction::LiftFlags(flags) if world.defect != Defect::KeepsFlags => {
                 world.memories[self.index].flags.insert(flags.address, flags.value);
@@ -483,8 +490,8 @@ impl WorkerSide {
         let asked = world.memories[self.index].jobs.iter();
         let open = asked.filter(|(_, job)| job.is_queued && job.ended.is_none()).map(|(key, _)| *key);
         let open: Vec<JobKey> = open.collect();
-        let at = world.now + 10 * SECOND + SLACK_US;
         for key in open {
+            let at = world.now + 10 * SECOND + OWN_US * self.turns_before(key, world) + SLACK_US;
             world.later(at, Next::EndDue { worker: self.index, key, stopped: self.stopped, at, whole: true });
         }
     }
@@ -526,6 +533,26 @@ impl WorkerSide {
         }
         self.copy(copy, run, places, false, world);
         None
+    }
+
+    /// W10. The copy of the load that holds this block waits for its event, and that may stand behind flags.
+    fn check_stream(&self, block: u32, world: &mut World) {
+        let Some(key) = world.memories[self.index].cells[block as usize].pin else { return };
+        if self.flags_before(key, world).is_some() {
+            world.is_wrong(|| format!("W10: the copy of {key:?} waits for a stream that waits for flags"));
+        }
+    }
+
+    /// A load before this one for whose flags the engine's stream waits still.
+    fn flags_before(&self, key: JobKey, world: &World) -> Option<JobKey> {
+        let memory = &world.memories[self.index];
+        let is_held = |job: &Known| {
+            let flags = job.flags.as_ref().filter(|_| job.is_released && job.ended.is_none());
+            flags.is_some_and(|flags| {
+                memory.flags.get(&flags.address).copied().unwrap_or_default() < flags.value
+            })
+        };
+        memory.jobs.range(..key).find(|(_, job)| is_held(job)).map(|(key, _)| *key)
     }
 
     /// The load that holds this block need not go well any more.
@@ -570,10 +597,18 @@ impl WorkerSide {
         let most = match is_save {
             true if self.method == SaveMethod::Mapped => 2 * SAVE_TIMEOUT + OWN_US,
             true => SAVE_TIMEOUT,
-            false => 5 * SECOND + OWN_US,
+            false => 5 * SECOND + OWN_US * self.turns_before(key, world),
         };
         let at = world.now + most + SLACK_US;
         world.later(at, Next::EndDue { worker: self.index, key, stopped: self.stopped, at, whole: is_save });
+    }
+
+    /// Copies of this process that may come before the end of this load: one that has begun, those of the loads before it,
+    /// once more where they failed, and its own.
+    fn turns_before(&self, key: JobKey, world: &World) -> u64 {
+        let before = world.memories[self.index].jobs.range(..key);
+        let open = before.filter(|(_, job)| !job.is_save && job.is_queued && job.ended.is_none()).count();
+        2 * open as u64 + 2
     }
 
     /// By now a job is to be over; of a load, as a whole or for its request.
@@ -582,7 +617,21 @@ impl WorkerSide {
             let (at, stopped) = (at + self.stopped - stopped, self.stopped);
             return world.later(at, Next::EndDue { worker: self.index, key, stopped, at, whole });
         }
-        let of = &world.memories[self.index].jobs[&key];
+        let jobs = &world.memories[self.index].jobs;
+        let in_the_way =
+            |job: &Known| job.is_released && job.flags.is_some() && job.ended.is_none() && job.own_failed;
+        if !jobs[&key].is_save && jobs.range(..key).any(|(_, job)| in_the_way(job)) {
+            // As far as the link knows, the stream waits for the daemon, and this load for the stream.
+            let at = world.now + OWN_US * self.turns_before(key, world) + SLACK_US;
+            let stopped = self.stopped;
+            return world.later(at, Next::EndDue { worker: self.index, key, stopped, at, whole });
+        }
+        let of = &jobs[&key];
+        let after = of.held_until + OWN_US * self.turns_before(key, world) + SLACK_US;
+        if of.held_until > 0 && world.now < after {
+            let stopped = self.stopped;
+            return world.later(after, Next::EndDue { worker: self.index, key, stopped, at: after, whole });
+        }
         // What waits for the daemon since this process cannot do it has no bound.
         let is_there = of.ended.is_some() || !whole && of.is_released || of.own_failed;
         if !is_there && !self.has_exited && !self.is_closed {
@@ -631,6 +680,9 @@ impl WorkerSide {
         let (is_save, is_released, own_failed) = (of.is_save, of.is_released, of.own_failed);
         let held = of.flags.as_ref().map(|flags| (flags.address, flags.value));
         let (blocks, event) = (of.blocks.clone(), of.event);
+        if own_failed && of.flags.is_some() {
+            memory.jobs.range_mut(key..).for_each(|(_, job)| job.held_until = world.now);
+        }
         memory.free_events.extend(event);
         if let Some((address, value)) = held
             && memory.flags.get(&address).copied().unwrap_or_default() < value

@@ -103,6 +103,32 @@ fn killed_while_hanging(ask: impl FnOnce(&mut crate::process::Process, &Daemon))
     daemon.stop();
 }
 
+/// The event of the second load stands behind the flags of the first one. The worker used to wait for it before it lifted these, and
+/// the engine stood still for ever.
+#[test]
+fn a_daemon_that_is_killed_in_the_middle_of_two_loads_does_not_stop_the_engine() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let daemon = Daemon::start_slow(&address, VERY_SLOW);
+    let mut engine = GpuEngine::new(&address, "engine", &driver());
+    engine.compute_and_save(&address, 0, 0..many(), 1);
+    let hit = engine.look_up(0, many());
+    let few = engine.look_up(0, 2);
+    let first = engine.start_load(&hit, 16..16 + many(), Release::AtOnce);
+    assert!(engine.released(first).ok);
+    // The step that computes with it.
+    engine.wait_for_loads(None);
+    let second = engine.start_load(&few, 4..6, Release::AtEnd);
+    daemon.kill();
+    engine.synchronize();
+    for job in [first, second] {
+        let loaded = engine.end(job);
+        assert!(loaded.ok, "{loaded:?}");
+    }
+    engine.assert_holds(16..16 + many(), 1);
+    engine.assert_holds(4..6, 1);
+}
+
 #[test]
 fn a_daemon_that_is_killed_in_the_middle_of_a_load_and_of_saves_costs_the_saves_only() {
     let folder = tempfile::tempdir().unwrap();

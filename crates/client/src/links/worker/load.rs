@@ -65,6 +65,8 @@ pub(super) enum Daemon {
 pub(super) enum Own {
     /// Begun at that time if the daemon is silent.
     Due(Instant),
+    /// Begun when it is its turn.
+    Waiting,
     Copying(CopyId),
     /// The end of the job, for when the daemon has answered or is gone.
     Done(Finished),
@@ -82,6 +84,12 @@ impl Loading {
 
     pub(super) fn is_copying(&self) -> bool {
         matches!(self.own, Own::Copying(_))
+    }
+
+    /// What the engine asked for later may stand behind the flags of this load, which nobody has written yet.
+    pub(super) fn holds_up_the_stream(&self) -> bool {
+        let is_lifted = matches!(self.own, Own::Done(_));
+        self.release == ReleaseAt::Released && self.flags.is_some() && !is_lifted
     }
 
     pub(super) fn needs(&self, process: ProcessId) -> bool {

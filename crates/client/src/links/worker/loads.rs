@@ -6,8 +6,13 @@
 //!                    | lost                                      the job ends when both rest, since only then
 //!                  Leaving --its end, 10 s--> Out                are its blocks free (`settle`)
 //!                    refused, never asked --^
-//!   this process:  Due --silence, loss, Out--> Copying --> Done, Failed
+//!   this process:  Due --silence, loss, Out--> Waiting --its turn--> Copying --> Done, Failed
 //! ```
+//!
+//! On a GPU a copy waits for the load's event, and the event may stand behind flags: the engine's stream waits for those of
+//! loads that were released before. So this process copies one load after the other, in the order in which they were
+//! queued, and lifts the flags of one before it begins the next. Those that hold up the stream are copied too, although
+//! the daemon may still write them: a thread that waits for an event cannot see the daemon die.
 
 use std::time::{Duration, Instant};
 
@@ -162,24 +167,47 @@ impl WorkerLink {
                 actions.push_back(WorkerAction::End { key, told: told.clone() });
                 self.loads.remove(&key);
             }
-            (Daemon::Out, Own::Due(_) | Own::Failed) if self.is_closing => {
+            (Daemon::Out, Own::Due(_) | Own::Waiting | Own::Failed) if self.is_closing => {
                 actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
                 end(&load.job, "the worker is closed", now, actions);
                 self.loads.remove(&key);
             }
+            (Daemon::Out, Own::Waiting) => {}
             (Daemon::Out, Own::Due(_) | Own::Failed) => self.copy_in(key, actions),
         }
     }
 
-    /// Carries a load out in this process.
+    /// Carries a load out in this process, when it is its turn.
     fn copy_in(&mut self, key: JobKey, actions: &mut Actions) {
+        let Some(load) = self.loads.get_mut(&key) else { return };
+        load.own = Own::Waiting;
+        if load.release != ReleaseAt::Released {
+            load.release = ReleaseAt::Never;
+        }
+        self.begin_next_copy(actions);
+    }
+
+    /// Begins the copy whose turn it is, unless one is under way.
+    pub(super) fn begin_next_copy(&mut self, actions: &mut Actions) {
+        let is_waiting = |load: &Loading| matches!(load.own, Own::Waiting);
+        if self.is_closing || self.loads.values().any(Loading::is_copying) {
+            return;
+        }
+        let Some(key) = self.loads.iter().find(|(_, load)| is_waiting(load)).map(|(key, _)| *key) else {
+            return;
+        };
+        // Its event may stand behind the flags of these.
+        let before = self.loads.range(..key).find(|(_, load)| load.holds_up_the_stream());
+        let key = match before {
+            // Its own copy failed: the daemon's answer, or its end, lets the stream go on.
+            Some((_, Loading { own: Own::Failed, .. })) => return,
+            Some((&before, _)) => before,
+            None => key,
+        };
         let copy = self.next_copy();
         let Some(load) = self.loads.get_mut(&key) else { return };
         let Work::Load { boot, groups, .. } = &load.job.work else { return };
         load.own = Own::Copying(copy);
-        if load.release != ReleaseAt::Released {
-            load.release = ReleaseAt::Never;
-        }
         let (boot, groups, event) = (*boot, groups.clone(), load.job.event);
         actions.push_back(WorkerAction::CopyIn { copy, boot, groups, event });
     }

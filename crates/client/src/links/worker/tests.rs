@@ -441,6 +441,48 @@ fn a_load_of_a_lost_daemon_ends_when_its_process_has() {
 }
 
 #[test]
+fn flags_of_a_load_are_lifted_before_the_next_copy_waits_for_its_event() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    // The engine's stream waits for the flags of 1 by now, and the event of 2 stands behind that.
+    play.load(2, Release::AtEnd);
+    play.told();
+    play.lose();
+    assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["lift", "copy in"]);
+    play.copied(COPIED);
+    play.feed(WorkerEvent::ProcessEnded(PROCESS));
+    assert_eq!(play.told(), ["release 2", "end 1", "end 2"]);
+    assert!(play.link.loads.is_empty());
+}
+
+#[test]
+fn a_load_that_holds_up_the_stream_is_carried_out_before_one_whose_time_comes_first() {
+    let mut play = Play::open(Method::Gpu);
+    play.load(1, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.load(2, Release::AtEnd);
+    play.told();
+    // The daemon refuses 2, and may never write the flags of 1.
+    play.answer(refused());
+    assert_eq!(play.told(), ["copy in"]);
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["lift", "copy in"]);
+    play.copied(COPIED);
+    assert_eq!(play.told(), ["end 2"]);
+    // Where 1 cannot be copied here, 2 waits until the daemon has brought it.
+    play.load(3, Release::AtOnce);
+    play.pass(Duration::ZERO);
+    play.load(4, Release::AtEnd);
+    play.told();
+    play.answer(refused());
+    play.copied(Err(NotCopied::NoPool));
+    assert_eq!(play.told(), ["copy in"]);
+}
+
+#[test]
 fn a_copy_that_failed_is_tried_once_more_when_the_daemon_is_out() {
     let mut play = Play::open(Method::Gpu);
     play.load(1, Release::AtEnd);
