@@ -44,9 +44,7 @@ class Scheduler:
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
     gone: list[bytes]  # boots that this was connected to and is no more: their hits must not be promised
-    over: list[
-        bytes
-    ]  # those of them whose processes have ended, where the kernel tells: workers may let their pools go
+    over: list[bytes]  # those of `gone` whose processes have ended: workers may let their pools go
     address: str
     refusal: str  # the daemon's last refusal, or why it is not spoken to, or empty
 
