@@ -1,0 +1,39 @@
+//! Why a body is refused.
+
+use super::json::DEPTH_MAX;
+
+/// A body that no engine could take: the sentence is for the client, `at` counts bytes from the body's first.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BodyError {
+    /// JSON is UTF-8.
+    #[error("the body is not UTF-8 from byte {at} on")]
+    NotUtf8 {
+        /// The first byte that fits nowhere.
+        at: usize,
+    },
+    /// Something else stands where JSON wants this.
+    #[error("the body is not JSON: at byte {at} there should be {expected}")]
+    NotJson {
+        /// Where.
+        at: usize,
+        /// In words: "a value", "`,` or `}`".
+        expected: &'static str,
+    },
+    /// Brackets within brackets.
+    #[error("the body is nested deeper than {DEPTH_MAX} levels, at byte {at}")]
+    TooDeep {
+        /// The bracket that is one too many.
+        at: usize,
+    },
+    /// JSON, but an array, a string, a number.
+    #[error("the body is JSON, but not an object")]
+    NotAnObject,
+    /// Which of the two an engine takes nobody can know.
+    #[error("the body has \"{key}\" twice, the second time at byte {at}")]
+    Twice {
+        /// The member's name.
+        key: String,
+        /// Where the second one begins.
+        at: usize,
+    },
+}

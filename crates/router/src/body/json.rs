@@ -1,0 +1,207 @@
+//! A cursor that walks over JSON (RFC 8259) and remembers nothing. It does not recurse: depth costs a bit each.
+
+use std::ops::Range;
+
+use super::error::BodyError;
+
+/// Levels of objects and arrays, the outermost counted.
+pub const DEPTH_MAX: usize = 128;
+
+/// Where a walk stands. The bytes are UTF-8.
+pub(super) struct Cursor<'b> {
+    bytes: &'b [u8],
+    at: usize,
+    depth: usize,
+    /// A bit for each open bracket, the innermost lowest: set for an object.
+    objects: u128,
+}
+
+impl<'b> Cursor<'b> {
+    pub(super) fn new(bytes: &'b [u8]) -> Self {
+        Self { bytes, at: 0, depth: 0, objects: 0 }
+    }
+
+    pub(super) fn at(&self) -> usize {
+        self.at
+    }
+
+    pub(super) fn peek(&self) -> Option<u8> {
+        self.bytes.get(self.at).copied()
+    }
+
+    pub(super) fn skip_space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
+            self.at += 1;
+        }
+    }
+
+    /// Steps over this byte if it comes next.
+    pub(super) fn takes(&mut self, byte: u8) -> bool {
+        let is_next = self.peek() == Some(byte);
+        self.at += usize::from(is_next);
+        is_next
+    }
+
+    pub(super) fn wrong<T>(&self, expected: &'static str) -> Result<T, BodyError> {
+        Err(BodyError::NotJson { at: self.at, expected })
+    }
+
+    /// Enters an object or array that comes next.
+    pub(super) fn enter(&mut self, is_object: bool) -> Result<(), BodyError> {
+        if self.depth == DEPTH_MAX {
+            return Err(BodyError::TooDeep { at: self.at });
+        }
+        self.depth += 1;
+        self.objects = self.objects << 1 | u128::from(is_object);
+        self.at += 1;
+        self.skip_space();
+        Ok(())
+    }
+
+    /// Leaves the innermost one, over its bracket.
+    pub(super) fn leave(&mut self) {
+        self.depth -= 1;
+        self.objects >>= 1;
+        self.at += 1;
+    }
+
+    /// A string, quotes included.
+    pub(super) fn string(&mut self) -> Result<Range<usize>, BodyError> {
+        let start = self.at;
+        if !self.takes(b'"') {
+            return self.wrong("a string");
+        }
+        loop {
+            match self.peek() {
+                Some(b'"') => {
+                    self.at += 1;
+                    return Ok(start..self.at);
+                }
+                Some(b'\\') => self.escape()?,
+                Some(0x20..) => self.at += 1,
+                Some(_) => return self.wrong("no control character, but its escape"),
+                None => return self.wrong("the end of a string"),
+            }
+        }
+    }
+
+    fn escape(&mut self) -> Result<(), BodyError> {
+        self.at += 1;
+        match self.peek() {
+            Some(b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => self.at += 1,
+            Some(b'u') => {
+                self.at += 1;
+                for _ in 0..4 {
+                    if !self.peek().is_some_and(|byte| byte.is_ascii_hexdigit()) {
+                        return self.wrong("four hexadecimal digits");
+                    }
+                    self.at += 1;
+                }
+            }
+            _ => return self.wrong("one of \"\\/bfnrtu"),
+        }
+        Ok(())
+    }
+
+    /// A member's name and the colon behind it.
+    pub(super) fn key(&mut self) -> Result<Range<usize>, BodyError> {
+        let key = self.string()?;
+        self.skip_space();
+        if !self.takes(b':') {
+            return self.wrong("`:`");
+        }
+        self.skip_space();
+        Ok(key)
+    }
+
+    /// Any value, with all that is in it.
+    pub(super) fn value(&mut self) -> Result<Range<usize>, BodyError> {
+        let (start, outside) = (self.at, self.depth);
+        loop {
+            let has_entered = self.value_begins()?;
+            if !has_entered && self.values_end(outside)? {
+                return Ok(start..self.at);
+            }
+        }
+    }
+
+    /// A whole scalar or empty bracket; or the way to the first value inside one: then true.
+    fn value_begins(&mut self) -> Result<bool, BodyError> {
+        match self.peek() {
+            Some(bracket @ (b'{' | b'[')) => {
+                let is_object = bracket == b'{';
+                self.enter(is_object)?;
+                if self.peek() == Some(if is_object { b'}' } else { b']' }) {
+                    self.leave();
+                    return Ok(false);
+                }
+                if is_object {
+                    self.key()?;
+                }
+                return Ok(true);
+            }
+            Some(b'"') => {
+                self.string()?;
+            }
+            Some(b'-' | b'0'..=b'9') => self.number()?,
+            Some(b't') => self.word("true")?,
+            Some(b'f') => self.word("false")?,
+            Some(b'n') => self.word("null")?,
+            _ => return self.wrong("a value"),
+        }
+        Ok(false)
+    }
+
+    /// Behind a value: true once the brackets that it stands in are closed down to `outside`, false if another value follows.
+    fn values_end(&mut self, outside: usize) -> Result<bool, BodyError> {
+        while self.depth > outside {
+            self.skip_space();
+            let is_object = self.objects & 1 == 1;
+            match (is_object, self.peek()) {
+                (_, Some(b',')) => {
+                    self.at += 1;
+                    self.skip_space();
+                    if is_object {
+                        self.key()?;
+                    }
+                    return Ok(false);
+                }
+                (true, Some(b'}')) | (false, Some(b']')) => self.leave(),
+                (true, _) => return self.wrong("`,` or `}`"),
+                (false, _) => return self.wrong("`,` or `]`"),
+            }
+        }
+        Ok(true)
+    }
+
+    fn number(&mut self) -> Result<(), BodyError> {
+        self.takes(b'-');
+        if !self.takes(b'0') {
+            self.digits()?;
+        }
+        if self.takes(b'.') {
+            self.digits()?;
+        }
+        if self.takes(b'e') || self.takes(b'E') {
+            let _ = self.takes(b'+') || self.takes(b'-');
+            self.digits()?;
+        }
+        Ok(())
+    }
+
+    fn digits(&mut self) -> Result<(), BodyError> {
+        let start = self.at;
+        while self.peek().is_some_and(|byte| byte.is_ascii_digit()) {
+            self.at += 1;
+        }
+        if self.at == start { self.wrong("a digit") } else { Ok(()) }
+    }
+
+    fn word(&mut self, word: &'static str) -> Result<(), BodyError> {
+        if !self.bytes[self.at..].starts_with(word.as_bytes()) {
+            return self.wrong("true, false or null");
+        }
+        self.at += word.len();
+        Ok(())
+    }
+}

@@ -1,0 +1,61 @@
+//! Marks of a prompt's text, by which a router knows prefixes without a tokenizer.
+//!
+//! Two prompts that begin alike have their first marks in common: each mark hashes the bytes since the one before it, seeded with
+//! that one's hash. Marks stand at the ends of messages, and every [`MARK_BYTES`] bytes in between. The bytes are those of the
+//! body, with JSON's escapes, since a client writes the same text in the same way each time.
+
+use std::ops::Range;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::scan::Scan;
+
+/// Bytes between two marks, at most.
+pub const MARK_BYTES: usize = 256;
+
+/// A place in a prompt, and a name for all text before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mark {
+    /// Of all that stands before, and the seed.
+    pub hash: u64,
+    /// Bytes of text before it.
+    pub bytes: u32,
+}
+
+/// The marks of `messages`, `prompt` or `input`, whichever is there first in this order, from the prompt's beginning. `seed`
+/// names what else decides what the engine computes: model, adapter, salt, tools.
+pub fn marks(scan: &Scan<'_>, seed: u64) -> Vec<Mark> {
+    let mut marks = Marks { hash: seed, bytes: 0, marks: Vec::new() };
+    let text = || scan.member("prompt").or_else(|| scan.member("input"));
+    if scan.messages_of_chat().is_empty() {
+        text().into_iter().for_each(|member| marks.add(scan.body(), inside(scan.body(), &member.value)));
+    } else {
+        scan.messages_of_chat().iter().for_each(|message| marks.add(scan.body(), message.clone()));
+    }
+    marks.marks
+}
+
+struct Marks {
+    hash: u64,
+    bytes: u32,
+    marks: Vec<Mark>,
+}
+
+impl Marks {
+    fn add(&mut self, body: &[u8], range: Range<usize>) {
+        for piece in body[range].chunks(MARK_BYTES) {
+            self.hash = xxh3_64_with_seed(piece, self.hash);
+            self.bytes = self.bytes.saturating_add(piece.len() as u32);
+            self.marks.push(Mark { hash: self.hash, bytes: self.bytes });
+        }
+    }
+}
+
+/// A string without its quotes: its text goes on where another one's ends. An array without its last bracket, for the same reason.
+fn inside(body: &[u8], value: &Range<usize>) -> Range<usize> {
+    match body[value.start] {
+        b'"' => value.start + 1..value.end - 1,
+        b'[' => value.start..value.end - 1,
+        _ => value.clone(),
+    }
+}

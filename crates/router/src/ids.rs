@@ -1,0 +1,77 @@
+//! The ids that engines get of the router. A client's own id is never sent to an engine nor read: vLLM's P2P NCCL connector takes
+//! addresses from ids, and two clients may use the same one.
+//!
+//! ```text
+//!   kvlane-0123456789ab-2s-p1        at most 40 characters
+//!          |            |  |`- attempt of this leg, from 0
+//!          |            |  `-- leg: w whole, p prefill, d decode
+//!          |            `----- number of the request, base 36
+//!          `------------------ this run of the router, random
+//! ```
+
+use crate::schedule::Leg;
+
+/// Longest id, but for [`p2p_nccl`].
+pub const ID_LENGTH_MAX: usize = 40;
+
+/// Names requests: a new one each time.
+#[derive(Debug)]
+pub struct Ids {
+    run: u64,
+    next: u64,
+}
+
+/// Names one request of a client, in logs and in answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RequestId {
+    run: u64,
+    number: u64,
+}
+
+impl Ids {
+    /// `run` is random, of which 48 bits count.
+    pub fn new(run: u64) -> Self {
+        Self { run: run & 0xffff_ffff_ffff, next: 0 }
+    }
+
+    /// The next request's.
+    pub fn next_id(&mut self) -> RequestId {
+        self.next += 1;
+        RequestId { run: self.run, number: self.next }
+    }
+}
+
+impl RequestId {
+    /// As in logs.
+    pub fn name(self) -> String {
+        format!("kvlane-{:012x}-{}", self.run, base36(self.number))
+    }
+
+    /// What the engine of this leg gets at this attempt.
+    pub fn of_leg(self, leg: Leg, attempt: u32) -> String {
+        let letter = match leg {
+            Leg::Whole => 'w',
+            Leg::Prefill => 'p',
+            Leg::Decode => 'd',
+        };
+        format!("{}-{letter}{}", self.name(), attempt.min(999))
+    }
+
+    /// What both engines of a P2P NCCL pair get, which find each other by it (vLLM's P2pNcclConnector up to 0.23): the addresses
+    /// of their ZeroMQ sockets, then a name of its own for each attempt.
+    pub fn p2p_nccl(self, prefill: &str, decode: &str, attempt: u32) -> String {
+        let name = self.of_leg(Leg::Whole, attempt);
+        format!("___prefill_addr_{prefill}___decode_addr_{decode}_{name}")
+    }
+}
+
+fn base36(mut number: u64) -> String {
+    let mut digits = Vec::new();
+    loop {
+        digits.push(char::from_digit((number % 36) as u32, 36).unwrap_or('0'));
+        number /= 36;
+        if number == 0 {
+            return digits.into_iter().rev().collect();
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What each leg of a request says: the prefill leg computes the prompt and one token, the decode leg gets what the prefill node
+//! answered.
+
+use crate::body::{Change, Scan, edit};
+
+/// The member in which engines say where a prompt's blocks are: vLLM's name for it.
+pub const TRANSFER: &str = "kv_transfer_params";
+
+/// The prefill leg's transfer: vLLM's connectors for two engines ask for exactly these (NixlConnector reads them all).
+const PREFILL_TRANSFER: &str = r#"{"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}"#;
+
+/// What has a meaning for the answer only, or is refused together with one token of it: `min_tokens` above `max_tokens`,
+/// `stream_options` without `stream`, several answers.
+const OF_THE_ANSWER: [&str; 8] = [
+    "stream",
+    "stream_options",
+    "min_tokens",
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "max_completion_tokens",
+];
+
+/// Why a request cannot be served by two nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stays {
+    /// It asks for the prompt's log-probabilities: vLLM keeps such a request from its prefix cache.
+    PromptLogprobs,
+    /// It has several prompts, of which each would have blocks of its own.
+    ManyPrompts,
+    /// It searches with several beams, which share blocks.
+    BeamSearch,
+    /// Its prompt is not text and not tokens.
+    Embeddings,
+}
+
+/// Why this request has to stay on one node, if it has to.
+pub fn stays(scan: &Scan<'_>) -> Option<Stays> {
+    let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null");
+    if is_given("prompt_logprobs") || scan.is_true("echo") && is_given("logprobs") {
+        Some(Stays::PromptLogprobs)
+    } else if is_given("prompt_embeds") {
+        Some(Stays::Embeddings)
+    } else if scan.is_true("use_beam_search") {
+        Some(Stays::BeamSearch)
+    } else if has_many_prompts(scan) {
+        Some(Stays::ManyPrompts)
+    } else {
+        None
+    }
+}
+
+/// Whether `prompt` is an array of prompts, and not of tokens.
+fn has_many_prompts(scan: &Scan<'_>) -> bool {
+    let Some([b'[', inside @ ..]) = scan.raw("prompt") else { return false };
+    inside.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(|&first| matches!(first, b'"' | b'['))
+}
+
+/// The body of the prefill leg.
+pub fn prefill(scan: &Scan<'_>) -> Vec<u8> {
+    let mut changes: Vec<_> = OF_THE_ANSWER
+        .into_iter()
+        .map(|name| match (name, scan.member(name)) {
+            ("max_completion_tokens", Some(_)) => Change::Set(name, "1"),
+            _ => Change::Remove(name),
+        })
+        .collect();
+    changes.push(Change::Set("max_tokens", "1"));
+    changes.push(Change::Set(TRANSFER, PREFILL_TRANSFER));
+    edit(scan, &changes)
+}
+
+/// What the prefill node answered for the decode node, as it stands in its answer; `None` if it answered nothing for it.
+pub fn handed_over<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
+    answer.raw(TRANSFER).filter(|value| value.first() == Some(&b'{'))
+}
+
+/// The body of the decode leg. `transfer` is JSON.
+pub fn decode(scan: &Scan<'_>, transfer: &str) -> Vec<u8> {
+    edit(scan, &[Change::Set(TRANSFER, transfer)])
+}

@@ -1,0 +1,12 @@
+//! What `kvlane route` is made of: one OpenAI endpoint before prefill and decode engines.
+//!
+//! - [`body`]: request bodies, which are scanned and not parsed into trees.
+//! - [`ids`]: what engines get as a request's id.
+//! - [`legs`]: what a prefill node and a decode node are asked.
+//! - [`schedule`]: which nodes a request goes to. Pure.
+#![forbid(unsafe_code)]
+
+pub mod body;
+pub mod ids;
+pub mod legs;
+pub mod schedule;

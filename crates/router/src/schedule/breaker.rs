@@ -1,0 +1,78 @@
+//! A node's circuit breaker: after some failures in a row it gets no requests for a while, then one to try it with.
+//!
+//! ```text
+//!            FAILURES in a row                 pause over: one request
+//!   closed --------------------> open(pause) -------------------------> trying
+//!     ^                            ^  pause doubles, up to PAUSE_MAX        |
+//!     |                            '--------------- it fails ---------------|
+//!     '--------------------------------------------- it is served ----------'
+//! ```
+
+use std::time::{Duration, Instant};
+
+/// Failures in a row that open it.
+pub(super) const FAILURES: u32 = 3;
+/// The first pause.
+const PAUSE: Duration = Duration::from_secs(1);
+/// The longest one.
+const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// Counts what became of a node's requests.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Breaker {
+    failures: u32,
+    pause: Duration,
+    /// While open.
+    until: Option<Instant>,
+    /// Since when one request tries the node.
+    trying: Option<Instant>,
+}
+
+impl Breaker {
+    /// Whether the node may get a request.
+    pub fn allows(&self, now: Instant) -> bool {
+        match (self.until, self.trying) {
+            // Whoever tried it may have gone without a word.
+            (_, Some(since)) => now.saturating_duration_since(since) >= self.pause,
+            (Some(until), None) => now >= until,
+            (None, None) => true,
+        }
+    }
+
+    /// When it allows a request again, if it does not now.
+    pub fn wait(&self, now: Instant) -> Option<Duration> {
+        let until = self.trying.map(|since| since + self.pause).or(self.until)?;
+        Some(until.saturating_duration_since(now)).filter(|wait| !wait.is_zero())
+    }
+
+    /// The node gets a request.
+    pub fn sent(&mut self, now: Instant) {
+        if self.until.is_some() {
+            self.trying = Some(now);
+        }
+    }
+
+    /// The node has served one.
+    pub fn served(&mut self) {
+        *self = Self::default();
+    }
+
+    /// The node has failed one: refused the connection, died, or answered that it cannot.
+    pub fn failed(&mut self, now: Instant) {
+        self.failures += 1;
+        if self.trying.take().is_some() || self.failures == FAILURES {
+            self.pause = if self.until.is_some() { (self.pause * 2).min(PAUSE_MAX) } else { PAUSE };
+            self.until = Some(now + self.pause);
+        }
+    }
+
+    /// Neither: the client left, or the request itself was wrong.
+    pub fn left(&mut self) {
+        self.trying = None;
+    }
+
+    /// Whether it is open or being tried.
+    pub fn is_open(&self) -> bool {
+        self.until.is_some()
+    }
+}

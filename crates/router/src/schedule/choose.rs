@@ -1,0 +1,178 @@
+//! The choice: which nodes, and why.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    choice::{Choice, Chosen, NoNode, Request, Why},
+    nodes::{Node, NodeId, Role},
+    pick::Candidate,
+    reservation::{Leg, Reservation},
+    scheduler::Scheduler,
+};
+
+impl Scheduler {
+    /// Chooses, and takes the load.
+    ///
+    /// # Errors
+    /// Nobody can serve it.
+    pub fn choose(&mut self, request: &Request<'_>, now: Instant) -> Result<Choice, NoNode> {
+        if self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes() {
+            self.index.matched(request.marks, &mut self.matched);
+        }
+        let choice = self.choose_pair(request, now).or_else(|| self.choose_one(request, now));
+        let choice = choice.ok_or_else(|| self.no_node(request, now))?;
+        // Equal prompts that come together shall meet. A decode node has the prompt only when it was handed over.
+        let (Chosen::One(first) | Chosen::Pair { prefill: first, .. }) = &choice.chosen;
+        self.note_prefix(request.marks, first.node);
+        Ok(choice)
+    }
+
+    /// Another decode node for what this prefill node has prefilled.
+    pub fn choose_decode(
+        &mut self,
+        request: &Request<'_>,
+        after: NodeId,
+        now: Instant,
+    ) -> Option<Reservation> {
+        let group = self.nodes.get(after)?.group.clone();
+        let is_partner = |node: &Node| node.role == Role::Decode && node.group == group;
+        let candidates = [false, true]
+            .into_iter()
+            .map(|is_last_resort| self.candidates(request, is_last_resort, now, is_partner))
+            .find(|candidates| !candidates.is_empty())?;
+        let candidates: Vec<_> = candidates.iter().map(|&each| Candidate { miss: 0, ..each }).collect();
+        let decode = self.pick(&candidates, self.settings.decode_policy, Some(after));
+        Some(self.reserve(decode, Leg::Decode, now))
+    }
+
+    fn choose_pair(&mut self, request: &Request<'_>, now: Instant) -> Option<Choice> {
+        if request.one_node {
+            return None;
+        }
+        let decodes = self.candidates(request, false, now, |node| node.role == Role::Decode);
+        let prefills = self.candidates(request, false, now, |node| node.role == Role::Prefill);
+        let group = |id| self.nodes.get(id).map(|node: &Node| &node.group);
+        let has_partner = |id, others: &[Candidate]| others.iter().any(|other| group(other.id) == group(id));
+        let prefills: Vec<_> = prefills.into_iter().filter(|each| has_partner(each.id, &decodes)).collect();
+        if prefills.is_empty() {
+            return None;
+        }
+        let prompt_tokens = self.prompt_tokens(request);
+        if let Some(stays) = decodes.iter().min_by_key(|each| each.miss).copied()
+            && stays.miss < self.settings.short_tokens
+        {
+            let near: Vec<_> =
+                decodes.iter().filter(|each| each.miss < self.settings.short_tokens).copied().collect();
+            let one = self.pick(&near, self.settings.decode_policy, None);
+            let why = if prompt_tokens < self.settings.short_tokens { Why::Short } else { Why::Cached };
+            return Some(Choice {
+                chosen: Chosen::One(self.reserve(one, Leg::Whole, now)),
+                why,
+                prompt_tokens,
+                cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                candidates: near.len(),
+            });
+        }
+        let prefill = self.pick(&prefills, self.settings.policy, None);
+        let of_group = self.nodes.get(prefill.id).map(|node| node.group.clone());
+        let partners: Vec<_> = decodes
+            .into_iter()
+            .filter(|each| self.nodes.get(each.id).map(|node| &node.group) == of_group.as_ref())
+            // What comes from the prefill node is not prefilled again.
+            .map(|each| Candidate { miss: 0, ..each })
+            .collect();
+        let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
+        self.pairs.insert((prefill.id, decode.id), self.choices + 1);
+        Some(Choice {
+            chosen: Chosen::Pair {
+                prefill: self.reserve(prefill, Leg::Prefill, now),
+                decode: self.reserve(decode, Leg::Decode, now),
+            },
+            why: Why::Pair,
+            prompt_tokens,
+            cached_tokens: prompt_tokens.saturating_sub(prefill.miss),
+            candidates: prefills.len(),
+        })
+    }
+
+    /// Workers first, then decode nodes, which can prefill, then whatever is left.
+    fn choose_one(&mut self, request: &Request<'_>, now: Instant) -> Option<Choice> {
+        let has_pairs = self.nodes.all().any(|(_, node)| node.role != Role::Worker);
+        let why = match (request.one_node, has_pairs) {
+            (true, true) => Why::MustStay,
+            _ => Why::NoPair,
+        };
+        for is_last_resort in [false, true] {
+            for role in [Role::Worker, Role::Decode, Role::Prefill] {
+                let candidates = self.candidates(request, is_last_resort, now, |node| node.role == role);
+                if candidates.is_empty() {
+                    continue;
+                }
+                let one = self.pick(&candidates, self.settings.policy, None);
+                let prompt_tokens = self.prompt_tokens(request);
+                let is_other = role == Role::Prefill || role == Role::Decode && !request.one_node;
+                return Some(Choice {
+                    chosen: Chosen::One(self.reserve(one, Leg::Whole, now)),
+                    why: if is_other { Why::OtherRole } else { why },
+                    prompt_tokens,
+                    cached_tokens: prompt_tokens.saturating_sub(one.miss),
+                    candidates: candidates.len(),
+                });
+            }
+        }
+        None
+    }
+
+    fn candidates(
+        &self,
+        request: &Request<'_>,
+        is_last_resort: bool,
+        now: Instant,
+        is_wanted: impl Fn(&Node) -> bool,
+    ) -> Vec<Candidate> {
+        let prompt_tokens = self.prompt_tokens(request);
+        self.nodes
+            .all()
+            .filter(|(id, node)| {
+                is_wanted(node)
+                    && node.serves(request.model)
+                    && node.takes(is_last_resort, now)
+                    && !request.tried.contains(id)
+            })
+            .map(|(id, _)| {
+                let bytes = self.matched.get(id.slot as usize).copied().unwrap_or(0);
+                // The last token is always computed.
+                let miss = prompt_tokens.saturating_sub(self.tokens(bytes)).max(1);
+                Candidate { id, miss }
+            })
+            .collect()
+    }
+
+    fn reserve(&mut self, candidate: Candidate, leg: Leg, now: Instant) -> Reservation {
+        self.choices += 1;
+        if let Some(node) = self.nodes.get_mut(candidate.id) {
+            node.chosen = self.choices;
+            node.breaker.sent(now);
+        }
+        Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss)
+    }
+
+    pub(super) fn tokens(&self, bytes: u32) -> u64 {
+        u64::from(bytes / self.settings.bytes_per_token)
+    }
+
+    fn prompt_tokens(&self, request: &Request<'_>) -> u64 {
+        self.tokens(request.marks.last().map_or(0, |mark| mark.bytes)).max(1)
+    }
+
+    fn no_node(&self, request: &Request<'_>, now: Instant) -> NoNode {
+        let model = request.model.to_owned();
+        let is_served = self.nodes.all().any(|(_, node)| node.serves(request.model));
+        let is_any_known = self.nodes.all().any(|(_, node)| !node.models.is_empty());
+        if is_any_known && !is_served {
+            return NoNode::UnknownModel { model };
+        }
+        let waits = self.nodes.all().filter_map(|(_, node)| node.breaker.wait(now));
+        NoNode::NoneLeft { model, retry_after: waits.min().unwrap_or(Duration::from_secs(1)) }
+    }
+}

@@ -1,0 +1,35 @@
+//! Which nodes a request goes to: (state, request, time) gives a prefill node, a decode node and why.
+//!
+//! Pure: no I/O, no clock; chance comes from a seed. A *node* is an engine's server, or one data-parallel rank of it.
+//!
+//! ```text
+//!   probes, beats --> nodes: role, models, state, breaker --.
+//!   /metrics -------> loads: running and waiting -----------+--> choose --> reservations of one or two legs
+//!   marks of a prompt --> index: who has which prefix ------'       |            | first byte, end
+//!                          ^----------------------------------------'            v
+//!                            the chosen nodes will have it                     loads
+//! ```
+
+mod breaker;
+mod choice;
+mod choose;
+mod index;
+mod load;
+mod nodes;
+mod pick;
+mod policy;
+mod reservation;
+mod scheduler;
+mod settings;
+
+pub use self::{
+    breaker::Breaker,
+    choice::{Choice, Chosen, NoNode, Request, Why},
+    index::Index,
+    load::Load,
+    nodes::{Node, NodeId, NodeState, Role},
+    policy::{Policy, UnknownPolicy},
+    reservation::{Leg, LegEnd, Reservation},
+    scheduler::Scheduler,
+    settings::Settings,
+};

@@ -1,0 +1,176 @@
+//! The nodes that a router knows.
+
+use std::{fmt, str::FromStr, sync::Arc, time::Instant};
+
+use super::{breaker::Breaker, load::Load};
+
+/// What a node is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Prefills prompts for decode nodes.
+    Prefill,
+    /// Goes on where a prefill node ended; prefills short prompts itself.
+    Decode,
+    /// Serves whole requests.
+    Worker,
+}
+
+impl Role {
+    /// As in flags, metrics and answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Worker => "worker",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        [Self::Prefill, Self::Decode, Self::Worker]
+            .into_iter()
+            .find(|role| role.name() == name)
+            .ok_or_else(|| format!("{name} is no role; choose prefill, decode or worker"))
+    }
+}
+
+/// Names a node for as long as it is known; a node that comes back has another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId {
+    pub(super) slot: u32,
+    pub(super) epoch: u32,
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.slot, self.epoch)
+    }
+}
+
+/// Whether a node gets requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NodeState {
+    /// It does.
+    Ready,
+    /// It has not answered, or not yet: only when no other node could serve a request.
+    Suspect,
+    /// It finishes what it has.
+    Draining,
+}
+
+impl NodeState {
+    /// As in metrics and answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ready => "ready",
+            Self::Suspect => "suspect",
+            Self::Draining => "draining",
+        }
+    }
+}
+
+/// One node.
+#[derive(Debug, Clone)]
+pub struct Node {
+    /// For people, metrics and logs: its address, and its rank if it is one of several.
+    pub name: Arc<str>,
+    /// What it is for.
+    pub role: Role,
+    /// Prefill and decode nodes of one group can hand over to each other: they share a daemon and a layout.
+    pub group: Arc<str>,
+    /// Models and adapters that it serves.
+    pub models: Vec<Arc<str>>,
+    /// Whether it gets requests.
+    pub state: NodeState,
+    /// What it has to do.
+    pub load: Load,
+    /// Keeps requests away while it fails.
+    pub breaker: Breaker,
+    /// Number of the choice that took it last.
+    pub(super) chosen: u64,
+}
+
+impl Node {
+    /// A node that has not answered yet.
+    pub fn new(name: &str, role: Role, group: &str) -> Self {
+        Self {
+            name: name.into(),
+            role,
+            group: group.into(),
+            models: Vec::new(),
+            state: NodeState::Suspect,
+            load: Load::default(),
+            breaker: Breaker::default(),
+            chosen: 0,
+        }
+    }
+
+    /// Whether it has this model or adapter.
+    pub fn serves(&self, model: &str) -> bool {
+        self.models.iter().any(|served| &**served == model)
+    }
+
+    /// Whether it may get a request; suspects only where nobody else can.
+    pub(super) fn takes(&self, is_last_resort: bool, now: Instant) -> bool {
+        let is_up = self.state == NodeState::Ready || is_last_resort && self.state == NodeState::Suspect;
+        is_up && (is_last_resort || self.breaker.allows(now))
+    }
+}
+
+/// Nodes in numbered slots, which the [index](super::Index) has bits for.
+#[derive(Debug, Default)]
+pub(super) struct Nodes {
+    slots: Vec<Slot>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    epoch: u32,
+    node: Option<Node>,
+}
+
+impl Nodes {
+    pub(super) fn add(&mut self, node: Node) -> NodeId {
+        let free = self.slots.iter().position(|slot| slot.node.is_none());
+        let slot = free.unwrap_or_else(|| {
+            self.slots.push(Slot { epoch: 0, node: None });
+            self.slots.len() - 1
+        });
+        let place = &mut self.slots[slot];
+        place.epoch += 1;
+        place.node = Some(node);
+        NodeId { slot: slot as u32, epoch: place.epoch }
+    }
+
+    pub(super) fn remove(&mut self, id: NodeId) -> Option<Node> {
+        self.get(id)?;
+        self.slots[id.slot as usize].node.take()
+    }
+
+    pub(super) fn get(&self, id: NodeId) -> Option<&Node> {
+        let slot = self.slots.get(id.slot as usize).filter(|slot| slot.epoch == id.epoch)?;
+        slot.node.as_ref()
+    }
+
+    pub(super) fn get_mut(&mut self, id: NodeId) -> Option<&mut Node> {
+        let slot = self.slots.get_mut(id.slot as usize).filter(|slot| slot.epoch == id.epoch)?;
+        slot.node.as_mut()
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = (NodeId, &Node)> {
+        let id = |slot: usize, epoch| NodeId { slot: slot as u32, epoch };
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(move |(slot, place)| Some((id(slot, place.epoch), place.node.as_ref()?)))
+    }
+}

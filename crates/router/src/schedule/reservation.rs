@@ -1,0 +1,74 @@
+//! What a request takes of a node from the choice to its last byte.
+
+use super::{NodeId, nodes::Nodes};
+
+/// What a node does for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Leg {
+    /// All of it.
+    Whole,
+    /// The prompt.
+    Prefill,
+    /// What comes after the prompt.
+    Decode,
+}
+
+impl Leg {
+    /// As in metrics and answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// How a leg ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LegEnd {
+    /// With an answer, even if the answer is that the request was wrong.
+    Served,
+    /// Without one, or the node said that it cannot.
+    Failed,
+    /// The router or its client gave up.
+    Left,
+}
+
+/// A leg's share of its node's load. It has to be given back to the scheduler, once: so it cannot be copied.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the node counts as loaded until the scheduler hears of the leg's end"]
+pub struct Reservation {
+    /// Where.
+    pub node: NodeId,
+    /// What for.
+    pub leg: Leg,
+    /// Tokens that were to be prefilled when the node was chosen, and are not yet.
+    pub(super) tokens: u64,
+}
+
+impl Reservation {
+    pub(super) fn take(nodes: &mut Nodes, node: NodeId, leg: Leg, tokens: u64) -> Self {
+        if let Some(node) = nodes.get_mut(node) {
+            node.load.own_requests += 1;
+            node.load.own_tokens += tokens;
+        }
+        Self { node, leg, tokens }
+    }
+
+    /// The first byte has come: nothing is left to prefill.
+    pub(super) fn prefilled(&mut self, nodes: &mut Nodes) {
+        let tokens = std::mem::take(&mut self.tokens);
+        if let Some(node) = nodes.get_mut(self.node) {
+            node.load.own_tokens -= tokens;
+        }
+    }
+
+    /// The leg is over. A node that has gone meanwhile took its load with it.
+    pub(super) fn give_back(self, nodes: &mut Nodes) {
+        if let Some(node) = nodes.get_mut(self.node) {
+            node.load.own_tokens -= self.tokens;
+            node.load.own_requests -= 1;
+        }
+    }
+}

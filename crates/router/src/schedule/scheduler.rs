@@ -1,0 +1,107 @@
+//! What the scheduler knows: nodes, loads, prefixes.
+
+use std::{collections::HashMap, time::Instant};
+
+use super::{
+    index::Index,
+    nodes::{Node, NodeId, Nodes},
+    reservation::{Leg, LegEnd, Reservation},
+    settings::Settings,
+};
+use crate::body::Mark;
+
+/// Nodes, their loads and prefixes.
+#[derive(Debug)]
+pub struct Scheduler {
+    pub(super) settings: Settings,
+    pub(super) nodes: Nodes,
+    pub(super) index: Index,
+    pub(super) choices: u64,
+    /// The number of the choice that took a prefill and a decode node together last. Without it two roles that are both taken
+    /// in turn would meet in the same pairs for ever.
+    pub(super) pairs: HashMap<(NodeId, NodeId), u64>,
+    pub(super) chance: u64,
+    /// Reused: bytes of the prompt that each node has.
+    pub(super) matched: Vec<u32>,
+}
+
+impl Scheduler {
+    /// One without nodes.
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            index: Index::new(settings.marks_max),
+            nodes: Nodes::default(),
+            choices: 0,
+            pairs: HashMap::new(),
+            chance: settings.seed,
+            matched: Vec::new(),
+            settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
+        }
+    }
+
+    /// A node joins.
+    pub fn add(&mut self, node: Node) -> NodeId {
+        let id = self.nodes.add(node);
+        self.index.forget(id.slot as usize);
+        id
+    }
+
+    /// A node goes, with all that was known of it.
+    pub fn remove(&mut self, id: NodeId) -> Option<Node> {
+        self.pairs.retain(|pair, _| pair.0 != id && pair.1 != id);
+        self.nodes.remove(id)
+    }
+
+    /// A node's engine has started anew: it has no prefix any more.
+    pub fn forget_prefixes(&mut self, id: NodeId) {
+        if self.nodes.get(id).is_some() {
+            self.index.forget(id.slot as usize);
+        }
+    }
+
+    /// A node, if it is still there.
+    pub fn node(&self, id: NodeId) -> Option<&Node> {
+        self.nodes.get(id)
+    }
+
+    /// The same, to change it.
+    pub fn node_mut(&mut self, id: NodeId) -> Option<&mut Node> {
+        self.nodes.get_mut(id)
+    }
+
+    /// All nodes.
+    pub fn nodes(&self) -> impl Iterator<Item = (NodeId, &Node)> {
+        self.nodes.all()
+    }
+
+    /// Bytes of memory that prefixes take.
+    pub fn index_bytes(&self) -> usize {
+        self.index.bytes()
+    }
+
+    /// A leg's first byte has come: its node has the prompt, which these are the marks of.
+    pub fn prefilled(&mut self, reservation: &mut Reservation, marks: &[Mark]) {
+        reservation.prefilled(&mut self.nodes);
+        if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
+            self.note_prefix(marks, reservation.node);
+        }
+    }
+
+    /// A leg has ended, well or by its client.
+    pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) {
+        if let Some(node) = self.nodes.get_mut(reservation.node) {
+            match end {
+                LegEnd::Served => node.breaker.served(),
+                LegEnd::Failed => node.breaker.failed(now),
+                LegEnd::Left => node.breaker.left(),
+            }
+        }
+        reservation.give_back(&mut self.nodes);
+    }
+
+    pub(super) fn note_prefix(&mut self, marks: &[Mark], id: NodeId) {
+        if self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes() {
+            self.index.insert(marks, id.slot as usize);
+        }
+    }
+}

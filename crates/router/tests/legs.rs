@@ -1,0 +1,108 @@
+//! What prefill and decode nodes are asked, and by which ids.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::HashSet;
+
+use kvlane_router::{
+    body::scan,
+    ids::{ID_LENGTH_MAX, Ids},
+    legs::{Stays, decode, handed_over, prefill, stays},
+    schedule::Leg,
+};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn prefill_of(body: &Value) -> Value {
+    let body = body.to_string().into_bytes();
+    serde_json::from_slice(&prefill(&scan(&body).unwrap())).unwrap()
+}
+
+/// Complaints 20 and 37: stream_options, min_tokens or max_completion_tokens that are left on the prefill leg make vLLM refuse it,
+/// and the prompt is silently computed twice.
+#[test]
+fn the_prefill_leg_asks_for_one_token_and_nothing_of_the_answer() {
+    let found = prefill_of(&json!({
+        "model": "m", "messages": [{"role": "user", "content": "hello"}], "temperature": 0.5, "seed": 7,
+        "stream": true, "stream_options": {"include_usage": true}, "max_completion_tokens": 500, "min_tokens": 20, "n": 2,
+        "logprobs": true, "top_logprobs": 3,
+    }));
+    let mut transfer = found.clone();
+    let transfer = transfer.as_object_mut().unwrap().remove("kv_transfer_params").unwrap();
+    assert_eq!(
+        (&transfer["do_remote_decode"], &transfer["do_remote_prefill"]),
+        (&json!(true), &json!(false))
+    );
+    let mut rest = found;
+    rest.as_object_mut().unwrap().remove("kv_transfer_params");
+    assert_eq!(
+        rest,
+        json!({
+            "model": "m", "messages": [{"role": "user", "content": "hello"}], "temperature": 0.5, "seed": 7,
+            "max_completion_tokens": 1, "max_tokens": 1,
+        })
+    );
+    let found = prefill_of(&json!({"model": "m", "prompt": "p", "max_tokens": 9}));
+    assert_eq!(found["max_tokens"], 1);
+    assert!(found.get("max_completion_tokens").is_none(), "completions do not know it");
+}
+
+#[test]
+fn the_decode_leg_is_the_request_with_what_the_prefill_node_answered() {
+    let answer =
+        br#"{"id": "x", "choices": [], "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
+    let answer = scan(answer).unwrap();
+    let transfer = std::str::from_utf8(handed_over(&answer).unwrap()).unwrap();
+    let body = br#"{"prompt":"p",  "stream":true}"#;
+    let leg = decode(&scan(body).unwrap(), transfer);
+    let expected =
+        r#"{"prompt":"p",  "stream":true, "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
+    assert_eq!(String::from_utf8(leg).unwrap(), expected, "byte for byte");
+    for nothing in ["{}", r#"{"kv_transfer_params": null}"#, r#"{"kv_transfer_params": "x"}"#] {
+        assert_eq!(handed_over(&scan(nothing.as_bytes()).unwrap()), None);
+    }
+}
+
+#[test]
+fn what_cannot_be_split_stays() {
+    let cases = [
+        (json!({"prompt": "p"}), None),
+        (json!({"prompt": [1, 2, 3]}), None),
+        (json!({"prompt": []}), None),
+        (json!({"prompt": "p", "prompt_logprobs": null, "logprobs": 3}), None),
+        (json!({"prompt": "p", "echo": true}), None),
+        (json!({"prompt": "p", "prompt_logprobs": 0}), Some(Stays::PromptLogprobs)),
+        (json!({"prompt": "p", "echo": true, "logprobs": 1}), Some(Stays::PromptLogprobs)),
+        (json!({"prompt": ["p", "q"]}), Some(Stays::ManyPrompts)),
+        (json!({"prompt": [[1], [2]]}), Some(Stays::ManyPrompts)),
+        (json!({"prompt_embeds": "AAAA"}), Some(Stays::Embeddings)),
+        (json!({"messages": [], "use_beam_search": true}), Some(Stays::BeamSearch)),
+    ];
+    for (body, expected) in cases {
+        let text = body.to_string().into_bytes();
+        assert_eq!(stays(&scan(&text).unwrap()), expected, "{body}");
+    }
+    assert_eq!(stays(&scan(b"{\"prompt\": [ \n [1]]}").unwrap()), Some(Stays::ManyPrompts));
+}
+
+#[test]
+fn pairs_of_p2p_nccl_find_each_other_by_the_id() {
+    let id = Ids::new(0xabc).next_id().p2p_nccl("10.0.0.1:21001", "10.0.0.2:22001", 0);
+    assert_eq!(id, "___prefill_addr_10.0.0.1:21001___decode_addr_10.0.0.2:22001_kvlane-000000000abc-1-w0");
+}
+
+proptest! {
+    #[test]
+    fn ids_are_short_and_never_the_same(run in any::<u64>(), attempts in prop::collection::vec(0u32..2000, 1..20)) {
+        let mut ids = Ids::new(run);
+        let mut seen = HashSet::new();
+        for attempt in attempts {
+            let id = ids.next_id();
+            for leg in [Leg::Whole, Leg::Prefill, Leg::Decode] {
+                let of_leg = id.of_leg(leg, attempt);
+                prop_assert!(of_leg.len() <= ID_LENGTH_MAX && of_leg.starts_with(&id.name()));
+                prop_assert!(of_leg.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-'));
+                prop_assert!(seen.insert(of_leg));
+            }
+        }
+    }
+}

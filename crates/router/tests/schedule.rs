@@ -1,0 +1,454 @@
+//! Choices: each policy, pairs, failures, and that what is reserved is given back. "Complaint n" is what users of other routers
+//! reported (docs/routing.md names them).
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+
+use std::time::{Duration, Instant};
+
+use kvlane_router::{
+    body::Mark,
+    schedule::{
+        Choice, Chosen, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Request, Reservation, Role,
+        Scheduler, Settings, Why,
+    },
+};
+use proptest::prelude::*;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+fn prompt(name: u64, pieces: u32) -> Vec<Mark> {
+    let mut hash = name;
+    (1..=pieces)
+        .map(|piece| {
+            hash = xxh3_64_with_seed(b"piece", hash);
+            Mark { hash, bytes: piece * 256 }
+        })
+        .collect()
+}
+
+fn node(name: &str, role: Role) -> Node {
+    let mut node = Node::new(name, role, "");
+    node.models = vec!["m".into()];
+    node.state = NodeState::Ready;
+    node
+}
+
+struct World {
+    scheduler: Scheduler,
+    ids: Vec<NodeId>,
+    now: Instant,
+}
+
+impl World {
+    fn new(policy: Policy, roles: &[Role]) -> Self {
+        let settings =
+            Settings { policy, decode_policy: policy, seed: 1, marks_max: 1 << 12, ..Settings::default() };
+        let mut scheduler = Scheduler::new(settings);
+        let ids = roles
+            .iter()
+            .enumerate()
+            .map(|(at, &role)| scheduler.add(node(&format!("n{at}"), role)))
+            .collect();
+        Self { scheduler, ids, now: Instant::now() }
+    }
+
+    fn workers(policy: Policy, count: usize) -> Self {
+        Self::new(policy, &vec![Role::Worker; count])
+    }
+
+    fn ask(&mut self, marks: &[Mark]) -> Result<Choice, NoNode> {
+        self.ask_without(marks, &[])
+    }
+
+    fn ask_without(&mut self, marks: &[Mark], tried: &[NodeId]) -> Result<Choice, NoNode> {
+        let request = Request { model: "m", marks, one_node: false, tried };
+        self.scheduler.choose(&request, self.now)
+    }
+
+    /// Asks, and answers the number of the only node.
+    fn one(&mut self, marks: &[Mark]) -> (usize, Reservation) {
+        match self.ask(marks).unwrap().chosen {
+            Chosen::One(reservation) => (self.number(reservation.node), reservation),
+            Chosen::Pair { .. } => panic!("a pair"),
+        }
+    }
+
+    fn pair(&mut self, marks: &[Mark]) -> (Reservation, Reservation) {
+        match self.ask(marks).unwrap().chosen {
+            Chosen::Pair { prefill, decode } => (prefill, decode),
+            Chosen::One(_) => panic!("one node"),
+        }
+    }
+
+    fn number(&self, id: NodeId) -> usize {
+        self.ids.iter().position(|each| *each == id).unwrap()
+    }
+
+    fn end(&mut self, reservation: Reservation) {
+        self.scheduler.end(reservation, LegEnd::Served, self.now);
+    }
+
+    fn is_at_rest(&self) -> bool {
+        self.scheduler.nodes().all(|(_, node)| node.load.own_requests == 0 && node.load.own_tokens == 0)
+    }
+}
+
+#[test]
+fn a_prompt_goes_where_its_prefix_is() {
+    for policy in [Policy::LeastWork, Policy::PrefixAffinity] {
+        let mut world = World::workers(policy, 4);
+        let (first, reservation) = world.one(&prompt(1, 20));
+        world.end(reservation);
+        for other in 2..6 {
+            let (_, reservation) = world.one(&prompt(other, 20));
+            world.end(reservation);
+        }
+        let choice = world.ask(&prompt(1, 30)).unwrap();
+        assert_eq!((choice.prompt_tokens, choice.cached_tokens), (30 * 64, 20 * 64), "{policy}");
+        let Chosen::One(reservation) = choice.chosen else { panic!("a pair") };
+        assert_eq!(world.number(reservation.node), first, "{policy}");
+        world.end(reservation);
+    }
+}
+
+/// Complaint 1: a prompt that nobody has goes to the same node each time when little is to do. Complaint 2: to the smallest tree
+/// whatever its load.
+#[test]
+fn prompts_that_nobody_has_are_spread() {
+    for policy in Policy::ALL {
+        let mut world = World::workers(policy, 4);
+        let mut counts = [0; 4];
+        for name in 0..400 {
+            let (number, reservation) = world.one(&prompt(name, 10));
+            counts[number] += 1;
+            world.end(reservation);
+        }
+        assert!(counts.iter().all(|count| (60..=140).contains(count)), "{policy}: {counts:?}");
+    }
+}
+
+/// Complaint 3: load that counts only when an answer starts sends a burst to one node.
+#[test]
+fn a_burst_is_spread_at_once() {
+    for policy in [Policy::RoundRobin, Policy::LeastLoaded, Policy::PrefixAffinity, Policy::LeastWork] {
+        let mut world = World::workers(policy, 4);
+        let mut counts = [0; 4];
+        let mut held = Vec::new();
+        for name in 0..100 {
+            let (number, reservation) = world.one(&prompt(name, 10));
+            counts[number] += 1;
+            held.push(reservation);
+        }
+        assert_eq!(counts, [25; 4], "{policy}");
+        held.into_iter().for_each(|reservation| world.end(reservation));
+        assert!(world.is_at_rest());
+    }
+}
+
+/// A shared prefix draws all requests to one node only until its load outweighs what is saved.
+#[test]
+fn a_hot_prefix_does_not_drown_its_node() {
+    for policy in [Policy::PrefixAffinity, Policy::LeastWork] {
+        let mut world = World::workers(policy, 4);
+        let (_, reservation) = world.one(&prompt(1, 50));
+        world.end(reservation);
+        let mut counts = [0; 4];
+        for _ in 0..100 {
+            let (number, mut reservation) = world.one(&prompt(1, 50));
+            counts[number] += 1;
+            world.scheduler.prefilled(&mut reservation, &prompt(1, 50));
+            drop(reservation);
+        }
+        assert!(counts.iter().all(|&count| count < 60), "{policy}: {counts:?}");
+    }
+}
+
+/// Complaint 6: one imbalance throws away all affinity. Complaint 19: one node out of service does.
+#[test]
+fn affinity_outlives_imbalance_and_a_suspect() {
+    for policy in [Policy::PrefixAffinity, Policy::LeastWork] {
+        let mut world = World::workers(policy, 3);
+        let (home, reservation) = world.one(&prompt(1, 50));
+        world.end(reservation);
+        let other = (home + 1) % 3;
+        let id = world.ids[other];
+        world.scheduler.node_mut(id).unwrap().state = NodeState::Suspect;
+        world.scheduler.node_mut(world.ids[(home + 2) % 3]).unwrap().load.other_requests = 100;
+        for _ in 0..20 {
+            let (number, reservation) = world.one(&prompt(1, 50));
+            assert_eq!(number, home, "{policy}");
+            world.end(reservation);
+        }
+    }
+}
+
+/// Complaint 32: health checks reset the load.
+#[test]
+fn what_metrics_say_does_not_touch_own_counters() {
+    let mut world = World::workers(Policy::LeastLoaded, 2);
+    let (number, held) = world.one(&prompt(1, 4));
+    let id = world.ids[number];
+    let load = &mut world.scheduler.node_mut(id).unwrap().load;
+    load.observe(0);
+    assert_eq!((load.own_requests, load.other_requests, load.batch()), (1, 0, 1));
+    load.observe(5);
+    assert_eq!((load.own_requests, load.other_requests, load.batch()), (1, 4, 5));
+    world.end(held);
+    assert_eq!(world.scheduler.node(id).unwrap().load.batch(), 4);
+}
+
+#[test]
+fn long_prompts_are_prefilled_apart_and_short_or_cached_ones_stay() {
+    let mut world = World::new(Policy::LeastWork, &[Role::Prefill, Role::Decode]);
+    let short = world.ask(&prompt(1, 1)).unwrap();
+    assert_eq!(short.why, Why::Short);
+    let Chosen::One(reservation) = short.chosen else { panic!("a pair") };
+    assert_eq!(world.number(reservation.node), 1);
+    world.end(reservation);
+    let (prefill, mut decode) = world.pair(&prompt(2, 20));
+    world.scheduler.prefilled(&mut decode, &prompt(2, 20));
+    assert_eq!((world.number(prefill.node), world.number(decode.node)), (0, 1));
+    world.end(prefill);
+    world.end(decode);
+    let cached = world.ask(&prompt(2, 21)).unwrap();
+    assert_eq!((cached.why, cached.prompt_tokens, cached.cached_tokens), (Why::Cached, 21 * 64, 20 * 64));
+    let Chosen::One(reservation) = cached.chosen else { panic!("a pair") };
+    world.end(reservation);
+    let request = Request { model: "m", marks: &prompt(3, 50), one_node: true, tried: &[] };
+    let stays = world.scheduler.choose(&request, world.now).unwrap();
+    assert_eq!(stays.why, Why::MustStay);
+    let Chosen::One(reservation) = stays.chosen else { panic!("a pair") };
+    assert_eq!(world.number(reservation.node), 1, "the decode node, which holds what comes after the prompt");
+    world.end(reservation);
+    assert!(world.is_at_rest());
+}
+
+/// One counter for both roles, as the P2P NCCL proxy has, never sends some pairs anything.
+#[test]
+fn every_pair_occurs() {
+    for policy in Policy::ALL {
+        let mut world = World::new(
+            policy,
+            &[Role::Prefill, Role::Prefill, Role::Prefill, Role::Prefill, Role::Decode, Role::Decode],
+        );
+        let mut pairs = std::collections::BTreeSet::new();
+        let mut held: Vec<Reservation> = Vec::new();
+        for name in 0..400 {
+            let (prefill, decode) = world.pair(&prompt(name, 10));
+            pairs.insert((world.number(prefill.node), world.number(decode.node)));
+            world.end(prefill);
+            held.push(decode);
+            // Some answers are longer than others.
+            if name % 3 == 1 {
+                let oldest = held.remove((name % 2) as usize);
+                world.end(oldest);
+            }
+        }
+        assert_eq!(pairs.len(), 8, "{policy}: {pairs:?}");
+    }
+}
+
+#[test]
+fn pairs_stay_within_their_group() {
+    let mut world =
+        World::new(Policy::LeastLoaded, &[Role::Prefill, Role::Decode, Role::Prefill, Role::Decode]);
+    for (at, group) in ["a", "a", "b", "b"].iter().enumerate() {
+        world.scheduler.node_mut(world.ids[at]).unwrap().group = (*group).into();
+    }
+    for name in 0..20 {
+        let (prefill, decode) = world.pair(&prompt(name, 10));
+        assert_eq!(world.number(prefill.node) / 2, world.number(decode.node) / 2);
+    }
+    world.scheduler.node_mut(world.ids[1]).unwrap().state = NodeState::Draining;
+    for name in 20..40 {
+        let (prefill, decode) = world.pair(&prompt(name, 10));
+        assert_eq!((world.number(prefill.node), world.number(decode.node)), (2, 3), "a has no decode node");
+    }
+}
+
+#[test]
+fn whoever_lives_serves() {
+    let roles = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode];
+    let mut world = World::new(Policy::LeastWork, &roles);
+    let marks = prompt(1, 10);
+    let (prefill, decode) = world.pair(&marks);
+    let (p, d) = (prefill.node, decode.node);
+    world.scheduler.end(prefill, LegEnd::Failed, world.now);
+    world.scheduler.end(decode, LegEnd::Left, world.now);
+    let Chosen::Pair { prefill, decode } = world.ask_without(&marks, &[p]).unwrap().chosen else {
+        panic!("one")
+    };
+    assert_ne!(prefill.node, p);
+    let request = Request { model: "m", marks: &marks, one_node: false, tried: &[d] };
+    let again = world.scheduler.choose_decode(&request, prefill.node, world.now).unwrap();
+    assert_ne!(again.node, d);
+    let alone = world.ask_without(&marks, &[world.ids[0], world.ids[1]]).unwrap();
+    assert_eq!(alone.why, Why::OtherRole);
+    let last = world.ask_without(&marks, &[world.ids[0], world.ids[2], world.ids[3]]).unwrap();
+    assert_eq!(last.why, Why::OtherRole);
+    let Chosen::One(last) = last.chosen else { panic!("a pair") };
+    assert_eq!(last.node, world.ids[1]);
+    let all = world.ids.clone();
+    assert!(matches!(world.ask_without(&marks, &all), Err(NoNode::NoneLeft { .. })));
+    for &id in &all {
+        world.scheduler.node_mut(id).unwrap().state = NodeState::Suspect;
+    }
+    assert!(world.ask(&marks).is_ok(), "suspects are asked where nobody else is there");
+    for &id in &all {
+        world.scheduler.node_mut(id).unwrap().state = NodeState::Draining;
+    }
+    assert!(matches!(world.ask(&marks), Err(NoNode::NoneLeft { .. })));
+    drop((prefill, decode, again, last));
+}
+
+#[test]
+fn an_unknown_model_is_told_from_nobody_there() {
+    let mut world = World::workers(Policy::LeastWork, 1);
+    let ask = |world: &mut World, model| {
+        let request = Request { model, marks: &[], one_node: false, tried: &[] };
+        world.scheduler.choose(&request, world.now).map(|choice| choice.prompt_tokens)
+    };
+    assert_eq!(ask(&mut world, "m"), Ok(1));
+    assert_eq!(ask(&mut world, "other"), Err(NoNode::UnknownModel { model: "other".into() }));
+    world.scheduler.node_mut(world.ids[0]).unwrap().models.clear();
+    assert!(matches!(ask(&mut world, "other"), Err(NoNode::NoneLeft { .. })));
+}
+
+#[test]
+fn a_node_that_fails_is_left_alone_for_longer_and_longer() {
+    let mut world = World::workers(Policy::LeastLoaded, 2);
+    let bad = world.ids[0];
+    let fail = |world: &mut World| loop {
+        let (_, reservation) = world.one(&[]);
+        let is_bad = reservation.node == bad;
+        world.scheduler.end(reservation, if is_bad { LegEnd::Failed } else { LegEnd::Served }, world.now);
+        if is_bad {
+            return;
+        }
+    };
+    (0..3).for_each(|_| fail(&mut world));
+    for pause in [1, 2, 4, 8, 16, 30, 30] {
+        for _ in 0..10 {
+            let (number, reservation) = world.one(&[]);
+            assert_eq!(number, 1, "it is open");
+            world.end(reservation);
+        }
+        world.now += Duration::from_secs(pause);
+        // One request tries it; while that one is there no other one does.
+        let (number, trying) = world.one(&[]);
+        assert_eq!(number, 0, "after {pause} s");
+        let (number, other) = world.one(&[]);
+        assert_eq!(number, 1);
+        world.end(other);
+        world.scheduler.end(trying, LegEnd::Failed, world.now);
+    }
+    world.now += Duration::from_secs(30);
+    let (number, trying) = world.one(&[]);
+    assert_eq!(number, 0);
+    world.end(trying);
+    let counts: Vec<usize> = (0..4).map(|_| world.one(&[]).0).collect();
+    assert_eq!(counts.iter().filter(|&&number| number == 0).count(), 2, "it serves again");
+}
+
+/// Complaint 21: what a node had before it went, or started anew, counts no more.
+#[test]
+fn a_node_that_comes_back_has_no_prefix() {
+    let mut world = World::workers(Policy::LeastWork, 2);
+    let marks = prompt(1, 50);
+    let (home, reservation) = world.one(&marks);
+    let gone = world.ids[home];
+    world.scheduler.remove(gone);
+    world.end(reservation);
+    world.ids[home] = world.scheduler.add(node("back", Role::Worker));
+    assert_ne!(world.ids[home], gone);
+    assert!(world.is_at_rest(), "the load of a node that went is not its successor's");
+    assert_eq!(world.ask(&marks).unwrap().cached_tokens, 0);
+    let (home, _) = world.one(&marks);
+    world.scheduler.forget_prefixes(world.ids[home]);
+    world.scheduler.forget_prefixes(world.ids[1 - home]);
+    assert_eq!(world.ask(&marks).unwrap().cached_tokens, 0);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Ask { name: u64, pieces: u32, one_node: bool },
+    Prefilled(usize),
+    End(usize, u8),
+    Remove(usize),
+    Add(u8),
+    State(usize, u8),
+    Wait(u64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        6 => (0u64..5, 0u32..12, any::<bool>()).prop_map(|(name, pieces, one_node)| Step::Ask { name, pieces, one_node }),
+        3 => any::<usize>().prop_map(Step::Prefilled),
+        5 => (any::<usize>(), 0u8..3).prop_map(|(at, end)| Step::End(at, end)),
+        1 => any::<usize>().prop_map(Step::Remove),
+        1 => (0u8..3).prop_map(Step::Add),
+        1 => (any::<usize>(), 0u8..3).prop_map(|(at, state)| Step::State(at, state)),
+        1 => (0u64..3000).prop_map(Step::Wait),
+    ];
+    prop::collection::vec(step, 0..120)
+}
+
+proptest! {
+    /// Complaints 4 and 5. Reservations are never negative (a subtraction would panic), sum up to what is held, and are zero at
+    /// rest, whatever joins, goes and fails meanwhile; a request is refused only when no node could take it.
+    #[test]
+    fn loads_are_what_is_held(steps in steps(), policy in prop::sample::select(&Policy::ALL[..])) {
+        let roles = [Role::Prefill, Role::Decode, Role::Worker];
+        let mut world = World::new(policy, &[Role::Prefill, Role::Decode, Role::Decode]);
+        let mut held: Vec<Reservation> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Ask { name, pieces, one_node } => {
+                    let marks = prompt(name, pieces);
+                    let request = Request { model: "m", marks: &marks, one_node, tried: &[] };
+                    let lives = world.scheduler.nodes().any(|(_, node)| node.state != NodeState::Draining);
+                    match world.scheduler.choose(&request, world.now) {
+                        Ok(Choice { chosen: Chosen::One(one), .. }) => held.push(one),
+                        Ok(Choice { chosen: Chosen::Pair { prefill, decode }, .. }) => {
+                            let group = |id| world.scheduler.node(id).unwrap().group.clone();
+                            prop_assert!(!one_node);
+                            prop_assert_eq!(group(prefill.node), group(decode.node));
+                            held.extend([prefill, decode]);
+                        }
+                        Err(_) => prop_assert!(!lives),
+                    }
+                }
+                Step::Prefilled(at) if !held.is_empty() => {
+                    let at = at % held.len();
+                    world.scheduler.prefilled(&mut held[at], &prompt(1, 3));
+                }
+                Step::End(at, end) if !held.is_empty() => {
+                    let reservation = held.swap_remove(at % held.len());
+                    let end = [LegEnd::Served, LegEnd::Failed, LegEnd::Left][end as usize];
+                    world.scheduler.end(reservation, end, world.now);
+                }
+                Step::Remove(at) if !world.ids.is_empty() => {
+                    let id = world.ids.swap_remove(at % world.ids.len());
+                    prop_assert!(world.scheduler.remove(id).is_some());
+                }
+                Step::Add(role) => {
+                    let id = world.scheduler.add(node("new", roles[role as usize]));
+                    world.ids.push(id);
+                }
+                Step::State(at, state) if !world.ids.is_empty() => {
+                    let id = world.ids[at % world.ids.len()];
+                    let states = [NodeState::Ready, NodeState::Suspect, NodeState::Draining];
+                    world.scheduler.node_mut(id).unwrap().state = states[state as usize];
+                }
+                Step::Wait(milliseconds) => world.now += Duration::from_millis(milliseconds),
+                _ => {}
+            }
+            for (id, node) in world.scheduler.nodes() {
+                let there = held.iter().filter(|each| each.node == id).count() as u64;
+                prop_assert_eq!(node.load.own_requests, there);
+            }
+        }
+        for reservation in held {
+            world.scheduler.end(reservation, LegEnd::Served, world.now);
+        }
+        prop_assert!(world.is_at_rest());
+    }
+}
