@@ -1,0 +1,122 @@
+//! A session and its socket.
+
+use std::net::SocketAddr;
+
+use bytes::Bytes;
+use thiserror::Error;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::{Event, Limits, PeerOptions, ProtocolError, Session, SocketType};
+
+const READ_BYTES: usize = 16 << 10;
+
+/// Why a connection cannot be used any longer.
+#[derive(Debug, Error)]
+pub enum ConnectionError {
+    /// The socket failed.
+    #[error("the connection failed: {0}")]
+    Io(#[from] std::io::Error),
+    /// The peer broke the protocol or a limit.
+    #[error(transparent)]
+    Protocol(#[from] ProtocolError),
+    /// The peer closed the connection.
+    #[error("the peer closed the connection")]
+    Closed,
+    /// Connecting and the handshake took too long.
+    #[error("the peer did not finish its handshake within {0:?}")]
+    Handshake(std::time::Duration),
+}
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: TcpStream,
+    session: Session,
+    read: Box<[u8]>,
+    /// What was read and not yet given to the session: `read[taken..filled]`.
+    taken: usize,
+    filled: usize,
+}
+
+impl Connection {
+    pub(super) fn new(
+        stream: TcpStream,
+        ours: SocketType,
+        identity: Bytes,
+        limits: Limits,
+    ) -> Result<Self, ConnectionError> {
+        stream.set_nodelay(true)?;
+        let session = Session::new(ours, identity, limits)?;
+        Ok(Self { stream, session, read: vec![0; READ_BYTES].into(), taken: 0, filled: 0 })
+    }
+
+    /// Connects, and ends the handshake.
+    pub(super) async fn connect(
+        address: SocketAddr,
+        ours: SocketType,
+        identity: Bytes,
+        options: PeerOptions,
+    ) -> Result<Self, ConnectionError> {
+        let connected = async {
+            let stream = TcpStream::connect(address).await?;
+            let mut connection = Self::new(stream, ours, identity, options.limits)?;
+            connection.ready().await?;
+            Ok(connection)
+        };
+        let late = |_| ConnectionError::Handshake(options.handshake);
+        timeout(options.handshake, connected).await.map_err(late)?
+    }
+
+    /// Waits for the handshake's end. Answers the peer's identity.
+    pub(super) async fn ready(&mut self) -> Result<Bytes, ConnectionError> {
+        match self.next().await? {
+            Event::Ready { identity, .. } => Ok(identity),
+            _ => Err(ProtocolError::OutOfTurn { what: "a message" }.into()),
+        }
+    }
+
+    /// Sends what waits, then answers what the peer did next. Nothing is lost if the future is dropped.
+    pub(super) async fn next(&mut self) -> Result<Event, ConnectionError> {
+        loop {
+            let mut unread = &self.read[self.taken..self.filled];
+            let event = self.session.receive(&mut unread);
+            self.taken = self.filled - unread.len();
+            if let Some(event) = event? {
+                return Ok(event);
+            }
+            self.flush().await?;
+            self.filled = self.stream.read(&mut self.read).await?;
+            self.taken = 0;
+            if self.filled == 0 {
+                return Err(ConnectionError::Closed);
+            }
+        }
+    }
+
+    /// The next message. Subscriptions and signs of life are passed over.
+    pub(super) async fn next_message(&mut self) -> Result<Vec<Bytes>, ConnectionError> {
+        loop {
+            if let Event::Message(frames) = self.next().await? {
+                return Ok(frames);
+            }
+        }
+    }
+
+    pub(super) fn session(&mut self) -> &mut Session {
+        &mut self.session
+    }
+
+    /// Sends what waits. What was not sent when the future is dropped waits on.
+    pub(super) async fn flush(&mut self) -> Result<(), ConnectionError> {
+        while !self.session.unsent().is_empty() {
+            let sent = self.stream.write(self.session.unsent()).await?;
+            if sent == 0 {
+                return Err(ConnectionError::Closed);
+            }
+            self.session.mark_sent(sent);
+        }
+        Ok(())
+    }
+}

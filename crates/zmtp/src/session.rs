@@ -1,0 +1,289 @@
+//! One connection, without its I/O.
+
+use bytes::{Buf, Bytes, BytesMut};
+
+use crate::command::{self, Command};
+use crate::error::printable;
+use crate::frame::{Head, MOST_HEAD_BYTES, head_bytes};
+use crate::{GREETING_BYTES, Greeting, Limits, ProtocolError, SocketType};
+
+const MOST_IDENTITY_BYTES: usize = 255;
+const MOST_NAME_SHOWN: usize = 16;
+/// While so many bytes wait to be sent, a PING gets no PONG: a peer that reads nothing needs none.
+const ENOUGH_UNSENT: usize = 1 << 10;
+
+/// What came of the peer's bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The handshake is over. Comes once, before all others.
+    Ready {
+        /// The peer's type, one that ours talks to.
+        socket_type: SocketType,
+        /// The peer's identity, at most 255 bytes. Empty if it gave none.
+        identity: Bytes,
+    },
+    /// A whole message.
+    Message(Vec<Bytes>),
+    /// The peer, of ZMTP 3.1, wants what begins with this. Peers of 3.0 send the message `[1, topic...]`.
+    Subscribe(Bytes),
+    /// The peer, of ZMTP 3.1, no longer wants what begins with this. Peers of 3.0 send the message `[0, topic...]`.
+    Cancel(Bytes),
+    /// The peer lives: a PING, to which a PONG lies ready, a PONG, or a command that does not concern us.
+    Alive,
+}
+
+#[derive(Debug)]
+enum State {
+    Greeting,
+    /// The greeting came, READY did not.
+    Handshake,
+    Open,
+}
+
+/// One side of a connection: takes what came, says what happened, and keeps what has to be sent.
+///
+/// It holds at most one unfinished message and one unfinished command, and gives each event before it reads on. After an
+/// error the connection has to be closed.
+#[derive(Debug)]
+pub struct Session {
+    ours: SocketType,
+    identity: Bytes,
+    limits: Limits,
+    state: State,
+    /// The peer's greeting, then the head of each frame.
+    start: Vec<u8>,
+    /// The frame whose head is whole.
+    head: Option<Head>,
+    body: Vec<u8>,
+    message: Vec<Bytes>,
+    message_bytes: usize,
+    peer_minor: u8,
+    unsent: BytesMut,
+}
+
+impl Session {
+    /// A connection that was just made. `identity` is what a ROUTER at the other end knows us by; empty leaves that to it.
+    ///
+    /// # Errors
+    /// [`ProtocolError::Identity`] if the identity has more than 255 bytes or begins with a zero.
+    pub fn new(ours: SocketType, identity: Bytes, limits: Limits) -> Result<Self, ProtocolError> {
+        checked_identity(&identity)?;
+        Ok(Self {
+            ours,
+            identity,
+            limits,
+            state: State::Greeting,
+            start: Vec::with_capacity(GREETING_BYTES),
+            head: None,
+            body: Vec::new(),
+            message: Vec::new(),
+            message_bytes: 0,
+            peer_minor: 0,
+            unsent: BytesMut::from(&Greeting::OURS.encode()[..]),
+        })
+    }
+
+    /// Takes bytes from the front of `received` until something happened. `None` when all were taken and nothing did.
+    /// Call it until then, and send [`Session::unsent`] before reading on.
+    ///
+    /// # Errors
+    /// [`ProtocolError`], after which the connection must be closed.
+    pub fn receive(&mut self, received: &mut &[u8]) -> Result<Option<Event>, ProtocolError> {
+        loop {
+            if matches!(self.state, State::Greeting) {
+                if !self.take_greeting(received)? {
+                    return Ok(None);
+                }
+                continue;
+            }
+            let Some(head) = self.take_head(received)? else { return Ok(None) };
+            if !self.take_body(head.length as usize, received) {
+                return Ok(None);
+            }
+            self.head = None;
+            let body = Bytes::from(std::mem::take(&mut self.body));
+            if head.command {
+                return self.command(Command::decode(body)?).map(Some);
+            }
+            self.message_bytes += body.len();
+            self.message.push(body);
+            if !head.more {
+                self.message_bytes = 0;
+                return Ok(Some(Event::Message(std::mem::take(&mut self.message))));
+            }
+        }
+    }
+
+    /// Answers whether the greeting is whole.
+    fn take_greeting(&mut self, received: &mut &[u8]) -> Result<bool, ProtocolError> {
+        move_bytes(GREETING_BYTES, received, &mut self.start);
+        let Some(greeting) = Greeting::decode(&self.start)? else { return Ok(false) };
+        self.start.clear();
+        self.peer_minor = greeting.minor;
+        self.state = State::Handshake;
+        command::encode_ready(self.ours.name(), &self.identity, &mut self.unsent);
+        Ok(true)
+    }
+
+    fn take_head(&mut self, received: &mut &[u8]) -> Result<Option<Head>, ProtocolError> {
+        if let Some(head) = self.head {
+            return Ok(Some(head));
+        }
+        move_bytes(1, received, &mut self.start);
+        let Some(&flags) = self.start.first() else { return Ok(None) };
+        move_bytes(head_bytes(flags)?.min(MOST_HEAD_BYTES), received, &mut self.start);
+        let Some(head) = Head::decode(&self.start)? else { return Ok(None) };
+        self.check(head)?;
+        self.start.clear();
+        self.head = Some(head);
+        Ok(Some(head))
+    }
+
+    /// Decides by the announced length alone.
+    fn check(&self, head: Head) -> Result<(), ProtocolError> {
+        let Head { length: announced, command, .. } = head;
+        let limits = &self.limits;
+        if command {
+            let most = limits.command_bytes;
+            return if announced > most as u64 {
+                Err(ProtocolError::CommandTooLong { announced, most })
+            } else {
+                Ok(())
+            };
+        }
+        if !matches!(self.state, State::Open) {
+            return Err(ProtocolError::OutOfTurn { what: "a message" });
+        }
+        if announced > limits.frame_bytes as u64 {
+            return Err(ProtocolError::FrameTooLong { announced, most: limits.frame_bytes });
+        }
+        let together = announced.saturating_add(self.message_bytes as u64);
+        if together > limits.message_bytes as u64 {
+            return Err(ProtocolError::MessageTooLong { announced: together, most: limits.message_bytes });
+        }
+        let frames = self.message.len() + 1 + usize::from(head.more);
+        if frames > limits.message_frames {
+            return Err(ProtocolError::TooManyFrames { frames, most: limits.message_frames });
+        }
+        Ok(())
+    }
+
+    /// Answers whether the body is whole. Its room doubles with what came, and ends at its length.
+    fn take_body(&mut self, length: usize, received: &mut &[u8]) -> bool {
+        let wanted = length.min(self.body.len().saturating_add(received.len()));
+        if wanted > self.body.capacity() {
+            let room = self.body.capacity().saturating_mul(2).clamp(wanted, length);
+            self.body.reserve_exact(room - self.body.len());
+        }
+        move_bytes(length, received, &mut self.body);
+        self.body.len() == length
+    }
+
+    fn command(&mut self, command: Command) -> Result<Event, ProtocolError> {
+        match (&self.state, command) {
+            (_, Command::Error(reason)) => Err(ProtocolError::Peer { reason }),
+            (State::Open, Command::Ready { .. }) => Err(ProtocolError::OutOfTurn { what: "a second READY" }),
+            (_, Command::Ready { socket_type, identity }) => {
+                let known = SocketType::of_name(&socket_type).filter(|&peer| self.ours.talks_to(peer));
+                let Some(peer) = known else {
+                    let shown = &socket_type[..socket_type.len().min(MOST_NAME_SHOWN)];
+                    let ours = self.ours.name();
+                    return Err(ProtocolError::SocketType { peer: printable(shown), ours });
+                };
+                checked_identity(&identity)?;
+                self.state = State::Open;
+                Ok(Event::Ready { socket_type: peer, identity })
+            }
+            (State::Open, Command::Subscribe(topic)) => Ok(Event::Subscribe(topic)),
+            (State::Open, Command::Cancel(topic)) => Ok(Event::Cancel(topic)),
+            (State::Open, Command::Ping(context)) => {
+                if self.unsent().len() < ENOUGH_UNSENT {
+                    command::encode("PONG", &context, &mut self.unsent);
+                }
+                Ok(Event::Alive)
+            }
+            (State::Open, Command::Other) => Ok(Event::Alive),
+            _ => Err(ProtocolError::OutOfTurn { what: "a command other than READY" }),
+        }
+    }
+
+    /// Puts a message behind what has to be sent. How much waits there is the caller's to bound.
+    ///
+    /// # Errors
+    /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
+    pub fn send<Frame: AsRef<[u8]>>(&mut self, frames: &[Frame]) -> Result<(), ProtocolError> {
+        self.opened()?;
+        for (index, frame) in frames.iter().enumerate() {
+            let frame = frame.as_ref();
+            let more = index + 1 < frames.len();
+            Head { more, command: false, length: frame.len() as u64 }.encode(&mut self.unsent);
+            self.unsent.extend_from_slice(frame);
+        }
+        Ok(())
+    }
+
+    /// Asks for all messages whose first frame begins with `topic`: by a command, or by a message if the peer speaks 3.0.
+    ///
+    /// # Errors
+    /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
+    pub fn subscribe(&mut self, topic: &[u8]) -> Result<(), ProtocolError> {
+        self.tell_topic(1, "SUBSCRIBE", topic)
+    }
+
+    /// Takes a subscription back.
+    ///
+    /// # Errors
+    /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
+    pub fn cancel(&mut self, topic: &[u8]) -> Result<(), ProtocolError> {
+        self.tell_topic(0, "CANCEL", topic)
+    }
+
+    fn tell_topic(&mut self, mark: u8, name: &str, topic: &[u8]) -> Result<(), ProtocolError> {
+        if self.peer_minor == 0 {
+            return self.send(&[[&[mark], topic].concat()]);
+        }
+        self.opened()?;
+        command::encode(name, topic, &mut self.unsent);
+        Ok(())
+    }
+
+    fn opened(&self) -> Result<(), ProtocolError> {
+        match self.state {
+            State::Open => Ok(()),
+            _ => Err(ProtocolError::OutOfTurn { what: "a message of our own" }),
+        }
+    }
+
+    /// What has to be sent next.
+    pub fn unsent(&self) -> &[u8] {
+        &self.unsent
+    }
+
+    /// So many bytes of [`Session::unsent`] were sent.
+    ///
+    /// # Panics
+    /// If there were not so many: a programmer's error.
+    pub fn mark_sent(&mut self, bytes: usize) {
+        self.unsent.advance(bytes);
+    }
+
+    /// Bytes of the peer that are held, spare room included: at most [`Limits::most_buffered`].
+    pub fn buffered(&self) -> usize {
+        self.message_bytes + self.body.capacity()
+    }
+}
+
+/// Moves bytes from one end to the other until `into` has `length`.
+fn move_bytes(length: usize, from: &mut &[u8], into: &mut Vec<u8>) {
+    let taken = length.saturating_sub(into.len()).min(from.len());
+    let (front, rest) = from.split_at(taken);
+    into.extend_from_slice(front);
+    *from = rest;
+}
+
+fn checked_identity(identity: &[u8]) -> Result<(), ProtocolError> {
+    if identity.len() > MOST_IDENTITY_BYTES || identity.first() == Some(&0) {
+        return Err(ProtocolError::Identity { bytes: identity.len() });
+    }
+    Ok(())
+}
