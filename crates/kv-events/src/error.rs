@@ -1,0 +1,66 @@
+//! What can be wrong with bytes that should be MessagePack of a known shape.
+
+use thiserror::Error;
+
+/// Why a message was refused, and where.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+#[error("at byte {offset}: {wrong}")]
+pub struct DecodeError {
+    /// Where the value begins that is wrong, in bytes from the message's start.
+    pub offset: usize,
+    /// What is wrong with it.
+    pub wrong: Wrong,
+}
+
+/// What is wrong with a value.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+pub enum Wrong {
+    /// The message ends within a value.
+    #[error("the message ends within a value")]
+    Truncated,
+    /// Bytes follow the message's one value.
+    #[error("{bytes} bytes follow the message")]
+    Surplus {
+        /// How many.
+        bytes: usize,
+    },
+    /// A value is of another type.
+    #[error("{expected} was expected, not a value with the MessagePack marker {marker:#04x}")]
+    Type {
+        /// What was expected.
+        expected: &'static str,
+        /// The value's first byte.
+        marker: u8,
+    },
+    /// A number is negative or too large.
+    #[error("the number is not within what {expected} can hold")]
+    Range {
+        /// What was expected.
+        expected: &'static str,
+    },
+    /// A text is not UTF-8.
+    #[error("the text is not UTF-8")]
+    Utf8,
+    /// A hash is neither 16 nor 32 bytes long.
+    #[error("a block's hash has {bytes} bytes, not 16 or 32")]
+    HashLength {
+        /// The hash's bytes.
+        bytes: usize,
+    },
+    /// There is more of something than allowed.
+    #[error("{count} {what}, and {most} are allowed")]
+    TooMany {
+        /// What there is too much of.
+        what: &'static str,
+        /// How many there are, or are announced.
+        count: usize,
+        /// How many are allowed.
+        most: usize,
+    },
+    /// A field that has no default is not there.
+    #[error("the field {field} is missing")]
+    Missing {
+        /// The field's name.
+        field: &'static str,
+    },
+}

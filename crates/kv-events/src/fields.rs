@@ -1,0 +1,144 @@
+//! The fields of an event, whichever way it is written.
+
+use crate::event::{BlockRemoved, BlockStored, Event, ExternalHash};
+use crate::reader::Reader;
+use crate::{DecodeError, Limits, Wrong};
+
+const STORED: &str = "BlockStored";
+const REMOVED: &str = "BlockRemoved";
+const CLEARED: &str = "AllBlocksCleared";
+
+/// The order of an array's fields, after the class's name. Newer fields follow, and are passed over.
+const STORED_ORDER: &[&str] = &[
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+];
+const REMOVED_ORDER: &[&str] = &["block_hashes", "medium", "group_idx"];
+
+/// The order of a known event's fields in an array.
+pub(crate) fn order(class: &str) -> Option<&'static [&'static str]> {
+    match class {
+        STORED => Some(STORED_ORDER),
+        REMOVED => Some(REMOVED_ORDER),
+        CLEARED => Some(&[]),
+        _ => None,
+    }
+}
+
+/// What has been read of an event.
+#[derive(Debug, Default)]
+pub(crate) struct Fields {
+    hashes: Option<Vec<ExternalHash>>,
+    parent: Option<ExternalHash>,
+    tokens: Option<Vec<u32>>,
+    block_size: Option<u32>,
+    lora_id: Option<i64>,
+    medium: Option<String>,
+    lora_name: Option<String>,
+    has_extra_keys: bool,
+    group: Option<u32>,
+}
+
+impl Fields {
+    /// Reads the value of one field; of a field that is not kept, passes over it.
+    pub(crate) fn read(
+        &mut self,
+        name: &str,
+        reader: &mut Reader<'_>,
+        limits: &Limits,
+    ) -> Result<(), DecodeError> {
+        match name {
+            "block_hashes" => self.hashes = Some(hashes(reader, limits)?),
+            "token_ids" => self.tokens = Some(tokens(reader, limits)?),
+            "block_size" => self.block_size = Some(reader.unsigned_32("block_size")?),
+            "parent_block_hash" => self.parent = optional(reader, hash)?,
+            "lora_id" => self.lora_id = optional(reader, |reader| reader.integer("lora_id"))?,
+            "medium" => self.medium = optional(reader, |reader| Ok(reader.text("medium")?.to_owned()))?,
+            "lora_name" => {
+                self.lora_name = optional(reader, |reader| Ok(reader.text("lora_name")?.to_owned()))?;
+            }
+            "group_idx" => self.group = optional(reader, |reader| reader.unsigned_32("group_idx"))?,
+            "extra_keys" => self.has_extra_keys = extra_keys(reader, limits)?,
+            _ => reader.skip(limits.depth)?,
+        }
+        Ok(())
+    }
+
+    /// The event of a known class, which began at `offset`.
+    pub(crate) fn event(self, class: &str, offset: usize) -> Result<Event, DecodeError> {
+        let missing = |field| DecodeError { offset, wrong: Wrong::Missing { field } };
+        if class == CLEARED {
+            return Ok(Event::Cleared);
+        }
+        let hashes = self.hashes.ok_or_else(|| missing("block_hashes"))?;
+        if class == REMOVED {
+            return Ok(Event::Removed(BlockRemoved { hashes, medium: self.medium, group: self.group }));
+        }
+        Ok(Event::Stored(BlockStored {
+            hashes,
+            parent: self.parent,
+            tokens: self.tokens.ok_or_else(|| missing("token_ids"))?,
+            block_size: self.block_size.ok_or_else(|| missing("block_size"))?,
+            lora_id: self.lora_id,
+            medium: self.medium,
+            lora_name: self.lora_name,
+            has_extra_keys: self.has_extra_keys,
+            group: self.group,
+        }))
+    }
+}
+
+fn optional<'a, T>(
+    reader: &mut Reader<'a>,
+    read: impl FnOnce(&mut Reader<'a>) -> Result<T, DecodeError>,
+) -> Result<Option<T>, DecodeError> {
+    if reader.nil() { Ok(None) } else { read(reader).map(Some) }
+}
+
+fn hash(reader: &mut Reader<'_>) -> Result<ExternalHash, DecodeError> {
+    let offset = reader.offset();
+    let bytes = match reader.number_or_bytes("a block's hash")? {
+        Ok(number) => return Ok(ExternalHash::Number(number)),
+        Err(bytes) => bytes,
+    };
+    if let Ok(short) = bytes.try_into() {
+        return Ok(ExternalHash::Short(short));
+    }
+    match bytes.try_into() {
+        Ok(long) => Ok(ExternalHash::Long(long)),
+        Err(_) => Err(DecodeError { offset, wrong: Wrong::HashLength { bytes: bytes.len() } }),
+    }
+}
+
+/// Room for hashes grows with those that were read: one takes 33 bytes, and a single byte on the wire.
+fn hashes(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<ExternalHash>, DecodeError> {
+    let count = reader.array_of("hashes of blocks", limits.hashes)?;
+    (0..count).map(|_| hash(reader)).collect()
+}
+
+fn tokens(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<u32>, DecodeError> {
+    let count = reader.array_of("tokens", limits.tokens)?;
+    (0..count).map(|_| reader.unsigned_32("a token")).collect()
+}
+
+/// Whether any block has some. vLLM names nil for each block that has none.
+fn extra_keys(reader: &mut Reader<'_>, limits: &Limits) -> Result<bool, DecodeError> {
+    if reader.nil() {
+        return Ok(false);
+    }
+    let mut any = false;
+    for _ in 0..reader.array("extra_keys")? {
+        if !reader.nil() {
+            any = true;
+            reader.skip(limits.depth)?;
+        }
+    }
+    Ok(any)
+}
