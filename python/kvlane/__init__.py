@@ -1,7 +1,7 @@
 """kvlane keeps the KV cache of vLLM engines in a daemon, so that it outlives them and is shared by all of a host.
 
-`kvlane.connector` is vLLM's connector, `kvlane._core` the Rust side, `kvlane.testing` an in-process stand-in for the
-daemon. Importing `kvlane` alone imports neither torch nor vLLM.
+`kvlane.connector` is vLLM's connector, `kvlane._core` the Rust side, `kvlane.testing` stand-ins for the daemon and
+for engines. Importing `kvlane` alone imports neither torch nor vLLM.
 """
 
 from importlib.metadata import PackageNotFoundError, version
