@@ -92,7 +92,8 @@ def _check_prefill(body: dict[str, Any], max_tokens: int) -> None:
         raise BadLeg("min_tokens of a prefill leg must be at most 1.")
     if (body.get("n") or 1) > 1:
         raise BadLeg("A prefill leg gives one choice: n must be 1.")
-    if body.get("logprobs") not in (None, False):
+    logprobs = body.get("logprobs")
+    if logprobs is not None and logprobs is not False:
         raise BadLeg("A prefill leg gives no logprobs.")
     if max_tokens != 1:
         raise BadLeg("A prefill leg generates one token: max_tokens must be 1.")
