@@ -108,6 +108,17 @@ def test_both_paths_and_every_engine_say_the_same(engine: FakeEngine):
     assert len(said.pop().split()) == 16
 
 
+def test_an_engine_that_takes_its_time_says_the_same(engine: FakeEngine):
+    flags = ["--prefill-tokens-per-second", "10000", "--ttft-ms", "5", "--itl-ms", "2"]
+    _, expected = ask(engine, COMPLETIONS, wanted(COMPLETIONS))
+    with FakeEngine(*flags) as slow:
+        _, whole = ask(slow, COMPLETIONS, wanted(COMPLETIONS))
+        _, streamed = ask(slow, CHAT, wanted(CHAT, stream=True))
+        assert text_of(whole) == "".join(words(each) for each in events(streamed)) == text_of(expected)
+        # The second found all but the last block of the prompt, so its log tells the tokens that cost nothing.
+        assert [(each["chunks"], each["cached_tokens"]) for each in slow.log()] == [(1, 0), (16, 96)]
+
+
 def test_token_ids_are_the_text_that_they_stand_for(engine: FakeEngine):
     _, tokens = ask(engine, "/tokenize", {"model": "fake", "prompt": PROMPT + "."})
     assert tokens["count"] == 101

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import sys
 from typing import Any
 
 import msgpack
@@ -13,7 +14,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlane.testing.fake_engine import FakeEngine, msgpack_encoder
+from kvlane.testing.fake_engine import FakeEngine, msgpack_encoder, zeromq
 
 PATIENCE_MS = 30_000
 END = (-1).to_bytes(8, "big", signed=True)
@@ -57,6 +58,12 @@ def test_the_encoder_refuses_what_it_cannot_write():
             msgpack_encoder.encode(value)
     with pytest.raises(TypeError):
         msgpack_encoder.encode(object())
+
+
+def test_without_pyzmq_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(SystemExit, match="pip install pyzmq"):
+        zeromq.load()
 
 
 def free_ports(count: int) -> list[int]:

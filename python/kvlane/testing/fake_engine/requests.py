@@ -61,7 +61,7 @@ def read_generation(data: bytes, chat: bool) -> Asked:
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens", "max_completion_tokens")
     max_tokens = next((body[name] for name in names if body.get(name) is not None), 16)
     _check_integer("max_tokens", max_tokens)
-    choices = body.get("n") if body.get("n") is not None else 1
+    choices = body["n"] if body.get("n") is not None else 1
     _check_integer("n", choices)
     if body.get("min_tokens") is not None and type(body["min_tokens"]) is not int:
         raise BadRequest("min_tokens must be an integer.")
