@@ -146,8 +146,8 @@ fn space_around_commas_stays_and_commas_go_with_what_is_removed() {
 fn depth_is_bounded_and_costs_no_stack() {
     let nested = |levels: usize| format!("{{\"a\":{}{}}}", "[".repeat(levels), "]".repeat(levels));
     assert!(scan(nested(DEPTH_MAX - 1).as_bytes()).is_ok());
-    assert_eq!(refused(&nested(DEPTH_MAX)), BodyError::TooDeep { at: 5 + DEPTH_MAX - 1 });
-    assert_eq!(refused(&"[".repeat(1 << 20)), BodyError::TooDeep { at: DEPTH_MAX });
+    assert_eq!(refused(&nested(DEPTH_MAX)), BodyError::TooDeep { at: 5 + DEPTH_MAX - 1, most: DEPTH_MAX });
+    assert_eq!(refused(&"[".repeat(1 << 20)), BodyError::TooDeep { at: DEPTH_MAX, most: DEPTH_MAX });
 }
 
 fn chat(messages: &[&str]) -> Vec<u8> {

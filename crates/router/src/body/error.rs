@@ -1,7 +1,5 @@
 //! Why a body is refused.
 
-use super::json::DEPTH_MAX;
-
 /// A body that no engine could take: the sentence is for the client, `at` counts bytes from the body's first.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BodyError {
@@ -20,10 +18,12 @@ pub enum BodyError {
         expected: &'static str,
     },
     /// Brackets within brackets.
-    #[error("the body is nested deeper than {DEPTH_MAX} levels, at byte {at}")]
+    #[error("the body is nested deeper than {most} levels, at byte {at}")]
     TooDeep {
         /// The bracket that is one too many.
         at: usize,
+        /// Levels that are taken.
+        most: usize,
     },
     /// JSON, but an array, a string, a number.
     #[error("the body is JSON, but not an object")]

@@ -49,7 +49,7 @@ impl<'b> Cursor<'b> {
     /// Enters an object or array that comes next.
     pub(super) fn enter(&mut self, is_object: bool) -> Result<(), BodyError> {
         if self.depth == DEPTH_MAX {
-            return Err(BodyError::TooDeep { at: self.at });
+            return Err(BodyError::TooDeep { at: self.at, most: DEPTH_MAX });
         }
         self.depth += 1;
         self.objects = self.objects << 1 | u128::from(is_object);
