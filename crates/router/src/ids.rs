@@ -11,7 +11,7 @@
 
 use crate::schedule::Leg;
 
-/// Longest id, but for [`p2p_nccl`].
+/// Longest id, but for [`RequestId::p2p_nccl`].
 pub const ID_LENGTH_MAX: usize = 40;
 
 /// Names requests: a new one each time.
