@@ -3,10 +3,14 @@
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`ids`]: what engines get as a request's id.
 //! - [`legs`]: what a prefill node and a decode node are asked.
+//! - [`probes`]: asks nodes whether they are there, and which models they have.
+//! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
 //! - [`schedule`]: which nodes a request goes to. Pure.
 #![forbid(unsafe_code)]
 
 pub mod body;
 pub mod ids;
 pub mod legs;
+pub mod probes;
+pub mod proxy;
 pub mod schedule;

@@ -59,7 +59,7 @@ impl World {
     }
 
     fn ask_without(&mut self, marks: &[Mark], tried: &[NodeId]) -> Result<Choice, NoNode> {
-        let request = Request { model: "m", marks, one_node: false, tried };
+        let request = Request { model: Some("m"), marks, one_node: false, tried };
         self.scheduler.choose(&request, self.now)
     }
 
@@ -212,7 +212,7 @@ fn long_prompts_are_prefilled_apart_and_short_or_cached_ones_stay() {
     assert_eq!((cached.why, cached.prompt_tokens, cached.cached_tokens), (Why::Cached, 21 * 64, 20 * 64));
     let Chosen::One(reservation) = cached.chosen else { panic!("a pair") };
     world.end(reservation);
-    let request = Request { model: "m", marks: &prompt(3, 50), one_node: true, tried: &[] };
+    let request = Request { model: Some("m"), marks: &prompt(3, 50), one_node: true, tried: &[] };
     let stays = world.scheduler.choose(&request, world.now).unwrap();
     assert_eq!(stays.why, Why::MustStay);
     let Chosen::One(reservation) = stays.chosen else { panic!("a pair") };
@@ -277,7 +277,7 @@ fn whoever_lives_serves() {
         panic!("one")
     };
     assert_ne!(prefill.node, p);
-    let request = Request { model: "m", marks: &marks, one_node: false, tried: &[d] };
+    let request = Request { model: Some("m"), marks: &marks, one_node: false, tried: &[d] };
     let again = world.scheduler.choose_decode(&request, prefill.node, world.now).unwrap();
     assert_ne!(again.node, d);
     let alone = world.ask_without(&marks, &[world.ids[0], world.ids[1]]).unwrap();
@@ -303,7 +303,7 @@ fn whoever_lives_serves() {
 fn an_unknown_model_is_told_from_nobody_there() {
     let mut world = World::workers(Policy::LeastWork, 1);
     let ask = |world: &mut World, model| {
-        let request = Request { model, marks: &[], one_node: false, tried: &[] };
+        let request = Request { model: Some(model), marks: &[], one_node: false, tried: &[] };
         world.scheduler.choose(&request, world.now).map(|choice| choice.prompt_tokens)
     };
     assert_eq!(ask(&mut world, "m"), Ok(1));
@@ -403,7 +403,7 @@ proptest! {
             match step {
                 Step::Ask { name, pieces, one_node } => {
                     let marks = prompt(name, pieces);
-                    let request = Request { model: "m", marks: &marks, one_node, tried: &[] };
+                    let request = Request { model: Some("m"), marks: &marks, one_node, tried: &[] };
                     let lives = world.scheduler.nodes().any(|(_, node)| node.state != NodeState::Draining);
                     match world.scheduler.choose(&request, world.now) {
                         Ok(Choice { chosen: Chosen::One(one), .. }) => held.push(one),

@@ -10,8 +10,8 @@ use crate::body::Mark;
 /// What is asked of the scheduler.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
-    /// Model or adapter.
-    pub model: &'a str,
+    /// Model or adapter; any node will do for a request that names none.
+    pub model: Option<&'a str>,
     /// Of the prompt, in order; the last one is at its end. Empty if nothing is known of it.
     pub marks: &'a [Mark],
     /// Prefill and decode must not be apart.
@@ -90,10 +90,8 @@ pub enum NoNode {
         model: String,
     },
     /// None is there, or all have failed this request.
-    #[error("no node is there for the model {model}")]
+    #[error("no node is there to serve this")]
     NoneLeft {
-        /// What was asked for.
-        model: String,
         /// When it is worth to ask again.
         retry_after: Duration,
     },

@@ -135,7 +135,7 @@ impl Scheduler {
             .all()
             .filter(|(id, node)| {
                 is_wanted(node)
-                    && node.serves(request.model)
+                    && request.model.is_none_or(|model| node.serves(model))
                     && node.takes(is_last_resort, now)
                     && !request.tried.contains(id)
             })
@@ -166,13 +166,14 @@ impl Scheduler {
     }
 
     fn no_node(&self, request: &Request<'_>, now: Instant) -> NoNode {
-        let model = request.model.to_owned();
-        let is_served = self.nodes.all().any(|(_, node)| node.serves(request.model));
-        let is_any_known = self.nodes.all().any(|(_, node)| !node.models.is_empty());
-        if is_any_known && !is_served {
-            return NoNode::UnknownModel { model };
+        if let Some(model) = request.model {
+            let is_served = self.nodes.all().any(|(_, node)| node.serves(model));
+            let is_any_known = self.nodes.all().any(|(_, node)| !node.models.is_empty());
+            if is_any_known && !is_served {
+                return NoNode::UnknownModel { model: model.to_owned() };
+            }
         }
         let waits = self.nodes.all().filter_map(|(_, node)| node.breaker.wait(now));
-        NoNode::NoneLeft { model, retry_after: waits.min().unwrap_or(Duration::from_secs(1)) }
+        NoNode::NoneLeft { retry_after: waits.min().unwrap_or(Duration::from_secs(1)) }
     }
 }

@@ -1,0 +1,184 @@
+//! What clients get: engines' answers as they are, and our own errors in OpenAI's shape.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::{
+    Response, StatusCode,
+    body::{Body, Frame, Incoming, SizeHint},
+    header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER},
+};
+use serde_json::json;
+
+use super::{leg::LegGuard, upstream::Lent};
+use crate::{body::Mark, schedule::LegEnd};
+
+/// The body of an answer.
+#[derive(Debug)]
+pub(super) enum AnswerBody {
+    /// Ours.
+    Own(Full<Bytes>),
+    /// An engine's.
+    Engine(Box<EngineBody>),
+}
+
+/// An engine's answer on its way to the client. It ends its leg when the engine has sent the last byte; a client that leaves drops
+/// it, and with it the connection to the engine, which aborts the request.
+#[derive(Debug)]
+pub(super) struct EngineBody {
+    /// Read already, so that an engine that fails before its first byte could be replaced.
+    first: Option<Frame<Bytes>>,
+    /// What is to come, and its connection. None at the end.
+    rest: Option<(Incoming, Lent)>,
+    leg: LegGuard,
+}
+
+impl EngineBody {
+    /// Waits for the first piece.
+    ///
+    /// # Errors
+    /// The engine ended the connection.
+    pub(super) async fn begin(
+        mut incoming: Incoming,
+        lent: Lent,
+        mut leg: LegGuard,
+        marks: &[Mark],
+    ) -> Result<Self, (hyper::Error, LegGuard)> {
+        let first = std::future::poll_fn(|context| Pin::new(&mut incoming).poll_frame(context)).await;
+        match first {
+            Some(Err(error)) => Err((error, leg)),
+            Some(Ok(first)) => {
+                leg.prefilled(marks);
+                let mut body = Self { first: Some(first), rest: Some((incoming, lent)), leg };
+                body.end_if_over();
+                Ok(body)
+            }
+            None => {
+                lent.give_back();
+                leg.end(LegEnd::Served);
+                Ok(Self { first: None, rest: None, leg })
+            }
+        }
+    }
+
+    fn end_if_over(&mut self) {
+        if let Some((incoming, lent)) = self.rest.take_if(|(incoming, _)| incoming.is_end_stream()) {
+            drop(incoming);
+            lent.give_back();
+            self.leg.end(LegEnd::Served);
+        }
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        if let Some(first) = self.first.take() {
+            return Poll::Ready(Some(Ok(first)));
+        }
+        let Some((incoming, _)) = &mut self.rest else { return Poll::Ready(None) };
+        match ready!(Pin::new(incoming).poll_frame(context)) {
+            Some(Ok(frame)) => {
+                self.end_if_over();
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Some(Err(error)) => {
+                self.rest = None;
+                self.leg.end(LegEnd::Failed);
+                Poll::Ready(Some(Err(error)))
+            }
+            None => {
+                if let Some((_, lent)) = self.rest.take() {
+                    lent.give_back();
+                }
+                self.leg.end(LegEnd::Served);
+                Poll::Ready(None)
+            }
+        }
+    }
+}
+
+impl Body for AnswerBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        match &mut *self {
+            Self::Own(body) => Pin::new(body).poll_frame(context).map_err(|never| match never {}),
+            Self::Engine(body) => body.poll(context),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Own(body) => body.is_end_stream(),
+            Self::Engine(body) => body.first.is_none() && body.rest.is_none(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Own(body) => body.size_hint(),
+            // Content-Length, where the engine gave one, is in the headers already.
+            Self::Engine(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// An error of ours, in the shape of OpenAI's and vLLM's: `{"error": {"message", "type", "param", "code"}}`.
+#[derive(Debug, Clone)]
+pub(super) struct Problem {
+    pub(super) status: StatusCode,
+    pub(super) message: String,
+    /// The member of the body, or the header, that is wrong.
+    pub(super) param: Option<String>,
+    pub(super) retry_after: Option<Duration>,
+    /// The connection cannot go on, since the rest of the request was not read.
+    pub(super) closes: bool,
+}
+
+impl Problem {
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None, retry_after: None, closes: false }
+    }
+
+    pub(super) fn with_param(self, param: &str) -> Self {
+        Self { param: Some(param.to_owned()), ..self }
+    }
+
+    pub(super) fn answer(&self) -> Response<AnswerBody> {
+        let kind = match self.status {
+            StatusCode::NOT_FOUND => "NotFoundError",
+            StatusCode::UNAUTHORIZED => "AuthenticationError",
+            StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
+            status if status.is_client_error() => "BadRequestError",
+            StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
+            _ => "InternalServerError",
+        };
+        let error = json!({ "error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.status.as_u16(),
+        }});
+        let mut response = json_answer(self.status, error.to_string());
+        if let Some(wait) = self.retry_after {
+            let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.closes {
+            response.headers_mut().insert(hyper::header::CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
+    }
+}
+
+/// JSON of ours.
+pub(super) fn json_answer(status: StatusCode, json: String) -> Response<AnswerBody> {
+    let mut response = Response::new(AnswerBody::Own(Full::new(json.into())));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}

@@ -1,0 +1,49 @@
+//! A leg of a request: its reservation, which ends when the leg does, however it ends.
+
+use std::{sync::Arc, time::Instant};
+
+use super::shared::{Counters, Shared};
+use crate::{
+    body::Mark,
+    schedule::{LegEnd, NodeId, Reservation},
+};
+
+/// Gives its reservation back when it is dropped: as a leg that was left, if nothing else was said.
+#[derive(Debug)]
+pub(super) struct LegGuard {
+    shared: Arc<Shared>,
+    reservation: Option<Reservation>,
+}
+
+impl LegGuard {
+    pub(super) fn new(shared: &Arc<Shared>, reservation: Reservation) -> Self {
+        Self { shared: Arc::clone(shared), reservation: Some(reservation) }
+    }
+
+    pub(super) fn node(&self) -> Option<NodeId> {
+        self.reservation.as_ref().map(|reservation| reservation.node)
+    }
+
+    /// The first byte has come.
+    pub(super) fn prefilled(&mut self, marks: &[Mark]) {
+        if let Some(reservation) = &mut self.reservation {
+            self.shared.state.lock().scheduler.prefilled(reservation, marks);
+        }
+    }
+
+    /// The leg has ended. What is said later does not count.
+    pub(super) fn end(&mut self, end: LegEnd) {
+        if let Some(reservation) = self.reservation.take() {
+            self.shared.state.lock().scheduler.end(reservation, end, Instant::now());
+        }
+    }
+}
+
+impl Drop for LegGuard {
+    fn drop(&mut self) {
+        if self.reservation.is_some() {
+            Counters::count(&self.shared.counters.left);
+            self.end(LegEnd::Left);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Threads that take clients' connections.
+
+use std::{
+    cell::Cell,
+    io,
+    net::{SocketAddr, TcpListener},
+    rc::Rc,
+    sync::{Arc, atomic::Ordering},
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use hyper::{server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use thiserror::Error;
+use tokio::{
+    net::TcpStream,
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    task::{JoinSet, LocalSet},
+    time::{sleep, timeout},
+};
+
+use super::{service::answer, shared::Shared, upstream::Upstreams};
+
+/// A connection may be idle, or take for its next request's headers, as long as this.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+/// Longest headers of a request.
+const HEADER_BYTES_MAX: usize = 64 << 10;
+/// After the kernel could not give a connection.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// The proxy could not start.
+#[derive(Debug, Error)]
+pub enum StartError {
+    /// The listener cannot be used.
+    #[error("cannot listen for clients: {0}")]
+    Listener(io::Error),
+    /// No thread, or no runtime for it.
+    #[error("cannot start a thread of the proxy: {0}")]
+    Thread(io::Error),
+}
+
+/// A running proxy.
+#[derive(Debug)]
+pub struct Proxy {
+    address: SocketAddr,
+    stop: watch::Sender<Option<Duration>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Serves clients of this listener until it is stopped.
+    ///
+    /// # Errors
+    /// The kernel gives no thread or no descriptor.
+    pub fn start(listener: TcpListener, shared: &Arc<Shared>) -> Result<Self, StartError> {
+        listener.set_nonblocking(true).map_err(StartError::Listener)?;
+        let address = listener.local_addr().map_err(StartError::Listener)?;
+        let (stop, stopped) = watch::channel(None);
+        let places = Arc::new(Semaphore::new(shared.settings.connections_max));
+        let mut threads = Vec::new();
+        for number in 0..shared.settings.threads.max(1) {
+            let listener = listener.try_clone().map_err(StartError::Listener)?;
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .map_err(StartError::Thread)?;
+            let (shared, places, stopped) = (Arc::clone(shared), Arc::clone(&places), stopped.clone());
+            let serve = move || {
+                let served = LocalSet::new().block_on(&runtime, serve(listener, shared, places, stopped));
+                if let Err(error) = served {
+                    tracing::error!(%error, "a thread of the proxy ended");
+                }
+            };
+            let thread = std::thread::Builder::new().name(format!("kvlane-proxy-{number}"));
+            threads.push(thread.spawn(serve).map_err(StartError::Thread)?);
+        }
+        Ok(Self { address, stop, threads })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Takes no connections any more, waits until what is under way has ended, but no longer than this, and ends.
+    pub fn stop(self, drain: Duration) {
+        let _ = self.stop.send(Some(drain));
+        for thread in self.threads {
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn serve(
+    listener: TcpListener,
+    shared: Arc<Shared>,
+    places: Arc<Semaphore>,
+    mut stopped: watch::Receiver<Option<Duration>>,
+) -> io::Result<()> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let upstreams = Upstreams::default();
+    let mut connections = JoinSet::new();
+    loop {
+        let next = async {
+            let place = Arc::clone(&places).acquire_owned().await;
+            (place, listener.accept().await)
+        };
+        let (place, accepted) = tokio::select! {
+            next = next => next,
+            Some(_) = connections.join_next() => continue,
+            _ = stopped.changed() => break,
+        };
+        let Ok(place) = place else { break };
+        match accepted {
+            Ok((stream, _)) => {
+                let connection =
+                    connection(stream, place, Arc::clone(&shared), upstreams.clone(), stopped.clone());
+                connections.spawn_local(connection);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a client's connection");
+                sleep(ACCEPT_RETRY).await;
+            }
+        }
+    }
+    drop(listener);
+    let drain = stopped.borrow().unwrap_or_default();
+    let _ = timeout(drain, async { while connections.join_next().await.is_some() {} }).await;
+    Ok(())
+}
+
+async fn connection(
+    stream: TcpStream,
+    place: OwnedSemaphorePermit,
+    shared: Arc<Shared>,
+    upstreams: Upstreams,
+    mut stopped: watch::Receiver<Option<Duration>>,
+) {
+    let _counted = Counted::new(&shared);
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "a client has left at once");
+        return;
+    }
+    let asked = Rc::new(Cell::new(0u64));
+    let service = service_fn({
+        let (shared, asked) = (Arc::clone(&shared), Rc::clone(&asked));
+        move |request| {
+            asked.set(asked.get() + 1);
+            let (shared, upstreams) = (Arc::clone(&shared), upstreams.clone());
+            async move { Ok::<_, std::convert::Infallible>(answer(&shared, &upstreams, request).await) }
+        }
+    });
+    let serving = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE_TIMEOUT)
+        .max_buf_size(HEADER_BYTES_MAX)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut serving = std::pin::pin!(serving);
+    let served = tokio::select! {
+        served = serving.as_mut() => served,
+        _ = stopped.changed() => {
+            serving.as_mut().graceful_shutdown();
+            serving.await
+        }
+    };
+    if let Err(error) = served {
+        tracing::debug!(%error, requests = asked.get(), "a client's connection ended");
+    }
+    drop(place);
+}
+
+/// Counts an open connection.
+struct Counted(Arc<Shared>);
+
+impl Counted {
+    fn new(shared: &Arc<Shared>) -> Self {
+        shared.counters.connections.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(shared))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.counters.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,30 @@
+//! The proxy: takes OpenAI requests, asks the [scheduler](crate::schedule) who serves them, and brings the answers back.
+//!
+//! ```text
+//!  client -- connection --> service: reads and scans the body
+//!                              |  choose: one node or a pair                        retry elsewhere, as long as the
+//!                              v                                                    client got nothing yet
+//!                           attempt: prefill leg, then decode leg --> upstream: connections of each node, kept alive
+//!                              |
+//!  client <-- frames, unparsed -- answer: ends the reservation with the last byte, or when the client is gone
+//! ```
+//!
+//! Each thread has a runtime, connections and upstream connections of its own; what they share is behind one lock that is held
+//! for microseconds. Whatever ends a future ends its legs: a client that leaves drops the future of its request, which drops the
+//! connections to the engines, which abort their work.
+
+mod answer;
+mod attempt;
+mod forward;
+mod leg;
+mod listen;
+mod service;
+mod settings;
+mod shared;
+mod upstream;
+
+pub use self::{
+    listen::{Proxy, StartError},
+    settings::ProxySettings,
+    shared::{Address, AddressError, Counters, Shared},
+};

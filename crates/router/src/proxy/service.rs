@@ -1,0 +1,211 @@
+//! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
+use hyper::{
+    HeaderMap, Method, Request, Response, StatusCode,
+    body::{Body, Incoming},
+    header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue},
+    http::request::Parts,
+};
+use tokio::time::timeout;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::{
+    answer::{AnswerBody, Problem, json_answer},
+    attempt::Work,
+    forward::{self, REQUEST_ID},
+    shared::{Counters, Shared},
+    upstream::Upstreams,
+};
+use crate::{
+    body::{Scan, marks, scan},
+    ids::RequestId,
+    legs,
+    schedule::NodeState,
+};
+
+/// Longest id of a client that comes back to it.
+const CLIENT_ID_BYTES_MAX: usize = 256;
+
+/// Answers one request.
+pub(super) async fn answer(
+    shared: &Arc<Shared>,
+    upstreams: &Upstreams,
+    request: Request<Incoming>,
+) -> Response<AnswerBody> {
+    let (head, body) = request.into_parts();
+    let id = shared.state.lock().ids.next_id();
+    let client_id = client_id(&head.headers, id);
+    let mut response = match route(shared, upstreams, &head, body, id, &client_id).await {
+        Ok(response) => response,
+        Err(problem) => problem.answer(),
+    };
+    forward::to_client(&mut response, &client_id);
+    response
+}
+
+async fn route(
+    shared: &Arc<Shared>,
+    upstreams: &Upstreams,
+    head: &Parts,
+    body: Incoming,
+    id: RequestId,
+    client_id: &HeaderValue,
+) -> Result<Response<AnswerBody>, Problem> {
+    let path = head.uri.path();
+    if path != "/health" && !is_allowed(&shared.settings.keys, &head.headers) {
+        let problem =
+            Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
+        return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
+    }
+    match (&head.method, path) {
+        (&Method::GET, "/health") => Ok(health(shared)),
+        (&Method::GET, "/v1/models") => Ok(models(shared)),
+        (&Method::POST, _) if path.starts_with("/v1/") => {
+            Counters::count(&shared.counters.requests);
+            let body = read(body, shared.settings.body_bytes_max, shared.settings.client_timeout).await?;
+            post(shared, upstreams, head, &body, id, client_id).await
+        }
+        (_, "/health" | "/v1/models") => Err(Problem::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format!("{path} is asked with GET, not with {}", head.method),
+        )),
+        _ => Err(Problem::new(StatusCode::NOT_FOUND, format!("{} {path} is not served here", head.method))),
+    }
+}
+
+/// Whether a request may be served. How long this takes tells nothing of a key but its length.
+fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
+    let shown = headers.get(AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+    let is = |key: &String, shown: &[u8]| {
+        let differing =
+            key.bytes().zip(shown).fold(0, |differing, (ours, theirs)| differing | (ours ^ theirs));
+        key.len() == shown.len() && std::hint::black_box(differing) == 0
+    };
+    keys.is_empty() || shown.is_some_and(|shown| keys.iter().fold(false, |any, key| is(key, shown) | any))
+}
+
+/// The whole body, unless it is too long or its client too slow.
+async fn read(mut body: Incoming, most: usize, patience: Duration) -> Result<Bytes, Problem> {
+    let too_large = || Problem {
+        closes: true,
+        ..Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {most} bytes"))
+    };
+    let announced = body.size_hint().lower();
+    if announced > most as u64 {
+        return Err(too_large());
+    }
+    // What a client announces costs nothing yet: it has to send it first.
+    let mut whole = BytesMut::new();
+    let mut only: Option<Bytes> = None;
+    loop {
+        let frame = timeout(patience, body.frame()).await.map_err(|_| Problem {
+            closes: true,
+            ..Problem::new(
+                StatusCode::REQUEST_TIMEOUT,
+                format!("nothing more of the body came for {} s", patience.as_secs_f64()),
+            )
+        })?;
+        let Some(frame) = frame else { break };
+        let frame = frame.map_err(|error| Problem {
+            closes: true,
+            ..Problem::new(StatusCode::BAD_REQUEST, format!("the body cannot be read: {error}"))
+        })?;
+        let Ok(piece) = frame.into_data() else { continue };
+        let so_far = whole.len() + only.as_ref().map_or(0, Bytes::len);
+        if so_far + piece.len() > most {
+            return Err(too_large());
+        }
+        if so_far == 0 {
+            only = Some(piece);
+            continue;
+        }
+        if let Some(only) = only.take() {
+            whole.reserve((announced as usize).clamp(only.len() + piece.len(), 1 << 20));
+            whole.extend_from_slice(&only);
+        }
+        whole.extend_from_slice(&piece);
+    }
+    Ok(only.unwrap_or_else(|| whole.freeze()))
+}
+
+async fn post(
+    shared: &Arc<Shared>,
+    upstreams: &Upstreams,
+    head: &Parts,
+    body: &Bytes,
+    id: RequestId,
+    client_id: &HeaderValue,
+) -> Result<Response<AnswerBody>, Problem> {
+    let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
+    let scanned = if can_split || is_json(&head.headers) {
+        let bad = |error: crate::body::BodyError| Problem::new(StatusCode::BAD_REQUEST, error.to_string());
+        Some(scan(body).map_err(bad)?)
+    } else {
+        None
+    };
+    if let Some(scan) = &scanned
+        && scan.raw(legs::TRANSFER).is_some_and(|value| value != b"null")
+    {
+        let sentence = "kv_transfer_params are the router's to set: leave them out";
+        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param(legs::TRANSFER));
+    }
+    let model = scanned.as_ref().and_then(|scan| scan.string("model"));
+    if model.is_none()
+        && scanned.as_ref().is_some_and(|scan| scan.raw("model").is_some_and(|value| value != b"null"))
+    {
+        return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
+    }
+    let marks = scanned.as_ref().map(|scan| marks(scan, seed(scan))).unwrap_or_default();
+    let work = Work {
+        shared,
+        upstreams,
+        head,
+        body,
+        scan: scanned.as_ref(),
+        model: model.as_deref(),
+        marks: &marks,
+        id,
+        client_id,
+        one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
+    };
+    Ok(work.serve().await)
+}
+
+/// What decides, besides the text, which blocks a prompt has.
+fn seed(scan: &Scan<'_>) -> u64 {
+    ["model", "cache_salt", "tools"]
+        .into_iter()
+        .fold(0, |seed, name| xxh3_64_with_seed(scan.raw(name).unwrap_or_default(), seed ^ 1))
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or("application/json");
+    kind.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json")
+}
+
+/// What the client knows the request by: its own id if it gave one, else ours. It is handed back and not read.
+fn client_id(headers: &HeaderMap, id: RequestId) -> HeaderValue {
+    let given = headers.get(REQUEST_ID).filter(|given| given.len() <= CLIENT_ID_BYTES_MAX).cloned();
+    given
+        .or_else(|| HeaderValue::from_str(&id.name()).ok())
+        .unwrap_or_else(|| HeaderValue::from_static("kvlane"))
+}
+
+fn health(shared: &Shared) -> Response<AnswerBody> {
+    let is_served =
+        shared.with_scheduler(|scheduler| scheduler.nodes().any(|(_, node)| node.state == NodeState::Ready));
+    if is_served {
+        json_answer(StatusCode::OK, r#"{"status": "ok"}"#.into())
+    } else {
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "no node is ready").answer()
+    }
+}
+
+/// All models that some node serves, as the first one that has it describes it.
+fn models(shared: &Shared) -> Response<AnswerBody> {
+    json_answer(StatusCode::OK, shared.models_page())
+}

@@ -1,0 +1,36 @@
+//! What an operator sets of the proxy.
+
+use std::time::Duration;
+
+/// Limits and deadlines.
+#[derive(Debug, Clone)]
+pub struct ProxySettings {
+    /// Threads that serve, each with a runtime of its own.
+    pub threads: usize,
+    /// Clients' connections at a time, over all threads. More wait in the kernel's queue.
+    pub connections_max: usize,
+    /// Clients have to show one of these keys, as `Authorization: Bearer KEY`. Empty: anybody is served.
+    pub keys: Vec<String>,
+    /// Bytes of a request's body.
+    pub body_bytes_max: usize,
+    /// How long a client may take for its headers, and then for each piece of its body.
+    pub client_timeout: Duration,
+    /// How long a connection to a node may take.
+    pub connect_timeout: Duration,
+    /// How long an answer's first byte may take; none by default, since the first byte of an unstreamed answer is its last.
+    pub first_byte_timeout: Option<Duration>,
+}
+
+impl Default for ProxySettings {
+    fn default() -> Self {
+        Self {
+            threads: 1,
+            connections_max: 10_000,
+            keys: Vec::new(),
+            body_bytes_max: 64 << 20,
+            client_timeout: Duration::from_secs(30),
+            connect_timeout: Duration::from_secs(2),
+            first_byte_timeout: None,
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! What all threads of the proxy share.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use hyper::Uri;
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use super::settings::ProxySettings;
+use crate::{
+    ids::Ids,
+    schedule::{Node, NodeId, Scheduler},
+};
+
+/// Where a node is reached: `http://HOST:PORT`, and the path before `/v1` if it has one.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// As in the Host header.
+    pub authority: String,
+    /// Name or address.
+    pub host: String,
+    /// TCP.
+    pub port: u16,
+    /// Without a slash at its end; empty mostly.
+    pub path: String,
+}
+
+/// No address of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{text} is no address of a node: {why}; write it as http://HOST:PORT")]
+pub struct AddressError {
+    text: String,
+    why: &'static str,
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = |why| AddressError { text: text.into(), why };
+        let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
+        let uri: Uri = with_scheme.parse().map_err(|_| wrong("it cannot be read"))?;
+        if uri.scheme_str() != Some("http") {
+            return Err(wrong("only http is spoken to nodes"));
+        }
+        let authority = uri.authority().ok_or_else(|| wrong("it names no host"))?;
+        if authority.as_str().contains('@') {
+            return Err(wrong("it has a user's name"));
+        }
+        if uri.query().is_some() {
+            return Err(wrong("it has a query"));
+        }
+        let host = authority.host();
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        if bare.is_empty() {
+            return Err(wrong("it names no host"));
+        }
+        Ok(Self {
+            authority: authority.as_str().to_owned(),
+            host: bare.to_owned(),
+            port: authority.port_u16().unwrap_or(80),
+            path: uri.path().trim_end_matches('/').trim_end_matches("/v1").to_owned(),
+        })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}{}", self.authority, self.path)
+    }
+}
+
+/// What has happened since the start.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Requests that a client has sent.
+    pub requests: AtomicU64,
+    /// Legs that were tried again elsewhere.
+    pub retries: AtomicU64,
+    /// Requests that no node could serve.
+    pub refused: AtomicU64,
+    /// Pairs whose prefill node named no blocks: the decode node computes the prompt.
+    pub not_handed_over: AtomicU64,
+    /// Requests whose client left before the last byte.
+    pub left: AtomicU64,
+    /// Clients' connections that are open.
+    pub connections: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn count(counter: &AtomicU64) {
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The scheduler, where its nodes are, and counters.
+#[derive(Debug)]
+pub struct Shared {
+    pub(super) settings: ProxySettings,
+    /// Held for microseconds, never over an await.
+    pub(super) state: Mutex<State>,
+    /// What has happened.
+    pub counters: Counters,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) scheduler: Scheduler,
+    pub(super) addresses: HashMap<NodeId, Arc<Address>>,
+    /// How nodes describe their models: JSON objects by model.
+    descriptions: HashMap<NodeId, Vec<(Arc<str>, String)>>,
+    pub(super) ids: Ids,
+}
+
+impl Shared {
+    /// Without nodes. `run` is random: it tells this run's requests from others'.
+    pub fn new(settings: ProxySettings, scheduler: Scheduler, run: u64) -> Arc<Self> {
+        let state =
+            State { scheduler, addresses: HashMap::new(), descriptions: HashMap::new(), ids: Ids::new(run) };
+        Arc::new(Self { settings, state: Mutex::new(state), counters: Counters::default() })
+    }
+
+    /// A node joins.
+    pub fn add(&self, node: Node, address: Address) -> NodeId {
+        let mut state = self.state.lock();
+        let id = state.scheduler.add(node);
+        state.addresses.insert(id, Arc::new(address));
+        id
+    }
+
+    /// A node goes; what it serves goes on.
+    pub fn remove(&self, id: NodeId) -> Option<Node> {
+        let mut state = self.state.lock();
+        state.addresses.remove(&id);
+        state.descriptions.remove(&id);
+        state.scheduler.remove(id)
+    }
+
+    /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.
+    pub fn set_models(&self, id: NodeId, models: Vec<(Arc<str>, String)>) {
+        let mut state = self.state.lock();
+        let Some(node) = state.scheduler.node_mut(id) else { return };
+        node.models = models.iter().map(|(name, _)| Arc::clone(name)).collect();
+        state.descriptions.insert(id, models);
+    }
+
+    /// JSON of all models that some node serves.
+    pub(super) fn models_page(&self) -> String {
+        let state = self.state.lock();
+        let all: BTreeMap<&str, &str> =
+            state.descriptions.values().flatten().map(|(name, json)| (&**name, json.as_str())).collect();
+        let listed: Vec<&str> = all.into_values().collect();
+        format!(r#"{{"object": "list", "data": [{}]}}"#, listed.join(", "))
+    }
+
+    /// Looks at the scheduler, or changes it. Must not take long: all requests wait.
+    pub fn with_scheduler<T>(&self, work: impl FnOnce(&mut Scheduler) -> T) -> T {
+        work(&mut self.state.lock().scheduler)
+    }
+}
