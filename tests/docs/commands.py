@@ -11,6 +11,7 @@ WHEEL = "tests/packaging/test_wheel.py::test_a_daemon_an_engine_that_saves_and_a
 # What `kvlane serve` is told, up to the last flag; the daemon itself runs in the tests of tests/daemon.
 FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
 UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
+ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -53,6 +54,9 @@ RUN_BY = {
         "tests/bench/test_micro.py::test_lookup_beside_saves_and_computing_threads_has_a_control"
     ),
     "kvlane replay TRACE": REPLAY,
+    # docs/routing.md
+    "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
+    "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
     "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,

@@ -8,6 +8,7 @@ mod namespaces;
 mod python;
 mod reference;
 mod replay;
+mod route;
 mod serve;
 mod serve_options;
 mod service;
@@ -34,6 +35,9 @@ pub(crate) struct Cli {
 enum Command {
     /// Run the daemon.
     Serve(serve_options::ServeArgs),
+    /// Stand before engines as one OpenAI endpoint: each request goes to the engine that has most of its prompt and least to
+    /// do, or to one that prefills and one that decodes.
+    Route(route::RouteArgs),
     /// Show what a running daemon holds and who uses it.
     Status(status::StatusArgs),
     /// Say what of this machine kvlane can use, what stands in its way, and what to do about it.
@@ -60,6 +64,7 @@ enum Command {
 pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => return serve::run(args, drivers),
+        Command::Route(args) => return route::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args, drivers),
         Command::Drop(args) => namespaces::run(&args),

@@ -21,8 +21,8 @@ pub(crate) enum LogFormat {
 
 const LEVELS: [&str; 6] = ["error", "warn", "info", "debug", "trace", "off"];
 /// The crates that write to the log.
-const PARTS: [&str; 6] =
-    ["kvlane", "kvlane_gpu", "kvlane_memory", "kvlane_server", "kvlane_ssd", "kvlane_store"];
+const PARTS: [&str; 7] =
+    ["kvlane", "kvlane_gpu", "kvlane_memory", "kvlane_router", "kvlane_server", "kvlane_ssd", "kvlane_store"];
 
 /// What to log: a level, or parts of kvlane with a level each. The error says what is allowed. The library would take any
 /// word for the name of a part, and log nothing.
