@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import socket
+from typing import Any
 
 import pytest
 from routed import CHAT, COMPLETIONS, LONG, ask, chat, connect, routed, text_of, until, wanted, words_of
@@ -22,7 +23,7 @@ NIXL_PAIR = ["--pairs", "nixl"]
 def test_a_long_prompt_is_prefilled_apart_and_answered_the_same(
     pair: list[str], path: str, is_stream: bool
 ) -> None:
-    more: dict[str, object] = {"max_tokens": 9, "n": 1, "min_tokens": 3}
+    more: dict[str, Any] = {"max_tokens": 9, "n": 1, "min_tokens": 3}
     body = chat(**more) if path == CHAT else wanted(**more)
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}} if is_stream else body
     # The pair is asked through the router, and an engine that knows nothing of it is the control.
