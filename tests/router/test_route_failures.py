@@ -40,6 +40,15 @@ def test_before_the_first_byte_another_engine_serves(fault: dict[str, object], i
         bad.faults()
 
 
+def test_a_request_that_kills_engines_does_not_kill_them_all() -> None:
+    with routed(*[[]] * 5, flags=LEAST) as (router, engines):
+        for engine in engines:
+            engine.faults(exit_at_chunk=0)
+        assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 502
+        until("three are dead", lambda: sum(engine.process.poll() is not None for engine in engines) == 3)
+        assert sum(engine.process.poll() is None for engine in engines) == 2
+
+
 @pytest.mark.parametrize("fault", [{"status": 500}, {"retry_after": 7}])
 def test_where_nobody_else_is_the_engines_error_comes_through(fault: dict[str, object]) -> None:
     with routed([]) as (router, (engine,)):

@@ -39,31 +39,25 @@ pub(super) struct EngineBody {
 }
 
 impl EngineBody {
-    /// Waits for the first piece.
-    ///
-    /// # Errors
-    /// The engine ended the connection.
-    pub(super) async fn begin(
-        mut incoming: Incoming,
+    /// The answer from its first piece on, which has come.
+    pub(super) fn new(
+        first: Frame<Bytes>,
+        rest: Incoming,
         lent: Lent,
         mut leg: LegGuard,
         marks: &[Mark],
-    ) -> Result<Self, (hyper::Error, LegGuard)> {
-        let first = std::future::poll_fn(|context| Pin::new(&mut incoming).poll_frame(context)).await;
-        match first {
-            Some(Err(error)) => Err((error, leg)),
-            Some(Ok(first)) => {
-                leg.prefilled(marks);
-                let mut body = Self { first: Some(first), rest: Some((incoming, lent)), leg };
-                body.end_if_over();
-                Ok(body)
-            }
-            None => {
-                lent.give_back();
-                leg.end(LegEnd::Served);
-                Ok(Self { first: None, rest: None, leg })
-            }
-        }
+    ) -> Self {
+        leg.prefilled(marks);
+        let mut body = Self { first: Some(first), rest: Some((rest, lent)), leg };
+        body.end_if_over();
+        body
+    }
+
+    /// An answer without a body.
+    pub(super) fn empty(lent: Lent, mut leg: LegGuard) -> Self {
+        lent.give_back();
+        leg.end(LegEnd::Served);
+        Self { first: None, rest: None, leg }
     }
 
     fn end_if_over(&mut self) {

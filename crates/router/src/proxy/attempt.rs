@@ -1,6 +1,7 @@
 //! One request, from the choice of its nodes to the first byte of its answer.
 
 use std::{
+    cell::Cell,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,7 +21,7 @@ use super::{
     forward,
     leg::LegGuard,
     shared::{Counters, Shared},
-    upstream::{Lent, Upstreams},
+    upstream::{Lent, UpstreamError, Upstreams},
 };
 use crate::{
     body::{Mark, Scan, scan},
@@ -31,6 +32,8 @@ use crate::{
 
 /// Nodes that one request is tried on.
 const ATTEMPTS_MAX: usize = 16;
+/// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
+const TAKEN_MAX: u32 = 3;
 /// Longest answer of a prefill node, or of one that refuses.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 
@@ -50,6 +53,8 @@ pub(super) struct Work<'a> {
     pub(super) client_id: &'a HeaderValue,
     /// It cannot be split.
     pub(super) one_node: bool,
+    /// Nodes that have failed after they took it.
+    pub(super) taken: Cell<u32>,
 }
 
 /// A node failed a request before its first byte: another one may serve it.
@@ -96,6 +101,9 @@ impl Work<'_> {
             tried.extend(failed.node);
             // A slow node may be slow for the request: two are enough.
             if failed.is_late && last.as_ref().is_some_and(|last| last.is_late) {
+                return failed.answer;
+            }
+            if self.taken.get() >= TAKEN_MAX {
                 return failed.answer;
             }
             last = Some(failed);
@@ -159,12 +167,13 @@ impl Work<'_> {
                 Err(failed) => failed,
             };
             tried.extend(failed.node);
+            if failed.is_late || self.taken.get() >= TAKEN_MAX || tried.len() >= ATTEMPTS_MAX {
+                return Err(failed);
+            }
             let request = self.request(&tried);
             let again =
                 self.shared.state.lock().scheduler.choose_decode(&request, prefill_node, Instant::now());
-            let Some(again) = again.filter(|_| !failed.is_late && tried.len() < ATTEMPTS_MAX) else {
-                return Err(failed);
-            };
+            let Some(again) = again else { return Err(failed) };
             Counters::count(&self.shared.counters.retries);
             attempt += 1;
             decode_guard = LegGuard::new(self.shared, again);
@@ -186,7 +195,7 @@ impl Work<'_> {
             Err(error) => {
                 guard.end(LegEnd::Failed);
                 let sentence = format!("a prefill node ended its answer before its end: {error}");
-                return Err(Failed::bad_gateway(Some(prefill_node), sentence));
+                return Err(self.taken(Failed::bad_gateway(Some(prefill_node), sentence)));
             }
         };
         lent.give_back();
@@ -239,7 +248,9 @@ impl Work<'_> {
             Ok(Err(error)) => {
                 guard.end(LegEnd::Failed);
                 tracing::debug!(id, node = %address, %error, "a node failed a request");
-                return Err(Failed::bad_gateway(node, format!("the node at {address} failed: {error}")));
+                let failed = Failed::bad_gateway(node, format!("the node at {address} failed: {error}"));
+                let was_taken = matches!(error, UpstreamError::Ended(_));
+                return Err(if was_taken { self.taken(failed) } else { failed });
             }
             Err(deadline) => {
                 guard.end(LegEnd::Failed);
@@ -266,32 +277,36 @@ impl Work<'_> {
         Err(Failed { node, answer, is_late: false })
     }
 
+    /// A node has failed after it took the request.
+    fn taken(&self, failed: Failed) -> Failed {
+        self.taken.set(self.taken.get() + 1);
+        failed
+    }
+
     /// The engine's answer to the client, once its first byte is there.
     async fn pass_on(&self, begun: Begun) -> Result<Response<AnswerBody>, Failed> {
-        let Begun { head, body, lent, guard } = begun;
+        let Begun { head, mut body, lent, mut guard } = begun;
         let node = guard.node();
-        let beginning = EngineBody::begin(body, lent, guard, self.marks);
-        let begun = match self.shared.settings.first_byte_timeout {
-            None => beginning.await,
-            Some(deadline) => match timeout(deadline, beginning).await {
-                Ok(begun) => begun,
-                Err(_) => return Err(Failed::late(node, deadline)),
-            },
+        let first = match self.shared.settings.first_byte_timeout {
+            None => Ok(body.frame().await),
+            Some(deadline) => timeout(deadline, body.frame()).await.map_err(|_| deadline),
         };
-        match begun {
-            Ok(body) => {
-                let mut response = Response::from_parts(head, AnswerBody::Engine(Box::new(body)));
-                forward::to_client(&mut response, self.client_id);
-                Ok(response)
-            }
-            Err((error, mut guard)) => {
+        let body = match first {
+            Ok(Some(Ok(first))) => EngineBody::new(first, body, lent, guard, self.marks),
+            Ok(None) => EngineBody::empty(lent, guard),
+            Ok(Some(Err(error))) => {
                 guard.end(LegEnd::Failed);
-                Err(Failed::bad_gateway(
-                    node,
-                    format!("a node ended its answer before the first byte: {error}"),
-                ))
+                let sentence = format!("a node ended its answer before the first byte: {error}");
+                return Err(self.taken(Failed::bad_gateway(node, sentence)));
             }
-        }
+            Err(deadline) => {
+                guard.end(LegEnd::Failed);
+                return Err(Failed::late(node, deadline));
+            }
+        };
+        let mut response = Response::from_parts(head, AnswerBody::Engine(Box::new(body)));
+        forward::to_client(&mut response, self.client_id);
+        Ok(response)
     }
 
     /// An engine's answer that was read already.

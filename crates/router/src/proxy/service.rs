@@ -1,6 +1,6 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{sync::Arc, time::Duration};
+use std::{cell::Cell, sync::Arc, time::Duration};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
@@ -171,6 +171,7 @@ async fn post(
         id,
         client_id,
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
+        taken: Cell::new(0),
     };
     Ok(work.serve().await)
 }
