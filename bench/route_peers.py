@@ -1,0 +1,403 @@
+"""What a router costs: `kvlane route` and vllm-router before the same fake engines, in turns.
+
+    pip install vllm-router==0.1.17        # in any environment
+    python bench/route_peers.py --vllm-router PATH/TO/vllm-router      # five minutes on two cores
+
+The engines take no time of their own, so what is measured is the router: its CPU time for each request, from /proc,
+and what it adds to the median latency of one client. Client, routers and engines share the machine's cores; CPU time
+is not wall time, so that matters little. Rounds are interleaved, figures are medians over them. Writes
+route_peers.json and route_peers.png; status 1 when a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlane.bench import drawing, report
+from kvlane.bench.drawing import Bar, Panel, Picture
+from kvlane.testing.fake_engine import FakeEngine
+
+START_S = 60.0
+PREFIXES = 64
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of load, and what is wanted of it."""
+
+    name: str
+    routers: str
+    """Which of the routers' configurations serve it."""
+    goal: float
+    """kvlane's figure as a share of vllm-router's; of the latency case: milliseconds."""
+    body_bytes: int = 2048
+    is_stream: bool = True
+    clients: int = 16
+    requests: int = 2000
+    chunks: int = 16
+    unit: str = "us of CPU a request"
+
+
+CASES = (
+    Case("round robin, 2 kB, 16 chunks", "round robin, streamed", 0.35),
+    Case("round robin, 2 kB, not streamed", "round robin", 0.67, is_stream=False, requests=4000),
+    Case("by prefix, 2 kB, 16 chunks", "by prefix, streamed", 0.25),
+    Case(
+        "by prefix, 32 kB, not streamed", "by prefix", 0.35, body_bytes=32768, is_stream=False, requests=1000
+    ),
+    Case("prefill then decode, 2 kB", "pairs", 0.5, is_stream=False),
+    Case(
+        "a paced chunk (10 ms)",
+        "paced",
+        0.5,
+        clients=64,
+        requests=192,
+        chunks=100,
+        unit="us of CPU a chunk",
+    ),
+)
+LATENCY = Case(
+    "added median, one client", "round robin", 0.10, is_stream=False, clients=1, requests=1000, unit="ms"
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm-router", default=shutil.which("vllm-router"), metavar="PROGRAM")
+    parser.add_argument("--kvlane", default=shutil.which("kvlane"), metavar="PROGRAM")
+    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("out/route_peers"))
+    settings = parser.parse_args()
+    if not settings.vllm_router or not settings.kvlane:
+        parser.error("give --vllm-router and --kvlane, or have both in PATH")
+    settings.out.mkdir(parents=True, exist_ok=True)
+    values: dict[str, dict[str, list[float]]] = {}
+    with report.CpuWatch() as watch, routers(settings.kvlane, settings.vllm_router) as started:
+        for number in range(settings.rounds):
+            for case in CASES:
+                names = ["kvlane", "vllm-router"]
+                for name in names[:: 1 if number % 2 == 0 else -1]:
+                    value = cpu_of(case, started.router(name, case.routers))
+                    report.say(f"[{number + 1}/{settings.rounds}] {case.name}: {name} {value:.1f}")
+                    values.setdefault(case.name, {}).setdefault(name, []).append(value)
+            for name in ("direct", "kvlane", "vllm-router"):
+                value = latency_of(started, name)
+                report.say(f"[{number + 1}/{settings.rounds}] median of one client: {name} {value:.3f} ms")
+                values.setdefault(LATENCY.name, {}).setdefault(name, []).append(value)
+    result = {
+        "benchmark": "routers",
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {"rounds": settings.rounds},
+        "versions": versions(settings),
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "values": values,
+        "compared": compared(values),
+    }
+    report.write_json(settings.out / "route_peers.json", result)
+    drawing.save(picture(result), settings.out / "route_peers.png")
+    print(table(result["compared"]))
+    print(f"written: {settings.out}/route_peers.json")
+    return 0 if all(row["holds"] for row in result["compared"]) else 1
+
+
+def compared(values: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """Medians of each case, and whether its goal holds."""
+    rows = []
+    for case in (*CASES, LATENCY):
+        if case.name not in values:
+            continue
+        medians = {name: statistics.median(each) for name, each in values[case.name].items()}
+        if case is LATENCY:
+            ours, theirs = (medians[name] - medians["direct"] for name in ("kvlane", "vllm-router"))
+            holds = ours <= case.goal
+        else:
+            ours, theirs = medians["kvlane"], medians["vllm-router"]
+            holds = ours <= case.goal * theirs
+        rows.append(
+            {
+                "case": case.name,
+                "unit": case.unit,
+                "kvlane": ours,
+                "vllm-router": theirs,
+                "share": ours / theirs,
+                "goal": case.goal,
+                "holds": holds,
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'case':34} {'kvlane':>9} {'vllm-router':>12} {'share':>6} {'goal':>6}"]
+    for row in rows:
+        digits = 3 if row["unit"] == "ms" else 1
+        lines.append(
+            f"{row['case']:34} {row['kvlane']:>9.{digits}f} {row['vllm-router']:>12.{digits}f} {row['share']:>6.2f} "
+            f"{row['goal']:>6.2f} {'' if row['holds'] else 'missed'} {row['unit']}"
+        )
+    return "\n".join(lines)
+
+
+def picture(result: dict[str, Any]) -> Picture:
+    """Each case with vllm-router as 1."""
+    rows = [row for row in result["compared"] if row["unit"] != "ms"]
+    panels = tuple(
+        Panel(
+            row["case"],
+            tuple(
+                Bar(name, row[name] / row["vllm-router"], f"{row[name]:.1f} {row['unit']}", colour)
+                for name, colour in (("vllm-router", drawing.COLOURS[7]), ("kvlane", drawing.COLOURS[0]))
+            ),
+            row["goal"],
+        )
+        for row in rows
+    )
+    about = f"two fake engines that take no time; {result['versions']['vllm-router']}; {result['date']}"
+    return Picture("CPU that a router takes; the line is the goal", about, panels)
+
+
+def versions(settings: argparse.Namespace) -> dict[str, str]:
+    return {
+        "kvlane": importlib.metadata.version("kvlane"),
+        "vllm-router": said(settings.vllm_router, "--version"),
+    }
+
+
+def said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+@dataclass
+class Process:
+    """A running router."""
+
+    pid: int
+    address: str
+
+
+@dataclass
+class Started:
+    """All that runs."""
+
+    engines: dict[str, list[FakeEngine]] = field(default_factory=dict)
+    running: dict[tuple[str, str], Process] = field(default_factory=dict)
+
+    def router(self, name: str, configuration: str) -> Process:
+        return self.running[name, configuration]
+
+
+@contextmanager
+def routers(kvlane: str, vllm_router: str) -> Iterator[Started]:
+    """Each router in each configuration, before engines of their kind."""
+    with ExitStack() as stack:
+        started = Started()
+        kinds = {
+            "at once": [],
+            # Else the engine writes all chunks at once, and a router sees them as one.
+            "streamed": ["--itl-ms", "1"],
+            "paced": ["--itl-ms", "10"],
+            "pairs": ["--pairs", "nixl"],
+        }
+        for kind, flags in kinds.items():
+            common = ["--max-num-seqs", "4096", "--cache-blocks", "100000", *flags]
+            started.engines[kind] = [stack.enter_context(FakeEngine(*common)) for _ in range(2)]
+        urls = {kind: [engine.url for engine in engines] for kind, engines in started.engines.items()}
+        for configuration, kind, ours, theirs in (
+            ("round robin", "at once", "round-robin", "round_robin"),
+            ("round robin, streamed", "streamed", "round-robin", "round_robin"),
+            ("by prefix", "at once", "least-work", "cache_aware"),
+            ("by prefix, streamed", "streamed", "least-work", "cache_aware"),
+            ("paced", "paced", "round-robin", "round_robin"),
+        ):
+            named = [word for url in urls[kind] for word in ("--worker", url)]
+            start(stack, started, ("kvlane", configuration), [kvlane, "route", "--policy", ours, *named])
+            command = [vllm_router, "--worker-urls", *urls[kind], "--policy", theirs]
+            start(stack, started, ("vllm-router", configuration), command)
+        prefill, decode = urls["pairs"]
+        command = [kvlane, "route", "--prefill", prefill, "--decode", decode, "--policy", "round-robin"]
+        # All prompts are prefilled apart, as vllm-router does.
+        start(stack, started, ("kvlane", "pairs"), [*command, "--short-prompt", "0"])
+        command = [vllm_router, "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode]
+        start(stack, started, ("vllm-router", "pairs"), [*command, "--policy", "round_robin"])
+        yield started
+
+
+def start(stack: ExitStack, started: Started, name: tuple[str, str], command: list[str]) -> None:
+    port = free_port()
+    if name[0] == "kvlane":
+        command = [*command, "--listen", f"127.0.0.1:{port}", "--log", "warn"]
+    else:
+        command = [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+        command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stack.callback(end, process)
+    address = f"127.0.0.1:{port}"
+    body = request("", 2048, is_stream=False, chunks=1)
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            asyncio.run(load(address, [body], 1, 1))
+            break
+        except (OSError, Failed):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise
+            time.sleep(0.2)
+    started.running[name] = Process(process.pid, address)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def cpu_of(case: Case, router: Process) -> float:
+    """Microseconds of the router's CPU time, for each request or each chunk."""
+    bodies = [
+        request(f"{number} ", case.body_bytes, case.is_stream, case.chunks) for number in range(PREFIXES)
+    ]
+    asyncio.run(load(router.address, bodies, case.clients, min(case.requests, 4 * PREFIXES)))
+    before = cpu_seconds(router.pid)
+    asyncio.run(load(router.address, bodies, case.clients, case.requests))
+    spent = cpu_seconds(router.pid) - before
+    return spent * 1e6 / (case.requests * (case.chunks if "chunk" in case.unit else 1))
+
+
+def latency_of(started: Started, name: str) -> float:
+    """Milliseconds from a request to the end of its answer: the median of one client over one connection."""
+    address = (
+        started.engines["at once"][0].address
+        if name == "direct"
+        else started.router(name, LATENCY.routers).address
+    )
+    bodies = [request("", LATENCY.body_bytes, LATENCY.is_stream, LATENCY.chunks)]
+    times = asyncio.run(load(address, bodies, LATENCY.clients, LATENCY.requests))
+    return statistics.median(times) * 1e3
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all that it has started."""
+    seconds, pids = 0.0, [pid]
+    for each in pids:
+        try:
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
+            children = Path(f"/proc/{each}/task/{each}/children").read_text().split()
+        except OSError:
+            continue
+        seconds += (int(fields[11]) + int(fields[12])) / TICKS
+        pids += [int(child) for child in children]
+    return seconds
+
+
+def request(name: str, body_bytes: int, is_stream: bool, chunks: int) -> bytes:
+    prompt = (name + "The lanes of a harbour, seen from above. ") * (body_bytes // 40 + 1)
+    body = json.dumps(
+        {"model": "fake", "prompt": prompt[:body_bytes], "max_tokens": chunks, "stream": is_stream}
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Failed(Exception):
+    """An answer that is no 200."""
+
+
+class _Client(asyncio.Protocol):
+    """Sends one request after the other over one connection."""
+
+    def __init__(self, bodies: Iterator[bytes], done: asyncio.Future[None], times: list[float]) -> None:
+        self._bodies, self._done, self._times = bodies, done, times
+        self._buffer = b""
+        self._head = -1
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._next()
+
+    def _next(self) -> None:
+        body = next(self._bodies, None)
+        if body is None:
+            self._transport.close()
+            if not self._done.done():
+                self._done.set_result(None)
+            return
+        self._buffer, self._head = b"", -1
+        self._started = time.perf_counter()
+        self._transport.write(body)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._head < 0:
+            self._head = self._buffer.find(b"\r\n\r\n")
+            if self._head < 0:
+                return
+            head = self._buffer[: self._head].lower()
+            if not head.startswith(b"http/1.1 200"):
+                self._fail(self._buffer.decode(errors="replace"))
+                return
+            _, found, length = head.partition(b"content-length: ")
+            self._length = int(length.split(b"\r\n")[0]) if found else None
+        if self._length is None:
+            is_over = self._buffer.endswith(b"0\r\n\r\n")
+        else:
+            is_over = len(self._buffer) >= self._head + 4 + self._length
+        if is_over:
+            self._times.append(time.perf_counter() - self._started)
+            self._next()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(f"the connection ended: {exc}")
+
+    def _fail(self, why: str) -> None:
+        if not self._done.done():
+            self._done.set_exception(Failed(why))
+
+
+async def load(address: str, bodies: list[bytes], clients: int, requests: int) -> list[float]:
+    """Seconds that each of the requests took."""
+    host, _, port = address.partition(":")
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+    wanted = iter([bodies[number % len(bodies)] for number in range(requests)])
+    ends = []
+    for _ in range(clients):
+        done: asyncio.Future[None] = loop.create_future()
+        ends.append(done)
+        await loop.create_connection(lambda done=done: _Client(wanted, done, times), host, int(port))
+    await asyncio.gather(*ends)
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
