@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use kvlane_door::{CONNECTIONS_MAX, Pages, Slots};
 use kvlane_engine_memory::Gpus;
 use kvlane_gpu::{Driver, GpuError, RailOptions};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions};
@@ -30,7 +31,6 @@ use crate::{
     reaper, session,
     sessions::Sessions,
     shared::Shared,
-    slots::Slots,
     ssd::{Ssd, SsdOptions},
     ssd_notes::SsdNotes,
     unreachable::Unreachable,
@@ -96,7 +96,7 @@ pub enum StartError {
 pub struct Daemon {
     pub(crate) shared: Arc<Shared>,
     listeners: Listeners,
-    http: Option<http::Http>,
+    http: Option<Pages>,
     reaper: Option<std::thread::JoinHandle<()>>,
     ssd_notes: Option<SsdNotes>,
     _background: Background,
@@ -143,7 +143,7 @@ impl Daemon {
             save_link_share: options.save_link_share,
             unreachable: Unreachable::default(),
             tcp_slots: Slots::new(session::TCP_CONNECTIONS_MAX, descriptors),
-            http_slots: Slots::new(http::CONNECTIONS_MAX, descriptors),
+            http_slots: Slots::new(CONNECTIONS_MAX, descriptors),
             stopping: AtomicBool::new(false),
         });
         let reaper = reaper::start(Arc::clone(&shared))?;

@@ -7,9 +7,7 @@ mod daemon;
 mod door;
 mod engines;
 mod greeted;
-mod host;
 mod http;
-mod http_waiting;
 mod keeper;
 mod listen;
 #[cfg(test)]
@@ -26,7 +24,6 @@ mod session;
 mod session_table;
 mod sessions;
 mod shared;
-mod slots;
 mod ssd;
 mod ssd_notes;
 mod status;

@@ -35,8 +35,8 @@ use crate::{
     replies::Replies,
     sessions::{Busy, Connected, Info},
     shared::Shared,
-    slots::Slot,
 };
+use kvlane_door::Slot;
 
 const READ_BYTES: usize = 64 << 10;
 /// A process of the daemon's user that does not say Hello for so long is cut off.

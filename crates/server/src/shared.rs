@@ -8,13 +8,14 @@ use std::{
     time::Instant,
 };
 
+use kvlane_door::Slots;
 use kvlane_engine_memory::Gpus;
 use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
     ceilings::HitCeilings, engines::Engines, metrics::recorder::Metrics, refusal_log::Refusals,
-    sessions::Sessions, slots::Slots, ssd::Ssd, unreachable::Unreachable,
+    sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
 /// What all sessions share.

@@ -1,4 +1,4 @@
-//! How many connections a door of the daemon has open at most, so that those who come over TCP or HTTP, who prove nothing,
+//! How many connections a door of a program has open at most, so that those who come over TCP or HTTP, who prove nothing,
 //! leave memory, threads and descriptors to engines.
 
 use std::sync::{
@@ -11,7 +11,7 @@ const DESCRIPTORS_PART: u64 = 16;
 
 /// The connections of one door.
 #[derive(Debug)]
-pub(crate) struct Slots {
+pub struct Slots {
     taken: AtomicUsize,
     most: usize,
     turned_away: AtomicU64,
@@ -19,18 +19,18 @@ pub(crate) struct Slots {
 
 /// A connection that is open.
 #[derive(Debug)]
-pub(crate) struct Slot(Arc<Slots>);
+pub struct Slot(Arc<Slots>);
 
 impl Slots {
     /// For a door that wants `most` connections, in a process that may have so many descriptors (None: any number).
-    pub(crate) fn new(most: usize, descriptors: Option<u64>) -> Arc<Self> {
+    pub fn new(most: usize, descriptors: Option<u64>) -> Arc<Self> {
         let part = descriptors.map_or(u64::MAX, |all| (all / DESCRIPTORS_PART).max(1));
         let most = most.min(usize::try_from(part).unwrap_or(usize::MAX));
         Arc::new(Self { taken: AtomicUsize::new(0), most, turned_away: AtomicU64::new(0) })
     }
 
     /// Counts a connection in, until what this answers is dropped. None where there is no room: then it is to be closed.
-    pub(crate) fn take(self: &Arc<Self>) -> Option<Slot> {
+    pub fn take(self: &Arc<Self>) -> Option<Slot> {
         let one_more = |taken: usize| (taken < self.most).then_some(taken + 1);
         let taken = self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
         if taken.is_err() {
@@ -40,7 +40,7 @@ impl Slots {
     }
 
     /// Connections that found no room so far.
-    pub(crate) fn turned_away(&self) -> u64 {
+    pub fn turned_away(&self) -> u64 {
         self.turned_away.load(Ordering::Relaxed)
     }
 }

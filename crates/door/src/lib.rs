@@ -1,0 +1,18 @@
+//! Pages over HTTP for whoever reaches the port: health, metrics and the like of a program. They are read only, and strangers get
+//! little of the program's time and descriptors.
+//!
+//! - [`Pages`]: serves them, in one thread.
+//! - [`Names`]: under which names they may be asked for.
+//! - [`Slots`]: how many connections are open.
+#![forbid(unsafe_code)]
+
+mod host;
+mod pages;
+mod slots;
+mod waiting;
+
+pub use self::{
+    host::Names,
+    pages::{CONNECTIONS_MAX, Pages},
+    slots::{Slot, Slots},
+};
