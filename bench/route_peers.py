@@ -244,7 +244,7 @@ def routers(kvlane: str, vllm_router: str) -> Iterator[Started]:
 def start(stack: ExitStack, started: Started, name: tuple[str, str], command: list[str]) -> None:
     port = free_port()
     if name[0] == "kvlane":
-        command = [*command, "--listen", f"127.0.0.1:{port}", "--log", "warn"]
+        command = [*command, "--listen", f"127.0.0.1:{port}", "--admin", "off", "--log", "warn"]
     else:
         command = [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]

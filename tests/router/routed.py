@@ -43,6 +43,7 @@ class Router:
     def __init__(self, *flags: str, nodes: int) -> None:
         self._flags, self._nodes = flags, nodes
         self.address = ""
+        self.admin = ""
         self.lines: list[str] = []
 
     def __enter__(self) -> Router:
@@ -50,6 +51,8 @@ class Router:
             str(KVLANE),
             "route",
             "--listen",
+            "127.0.0.1:0",
+            "--admin",
             "127.0.0.1:0",
             "--log",
             "info,kvlane_router=debug",
@@ -62,6 +65,9 @@ class Router:
             listens = re.compile(r"routes at http://(\S+?):? ")
             found = until("it listens", lambda: self._ended() or self._seen(listens))
             self.address = found[1]
+            admin = self._seen(re.compile(r"decisions at http://(\S+)"))
+            assert admin is not None
+            self.admin = admin[1]
             ready = re.compile("a node is ready")
             until(
                 "its nodes are ready",

@@ -5,6 +5,7 @@ use std::{fs, path::PathBuf};
 use anyhow::{Result, bail};
 use clap::{Args, CommandFactory};
 use kvlane_proto::PROTO_SOURCE;
+use kvlane_router::admin;
 use kvlane_server::{METRICS, MetricKind};
 
 use crate::Cli;
@@ -68,7 +69,7 @@ fn strip_environment(line: &str) -> String {
 
 fn metrics() -> String {
     let mut text = format!(
-        "{NOTE}# Metrics\n\nServed at `/metrics` of `--http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
+        "{NOTE}# Metrics\n\n## The daemon\n\nServed at `/metrics` of `kvlane serve --http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
     );
     for metric in METRICS {
         let kind = match metric.kind {
@@ -76,6 +77,14 @@ fn metrics() -> String {
             MetricKind::Gauge => "gauge",
             MetricKind::Histogram => "histogram",
         };
+        text.push_str(&format!("| `{}` | {kind} | {} | {} |\n", metric.name, metric.labels, metric.help));
+    }
+    text.push_str(
+        "\n## The router\n\nServed at `/metrics` of `kvlane route --admin`.\n\n\
+         | name | kind | labels | what |\n|---|---|---|---|\n",
+    );
+    for metric in admin::METRICS {
+        let kind = if metric.kind == admin::MetricKind::Counter { "counter" } else { "gauge" };
         text.push_str(&format!("| `{}` | {kind} | {} | {} |\n", metric.name, metric.labels, metric.help));
     }
     text

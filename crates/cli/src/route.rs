@@ -1,10 +1,14 @@
 //! `kvlane route`.
 
-use std::{fs, net::SocketAddr, net::TcpListener, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    fs, net::SocketAddr, net::TcpListener, path::PathBuf, process::ExitCode, sync::Arc, time::Duration,
+};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use kvlane_door::{CONNECTIONS_MAX, Names, Pages, Slots};
 use kvlane_router::{
+    admin::pages,
     probes::Probes,
     proxy::{Address, Proxy, ProxySettings, Shared},
     schedule::{Node, NodeId, Policy, Role, Scheduler, Settings},
@@ -29,6 +33,15 @@ pub(crate) struct RouteArgs {
     /// Where clients are served. Beyond this host only with --api-key-file
     #[arg(long, env = "KVLANE_ROUTE_LISTEN", value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
+
+    /// Where health, metrics, nodes and the last decisions are served, or off
+    #[arg(long, env = "KVLANE_ROUTE_ADMIN", value_name = "HOST:PORT", default_value = "127.0.0.1:9092")]
+    admin: String,
+
+    /// A name under which they may be asked for, such as that of a Kubernetes service; may be given more than once.
+    /// Addresses and localhost always work
+    #[arg(long, env = "KVLANE_ROUTE_ADMIN_HOST", value_name = "NAME", value_delimiter = ',')]
+    admin_host: Vec<String>,
 
     /// An engine that serves whole requests; may be given more than once
     #[arg(long, env = "KVLANE_ROUTE_WORKER", value_name = "URL", value_delimiter = ',')]
@@ -118,6 +131,7 @@ fn route(args: &RouteArgs) -> Result<()> {
     let listener = TcpListener::bind(args.listen)
         .with_context(|| format!("cannot listen at {} (--listen)", args.listen))?;
     let shared = Shared::new(settings, Scheduler::new(scheduler), random()?);
+    let admin = admin(args, &shared)?;
     let nodes = add_nodes(args, &shared);
     let probes = Probes::start(&shared, nodes)?;
     let proxy = Proxy::start(listener, &shared)?;
@@ -139,7 +153,21 @@ fn route(args: &RouteArgs) -> Result<()> {
     tracing::info!(seconds = args.drain, "stopping: taking no new connections");
     proxy.stop(Duration::from_secs(args.drain));
     probes.stop();
+    admin.into_iter().for_each(Pages::stop);
     Ok(())
+}
+
+/// The admin port, unless it is off.
+fn admin(args: &RouteArgs, shared: &Arc<Shared>) -> Result<Option<Pages>> {
+    if args.admin == "off" {
+        return Ok(None);
+    }
+    let refused = || format!("--admin {}: cannot listen there; choose another HOST:PORT, or off", args.admin);
+    let listener = TcpListener::bind(&args.admin).with_context(refused)?;
+    tracing::info!("health, metrics, nodes and decisions at http://{}", listener.local_addr()?);
+    let names = Names { program: "router", flag: "--admin-host", given: args.admin_host.clone() };
+    let slots = Slots::new(CONNECTIONS_MAX, getrlimit(Resource::Nofile).current);
+    Ok(Some(Pages::serve(listener, pages(Arc::clone(shared)), names, slots)?))
 }
 
 fn settings(args: &RouteArgs) -> Result<ProxySettings> {

@@ -1,6 +1,8 @@
 //! What `kvlane route` is made of: one OpenAI endpoint before prefill and decode engines.
 //!
+//! - [`admin`]: what operators see.
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
+//! - [`decisions`]: the last choices.
 //! - [`ids`]: what engines get as a request's id.
 //! - [`legs`]: what a prefill node and a decode node are asked.
 //! - [`probes`]: asks nodes whether they are there, and which models they have.
@@ -8,7 +10,9 @@
 //! - [`schedule`]: which nodes a request goes to. Pure.
 #![forbid(unsafe_code)]
 
+pub mod admin;
 pub mod body;
+pub mod decisions;
 pub mod ids;
 pub mod legs;
 pub mod probes;

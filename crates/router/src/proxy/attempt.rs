@@ -3,7 +3,7 @@
 use std::{
     cell::Cell,
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use bytes::Bytes;
@@ -25,6 +25,7 @@ use super::{
 };
 use crate::{
     body::{Mark, Scan, scan},
+    decisions::Decision,
     ids::RequestId,
     legs,
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation},
@@ -80,7 +81,7 @@ impl Work<'_> {
         let mut tried = Vec::new();
         let mut last: Option<Failed> = None;
         for attempt in 0..ATTEMPTS_MAX as u32 {
-            let chosen = match self.choose(&tried) {
+            let chosen = match self.choose(&tried, attempt) {
                 Ok(chosen) => chosen,
                 Err(none) => {
                     Counters::count(&self.shared.counters.refused);
@@ -114,16 +115,30 @@ impl Work<'_> {
         )
     }
 
-    fn choose(&self, tried: &[NodeId]) -> Result<Chosen, NoNode> {
+    fn choose(&self, tried: &[NodeId], attempt: u32) -> Result<Chosen, NoNode> {
         let request = self.request(tried);
-        let choice = self.shared.state.lock().scheduler.choose(&request, Instant::now())?;
-        tracing::debug!(
-            id = self.id.name(),
-            why = choice.why.name(),
-            prompt_tokens = choice.prompt_tokens,
-            cached_tokens = choice.cached_tokens,
-            "chosen"
-        );
+        let mut state = self.shared.state.lock();
+        let choice = state.scheduler.choose(&request, Instant::now())?;
+        let (prefill, node) = match &choice.chosen {
+            Chosen::One(one) => (None, one.node),
+            Chosen::Pair { prefill, decode } => (Some(prefill.node), decode.node),
+        };
+        let name = |id| state.scheduler.node(id).map(|node| Arc::clone(&node.name));
+        let decision = Decision {
+            at: SystemTime::now(),
+            id: self.id,
+            client_id: String::from_utf8_lossy(self.client_id.as_bytes()).into_owned(),
+            model: self.model.map(str::to_owned),
+            attempt,
+            prefill: prefill.and_then(name),
+            node: name(node).unwrap_or_else(|| "".into()),
+            why: choice.why,
+            prompt_tokens: choice.prompt_tokens,
+            cached_tokens: choice.cached_tokens,
+            candidates: choice.candidates,
+        };
+        tracing::debug!(?decision, "chosen");
+        state.decisions.push(decision);
         Ok(choice.chosen)
     }
 

@@ -16,6 +16,7 @@ use thiserror::Error;
 
 use super::settings::ProxySettings;
 use crate::{
+    decisions::Decisions,
     ids::Ids,
     schedule::{Node, NodeId, Scheduler},
 };
@@ -118,13 +119,19 @@ pub(super) struct State {
     /// How nodes describe their models: JSON objects by model.
     descriptions: HashMap<NodeId, Vec<(Arc<str>, String)>>,
     pub(super) ids: Ids,
+    pub(super) decisions: Decisions,
 }
 
 impl Shared {
     /// Without nodes. `run` is random: it tells this run's requests from others'.
     pub fn new(settings: ProxySettings, scheduler: Scheduler, run: u64) -> Arc<Self> {
-        let state =
-            State { scheduler, addresses: HashMap::new(), descriptions: HashMap::new(), ids: Ids::new(run) };
+        let state = State {
+            scheduler,
+            addresses: HashMap::new(),
+            descriptions: HashMap::new(),
+            ids: Ids::new(run),
+            decisions: Decisions::default(),
+        };
         Arc::new(Self { settings, state: Mutex::new(state), counters: Counters::default() })
     }
 
@@ -159,6 +166,11 @@ impl Shared {
             state.descriptions.values().flatten().map(|(name, json)| (&**name, json.as_str())).collect();
         let listed: Vec<&str> = all.into_values().collect();
         format!(r#"{{"object": "list", "data": [{}]}}"#, listed.join(", "))
+    }
+
+    /// JSON of the last choices, the newest first.
+    pub(crate) fn decisions_page(&self, most: usize) -> serde_json::Value {
+        self.state.lock().decisions.page(most)
     }
 
     /// Looks at the scheduler, or changes it. Must not take long: all requests wait.

@@ -1,0 +1,194 @@
+//! What the admin port shows: health, metrics, nodes, the last decisions. Nothing can be changed there.
+
+use std::{
+    fmt::Write,
+    sync::{Arc, atomic::Ordering},
+};
+
+use axum::{
+    Json, Router,
+    extract::{Query, State},
+    http::StatusCode,
+    response::IntoResponse,
+    routing::get,
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::{
+    proxy::Shared,
+    schedule::{Node, NodeState},
+};
+
+/// Decisions that are shown where nobody says how many.
+const DECISIONS_SHOWN: usize = 100;
+
+/// Whether a metric only grows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MetricKind {
+    /// It does.
+    Counter,
+    /// It is a present value.
+    Gauge,
+}
+
+/// One metric of the router.
+#[derive(Debug, Clone, Copy)]
+pub struct Metric {
+    /// As scraped.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: MetricKind,
+    /// Labels, comma-separated.
+    pub labels: &'static str,
+    /// One sentence.
+    pub help: &'static str,
+    source: Source,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Source {
+    Total(fn(&Shared) -> u64),
+    OfNode(fn(&Node) -> u64),
+}
+
+/// All of them.
+pub const METRICS: &[Metric] = &[
+    total("kvlane_route_requests_total", MetricKind::Counter, "Requests of clients.", |shared| {
+        shared.counters.requests.load(Ordering::Relaxed)
+    }),
+    total(
+        "kvlane_route_retries_total",
+        MetricKind::Counter,
+        "Attempts beyond a request's first one, on another node.",
+        |shared| shared.counters.retries.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_refused_total",
+        MetricKind::Counter,
+        "Requests that no node was there for.",
+        |shared| shared.counters.refused.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_not_handed_over_total",
+        MetricKind::Counter,
+        "Requests whose prefill node named nothing for the decode node, which then computes the prompt again.",
+        |shared| shared.counters.not_handed_over.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_left_total",
+        MetricKind::Counter,
+        "Legs of requests whose client left before their end.",
+        |shared| shared.counters.left.load(Ordering::Relaxed),
+    ),
+    total("kvlane_route_connections", MetricKind::Gauge, "Clients' connections that are open.", |shared| {
+        shared.counters.connections.load(Ordering::Relaxed)
+    }),
+    total("kvlane_route_index_bytes", MetricKind::Gauge, "Memory of the index of prefixes.", |shared| {
+        shared.with_scheduler(|scheduler| scheduler.index_bytes() as u64)
+    }),
+    of_node("kvlane_route_node_ready", "Whether the node gets requests: 1, or 0.", |node| {
+        u64::from(node.state == NodeState::Ready)
+    }),
+    of_node("kvlane_route_node_open", "Whether the node is left alone since it failed: 1, or 0.", |node| {
+        u64::from(node.breaker.is_open())
+    }),
+    of_node("kvlane_route_node_requests", "Requests of this router that the node has.", |node| {
+        node.load.own_requests
+    }),
+    of_node(
+        "kvlane_route_node_prefill_tokens",
+        "Tokens of them that are still to be prefilled, estimated.",
+        |node| node.load.own_tokens,
+    ),
+];
+
+const fn total(
+    name: &'static str,
+    kind: MetricKind,
+    help: &'static str,
+    value: fn(&Shared) -> u64,
+) -> Metric {
+    Metric { name, kind, labels: "", help, source: Source::Total(value) }
+}
+
+const fn of_node(name: &'static str, help: &'static str, value: fn(&Node) -> u64) -> Metric {
+    Metric { name, kind: MetricKind::Gauge, labels: "node, role", help, source: Source::OfNode(value) }
+}
+
+/// The pages.
+pub fn pages(shared: Arc<Shared>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .route("/nodes", get(nodes))
+        .route("/decisions", get(decisions))
+        .with_state(shared)
+}
+
+async fn health(State(shared): State<Arc<Shared>>) -> (StatusCode, Json<Value>) {
+    let ready = shared.with_scheduler(|scheduler| {
+        scheduler.nodes().filter(|(_, node)| node.state == NodeState::Ready).count()
+    });
+    let (code, status) = if ready > 0 {
+        (StatusCode::OK, "ok")
+    } else {
+        (StatusCode::SERVICE_UNAVAILABLE, "no node is ready")
+    };
+    (code, Json(json!({ "status": status, "nodes_ready": ready, "version": env!("CARGO_PKG_VERSION") })))
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
+    ([("content-type", "text/plain; version=0.0.4")], metrics_page(&shared))
+}
+
+fn metrics_page(shared: &Shared) -> String {
+    let mut page = String::new();
+    for Metric { name, kind, help, source, .. } in METRICS {
+        let kind = if *kind == MetricKind::Counter { "counter" } else { "gauge" };
+        // A String takes everything.
+        let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        let _ = match source {
+            Source::Total(value) => writeln!(page, "{name} {}", value(shared)),
+            Source::OfNode(value) => shared.with_scheduler(|scheduler| {
+                scheduler.nodes().try_for_each(|(_, node)| {
+                    writeln!(page, "{name}{{node=\"{}\",role=\"{}\"}} {}", node.name, node.role, value(node))
+                })
+            }),
+        };
+    }
+    page
+}
+
+async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let nodes: Vec<Value> = shared.with_scheduler(|scheduler| {
+        scheduler
+            .nodes()
+            .map(|(id, node)| {
+                json!({
+                    "id": id.to_string(),
+                    "node": &*node.name,
+                    "role": node.role.name(),
+                    "state": node.state.name(),
+                    "left_alone": node.breaker.is_open(),
+                    "models": node.models.iter().map(|model| &**model).collect::<Vec<_>>(),
+                    "requests": node.load.own_requests,
+                    "prefill_tokens": node.load.own_tokens,
+                    "requests_of_others": node.load.other_requests,
+                    // By hashes of texts that were sent there; nothing is known of what it evicted.
+                    "prefixes": "approximate",
+                })
+            })
+            .collect()
+    });
+    Json(json!({ "nodes": nodes }))
+}
+
+#[derive(Debug, Deserialize)]
+struct Shown {
+    limit: Option<usize>,
+}
+
+async fn decisions(State(shared): State<Arc<Shared>>, Query(shown): Query<Shown>) -> Json<Value> {
+    Json(json!({ "decisions": shared.decisions_page(shown.limit.unwrap_or(DECISIONS_SHOWN)) }))
+}
