@@ -1,8 +1,8 @@
-"""Lets the tests of this folder import its helpers."""
+"""Lets the tests of this folder import its helpers, and those of tests/daemon for processes."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "daemon")]

@@ -5,36 +5,21 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
+
+from processes import KVLANE, PATIENCE, until
 
 from kvlane.testing.fake_engine import FakeEngine
 
-KVLANE = Path(shutil.which("kvlane") or Path(sys.executable).with_name("kvlane"))
-PATIENCE = 30.0
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # Long enough to be prefilled apart.
 LONG = "Of ships and harbours, and of the sea in between. " * 40
-
-
-def until(what: str, condition: Callable[[], Any]) -> Any:
-    """Waits for the state of another process, which sends no event."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
-        time.sleep(0.005)
 
 
 class Router:

@@ -7,15 +7,14 @@ import json
 import re
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from processes import PATIENCE, until
 
 from kvlane.testing.fake_engine import FakeEngine
 
-PATIENCE = 30.0
 PROMPT = "Tell me of the sea. " * 20
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -67,17 +66,6 @@ def words(event: dict[str, Any]) -> str:
 def text_of(answer: dict[str, Any]) -> str:
     choice = answer["choices"][0]
     return choice["message"]["content"] if "message" in choice else choice["text"]
-
-
-def until(what: str, condition: Callable[[], Any]) -> Any:
-    """Waits for the state of another process, which sends no event."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -12,22 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from routed import (
-    CHAT,
-    COMPLETIONS,
-    KVLANE,
-    LONG,
-    PATIENCE,
-    Router,
-    ask,
-    chat,
-    connect,
-    routed,
-    text_of,
-    until,
-    wanted,
-    words_of,
-)
+from processes import KVLANE, PATIENCE, until
+from routed import CHAT, COMPLETIONS, LONG, Router, ask, chat, connect, routed, text_of, wanted, words_of
 
 OWN_ID = re.compile(r"kvlane-[0-9a-f]{12}-[0-9a-z]+-w0")
 
@@ -178,6 +164,26 @@ def test_what_is_no_http_is_refused_and_no_second_request_hides_in_a_first() -> 
         assert raw(router.address, b"GET /health HTTP/1.1\r\n" + many + b"\r\n").startswith(b"HTTP/1.1 431 ")
         assert engine.log() == []
         assert ask(router.address, COMPLETIONS, wanted())[0] == 200
+
+
+def test_all_bodies_together_are_bounded() -> None:
+    """Each client of ten thousand may send a body of 64 MB: all of them would take what no machine has."""
+    with routed([], flags=("--max-bodies", "100kb")) as (router, (engine,)):
+        host, port = router.address.split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90001\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as slow:
+            slow.sendall(head + b"x" * 90_000)
+
+            def is_held() -> bool:
+                _, page, _ = ask(router.admin, "/metrics")
+                return "kvlane_route_body_bytes 90000" in page
+
+            until("the first body is held", is_held)
+            status, answer, headers = ask(router.address, COMPLETIONS, wanted("y" * 20_000))
+            assert (status, headers["retry-after"]) == (503, "1"), answer
+            assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200
+        until("its place is free", lambda: ask(router.address, COMPLETIONS, wanted("y" * 20_000))[0] == 200)
+        assert len(engine.log()) == 2
 
 
 def test_sigterm_lets_what_is_under_way_end() -> None:

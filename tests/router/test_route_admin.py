@@ -6,7 +6,8 @@ import re
 import signal
 from pathlib import Path
 
-from routed import COMPLETIONS, LONG, ask, routed, until, wanted
+from processes import until
+from routed import COMPLETIONS, LONG, ask, routed, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,10 +7,10 @@ import json
 import signal
 import socket
 import threading
-import time
 
 import pytest
-from routed import COMPLETIONS, LONG, Router, ask, connect, routed, text_of, until, wanted, words_of
+from processes import until
+from routed import COMPLETIONS, LONG, Router, ask, connect, routed, text_of, wanted, words_of
 
 from kvlane.testing.fake_engine import FakeEngine
 
@@ -167,7 +167,7 @@ def test_engines_that_flap_lose_no_request() -> None:
             for _ in range(3):
                 before = len(statuses)
                 stops.kill(signal.SIGSTOP)
-                time.sleep(0.2)  # nothing to wait for: the stopped engine says nothing
+                until("others are served meanwhile", lambda before=before: len(statuses) > before + 5)
                 stops.kill(signal.SIGCONT)
                 until("requests go on", lambda before=before: len(statuses) > before + 20)
             before = len(statuses)

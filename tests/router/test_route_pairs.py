@@ -9,7 +9,8 @@ import socket
 from typing import Any
 
 import pytest
-from routed import CHAT, COMPLETIONS, LONG, ask, chat, connect, routed, text_of, until, wanted, words_of
+from processes import until
+from routed import CHAT, COMPLETIONS, LONG, ask, chat, connect, routed, text_of, wanted, words_of
 
 from kvlane.testing.fake_engine import FakeEngine
 

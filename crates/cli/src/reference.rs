@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::{Args, CommandFactory};
 use kvlane_proto::PROTO_SOURCE;
 use kvlane_router::admin;
-use kvlane_server::{METRICS, MetricKind};
+use kvlane_server::METRICS;
 
 use crate::Cli;
 
@@ -72,20 +72,16 @@ fn metrics() -> String {
         "{NOTE}# Metrics\n\n## The daemon\n\nServed at `/metrics` of `kvlane serve --http`.\n\n| name | kind | labels | what |\n|---|---|---|---|\n"
     );
     for metric in METRICS {
-        let kind = match metric.kind {
-            MetricKind::Counter => "counter",
-            MetricKind::Gauge => "gauge",
-            MetricKind::Histogram => "histogram",
-        };
-        text.push_str(&format!("| `{}` | {kind} | {} | {} |\n", metric.name, metric.labels, metric.help));
+        let (kind, labels) = (metric.kind.name(), metric.labels);
+        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
     }
     text.push_str(
         "\n## The router\n\nServed at `/metrics` of `kvlane route --admin`.\n\n\
          | name | kind | labels | what |\n|---|---|---|---|\n",
     );
     for metric in admin::METRICS {
-        let kind = if metric.kind == admin::MetricKind::Counter { "counter" } else { "gauge" };
-        text.push_str(&format!("| `{}` | {kind} | {} | {} |\n", metric.name, metric.labels, metric.help));
+        let (kind, labels) = (metric.kind.name(), metric.labels);
+        text.push_str(&format!("| `{}` | {kind} | {labels} | {} |\n", metric.name, metric.help));
     }
     text
 }

@@ -80,6 +80,10 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_MAX_BODY", value_name = "SIZE", default_value = "64mb")]
     max_body: Size,
 
+    /// Most bytes of requests' bodies that are held at a time, each until its answer begins; of more, requests get 503
+    #[arg(long, env = "KVLANE_ROUTE_MAX_BODIES", value_name = "SIZE", default_value = "1gb")]
+    max_bodies: Size,
+
     /// A file with keys, one a line: clients have to show one of them as `Authorization: Bearer KEY`
     #[arg(long, env = "KVLANE_ROUTE_API_KEY_FILE", value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -200,6 +204,7 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         threads: args.threads.into(),
         connections_max: args.max_connections.max(1) as usize,
         body_bytes_max: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
+        bodies_bytes_max: usize::try_from(args.max_bodies.0).unwrap_or(usize::MAX),
         keys,
         first_byte_timeout,
         ..ProxySettings::default()

@@ -3,16 +3,19 @@
 //!
 //! - [`Pages`]: serves them, in one thread.
 //! - [`Names`]: under which names they may be asked for.
+//! - [`write_metric`]: metrics as Prometheus reads them.
 //! - [`Slots`]: how many connections are open.
 #![forbid(unsafe_code)]
 
 mod host;
+mod metrics;
 mod pages;
 mod slots;
 mod waiting;
 
 pub use self::{
     host::Names,
+    metrics::{MetricKind, escape_label, write_metric},
     pages::{CONNECTIONS_MAX, Pages},
     slots::{Slot, Slots},
 };

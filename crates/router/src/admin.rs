@@ -1,9 +1,6 @@
 //! What the admin port shows: health, metrics, nodes, the last decisions. Nothing can be changed there.
 
-use std::{
-    fmt::Write,
-    sync::{Arc, atomic::Ordering},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use axum::{
     Json, Router,
@@ -12,6 +9,7 @@ use axum::{
     response::IntoResponse,
     routing::get,
 };
+use kvlane_door::{MetricKind, escape_label, write_metric};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -22,15 +20,6 @@ use crate::{
 
 /// Decisions that are shown where nobody says how many.
 const DECISIONS_SHOWN: usize = 100;
-
-/// Whether a metric only grows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MetricKind {
-    /// It does.
-    Counter,
-    /// It is a present value.
-    Gauge,
-}
 
 /// One metric of the router.
 #[derive(Debug, Clone, Copy)]
@@ -80,6 +69,18 @@ pub const METRICS: &[Metric] = &[
         MetricKind::Counter,
         "Legs of requests whose client left before their end.",
         |shared| shared.counters.left.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_other_role_total",
+        MetricKind::Counter,
+        "Requests that went to a node of another role, since none of the right one was left.",
+        |shared| shared.counters.other_role.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_body_bytes",
+        MetricKind::Gauge,
+        "Bytes of requests' bodies that are held.",
+        |shared| shared.counters.body_bytes.load(Ordering::Relaxed),
     ),
     total("kvlane_route_connections", MetricKind::Gauge, "Clients' connections that are open.", |shared| {
         shared.counters.connections.load(Ordering::Relaxed)
@@ -145,17 +146,15 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> impl IntoResponse {
 fn metrics_page(shared: &Shared) -> String {
     let mut page = String::new();
     for Metric { name, kind, help, source, .. } in METRICS {
-        let kind = if *kind == MetricKind::Counter { "counter" } else { "gauge" };
-        // A String takes everything.
-        let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
-        let _ = match source {
-            Source::Total(value) => writeln!(page, "{name} {}", value(shared)),
+        let values: Vec<(String, f64)> = match source {
+            Source::Total(value) => vec![(String::new(), value(shared) as f64)],
             Source::OfNode(value) => shared.with_scheduler(|scheduler| {
-                scheduler.nodes().try_for_each(|(_, node)| {
-                    writeln!(page, "{name}{{node=\"{}\",role=\"{}\"}} {}", node.name, node.role, value(node))
-                })
+                let labels =
+                    |node: &Node| format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role);
+                scheduler.nodes().map(|(_, node)| (labels(node), value(node) as f64)).collect()
             }),
         };
+        write_metric(&mut page, name, *kind, help, values);
     }
     page
 }
@@ -174,7 +173,6 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "models": node.models.iter().map(|model| &**model).collect::<Vec<_>>(),
                     "requests": node.load.own_requests,
                     "prefill_tokens": node.load.own_tokens,
-                    "requests_of_others": node.load.other_requests,
                     // By hashes of texts that were sent there; nothing is known of what it evicted.
                     "prefixes": "approximate",
                 })

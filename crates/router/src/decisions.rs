@@ -12,7 +12,7 @@ pub const DECISIONS_MAX: usize = 1000;
 /// One choice.
 #[derive(Debug, Clone)]
 pub struct Decision {
-    /// When.
+    /// When it was made.
     pub at: SystemTime,
     /// Of which request.
     pub id: RequestId,
@@ -26,7 +26,7 @@ pub struct Decision {
     pub prefill: Option<Arc<str>>,
     /// The node that answers.
     pub node: Arc<str>,
-    /// Why.
+    /// What led to it.
     pub why: Why,
     /// Tokens of the prompt, estimated.
     pub prompt_tokens: u64,

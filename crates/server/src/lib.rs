@@ -31,5 +31,5 @@ mod unreachable;
 mod wire_gpu;
 
 pub use daemon::{Daemon, ServeOptions, StartError};
-pub use metrics::table::{METRICS, Metric, MetricKind};
+pub use metrics::table::{METRICS, Metric};
 pub use ssd::SsdOptions;

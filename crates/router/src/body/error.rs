@@ -12,7 +12,7 @@ pub enum BodyError {
     /// Something else stands where JSON wants this.
     #[error("the body is not JSON: at byte {at} there should be {expected}")]
     NotJson {
-        /// Where.
+        /// Bytes before the wrong one.
         at: usize,
         /// In words: "a value", "`,` or `}`".
         expected: &'static str,

@@ -21,9 +21,9 @@ use crate::{body::Mark, schedule::LegEnd};
 /// The body of an answer.
 #[derive(Debug)]
 pub(super) enum AnswerBody {
-    /// Ours.
+    /// The router's own.
     Own(Full<Bytes>),
-    /// An engine's.
+    /// An engine's, on its way.
     Engine(Box<EngineBody>),
 }
 

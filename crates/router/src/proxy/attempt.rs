@@ -28,7 +28,7 @@ use crate::{
     decisions::Decision,
     ids::RequestId,
     legs,
-    schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation},
+    schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
 };
 
 /// Nodes that one request is tried on.
@@ -137,6 +137,13 @@ impl Work<'_> {
             cached_tokens: choice.cached_tokens,
             candidates: choice.candidates,
         };
+        if choice.why == Why::OtherRole && Counters::count(&self.shared.counters.other_role) {
+            tracing::warn!(
+                id = self.id.name(),
+                node = %decision.node,
+                "no node of the right role is left: one of another role serves. Further cases are only counted"
+            );
+        }
         tracing::debug!(?decision, "chosen");
         state.decisions.push(decision);
         Ok(choice.chosen)
@@ -224,7 +231,13 @@ impl Work<'_> {
         let body = match (self.scan, transfer.and_then(|transfer| std::str::from_utf8(transfer).ok())) {
             (Some(scan), Some(transfer)) => legs::decode(scan, transfer).into(),
             _ => {
-                Counters::count(&self.shared.counters.not_handed_over);
+                if Counters::count(&self.shared.counters.not_handed_over) {
+                    tracing::warn!(
+                        id = self.id.name(),
+                        "a prefill node handed nothing over: the decode node computes the prompt again. Its connector must \
+                         answer kv_transfer_params; further cases are only counted"
+                    );
+                }
                 self.body.clone()
             }
         };

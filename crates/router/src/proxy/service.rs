@@ -1,6 +1,10 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{cell::Cell, sync::Arc, time::Duration};
+use std::{
+    cell::Cell,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
@@ -66,7 +70,8 @@ async fn route(
         (&Method::GET, "/v1/models") => Ok(models(shared)),
         (&Method::POST, _) if path.starts_with("/v1/") => {
             Counters::count(&shared.counters.requests);
-            let body = read(body, shared.settings.body_bytes_max, shared.settings.client_timeout).await?;
+            let mut held = Held { shared, bytes: 0 };
+            let body = read(body, &mut held).await?;
             post(shared, upstreams, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
@@ -89,7 +94,8 @@ fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
 }
 
 /// The whole body, unless it is too long or its client too slow.
-async fn read(mut body: Incoming, most: usize, patience: Duration) -> Result<Bytes, Problem> {
+async fn read(mut body: Incoming, held: &mut Held<'_>) -> Result<Bytes, Problem> {
+    let (most, patience) = (held.shared.settings.body_bytes_max, held.shared.settings.client_timeout);
     let too_large = || Problem {
         closes: true,
         ..Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {most} bytes"))
@@ -119,17 +125,47 @@ async fn read(mut body: Incoming, most: usize, patience: Duration) -> Result<Byt
         if so_far + piece.len() > most {
             return Err(too_large());
         }
+        held.take(piece.len())?;
         if so_far == 0 {
             only = Some(piece);
             continue;
         }
         if let Some(only) = only.take() {
-            whole.reserve((announced as usize).clamp(only.len() + piece.len(), 1 << 20));
+            whole.reserve((announced as usize).min(1 << 20));
             whole.extend_from_slice(&only);
         }
         whole.extend_from_slice(&piece);
     }
     Ok(only.unwrap_or_else(|| whole.freeze()))
+}
+
+/// What a request takes of the bytes that all bodies together may have, until it is dropped.
+struct Held<'s> {
+    shared: &'s Shared,
+    bytes: usize,
+}
+
+impl Held<'_> {
+    fn take(&mut self, bytes: usize) -> Result<(), Problem> {
+        self.bytes += bytes;
+        let before = self.shared.counters.body_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        let most = self.shared.settings.bodies_bytes_max;
+        if before + bytes as u64 <= most as u64 {
+            return Ok(());
+        }
+        let sentence = format!("this router holds {most} bytes of requests already; ask again");
+        Err(Problem {
+            closes: true,
+            retry_after: Some(Duration::from_secs(1)),
+            ..Problem::new(StatusCode::SERVICE_UNAVAILABLE, sentence)
+        })
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.shared.counters.body_bytes.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+    }
 }
 
 async fn post(
@@ -180,7 +216,7 @@ async fn post(
 fn seed(scan: &Scan<'_>) -> u64 {
     ["model", "cache_salt", "tools"]
         .into_iter()
-        .fold(0, |seed, name| xxh3_64_with_seed(scan.raw(name).unwrap_or_default(), seed ^ 1))
+        .fold(0, |seed, name| xxh3_64_with_seed(scan.raw(name).unwrap_or_default(), seed))
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

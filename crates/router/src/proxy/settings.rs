@@ -13,7 +13,9 @@ pub struct ProxySettings {
     pub keys: Vec<String>,
     /// Bytes of a request's body.
     pub body_bytes_max: usize,
-    /// How long a client may take for its headers, and then for each piece of its body.
+    /// Bytes of all bodies that are held at a time, each until its answer has begun.
+    pub bodies_bytes_max: usize,
+    /// How long a client may take for each piece of its body.
     pub client_timeout: Duration,
     /// How long a connection to a node may take.
     pub connect_timeout: Duration,
@@ -28,6 +30,7 @@ impl Default for ProxySettings {
             connections_max: 10_000,
             keys: Vec::new(),
             body_bytes_max: 64 << 20,
+            bodies_bytes_max: 1 << 30,
             client_timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(2),
             first_byte_timeout: None,

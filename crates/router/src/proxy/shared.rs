@@ -28,7 +28,7 @@ pub struct Address {
     pub authority: String,
     /// Name or address.
     pub host: String,
-    /// TCP.
+    /// The TCP port.
     pub port: u16,
     /// Without a slash at its end; empty mostly.
     pub path: String,
@@ -90,15 +90,20 @@ pub struct Counters {
     pub refused: AtomicU64,
     /// Pairs whose prefill node named no blocks: the decode node computes the prompt.
     pub not_handed_over: AtomicU64,
-    /// Requests whose client left before the last byte.
+    /// Legs whose client left before the last byte.
     pub left: AtomicU64,
+    /// Requests that went to a node of another role, since none of the right one was left.
+    pub other_role: AtomicU64,
+    /// Bytes of bodies that are held.
+    pub body_bytes: AtomicU64,
     /// Clients' connections that are open.
     pub connections: AtomicU64,
 }
 
 impl Counters {
-    pub(super) fn count(counter: &AtomicU64) {
-        counter.fetch_add(1, Ordering::Relaxed);
+    /// One more. Answers whether it is the first one.
+    pub(super) fn count(counter: &AtomicU64) -> bool {
+        counter.fetch_add(1, Ordering::Relaxed) == 0
     }
 }
 
@@ -141,14 +146,6 @@ impl Shared {
         let id = state.scheduler.add(node);
         state.addresses.insert(id, Arc::new(address));
         id
-    }
-
-    /// A node goes; what it serves goes on.
-    pub fn remove(&self, id: NodeId) -> Option<Node> {
-        let mut state = self.state.lock();
-        state.addresses.remove(&id);
-        state.descriptions.remove(&id);
-        state.scheduler.remove(id)
     }
 
     /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.

@@ -27,9 +27,9 @@ pub enum Chosen {
     One(Reservation),
     /// Two nodes of one group.
     Pair {
-        /// Prefills.
+        /// The node that prefills.
         prefill: Reservation,
-        /// Decodes.
+        /// The node that decodes.
         decode: Reservation,
     },
 }
@@ -68,9 +68,9 @@ impl Why {
 /// A choice and what led to it.
 #[derive(Debug)]
 pub struct Choice {
-    /// Who.
+    /// The nodes.
     pub chosen: Chosen,
-    /// Why.
+    /// What led to them.
     pub why: Why,
     /// Tokens of the prompt, estimated from its bytes.
     pub prompt_tokens: u64,

@@ -7,7 +7,7 @@ use thiserror::Error;
 /// How a node is chosen among those that could take a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Policy {
-    /// Any.
+    /// Any of them.
     Random,
     /// One after the other.
     RoundRobin,

@@ -39,9 +39,9 @@ pub enum LegEnd {
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the node counts as loaded until the scheduler hears of the leg's end"]
 pub struct Reservation {
-    /// Where.
+    /// The node that it counts at.
     pub node: NodeId,
-    /// What for.
+    /// What the node does.
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,

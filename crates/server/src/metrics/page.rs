@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 
 use kvlane_block::Namespace;
+use kvlane_door::{escape_label, write_metric};
 use kvlane_engine_memory::Gpus;
 use kvlane_store::SpaceStats;
 
 use super::{
     scrape::{GpuScrape, Scrape, SsdScrape},
-    table::{METRICS, Metric, MetricKind, Source},
+    table::{METRICS, Source},
 };
 use crate::{
     ceilings::Reading,
@@ -65,7 +66,7 @@ fn of_namespaces(spaces: &[SpaceStats], ceilings: &[Reading], page: &mut String)
                 let values = namespaces
                     .iter()
                     .map(|((namespace, name), spaces)| (label(*namespace, name), sum(spaces)));
-                write_metric(page, metric, values);
+                write_metric(page, metric.name, metric.kind, metric.help, values);
             }
             Source::NamespaceCeilings => {
                 let values = ceilings.iter().filter_map(|reading| {
@@ -73,7 +74,7 @@ fn of_namespaces(spaces: &[SpaceStats], ceilings: &[Reading], page: &mut String)
                     let labels = label(namespace, names.get(&namespace).copied().unwrap_or_default());
                     Some((format!("{labels},window=\"{}\"", reading.window), reading.ratio))
                 });
-                write_metric(page, metric, values);
+                write_metric(page, metric.name, metric.kind, metric.help, values);
             }
             Source::Counted(_) | Source::Read(_) => {}
         }
@@ -81,21 +82,7 @@ fn of_namespaces(spaces: &[SpaceStats], ceilings: &[Reading], page: &mut String)
 }
 
 fn label(namespace: Namespace, name: &str) -> String {
-    let name = name.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
-    format!("namespace=\"{namespace}\",name=\"{name}\"")
-}
-
-/// One metric as Prometheus reads it; nothing where it has no value.
-fn write_metric(page: &mut String, metric: &Metric, values: impl Iterator<Item = (String, f64)>) {
-    let mut values = values.peekable();
-    if values.peek().is_none() {
-        return;
-    }
-    let Metric { name, help, .. } = metric;
-    let kind = if metric.kind == MetricKind::Counter { "counter" } else { "gauge" };
-    page.push_str(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
-    values.for_each(|(labels, value)| page.push_str(&format!("{name}{{{labels}}} {value}\n")));
-    page.push('\n');
+    format!("namespace=\"{namespace}\",name=\"{}\"", escape_label(name))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The daemon's recorder, apart from any global one.
 
+use kvlane_door::MetricKind;
 use std::time::Duration;
 
 use metrics::{Histogram, Label, Unit, counter, gauge, histogram, with_local_recorder};
@@ -7,7 +8,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle, 
 
 use super::{
     scrape::Scrape,
-    table::{Event, METRICS, Metric, MetricKind, Source},
+    table::{Event, METRICS, Metric, Source},
 };
 use crate::calls::table::{CALLS, Call};
 

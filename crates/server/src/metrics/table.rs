@@ -1,20 +1,10 @@
 //! All metrics of the daemon, each named in one place: what it is called, what it tells, and where its value comes from.
 
+use kvlane_door::MetricKind;
 use kvlane_policy::PolicyKind;
 use kvlane_store::SpaceStats;
 
 use super::scrape::{ROLES, Samples, Scrape, each, of_auto, of_ssd, one};
-
-/// What a metric is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MetricKind {
-    /// Only grows.
-    Counter,
-    /// A present value.
-    Gauge,
-    /// A distribution.
-    Histogram,
-}
 
 /// One metric of the daemon.
 #[derive(Debug, Clone, Copy)]
