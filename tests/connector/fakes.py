@@ -86,8 +86,11 @@ class FakeWeights:
 class Request:
     """A request whose block hashes grow with its tokens."""
 
-    def __init__(self, request_id: str, tokens: list[int], hash_block: int = BLOCK) -> None:
+    def __init__(
+        self, request_id: str, tokens: list[int], hash_block: int = BLOCK, transfer: object = None
+    ) -> None:
         self.request_id = request_id
+        self.kv_transfer_params = transfer
         self.all_token_ids = list(tokens)
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
@@ -290,9 +293,11 @@ class Engine:
         self.compute(request, request.num_tokens - request.num_computed_tokens)
         return tokens
 
-    def finish(self, request: Request) -> None:
-        self.scheduler.request_finished(request, self.tables[request.request_id])
+    def finish(self, request: Request) -> dict[str, object] | None:
+        """Gives what the request's answer says to the engine that goes on with it."""
+        handed_over = self.scheduler.request_finished(request, self.tables[request.request_id])
         self.free(request)
+        return handed_over
 
 
 def after_a_while() -> int:

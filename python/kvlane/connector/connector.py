@@ -253,9 +253,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, object] | None]:
         """Never keeps a request's blocks: what is being saved is pinned block by block."""
-        if self._scheduler is not None:
-            self._scheduler.request_finished(request, block_ids)
-        return False, None
+        if self._scheduler is None:
+            return False, None
+        return False, self._scheduler.request_finished(request, block_ids)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

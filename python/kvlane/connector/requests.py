@@ -8,6 +8,7 @@ from typing import cast
 from kvlane.connector.adapters import Adapter, Adapters
 from kvlane.connector.core_protocols import Hit
 from kvlane.connector.groups import CacheGroup
+from kvlane.connector.hand_off import HandOff
 from kvlane.connector.inputs import has_counted_inputs
 from kvlane.connector.namespace import keyed_hash
 from kvlane.connector.vllm_protocols import Request
@@ -23,6 +24,8 @@ class RequestState:
     adapter: Adapter | None
     saved_blocks: list[int]
     """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
+    hand_off: HandOff | None = None
+    """Another engine said that it stores the prompt, and no lookup has waited for that yet."""
     counted_inputs: bool = False
     """Whether an image or the like has a name that is only a number."""
     looking_up: bool = False

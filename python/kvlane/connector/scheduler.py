@@ -13,6 +13,7 @@ from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import SchedulerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures, logger
+from kvlane.connector.hand_off import asks_for_hand_off
 from kvlane.connector.jobs import JobEnd, LoadJob, Mergeable, StepJobs
 from kvlane.connector.kinds import LookUpAndLoad, Reset, SaveBlocks, scheduler_kinds
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
@@ -22,7 +23,14 @@ from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
-from kvlane.connector.vllm_protocols import AllocatedBlocks, KVEvent, Request, SchedulerOutput, Tables
+from kvlane.connector.vllm_protocols import (
+    AllocatedBlocks,
+    KVEvent,
+    Request,
+    SchedulerOutput,
+    Tables,
+    transfer_params,
+)
 from kvlane.connector.weights import WeightsReport
 
 CORE_COUNTS = frozenset(
@@ -155,13 +163,27 @@ class SchedulerSide:
             ),
         )
 
-    def request_finished(self, request: Request, tables: Tables) -> None:
-        """A request is over, and vLLM is about to free its blocks."""
+    def request_finished(self, request: Request, tables: Tables) -> dict[str, object] | None:
+        """A request is over, and vLLM is about to free its blocks. Answers what the engine that goes on with it has to
+        know, if its client asked for that."""
         state = self.requests.get(request.request_id)
         if state is None:
-            return
+            return None
         self._tell("the end of a request", lambda kind: kind.request_finished(request, state, tables))
+        handed_over = self._hand_over(request, state) if asks_for_hand_off(transfer_params(request)) else None
         self.forget_request(request.request_id)
+        return handed_over
+
+    def _hand_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
+        for kind in self.kinds:
+            try:
+                handed_over = kind.hands_over(request, state)
+            except Exception as error:  # noqa: BLE001
+                self._failed("handing a request over", kind, error)
+            else:
+                if handed_over is not None:
+                    return handed_over
+        return None
 
     def forget_request(self, request_id: str) -> None:
         """Give back what a request holds. What is under way for it goes on."""

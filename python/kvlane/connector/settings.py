@@ -26,6 +26,8 @@ class Settings:
     """A lookup that takes longer is a miss."""
     lookup_wait_us: int = 300
     """How long one scheduling attempt waits for a lookup before the request is asked again in the next step."""
+    wait_ms: float = 2000.0
+    """How long a lookup waits for what a prefill engine said it would store, without anything of it coming."""
     save: bool = True
     """Whether computed blocks are saved."""
     load: bool = True
@@ -66,6 +68,8 @@ class Settings:
             refuse_tcp("kvlane.address", self.address)
         if not 1 <= self.lookup_timeout_ms <= 60_000:
             raise ValueError(f"kvlane.lookup_timeout_ms must be 1 to 60000, not {self.lookup_timeout_ms:g}")
+        if not 0 <= self.wait_ms <= 30_000:
+            raise ValueError(f"kvlane.wait_ms must be 0 to 30000, not {self.wait_ms:g}")
         if not 0 <= self.lookup_wait_us <= 10_000:
             raise ValueError(f"kvlane.lookup_wait_us must be 0 to 10000, not {self.lookup_wait_us!r}")
         if not 0 < self.max_pinned_share <= 0.9:

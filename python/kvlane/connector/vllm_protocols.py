@@ -132,6 +132,11 @@ def features(request: object) -> Sequence[Feature]:
     return getattr(request, "mm_features", None) or ()
 
 
+def transfer_params(request: object) -> object:
+    """What the request's client says of an engine that prefills for another one; JSON."""
+    return getattr(request, "kv_transfer_params", None)
+
+
 def wants_no_cache(request: object) -> bool:
     """Whether the request has to be computed although its prefix is stored, as for the prompt's own probabilities."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -65,7 +65,7 @@ class FakeCore:
         """See `kvlane._core.Scheduler`."""
         engine = self.engines.setdefault(engine_id, OpenEngine())
         engine.groups, engine.workers = groups, workers
-        return FakeScheduler(self, engine, address or "fake:")
+        return FakeScheduler(self, engine, engine_id, address or "fake:")
 
     def Worker(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
+from math import lcm
 from typing import TYPE_CHECKING
 
 from kvlane.testing.fake_records import (
@@ -23,14 +25,17 @@ if TYPE_CHECKING:
 class FakeScheduler:
     """See `kvlane._core.Scheduler`."""
 
-    def __init__(self, store: FakeCore, engine: OpenEngine, address: str) -> None:
+    def __init__(self, store: FakeCore, engine: OpenEngine, engine_id: str, address: str) -> None:
         self._store = store
         self._engine = engine
         self._pending: dict[str, tuple[list[list[bytes]], int]] = {}
+        self._handoffs: dict[str, tuple[str, bytes, int, int]] = {}
         self._stats: dict[str, float] = {}
         self._connected_to: bytes | None = None
         self._gone: list[bytes] = []
         self.address = address
+        self.engine_id = engine_id
+        self.run = engine.run = os.urandom(16)
 
     @property
     def connected(self) -> bool:
@@ -56,25 +61,54 @@ class FakeScheduler:
     def over(self) -> list[bytes]:
         return self.gone
 
-    def lookup_start(self, request_id: str, hashes: list[list[bytes]], max_tokens: int) -> None:
+    def lookup_start(
+        self,
+        request_id: str,
+        hashes: list[list[bytes]],
+        max_tokens: int,
+        handoff: tuple[str, bytes, int, int] | None = None,
+    ) -> None:
         assert len(hashes) == len(self._engine.groups), "one list of hashes for each group"
         assert all(len(each) >= 16 for group in hashes for each in group), "hashes of 16 bytes or more"
         self._pending[request_id] = (hashes, max_tokens)
+        self._handoffs.pop(request_id, None)
+        if handoff is not None:
+            self._handoffs[request_id] = handoff
         self._count("lookups")
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> FakeHit | None:
         if self._store.hold_lookups and not self._store.down:
+            return None
+        if self._waits(request_id):
             return None
         asked = self._pending.pop(request_id, None)
         hit = self._store.find(self._engine, *asked) if asked is not None else FakeHit(boot=self._store.boot)
         self._count("hits" if hit.tokens else "misses")
         return hit
 
+    def _waits(self, request_id: str) -> bool:
+        """Whether what another engine said it stores is still to come. Time does not pass here: an engine that saves is
+        waited for however long it takes."""
+        asked, handoff = self._pending.get(request_id), self._handoffs.get(request_id)
+        if asked is None or handoff is None or self._store.down:
+            return False
+        engine_id, run, tokens, _ = handoff
+        other = self._store.engines.get(engine_id)
+        if other is None or other.run != run or not other.saving:
+            return False
+        hashes, max_tokens = asked
+        step = lcm(*(size for _, _, size, _ in self._engine.groups))
+        hit = self._store.find(self._engine, hashes, max_tokens)
+        if hit.tokens:
+            self._store.leases.discard(hit.lease)
+        return hit.tokens < min(tokens, max_tokens) // step * step
+
     def lookup(self, hashes: list[list[bytes]], max_tokens: int, timeout_ms: float = 1000.0) -> FakeHit:
         return self._store.find(self._engine, hashes, max_tokens)
 
     def forget(self, request_id: str) -> None:
         self._pending.pop(request_id, None)
+        self._handoffs.pop(request_id, None)
 
     def release(self, boot: bytes, lease: int) -> None:
         assert lease in self._store.leases, f"lease {lease} was given back twice or never given"
@@ -95,6 +129,7 @@ class FakeScheduler:
 
     def close(self) -> None:
         self._pending.clear()
+        self._engine.run = b""
 
     def _count(self, name: str) -> None:
         self._stats[name] = self._stats.get(name, 0) + 1
@@ -121,6 +156,7 @@ class FakeWorker:
 
     def save(self, job: int, groups: SaveGroups, stream: int = 0) -> None:
         self._saves.append((job, groups))
+        self._engine.saving += 1
 
     has_outstanding_loads = False
 
@@ -141,6 +177,7 @@ class FakeWorker:
         if not self._store.hold_saves:
             saves, self._saves = self._saves, []
             self._finished += [self._save(job, groups) for job, groups in saves]
+            self._engine.saving -= len(saves)
         if not self._store.hold_loads:
             loads, self._loads = self._loads, []
             self._finished += [self._load(job, boot, groups) for job, boot, groups in loads]
@@ -164,6 +201,7 @@ class FakeWorker:
     def close(self) -> None:
         self._finished += [FakeFinished(job, "save", False, detail="closed") for job, _ in self._saves]
         self._finished += [FakeFinished(job, "load", False, detail="closed") for job, _, _ in self._loads]
+        self._engine.saving -= len(self._saves)
         self._saves, self._loads = [], []
 
     def _save(self, job: int, groups: SaveGroups) -> FakeFinished:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlane.connector.core_protocols import Hit
+from kvlane.connector.core_protocols import HandOffWait, Hit
+from kvlane.connector.guard import logger
+from kvlane.connector.hand_off import HandOff, NotAHandOff
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
@@ -17,6 +19,7 @@ from kvlane.connector.vllm_protocols import (
     Block,
     Request,
     SchedulerOutput,
+    transfer_params,
     wants_no_cache,
 )
 
@@ -48,11 +51,38 @@ class LookUpAndLoad(SchedulerKind):
         """Loads whose end is awaited, by job; also those that the workers have not been told of."""
         self.to_send: list[LoadJob] = []
         """Loads that the workers have not been told of."""
+        self._has_told_of_ignored = False
 
     # Lookups
 
     def request_added(self, state: RequestState) -> None:
+        state.hand_off = self._hand_off(state)
         self._start_lookup(state)
+
+    def _hand_off(self, state: RequestState) -> HandOff | None:
+        """What another engine said that it stores of the prompt, if it stores it where this engine looks."""
+        try:
+            hand_off = HandOff.of(transfer_params(state.request))
+            if hand_off is None:
+                return None
+            boot = self._shared.core.boot
+            if hand_off.daemon == boot:
+                return hand_off
+            reason = (
+                f"it is stored by another daemon, or an earlier run of it ({hand_off.daemon.hex()}, not "
+                f"{'any' if boot is None else boot.hex()}): engines that hand over have to share one"
+            )
+        except NotAHandOff as error:
+            reason = f"it makes no sense: {error}"
+        self._shared.counters.add("ignored_hand_offs")
+        if not self._has_told_of_ignored:
+            self._has_told_of_ignored = True
+            logger.warning(
+                "kvlane: a prompt that a prefill engine handed over is looked up without waiting for it, since %s. "
+                "(Further cases are only counted.)",
+                reason,
+            )
+        return None
 
     def _start_lookup(self, state: RequestState) -> None:
         shared, request = self._shared, state.request
@@ -77,8 +107,16 @@ class LookUpAndLoad(SchedulerKind):
             shared.hashes.stored(state, group, 0, shared.hashes.count(state, group))
             for group in shared.shape.groups
         ]
-        shared.core.lookup_start(request.request_id, hashes, tokens)
+        shared.core.lookup_start(request.request_id, hashes, tokens, self._wait(state))
         state.looking_up = True
+
+    def _wait(self, state: RequestState) -> HandOffWait | None:
+        """What the daemon is to wait for before it answers."""
+        hand_off = state.hand_off
+        if hand_off is None or hand_off.tokens == 0:
+            return None
+        wait_ms = round(self._shared.settings.wait_ms)
+        return (hand_off.engine, hand_off.run, hand_off.tokens, wait_ms)
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         self._drop_former_hit(state)
@@ -117,6 +155,7 @@ class LookUpAndLoad(SchedulerKind):
     def _take_answer(self, state: RequestState, hit: Hit) -> None:
         state.looking_up = False
         state.hit = hit
+        self._end_hand_off(state, hit)
         state.answered_at = self._shared.clock()
         # What the daemon has is not saved again; what only the engine's own cache has is, so that a daemon that
         # was restarted fills up by itself.
@@ -124,6 +163,16 @@ class LookUpAndLoad(SchedulerKind):
             hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups
         ]
         state.next_save = 0
+
+    def _end_hand_off(self, state: RequestState, hit: Hit) -> None:
+        """It is waited for once: what has not come by then is computed."""
+        hand_off, state.hand_off = state.hand_off, None
+        if hand_off is None or hand_off.tokens == 0:
+            return
+        counters, alignment = self._shared.counters, self._shared.shape.hit_alignment
+        counters.add("awaited_hand_offs")
+        if hit.tokens < min(hand_off.tokens // alignment * alignment, state.asked_tokens):
+            counters.add("short_hand_offs")
 
     def _drop_hit(self, state: RequestState) -> None:
         if state.looking_up:

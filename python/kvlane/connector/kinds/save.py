@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvlane.connector.guard import logger
+from kvlane.connector.hand_off import HandOff
 from kvlane.connector.jobs import JobEnd, StepJobs
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
@@ -93,6 +94,23 @@ class SaveBlocks(SchedulerKind):
             # The last sampled token was never an input: its keys and values were not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self.saves.add(state, computed, tables, tables_are_exact=True, wait=False)
+
+    def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
+        """What of the prompt is stored, or will be soon: the workers save it, and the daemon may not have heard of it
+        yet."""
+        shared = self._shared
+        shared.counters.add("handed_over")
+        boot = shared.core.boot
+        if boot is None or not self._can_save() or not state.takes_part() or state.stale:
+            shared.counters.add("not_handed_over")
+            return None
+        tokens = min(
+            state.saved_blocks[group.index] * group.tokens_per_block for group in shared.shape.groups
+        )
+        handed_over = HandOff(
+            shared.core.engine_id, shared.core.run, boot, min(tokens, request.num_prompt_tokens)
+        )
+        return handed_over.params()
 
     def daemon_restarted(self) -> None:
         """What runs is saved from its beginning."""

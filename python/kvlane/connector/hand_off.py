@@ -1,0 +1,87 @@
+"""What a prefill engine says of a prompt to the engine that goes on with it, both with kvlane's connector.
+
+It travels in vLLM's `kv_transfer_params`, through whatever proxy stands before the engines:
+
+    to the prefill engine       {"do_remote_decode": true, ...}
+    its answer, and then        {"do_remote_prefill": true,
+    to the decode engine         "kvlane": {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N}}
+
+`engine` and `run` name the prefill engine's scheduler as its daemon knows it, `daemon` the daemon's run, and `tokens`
+how many of the prompt's first tokens will be stored. The prefill engine answers before its last blocks are saved, so
+the decode engine's lookup waits for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_RUN = re.compile(r"[0-9a-f]{32}")
+_ENGINE_ID_LENGTH_MAX = 256
+_TOKENS_MAX = 1 << 40
+
+
+class NotAHandOff(ValueError):
+    """What a request says of its hand-off makes no sense."""
+
+
+@dataclass(frozen=True)
+class HandOff:
+    """That a prompt's first tokens are being stored by another engine."""
+
+    engine: str
+    """The other engine's id at the daemon."""
+    run: bytes
+    """16 bytes: the run of that engine's scheduler."""
+    daemon: bytes
+    """16 bytes: the run of the daemon that stores them."""
+    tokens: int
+    """From the prompt's start."""
+
+    def params(self) -> dict[str, object]:
+        """As `kv_transfer_params` for the decode engine."""
+        named = {
+            "engine": self.engine,
+            "run": self.run.hex(),
+            "daemon": self.daemon.hex(),
+            "tokens": self.tokens,
+        }
+        return {"do_remote_prefill": True, "kvlane": named}
+
+    @staticmethod
+    def of(params: object) -> HandOff | None:
+        """The hand-off that a request's `kv_transfer_params` name; None if they name none of kvlane's. Whoever sends
+        requests to the engine writes them, so nothing of them is believed before it was checked.
+
+        Raises NotAHandOff, in one sentence.
+        """
+        if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+            return None
+        named = params.get("kvlane")
+        if named is None:
+            return None
+        if not isinstance(named, Mapping):
+            raise NotAHandOff(f"kvlane must be an object, not {_shown(named)}")
+        engine, tokens = named.get("engine"), named.get("tokens")
+        if not isinstance(engine, str) or not 0 < len(engine) <= _ENGINE_ID_LENGTH_MAX:
+            raise NotAHandOff(f"engine must be the id of an engine, not {_shown(engine)}")
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _TOKENS_MAX:
+            raise NotAHandOff(f"tokens must be a number of tokens, not {_shown(tokens)}")
+        return HandOff(engine, _run(named, "run"), _run(named, "daemon"), tokens)
+
+
+def asks_for_hand_off(params: object) -> bool:
+    """Whether a request's `kv_transfer_params` say that another engine goes on with it."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+
+
+def _run(named: Mapping[object, object], name: str) -> bytes:
+    value = named.get(name)
+    if not isinstance(value, str) or not _RUN.fullmatch(value):
+        raise NotAHandOff(f"{name} must be 32 hex digits, not {_shown(value)}")
+    return bytes.fromhex(value)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
