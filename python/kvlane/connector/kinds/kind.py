@@ -108,8 +108,8 @@ class SchedulerKind:
         """A request is over, and vLLM is about to free its blocks."""
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
-        """Another engine is to go on with a request that is over, and all kinds were told of its end: what that engine has
-        to know, as `kv_transfer_params`. The first kind that says something decides."""
+        """Another engine is to go on with a request that is over, and all kinds were told of its end: what that engine
+        has to know, as `kv_transfer_params`. The first kind that says something decides."""
         return None
 
     def give_back(self, state: RequestState) -> None:
