@@ -9,6 +9,7 @@ mod boot;
 mod connection;
 mod daemon_user;
 mod group_spec;
+mod hand_off;
 mod hit;
 mod jobs;
 pub mod links;
@@ -29,6 +30,7 @@ pub use boot::BootId;
 pub use connection::ConnectError;
 pub use daemon_user::{DaemonUser, NoSuchUser, Stranger};
 pub use group_spec::GroupSpec;
+pub use hand_off::HandOff;
 pub use hit::{Hit, Misfit};
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,

@@ -17,6 +17,7 @@ use crate::{
     connection::{Connection, poll_for},
     daemon_user::DaemonUser,
     group_spec::GroupSpec,
+    hand_off::HandOff,
     hit::Hit,
     links::{
         ids::ConnectionId,
@@ -48,7 +49,8 @@ pub struct SchedulerOptions {
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,
-    /// A lookup that takes longer is a miss, but for the time that the daemon says it needs to bring blocks from its SSD.
+    /// A lookup that takes longer is a miss, but for the time that the daemon says it needs: to bring blocks from its SSD, or
+    /// for what another engine saves.
     pub lookup_timeout: Duration,
 }
 
@@ -133,9 +135,27 @@ impl Scheduler {
         &self.address
     }
 
-    /// Asks for a prefix. `hashes` has one list per group; `max_tokens` bounds the answer.
-    pub fn lookup_start(&mut self, request: &str, hashes: &[Vec<BlockHash>], max_tokens: u64) {
-        self.look_up(request, hashes, max_tokens, self.lookup_timeout);
+    /// Names this scheduler to the daemon over all its connections; drawn when it was made. Other engines' lookups name it
+    /// in a [`HandOff`].
+    pub fn run(&self) -> [u8; 16] {
+        self.link.nonce()
+    }
+
+    /// The name of the engine.
+    pub fn engine_id(&self) -> &str {
+        self.link.engine_id()
+    }
+
+    /// Asks for a prefix. `hashes` has one list per group; `max_tokens` bounds the answer. With a hand-off the daemon waits
+    /// for what that engine saves before it answers.
+    pub fn lookup_start(
+        &mut self,
+        request: &str,
+        hashes: &[Vec<BlockHash>],
+        max_tokens: u64,
+        hand_off: Option<HandOff>,
+    ) {
+        self.look_up(request, hashes, max_tokens, hand_off, self.lookup_timeout);
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to
@@ -162,7 +182,7 @@ impl Scheduler {
     /// Asks and waits up to `timeout`.
     pub fn lookup(&mut self, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) -> Hit {
         const REQUEST: &str = "\0lookup";
-        self.look_up(REQUEST, hashes, max_tokens, timeout);
+        self.look_up(REQUEST, hashes, max_tokens, None, timeout);
         self.lookup_poll(REQUEST, timeout).unwrap_or_else(|| {
             self.forget(REQUEST);
             Hit::default()
@@ -233,7 +253,14 @@ impl Scheduler {
         }
     }
 
-    fn look_up(&mut self, request: &str, hashes: &[Vec<BlockHash>], max_tokens: u64, timeout: Duration) {
+    fn look_up(
+        &mut self,
+        request: &str,
+        hashes: &[Vec<BlockHash>],
+        max_tokens: u64,
+        hand_off: Option<HandOff>,
+        timeout: Duration,
+    ) {
         // One moment for both: a probe that this sends must not count as silence because a long prompt takes time to encode.
         let now = Instant::now();
         self.advance(now);
@@ -242,7 +269,8 @@ impl Scheduler {
             v1::LookupGroup { group: group as u32, hashes: concatenate(&of_group[..sent]) }
         });
         let groups = groups.collect();
-        let event = SchedulerEvent::LookUp { request: request.to_owned(), groups, max_tokens, timeout };
+        let request = request.to_owned();
+        let event = SchedulerEvent::LookUp { request, groups, max_tokens, hand_off, timeout };
         self.feed(event, now);
     }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use kvlane_client::{GroupSpec, Hit, Scheduler, SchedulerOptions};
+use kvlane_client::{GroupSpec, HandOff, Hit, Scheduler, SchedulerOptions};
 use parking_lot::Mutex;
 use pyo3::{
     prelude::*,
@@ -120,6 +120,16 @@ impl PyScheduler {
     }
 
     #[getter]
+    fn run<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.0.get()?.lock().run()))
+    }
+
+    #[getter]
+    fn engine_id(&self) -> PyResult<String> {
+        Ok(self.0.get()?.lock().engine_id().to_owned())
+    }
+
+    #[getter]
     fn gone<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         Ok(self.0.get()?.lock().gone().map(|boot| PyBytes::new(py, &boot)).collect())
     }
@@ -139,14 +149,20 @@ impl PyScheduler {
         Ok(self.0.get()?.lock().last_refusal().unwrap_or_default().to_owned())
     }
 
+    #[pyo3(signature = (request_id, hashes, max_tokens, handoff = None))]
     fn lookup_start(
         &self,
         request_id: &str,
         hashes: Vec<Bound<'_, PyList>>,
         max_tokens: u64,
+        handoff: Option<(String, Vec<u8>, u64, u32)>,
     ) -> PyResult<()> {
         let hashes = all_hashes(&hashes)?;
-        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens);
+        let hand_off = handoff.map(|(engine_id, run, tokens, wait_ms)| {
+            let run = bytes16("a run", &run)?;
+            Ok::<_, PyErr>(HandOff { engine_id, run, tokens, wait_ms })
+        });
+        self.0.get()?.lock().lookup_start(request_id, &hashes, max_tokens, hand_off.transpose()?);
         Ok(())
     }
 

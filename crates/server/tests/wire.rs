@@ -169,7 +169,7 @@ fn body() -> impl Strategy<Value = Option<Ask>> {
         3 => register_worker().prop_map(Some),
         1 => any::<bool>().prop_map(|writable| Some(Ask::MapPool(v1::MapPool { writable }))),
         2 => Just(Some(Ask::PoolMapped(v1::PoolMapped {}))),
-        3 => (lookup_groups, number()).prop_map(|(groups, max_tokens)| Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait: max_tokens % 2 == 0 }))),
+        3 => (lookup_groups, number()).prop_map(|(groups, max_tokens)| Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait: max_tokens % 2 == 0, hand_off: None }))),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|leases| Some(Ask::Release(v1::Release { leases }))),
         3 => (save_groups(), number(), proptest::option::of(small()), number())
             .prop_map(|(groups, epoch, event, job)| Some(Ask::Save(v1::Save { groups, epoch, event, job }))),

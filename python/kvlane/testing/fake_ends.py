@@ -73,6 +73,7 @@ class FakeScheduler:
         self._pending[request_id] = (hashes, max_tokens)
         self._handoffs.pop(request_id, None)
         if handoff is not None:
+            assert len(handoff[1]) == 16, "a run has 16 bytes"
             self._handoffs[request_id] = handoff
         self._count("lookups")
 

@@ -44,6 +44,7 @@ pub use self::{
 };
 use crate::{
     boot::BootId,
+    hand_off::HandOff,
     hit::Hit,
     links::{
         connection::Connection,
@@ -67,8 +68,9 @@ impl SchedulerLink {
             SchedulerEvent::Reply { connection, reply } => self.take_reply(connection, reply, now, actions),
             SchedulerEvent::Lost { connection, why } => self.lost(connection, &why, now, actions),
             SchedulerEvent::ProcessEnded(process) => self.process_ended(process),
-            SchedulerEvent::LookUp { request, groups, max_tokens, timeout } => {
-                let ask = v1::Lookup { groups, max_tokens, may_wait: true };
+            SchedulerEvent::LookUp { request, groups, max_tokens, hand_off, timeout } => {
+                let hand_off = hand_off.map(HandOff::into_wire);
+                let ask = v1::Lookup { groups, max_tokens, may_wait: true, hand_off };
                 self.look_up(request, ask, timeout, now, actions);
             }
             SchedulerEvent::Forget { request } => self.forget(&request, actions),
@@ -178,6 +180,16 @@ impl SchedulerLink {
     /// The end of a run that was left is still to be seen.
     pub fn awaits_an_end(&self) -> bool {
         self.former.awaits_an_end()
+    }
+
+    /// Names the process and role of this link to the daemon, over all its connections.
+    pub fn nonce(&self) -> [u8; 16] {
+        self.options.nonce
+    }
+
+    /// The name of the engine.
+    pub fn engine_id(&self) -> &str {
+        &self.options.engine_id
     }
 
     /// Why the daemon refused the last time, or is a stranger's, until it opens the engine.

@@ -476,7 +476,10 @@ impl SchedulerSide {
         let groups = (0..NAMESPACES.len()).map(group).collect();
         let must_not_wait = self.is_silent;
         let request = index.to_string();
-        self.feed(SchedulerEvent::LookUp { request, groups, max_tokens, timeout: micros(timeout) }, world);
+        self.feed(
+            SchedulerEvent::LookUp { request, groups, max_tokens, hand_off: None, timeout: micros(timeout) },
+            world,
+        );
         if let Some(after) = self.known[index].forget_after {
             world.later(world.now + after, Next::Engine(self.engine, SchedulerAct::Forget { index }));
         }

@@ -6,6 +6,7 @@ use kvlane_proto::v1;
 
 use crate::{
     boot::BootId,
+    hand_off::HandOff,
     hit::Hit,
     links::{
         ids::{ConnectionId, Life, NotConnected, ProcessId},
@@ -57,6 +58,8 @@ pub enum SchedulerEvent {
         groups: Vec<v1::LookupGroup>,
         /// Upper bound of the answer in tokens.
         max_tokens: u64,
+        /// The engine that saves the prompt meanwhile, if another one does.
+        hand_off: Option<HandOff>,
         /// Without an answer by then it is a miss, but for the time that the daemon says it needs.
         timeout: Duration,
     },

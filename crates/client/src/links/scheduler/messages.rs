@@ -57,7 +57,7 @@ impl SchedulerLinkOptions {
     pub(super) fn probe(&self) -> Ask {
         let nothing = |group| v1::LookupGroup { group, hashes: Bytes::new() };
         let groups = (0..self.groups.len() as u32).map(nothing).collect();
-        Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false })
+        Ask::Lookup(v1::Lookup { groups, max_tokens: 0, may_wait: false, hand_off: None })
     }
 
     /// What may be answered to a lookup: no more than its hashes and its bound allow.

@@ -102,8 +102,13 @@ impl Play {
     /// Answers the id that the lookup has if it is sent.
     fn look_up(&mut self, request: &str) -> u64 {
         let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 64]) }];
-        let event =
-            SchedulerEvent::LookUp { request: request.into(), groups, max_tokens: 64, timeout: TIMEOUT };
+        let event = SchedulerEvent::LookUp {
+            request: request.into(),
+            groups,
+            max_tokens: 64,
+            hand_off: None,
+            timeout: TIMEOUT,
+        };
         self.feed(event);
         self.last_request()
     }
@@ -690,8 +695,13 @@ fn a_hit_that_does_not_fit_its_question_is_a_lost_connection() {
     // A daemon may name fewer blocks than the tokens that are asked for allow, but none beyond the hashes.
     let mut play = Play::open();
     let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 32]) }];
-    let event =
-        SchedulerEvent::LookUp { request: "a".into(), groups, max_tokens: u64::MAX, timeout: TIMEOUT };
+    let event = SchedulerEvent::LookUp {
+        request: "a".into(),
+        groups,
+        max_tokens: u64::MAX,
+        hand_off: None,
+        timeout: TIMEOUT,
+    };
     play.feed(event);
     play.answer(play.last_request(), RUN, hit(5));
     assert!(!play.link.is_connected(), "three blocks for two hashes");
