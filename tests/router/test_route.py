@@ -9,7 +9,9 @@ import socket
 import subprocess
 import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from processes import KVLANE, PATIENCE, until
@@ -111,6 +113,46 @@ def test_other_paths_go_to_one_node_as_they_are() -> None:
         assert ask(router.address, "/nowhere")[0] == 404
         assert ask(router.address, COMPLETIONS)[0] == 404
         assert ask(router.address, "/metrics")[0] == 404, "the engines' own are not for clients"
+
+
+class Recording(BaseHTTPRequestHandler):
+    """A server that has one model and keeps the bodies that it is sent."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_GET(self) -> None:
+        self._answer(b'{"object": "list", "data": [{"id": "fake"}]}')
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self._answer(b"{}")
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+def test_a_response_has_its_id_in_the_body_and_it_is_the_routers() -> None:
+    """Of /v1/responses vLLM takes the id out of the body, and not out of the header: a client could name addresses
+    there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recording)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Router("--worker", f"http://127.0.0.1:{server.server_port}", nodes=1) as router:
+            body = {"model": "fake", "input": "hello", "request_id": "___prefill_addr_10.0.0.1:1___mine"}
+            assert ask(router.address, "/v1/responses", body)[0] == 200
+    finally:
+        server.shutdown()
+        server.server_close()
+    (sent,) = map(json.loads, Recording.bodies)
+    assert OWN_ID.fullmatch(sent["request_id"].removeprefix("resp_")), sent
+    assert {**sent, "request_id": body["request_id"]} == body
 
 
 def test_an_engines_own_refusal_passes_as_it_is() -> None:

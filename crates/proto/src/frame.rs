@@ -119,7 +119,15 @@ mod tests {
 
     fn lookup(id: u64, hashes: Vec<u8>) -> Request {
         let groups = vec![LookupGroup { group: 0, hashes: hashes.into() }];
-        Request { id, body: Some(request::Body::Lookup(Lookup { groups, max_tokens: 7, may_wait: true })) }
+        Request {
+            id,
+            body: Some(request::Body::Lookup(Lookup {
+                groups,
+                max_tokens: 7,
+                may_wait: true,
+                hand_off: None,
+            })),
+        }
     }
 
     #[test]

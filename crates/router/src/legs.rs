@@ -71,6 +71,12 @@ pub fn prefill(scan: &Scan<'_>) -> Vec<u8> {
     edit(scan, &changes)
 }
 
+/// The body of a request to `/v1/responses`, of which vLLM takes the id out of the body and not out of a header. It finds
+/// answers again only by ids that begin with `resp_`.
+pub fn response(scan: &Scan<'_>, id: &str) -> Vec<u8> {
+    edit(scan, &[Change::Set("request_id", &format!("\"resp_{id}\""))])
+}
+
 /// What the prefill node answered for the decode node, as it stands in its answer; `None` if it answered nothing for it.
 pub fn handed_over<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
     answer.raw(TRANSFER).filter(|value| value.first() == Some(&b'{'))

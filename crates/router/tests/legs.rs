@@ -6,7 +6,7 @@ use std::collections::HashSet;
 use kvlane_router::{
     body::scan,
     ids::{ID_LENGTH_MAX, Ids},
-    legs::{Stays, decode, handed_over, prefill, stays},
+    legs::{Stays, decode, handed_over, prefill, response, stays},
     schedule::Leg,
 };
 use proptest::prelude::*;
@@ -104,5 +104,18 @@ proptest! {
                 prop_assert!(seen.insert(of_leg));
             }
         }
+    }
+}
+
+#[test]
+fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
+    let run = Ids::new(u64::MAX).next_id().of_leg(Leg::Whole, 3);
+    for body in
+        [r#"{"input": "hello"}"#, r#"{"request_id": "___prefill_addr_10.0.0.1:1___", "input": "hello"}"#]
+    {
+        let named: Value = serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run)).unwrap();
+        let id = format!("resp_{run}");
+        assert!(id.len() <= ID_LENGTH_MAX);
+        assert_eq!(named, json!({"input": "hello", "request_id": id}));
     }
 }

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class FakeScheduler:
     """See `kvlane._core.Scheduler`."""
 
+    engine_id: str
+    run: bytes
+
     def __init__(self, store: FakeCore, engine: OpenEngine, engine_id: str, address: str) -> None:
         self._store = store
         self._engine = engine

@@ -35,6 +35,8 @@ use crate::{
 const ATTEMPTS_MAX: usize = 16;
 /// Of them, nodes that may fail after they took the request: it may be the request that kills engines.
 const TAKEN_MAX: u32 = 3;
+/// Here vLLM takes a request's id out of its body.
+const RESPONSES: &str = "/v1/responses";
 /// Longest answer of a prefill node, or of one that refuses.
 const SHORT_ANSWER_BYTES_MAX: usize = 16 << 20;
 
@@ -264,6 +266,10 @@ impl Work<'_> {
             return Err(Failed::bad_gateway(node, "the chosen node has just been removed".into()));
         };
         let id = self.id.of_leg(leg, attempt);
+        let body = match self.scan {
+            Some(scan) if self.head.uri.path() == RESPONSES => legs::response(scan, &id).into(),
+            _ => body,
+        };
         let settings = &self.shared.settings;
         let request = || forward::to_engine(self.head, &address, leg, &id, body.clone());
         let sending = self.upstreams.send(&address, request, settings.connect_timeout);
