@@ -136,6 +136,7 @@ impl Daemon {
             engines: Engines::default(),
             sessions: Arc::new(Sessions::new(options.sessions_max)?),
             refusals: Arc::default(),
+            hand_offs: Arc::default(),
             metrics: Metrics::install(),
             ceilings: HitCeilings::start()?,
             gpus,
@@ -189,6 +190,7 @@ impl Daemon {
     /// its way to the SSD arrives there. Returns whether everything under way ended in time.
     pub fn stop(mut self, drain: Duration) -> bool {
         self.shared.stopping.store(true, Ordering::Release);
+        self.shared.hand_offs.stop();
         self.listeners.stop();
         let deadline = Instant::now() + drain;
         let mut drained = self.shared.sessions.drain(drain);

@@ -97,6 +97,15 @@ struct Engine {
     open: Opened,
 }
 
+/// An engine that is ready to save.
+#[derive(Debug)]
+pub(crate) struct Saver {
+    pub(crate) owner: OwnerId,
+    pub(crate) scheduler: SessionId,
+    pub(crate) workers: Vec<SessionId>,
+    pub(crate) open: Arc<Vec<OpenGroup>>,
+}
+
 /// The groups of an engine whose spaces are known. While one of these is held, its spaces are not forgotten.
 type Opened = Arc<Vec<OpenGroup>>;
 
@@ -317,6 +326,18 @@ impl Engines {
         let inner = self.inner.lock();
         let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
         Some((Arc::clone(&engine.open), engine.workers_expected))
+    }
+
+    /// Who saves an engine's blocks, when it is ready.
+    pub(crate) fn saver(&self, id: &str) -> Option<Saver> {
+        let inner = self.inner.lock();
+        let engine = inner.engines.get(id).filter(|engine| engine.ready())?;
+        Some(Saver {
+            owner: engine.owner,
+            scheduler: engine.scheduler?,
+            workers: engine.workers.values().map(|worker| worker.session).collect(),
+            open: Arc::clone(&engine.open),
+        })
     }
 
     /// Runs `serve` with these. What it answers must not hold the id of a space.

@@ -7,6 +7,7 @@ mod daemon;
 mod door;
 mod engines;
 mod greeted;
+mod hand_offs;
 mod http;
 mod keeper;
 mod listen;

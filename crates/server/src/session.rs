@@ -28,6 +28,7 @@ use crate::{
     },
     engines::SessionId,
     greeted::Greeted,
+    hand_offs::End,
     peer::{Peer, Stream, refuse_user},
     reaper::settle_session,
     refusal::Refusal,
@@ -359,6 +360,9 @@ impl Session {
         // And no lookup takes a lease for it any more.
         greeted.late = None;
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
+        if greeted.info.role != Role::Tool {
+            self.shared.hand_offs.end_of(&greeted.info.engine_id, End::Gone);
+        }
         if gone && greeted.info.role != Role::Tool {
             settle_session(&self.shared, greeted.id, &greeted.info.engine_id);
         }

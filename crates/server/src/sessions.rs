@@ -206,6 +206,20 @@ impl Sessions {
             .collect()
     }
 
+    /// Whether all of these are connected, and the scheduler is the process that drew this nonce.
+    pub(crate) fn are_connected(
+        &self,
+        nonce: &[u8; 16],
+        scheduler: SessionId,
+        workers: &[SessionId],
+    ) -> bool {
+        let entries = self.entries.lock();
+        let is_connected = |id: &SessionId| entries.get(id).is_some_and(|entry| entry.stream.is_some());
+        entries.get(&scheduler).is_some_and(|entry| entry.nonce == *nonce)
+            && is_connected(&scheduler)
+            && workers.iter().all(is_connected)
+    }
+
     /// How saves of this session travel.
     pub(crate) fn set_method(&self, id: SessionId, method: &str, reason: &str) {
         if let Some(entry) = self.entries.lock().get_mut(&id) {

@@ -14,8 +14,8 @@ use kvlane_memory::Arena;
 use kvlane_store::Store;
 
 use crate::{
-    ceilings::HitCeilings, engines::Engines, metrics::recorder::Metrics, refusal_log::Refusals,
-    sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
+    ceilings::HitCeilings, engines::Engines, hand_offs::HandOffs, metrics::recorder::Metrics,
+    refusal_log::Refusals, sessions::Sessions, ssd::Ssd, unreachable::Unreachable,
 };
 
 /// What all sessions share.
@@ -27,6 +27,8 @@ pub(crate) struct Shared {
     pub(crate) engines: Engines,
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) refusals: Arc<Refusals>,
+    /// Lookups that wait for what other engines save.
+    pub(crate) hand_offs: Arc<HandOffs>,
     pub(crate) metrics: Metrics,
     pub(crate) ceilings: HitCeilings,
     /// None without a GPU.

@@ -55,6 +55,16 @@ fn hello() -> impl Strategy<Value = Ask> {
     )
 }
 
+/// Short waits: the daemon answers in the order of what it waits for.
+fn hand_off() -> impl Strategy<Value = v1::HandOff> {
+    (engine_id(), name(), number(), 0u32..50).prop_map(|(engine_id, run, tokens, wait_ms)| v1::HandOff {
+        engine_id,
+        run,
+        tokens,
+        wait_ms,
+    })
+}
+
 fn open_engine() -> impl Strategy<Value = Ask> {
     let group = (name(), small(), small()).prop_map(|(namespace, tokens_per_block, window_blocks)| {
         v1::Group { namespace, name: "n".into(), tokens_per_block, window_blocks }
@@ -169,7 +179,9 @@ fn body() -> impl Strategy<Value = Option<Ask>> {
         3 => register_worker().prop_map(Some),
         1 => any::<bool>().prop_map(|writable| Some(Ask::MapPool(v1::MapPool { writable }))),
         2 => Just(Some(Ask::PoolMapped(v1::PoolMapped {}))),
-        3 => (lookup_groups, number()).prop_map(|(groups, max_tokens)| Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait: max_tokens % 2 == 0, hand_off: None }))),
+        3 => (lookup_groups, number(), proptest::option::of(hand_off())).prop_map(|(groups, max_tokens, hand_off)| {
+            Some(Ask::Lookup(v1::Lookup { groups, max_tokens, may_wait: max_tokens % 2 == 0, hand_off }))
+        }),
         1 => proptest::collection::vec(number(), 0..4).prop_map(|leases| Some(Ask::Release(v1::Release { leases }))),
         3 => (save_groups(), number(), proptest::option::of(small()), number())
             .prop_map(|(groups, epoch, event, job)| Some(Ask::Save(v1::Save { groups, epoch, event, job }))),

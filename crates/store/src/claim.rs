@@ -28,6 +28,11 @@ enum Shard {
 }
 
 impl Claim {
+    /// The engine that saves it.
+    pub(crate) fn owner(&self) -> OwnerId {
+        self.owner
+    }
+
     /// Who may be writing this shard.
     pub(crate) fn writer(&self, shard: u32) -> Option<WriterId> {
         match self.shards.get(shard as usize) {
@@ -137,6 +142,7 @@ impl Index {
                 ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
+            self.watches.asked(caller.owner, (space.0, *hash), &outcome);
             out.push(outcome);
             match block {
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
@@ -249,7 +255,10 @@ impl Index {
             };
             claim.shards[shard.shard as usize] = Shard::Written;
             claim.since = now;
-            if claim.is_written() {
+            let is_written = claim.is_written();
+            let entry = self.entries.at(shard.slot);
+            self.watches.committed((entry.space, entry.hash));
+            if is_written {
                 self.claims.remove(&shard.slot);
                 self.entries.at_mut(shard.slot).state = State::Committed;
                 self.seal_queue.push_back((shard.slot, shard.generation));
@@ -269,6 +278,7 @@ impl Index {
         }
         let entry = self.entries.at_mut(slot);
         entry.state = State::Sealed;
+        let key = (entry.space, entry.hash);
         let space = &mut self.spaces[entry.space as usize];
         assert!(claims.len() == space.shards(), "{} of {} shards", claims.len(), space.shards());
         for (claim, &crc) in claims.iter().zip(crcs) {
@@ -277,6 +287,7 @@ impl Index {
         space.sealed += 1;
         self.counters.fetched_blocks += 1;
         self.counters.fetched_bytes += space.block_bytes();
+        self.watches.sealed(key);
     }
 
     pub(crate) fn note_failed_fetch(&mut self) {

@@ -14,6 +14,7 @@ use crate::limbo::{Extent, Limbo};
 use crate::replacement::Refusals;
 use crate::space::{Rows, Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
+use crate::watch::Watches;
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
 pub struct Index {
@@ -51,6 +52,8 @@ pub struct Index {
     /// Their bytes.
     pub(crate) spilling_bytes: u64,
     pub(crate) counters: Counters,
+    /// Hears of every step in a block's life.
+    pub(crate) watches: Watches,
 }
 
 impl Index {
@@ -79,6 +82,7 @@ impl Index {
             spilling: BTreeSet::new(),
             spilling_bytes: 0,
             counters: Counters::default(),
+            watches: Watches::default(),
         }
     }
 
@@ -248,8 +252,10 @@ impl Index {
         if claim.is_some() {
             self.counters.dead_claims += 1;
         }
+        let was_visible = before.state == State::Sealed;
+        self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(Claim::owner));
         let space = &mut self.spaces[before.space as usize];
-        if before.state == State::Sealed {
+        if was_visible {
             space.sealed -= 1;
         }
         let readers = before.leases + u32::from(before.checks);

@@ -71,7 +71,7 @@ impl Leases {
 }
 
 impl Index {
-    /// Uses and leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
+    /// Leases sealed blocks of one space, given in the prompt's order, and answers the pool pages of their shards. What
     /// was leased is added to `leased`, for [`Leases::insert`].
     pub(crate) fn lease_blocks(
         &mut self,
@@ -79,7 +79,6 @@ impl Index {
         slots: &[u32],
         leased: &mut Vec<(u32, u32)>,
     ) -> Vec<u32> {
-        self.policy.touch(slots, &self.entries);
         let space = &self.spaces[space.0 as usize];
         let mut pages = Vec::with_capacity(slots.len() * space.shards());
         leased.reserve(slots.len());

@@ -36,6 +36,8 @@ mod spill;
 mod stats;
 mod store;
 mod tier;
+mod watch;
+mod watching;
 
 pub use api::{
     Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
@@ -50,3 +52,5 @@ pub use spill::Spill;
 pub use stats::{Counters, SpaceStats, StoreStats};
 pub use store::Store;
 pub use tier::{BlockKey, Dropped, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+pub use watch::{Stir, Stirred};
+pub use watching::{Watch, Watching};

@@ -59,6 +59,7 @@ impl Index {
                 stored_blocks +=
                     beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count() as u64;
             }
+            self.policy.touch(slots, &self.entries);
             let pages = self.lease_blocks(group.space, slots, &mut leased);
             hit_groups.push(HitGroup { first_block, stored_blocks, pages });
         }

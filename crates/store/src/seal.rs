@@ -88,12 +88,14 @@ impl Index {
         let entry = self.entries.at_mut(check.slot);
         assert!(entry.state == State::Committed, "sealed twice");
         entry.state = State::Sealed;
+        let key = (entry.space, entry.hash);
         let space = &mut self.spaces[entry.space as usize];
         for (shard, &crc) in crcs.iter().enumerate() {
             space.rows.set_crc(entry.row, shard, crc);
         }
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
+        self.watches.sealed(key);
         self.queue_spill(check.slot, check.generation);
     }
 

@@ -11,18 +11,23 @@ use kvlane_store::{LeaseId, LookupGroup, OwnerId};
 
 use super::{
     context::{Answered, Context, done},
-    late::{Late, LateLookups},
+    hand_off::{HandOff, Wait},
+    late::{Answering, Late, LateLookups, wait_ms},
 };
-use crate::{engines::OpenGroup, refusal::Refusal, sessions::Busy, shared::Shared};
+use crate::{
+    engines::OpenGroup, greeted::Greeted, hand_offs::Signal, refusal::Refusal, replies::Replies,
+    sessions::Busy, shared::Shared,
+};
 
 /// Bytes of pages in one answer; a longer prefix is answered in part.
 const PAGES_BYTES_MAX: usize = 32 << 20;
 
-/// At once, or later where the SSD has more of the prompt and the engine waits for it.
-pub(crate) fn look_up(context: &mut Context<'_>, lookup: v1::Lookup) -> Result<Answered, Refusal> {
+/// At once, or later where the SSD has more of the prompt, or another engine saves more of it, and the engine waits for that.
+pub(crate) fn look_up(context: &mut Context<'_>, mut lookup: v1::Lookup) -> Result<Answered, Refusal> {
     let owner = context.owner()?;
+    let hand_off = lookup.hand_off.take().map(HandOff::parse).transpose()?;
     let lookup = if lookup.may_wait {
-        match look_up_later(context, owner, lookup) {
+        match look_up_later(context, owner, lookup, hand_off) {
             Ok(Some(lookup)) => lookup,
             Ok(None) => return Ok(Answered::Later),
             Err(error) => return Ok(Answered::Broken(error)),
@@ -33,49 +38,100 @@ pub(crate) fn look_up(context: &mut Context<'_>, lookup: v1::Lookup) -> Result<A
     look_up_now(context.shared, &context.greeted.info.engine_id, owner, &lookup).map(Answered::from)
 }
 
-/// Starts to bring what the tier has of the prompt, if its hit grows by it; the answer comes later then. Gives the lookup
-/// back where there is nothing to wait for.
+/// Starts to bring what the tier has of the prompt, if its hit grows by it, and to wait for what another engine saves of it;
+/// the answer comes later then. Gives the lookup back where there is nothing to wait for.
 fn look_up_later(
     context: &mut Context<'_>,
     owner: OwnerId,
     lookup: v1::Lookup,
+    hand_off: Option<HandOff>,
 ) -> io::Result<Option<v1::Lookup>> {
     let Context { shared, greeted, replies, id, call, since, .. } = context;
-    let (shared, replies, id, call, since) = (*shared, *replies, *id, *call, *since);
-    let Some(ssd) = &shared.ssd else { return Ok(Some(lookup)) };
+    let (shared, id, call, since) = (*shared, *id, *call, *since);
+    if shared.ssd.is_none() && hand_off.is_none() {
+        return Ok(Some(lookup));
+    }
     let engine_id = &greeted.info.engine_id;
     // Held until the fetch has begun: the plan names spaces.
     let Some((open, workers)) = shared.engines.ready(engine_id) else { return Ok(Some(lookup)) };
     let Ok(asked) = asked_blocks(&open, workers, &lookup) else { return Ok(Some(lookup)) };
-    let plan = shared.store.plan_fetch(&lookup_groups(&asked), lookup.max_tokens, since);
-    let Some(plan) = plan else { return Ok(Some(lookup)) };
-    let late = match &mut greeted.late {
-        Some(late) => late,
-        none => {
-            let (shared, replies, engine_id) = (Arc::clone(shared), Arc::clone(replies), engine_id.clone());
-            let answer = move |late: Late| {
-                let answer = look_up_now(&shared, &engine_id, late.owner, &late.lookup);
-                let was_refused = answer.is_err();
-                // Without a peer that takes it, the session ends and gives the lease back.
-                if replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
-                    shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
-                }
-            };
-            match LateLookups::start(answer) {
-                Ok(late) => none.insert(late),
-                Err(error) => {
-                    tracing::warn!(%error, "no thread for lookups that wait for the SSD");
-                    return Ok(Some(lookup));
-                }
-            }
-        }
+    let groups = lookup_groups(&asked);
+    let fetch = shared.ssd.as_ref().and_then(|ssd| {
+        let plan = shared.store.plan_fetch(&groups, lookup.max_tokens, since)?;
+        Some((plan, ssd.wait))
+    });
+    if fetch.is_none() && hand_off.is_none() {
+        return Ok(Some(lookup));
+    }
+    let Some(late) = late_lookups(shared, greeted, replies) else { return Ok(Some(lookup)) };
+    let number = late.number();
+    let hand_off = hand_off.and_then(|hand_off| {
+        let signal = Signal::new(late.stirred(number));
+        Wait::begin(shared, hand_off, owner, (&open, &groups, lookup.max_tokens), signal, since)
+    });
+    let waits = [fetch.as_ref().map(|(_, wait)| *wait), hand_off.as_ref().map(Wait::first)];
+    let Some(longest) = waits.into_iter().flatten().max() else { return Ok(Some(lookup)) };
+    let pending = v1::LookupPending { wait_ms: wait_ms(longest) };
+    replies.send(id, Answer::LookupPending(pending), None)?;
+    let fetch_until = fetch.as_ref().map(|(_, wait)| since + *wait);
+    let late_lookup = Late {
+        id,
+        lookup,
+        owner,
+        call,
+        since,
+        fetch_until,
+        hand_off,
+        is_handed_over: false,
+        _busy: Busy::new(&shared.sessions),
     };
-    let (wait_ms, until) = (ssd.wait.as_millis() as u32, since + ssd.wait);
-    replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None)?;
-    let came =
-        late.push(Late { id, lookup, owner, call, since, until, _busy: Busy::new(&shared.sessions) })?;
-    shared.store.fetch(plan, since, until, came);
+    late.push(number, late_lookup)?;
+    if let Some((plan, wait)) = fetch {
+        shared.store.fetch(plan, since, since + wait, late.fetched(number));
+    }
     Ok(None)
+}
+
+/// The session's lookups that wait; None where there is no thread for them, which is told.
+fn late_lookups<'a>(
+    shared: &Arc<Shared>,
+    greeted: &'a mut Greeted,
+    replies: &Arc<Replies>,
+) -> Option<&'a mut LateLookups> {
+    if greeted.late.is_none() {
+        let answering = LateAnswers {
+            shared: Arc::clone(shared),
+            replies: Arc::clone(replies),
+            engine_id: greeted.info.engine_id.clone(),
+        };
+        let started = LateLookups::start(answering);
+        let tell = |error: &io::Error| tracing::warn!(%error, "no thread for lookups that wait");
+        greeted.late = started.inspect_err(tell).ok();
+    }
+    greeted.late.as_mut()
+}
+
+/// Answers over the connection that asked.
+struct LateAnswers {
+    shared: Arc<Shared>,
+    replies: Arc<Replies>,
+    engine_id: String,
+}
+
+impl Answering for LateAnswers {
+    fn answer(&self, late: Late) {
+        let answer = look_up_now(&self.shared, &self.engine_id, late.owner, &late.lookup);
+        let was_refused = answer.is_err();
+        // Without a peer that takes it, the session ends and gives the lease back.
+        if self.replies.send(late.id, answer.unwrap_or_else(Answer::from), None).is_ok() {
+            self.shared.metrics.answered(late.call, late.since.elapsed(), was_refused);
+        }
+    }
+
+    fn tell_pending(&self, id: u64, wait_ms: u32) {
+        // As above.
+        let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
+    }
 }
 
 /// Gives leases back.

@@ -5,6 +5,7 @@
 pub(crate) mod admin;
 pub(crate) mod admit;
 pub(crate) mod context;
+pub(crate) mod hand_off;
 pub(crate) mod late;
 pub(crate) mod load;
 pub(crate) mod lookup;

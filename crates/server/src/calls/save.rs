@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvlane_block::parse_hashes;
 use kvlane_engine_memory::{Asked, Pace};
 use kvlane_proto::v1::{self, reply::Body as Answer};
 use kvlane_store::WriterId;
@@ -11,8 +12,9 @@ use super::{
     saver::{Granted, SaveRequestError, Saver},
 };
 use crate::{
-    engines::SessionId,
+    engines::{OpenGroup, SessionId},
     greeted::{Greeted, Registered},
+    hand_offs::End,
     refusal::Refusal,
     shared::Shared,
 };
@@ -41,10 +43,14 @@ pub(crate) fn claim(context: &mut Context<'_>, claim: &v1::Claim) -> Result<Answ
     if worker.granted.len() >= CLAIMS_MAX {
         return Err(Refusal::limit(format!("{CLAIMS_MAX} claims are open: commit some")));
     }
-    let (mut result, granted) =
-        with_saver(context.shared, *id, &info.engine_id, &worker.registered, claim.job, |saver| {
-            Ok(saver.grant(&saver.parse(&claim.groups)?))
-        })?;
+    let (mut result, granted) = with_saver(
+        context.shared,
+        *id,
+        &info.engine_id,
+        &worker.registered,
+        (claim.job, &claim.groups),
+        |saver| Ok(saver.grant(&saver.parse(&claim.groups)?)),
+    )?;
     worker.next_claim += 1;
     result.claim = worker.next_claim;
     let granted = Granted { job: claim.job, claims: granted };
@@ -76,7 +82,10 @@ pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<A
 /// No save below a number becomes blocks any more; waits for those that are being copied.
 pub(crate) fn cancel(context: &Context<'_>, cancel: &v1::CancelSaves) -> Result<Answer, Refusal> {
     let timeout = Duration::from_millis(cancel.timeout_ms.into()).min(CANCEL_TIMEOUT_MAX);
-    let gate = context.shared.engines.save_gate(&context.greeted.info.engine_id);
+    let engine_id = &context.greeted.info.engine_id;
+    // What it has promised to save before does not come, unless it is complete.
+    context.shared.hand_offs.end_of(engine_id, End::Failed);
+    let gate = context.shared.engines.save_gate(engine_id);
     let is_closed = gate.is_some_and(|gate| gate.close(cancel.below_job, Instant::now() + timeout));
     if is_closed {
         return Ok(done());
@@ -97,23 +106,27 @@ pub(crate) fn copy_out(
         .memory
         .as_ref()
         .ok_or_else(|| Refusal::not_allowed("this worker saves by mapping: ask for claims"))?;
-    with_saver(shared, id, engine_id, worker, save.job, |saver| {
+    with_saver(shared, id, engine_id, worker, (save.job, &save.groups), |saver| {
         let blocks = saver.parse(&save.groups)?;
         let asked = Asked { epoch: save.epoch, event: save.event };
         Ok(Answer::SaveResult(saver.copy_out(&blocks, memory, asked, pace)))
     })
 }
 
+/// `groups` are what is to be saved: who waits for those blocks is told where nothing comes of it.
 fn with_saver<T>(
     shared: &Shared,
     id: SessionId,
     engine_id: &str,
     worker: &Registered,
-    job: u64,
+    (job, groups): (u64, &[v1::SaveGroup]),
     save: impl FnOnce(&Saver<'_>) -> Result<T, SaveRequestError>,
 ) -> Result<T, Refusal> {
     let gate = shared.engines.save_gate(engine_id);
-    let inside = gate.and_then(|gate| gate.enter(job)).ok_or_else(Refusal::cancelled)?;
+    let Some(inside) = gate.and_then(|gate| gate.enter(job)) else {
+        shared.engines.with_ready(engine_id, |open, _| not_saved(shared, worker, open, groups));
+        return Err(Refusal::cancelled());
+    };
     shared
         .engines
         .with_ready(engine_id, |open, _| {
@@ -133,4 +146,13 @@ fn with_saver<T>(
                 "engine '{engine_id}' is not ready: its scheduler or other workers are missing"
             )))
         })
+}
+
+/// A save came too late. What it names wrongly nobody waits for.
+fn not_saved(shared: &Shared, worker: &Registered, open: &[OpenGroup], groups: &[v1::SaveGroup]) {
+    for group in groups {
+        if let (Some(of_engine), Ok(hashes)) = (open.get(group.group as usize), parse_hashes(&group.hashes)) {
+            shared.store.not_saved(worker.owner, of_engine.space, &hashes);
+        }
+    }
 }

@@ -106,6 +106,7 @@ impl Saver<'_> {
             let mut chain = blocks.chain;
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
+                    self.shared.store.not_saved(self.owner, self.open[blocks.group].space, hashes);
                     result.failed += hashes.len() as u64;
                     continue;
                 }

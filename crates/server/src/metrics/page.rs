@@ -43,6 +43,8 @@ fn scrape(shared: &Shared) -> Scrape {
         spaces: shared.store.spaces(),
         sessions: shared.sessions.list().into_iter().map(session).collect(),
         turned_away: [("tcp", shared.tcp_slots.turned_away()), ("http", shared.http_slots.turned_away())],
+        hand_offs: shared.hand_offs.len(),
+        watched_blocks: shared.store.watched_blocks(),
         ceilings: shared.ceilings.read(),
         ceilings_left_out: shared.ceilings.left_out(),
         gpus: shared.gpus.as_ref().map_or_else(GpuScrape::default, of_gpus),

@@ -12,14 +12,19 @@ use super::{
 };
 use crate::calls::table::{CALLS, Call};
 
-/// Upper bounds of the histogram, in seconds.
+/// Upper bounds of the histogram of requests, in seconds.
 const BUCKETS: [f64; 14] =
     [10e-6, 25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 50e-3, 0.25, 1.0, 5.0];
+
+/// The same for waits for another engine.
+const WAIT_BUCKETS: [f64; 10] = [1e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0, 5.0, 30.0];
 
 const BAD_FRAMES: &Metric = Event::BadFrame.metric();
 const REGISTERED: &Metric = Event::WorkerRegistered.metric();
 const REFUSED: &Metric = Event::Refused.metric();
 const ANSWERED: &Metric = Event::Answered.metric();
+const HAND_OFFS: &Metric = Event::HandOff.metric();
+const HAND_OFF_WAITED: &Metric = Event::HandOffWaited.metric();
 
 /// Counts what happens, and keeps what was read last.
 pub(crate) struct Metrics {
@@ -31,8 +36,10 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     pub(crate) fn install() -> Self {
+        let full = |metric: &Metric| Matcher::Full(metric.name.into());
         let builder = PrometheusBuilder::new()
-            .set_buckets_for_metric(Matcher::Full(ANSWERED.name.into()), &BUCKETS)
+            .set_buckets_for_metric(full(ANSWERED), &BUCKETS)
+            .and_then(|builder| builder.set_buckets_for_metric(full(HAND_OFF_WAITED), &WAIT_BUCKETS))
             .unwrap_or_else(|_| PrometheusBuilder::new());
         let recorder = builder.build_recorder();
         let durations = with_local_recorder(&recorder, || {
@@ -64,6 +71,17 @@ impl Metrics {
 
     pub(crate) fn worker_registered(&self, method: &'static str) {
         self.count(REGISTERED, Some(method));
+    }
+
+    /// A hand-off is over; `waited` is 0 where nothing was waited for.
+    pub(crate) fn hand_off(&self, outcome: &'static str, waited: Duration) {
+        self.count(HAND_OFFS, Some(outcome));
+        if waited > Duration::ZERO {
+            let label = Label::new(HAND_OFF_WAITED.labels, outcome);
+            with_local_recorder(&self.recorder, || {
+                histogram!(HAND_OFF_WAITED.name, vec![label]).record(waited);
+            });
+        }
     }
 
     fn count(&self, metric: &'static Metric, label: Option<&'static str>) {

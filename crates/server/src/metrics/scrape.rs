@@ -21,6 +21,9 @@ pub(crate) struct Scrape {
     pub(crate) sessions: Vec<(&'static str, bool)>,
     /// Connections turned away, by door.
     pub(crate) turned_away: [(&'static str, u64); 2],
+    /// Lookups that wait for other engines, and the blocks that they wait for.
+    pub(crate) hand_offs: usize,
+    pub(crate) watched_blocks: usize,
     pub(crate) ceilings: Vec<Reading>,
     pub(crate) ceilings_left_out: u64,
     /// All 0 without a GPU.

@@ -46,6 +46,10 @@ pub(crate) enum Event {
     Refused,
     /// A call was answered, after a time.
     Answered,
+    /// A lookup's wait for another engine is over, or did not begin.
+    HandOff,
+    /// And how long it took, if it began.
+    HandOffWaited,
 }
 
 impl Event {
@@ -460,6 +464,34 @@ pub const METRICS: &[Metric] = &[
         "call",
         "Requests that were refused.",
         Counted(Event::Refused),
+    ),
+    metric(
+        "kvlane_hand_offs_waiting",
+        Gauge,
+        "",
+        "Lookups that wait for what another engine saves.",
+        Read(|s| one(s.hand_offs as u64)),
+    ),
+    metric(
+        "kvlane_hand_off_blocks",
+        Gauge,
+        "",
+        "Blocks that these lookups wait for, each as often as it is waited for.",
+        Read(|s| one(s.watched_blocks as u64)),
+    ),
+    metric(
+        "kvlane_hand_offs_total",
+        Counter,
+        "outcome",
+        "Lookups of prompts that another engine was to save, by what became of the wait for it.",
+        Counted(Event::HandOff),
+    ),
+    metric(
+        "kvlane_hand_off_wait_seconds",
+        Histogram,
+        "outcome",
+        "How long lookups waited for what another engine saves.",
+        Counted(Event::HandOffWaited),
     ),
     metric(
         "kvlane_request_duration_seconds",

@@ -1,0 +1,169 @@
+//! Waiting for blocks that an engine is expected to save: what is there is leased, the rest is watched.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvlane_block::BlockHash;
+use kvlane_policy::longest_hit;
+use parking_lot::MutexGuard;
+
+use crate::api::{ClaimOutcome, LeaseId, LookupGroup, OwnerId, SpaceId};
+use crate::entries::{NONE, State};
+use crate::index::Index;
+use crate::needs::needs;
+use crate::store::Store;
+use crate::watch::{Standing, Stirred, WatchId};
+
+/// Blocks that are added to a watch, or taken from it, under one hold of the lock.
+const BLOCKS_A_HOLD: usize = 512;
+
+/// Whether there is something to wait for.
+pub enum Watching {
+    /// No: everything is visible.
+    Complete,
+    /// No: as many blocks are watched as may be.
+    TooMany,
+    /// Yes, until this is dropped.
+    Waits(Watch),
+}
+
+/// Blocks that are watched, and a lease on those of the prompt that were there. Dropped, both are gone.
+pub struct Watch {
+    store: Arc<Store>,
+    id: WatchId,
+    owner: OwnerId,
+    lease: Option<LeaseId>,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        loop {
+            let mut index = self.store.index.lock();
+            let is_over = index.watches.forget(self.id, BLOCKS_A_HOLD);
+            MutexGuard::unlock_fair(index);
+            if is_over {
+                break;
+            }
+        }
+        if let Some(lease) = self.lease {
+            self.store.release(self.owner, lease);
+        }
+    }
+}
+
+/// What is there of a prompt, and leased.
+struct Held {
+    tokens: u64,
+    /// The longest hit that there could be.
+    most: u64,
+    lease: Option<LeaseId>,
+}
+
+impl Store {
+    /// Watches what `owner` needs for a hit of `tokens` and is not visible yet. `saver` is expected to save it; whoever does,
+    /// `stirred` hears of it. What is visible is leased for `owner` meanwhile. It does not count as a lookup: that follows.
+    pub fn watch(
+        self: &Arc<Self>,
+        (owner, saver): (OwnerId, OwnerId),
+        groups: &[LookupGroup<'_>],
+        tokens: u64,
+        now: Instant,
+        stirred: Stirred,
+    ) -> Watching {
+        let (watch, held) = {
+            let mut index = self.index.lock();
+            let Some(held) = index.hold(owner, groups, tokens, now) else { return Watching::Complete };
+            let id = index.watches.begin(saver, stirred);
+            (Watch { store: Arc::clone(self), id, owner, lease: held.lease }, held)
+        };
+        for (group, need) in groups.iter().zip(needs(groups, held.most).iter().flatten()) {
+            let tokens_per_block = u64::from(need.tokens_per_block);
+            let leased = if need.window_blocks == 0 { held.tokens / tokens_per_block } else { 0 };
+            let first = need.first_block(held.most).max(leased) as usize;
+            let wanted = &group.hashes[first..(held.most / tokens_per_block) as usize];
+            for part in wanted.chunks(BLOCKS_A_HOLD) {
+                let mut index = self.index.lock();
+                let has_room = part.iter().all(|hash| index.watch_block(watch.id, group.space, hash));
+                MutexGuard::unlock_fair(index);
+                if !has_room {
+                    return Watching::TooMany;
+                }
+            }
+        }
+        let is_complete = self.index.lock().watches.finish(watch.id);
+        if is_complete { Watching::Complete } else { Watching::Waits(watch) }
+    }
+
+    /// An engine has asked to save these blocks, and was refused before any of them was claimed. Who waits for them is told.
+    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, hashes: &[BlockHash]) {
+        for part in hashes.chunks(BLOCKS_A_HOLD) {
+            let mut index = self.index.lock();
+            part.iter().for_each(|hash| index.not_saved(owner, space, hash));
+            MutexGuard::unlock_fair(index);
+        }
+    }
+
+    /// Blocks that are watched, each as often as it is.
+    pub fn watched_blocks(&self) -> usize {
+        self.index.lock().watches.blocks()
+    }
+}
+
+impl Index {
+    /// Leases the longest prefix that is visible. None if it is as long as it can be.
+    fn hold(
+        &mut self,
+        owner: OwnerId,
+        groups: &[LookupGroup<'_>],
+        max_tokens: u64,
+        now: Instant,
+    ) -> Option<Held> {
+        let needs = needs(groups, max_tokens)?;
+        let most = longest_hit(&needs, max_tokens, |_, _| true);
+        let mut found: Vec<Vec<u32>> = needs.iter().map(|need| vec![NONE; need.blocks as usize]).collect();
+        let tokens = longest_hit(&needs, max_tokens, |group, block| {
+            let LookupGroup { space, hashes, .. } = groups[group];
+            let slot = self.visible(space, &hashes[block as usize]);
+            found[group][block as usize] = slot.unwrap_or(NONE);
+            slot.is_some()
+        });
+        if tokens == most {
+            return None;
+        }
+        let mut leased = Vec::new();
+        for ((group, need), slots) in groups.iter().zip(&needs).zip(&found).filter(|_| tokens > 0) {
+            let end = (tokens / u64::from(need.tokens_per_block)) as usize;
+            self.lease_blocks(group.space, &slots[need.first_block(tokens) as usize..end], &mut leased);
+        }
+        let lease = (tokens > 0).then(|| self.leases.insert(owner, now, leased));
+        Some(Held { tokens, most, lease })
+    }
+
+    fn visible(&self, space: SpaceId, hash: &BlockHash) -> Option<u32> {
+        self.entries.find(space.0, hash).filter(|slot| self.entries.at(*slot).state == State::Sealed)
+    }
+
+    fn watch_block(&mut self, watch: WatchId, space: SpaceId, hash: &BlockHash) -> bool {
+        let slot = self.entries.find(space.0, hash);
+        let state = slot.map(|slot| self.entries.at(slot).state);
+        let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner());
+        let is_asked = match state {
+            Some(State::Committed) => true,
+            _ => claimed_by.is_some() && claimed_by == self.watches.saver(watch),
+        };
+        let standing = Standing { is_visible: state == Some(State::Sealed), is_asked };
+        self.watches.add(watch, (space.0, *hash), standing)
+    }
+
+    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, hash: &BlockHash) {
+        let slot = self.entries.find(space.0, hash);
+        let outcome = match slot.map(|slot| (slot, self.entries.at(slot).state)) {
+            Some((_, State::Committed | State::Sealed)) => ClaimOutcome::Present,
+            Some((slot, State::Claimed)) if self.claims.get(&slot).is_some_and(|of| of.owner() != owner) => {
+                ClaimOutcome::InFlight
+            }
+            _ => ClaimOutcome::NoRoom,
+        };
+        self.watches.asked(owner, (space.0, *hash), &outcome);
+    }
+}
