@@ -1,0 +1,276 @@
+//! Who waits for blocks hears of each step that they take, and of those that will not come.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_store::{
+    Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, SpaceId, Stir, Store, StoreOptions, Watch,
+    Watching, WriterId,
+};
+use parking_lot::Mutex;
+
+const P: OwnerId = OwnerId(1);
+const D: OwnerId = OwnerId(2);
+const X: OwnerId = OwnerId(3);
+const WRITER: WriterId = WriterId(10);
+const TOKENS: u32 = 16;
+const TTL: Duration = Duration::from_secs(60);
+
+use Stir::{Complete, Lost, Progress};
+
+struct Play {
+    store: Arc<Store>,
+    space: SpaceId,
+    now: Instant,
+    heard: Arc<Mutex<Vec<Stir>>>,
+}
+
+fn hashes(count: u32) -> Vec<BlockHash> {
+    (0..count)
+        .map(|block| BlockHash((u128::from(block) + 1).wrapping_mul(1 << 70 | 1).to_le_bytes()))
+        .collect()
+}
+
+impl Play {
+    fn new(pages: u64, shards: usize) -> Self {
+        let options = ArenaOptions {
+            bytes: pages * PAGE_BYTES,
+            hugepages: HugePages::Off,
+            numa: Numa::Off,
+            threads: 1,
+        };
+        let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
+        let store =
+            Store::new(arena, StoreOptions { lease_ttl: TTL, claim_ttl: TTL, ..StoreOptions::default() });
+        let space = store.space(Namespace([1; 16]), "m", CutDigest([5; 16]), &vec![PAGE_BYTES; shards]);
+        Self { store, space, now: Instant::now(), heard: Arc::default() }
+    }
+
+    fn group<'a>(&self, window_blocks: u32, hashes: &'a [BlockHash]) -> LookupGroup<'a> {
+        LookupGroup { space: self.space, tokens_per_block: TOKENS, window_blocks, hashes }
+    }
+
+    fn watch(&self, groups: &[LookupGroup<'_>], tokens: u64) -> Watching {
+        let heard = Arc::clone(&self.heard);
+        self.store.watch((D, P), groups, tokens, self.now, Box::new(move |stir| heard.lock().push(stir)))
+    }
+
+    fn waits(&self, groups: &[LookupGroup<'_>], tokens: u64) -> Watch {
+        let Watching::Waits(watch) = self.watch(groups, tokens) else { panic!("nothing to wait for") };
+        watch
+    }
+
+    fn heard(&self) -> Vec<Stir> {
+        std::mem::take(&mut *self.heard.lock())
+    }
+
+    fn claim(&self, owner: OwnerId, shard: u32, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
+        let mut out = Vec::new();
+        self.store.claim(owner, WRITER, self.space, shard, chain, hashes, self.now, &mut out);
+        out
+    }
+
+    fn commit(&self, outcomes: &[ClaimOutcome]) {
+        self.store.commit(&claims(outcomes), self.now);
+    }
+
+    fn save(&self, owner: OwnerId, chain: Chain, hashes: &[BlockHash]) {
+        self.commit(&self.claim(owner, 0, chain, hashes));
+        while self.store.seal_pending() {}
+    }
+
+    fn leased(&self) -> u64 {
+        self.store.stats().leased_blocks
+    }
+
+    /// Nothing is watched or leased.
+    fn rests(&self) {
+        assert_eq!((self.store.watched_blocks(), self.leased(), self.store.leases_of(D)), (0, 0, 0));
+    }
+}
+
+fn claims(outcomes: &[ClaimOutcome]) -> Vec<ShardClaim> {
+    let claimed = |outcome: &ClaimOutcome| match outcome {
+        ClaimOutcome::Claimed(claim) => Some(*claim),
+        _ => None,
+    };
+    outcomes.iter().filter_map(claimed).collect()
+}
+
+#[test]
+fn each_step_is_heard_and_the_last_one_completes() {
+    let play = Play::new(64, 2);
+    let all = hashes(3);
+    let watch = play.waits(&[play.group(0, &all)], 40);
+    assert_eq!(play.store.watched_blocks(), 2, "40 tokens are two blocks");
+    let first = play.claim(P, 0, Chain::Start, &all[..2]);
+    assert_eq!(play.heard(), [Progress; 2]);
+    play.commit(&first);
+    let second = play.claim(P, 1, Chain::Start, &all[..2]);
+    play.commit(&second);
+    assert_eq!(play.heard(), [Progress; 6], "two of each shard: claimed, written");
+    play.store.seal_pending();
+    assert_eq!(play.heard(), [Progress, Complete]);
+    // What is not awaited is not told.
+    play.claim(P, 0, Chain::After(all[1]), &all[2..]);
+    assert_eq!(play.heard(), []);
+    drop(watch);
+    play.rests();
+}
+
+#[test]
+fn what_is_there_is_leased_and_only_the_rest_is_watched() {
+    let play = Play::new(64, 1);
+    let all = hashes(4);
+    play.save(P, Chain::Start, &all[..2]);
+    let watch = play.waits(&[play.group(0, &all)], u64::MAX);
+    assert_eq!((play.store.watched_blocks(), play.leased()), (2, 2));
+    let stats = play.store.spaces();
+    assert_eq!((stats[0].hit_blocks, stats[0].missed_blocks), (0, 0), "it is no lookup");
+    play.save(P, Chain::After(all[1]), &all[2..]);
+    assert_eq!(play.heard().last(), Some(&Complete));
+    drop(watch);
+    play.rests();
+    assert!(matches!(play.watch(&[play.group(0, &all)], u64::MAX), Watching::Complete));
+    assert!(matches!(play.watch(&[play.group(0, &all)], 0), Watching::Complete));
+    assert!(matches!(play.watch(&[], 64), Watching::Complete));
+    play.rests();
+}
+
+#[test]
+fn of_a_window_only_its_blocks_are_watched() {
+    let play = Play::new(64, 1);
+    let all = hashes(6);
+    let watch = play.waits(&[play.group(2, &all)], 6 * 16);
+    assert_eq!(play.store.watched_blocks(), 2);
+    play.save(P, Chain::Unchained, &all[..4]);
+    assert_eq!(play.heard(), []);
+    play.save(P, Chain::Unchained, &all[4..]);
+    assert_eq!(play.heard().last(), Some(&Complete));
+    drop(watch);
+    play.rests();
+}
+
+#[test]
+fn a_block_that_its_saver_loses_is_lost() {
+    type Way = fn(&Play, &[BlockHash]);
+    let aborted: Way = |play, all| play.store.abort(&claims(&play.claim(P, 0, Chain::Start, all)));
+    let worker_died: Way = |play, all| {
+        play.claim(P, 0, Chain::Start, all);
+        play.store.writer_gone(WRITER);
+    };
+    let half_expired: Way = |play, all| {
+        play.commit(&play.claim(P, 0, Chain::Start, all));
+        play.store.expire(play.now + TTL + Duration::from_secs(1));
+    };
+    let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
+    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all);
+    let dropped: Way = |play, all| {
+        for shard in [0, 1] {
+            play.commit(&play.claim(P, shard, Chain::Start, all));
+        }
+        play.store.drop_namespace(Namespace([1; 16]));
+    };
+    let left_to_another: Way = |play, all| {
+        let of_other = play.claim(X, 0, Chain::Start, all);
+        assert!(play.claim(P, 0, Chain::Start, all).iter().all(|of| *of == ClaimOutcome::InFlight));
+        play.store.abort(&claims(&of_other));
+    };
+    for way in [aborted, worker_died, half_expired, refused, never_claimed, dropped, left_to_another] {
+        let play = Play::new(64, 2);
+        let all = hashes(1);
+        let watch = play.waits(&[play.group(0, &all)], 16);
+        way(&play, &all);
+        assert_eq!(play.heard().last(), Some(&Lost));
+        drop(watch);
+        play.rests();
+    }
+}
+
+#[test]
+fn what_others_lose_may_still_come() {
+    let play = Play::new(64, 1);
+    let all = hashes(2);
+    let watch = play.waits(&[play.group(0, &all)], 32);
+    play.store.abort(&claims(&play.claim(X, 0, Chain::Start, &all)));
+    play.claim(X, 0, Chain::After(BlockHash([9; 16])), &all);
+    play.store.not_saved(X, play.space, &all);
+    assert!(!play.heard().contains(&Lost));
+    // It was visible, and goes before its saver has asked: it is missing again.
+    play.save(X, Chain::Start, &all[..1]);
+    play.store.drop_namespace(Namespace([1; 16]));
+    play.save(X, Chain::Start, &all[..1]);
+    assert!(!play.heard().contains(&Lost) && !play.heard().contains(&Complete));
+    play.save(P, Chain::Start, &all);
+    assert_eq!(play.heard().last(), Some(&Complete));
+    // What another engine has stored is no loss for a saver that came too late.
+    play.store.not_saved(P, play.space, &all);
+    assert_eq!(play.heard(), []);
+    drop(watch);
+    play.rests();
+}
+
+#[test]
+fn a_block_that_is_evicted_again_is_lost() {
+    let play = Play::new(4, 1);
+    let all = hashes(9);
+    let watch = play.waits(&[play.group(0, &all[..3])], 48);
+    play.save(P, Chain::Start, &all[..2]);
+    assert!(!play.heard().contains(&Lost));
+    // Another prompt needs all the room.
+    play.save(X, Chain::Start, &all[4..8]);
+    assert!(play.heard().contains(&Lost));
+    drop(watch);
+    play.rests();
+}
+
+/// Claimed or written before anybody waited: whose it is matters, not since when.
+#[test]
+fn saves_that_began_before_the_wait_count() {
+    let play = Play::new(64, 1);
+    let all = hashes(2);
+    let claimed = play.claim(P, 0, Chain::Start, &all);
+    let watch = play.waits(&[play.group(0, &all)], 32);
+    play.store.abort(&claims(&claimed));
+    assert_eq!(play.heard().last(), Some(&Lost));
+    drop(watch);
+    play.commit(&play.claim(P, 0, Chain::Start, &all));
+    let watch = play.waits(&[play.group(0, &all)], 32);
+    play.store.seal_pending();
+    assert_eq!(play.heard().last(), Some(&Complete));
+    drop(watch);
+    play.rests();
+}
+
+#[test]
+fn many_may_wait_for_the_same_and_those_that_went_hear_nothing() {
+    let play = Play::new(64, 1);
+    let all = hashes(2);
+    // A hash that is named twice is one block.
+    let twice = [all[0], all[0]];
+    let mut watches: Vec<Watch> = (0..50).map(|_| play.waits(&[play.group(0, &twice)], 32)).collect();
+    assert_eq!(play.store.watched_blocks(), 50);
+    watches.truncate(25);
+    watches.remove(0);
+    play.claim(P, 0, Chain::Start, &all);
+    assert_eq!(play.heard().len(), 24);
+    watches.clear();
+    play.rests();
+}
+
+#[test]
+fn the_blocks_that_are_watched_are_bounded() {
+    const MOST: usize = 1 << 18;
+    let play = Play::new(64, 1);
+    let all = hashes(MOST as u32 + 1);
+    assert!(matches!(play.watch(&[play.group(0, &all)], u64::MAX), Watching::TooMany));
+    play.rests();
+    let watch = play.waits(&[play.group(0, &all[..MOST])], u64::MAX);
+    assert!(matches!(play.watch(&[play.group(0, &all[..1])], 16), Watching::TooMany));
+    drop(watch);
+    play.rests();
+    drop(play.waits(&[play.group(0, &all[..1])], 16));
+}
