@@ -5,7 +5,9 @@ use thiserror::Error;
 /// Oldest wire version that this build speaks.
 pub const WIRE_MIN: u32 = 1;
 /// Newest wire version that this build speaks.
-pub const WIRE_MAX: u32 = 1;
+pub const WIRE_MAX: u32 = 2;
+/// The version from which on a daemon answers ReadJournal.
+pub const WIRE_OF_JOURNAL: u32 = 2;
 
 /// The peer's versions and ours do not meet.
 #[derive(Debug, Error, PartialEq, Eq)]

@@ -8,6 +8,7 @@ use crate::api::{Chain, ClaimOutcome, OwnerId, ShardClaim, SpaceId, WriterId};
 use crate::entries::{NONE, State};
 use crate::evict::Effort;
 use crate::index::Index;
+use crate::journal::Change;
 
 /// Ancestors that one claim call renews.
 const RENEW_LIMIT: usize = 4096;
@@ -278,8 +279,8 @@ impl Index {
         }
         let entry = self.entries.at_mut(slot);
         entry.state = State::Sealed;
-        let key = (entry.space, entry.hash);
-        let space = &mut self.spaces[entry.space as usize];
+        let (number, hash) = (entry.space, entry.hash);
+        let space = &mut self.spaces[number as usize];
         assert!(claims.len() == space.shards(), "{} of {} shards", claims.len(), space.shards());
         for (claim, &crc) in claims.iter().zip(crcs) {
             space.rows.set_crc(entry.row, claim.shard as usize, crc);
@@ -287,7 +288,8 @@ impl Index {
         space.sealed += 1;
         self.counters.fetched_blocks += 1;
         self.counters.fetched_bytes += space.block_bytes();
-        self.watches.sealed(key);
+        self.watches.sealed((number, hash));
+        self.note_change(Change::Visible, number, hash);
     }
 
     pub(crate) fn note_failed_fetch(&mut self) {

@@ -9,6 +9,7 @@ use kvlane_policy::ReplacementPolicy;
 use crate::api::{SpaceId, StoreOptions};
 use crate::claim::Claim;
 use crate::entries::{Entries, NONE, State};
+use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::replacement::Refusals;
@@ -51,6 +52,7 @@ pub struct Index {
     pub(crate) spilling: BTreeSet<u64>,
     /// Their bytes.
     pub(crate) spilling_bytes: u64,
+    journal: Journal,
     pub(crate) counters: Counters,
     /// Hears of every step in a block's life.
     pub(crate) watches: Watches,
@@ -81,6 +83,7 @@ impl Index {
             spills_taken: 0,
             spilling: BTreeSet::new(),
             spilling_bytes: 0,
+            journal: Journal::default(),
             counters: Counters::default(),
             watches: Watches::default(),
         }
@@ -200,6 +203,30 @@ impl Index {
         dropped
     }
 
+    /// What became of the blocks of some spaces since `cursor`: the space's place in `spaces`, the block's hash, and what. See
+    /// [`Journal::read`].
+    pub fn read_journal(
+        &mut self,
+        cursor: u64,
+        spaces: &[SpaceId],
+        most: usize,
+        out: &mut Vec<(usize, JournalEntry)>,
+    ) -> JournalRead {
+        let read = self.journal.read(cursor, most, out, |entry, out| {
+            let places = spaces.iter().enumerate().filter(|(_, space)| **space == entry.space);
+            out.extend(places.map(|(place, _)| (place, *entry)));
+        });
+        // A new reader has missed nothing.
+        self.counters.journal_restarts += u64::from(read.start_again && cursor != 0);
+        read
+    }
+
+    /// Tells the journal's readers what became of a block in the pool. The one place that writes it.
+    pub(crate) fn note_change(&mut self, change: Change, space: u32, hash: BlockHash) {
+        let entry = JournalEntry { change, medium: Medium::Ram, space: SpaceId(space), hash };
+        self.counters.journal_entries += u64::from(self.journal.note(entry));
+    }
+
     /// State and counters.
     pub fn stats(&self) -> StoreStats {
         StoreStats {
@@ -272,6 +299,7 @@ impl Index {
             self.free(unused);
         }
         self.spaces[before.space as usize].rows.remove(before.row);
+        self.note_change(Change::Gone, before.space, before.hash);
         self.entries.prune(slot);
     }
 

@@ -4,6 +4,7 @@ use kvlane_block::{BlockHash, Namespace};
 
 use crate::entries::{Entry, State};
 use crate::index::Index;
+use crate::journal::Change;
 use crate::limbo::Extent;
 
 /// A block whose bytes are to be read. It must be given back to `finish_seal` or `finish_scrub`; until then its
@@ -88,14 +89,15 @@ impl Index {
         let entry = self.entries.at_mut(check.slot);
         assert!(entry.state == State::Committed, "sealed twice");
         entry.state = State::Sealed;
-        let key = (entry.space, entry.hash);
-        let space = &mut self.spaces[entry.space as usize];
+        let (number, hash) = (entry.space, entry.hash);
+        let space = &mut self.spaces[number as usize];
         for (shard, &crc) in crcs.iter().enumerate() {
             space.rows.set_crc(entry.row, shard, crc);
         }
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
-        self.watches.sealed(key);
+        self.watches.sealed((number, hash));
+        self.note_change(Change::Visible, number, hash);
         self.queue_spill(check.slot, check.generation);
     }
 

@@ -71,6 +71,10 @@ pub struct Counters {
     pub expired_leases: u64,
     /// Leases that ended, expired ones included.
     pub ended_leases: u64,
+    /// Blocks that became visible or went, as far as somebody reads the journal.
+    pub journal_entries: u64,
+    /// Readers that came too late for what the journal had, or with the cursor of another one.
+    pub journal_restarts: u64,
 }
 
 /// State and counters of one space.

@@ -16,6 +16,7 @@ use crate::auto::AutoPolicy;
 use crate::claim::Caller;
 use crate::fetch::Fetches;
 use crate::index::Index;
+use crate::journal::{JournalEntry, JournalRead};
 use crate::seal::Check;
 use crate::spill::WAITING_BLOCKS_MAX;
 use crate::stats::{SpaceStats, StoreStats};
@@ -352,6 +353,17 @@ impl Store {
     /// Bytes of the pool.
     pub(crate) fn pool_bytes(&self) -> u64 {
         self.arena.bytes()
+    }
+
+    /// See [`Index::read_journal`].
+    pub fn read_journal(
+        &self,
+        cursor: u64,
+        spaces: &[SpaceId],
+        most: usize,
+        out: &mut Vec<(usize, JournalEntry)>,
+    ) -> JournalRead {
+        self.index.lock().read_journal(cursor, spaces, most, out)
     }
 
     /// State and counters.

@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
-    Chain, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Spill,
-    StoreOptions, WriterId,
+    Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId,
+    Spill, StoreOptions, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -185,6 +185,10 @@ struct World {
     spills: Vec<Spill>,
     /// Blocks that the tier below writes, with all their shards.
     fetching: Vec<(Key, Vec<ShardClaim>)>,
+    journal: u64,
+    /// What a reader of the journal takes for visible, and one that hears only of what comes.
+    told: BTreeSet<Key>,
+    told_of_coming: BTreeSet<Key>,
     seen: Seen,
 }
 
@@ -207,6 +211,7 @@ struct Seen {
     fetched: u64,
     spilled: u64,
     stale_fetches: u64,
+    stale_listeners: u64,
 }
 
 fn writer(owner: u64, shard: u32) -> WriterId {
@@ -228,6 +233,7 @@ impl World {
             index.space(namespace(number), "model", CutDigest([9; 16]), &bytes)
         };
         let spaces = SPACES.iter().enumerate().map(space).collect();
+        let journal = index.read_journal(0, &[], 0, &mut Vec::new()).cursor;
         Self {
             index,
             spaces,
@@ -240,6 +246,9 @@ impl World {
             checks: Vec::new(),
             spills: Vec::new(),
             fetching: Vec::new(),
+            journal,
+            told: BTreeSet::new(),
+            told_of_coming: BTreeSet::new(),
             seen: Seen::default(),
         }
     }
@@ -424,7 +433,26 @@ impl World {
         self.check(op);
     }
 
+    /// Whoever follows the journal knows what is visible, neither less nor more; without the goings nobody would.
+    fn follow_journal(&mut self, op: &Op) {
+        let mut entries = Vec::new();
+        let read = self.index.read_journal(self.journal, &self.spaces, usize::MAX, &mut entries);
+        assert!(!read.start_again && !read.has_more);
+        self.journal = read.cursor;
+        for (space, entry) in entries {
+            let key = (space, entry.hash);
+            match entry.change {
+                Change::Visible => drop((self.told.insert(key), self.told_of_coming.insert(key))),
+                Change::Gone => drop(self.told.remove(&key)),
+            }
+        }
+        let visible = self.visible();
+        assert_eq!(self.told, visible, "after {op:?}");
+        self.seen.stale_listeners += u64::from(self.told_of_coming != visible);
+    }
+
     fn check(&mut self, op: &Op) {
+        self.follow_journal(op);
         if let Err(what) = self.index.check_consistency() {
             assert_eq!(what, "", "after {op:?}");
         }
@@ -728,6 +756,7 @@ fn any_order_of_calls_keeps_the_promises() {
         ("fetched blocks", sum(|seen| seen.fetched)),
         ("fetches of what died meanwhile", sum(|seen| seen.stale_fetches)),
         ("spilled blocks", sum(|seen| seen.spilled)),
+        ("listeners that hear of nothing that goes", sum(|seen| seen.stale_listeners)),
     ];
     println!("{reached:?}");
     assert!(reached.iter().all(|&(_, times)| times > 10), "{reached:?}");
