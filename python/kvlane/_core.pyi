@@ -60,6 +60,7 @@ class Scheduler:
         lookup_timeout_ms: float = 50.0,
         daemon_user: str
         | None = None,  # who may run the daemon beside this user and root; None: KVLANE_DAEMON_USER
+        follow_journal: bool = False,  # ask the daemon every 100 ms which blocks come and go
     ) -> None: ...
     def lookup_start(
         self,
@@ -93,6 +94,12 @@ class Scheduler:
     def cancel_saves(self, up_to_job: int, timeout_ms: float = 1000.0) -> bool:
         """No save job of the engine up to this one may become a block any more, unless it is complete. True when nobody
         reads blocks of the engine for one of them: they may be overwritten. False if that could not be confirmed."""
+
+    def take_changes(self) -> tuple[bool, list[tuple[int, bytes, bool]]]:
+        """Blocks of the engine's groups that came to RAM or went since the last call, whoever saved them, if the journal is
+        followed: (group, hash, whether it came), in order, about 4,096 at most; `tick` asks for more once these are taken.
+        True before them: something was missed, or it is another run of the daemon, so that what was heard before is
+        worth nothing."""
 
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call: lookups, hits, misses, timeouts, reconnects, lookup_seconds_sum, ..."""

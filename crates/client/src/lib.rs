@@ -35,7 +35,10 @@ pub use hit::{Hit, Misfit};
 pub use jobs::{
     Copied, Finished, Job, JobKind, LoadGroup, Release, SaveGroupSpec, SaveMethod, Work, WorkerGroupSpec,
 };
-pub use links::{promises::Promises, scheduler::SchedulerStats};
+pub use links::{
+    promises::Promises,
+    scheduler::{BlockChange, BlockChanges, SchedulerStats},
+};
 pub use scheduler::{Scheduler, SchedulerOptions};
 pub use shared::{WorkerOptions, WorkerStats};
 pub use tool::{CLIENT_NAME, Tool, ToolError};

@@ -22,7 +22,8 @@ use crate::{
     links::{
         ids::ConnectionId,
         scheduler::{
-            LookupState, SchedulerAction, SchedulerEvent, SchedulerLink, SchedulerLinkOptions, SchedulerStats,
+            BlockChanges, LookupState, SchedulerAction, SchedulerEvent, SchedulerLink, SchedulerLinkOptions,
+            SchedulerStats,
         },
         standing::tell,
     },
@@ -52,6 +53,8 @@ pub struct SchedulerOptions {
     /// A lookup that takes longer is a miss, but for the time that the daemon says it needs: to bring blocks from its SSD, or
     /// for what another engine saves.
     pub lookup_timeout: Duration,
+    /// The daemon is asked which blocks come and go, for [`Scheduler::take_changes`].
+    pub follows_journal: bool,
 }
 
 /// The scheduler's side of an engine.
@@ -84,6 +87,7 @@ impl Scheduler {
             groups: options.groups,
             workers: options.workers,
             lookup_timeout: options.lookup_timeout,
+            follows_journal: options.follows_journal,
         };
         let mut scheduler = Self {
             address: options.address,
@@ -228,6 +232,12 @@ impl Scheduler {
             self.wait_for_anybody(wake_at.saturating_duration_since(now));
             now = Instant::now();
         }
+    }
+
+    /// Blocks that came and went since the last call, 4,096 at most, where the options ask for it. A call of
+    /// [`tick`](Self::tick) fetches more once these are taken.
+    pub fn take_changes(&mut self) -> BlockChanges {
+        self.link.take_changes()
     }
 
     /// Counters since the last call.

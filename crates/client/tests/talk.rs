@@ -242,6 +242,7 @@ fn scheduler(address: &Address) -> Scheduler {
         groups: vec![group(3, "full", 0), group(4, "sliding", 1)],
         workers: 2,
         lookup_timeout: PATIENCE,
+        follows_journal: false,
     })
     .unwrap()
 }

@@ -1,8 +1,9 @@
-//! Lists that travel as bytes, since they are long: page numbers and the outcomes of a claim.
+//! Lists that travel as bytes, since they are long: page numbers, the outcomes of a claim, and what the journal tells.
 //!
 //! ```text
 //! pages     4 bytes each, a little-endian u32: the page's number, counted from the start of the pool in units of 4096 bytes
 //! outcomes  1 byte each: an Outcome
+//! changes   18 bytes each: a ChangeKind, the group, 16 bytes of the block's hash
 //! ```
 //! The pages of a hit stand block by block, in each block rank by rank: the page of `rank` of block `b` is number
 //! `b * ranks + rank`.
@@ -13,6 +14,9 @@ use thiserror::Error;
 /// Bytes of one page's number.
 pub const PAGE_NUMBER_BYTES: usize = 4;
 
+/// Bytes of one change of the journal.
+pub const CHANGE_BYTES: usize = 18;
+
 /// Bytes that are no packed list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PackedError {
@@ -22,6 +26,9 @@ pub enum PackedError {
     /// A code that this version does not know.
     #[error("{0} is no outcome of a claim")]
     Outcome(u8),
+    /// Changes that end within a change.
+    #[error("{0} bytes are no list of changes, which have {CHANGE_BYTES} bytes each")]
+    Changes(usize),
 }
 
 /// Page numbers, one after the other.
@@ -107,6 +114,62 @@ pub fn pack_outcomes(outcomes: impl IntoIterator<Item = Outcome>) -> Bytes {
     outcomes.into_iter().map(|outcome| outcome as u8).collect()
 }
 
+/// What happened to a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum ChangeKind {
+    /// Lookups find it in RAM.
+    Visible = 0,
+    /// It is not in RAM any more.
+    Gone = 1,
+    /// The SSD has it.
+    VisibleOnSsd = 2,
+    /// The SSD has it no more.
+    GoneFromSsd = 3,
+}
+
+/// One line of the daemon's journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Change {
+    /// What happened.
+    pub kind: ChangeKind,
+    /// In which group of the engine.
+    pub group: u8,
+    /// To which block.
+    pub hash: [u8; 16],
+}
+
+/// Changes, one after the other.
+pub fn pack_changes(changes: impl IntoIterator<Item = Change>) -> Bytes {
+    let packed = changes.into_iter().map(|Change { kind, group, hash }| {
+        let mut bytes = [0; CHANGE_BYTES];
+        (bytes[0], bytes[1]) = (kind as u8, group);
+        bytes[2..].copy_from_slice(&hash);
+        bytes
+    });
+    packed.collect::<Vec<_>>().into_flattened().into()
+}
+
+/// Changes that were packed, in order. Those of a kind that only later versions know are left out.
+///
+/// # Errors
+/// [`PackedError::Changes`] if the bytes end within a change.
+pub fn parse_changes(bytes: &[u8]) -> Result<impl Iterator<Item = Change> + '_, PackedError> {
+    let (changes, []) = bytes.as_chunks::<CHANGE_BYTES>() else {
+        return Err(PackedError::Changes(bytes.len()));
+    };
+    Ok(changes.iter().filter_map(|[kind, group, hash @ ..]| {
+        let kind = match kind {
+            0 => ChangeKind::Visible,
+            1 => ChangeKind::Gone,
+            2 => ChangeKind::VisibleOnSsd,
+            3 => ChangeKind::GoneFromSsd,
+            _ => return None,
+        };
+        Some(Change { kind, group: *group, hash: *hash })
+    }))
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -163,10 +226,32 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn changes_come_back_but_for_kinds_that_nobody_knows(
+            changes: Vec<(u8, u8, [u8; 16])>, cut in 1..CHANGE_BYTES,
+        ) {
+            let kinds = [ChangeKind::Visible, ChangeKind::Gone, ChangeKind::VisibleOnSsd, ChangeKind::GoneFromSsd];
+            let change = |&(kind, group, hash): &(u8, u8, [u8; 16])| {
+                Change { kind: kinds[usize::from(kind) % 4], group, hash }
+            };
+            let changes: Vec<Change> = changes.iter().map(change).collect();
+            let packed = pack_changes(changes.iter().copied());
+            prop_assert_eq!(packed.len(), changes.len() * CHANGE_BYTES);
+            prop_assert_eq!(parse_changes(&packed).unwrap().collect::<Vec<_>>(), changes.clone());
+            let unknown = [&packed[..], &[4; CHANGE_BYTES]].concat();
+            prop_assert_eq!(parse_changes(&unknown).unwrap().collect::<Vec<_>>(), changes);
+            let longer = [&packed[..], &vec![0; cut]].concat();
+            prop_assert_eq!(parse_changes(&longer).err(), Some(PackedError::Changes(longer.len())));
+        }
+    }
+
     /// The order is the wire's: `kvlane.proto` names the codes.
     #[test]
     fn the_codes_are_those_of_the_wire() {
         assert_eq!(&pack_outcomes(OUTCOMES)[..], [0, 1, 2, 3]);
         assert_eq!(&pack_pages([1, 0x0403_0201])[..], [1, 0, 0, 0, 1, 2, 3, 4]);
+        let gone = Change { kind: ChangeKind::Gone, group: 3, hash: [7; 16] };
+        assert_eq!(&pack_changes([gone])[..], [&[1, 3][..], &[7; 16]].concat());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
-use kvlane_client::{GroupSpec, HandOff, Hit, Scheduler, SchedulerOptions};
+use kvlane_client::{BlockChange, GroupSpec, HandOff, Hit, Scheduler, SchedulerOptions};
 use parking_lot::Mutex;
 use pyo3::{
     prelude::*,
@@ -75,7 +75,7 @@ pub(crate) struct PyScheduler(Own<Mutex<Scheduler>>);
 impl PyScheduler {
     #[new]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
-    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0, daemon_user = None))]
+    #[pyo3(signature = (address, engine_id, client, groups, workers, lookup_timeout_ms = 50.0, daemon_user = None, follow_journal = false))]
     fn new(
         address: Option<String>,
         engine_id: String,
@@ -84,6 +84,7 @@ impl PyScheduler {
         workers: u32,
         lookup_timeout_ms: f64,
         daemon_user: Option<&str>,
+        follow_journal: bool,
     ) -> PyResult<Self> {
         let groups = groups
             .into_iter()
@@ -100,6 +101,7 @@ impl PyScheduler {
             groups,
             workers,
             lookup_timeout: milliseconds(lookup_timeout_ms)?,
+            follows_journal: follow_journal,
         })?;
         Ok(Self(Own::new(Mutex::new(scheduler))))
     }
@@ -211,6 +213,12 @@ impl PyScheduler {
         let timeout = milliseconds(timeout_ms)?;
         let scheduler = self.0.get()?;
         Ok(py.detach(|| scheduler.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
+    }
+
+    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(bool, Vec<(u32, Bound<'py, PyBytes>, bool)>)> {
+        let taken = self.0.get()?.lock().take_changes();
+        let change = |change: BlockChange| (change.group, PyBytes::new(py, &change.hash), change.is_visible);
+        Ok((taken.start_again, taken.changes.into_iter().map(change).collect()))
     }
 
     fn take_stats(&self) -> PyResult<HashMap<&'static str, f64>> {

@@ -340,6 +340,11 @@ impl Engines {
         })
     }
 
+    /// The open groups, also while workers have yet to map the pool; none while one is missing. See [`ready`](Self::ready).
+    pub(crate) fn opened(&self, id: &str) -> Arc<Vec<OpenGroup>> {
+        self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.open)).unwrap_or_default()
+    }
+
     /// Runs `serve` with these. What it answers must not hold the id of a space.
     pub(crate) fn with_ready<T>(&self, id: &str, serve: impl FnOnce(&[OpenGroup], u32) -> T) -> Option<T> {
         let (open, workers) = self.ready(id)?;

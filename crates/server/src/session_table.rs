@@ -70,7 +70,7 @@ const REGISTERING: (&[Kind], &str) = (&[Worker, Mapped, ProcessVm], "only worker
 const REGISTERED: (&[Kind], &str) = (&[Mapped, ProcessVm], "register the worker's memory first");
 
 /// Call, who, over TCP, while stopping. In the order of the .proto file.
-const EXPECTED: [Expected; 18] = [
+const EXPECTED: [Expected; 19] = [
     expected("Hello", GREETING, true, false),
     expected("OpenEngine", SCHEDULERS, false, false),
     expected("RegisterWorker", REGISTERING, false, false),
@@ -89,6 +89,7 @@ const EXPECTED: [Expected; 18] = [
     expected("Load", REGISTERED, false, true),
     expected("ShareChunks", SHARING, false, false),
     expected("CancelSaves", OPENED, false, true),
+    expected("ReadJournal", OPENED, false, true),
 ];
 
 /// A call that can be carried out, or is refused only for what the session holds.
@@ -114,6 +115,7 @@ fn ask(call: &str, at: &Place) -> Ask {
         "Bye" => Ask::Bye(v1::Bye {}),
         "Load" => Ask::Load(v1::Load::default()),
         "ShareChunks" => Ask::ShareChunks(v1::ShareChunks::default()),
+        "ReadJournal" => Ask::ReadJournal(v1::ReadJournal { cursor: 0, max: 1 }),
         "CancelSaves" => Ask::CancelSaves(v1::CancelSaves { below_job: 1, timeout_ms: 0 }),
         other => panic!("{other} is no call"),
     }
@@ -127,6 +129,7 @@ fn served(call: &str, kind: Kind, over_tcp: bool) -> &'static str {
         ("RegisterWorker", _) => "WorkerRegistered",
         ("MapPool", _) => "PoolDescriptor",
         ("Lookup", _) => "LookupResult",
+        ("ReadJournal", _) => "JournalEntries",
         ("Save", Mapped) => "NOT_ALLOWED: this worker saves by mapping: ask for claims",
         ("Save" | "Claim", _) => {
             "UNKNOWN: engine 'the engine' is not ready: its scheduler or other workers are missing"
@@ -321,6 +324,7 @@ fn name(answer: &Answer) -> String {
         Answer::Status(_) => "Status".into(),
         Answer::LoadResult(_) => "LoadResult".into(),
         Answer::LookupPending(_) => "LookupPending".into(),
+        Answer::JournalEntries(_) => "JournalEntries".into(),
     }
 }
 

@@ -13,7 +13,8 @@ use std::{
 };
 
 use kvlane_proto::{
-    FrameReader, encode_frame,
+    FrameReader, WIRE_MAX, encode_frame,
+    packed::CHANGE_BYTES,
     v1::{self, hello::Role, register_worker::Method, reply::Body as Answer, request::Body as Ask},
 };
 use model::{Run, Said};
@@ -65,14 +66,34 @@ fn kind(answer: &Answer) -> String {
         Answer::ClaimResult(result) => {
             format!("ClaimResult {:?} {} {}", result.outcome, result.pages.len(), result.claim)
         }
+        Answer::JournalEntries(told) => {
+            // Several threads seal.
+            let mut entries: Vec<&[u8]> = told.entries.chunks(CHANGE_BYTES).collect();
+            entries.sort_unstable();
+            format!("JournalEntries {} {} {entries:?}", told.start_again, told.has_more)
+        }
         other => format!("{other:?}"),
+    }
+}
+
+/// The question for what came after the last answer.
+fn going_on(ask: &Ask, cursor: u64) -> Ask {
+    match ask {
+        Ask::ReadJournal(read) => Ask::ReadJournal(v1::ReadJournal { cursor, ..*read }),
+        other => other.clone(),
+    }
+}
+
+fn note_cursor(answer: &Answer, cursor: &mut u64) {
+    if let Answer::JournalEntries(told) = answer {
+        *cursor = told.cursor;
     }
 }
 
 fn hello(role: Role, nonce: u8) -> Ask {
     Ask::Hello(v1::Hello {
         wire_min: 1,
-        wire_max: 1,
+        wire_max: WIRE_MAX,
         client: "model".into(),
         role: role.into(),
         engine_id: "e".into(),
@@ -140,12 +161,16 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
     let claim = |job, first, count| Ask::Claim(v1::Claim { groups: groups(first, count), job });
     let commit = |claim, written| Ask::Commit(v1::Commit { claim, written });
     let settle = Ask::Settle(v1::Settle { timeout_ms: 20_000 });
+    let journal = |max| Ask::ReadJournal(v1::ReadJournal { cursor: 0, max });
     let mut differ = Vec::new();
     let (scheduler, worker) = (0, 1);
     let talk = [
         (scheduler, hello(Role::Scheduler, 1)),
         (scheduler, Ask::Release(v1::Release { leases: vec![1] })),
+        (scheduler, journal(100)),
         (scheduler, open(0)),
+        (scheduler, journal(100)),
+        (scheduler, journal(100)),
         (scheduler, lookup(0, 2, 32)),
         (worker, hello(Role::Worker, 2)),
         (worker, open(0)),
@@ -162,6 +187,9 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
         (worker, commit(1, true)),
         (worker, commit(2, false)),
         (worker, settle.clone()),
+        (worker, journal(100)),
+        (scheduler, journal(100)),
+        (scheduler, journal(100)),
         (scheduler, lookup(0, 3, 48)),
         (scheduler, lookup(0, 3, 47)),
         (scheduler, lookup(0, 4, 1000)),
@@ -176,6 +204,8 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
         (worker, Ask::Load(v1::Load::default())),
         (worker, lookup(0, 1, 16)),
         (worker, settle),
+        (scheduler, journal(3)),
+        (scheduler, journal(100)),
         (scheduler, lookup(8, 1, 16)),
         (scheduler, Ask::Release(v1::Release { leases: vec![1, 2] })),
         (scheduler, Ask::Heartbeat(v1::Heartbeat { live_leases: vec![3] })),
@@ -185,14 +215,20 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
         (worker, Ask::Bye(v1::Bye {})),
         (scheduler, Ask::Bye(v1::Bye {})),
     ];
+    let (mut real_cursor, mut modelled_cursor) = (0, 0);
     for (number, (line, ask)) in talk.into_iter().enumerate() {
-        let real = kind(&lines[line].ask(&ask));
+        let answer = lines[line].ask(&going_on(&ask, real_cursor));
+        note_cursor(&answer, &mut real_cursor);
+        let real = kind(&answer);
         // The model seals at once.
         if matches!(ask, Ask::Settle(_)) {
             continue;
         }
-        let modelled = match model.ask(line as u64 + 1, &ask, 0) {
-            Said::Answer(answer) => kind(&answer),
+        let modelled = match model.ask(line as u64 + 1, &going_on(&ask, modelled_cursor), 0) {
+            Said::Answer(answer) => {
+                note_cursor(&answer, &mut modelled_cursor);
+                kind(&answer)
+            }
             Said::Gate { below, .. } => kind(&Run::gate_answer(model.is_gate_closed(line as u64 + 1, below))),
             Said::Copy(copy) => panic!("nobody copies here: {copy:?}"),
         };

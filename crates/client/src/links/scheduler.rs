@@ -1,4 +1,4 @@
-//! The scheduler's side of the wire, without I/O: lookups, leases and cancelled saves of one engine.
+//! The scheduler's side of the wire, without I/O: lookups, leases, cancelled saves of one engine, and the journal.
 //!
 //! ```text
 //!        Connect         Connected        Welcome           EngineOpened
@@ -15,6 +15,7 @@ mod cancelling;
 mod connecting;
 mod event;
 mod former;
+mod journal;
 mod leases;
 mod link;
 mod lookups;
@@ -38,6 +39,7 @@ use self::{
 };
 pub use self::{
     event::{LookupState, SchedulerAction, SchedulerEvent},
+    journal::{BlockChange, BlockChanges},
     link::SchedulerLink,
     messages::SchedulerLinkOptions,
     stats::SchedulerStats,
@@ -127,7 +129,7 @@ impl SchedulerLink {
             Connection::Down if self.may_connect() => Some(self.backoff.due()),
             Connection::Up(up) if up.stage == Stage::Open => {
                 let probe_at = up.wants_probe().then_some(up.probe_at);
-                probe_at.into_iter().chain([up.heartbeat_at]).min()
+                probe_at.into_iter().chain(self.journal.due()).chain([up.heartbeat_at]).min()
             }
             Connection::Leaving { until, .. } => Some(*until),
             _ => None,
@@ -197,6 +199,11 @@ impl SchedulerLink {
         self.refusal.as_deref()
     }
 
+    /// Blocks that came and went since the last call. The daemon is asked for more once these are taken.
+    pub fn take_changes(&mut self) -> BlockChanges {
+        self.journal.take()
+    }
+
     /// Counters since the last call.
     pub fn take_stats(&mut self) -> SchedulerStats {
         std::mem::take(&mut self.stats)
@@ -248,6 +255,7 @@ impl SchedulerLink {
                     let timeout = self.options.lookup_timeout;
                     up.note_asked(id, None, 0, now, now + timeout, timeout);
                 }
+                self.journal.ask(up.id, &mut self.last_request, now, actions);
             }
             _ => {}
         }

@@ -4,10 +4,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvlane_proto::v1::{
-    self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer, request::Body as Ask,
+use kvlane_proto::{
+    WIRE_MAX,
+    packed::{Change, ChangeKind, pack_changes},
+    v1::{
+        self, hello::Role, refused::Reason, register_worker::Method, reply::Body as Answer,
+        request::Body as Ask,
+    },
 };
 
+/// Entries of the journal that a reader may be behind.
+const JOURNAL_MAX: usize = 16;
 /// Leases that no heartbeat names live so long.
 pub const LEASE_US: u64 = 60_000_000;
 
@@ -21,6 +28,10 @@ type Refusal = (Reason, &'static str);
 pub struct Run {
     pub boot: Name,
     pub pool_bytes: u64,
+    /// The newest wire version that it speaks.
+    pub wire: u32,
+    /// All that came and went; the last of it can be read.
+    journal: Vec<((Name, Name), ChangeKind)>,
     sessions: BTreeMap<SessionId, Session>,
     engines: BTreeMap<String, Engine>,
     /// By namespace and hash.
@@ -130,7 +141,7 @@ const NOT_READY: Refusal = (Reason::Unknown, "the engine is not ready");
 
 impl Run {
     pub fn new(boot: Name, pool_bytes: u64) -> Self {
-        Self { boot, pool_bytes, ..Self::default() }
+        Self { boot, pool_bytes, wire: WIRE_MAX, ..Self::default() }
     }
 
     /// Whether copies go on for a former connection of who greets: then the greeting waits for them.
@@ -197,6 +208,10 @@ impl Run {
                 let engine = self.engines.entry(engine_id).or_default();
                 engine.closed_below = engine.closed_below.max(cancel.below_job);
                 return Ok(Said::Gate { below: cancel.below_job, timeout_ms: cancel.timeout_ms });
+            }
+            Ask::ReadJournal(read) => {
+                Self::scheduler(session)?;
+                Answer::JournalEntries(self.read_journal(&engine_id, read)?)
             }
             Ask::ShareChunks(_) if session.role == Role::Worker => done(),
             Ask::RegisterWorker(register) => {
@@ -304,7 +319,8 @@ impl Run {
             },
         );
         let (version, pool_bytes) = ("0.1.0".into(), self.pool_bytes);
-        Ok(Answer::Welcome(v1::Welcome { wire: 1, version, session_id: id, pool_bytes }))
+        let wire = hello.wire_max.min(self.wire);
+        Ok(Answer::Welcome(v1::Welcome { wire, version, session_id: id, pool_bytes }))
     }
 
     fn scheduler(session: &Session) -> Result<Name, Refusal> {
@@ -417,6 +433,42 @@ impl Run {
         Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true })
     }
 
+    fn read_journal(&self, engine_id: &str, read: &v1::ReadJournal) -> Result<v1::JournalEntries, Refusal> {
+        // A cursor is one more than the entries that were read.
+        let end = self.journal.len();
+        let from = match read.cursor.checked_sub(1).map(|from| from as usize) {
+            Some(from) if from <= end && end - from <= JOURNAL_MAX => from,
+            _ => {
+                let cursor = end as u64 + 1;
+                return Ok(v1::JournalEntries { cursor, start_again: true, ..v1::JournalEntries::default() });
+            }
+        };
+        let to = if self.is_ready(engine_id) { end.min(from + read.max as usize) } else { from };
+        let groups = &self.engines.get(engine_id).ok_or(NOT_READY)?.groups;
+        let changes = self.journal[from..to].iter().flat_map(|((namespace, hash), kind)| {
+            let of_it = groups.iter().enumerate().filter(|(_, group)| group.namespace[..] == namespace[..]);
+            of_it.map(|(group, _)| Change { kind: *kind, group: group as u8, hash: *hash })
+        });
+        let entries = pack_changes(changes);
+        let has_more = to > from && to < end;
+        Ok(v1::JournalEntries { cursor: to as u64 + 1, start_again: false, has_more, entries })
+    }
+
+    /// Makes room: of the blocks that can be found, the one with this number goes. False if there is none.
+    pub fn evict(&mut self, pick: u64) -> bool {
+        let whole = self.blocks.iter().filter(|(_, block)| block.is_whole()).map(|(key, _)| *key);
+        let whole: Vec<_> = whole.collect();
+        let Some(key) = whole.get((pick % whole.len().max(1) as u64) as usize) else { return false };
+        self.blocks.remove(key);
+        self.journal.push((*key, ChangeKind::Gone));
+        true
+    }
+
+    /// Whether lookups find a block.
+    pub fn has(&self, key: &(Name, Name)) -> bool {
+        self.blocks.get(key).is_some_and(Block::is_whole)
+    }
+
     /// Outcomes as the wire numbers them, and the shards that are to be written.
     fn claim(
         &mut self,
@@ -467,9 +519,13 @@ impl Run {
             if seal {
                 block.shards.insert(shard.rank, (shard.page, true));
                 self.sealed.push(shard.clone());
+                if block.is_whole() {
+                    self.journal.push((shard.key, ChangeKind::Visible));
+                }
             } else {
                 // Its page is not used again here: whoever still writes it does no harm, and is seen.
                 block.shards.remove(&shard.rank);
+                self.journal.push((shard.key, ChangeKind::Gone));
             }
         }
     }
@@ -547,6 +603,7 @@ impl Run {
                 self.last_page += 1;
                 block.shards.insert(rank, (self.last_page, true));
             }
+            self.journal.push((*key, ChangeKind::Visible));
         }
         true
     }

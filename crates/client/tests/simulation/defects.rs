@@ -13,6 +13,8 @@ pub(crate) enum Defect {
     CancelsByItself,
     /// Releases are not sent, and heartbeats name their leases still.
     KeepsLeases,
+    /// Of the journal only what becomes visible reaches the engine.
+    HearsOfNoEnds,
     /// The daemon does not answer the second greeting of a process.
     WelcomesOnce,
     /// Every fourth end is told twice.

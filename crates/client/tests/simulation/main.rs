@@ -100,7 +100,7 @@ fn all_are_well(half: Half, ends: &[&str]) {
 }
 
 #[test]
-fn every_lookup_ends_in_time_leases_come_to_rest_and_no_cancelled_save_comes_back() {
+fn every_lookup_ends_in_time_leases_come_to_rest_no_cancelled_save_comes_back_and_what_went_is_heard_of() {
     let ends = [
         "hit",
         "miss",
@@ -114,6 +114,8 @@ fn every_lookup_ends_in_time_leases_come_to_rest_and_no_cancelled_save_comes_bac
         "lost",
         "not connected",
         "closed",
+        "told of an end",
+        "told to start again",
     ];
     all_are_well(Half::Schedulers, &ends);
 }
@@ -169,6 +171,11 @@ fn a_cancelled_save_that_becomes_a_block_is_caught() {
 #[test]
 fn leases_that_are_not_given_back_are_caught() {
     caught(Half::Schedulers, Defect::KeepsLeases, "S5: the daemon still has leases");
+}
+
+#[test]
+fn an_engine_that_takes_for_stored_what_is_gone_is_caught() {
+    caught(Half::Schedulers, Defect::HearsOfNoEnds, "S6: ");
 }
 
 #[test]

@@ -1,15 +1,16 @@
 //! An engine's scheduler: its link, the driver's part, what the connector does with hits, and what is asked of all that.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kvlane_client::links::ids::{ConnectionId, ProcessId};
 use kvlane_client::links::scheduler::{
-    LookupState, SchedulerAction, SchedulerEvent, SchedulerLink, SchedulerLinkOptions,
+    BlockChange, BlockChanges, LookupState, SchedulerAction, SchedulerEvent, SchedulerLink,
+    SchedulerLinkOptions,
 };
 use kvlane_client::{GroupSpec, Hit};
-use kvlane_proto::{Address, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
+use kvlane_proto::{Address, WIRE_OF_JOURNAL, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 
 use crate::daemon::Name;
 use crate::defects::Defect;
@@ -74,6 +75,12 @@ pub(crate) struct SchedulerSide {
     pub(crate) cancelled_below: u64,
     /// Leases that a defect keeps.
     kept: Vec<u64>,
+    follows_journal: bool,
+    /// The question about the journal that is open.
+    journal_asked: Option<(ConnectionId, u64)>,
+    /// By group and hash, what the engine takes for stored by that run.
+    told: BTreeSet<(u32, Name)>,
+    told_of: Option<Name>,
     is_closed: bool,
     has_exited: bool,
     stopped_until: u64,
@@ -111,7 +118,7 @@ fn micros(time: u64) -> Duration {
 }
 
 impl SchedulerSide {
-    pub(crate) fn new(engine: usize, now: Instant) -> Self {
+    pub(crate) fn new(engine: usize, follows_journal: bool, now: Instant) -> Self {
         let group = |namespace: u8| GroupSpec {
             namespace: [namespace; 16],
             name: "g".into(),
@@ -126,6 +133,7 @@ impl SchedulerSide {
             groups: NAMESPACES.map(group).to_vec(),
             workers: 2,
             lookup_timeout: micros(250 * MS),
+            follows_journal,
         };
         Self {
             engine,
@@ -143,6 +151,10 @@ impl SchedulerSide {
             cancelling: None,
             cancelled_below: 0,
             kept: Vec::new(),
+            follows_journal,
+            journal_asked: None,
+            told: BTreeSet::new(),
+            told_of: None,
             is_closed: false,
             has_exited: false,
             stopped_until: 0,
@@ -292,6 +304,33 @@ impl SchedulerSide {
             }
         }
         self.feed(SchedulerEvent::Tick, world);
+        self.follow_journal(world);
+    }
+
+    /// As the connector does it: what another run had means nothing.
+    fn follow_journal(&mut self, world: &mut World) {
+        if let Some(boot) = self.link.boot().filter(|boot| self.told_of != Some(*boot)) {
+            self.told_of = Some(boot);
+            self.told.clear();
+        }
+        let taken = self.link.take_changes();
+        if taken != BlockChanges::default() {
+            // There may be more already.
+            self.feed(SchedulerEvent::Tick, world);
+        }
+        let BlockChanges { start_again, changes } = taken;
+        if start_again {
+            world.seen.push("told to start again");
+            self.told.clear();
+        }
+        for BlockChange { group, hash, is_visible } in changes {
+            if is_visible {
+                self.told.insert((group, hash));
+            } else if world.defect != Defect::HearsOfNoEnds {
+                world.seen.push("told of an end");
+                self.told.remove(&(group, hash));
+            }
+        }
     }
 
     /// Of a connection whose number is the last one, as nothing was begun since.
@@ -308,6 +347,7 @@ impl SchedulerSide {
     fn take_reply(&mut self, connection: ConnectionId, reply: v1::Reply, world: &mut World) {
         self.is_silent = false;
         self.heard_at = world.now;
+        self.journal_asked.take_if(|asked| *asked == (connection, reply.id));
         match &reply.body {
             Some(Answer::Welcome(_)) if self.welcomed_by.is_none() => {
                 self.welcomed_by = reply.boot_id.as_ref().try_into().ok();
@@ -386,6 +426,12 @@ impl SchedulerSide {
                     let index = u64::from_le_bytes(of_first[tail..].try_into().unwrap()) as usize;
                     self.known[index].sent = Some((connection, request.id, world.now));
                     self.by_id.insert(request.id, index);
+                }
+            }
+            Some(Ask::ReadJournal(_)) => {
+                let before = self.journal_asked.replace((connection, request.id));
+                if !self.follows_journal || before.is_some_and(|(over, _)| over == connection) {
+                    world.is_wrong(|| "S6: the journal is asked for unasked, or twice at once".into());
                 }
             }
             Some(Ask::Release(release)) if world.defect == Defect::KeepsLeases => {
@@ -600,6 +646,24 @@ impl SchedulerSide {
         }
         if !self.known.iter().any(|known| known.is_last && known.has_hit) {
             world.is_wrong(|| "calm: nothing goes wrong any more, and yet nothing was found".into());
+        }
+        let run =
+            self.told_of.and_then(|boot| world.processes.iter().find(|process| process.run.boot == boot));
+        let stale = self.told.iter().find(|(group, hash)| {
+            let key = ([NAMESPACES[*group as usize]; 16], *hash);
+            run.is_none_or(|process| !process.run.has(&key))
+        });
+        if let Some(stale) = stale.copied() {
+            world.is_wrong(|| format!("S6: {stale:?} is gone, and the engine takes it for stored"));
+        } else if self.follows_journal && run.is_some_and(|process| process.run.wire >= WIRE_OF_JOURNAL) {
+            let last = self.known.iter().rfind(|known| known.is_last).map(|known| known.prompt);
+            let has = |group: usize, hash| self.told.contains(&(group as u32, hash));
+            let all = |prompt| {
+                (0..prompt_blocks(prompt)).all(|block| (0..2).all(|group| has(group, hash(prompt, block))))
+            };
+            if last.is_some_and(|prompt| !all(prompt)) {
+                world.is_wrong(|| "S6: what was saved last is not told of".into());
+            }
         }
         if !self.link.at_rest() {
             world.is_wrong(|| format!("S5: the scheduler's link is not at rest: {:?}", self.link));

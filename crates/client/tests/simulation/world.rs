@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvlane_client::links::ids::{ConnectionId, CopyId, JobKey, Life, NotConnected, ProcessId};
 use kvlane_client::links::worker::failures::NotCopied;
 use kvlane_client::{Copied, SaveMethod};
+use kvlane_proto::WIRE_OF_JOURNAL;
 use kvlane_proto::v1::{self, refused::Reason, reply::Body as Answer, request::Body as Ask};
 
 use crate::copies::{DaemonCopy, Memory};
@@ -309,7 +310,9 @@ impl World {
                 world.add_engine(engine, engines == 1, trouble);
                 continue;
             }
-            let mut side = SchedulerSide::new(engine, world.instant());
+            // Its questions make a seed six times as long.
+            let follows_journal = world.dice.one_in(12) || defect == Defect::HearsOfNoEnds;
+            let mut side = SchedulerSide::new(engine, follows_journal, world.instant());
             side.plan(&mut world, trouble);
             world.schedulers.push(Some(Box::new(side)));
             world.later(0, Next::Turn(engine));
@@ -564,8 +567,12 @@ impl World {
     fn start_daemon(&mut self) {
         let mut boot: Name = [0; 16];
         boot[..8].copy_from_slice(&(self.processes.len() as u64 + 1).to_le_bytes());
+        let mut run = Run::new(boot, POOL_BYTES);
+        if self.dice.one_in(8) {
+            run.wire = WIRE_OF_JOURNAL - 1;
+        }
         self.processes.push(Process {
-            run: Run::new(boot, POOL_BYTES),
+            run,
             pool: BTreeMap::new(),
             greetings: Vec::new(),
             is_dead: false,
@@ -674,6 +681,15 @@ impl World {
                 self.processes[run].run.ask(line as u64 + 1, &back, self.now);
             }
             return self.say(line, id, &ask, Answer::Refused(v1::Refused { reason, sentence: "no".into() }));
+        }
+        if matches!(ask, Ask::ReadJournal(_)) {
+            if self.processes[run].run.wire < WIRE_OF_JOURNAL {
+                self.is_wrong(|| "S6: a daemon is asked for a journal that it does not have".into());
+            }
+            if !self.is_calm && self.dice.one_in(8) {
+                let pick = self.dice.below(1000);
+                self.processes[run].run.evict(pick);
+            }
         }
         let said = self.processes[run].run.ask(line as u64 + 1, &ask, self.now);
         match said {
@@ -784,6 +800,11 @@ impl World {
                     0 => result.tokens = lookup.max_tokens + 1 + self.dice.below(64),
                     1 if !result.groups.is_empty() => drop(result.groups.pop()),
                     _ => result.groups.iter_mut().for_each(|group| group.pages.truncate(3)),
+                },
+                (Some(Answer::JournalEntries(told)), _) => match self.dice.below(3) {
+                    0 => told.cursor = 0,
+                    1 => told.entries = vec![0; 17].into(),
+                    _ => told.entries = [&[0, 200][..], &[7; 16]].concat().into(),
                 },
                 (Some(Answer::ClaimResult(result)), _) if self.dice.one_in(2) => {
                     result.outcome.truncate(result.outcome.len() / 2);

@@ -6,6 +6,7 @@ pub(crate) mod admin;
 pub(crate) mod admit;
 pub(crate) mod context;
 pub(crate) mod hand_off;
+pub(crate) mod journal;
 pub(crate) mod late;
 pub(crate) mod load;
 pub(crate) mod lookup;
@@ -29,6 +30,7 @@ pub(crate) fn carry_out(context: &mut Context<'_>, ask: Ask) -> Result<Answered,
         Ask::MapPool(map) => return register::map_pool(context, &map),
         Ask::Release(release) => lookup::release(context, &release),
         Ask::Heartbeat(heartbeat) => lookup::heartbeat(context, &heartbeat),
+        Ask::ReadJournal(read) => journal::read(context, &read),
         Ask::Claim(claim) => save::claim(context, &claim),
         Ask::Commit(commit) => save::commit(context, &commit),
         Ask::CancelSaves(cancel) => save::cancel(context, &cancel),

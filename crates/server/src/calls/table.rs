@@ -60,6 +60,7 @@ pub(crate) enum Call {
     Load,
     ShareChunks,
     CancelSaves,
+    ReadJournal,
 }
 
 /// What holds for a call, whatever it asks.
@@ -97,7 +98,7 @@ const REGISTERING: (Who, &str) = (Who::Worker, "only workers register memory");
 const REGISTERED: (Who, &str) = (Who::RegisteredWorker, "register the worker's memory first");
 
 /// The table. Hello is admitted by the session itself, which knows nobody before.
-pub(crate) const CALLS: [Row; 18] = [
+pub(crate) const CALLS: [Row; 19] = [
     row(Call::Hello, "Hello", ANYBODY, Any, Refused),
     row(Call::OpenEngine, "OpenEngine", SCHEDULER, UnixOnly, Refused),
     row(Call::RegisterWorker, "RegisterWorker", REGISTERING, UnixOnly, Refused),
@@ -117,6 +118,7 @@ pub(crate) const CALLS: [Row; 18] = [
     row(Call::Load, "Load", REGISTERED, UnixOnly, Served),
     row(Call::ShareChunks, "ShareChunks", SHARING, UnixOnly, Refused),
     row(Call::CancelSaves, "CancelSaves", OPENED, UnixOnly, Served),
+    row(Call::ReadJournal, "ReadJournal", OPENED, UnixOnly, Served),
 ];
 
 const _: () = {
@@ -154,6 +156,7 @@ impl Call {
             Ask::Load(_) => Self::Load,
             Ask::ShareChunks(_) => Self::ShareChunks,
             Ask::CancelSaves(_) => Self::CancelSaves,
+            Ask::ReadJournal(_) => Self::ReadJournal,
         }
     }
 }

@@ -445,6 +445,20 @@ pub const METRICS: &[Metric] = &[
         Read(|s| one(s.stats.counters.scrub_bad)),
     ),
     metric(
+        "kvlane_journal_entries_total",
+        Counter,
+        "",
+        "Blocks that became visible or went, since an engine first asked to be told.",
+        Read(|s| one(s.stats.counters.journal_entries)),
+    ),
+    metric(
+        "kvlane_journal_restarts_total",
+        Counter,
+        "",
+        "Times that an engine asked too late for all that had happened: it took back all it had told of.",
+        Read(|s| one(s.stats.counters.journal_restarts)),
+    ),
+    metric(
         "kvlane_workers_registered_total",
         Counter,
         "method",

@@ -261,6 +261,7 @@ impl Engine {
             }],
             workers,
             lookup_timeout: PATIENCE,
+            follows_journal: false,
         })
         .unwrap();
         let deadline = Instant::now() + PATIENCE;

@@ -92,6 +92,7 @@ pub fn scheduler(address: &Address, id: &str, lookup_timeout: Duration) -> Sched
         }],
         workers: 1,
         lookup_timeout,
+        follows_journal: true,
     })
     .unwrap()
 }

@@ -103,6 +103,7 @@ impl SchedulerLink {
                 up.boot = boot;
                 self.former.welcome(&boot);
                 self.leases.keep_only(&boot);
+                tell(self.journal.greeted(boot, welcome.wire, &up.daemon, now), actions);
                 let open = self.options.open_engine(self.cancelled_below);
                 let open = send(&mut self.last_request, up.id, open, actions);
                 up.stage = Stage::Opening { open };
@@ -114,6 +115,8 @@ impl SchedulerLink {
                 self.stats.connects += 1;
                 self.refusal = None;
                 tell(self.standing.connected(&up.daemon, now), actions);
+                // Before anything can be saved over this connection.
+                self.journal.ask(up.id, &mut self.last_request, now, actions);
                 for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
                     self.ask(request, ask, until, timeout, now, actions);
                 }
@@ -144,8 +147,14 @@ impl SchedulerLink {
                     cancelling.answered(id, true);
                 }
             }
+            (_, Some(Answer::JournalEntries(told))) if self.journal.is_asked(id) => {
+                if let Err(misfit) = self.journal.answered(told, self.options.groups.len(), now) {
+                    self.misfit(connection, &misfit, now, actions);
+                }
+            }
             _ => {
                 let is_known = up.stage.request() == Some(id)
+                    || self.journal.is_asked(id)
                     || up.asked.contains_key(&id)
                     || self.cancelling.as_ref().is_some_and(|cancelling| cancelling.is_asked(id));
                 // Others are second answers, and those to releases and heartbeats.
@@ -182,6 +191,7 @@ impl SchedulerLink {
         if let Some(cancelling) = &mut self.cancelling {
             cancelling.answered(id, false);
         }
+        self.journal.refused(id, now);
         let Some(up) = self.connection.up_mut() else { return };
         let sentence = refused.sentence;
         if up.stage == Stage::Open {
@@ -231,6 +241,7 @@ impl SchedulerLink {
         if let Some(cancelling) = &mut self.cancelling {
             cancelling.ask_again();
         }
+        self.journal.left();
         if let Some(up) = self.connection.take_up()
             && let Some(boot) = up.run()
         {
@@ -241,6 +252,7 @@ impl SchedulerLink {
     pub(super) fn close(&mut self, now: Instant, actions: &mut VecDeque<SchedulerAction>) {
         self.is_closed = true;
         self.cancelling = None;
+        self.journal.left();
         self.lookups.clear();
         self.leases.clear();
         match &self.connection {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::{
-    cancelling::Cancelling, former::FormerRuns, leases::Leases, lookups::Lookups,
+    cancelling::Cancelling, former::FormerRuns, journal::Following, leases::Leases, lookups::Lookups,
     messages::SchedulerLinkOptions, stats::SchedulerStats, up::Up,
 };
 use crate::links::{backoff::Backoff, connection::Connection, standing::Standing};
@@ -23,6 +23,7 @@ pub struct SchedulerLink {
     /// Saves below it are cancelled; said again whenever the engine is opened.
     pub(super) cancelled_below: u64,
     pub(super) cancelling: Option<Cancelling>,
+    pub(super) journal: Following,
     pub(super) standing: Standing,
     /// Sentence of the last refusal, until the engine is open.
     pub(super) refusal: Option<String>,
@@ -34,6 +35,7 @@ impl SchedulerLink {
     /// Nothing was tried yet; the first `Tick` connects.
     pub fn new(options: SchedulerLinkOptions, now: Instant) -> Self {
         let standing = Standing::new("the scheduler".into(), options.address.clone(), now);
+        let journal = Following::new(options.follows_journal, now);
         Self {
             options,
             backoff: Backoff::new(now),
@@ -45,6 +47,7 @@ impl SchedulerLink {
             former: FormerRuns::default(),
             cancelled_below: 0,
             cancelling: None,
+            journal,
             standing,
             refusal: None,
             stats: SchedulerStats::default(),

@@ -27,6 +27,8 @@ pub struct SchedulerLinkOptions {
     pub workers: u32,
     /// Of probes; a lookup brings its own.
     pub lookup_timeout: Duration,
+    /// The daemon is asked which blocks come and go; [`take_changes`](super::SchedulerLink::take_changes) has them.
+    pub follows_journal: bool,
 }
 
 impl SchedulerLinkOptions {

@@ -1,7 +1,11 @@
 //! The link's transitions, one a test: what a stage does with an event.
 
 use bytes::Bytes;
-use kvlane_proto::{Address, v1::reply::Body as Answer};
+use kvlane_proto::{
+    Address, WIRE_OF_JOURNAL,
+    packed::{self, ChangeKind, pack_changes},
+    v1::reply::Body as Answer,
+};
 
 use super::{up::ASKED_MAX, *};
 use crate::{
@@ -26,6 +30,10 @@ struct Play {
 
 impl Play {
     fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(follows_journal: bool) -> Self {
         let now = Instant::now();
         let options = SchedulerLinkOptions {
             address: Address::Unix("/run/k.sock".into()),
@@ -40,6 +48,7 @@ impl Play {
             }],
             workers: 1,
             lookup_timeout: TIMEOUT,
+            follows_journal,
         };
         Self { link: SchedulerLink::new(options, now), now, actions: VecDeque::new() }
     }
@@ -871,4 +880,154 @@ fn a_closed_link_does_not_wake_for_saves_that_were_to_be_cancelled() {
     play.feed(SchedulerEvent::Close);
     play.pass(Duration::from_secs(5));
     assert_eq!(play.link.wake_at(), None);
+}
+
+// ------------------------------------------------------------------------------------------------------------ the journal
+
+fn welcome_of(wire: u32) -> Answer {
+    Answer::Welcome(v1::Welcome { wire, version: "1".into(), session_id: 1, pool_bytes: 4_000_000_000 })
+}
+
+fn told(cursor: u64, start_again: bool, changes: &[(ChangeKind, u8)]) -> Answer {
+    let change = |&(kind, hash): &(ChangeKind, u8)| packed::Change { kind, group: 0, hash: [hash; 16] };
+    let entries = pack_changes(changes.iter().map(change));
+    Answer::JournalEntries(v1::JournalEntries { cursor, start_again, has_more: false, entries })
+}
+
+impl Play {
+    /// Follows the journal of a daemon that is open.
+    fn following() -> Self {
+        let mut play = Self::with(true);
+        play.connect(Life::Watched(PROCESS));
+        play.answer(play.last_request(), RUN, welcome_of(WIRE_OF_JOURNAL));
+        play.answer(play.last_request(), RUN, opened(true));
+        play
+    }
+
+    /// The cursors that the daemon was asked for since the last look.
+    fn cursors(&mut self) -> Vec<u64> {
+        let cursor = |ask| match ask {
+            Ask::ReadJournal(read) => Some(read.cursor),
+            _ => None,
+        };
+        self.sent().into_iter().filter_map(cursor).collect()
+    }
+
+    /// Hash and whether it came, of what the engine hears.
+    fn heard(&mut self) -> (bool, Vec<(u8, bool)>) {
+        let BlockChanges { start_again, changes } = self.link.take_changes();
+        (start_again, changes.iter().map(|change| (change.hash[0], change.is_visible)).collect())
+    }
+}
+
+#[test]
+fn the_journal_is_read_from_the_opening_on_every_100_ms_one_question_at_a_time() {
+    let mut play = Play::following();
+    assert_eq!(play.cursors(), [0]);
+    play.pass(Duration::from_secs(1));
+    assert_eq!(play.cursors(), [], "the first is not answered");
+    play.answer(play.last_request(), RUN, told(7, true, &[]));
+    play.pass(Duration::from_secs(1));
+    assert_eq!(play.cursors(), [], "the engine has not heard of it");
+    assert_eq!(play.heard(), (true, vec![]));
+    play.pass(Duration::ZERO);
+    assert_eq!(play.cursors(), [7]);
+    let changes = [(ChangeKind::Visible, 1), (ChangeKind::GoneFromSsd, 2), (ChangeKind::Gone, 3)];
+    play.answer(play.last_request(), RUN, told(10, false, &changes));
+    assert_eq!(play.heard(), (false, vec![(1, true), (3, false)]));
+    assert_eq!(play.heard(), (false, vec![]));
+    play.pass(journal::INTERVAL - Duration::from_millis(1));
+    assert_eq!(play.cursors(), []);
+    assert_eq!(play.link.wake_at(), Some(play.now + Duration::from_millis(1)));
+    play.pass(Duration::from_millis(1));
+    assert_eq!(play.cursors(), [10]);
+}
+
+#[test]
+fn what_there_is_already_is_asked_for_at_once() {
+    let mut play = Play::following();
+    let Answer::JournalEntries(more) = told(9, false, &[(ChangeKind::Gone, 1)]) else { panic!("other") };
+    play.cursors();
+    play.answer(
+        play.last_request(),
+        RUN,
+        Answer::JournalEntries(v1::JournalEntries { has_more: true, ..more }),
+    );
+    play.heard();
+    play.pass(Duration::ZERO);
+    assert_eq!(play.cursors(), [9]);
+}
+
+#[test]
+fn over_a_new_connection_to_the_same_run_it_goes_on_and_of_another_run_it_begins() {
+    for (run, cursor) in [(RUN, 5), (OTHER_RUN, 0)] {
+        let mut play = Play::following();
+        play.answer(play.last_request(), RUN, told(5, false, &[(ChangeKind::Gone, 1)]));
+        play.lose();
+        play.now += Duration::from_secs(1);
+        play.connect(Life::Unknown);
+        play.answer(play.last_request(), run, welcome_of(WIRE_OF_JOURNAL));
+        // What the former run had is not told of this one.
+        let heard = play.heard().1;
+        assert_eq!(heard.len(), usize::from(run == RUN));
+        play.cursors();
+        play.answer(play.last_request(), run, opened(true));
+        assert_eq!(play.cursors(), [cursor]);
+    }
+}
+
+#[test]
+fn a_daemon_of_before_the_journal_is_not_asked_and_that_is_told_once() {
+    let mut play = Play::with(true);
+    for turn in 0..2 {
+        play.now += Duration::from_secs(1);
+        play.connect(Life::Unknown);
+        play.actions.clear();
+        play.answer(play.last_request(), RUN, welcome_of(WIRE_OF_JOURNAL - 1));
+        let said = play.told();
+        assert_eq!(said.contains("does not tell which blocks it evicts"), turn == 0, "{said}");
+        play.answer(play.last_request(), RUN, opened(true));
+        play.pass(Duration::from_secs(1));
+        assert_eq!(play.cursors(), []);
+        play.lose();
+    }
+    // Nobody asks for an engine that does not want to hear of it.
+    let mut play = Play::open();
+    play.pass(Duration::from_secs(1));
+    assert_eq!(play.cursors(), []);
+}
+
+#[test]
+fn a_refused_question_is_asked_again_a_second_later() {
+    let mut play = Play::following();
+    play.cursors();
+    play.answer(play.last_request(), RUN, refusal("not now"));
+    play.pass(Duration::from_millis(999));
+    assert_eq!(play.cursors(), []);
+    play.pass(Duration::from_millis(1));
+    assert_eq!(play.cursors(), [0]);
+}
+
+#[test]
+fn an_answer_of_the_journal_that_does_not_fit_is_a_lost_connection() {
+    let of_group = |group| {
+        let change = packed::Change { kind: ChangeKind::Gone, group, hash: [1; 16] };
+        v1::JournalEntries { cursor: 3, entries: pack_changes([change]), ..Default::default() }
+    };
+    let cut_off = Bytes::from_static(&[0; 17]);
+    let many = vec![(ChangeKind::Gone, 1); 5000];
+    let misfits = [
+        told(0, true, &[]),
+        told(3, true, &[(ChangeKind::Gone, 1)]),
+        told(3, false, &many),
+        Answer::JournalEntries(of_group(1)),
+        Answer::JournalEntries(v1::JournalEntries { entries: cut_off, ..of_group(0) }),
+        done(),
+    ];
+    for misfit in misfits {
+        let mut play = Play::following();
+        play.answer(play.last_request(), RUN, misfit.clone());
+        assert!(!play.link.is_connected(), "{misfit:?}");
+        assert_eq!(play.heard(), (false, vec![]));
+    }
 }
