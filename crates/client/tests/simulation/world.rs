@@ -568,7 +568,7 @@ impl World {
         let mut boot: Name = [0; 16];
         boot[..8].copy_from_slice(&(self.processes.len() as u64 + 1).to_le_bytes());
         let mut run = Run::new(boot, POOL_BYTES);
-        if self.dice.one_in(8) {
+        if self.half == Half::Schedulers && self.dice.one_in(8) {
             run.wire = WIRE_OF_JOURNAL - 1;
         }
         self.processes.push(Process {
