@@ -164,6 +164,7 @@ class Engine:
                 for namespace, group in zip(namespaces, self.groups, strict=True)
             ],
             workers,
+            follow_journal=emit_events,
         )
         from math import lcm
 

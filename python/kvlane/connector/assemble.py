@@ -66,6 +66,7 @@ def build_scheduler_side(
         shape.workers,
         settings.lookup_timeout_ms,
         daemon_user=settings.daemon_user,
+        follow_journal=shape.emit_events,
     )
     logger.info(
         "kvlane: engine %s, %d worker(s), groups %s",

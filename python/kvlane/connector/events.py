@@ -9,7 +9,11 @@ from kvlane.connector.vllm_protocols import Request
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+# What vLLM calls host memory.
+MEDIUM = "CPU"
 
 
 def events_enabled(vllm_config: VllmConfig) -> bool:
@@ -34,7 +38,7 @@ def blocks_stored(
         "block_size": size,
         "lora_id": lora.lora_int_id if lora else None,
         "lora_name": lora.lora_name if lora else None,
-        "medium": "CPU",
+        "medium": MEDIUM,
         "group_idx": group.group_id,
         "kv_cache_spec_kind": group.kind,
         "kv_cache_spec_sliding_window": group.window if group.kind.startswith("sliding_window") else None,
@@ -42,6 +46,26 @@ def blocks_stored(
     }
     known = BlockStored.__struct_fields__
     return BlockStored(**{name: value for name, value in fields.items() if name in known})
+
+
+def one_block(stored: BlockStored, index: int) -> BlockStored:
+    """The event for one block of those that an event is about."""
+    fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
+    size = stored.block_size
+    fields["block_hashes"] = [stored.block_hashes[index]]
+    fields["token_ids"] = stored.token_ids[index * size : (index + 1) * size]
+    if index > 0:
+        fields["parent_block_hash"] = stored.block_hashes[index - 1]
+    return type(stored)(**fields)
+
+
+def blocks_removed(group_id: int, hashes: list[object]) -> BlockRemoved:
+    """An event that says that blocks are in host memory no more; `hashes` are those that were announced."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    fields: dict[str, object] = {"block_hashes": hashes, "medium": MEDIUM, "group_idx": group_id}
+    known = BlockRemoved.__struct_fields__
+    return BlockRemoved(**{name: value for name, value in fields.items() if name in known})
 
 
 def all_cleared() -> AllBlocksCleared:

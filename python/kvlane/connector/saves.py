@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvlane.connector import events
+from kvlane.connector.announcements import Announcement, Announcements
 from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.jobs import SaveJob
@@ -26,7 +27,9 @@ class _Save:
 
     blocks: list[Block] = field(default_factory=list)
     """Pinned blocks, in the order of their prompts."""
-    events: list[KVEvent] = field(default_factory=list)
+    begun: list[Announcement] = field(default_factory=list)
+    era: int = 0
+    """Of the announcements, when the workers were told."""
     ranks_left: int = 0
     ok: bool = True
     since: float = 0.0
@@ -41,7 +44,7 @@ class Saves:
         hashes: GroupHashes,
         workers: int,
         settings: Settings,
-        emit_events: bool,
+        announcements: Announcements | None,
         counters: Counters,
         jobs: Iterator[int],
         pins: Pins,
@@ -50,7 +53,7 @@ class Saves:
         self._hashes = hashes
         self._workers = workers
         self._settings = settings
-        self._emit_events = emit_events
+        self._announcements = announcements
         self._counters = counters
         self._jobs = jobs
         self._pins = pins
@@ -163,10 +166,11 @@ class Saves:
         self._open.blocks += blocks
         hashes = stored[offset : offset + len(blocks)]
         self._open_groups.append((group.index, parent, hashes, [block.block_id for block in blocks]))
-        if self._emit_events:
+        if self._announcements is not None:
             before = self._hashes.raw(state, group, first - 1, first)[0] if first > 0 else None
             own = raw[offset : offset + len(blocks)]
-            self._open.events.append(events.blocks_stored(group, state.request, before, own, first))
+            event = events.blocks_stored(group, state.request, before, own, first)
+            self._open.begun.append(self._announcements.begin(group, hashes, event))
 
     def take_job(self, now: float) -> SaveJob | None:
         """What was queued since the last call, as one job for the workers."""
@@ -177,11 +181,13 @@ class Saves:
         groups, self._open_groups = self._open_groups, []
         save.ranks_left = self._workers
         save.since = now
+        if self._announcements is not None:
+            save.era = self._announcements.era
         self._running[job] = save
         return SaveJob(job, groups)
 
     def ended(self, job: int, ranks: int, ok: bool) -> list[KVEvent] | None:
-        """Ranks have reported a job. Its KV events when it was the last of them; None if the job is not a save."""
+        """Ranks have reported a job. KV events when it was the last of them; None if the job is not a save."""
         save = self._running.get(job)
         if save is None:
             return None
@@ -191,7 +197,9 @@ class Saves:
             return []
         del self._running[job]
         self._unpin(save)
-        return save.events if save.ok else []
+        if self._announcements is None:
+            return []
+        return self._announcements.ended(save.begun, save.ok, save.era)
 
     def drop_queued(self) -> None:
         """Forget what no worker has been told of."""

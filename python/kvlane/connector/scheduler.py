@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from kvlane.connector.adapters import Adapters
+from kvlane.connector.announcements import Announcements
 from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import SchedulerCore
 from kvlane.connector.counters import Counters
@@ -88,6 +89,7 @@ class SchedulerSide:
             weights=weights,
             moment=self._adapters.moment,
             jobs=itertools.count(1),
+            announcements=Announcements(shape.groups, self.counters) if shape.emit_events else None,
         )
         self.requests = self._shared.requests
         self.kinds = kinds(self._shared)

@@ -49,6 +49,10 @@ class FakeCore:
         """Shard bytes by boot and page."""
         self.leases: set[int] = set()
         """Leases not given back."""
+        self.journal: list[tuple[Key, bool]] = []
+        """Blocks that came (True) and went."""
+        self.journal_start = 0
+        """Entries before this one are lost: who has not read them has to start again."""
         self.engines: dict[str, OpenEngine] = {}
         self._numbers = itertools.count(1)
 
@@ -61,11 +65,12 @@ class FakeCore:
         workers: int,
         lookup_timeout_ms: float = 50.0,
         daemon_user: str | None = None,
+        follow_journal: bool = False,
     ) -> FakeScheduler:
         """See `kvlane._core.Scheduler`."""
         engine = self.engines.setdefault(engine_id, OpenEngine())
         engine.groups, engine.workers = groups, workers
-        return FakeScheduler(self, engine, engine_id, address or "fake:")
+        return FakeScheduler(self, engine, engine_id, address or "fake:", follow_journal)
 
     def Worker(
         self,
@@ -96,6 +101,7 @@ class FakeCore:
             self.boot = os.urandom(16)
             self.pages[self.boot] = {}
             self.blocks = {}
+            self.journal, self.journal_start = [], 0
 
     def release_held(self) -> None:
         """Let everything go on that is held."""
@@ -109,6 +115,15 @@ class FakeCore:
         for page, data in pages.items():
             pages[page] = bytes(len(data))
         return len(pages)
+
+    def evict(self, key: Key) -> None:
+        """Make room: one block goes, whatever continues it."""
+        del self.blocks[key]
+        self.journal.append((key, False))
+
+    def lose_journal(self) -> None:
+        """Whoever has not read all that came and went has to start again."""
+        self.journal_start = len(self.journal)
 
     def block_count(self) -> int:
         """Blocks that can be found."""
@@ -168,4 +183,6 @@ class FakeCore:
         page = next(self._numbers)
         self.pages[self.boot][page] = data
         ranks[rank] = page
+        if len(ranks) == len(key[1]):
+            self.journal.append((key, True))
         return True

@@ -28,7 +28,14 @@ class FakeScheduler:
     engine_id: str
     run: bytes
 
-    def __init__(self, store: FakeCore, engine: OpenEngine, engine_id: str, address: str) -> None:
+    def __init__(
+        self,
+        store: FakeCore,
+        engine: OpenEngine,
+        engine_id: str,
+        address: str,
+        follow_journal: bool = False,
+    ) -> None:
         self._store = store
         self._engine = engine
         self._pending: dict[str, tuple[list[list[bytes]], int]] = {}
@@ -36,6 +43,9 @@ class FakeScheduler:
         self._stats: dict[str, float] = {}
         self._connected_to: bytes | None = None
         self._gone: list[bytes] = []
+        self._follows_journal = follow_journal
+        self._read: tuple[bytes, int] | None = None
+        """Of the journal: of which run, and how much."""
         self.address = address
         self.engine_id = engine_id
         self.run = engine.run = os.urandom(16)
@@ -126,6 +136,21 @@ class FakeScheduler:
             return False
         self._engine.cancelled = up_to_job
         return True
+
+    def take_changes(self) -> tuple[bool, list[tuple[int, bytes, bool]]]:
+        store = self._store
+        if store.down or not self._engine.ready or not self._follows_journal:
+            return False, []
+        before, self._read = self._read, (store.boot, len(store.journal))
+        if before is None or before[0] != store.boot or before[1] < store.journal_start:
+            return True, []
+        spaces = [(each[0], self._engine.space(group)) for group, each in enumerate(self._engine.groups)]
+        return False, [
+            (group, key[2][:16], visible)
+            for key, visible in store.journal[before[1] :]
+            for group, space in enumerate(spaces)
+            if space == key[:2]
+        ]
 
     def take_stats(self) -> dict[str, float]:
         stats, self._stats = self._stats, {}

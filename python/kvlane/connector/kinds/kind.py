@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from kvlane.connector.adapters import Moment
+from kvlane.connector.announcements import Announcements
 from kvlane.connector.connection import Connection
 from kvlane.connector.core_protocols import Finished, SchedulerCore, WorkerCore
 from kvlane.connector.counters import Counters
@@ -64,6 +65,8 @@ class SchedulerShared:
     """The live requests, by vLLM's id."""
     events: list[KVEvent] = field(default_factory=list)
     """For routers, in the order in which they happened."""
+    announcements: Announcements | None = None
+    """What routers know of the daemon's blocks; None if nobody listens."""
 
 
 class SchedulerKind:

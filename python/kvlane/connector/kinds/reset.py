@@ -72,8 +72,9 @@ class Reset(SchedulerKind):
         if labels == {STARTED_WITH}:
             logger.info("kvlane: after the reset the engine has the weights that it was started with")
             return
-        if shared.shape.emit_events:
+        if shared.announcements is not None:
             shared.events.append(events.all_cleared())
+            shared.announcements.forget()
         _tell(labels)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvlane.connector.guard import logger
 from kvlane.connector.hand_off import HandOff
 from kvlane.connector.jobs import JobEnd, StepJobs
@@ -21,18 +23,24 @@ class SaveBlocks(SchedulerKind):
 
     def __init__(self, shared: SchedulerShared) -> None:
         super().__init__(shared)
+        self._run: bytes | None = None
+        """Of the daemon, whose blocks are announced."""
         self.saves = Saves(
             shared.shape.groups,
             shared.hashes,
             shared.shape.workers,
             shared.settings,
-            shared.shape.emit_events,
+            shared.announcements,
             shared.counters,
             shared.jobs,
             shared.pins,
         )
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        if self._shared.announcements is not None:
+            self._run = self._shared.connection.boot or self._run
+            # Before what this step saves is announced: a daemon that says to start again means what was before.
+            self._shared.events += self._shared.announcements.changed(*self._shared.core.take_changes())
         self._queue(output)
         save = self.saves.take_job(self._shared.clock())
         if save is not None:
@@ -116,6 +124,16 @@ class SaveBlocks(SchedulerKind):
         """What runs is saved from its beginning."""
         for state in self._shared.requests.values():
             state.forget_progress()
+        self._withdraw()
+
+    def runs_gone(self, gone: Sequence[bytes]) -> None:
+        if self._run in gone:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Listeners must not send prompts here for what is out of reach."""
+        if self._shared.announcements is not None:
+            self._shared.events += self._shared.announcements.withdraw_all()
 
     def before_pool_reset(self) -> None:
         """Give the pins back. What has lost its pins may be overwritten at once, so the daemon must have given up its

@@ -1,0 +1,166 @@
+"""What listeners were told of the daemon's blocks by KV events, and what is to be taken back since it is gone."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlane.connector import events
+from kvlane.connector.counters import Counters
+from kvlane.connector.groups import CacheGroup
+from kvlane.connector.vllm_protocols import KVEvent
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
+
+# Blocks that listeners know of at the same time, some 200 bytes each: when there are more, the oldest are withdrawn.
+ANNOUNCED_MAX = 1_000_000
+# Blocks of the last saves, of which it is remembered what they were and what became of them.
+RECENT_MAX = 16_384
+# Hashes in one event.
+BATCH = 1024
+
+
+@dataclass
+class Announcement:
+    """Consecutive blocks that are being saved, and the event for them."""
+
+    group: int
+    keys: list[bytes]
+    event: BlockStored
+
+
+@dataclass(slots=True)
+class _Recent:
+    """A block of one of the last saves."""
+
+    event: BlockStored
+    index: int
+    visible: bool | None = None
+    """As the daemon said last: found by lookups, or gone. None: it has said nothing."""
+    ended: bool = False
+    """The save is over: listeners may be told."""
+
+
+class Announcements:
+    """Follows the daemon's journal. A block is known by the first 16 bytes of its stored hash and its group.
+
+    A save's blocks are announced at its end. The daemon may have evicted some by then, or say so later; it says too which
+    blocks of a save can be found that did not end well. Listeners may know of less than there is, and of more only until
+    the engine has asked.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], counters: Counters, most: int = ANNOUNCED_MAX) -> None:
+        self._groups = {group.index: group.group_id for group in groups}
+        self._suffixes = {group.index: bytes([group.index]) for group in groups}
+        self._counters = counters
+        self._most = most
+        self._announced: dict[bytes, object] = {}
+        """By key, the hash that listeners were told, the oldest first."""
+        self._recent: OrderedDict[bytes, _Recent] = OrderedDict()
+        self.era = 0
+        """Announcements that were begun in an earlier one count no more."""
+
+    def __len__(self) -> int:
+        return len(self._announced)
+
+    def begin(self, group: CacheGroup, stored: Sequence[bytes], event: BlockStored) -> Announcement:
+        """These blocks are to be saved."""
+        suffix = self._suffixes[group.index]
+        keys = [each[:16] + suffix for each in stored]
+        for index, key in enumerate(keys):
+            self._recent[key] = _Recent(event, index)
+            self._recent.move_to_end(key)
+        while len(self._recent) > RECENT_MAX:
+            self._recent.popitem(last=False)
+        return Announcement(group.index, keys, event)
+
+    def ended(self, begun: Iterable[Announcement], ok: bool, era: int) -> list[KVEvent]:
+        """A save is over; if it is `ok`, the daemon had all of its blocks. What listeners are to be told."""
+        if era != self.era:
+            return []
+        told: list[KVEvent] = []
+        for each in begun:
+            wanted = [self._is_there(key, ok) for key in each.keys]
+            if all(wanted):
+                told.append(each.event)
+            else:
+                alone = (index for index, is_wanted in enumerate(wanted) if is_wanted)
+                told += [events.one_block(each.event, index) for index in alone]
+            for index, key in enumerate(each.keys):
+                if wanted[index]:
+                    self._announce(key, each.event, index)
+        return told + self._bound()
+
+    def _is_there(self, key: bytes, ok: bool) -> bool:
+        block = self._recent.get(key)
+        if block is None:
+            return ok
+        block.ended = True
+        return ok if block.visible is None else block.visible
+
+    def _announce(self, key: bytes, event: BlockStored, index: int) -> None:
+        self._announced.pop(key, None)
+        self._announced[key] = event.block_hashes[index]
+
+    def changed(self, start_again: bool, changes: Iterable[tuple[int, bytes, bool]]) -> list[KVEvent]:
+        """What the daemon says of its blocks: (group, hash, whether it can be found), in order. With `start_again` it
+        has not said everything, so that what was told before may be wrong."""
+        told: list[KVEvent] = []
+        if start_again:
+            told += self._withdraw(self._announced)
+            for block in self._recent.values():
+                block.visible = False
+        gone: dict[bytes, object] = {}
+        for group, stored, visible in changes:
+            key = stored + self._suffixes[group]
+            block = self._recent.get(key)
+            if block is not None:
+                block.visible = visible
+            if not visible:
+                if key in self._announced:
+                    gone[key] = self._announced.pop(key)
+            elif block is not None and block.ended and key not in self._announced:
+                # Listeners hear in order: it may have been among those that went.
+                told += self._withdraw(gone)
+                told.append(events.one_block(block.event, block.index))
+                self._announce(key, block.event, block.index)
+        return told + self._withdraw(gone) + self._bound()
+
+    def withdraw_all(self) -> list[KVEvent]:
+        """The daemon was left: nobody knows what it has."""
+        told = self._withdraw(self._announced)
+        self.forget()
+        return told
+
+    def forget(self) -> None:
+        """Listeners were told that all is cleared."""
+        self._announced.clear()
+        self._recent.clear()
+        self.era += 1
+
+    def _bound(self) -> list[KVEvent]:
+        """Withdraw the oldest where there are too many; some more than needed, so that the next are not at once."""
+        if len(self._announced) <= self._most:
+            return []
+        count = len(self._announced) - self._most + self._most // 64
+        oldest = dict(itertools.islice(self._announced.items(), count))
+        for key in oldest:
+            del self._announced[key]
+        return self._withdraw(oldest)
+
+    def _withdraw(self, blocks: dict[bytes, object]) -> list[KVEvent]:
+        """Empties `blocks`: key, and the hash that listeners know."""
+        by_group: dict[int, list[object]] = {}
+        for key, told in blocks.items():
+            by_group.setdefault(key[-1], []).append(told)
+        self._counters.add("withdrawn_blocks", len(blocks))
+        blocks.clear()
+        return [
+            events.blocks_removed(self._groups[group], hashes[first : first + BATCH])
+            for group, hashes in by_group.items()
+            for first in range(0, len(hashes), BATCH)
+        ]
