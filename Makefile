@@ -15,7 +15,7 @@ PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
 PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
+.PHONY: help demo demo-pd test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -24,6 +24,10 @@ help: ## this list
 
 demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted, from SSD: table, out/demo.json, out/demo.png
 	$(PYTHON) scripts/demo.py --out $(OUT) $(ARGS)
+
+demo-pd: ## a prefill and a decode engine behind kvlane route, real vLLMs on the CPU: tables, out/demo-pd.json, out/demo-pd.png
+	@$(ENVIRONMENT) --release vllm-0.32
+	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/run_pd.py --out $(OUT) $(ARGS)
 
 test: ## what a change could break, in a quarter of an hour on two cores
 	$(STAGES) fetch build lint rust python engines
@@ -66,7 +70,7 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 	$(PYTEST_DEV) -n 2 --dist worksteal --junitxml $(TIMES)/python.xml -m "not soak$(if $(RELEASE), and not fake_gpus)" $(ARGS)
 
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
-	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
+	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
 
 oldest: ## tests with the oldest real vLLM
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24

@@ -15,9 +15,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cargo import ROOT
 
+# The wheel of the release before.
+FORMER_WHEEL = "KVLANE_FORMER_WHEEL"
 ROUNDS = {"KVLANE_TEST_ROUNDS": "1000"}
 
 
@@ -28,6 +31,8 @@ class Part:
     what: str
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
+    needs: str = ""
+    """A variable without which it is left out."""
 
 
 def _rust(*arguments: str) -> list[str]:
@@ -83,6 +88,24 @@ PARTS = {
         {"KVLANE_TEST_ROUNDS": "50"},
     ),
     "demo": Part("the demo, on the CPU", _make("demo", "ARGS=--device cpu")),
+    "demo-pd": Part("prefill and decode engines behind the router, one of each", _make("demo-pd")),
+    "many-decode": Part(
+        "one prefill and three decode engines behind the router, with vLLM's own bench client",
+        _make("demo-pd", "ARGS=--prefill 1 --decode 3 --vllm-bench"),
+    ),
+    "many-prefill": Part(
+        "three prefill engines and one decode engine behind the router, with vLLM's own bench client",
+        _make("demo-pd", "ARGS=--prefill 3 --decode 1 --vllm-bench"),
+    ),
+    "nixl": Part(
+        "a prefill and a decode engine with vLLM's NixlConnector behind the router",
+        [sys.executable, "scripts/nixl_pair.py"],
+    ),
+    "former-release": Part(
+        "an engine with the wheel of the release before, on either side of a pair; needs --former-wheel",
+        _make("engines", "RELEASE=1", "ARGS=tests/engine/test_route_former.py -m soak"),
+        needs=FORMER_WHEEL,
+    ),
     "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
     "defects": Part(
@@ -101,16 +124,32 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=0, help="that they take together, at least; default: each runs once"
     )
+    parser.add_argument(
+        "--former-wheel",
+        type=Path,
+        metavar="WHEEL",
+        help="of the release before, for the part former-release, which is left out without it",
+    )
     arguments = parser.parse_args()
+    if arguments.former_wheel is not None:
+        if not arguments.former_wheel.is_file():
+            parser.error(f"--former-wheel {arguments.former_wheel} is no file")
+        os.environ[FORMER_WHEEL] = str(arguments.former_wheel.resolve())
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:
         parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    names = arguments.parts or list(PARTS)
+    asked = arguments.parts or list(PARTS)
+    not_given = [name for name in asked if PARTS[name].needs and PARTS[name].needs not in os.environ]
+    names = [name for name in asked if name not in not_given]
+    if not names:
+        parser.error(f"{', '.join(not_given)}: --former-wheel is not given")
     share = arguments.minutes * 60 / len(names)
     told = [soak(name, share) for name in names]
     print("\n==> soak")
     for name, times, seconds, failed in told:
         print(f"{seconds:8.0f} s  {name:{width}}  {times} times, {'FAILED' if failed else 'passed'}")
+    for name in not_given:
+        print(f"{'':10}  {name:{width}}  left out: --former-wheel is not given")
     failures = sum(failed for *_, failed in told)
     print(f"{len(told) - failures} passed, {failures} failed")
     sys.exit(1 if failures else 0)

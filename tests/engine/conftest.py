@@ -1,4 +1,4 @@
-"""Makes the helpers of the connector's tests importable: the tiny model and the daemon."""
+"""Makes helpers of other tests importable: the connector's tiny model and daemon, the router."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "connector")]
+sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("connector", "router", "daemon"))]

@@ -45,12 +45,21 @@ def free_port() -> int:
 
 
 class ServedEngine:
-    """An engine with the connector. `start` returns at once, `wait` when it answers."""
+    """An engine with kvlane's connector, or what `transfer` says. Starts at once; `wait` returns when it answers."""
 
-    def __init__(self, model: Path, address: str, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        address: str,
+        log: Path,
+        *arguments: str,
+        transfer: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        transfer = {
+        transfer = transfer or {
             "kv_connector": "KVLaneConnector",
             "kv_connector_module_path": "kvlane.connector",
             "kv_role": "kv_both",
@@ -62,7 +71,11 @@ class ServedEngine:
         command += ["--kv-transfer-config", json.dumps(transfer), *arguments]
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT}, start_new_session=True
+                command,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                start_new_session=True,
             )
 
     def wait(self) -> None:
@@ -91,7 +104,7 @@ class ServedEngine:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -100,7 +113,7 @@ class ServedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Empties the engine's own cache, so that only kvlane's is left."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/reset_prefix_cache", method="POST")
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
             assert reply.status == 200
 
@@ -139,7 +152,7 @@ class ServedEngine:
         return [line for line in self.log.read_text(errors="replace").splitlines() if "Traceback" in line]
 
     def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_SECONDS) as reply:
+        with urllib.request.urlopen(self.url + path, timeout=ANSWER_SECONDS) as reply:
             return bytes(reply.read())
 
 

@@ -146,14 +146,23 @@ def _device_environment(device: str) -> dict[str, str]:
 
 
 class Daemon:
-    """A `kvlane serve` with an SSD tier of the pool's size; can be ended and started again at the same address."""
+    """A `kvlane serve`, with an SSD tier of the pool's size unless told otherwise; can be ended and started again at
+    the same address."""
 
-    def __init__(self, folder: Path, pool_size: str, logs: Path, gpu: str = "off") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        pool_size: str,
+        logs: Path,
+        gpu: str = "off",
+        ssd: bool = True,
+        flags: tuple[str, ...] = (),
+    ) -> None:
         self.address = f"unix:{folder}/kvlane.sock"
         self.log = logs / "kvlane.log"
         self._http = f"127.0.0.1:{free_port()}"
         self._pool_size = pool_size
-        self._ssd = f"{folder}/blocks:{pool_size}"
+        self._flags = (*(("--ssd", f"{folder}/blocks:{pool_size}") if ssd else ()), *flags)
         self._gpu = gpu
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -161,7 +170,7 @@ class Daemon:
         """Return when it answers."""
         assert self._process is None, "the daemon runs already"
         command = [beside_python("kvlane"), "serve", "--listen", self.address, "--http", self._http]
-        command += ["--pool-size", self._pool_size, "--gpu", self._gpu, "--ssd", self._ssd]
+        command += ["--pool-size", self._pool_size, "--gpu", self._gpu, *self._flags]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_for_health(f"http://{self._http}", self._process, self.log)

@@ -1,0 +1,1 @@
+"""Prefill and decode engines behind `kvlane route`, on this machine's CPU: what examples/run_pd.py is made of."""

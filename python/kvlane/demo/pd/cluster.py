@@ -1,0 +1,134 @@
+"""Daemon, engines and router as one thing: started with progress shown, ended whatever happens."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvlane._core import Tool
+from kvlane.demo.pd.plan import Node, Plan
+from kvlane.demo.pd.processes import Router, ServedEngine, end_all, wait_until
+from kvlane.demo.processes import Daemon, close_all
+
+
+class Cluster:
+    """Everything of a plan. As a context it ends all processes at its end."""
+
+    def __init__(
+        self, plan: Plan, model: str, logs: Path, max_tokens: int, kv_cache: int, pool_size: str
+    ) -> None:
+        self.plan = plan
+        self.engines: dict[str, ServedEngine] = {}
+        self.memory: dict[str, int] = {}
+        """Bytes of each engine when all were ready."""
+        self.model = model
+        """Name or folder."""
+        self._logs = logs
+        self._max_tokens, self._kv_cache, self._pool_size = max_tokens, kv_cache, pool_size
+        self._router: Router | None = None
+        self._daemon: Daemon | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="kvlane-demo-")
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Engines first: they are killed, and let the daemon and the router end at once.
+        end_all([*self.engines.values(), *([self._router] if self._router else [])])
+        close_all([self._daemon] if self._daemon else [])
+        self._folder.cleanup()
+
+    @property
+    def router(self) -> Router:
+        """The one before all engines."""
+        assert self._router is not None, "the router was not started"
+        return self._router
+
+    def start(self, show: Callable[[str], object]) -> None:
+        """Return when all engines answer and the router knows it. `show` gets a sentence for each thing that is ready.
+        Raises ProcessFailed."""
+        began = time.monotonic()
+        # No scrub: it would find the bytes that the control makes wrong.
+        self._daemon = Daemon(
+            Path(self._folder.name), self._pool_size, self._logs, ssd=False, flags=("--scrub-rate", "0")
+        )
+        self._daemon.start()
+        show("the daemon is ready")
+        self._router = Router(self.plan, self._logs / "router.log")
+        for node in self.plan.engines:
+            self._start_engine(node)
+        waiting = list(self.plan.engines)
+
+        def all_answer() -> bool:
+            for node in list(waiting):
+                if self.engines[node.name].is_ready():
+                    waiting.remove(node)
+                    show(f"{node.name} answers at {node.url} after {time.monotonic() - began:.0f} s")
+            return not waiting
+
+        wait_until("all engines answer", all_answer)
+        wait_until(
+            "the router finds its engines ready",
+            lambda: {self.router.states().get(node.name) for node in self.plan.engines} == {"ready"},
+        )
+        show(f"the router serves at {self.plan.router_url}, and shows its nodes at {self.plan.admin_url}")
+        self.memory = {name: engine.memory() for name, engine in self.engines.items()}
+
+    def start_joining(self) -> ServedEngine:
+        """Start the further engine, without waiting."""
+        return self._start_engine(self.plan.joins)
+
+    def settle(self) -> None:
+        """Return when all that engines have saved can be found."""
+        with_tool(self._address, lambda tool: tool.settle(30_000))
+
+    def make_pool_wrong(self) -> None:
+        """Turn all bytes of the pool around, block by block: as well-formed as before, and of other tokens."""
+        with_tool(self._address, _turn_around)
+
+    def forget_all(self) -> None:
+        """Drop every block of the daemon."""
+
+        def drop(tool: Tool) -> None:
+            status: Any = tool.status()
+            tool.drop_namespaces([each["namespace"] for each in status["namespaces"]])
+
+        with_tool(self._address, drop)
+
+    @property
+    def _address(self) -> str:
+        assert self._daemon is not None, "the daemon was not started"
+        return self._daemon.address
+
+    def _start_engine(self, node: Node) -> ServedEngine:
+        log = self._logs / f"{node.name}.log"
+        engine = ServedEngine(
+            node, self.model, self._address, log, self.plan.threads, self._max_tokens, self._kv_cache
+        )
+        self.engines[node.name] = engine
+        return engine
+
+
+def with_tool(address: str, act: Callable[[Tool], object]) -> None:
+    """Do something at the daemon that only tools do."""
+    tool = Tool(address, 30_000.0)
+    try:
+        act(tool)
+    finally:
+        tool.close()
+
+
+def _turn_around(tool: Tool) -> None:
+    # Four bytes a number: numbers stay numbers of the same size, and stand where others stood.
+    window = 1 << 20
+    for offset in range(0, int(str(tool.status()["pool_bytes"])), window):
+        content = tool.read_pool(offset, window)
+        if any(content):
+            numbers = memoryview(content).cast("I")
+            tool.write_pool(offset, numbers[::-1].tobytes())

@@ -1,0 +1,157 @@
+"""The processes: `vllm serve` for each engine, and `kvlane route` before them. The daemon is the other demo's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvlane.bench.processes import beside_python, connector_config
+from kvlane.demo.pd.asking import MODEL_NAME, AskFailed, is_healthy, page
+from kvlane.demo.pd.plan import BLOCK_TOKENS, Node, Plan
+from kvlane.demo.processes import ProcessFailed
+
+START_TIMEOUT_S = 600.0
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class ServedEngine:
+    """One `vllm serve` with kvlane's connector, all its processes in a group of their own."""
+
+    def __init__(
+        self, node: Node, model: str, daemon: str, log: Path, threads: int, max_tokens: int, kv_cache: int
+    ) -> None:
+        self.node = node
+        self.log = log
+        # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
+        connector = connector_config(daemon, lookup_timeout_ms=5000.0)
+        command = [beside_python("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(node.port)]
+        command += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
+        command += ["--max-model-len", str(max_tokens), "--block-size", str(BLOCK_TOKENS)]
+        command += ["--max-num-seqs", "16", "--kv-cache-memory-bytes", str(kv_cache)]
+        command += ["--no-enable-log-requests", "--kv-transfer-config", json.dumps(connector)]
+        offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, **_ENVIRONMENT, **offline, "OMP_NUM_THREADS": str(threads)},
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        """Whether it answers. Raises ProcessFailed where it has ended."""
+        status = self._process.poll()
+        if status is not None:
+            raise ProcessFailed(f"engine {self.node.name} ended with status {status}; see {self.log}")
+        return is_healthy(self.node.url)
+
+    def memory(self) -> int:
+        """Bytes that its processes have, what several share counted in parts."""
+        return sum(_proportional(pid) for pid in _group(self._process.pid))
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes, and wait until it is gone."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it, if it still runs: nothing of it is to be kept."""
+        self.kill()
+
+
+class Router:
+    """`kvlane route` before the engines of a plan."""
+
+    def __init__(self, plan: Plan, log: Path) -> None:
+        self._plan = plan
+        self.log = log
+        command = [beside_python("kvlane"), "route", "--listen", f"127.0.0.1:{plan.router_port}"]
+        command += ["--admin", f"127.0.0.1:{plan.admin_port}"]
+        for node in [*plan.engines, plan.joins]:
+            command += [f"--{node.role}", node.url]
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+
+    def states(self) -> dict[str, str]:
+        """ready or suspect, by the engines' names. Raises ProcessFailed where the router has ended."""
+        if self._process.poll() is not None:
+            raise ProcessFailed(f"kvlane route ended with status {self._process.returncode}; see {self.log}")
+        try:
+            nodes = page(self._plan.admin_url, "/nodes")["nodes"]
+        except AskFailed:
+            return {}
+        return {self._plan.name_of(node["node"]): node["state"] for node in nodes}
+
+    def requests(self, node: Node) -> int:
+        """Requests that this engine has of the router now."""
+        nodes = page(self._plan.admin_url, "/nodes")["nodes"]
+        return sum(each["requests"] for each in nodes if each["node"] == node.url)
+
+    def close(self) -> None:
+        """End it in good order, if it still runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=40)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+
+
+def wait_until(what: str, holds: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Ask until it holds: other processes send no event when they are ready. Raises ProcessFailed."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise ProcessFailed(f"{what}: not within {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+def end_all(processes: list[ServedEngine | Router], out: Callable[[str], object] = sys.stderr.write) -> None:
+    """End them all, whatever one of them does about it, and whoever presses Ctrl-C again meanwhile."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for process in processes:
+            try:
+                process.close()
+            except OSError as error:
+                out(f"could not end a process of the demo: {error}\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _group(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getpgid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def _proportional(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0

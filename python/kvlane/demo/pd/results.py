@@ -1,0 +1,122 @@
+"""What the demo found: demo-pd.json, two tables, a picture."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlane.bench import report
+from kvlane.bench.drawing import COLOURS, Bar, Panel, Picture, number, save
+from kvlane.demo.scenarios import Scenario
+
+EQUAL, COMPUTES, CONTROL = "answers equal", "the decode engine computes", "control"
+"""How the names of these scenarios begin."""
+
+
+def result(
+    scenarios: Sequence[Scenario], planned: int, requests: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What demo-pd.json says of the scenarios; `planned` is how many there should have been."""
+    return {
+        "passed": len(scenarios) == planned and all(scenario.passed for scenario in scenarios),
+        "answers_equal": _passed(scenarios, EQUAL),
+        "control_failed_as_it_must": _passed(scenarios, CONTROL),
+        "decode_computes_little": _passed(scenarios, COMPUTES),
+        "scenarios": [
+            {"name": each.name, "passed": each.passed, "figures": each.figures, "problems": each.problems}
+            for each in scenarios
+        ],
+        "requests": list(requests),
+    }
+
+
+def _passed(scenarios: Sequence[Scenario], name: str) -> bool:
+    """False also where it was not reached."""
+    return any(each.name.startswith(name) and each.passed for each in scenarios)
+
+
+def publish(found: Mapping[str, Any], title: str, out: Path) -> None:
+    """Print the tables, write demo-pd.json and demo-pd.png."""
+    print(report.paragraph(title))
+    print(report.table(["request", "prefill", "decode", "why"], _served(found["requests"])))
+    print()
+    rows = [
+        [each["name"], _short(each["name"], each["figures"]), "passed" if each["passed"] else "FAILED"]
+        for each in found["scenarios"]
+    ]
+    print(report.table(["scenario", "what came", ""], rows))
+    for scenario in found["scenarios"]:
+        for problem in scenario["problems"]:
+            print(report.paragraph(f"{scenario['name']}: {problem}"))
+    report.write_json(out / "demo-pd.json", found)
+    save(picture(found, title), out / "demo-pd.png")
+    print(f"written: {out / 'demo-pd.json'}, {out / 'demo-pd.png'}")
+
+
+def _served(requests: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row for each request of the first scenario; the others, of which there are many, by number."""
+    rows, many = [], Counter[tuple[str, str, str, str]]()
+    for each in requests:
+        kind, _, number_ = each["request"].rpartition(" ")
+        row = (each["prefill"], each["decode"], each["why"])
+        if number_.isdigit():
+            many[(kind, *row)] += 1
+        else:
+            rows.append([each["request"], *row])
+    return rows + [[f"{kind} ({count} times)", *row] for (kind, *row), count in many.items()]
+
+
+def _short(name: str, figures: Mapping[str, Any]) -> str:
+    """A scenario's figures in a few words."""
+    if name.startswith(EQUAL) and figures:
+        return f"{figures['equal']} of {figures['prompts']} equal"
+    if name.startswith(COMPUTES) and figures:
+        return f"{figures['within']} of {figures['prompts']}, most {max(figures['computed_tokens_each'])}"
+    if "changed_tokens" in figures:
+        return f"{figures['changed_tokens']} tokens changed"
+    if "answered" in figures:
+        return f"{figures['answered']} of {figures['requests']} answered"
+    if "found_ready_s" in figures:
+        return f"found {figures['found_ready_s']:.1f} s after it answered"
+    if "ttft_ms" in figures:
+        return f"TTFT {number(figures['ttft_ms']['mean'])} ms"
+    return ""
+
+
+def picture(found: Mapping[str, Any], title: str) -> Picture:
+    """How much of a prompt the decode engine computes, and who served how many requests; both as shares."""
+    panels = []
+    figures = next((each["figures"] for each in found["scenarios"] if each["name"].startswith(COMPUTES)), {})
+    tokens = found["prompt_tokens"]
+    if each := figures.get("computed_tokens_each"):
+        mean = sum(each) / len(each)
+        bars = (
+            Bar("one engine alone", 100.0, f"{tokens} tokens", COLOURS[0]),
+            Bar(
+                "decode engine",
+                100 * mean / tokens,
+                f"{number(mean)} tokens, most {max(each)}",
+                COLOURS[1],
+                samples=tuple(100 * computed / tokens for computed in each),
+            ),
+        )
+        panels.append(Panel("Share of a prompt's tokens that is computed", bars))
+    served = Counter((each["prefill"], each["decode"]) for each in found["requests"])
+    pairs = tuple(
+        Bar(
+            f"{decode} alone" if prefill == "-" else f"{prefill}, then {decode}",
+            100 * count / served.total(),
+            str(count),
+            COLOURS[2],
+        )
+        for (prefill, decode), count in sorted(served.items())
+    )
+    if pairs:
+        panels.append(Panel("Share of the requests, by who served them", pairs))
+    return Picture(
+        "Prefill and decode engines behind kvlane route",
+        f"{title[:1].upper()}{title[1:]}. Bars: means; dots: single prompts.",
+        tuple(panels),
+    )

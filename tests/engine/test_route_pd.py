@@ -1,0 +1,77 @@
+"""A prefill and a decode engine, real ones, that share a daemon behind `kvlane route`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from pairs import PROMPT_TOKENS, SPLIT, alone, complete, counted, counters, prompt
+from routed import Router, ask
+from served import BLOCK, Daemon, ServedEngine, wait_for
+from tiny_model import build_tiny_model
+
+PROMPTS = 40
+
+
+@dataclass(frozen=True)
+class Pair:
+    """All processes of the test."""
+
+    daemon: Daemon
+    prefill: ServedEngine
+    decode: ServedEngine
+    router: Router
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("pd")
+    model = build_tiny_model(folder / "tiny")
+    daemon = Daemon(folder)
+    engines = [ServedEngine(model, daemon.address, folder / f"{name}.log") for name in ("prefill", "decode")]
+    try:
+        for engine in engines:
+            engine.wait()
+        wait_for("both engines' workers", lambda: len(daemon.sessions("worker")) == 2)
+        prefill, decode = engines
+        with Router("--prefill", prefill.url, "--decode", decode.url, nodes=2) as router:
+            yield Pair(daemon, prefill, decode, router)
+    finally:
+        for engine in engines:
+            engine.close()
+        daemon.close()
+
+
+def test_answers_are_those_of_one_engine_and_little_is_computed_twice(pair: Pair) -> None:
+    router = f"http://{pair.router.address}"
+    expected, computed = [], []
+    for number in range(PROMPTS):
+        text = prompt(f"equal {number}")
+        expected.append(alone(pair.prefill, text))
+        before = counters(pair.decode)
+        assert complete(router, text, f"equal-{number}") == expected[-1]
+        computed.append(counted(pair.decode, before).computed)
+    assert len({tuple(answer) for answer in expected}) == PROMPTS, "answers do not depend on the prompt"
+
+    _, page, _ = ask(pair.router.admin, f"/decisions?limit={PROMPTS}")
+    served = [(each["prefill"], each["node"], each["why"]) for each in page["decisions"]]
+    assert served == [(pair.prefill.url, pair.decode.url, SPLIT)] * PROMPTS
+
+    # The control: the same comparison on bytes of the daemon that are wrong. They come to the decode engine only by
+    # the daemon, since the prefill engine has its own.
+    text = prompt("control")
+    right = alone(pair.prefill, text)
+    complete(pair.prefill.url, text)
+    pair.daemon.settle()
+    pair.daemon.corrupt()
+    before = counters(pair.decode)
+    wrong = complete(router, text)
+    assert counted(pair.decode, before).connector >= PROMPT_TOKENS - BLOCK - 1
+    assert wrong != right, "wrong bytes did not change the answer"
+
+    assert pair.prefill.complaints() == [] and pair.decode.complaints() == []
+
+    # What takes the hand-over: the decode engine waits for what the prefill engine saves. Without it, a race.
+    within = sum(tokens <= BLOCK + 1 for tokens in computed)
+    assert within == PROMPTS, f"{within} of {PROMPTS} prompts; computed: {computed}"
