@@ -30,6 +30,7 @@ RUN_BY = {
     "VLLM_CPU_KVCACHE_SPACE=1 vllm serve out/tiny-model --max-model-len 4096 --enforce-eager "
     f"--kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
     "make demo": "make demo",
+    "make demo-pd": "make demo-pd",
     "make test": "make test",
     # docs/configure.md
     "kvlane serve --pool-size 16gb --ssd /var/lib/kvlane": FLAGS,
