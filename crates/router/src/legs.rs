@@ -57,8 +57,29 @@ fn has_many_prompts(scan: &Scan<'_>) -> bool {
     inside.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(|&first| matches!(first, b'"' | b'['))
 }
 
-/// The body of the prefill leg.
+/// The body of the prefill leg of a pair whose prefill node answers where the blocks are.
 pub fn prefill(scan: &Scan<'_>) -> Vec<u8> {
+    one_token(scan, Some(PREFILL_TRANSFER))
+}
+
+/// The body of the prefill leg of a P2P NCCL pair: all that concerns the transfer stands in the id.
+pub fn prefill_by_id(scan: &Scan<'_>) -> Vec<u8> {
+    one_token(scan, None)
+}
+
+/// The bodies of both legs of a pair that work at the same time: the nodes find each other by the name of the hand-off, which
+/// has no character that JSON escapes.
+pub fn direct(scan: &Scan<'_>, hand_off: &str) -> (Vec<u8>, Vec<u8>) {
+    let says = |decodes: bool| {
+        format!(
+            r#"{{"do_remote_decode": {}, "do_remote_prefill": {}, "kvlane": {{"hand_off": "{hand_off}"}}}}"#,
+            !decodes, decodes
+        )
+    };
+    (one_token(scan, Some(&says(false))), decode(scan, &says(true)))
+}
+
+fn one_token(scan: &Scan<'_>, transfer: Option<&str>) -> Vec<u8> {
     let mut changes: Vec<_> = OF_THE_ANSWER
         .into_iter()
         .map(|name| match (name, scan.member(name)) {
@@ -67,7 +88,7 @@ pub fn prefill(scan: &Scan<'_>) -> Vec<u8> {
         })
         .collect();
     changes.push(Change::Set("max_tokens", "1"));
-    changes.push(Change::Set(TRANSFER, PREFILL_TRANSFER));
+    changes.extend(transfer.map(|transfer| Change::Set(TRANSFER, transfer)));
     edit(scan, &changes)
 }
 

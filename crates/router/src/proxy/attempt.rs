@@ -19,6 +19,7 @@ use tokio::time::timeout;
 use super::{
     answer::{AnswerBody, EngineBody, Problem},
     forward,
+    hand_over::HandOver,
     leg::LegGuard,
     shared::{Counters, Shared},
     upstream::{Lent, UpstreamError, Upstreams},
@@ -58,6 +59,8 @@ pub(super) struct Work<'a> {
     pub(super) one_node: bool,
     /// Nodes that have failed after they took it.
     pub(super) taken: Cell<u32>,
+    /// The number of the next attempt.
+    pub(super) attempts: Cell<u32>,
 }
 
 /// A node failed a request before its first byte: another one may serve it.
@@ -82,7 +85,8 @@ impl Work<'_> {
     pub(super) async fn serve(&self) -> Response<AnswerBody> {
         let mut tried = Vec::new();
         let mut last: Option<Failed> = None;
-        for attempt in 0..ATTEMPTS_MAX as u32 {
+        for _ in 0..ATTEMPTS_MAX {
+            let attempt = self.next_attempt();
             let chosen = match self.choose(&tried, attempt) {
                 Ok(chosen) => chosen,
                 Err(none) => {
@@ -95,13 +99,13 @@ impl Work<'_> {
             }
             let served = match chosen {
                 Chosen::One(whole) => self.whole(whole, attempt).await,
-                Chosen::Pair { prefill, decode } => self.pair(prefill, decode, attempt, &tried).await,
+                Chosen::Pair { prefill, decode } => self.pair(prefill, decode, attempt, &mut tried).await,
             };
             let failed = match served {
                 Ok(answer) => return answer,
                 Err(failed) => failed,
             };
-            tried.extend(failed.node);
+            tried.extend(failed.node.filter(|node| !tried.contains(node)));
             // A slow node may be slow for the request: two are enough.
             if failed.is_late && last.as_ref().is_some_and(|last| last.is_late) {
                 return failed.answer;
@@ -156,122 +160,161 @@ impl Work<'_> {
     }
 
     async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {
-        let begun = self.send(whole, self.body.clone(), attempt).await?;
+        let guard = LegGuard::new(self.shared, whole);
+        let id = self.id.of_leg(Leg::Whole, attempt);
+        let begun = self.send(guard, Leg::Whole, self.body.clone(), &id).await?;
         self.pass_on(begun).await
     }
 
+    fn next_attempt(&self) -> u32 {
+        let attempt = self.attempts.get();
+        self.attempts.set(attempt + 1);
+        attempt
+    }
+
+    /// Both legs of a pair, as its connector wants them.
     async fn pair(
         &self,
         prefill: Reservation,
         decode: Reservation,
         attempt: u32,
-        tried: &[NodeId],
+        tried: &mut Vec<NodeId>,
     ) -> Result<Response<AnswerBody>, Failed> {
-        let mut decode_guard = LegGuard::new(self.shared, decode);
-        let handed_over = match self.prefill(prefill, attempt).await {
-            Ok(Ok(handed_over)) => handed_over,
-            Ok(Err(refused)) => {
-                decode_guard.end(LegEnd::Left);
-                return Ok(refused);
+        let nodes = (prefill.node, decode.node);
+        let guard = |reservation| LegGuard::new(self.shared, reservation);
+        let pair = Pair { attempt, prefill: guard(prefill), decode: guard(decode) };
+        // Only what was scanned is split.
+        let Some(scan) = self.scan else { return Err(Failed::gone(Some(nodes.0))) };
+        match self.shared.hand_over(nodes.0, nodes.1) {
+            Ok(HandOver::ByAnswer) => self.by_answer(pair, scan, tried).await,
+            Ok(HandOver::ById { prefill, decode }) => {
+                let id = self.id.p2p_nccl(&prefill, &decode, attempt);
+                self.by_id(pair, scan, &id).await
             }
-            Err(failed) => {
-                decode_guard.end(LegEnd::Left);
-                return Err(failed);
-            }
+            Ok(HandOver::AtOnce) => self.at_once(pair, scan).await,
+            Err(gone) => Err(Failed::gone(Some(gone))),
+        }
+    }
+
+    /// The decode leg gets what the prefill node answered.
+    async fn by_answer(
+        &self,
+        pair: Pair,
+        scan: &Scan<'_>,
+        tried: &mut Vec<NodeId>,
+    ) -> Result<Response<AnswerBody>, Failed> {
+        let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
+        let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None)) };
+        let body = match self.prefill(prefill, scan, attempt).await {
+            Ok(handed_over) => handed_over,
+            Err(unserved) => return decode_guard.left(unserved),
         };
-        let Handed { body, prefill_node } = handed_over;
-        let mut tried = tried.to_vec();
-        let mut attempt = attempt;
         loop {
-            let failed = match self.send_guarded(decode_guard, Leg::Decode, body.clone(), attempt).await {
+            let id = self.id.of_leg(Leg::Decode, attempt);
+            let sent = self.send(decode_guard, Leg::Decode, body.clone(), &id).await;
+            let failed = match sent {
                 Ok(begun) => match self.pass_on(begun).await {
                     Ok(answer) => return Ok(answer),
                     Err(failed) => failed,
                 },
                 Err(failed) => failed,
             };
-            tried.extend(failed.node);
+            tried.extend(failed.node.filter(|node| !tried.contains(node)));
             if failed.is_late || self.taken.get() >= TAKEN_MAX || tried.len() >= ATTEMPTS_MAX {
                 return Err(failed);
             }
-            let request = self.request(&tried);
+            let request = self.request(tried);
             let again =
                 self.shared.state.lock().scheduler.choose_decode(&request, prefill_node, Instant::now());
             let Some(again) = again else { return Err(failed) };
             Counters::count(&self.shared.counters.retries);
-            attempt += 1;
+            attempt = self.next_attempt();
             decode_guard = LegGuard::new(self.shared, again);
         }
     }
 
-    /// The prefill leg. Answers what the decode node gets, or the prefill node's refusal of the request itself.
-    async fn prefill(
-        &self,
-        prefill: Reservation,
-        attempt: u32,
-    ) -> Result<Result<Handed, Response<AnswerBody>>, Failed> {
-        let prefill_node = prefill.node;
-        let body = self.scan.map_or_else(|| self.body.clone(), |scan| legs::prefill(scan).into());
-        let Begun { head, body, lent, mut guard } = self.send(prefill, body, attempt).await?;
+    /// Both engines read in the request's id where the other one is. What was sent to a decode node that fails is lost: another
+    /// pair begins anew.
+    async fn by_id(&self, pair: Pair, scan: &Scan<'_>, id: &str) -> Result<Response<AnswerBody>, Failed> {
+        let Pair { prefill, decode, .. } = pair;
+        let body = legs::prefill_by_id(scan).into();
+        if let Err(unserved) = self.prefill_answer(prefill, body, id).await {
+            return decode.left(unserved);
+        }
+        let begun = self.send(decode, Leg::Decode, self.body.clone(), id).await?;
+        self.pass_on(begun).await
+    }
+
+    /// The decode node waits for what the prefill node sends it. When one of them fails, the other one's leg is cancelled.
+    async fn at_once(&self, pair: Pair, scan: &Scan<'_>) -> Result<Response<AnswerBody>, Failed> {
+        let Pair { attempt, prefill, decode } = pair;
+        let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt));
+        let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
+        let prefilling = self.prefill_answer(prefill, prefill_body.into(), &prefill_id);
+        let decoding = async {
+            let id = self.id.of_leg(Leg::Decode, attempt);
+            let begun = self.send(decode, Leg::Decode, decode_body.into(), &id).await?;
+            self.pass_on(begun).await.map_err(Unserved::from)
+        };
+        match tokio::try_join!(prefilling, decoding) {
+            Ok((_, answer)) => Ok(answer),
+            Err(Unserved::Refused(answer)) => Ok(answer),
+            Err(Unserved::Failed(failed)) => Err(failed),
+        }
+    }
+
+    /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets.
+    async fn prefill(&self, prefill: LegGuard, body: &Scan<'_>, attempt: u32) -> Result<Bytes, Unserved> {
+        let id = self.id.of_leg(Leg::Prefill, attempt);
+        let answer = self.prefill_answer(prefill, legs::prefill(body).into(), &id).await?;
+        let handed_over = scan(&answer).ok();
+        let transfer = handed_over.as_ref().and_then(legs::handed_over);
+        if let Some(transfer) = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok()) {
+            return Ok(legs::decode(body, transfer).into());
+        }
+        if Counters::count(&self.shared.counters.not_handed_over) {
+            tracing::warn!(
+                id = self.id.name(),
+                "a prefill node handed nothing over: the decode node computes the prompt again. Its connector must \
+                 answer kv_transfer_params; further cases are only counted"
+            );
+        }
+        Ok(self.body.clone())
+    }
+
+    /// A prefill leg, to the end of its answer.
+    async fn prefill_answer(&self, prefill: LegGuard, body: Bytes, id: &str) -> Result<Bytes, Unserved> {
+        let Begun { head, body, lent, mut guard } = self.send(prefill, Leg::Prefill, body, id).await?;
+        let node = guard.node();
         let collected = Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await;
         let answer = match collected {
             Ok(collected) => collected.to_bytes(),
             Err(error) => {
                 guard.end(LegEnd::Failed);
                 let sentence = format!("a prefill node ended its answer before its end: {error}");
-                return Err(self.taken(Failed::bad_gateway(Some(prefill_node), sentence)));
+                return Err(self.taken(Failed::bad_gateway(node, sentence)).into());
             }
         };
         lent.give_back();
         guard.prefilled(self.marks);
         guard.end(LegEnd::Served);
-        if !head.status.is_success() {
-            return Ok(Err(self.own(head, answer)));
-        }
-        let handed_over = scan(&answer).ok();
-        let transfer = handed_over.as_ref().and_then(legs::handed_over);
-        let body = match (self.scan, transfer.and_then(|transfer| std::str::from_utf8(transfer).ok())) {
-            (Some(scan), Some(transfer)) => legs::decode(scan, transfer).into(),
-            _ => {
-                if Counters::count(&self.shared.counters.not_handed_over) {
-                    tracing::warn!(
-                        id = self.id.name(),
-                        "a prefill node handed nothing over: the decode node computes the prompt again. Its connector must \
-                         answer kv_transfer_params; further cases are only counted"
-                    );
-                }
-                self.body.clone()
-            }
-        };
-        Ok(Ok(Handed { body, prefill_node }))
-    }
-
-    async fn send(&self, reservation: Reservation, body: Bytes, attempt: u32) -> Result<Begun, Failed> {
-        let leg = reservation.leg;
-        self.send_guarded(LegGuard::new(self.shared, reservation), leg, body, attempt).await
+        if head.status.is_success() { Ok(answer) } else { Err(Unserved::Refused(self.own(head, answer))) }
     }
 
     /// Sends a leg and waits for the head of its answer. A node that says that it cannot is a failure, as one that says nothing.
-    async fn send_guarded(
-        &self,
-        mut guard: LegGuard,
-        leg: Leg,
-        body: Bytes,
-        attempt: u32,
-    ) -> Result<Begun, Failed> {
+    async fn send(&self, mut guard: LegGuard, leg: Leg, body: Bytes, id: &str) -> Result<Begun, Failed> {
         let node = guard.node();
         let address = node.and_then(|node| self.shared.state.lock().addresses.get(&node).cloned());
         let Some(address) = address else {
             guard.end(LegEnd::Left);
-            return Err(Failed::bad_gateway(node, "the chosen node has just been removed".into()));
+            return Err(Failed::gone(node));
         };
-        let id = self.id.of_leg(leg, attempt);
         let body = match self.scan {
-            Some(scan) if self.head.uri.path() == RESPONSES => legs::response(scan, &id).into(),
+            Some(scan) if self.head.uri.path() == RESPONSES => legs::response(scan, id).into(),
             _ => body,
         };
         let settings = &self.shared.settings;
-        let request = || forward::to_engine(self.head, &address, leg, &id, body.clone());
+        let request = || forward::to_engine(self.head, &address, leg, id, body.clone());
         let sending = self.upstreams.send(&address, request, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),
@@ -351,13 +394,43 @@ impl Work<'_> {
     }
 }
 
-/// What the decode leg says, and who has prefilled.
-struct Handed {
-    body: Bytes,
-    prefill_node: NodeId,
+/// Two legs that were chosen together.
+struct Pair {
+    attempt: u32,
+    prefill: LegGuard,
+    decode: LegGuard,
+}
+
+/// Why a leg has no answer to go on with.
+enum Unserved {
+    /// The node failed: another one may serve the request.
+    Failed(Failed),
+    /// It refused the request itself: so would the others.
+    Refused(Response<AnswerBody>),
+}
+
+impl From<Failed> for Unserved {
+    fn from(failed: Failed) -> Self {
+        Self::Failed(failed)
+    }
+}
+
+impl LegGuard {
+    /// This leg ends since the other one of its pair has.
+    fn left(mut self, unserved: Unserved) -> Result<Response<AnswerBody>, Failed> {
+        self.end(LegEnd::Left);
+        match unserved {
+            Unserved::Failed(failed) => Err(failed),
+            Unserved::Refused(answer) => Ok(answer),
+        }
+    }
 }
 
 impl Failed {
+    fn gone(node: Option<NodeId>) -> Self {
+        Self::bad_gateway(node, "the chosen node has just been removed".into())
+    }
+
     fn bad_gateway(node: Option<NodeId>, sentence: String) -> Self {
         Self { node, answer: Problem::new(StatusCode::BAD_GATEWAY, sentence).answer(), is_late: false }
     }

@@ -66,6 +66,9 @@ pub(super) fn to_engine(
     if let Ok(host) = HeaderValue::from_str(&address.authority) {
         headers.insert(HOST, host);
     }
+    if let Some(rank) = address.rank {
+        headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
+    }
     if let Ok(id) = HeaderValue::from_str(id) {
         headers.insert(REQUEST_ID, id);
     }

@@ -16,6 +16,7 @@
 mod answer;
 mod attempt;
 mod forward;
+mod hand_over;
 mod leg;
 mod listen;
 mod service;

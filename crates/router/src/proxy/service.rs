@@ -208,6 +208,7 @@ async fn post(
         client_id,
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
+        attempts: Cell::new(0),
     };
     Ok(work.serve().await)
 }

@@ -21,7 +21,8 @@ use crate::{
     schedule::{Node, NodeId, Scheduler},
 };
 
-/// Where a node is reached: `http://HOST:PORT`, and the path before `/v1` if it has one.
+/// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
+/// rank of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Address {
     /// As in the Host header.
@@ -32,6 +33,8 @@ pub struct Address {
     pub port: u16,
     /// Without a slash at its end; empty mostly.
     pub path: String,
+    /// Of a server that has several: requests name it in a header.
+    pub rank: Option<u32>,
 }
 
 /// No address of a node.
@@ -47,6 +50,14 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = |why| AddressError { text: text.into(), why };
+        let (text, rank) = match text.split_once('#') {
+            Some((server, rank)) => {
+                let digits = rank.bytes().all(|byte| byte.is_ascii_digit());
+                let number = rank.parse().ok().filter(|_| digits);
+                (server, Some(number.ok_or_else(|| wrong("what follows # is no number of a rank"))?))
+            }
+            None => (text, None),
+        };
         let with_scheme = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
         let uri: Uri = with_scheme.parse().map_err(|_| wrong("it cannot be read"))?;
         if uri.scheme_str() != Some("http") {
@@ -69,13 +80,27 @@ impl FromStr for Address {
             host: bare.to_owned(),
             port: authority.port_u16().unwrap_or(80),
             path: uri.path().trim_end_matches('/').trim_end_matches("/v1").to_owned(),
+            rank,
         })
+    }
+}
+
+impl Address {
+    /// Whether both are of one server, be it of several ranks.
+    pub fn is_same_server(&self, other: &Self) -> bool {
+        (&self.host, self.port, &self.path) == (&other.host, other.port, &other.path)
+    }
+
+    /// The same server's, one rank of it.
+    pub fn with_rank(&self, rank: u32) -> Self {
+        Self { rank: Some(rank), ..self.clone() }
     }
 }
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}{}", self.authority, self.path)
+        write!(f, "http://{}{}", self.authority, self.path)?;
+        self.rank.map_or(Ok(()), |rank| write!(f, "#{rank}"))
     }
 }
 
@@ -146,6 +171,14 @@ impl Shared {
         let id = state.scheduler.add(node);
         state.addresses.insert(id, Arc::new(address));
         id
+    }
+
+    /// A node goes. What it works at goes on, and counts nowhere any more.
+    pub fn remove(&self, id: NodeId) -> Option<Node> {
+        let mut state = self.state.lock();
+        state.addresses.remove(&id);
+        state.descriptions.remove(&id);
+        state.scheduler.remove(id)
     }
 
     /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.

@@ -34,8 +34,8 @@ impl Scheduler {
         after: NodeId,
         now: Instant,
     ) -> Option<Reservation> {
-        let group = self.nodes.get(after)?.group.clone();
-        let is_partner = |node: &Node| node.role == Role::Decode && node.group == group;
+        let prefill = self.nodes.get(after)?;
+        let is_partner = |node: &Node| node.role == Role::Decode && node.pairs_with(prefill);
         let candidates = [false, true]
             .into_iter()
             .map(|is_last_resort| self.candidates(request, is_last_resort, now, is_partner))
@@ -51,18 +51,19 @@ impl Scheduler {
         }
         let decodes = self.candidates(request, false, now, |node| node.role == Role::Decode);
         let prefills = self.candidates(request, false, now, |node| node.role == Role::Prefill);
-        let group = |id| self.nodes.get(id).map(|node: &Node| &node.group);
-        let has_partner = |id, others: &[Candidate]| others.iter().any(|other| group(other.id) == group(id));
-        let prefills: Vec<_> = prefills.into_iter().filter(|each| has_partner(each.id, &decodes)).collect();
+        let has_partner = |id| decodes.iter().any(|decode| self.can_pair(id, decode.id));
+        let prefills: Vec<_> = prefills.into_iter().filter(|each| has_partner(each.id)).collect();
         if prefills.is_empty() {
             return None;
         }
         let prompt_tokens = self.prompt_tokens(request);
-        if let Some(stays) = decodes.iter().min_by_key(|each| each.miss).copied()
-            && stays.miss < self.settings.short_tokens
-        {
-            let near: Vec<_> =
-                decodes.iter().filter(|each| each.miss < self.settings.short_tokens).copied().collect();
+        let serves_alone = |id| self.nodes.get(id).is_some_and(Node::serves_alone);
+        let near: Vec<_> = decodes
+            .iter()
+            .filter(|each| each.miss < self.settings.short_tokens && serves_alone(each.id))
+            .copied()
+            .collect();
+        if !near.is_empty() {
             let one = self.pick(&near, self.settings.decode_policy, None);
             let why = if prompt_tokens < self.settings.short_tokens { Why::Short } else { Why::Cached };
             return Some(Choice {
@@ -74,10 +75,9 @@ impl Scheduler {
             });
         }
         let prefill = self.pick(&prefills, self.settings.policy, None);
-        let of_group = self.nodes.get(prefill.id).map(|node| node.group.clone());
         let partners: Vec<_> = decodes
             .into_iter()
-            .filter(|each| self.nodes.get(each.id).map(|node| &node.group) == of_group.as_ref())
+            .filter(|each| self.can_pair(prefill.id, each.id))
             // What comes from the prefill node is not prefilled again.
             .map(|each| Candidate { miss: 0, ..each })
             .collect();
@@ -104,7 +104,8 @@ impl Scheduler {
         };
         for is_last_resort in [false, true] {
             for role in [Role::Worker, Role::Decode, Role::Prefill] {
-                let candidates = self.candidates(request, is_last_resort, now, |node| node.role == role);
+                let is_wanted = |node: &Node| node.role == role && node.serves_alone();
+                let candidates = self.candidates(request, is_last_resort, now, is_wanted);
                 if candidates.is_empty() {
                     continue;
                 }
@@ -146,6 +147,10 @@ impl Scheduler {
                 Candidate { id, miss }
             })
             .collect()
+    }
+
+    fn can_pair(&self, prefill: NodeId, decode: NodeId) -> bool {
+        self.nodes.get(prefill).zip(self.nodes.get(decode)).is_some_and(|(one, other)| one.pairs_with(other))
     }
 
     fn reserve(&mut self, candidate: Candidate, leg: Leg, now: Instant) -> Reservation {

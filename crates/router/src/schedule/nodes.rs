@@ -43,6 +43,52 @@ impl FromStr for Role {
     }
 }
 
+/// How a prefill node hands over to a decode node. Both ends of a pair have the same one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Connector {
+    /// Through a store that both share: the prefill node first, then the decode node, by `kv_transfer_params`.
+    #[default]
+    Store,
+    /// vLLM's NixlConnector: as [`Self::Store`], with other fields, which the router passes on.
+    Nixl,
+    /// vLLM's P2pNcclConnector: by addresses in the request's id.
+    P2pNccl,
+    /// Both at once: the decode node waits for what the prefill node sends it.
+    Direct,
+}
+
+impl Connector {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Store, Self::Nixl, Self::P2pNccl, Self::Direct];
+
+    /// As in flags, files and answers.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Store => "store",
+            Self::Nixl => "nixl",
+            Self::P2pNccl => "p2p-nccl",
+            Self::Direct => "direct",
+        }
+    }
+}
+
+impl fmt::Display for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Connector {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|connector| connector.name() == name)
+            .ok_or_else(|| format!("{name} is no connector; choose store, nixl, p2p-nccl or direct"))
+    }
+}
+
 /// Names a node for as long as it is known; a node that comes back has another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId {
@@ -87,6 +133,10 @@ pub struct Node {
     pub role: Role,
     /// Prefill and decode nodes of one group can hand over to each other: they share a daemon and a layout.
     pub group: Arc<str>,
+    /// How they do that.
+    pub connector: Connector,
+    /// Where other engines reach its ZeroMQ socket, `HOST:PORT`: what [`Connector::P2pNccl`] needs to know.
+    pub zmq: Option<Arc<str>>,
     /// Models and adapters that it serves.
     pub models: Vec<Arc<str>>,
     /// Whether it gets requests.
@@ -106,6 +156,8 @@ impl Node {
             name: name.into(),
             role,
             group: group.into(),
+            connector: Connector::default(),
+            zmq: None,
             models: Vec::new(),
             state: NodeState::Suspect,
             load: Load::default(),
@@ -117,6 +169,21 @@ impl Node {
     /// Whether it has this model or adapter.
     pub fn serves(&self, model: &str) -> bool {
         self.models.iter().any(|served| &**served == model)
+    }
+
+    /// Whether these two can hand over to each other.
+    pub fn pairs_with(&self, other: &Self) -> bool {
+        let can_be_named = |node: &Self| node.connector != Connector::P2pNccl || node.zmq.is_some();
+        self.group == other.group
+            && self.connector == other.connector
+            && can_be_named(self)
+            && can_be_named(other)
+    }
+
+    /// Whether it can serve a whole request. vLLM's P2pNcclConnector reads addresses from each request's id, and ends its engine
+    /// where there are none.
+    pub fn serves_alone(&self) -> bool {
+        self.connector != Connector::P2pNccl
     }
 
     /// Whether it may get a request; suspects only where nobody else can.
