@@ -1,17 +1,28 @@
 //! `kvlane route`.
 
+mod beat;
+mod config;
+mod control;
+mod nodes;
+
 use std::{
-    fs, net::SocketAddr, net::TcpListener, path::PathBuf, process::ExitCode, sync::Arc, time::Duration,
+    fs,
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::Args;
+use clap::{Args, Subcommand};
 use kvlane_door::{CONNECTIONS_MAX, Names, Pages, Slots};
 use kvlane_router::{
     admin::pages,
-    probes::Probes,
+    members::{AllowList, Block, Membership, MembershipOptions, PingOptions},
     proxy::{Address, Proxy, ProxySettings, Shared},
-    schedule::{Node, NodeId, Policy, Role, Scheduler, Settings},
+    schedule::{Policy, Scheduler, Settings},
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
@@ -27,12 +38,47 @@ const DESCRIPTORS_A_REQUEST: u64 = 2;
 /// And those of the program itself.
 const DESCRIPTORS_BESIDES: u64 = 100;
 
-/// See the flags.
+/// Runs a router, or tells a running one what to do.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct RouteCommand {
+    #[command(subcommand)]
+    action: Option<Action>,
+    #[command(flatten)]
+    args: RouteArgs,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Show the engines of the running router.
+    List(control::ListArgs),
+    /// Have an engine finish what it has, and give it nothing new.
+    Drain(control::DrainArgs),
+    /// Add an engine, or give one requests again that was drained.
+    Add(control::AddArgs),
+    /// Take an engine away when it has finished what it has.
+    Remove(control::RemoveArgs),
+    /// Run beside an engine and tell a router every 3 s that it is there, until SIGTERM.
+    Beat(beat::BeatArgs),
+}
+
+/// See the flags. Each is also a key of the file given by --config (`policy = "random"`); what is given here counts more.
 #[derive(Debug, Args)]
 pub(crate) struct RouteArgs {
-    /// Where clients are served. Beyond this host only with --api-key-file
-    #[arg(long, env = "KVLANE_ROUTE_LISTEN", value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
-    listen: SocketAddr,
+    /// A TOML file with these flags' values, and with engines as [[node]] and [[dns]] tables: docs/routing.md
+    #[arg(long, env = "KVLANE_ROUTE_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Where clients are served; may be given more than once, and each has threads of its own. Beyond this host only with
+    /// --api-key-file
+    #[arg(
+        long,
+        env = "KVLANE_ROUTE_LISTEN",
+        value_name = "HOST:PORT",
+        value_delimiter = ',',
+        default_value = "127.0.0.1:8000"
+    )]
+    listen: Vec<SocketAddr>,
 
     /// Where health, metrics, nodes and the last decisions are served, or off
     #[arg(long, env = "KVLANE_ROUTE_ADMIN", value_name = "HOST:PORT", default_value = "127.0.0.1:9092")]
@@ -54,6 +100,33 @@ pub(crate) struct RouteArgs {
     /// An engine that goes on where a prefill engine ended; may be given more than once
     #[arg(long, env = "KVLANE_ROUTE_DECODE", value_name = "URL", value_delimiter = ',')]
     decode: Vec<Address>,
+
+    /// A name whose addresses are engines that serve whole requests, such as that of a headless service. It is looked up
+    /// every 3 s; may be given more than once
+    #[arg(long, env = "KVLANE_ROUTE_WORKER_DNS", value_name = "HOST:PORT", value_delimiter = ',')]
+    worker_dns: Vec<Address>,
+
+    /// The same for prefill engines
+    #[arg(long, env = "KVLANE_ROUTE_PREFILL_DNS", value_name = "HOST:PORT", value_delimiter = ',')]
+    prefill_dns: Vec<Address>,
+
+    /// The same for decode engines
+    #[arg(long, env = "KVLANE_ROUTE_DECODE_DNS", value_name = "HOST:PORT", value_delimiter = ',')]
+    decode_dns: Vec<Address>,
+
+    /// Where engines say over ZeroMQ that they are there: pings of vLLM's P2P NCCL engines, which expect port 30001, and
+    /// `kvlane route beat` [default: nowhere]
+    #[arg(long, env = "KVLANE_ROUTE_PING", value_name = "HOST:PORT")]
+    ping: Option<SocketAddr>,
+
+    /// Addresses that they may come from, and name; may be given more than once [default: this host's]
+    #[arg(long, env = "KVLANE_ROUTE_PING_ALLOW", value_name = "CIDR", value_delimiter = ',')]
+    ping_allow: Vec<Block>,
+
+    /// The socket over which `kvlane route list`, `drain`, `add` and `remove` reach this router, or off
+    /// [default: route.sock in the user's runtime directory]
+    #[arg(long, env = "KVLANE_ROUTE_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
 
     /// How an engine is chosen: least-work takes the one with the least product of tokens to prefill and requests; or
     /// prefix-affinity, least-loaded, power-of-two, round-robin, random
@@ -107,17 +180,31 @@ pub(crate) struct RouteArgs {
     log_format: LogFormat,
 }
 
-/// Routes until SIGTERM or SIGINT.
-pub(crate) fn run(args: &RouteArgs) -> ExitCode {
-    match route(args) {
+/// Routes until SIGTERM or SIGINT, or tells a running router what to do.
+pub(crate) fn run(command: RouteCommand) -> ExitCode {
+    let done = match command.action {
+        None => route(command.args),
+        Some(Action::List(args)) => control::list(&args),
+        Some(Action::Drain(args)) => control::drain(&args),
+        Some(Action::Add(args)) => control::add(args),
+        Some(Action::Remove(args)) => control::remove(&args),
+        Some(Action::Beat(args)) => beat::run(args),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => errors::tell(&error),
     }
 }
 
-fn route(args: &RouteArgs) -> Result<()> {
+fn route(args: RouteArgs) -> Result<()> {
+    let (args, tables) = match args.config.clone() {
+        None => (args, config::Tables::default()),
+        Some(file) => config::read(&file)?,
+    };
+    let args = &args;
     let filter = logging::parse_filter(&args.log).map_err(|sentence| anyhow!(sentence))?;
     let settings = settings(args)?;
+    let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Settings {
         policy: args.policy,
         decode_policy: args.decode_policy.unwrap_or(args.policy),
@@ -132,22 +219,33 @@ fn route(args: &RouteArgs) -> Result<()> {
         let _inside = runtime.enter();
         (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?)
     };
-    let listener = TcpListener::bind(args.listen)
-        .with_context(|| format!("cannot listen at {} (--listen)", args.listen))?;
+    let listen =
+        |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
+    let listeners = args.listen.iter().map(listen).collect::<Result<Vec<_>>>()?;
     let shared = Shared::new(settings, Scheduler::new(scheduler), random()?);
     let admin = admin(args, &shared)?;
-    let nodes = add_nodes(args, &shared);
-    let probes = Probes::start(&shared, nodes)?;
-    let proxy = Proxy::start(listener, &shared)?;
-    tracing::info!(
-        "kvlane {} routes at http://{}: {} workers, {} prefill and {} decode engines, by {}",
-        env!("CARGO_PKG_VERSION"),
-        proxy.address(),
-        args.worker.len(),
-        args.prefill.len(),
-        args.decode.len(),
-        args.policy,
-    );
+    let (control, _socket_file) = control::bind(args.socket.as_deref(), &shared)?.unzip();
+    let counts = nodes::counts(&nodes);
+    let ping = args.ping.map(|at| PingOptions { at, allow: AllowList::new(args.ping_allow.clone()) });
+    let options = MembershipOptions { nodes, names, ping, control, resolver: None };
+    let members = Membership::start(&shared, options)?;
+    if let Some(at) = members.ping() {
+        tracing::info!("engines' beats are taken at {at}");
+    }
+    let start = |listener| Proxy::start(listener, &shared);
+    let proxies = listeners.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
+    for (number, proxy) in proxies.iter().enumerate() {
+        if number == 0 {
+            tracing::info!(
+                "kvlane {} routes at http://{}: {counts}, by {}",
+                env!("CARGO_PKG_VERSION"),
+                proxy.address(),
+                args.policy,
+            );
+        } else {
+            tracing::info!("clients are served at http://{} too", proxy.address());
+        }
+    }
     runtime.block_on(async {
         tokio::select! {
             _ = term.recv() => {}
@@ -155,8 +253,12 @@ fn route(args: &RouteArgs) -> Result<()> {
         }
     });
     tracing::info!(seconds = args.drain, "stopping: taking no new connections");
-    proxy.stop(Duration::from_secs(args.drain));
-    probes.stop();
+    thread::scope(|scope| {
+        for proxy in proxies {
+            scope.spawn(|| proxy.stop(Duration::from_secs(args.drain)));
+        }
+    });
+    members.stop();
     admin.into_iter().for_each(Pages::stop);
     Ok(())
 }
@@ -175,23 +277,14 @@ fn admin(args: &RouteArgs, shared: &Arc<Shared>) -> Result<Option<Pages>> {
 }
 
 fn settings(args: &RouteArgs) -> Result<ProxySettings> {
-    if args.worker.is_empty() && args.prefill.is_empty() && args.decode.is_empty() {
-        bail!("no engine is named: give at least one --worker, or --prefill and --decode");
-    }
-    if args.prefill.is_empty() != args.decode.is_empty() {
-        let (given, missing) =
-            if args.decode.is_empty() { ("prefill", "decode") } else { ("decode", "prefill") };
-        bail!(
-            "--{given} without --{missing}: engines of both kinds work together; one that serves whole requests is a --worker"
-        );
-    }
     let keys = match &args.api_key_file {
         Some(file) => keys(file)?,
-        None if args.listen.ip().is_loopback() => Vec::new(),
-        None => bail!(
-            "--listen {}: beyond this host only with --api-key-file, so that not everybody who reaches it is served",
-            args.listen
-        ),
+        None => match args.listen.iter().find(|at| !at.ip().is_loopback()) {
+            None => Vec::new(),
+            Some(at) => bail!(
+                "--listen {at}: beyond this host only with --api-key-file, so that not everybody who reaches it is served"
+            ),
+        },
     };
     let first_byte_timeout = args
         .first_byte_timeout
@@ -220,15 +313,6 @@ fn keys(file: &PathBuf) -> Result<Vec<String>> {
         bail!("--api-key-file {}: there is no key in it; write one a line", file.display());
     }
     Ok(keys)
-}
-
-fn add_nodes(args: &RouteArgs, shared: &Shared) -> Vec<(NodeId, Address)> {
-    let roles = [(Role::Worker, &args.worker), (Role::Prefill, &args.prefill), (Role::Decode, &args.decode)];
-    let add = |role, address: &Address| {
-        let node = Node::new(&address.to_string(), role, "");
-        (shared.add(node, address.clone()), address.clone())
-    };
-    roles.iter().flat_map(|(role, addresses)| addresses.iter().map(|address| add(*role, address))).collect()
 }
 
 fn random() -> Result<u64> {

@@ -1,4 +1,5 @@
-//! The ping of a P2P NCCL engine, which tells a router where the engine is.
+//! The ping of a P2P NCCL engine, which tells a router where the engine is; and kvlane's own heartbeat, which is one with more in
+//! it, for engines that send none.
 
 use thiserror::Error;
 
@@ -10,6 +11,8 @@ pub const MOST_PING_BYTES: usize = 1000;
 
 const MOST_DEPTH: usize = 4;
 const MOST_SHOWN: usize = 32;
+/// Of a group's or a connector's name.
+const MOST_WORD_BYTES: usize = 64;
 
 /// What an engine does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -18,6 +21,18 @@ pub enum Role {
     Prefill,
     /// It computes answers: type "D".
     Decode,
+    /// It serves whole requests: type "W", in kvlane's heartbeats only.
+    Worker,
+}
+
+impl Role {
+    fn letter(self) -> &'static str {
+        match self {
+            Self::Prefill => "P",
+            Self::Decode => "D",
+            Self::Worker => "W",
+        }
+    }
 }
 
 /// Where an engine is, by its own account.
@@ -27,8 +42,14 @@ pub struct Ping {
     pub role: Role,
     /// Where it serves HTTP, `host:port`.
     pub http_address: String,
-    /// Where other engines reach it for KV, `host:port`.
-    pub zmq_address: String,
+    /// Where other engines reach it for KV, `host:port`. vLLM's pings always have it.
+    pub zmq_address: Option<String>,
+    /// In kvlane's heartbeats: which engines it can hand over to.
+    pub group: Option<String>,
+    /// In kvlane's heartbeats: how it does that.
+    pub connector: Option<String>,
+    /// In kvlane's heartbeats: it goes, and this is its last one.
+    pub bye: bool,
 }
 
 /// Why a message is no ping.
@@ -55,11 +76,17 @@ pub enum PingError {
         /// The key.
         key: &'static str,
     },
-    /// The type is neither "P" nor "D".
-    #[error("a ping has the type {found:?}, neither \"P\" nor \"D\"")]
+    /// The type is unknown.
+    #[error("a ping has the type {found:?}, none of \"P\", \"D\" and \"W\"")]
     Role {
         /// The type, at most 32 characters of it.
         found: String,
+    },
+    /// A text is too long.
+    #[error("a ping's {key} has more than {MOST_WORD_BYTES} bytes")]
+    LongWord {
+        /// The text's key.
+        key: &'static str,
     },
     /// An address is not `host:port`.
     #[error("a ping has the {key} {found:?}, which is no host:port")]
@@ -71,7 +98,8 @@ pub enum PingError {
     },
 }
 
-/// Reads `{"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}`. Other keys are passed over.
+/// Reads `{"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}`; of kvlane's heartbeats also the type
+/// "W", no `zmq_address`, and the texts `group`, `connector` and `bye`. Other keys are passed over.
 ///
 /// # Errors
 /// [`PingError`].
@@ -81,11 +109,15 @@ pub fn decode_ping(message: &[u8]) -> Result<Ping, PingError> {
     }
     let mut reader = Reader::new(message);
     let (mut role, mut http, mut zmq) = (None, None, None);
+    let (mut group, mut connector, mut bye) = (None, None, None);
     for _ in 0..reader.map("a ping")? {
         let (key, place) = match reader.text("a ping's key")? {
             "type" => ("type", &mut role),
             "http_address" => ("http_address", &mut http),
             "zmq_address" => ("zmq_address", &mut zmq),
+            "group" => ("group", &mut group),
+            "connector" => ("connector", &mut connector),
+            "bye" => ("bye", &mut bye),
             _ => {
                 reader.skip(MOST_DEPTH)?;
                 continue;
@@ -99,18 +131,50 @@ pub fn decode_ping(message: &[u8]) -> Result<Ping, PingError> {
     let role = match role.ok_or(PingError::Missing { key: "type" })? {
         "P" => Role::Prefill,
         "D" => Role::Decode,
+        "W" => Role::Worker,
         other => return Err(PingError::Role { found: shown(other) }),
     };
-    let http_address = address("http_address", http)?;
-    Ok(Ping { role, http_address, zmq_address: address("zmq_address", zmq)? })
+    Ok(Ping {
+        role,
+        http_address: address("http_address", http.ok_or(PingError::Missing { key: "http_address" })?)?,
+        zmq_address: zmq.map(|zmq| address("zmq_address", zmq)).transpose()?,
+        group: group.map(|group| word("group", group)).transpose()?,
+        connector: connector.map(|connector| word("connector", connector)).transpose()?,
+        bye: bye.is_some(),
+    })
+}
+
+/// Writes what [`decode_ping`] reads. Texts of more than 255 bytes are cut, which makes the ping one that is refused.
+pub fn encode_ping(ping: &Ping) -> Vec<u8> {
+    let bye = ping.bye.then_some("1");
+    let given = [
+        ("type", Some(ping.role.letter())),
+        ("http_address", Some(ping.http_address.as_str())),
+        ("zmq_address", ping.zmq_address.as_deref()),
+        ("group", ping.group.as_deref()),
+        ("connector", ping.connector.as_deref()),
+        ("bye", bye),
+    ];
+    let given: Vec<_> = given.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+    // A map of fewer than 16 members: MessagePack's fixmap; then texts of fewer than 256 bytes: its str 8.
+    let mut message = vec![0x80 | given.len() as u8];
+    for text in given.into_iter().flat_map(|(key, value)| [key, value]) {
+        let bytes = &text.as_bytes()[..text.len().min(255)];
+        message.extend([0xd9, bytes.len() as u8]);
+        message.extend(bytes);
+    }
+    message
+}
+
+fn word(key: &'static str, found: &str) -> Result<String, PingError> {
+    if found.len() > MOST_WORD_BYTES { Err(PingError::LongWord { key }) } else { Ok(found.to_owned()) }
 }
 
 fn shown(text: &str) -> String {
     text.chars().take(MOST_SHOWN).collect()
 }
 
-fn address(key: &'static str, found: Option<&str>) -> Result<String, PingError> {
-    let address = found.ok_or(PingError::Missing { key })?;
+fn address(key: &'static str, address: &str) -> Result<String, PingError> {
     if is_host_and_port(address) {
         Ok(address.to_owned())
     } else {
@@ -150,14 +214,34 @@ mod tests {
         decode_ping(&bytes)
     }
 
+    fn vllm(role: Role) -> Ping {
+        let (http_address, zmq_address) = (HTTP.1.to_owned(), Some(ZMQ.1.to_owned()));
+        Ping { role, http_address, zmq_address, group: None, connector: None, bye: false }
+    }
+
+    #[test]
+    fn a_heartbeat_of_ours_says_more_and_is_read_back() {
+        for role in [Role::Prefill, Role::Decode, Role::Worker] {
+            let plain = Ping { zmq_address: None, ..vllm(role) };
+            let full =
+                Ping { group: Some("a".into()), connector: Some("nixl".into()), bye: true, ..vllm(role) };
+            for ping in [plain, vllm(role), full] {
+                assert_eq!(decode_ping(&encode_ping(&ping)), Ok(ping));
+            }
+        }
+        let long = Ping { group: Some("a".repeat(65)), ..vllm(Role::Worker) };
+        assert_eq!(decode_ping(&encode_ping(&long)), Err(PingError::LongWord { key: "group" }));
+        let longer = Ping { http_address: "a".repeat(300), ..vllm(Role::Worker) };
+        assert!(matches!(decode_ping(&encode_ping(&longer)), Err(PingError::Address { .. })));
+    }
+
     const HTTP: (&str, &str) = ("http_address", "10.0.0.1:8100");
     const ZMQ: (&str, &str) = ("zmq_address", "[fe80::1]:21001");
 
     #[test]
     fn a_ping_says_what_an_engine_does_and_where() {
         let found = ping(&[("type", "P"), HTTP, ("model", "any"), ZMQ]).unwrap();
-        let (http_address, zmq_address) = (HTTP.1.to_owned(), ZMQ.1.to_owned());
-        assert_eq!(found, Ping { role: Role::Prefill, http_address, zmq_address });
+        assert_eq!(found, vllm(Role::Prefill));
         assert_eq!(ping(&[ZMQ, HTTP, ("type", "D")]).unwrap().role, Role::Decode);
     }
 
@@ -165,7 +249,7 @@ mod tests {
     fn each_wrong_thing_is_named() {
         assert_eq!(ping(&[("type", "X"), HTTP, ZMQ]), Err(PingError::Role { found: "X".into() }));
         assert_eq!(ping(&[HTTP, ZMQ]), Err(PingError::Missing { key: "type" }));
-        assert_eq!(ping(&[("type", "P"), HTTP]), Err(PingError::Missing { key: "zmq_address" }));
+        assert_eq!(ping(&[("type", "P"), ZMQ]), Err(PingError::Missing { key: "http_address" }));
         assert_eq!(ping(&[("type", "P"), HTTP, HTTP]), Err(PingError::Twice { key: "http_address" }));
         assert_eq!(decode_ping(&[0; 1001]), Err(PingError::TooLong { bytes: 1001 }));
         assert!(matches!(decode(&Value::from("ping")), Err(PingError::Malformed(_))));
@@ -210,7 +294,8 @@ mod tests {
             let at = at.index(bytes.len());
             bytes[at] = to;
             if let Ok(ping) = decode_ping(&bytes) {
-                assert!(is_host_and_port(&ping.http_address) && is_host_and_port(&ping.zmq_address));
+                assert!(is_host_and_port(&ping.http_address));
+                assert!(ping.zmq_address.is_none_or(|address| is_host_and_port(&address)));
             }
             assert!(decode_ping(&bytes[..at]).is_err());
         }

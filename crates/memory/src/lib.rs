@@ -16,6 +16,7 @@ pub mod peer;
 mod random;
 pub mod remote;
 pub mod runtime_folder;
+pub mod socket_file;
 mod users;
 pub mod view;
 
@@ -29,5 +30,6 @@ pub use peer::{PeerCredentials, allow_ptrace_by, peer_pidfd, pidfd_exited, pidfd
 pub use random::random;
 pub use remote::{ProbeError, RANGES_MAX, RemoteProcess};
 pub use runtime_folder::{FolderFault, FolderRefused, RuntimeFolder};
+pub use socket_file::{FileIdentity, SocketError, SocketFile};
 pub use users::{own_user_is_unclear, user_number};
 pub use view::{OutsidePool, PoolView};

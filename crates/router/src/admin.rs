@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
+    beats_refused::BeatRefused,
     proxy::Shared,
     schedule::{Node, NodeState},
 };
@@ -39,6 +40,7 @@ pub struct Metric {
 enum Source {
     Total(fn(&Shared) -> u64),
     OfNode(fn(&Node) -> u64),
+    OfReason(fn(&Shared, BeatRefused) -> u64),
 }
 
 /// All of them.
@@ -75,6 +77,28 @@ pub const METRICS: &[Metric] = &[
         MetricKind::Counter,
         "Requests that went to a node of another role, since none of the right one was left.",
         |shared| shared.counters.other_role.load(Ordering::Relaxed),
+    ),
+    total("kvlane_route_beats_total", MetricKind::Counter, "Beats and pings of nodes.", |shared| {
+        shared.counters.beats.load(Ordering::Relaxed)
+    }),
+    Metric {
+        name: "kvlane_route_beats_refused_total",
+        kind: MetricKind::Counter,
+        labels: "reason",
+        help: "Beats and pings, and connections for them, that do not count.",
+        source: Source::OfReason(|shared, reason| shared.counters.beats_refused.of(reason)),
+    },
+    total(
+        "kvlane_route_names_failed_total",
+        MetricKind::Counter,
+        "Look-ups of names that failed; their nodes stay as they were.",
+        |shared| shared.counters.names_failed.load(Ordering::Relaxed),
+    ),
+    total(
+        "kvlane_route_control",
+        MetricKind::Gauge,
+        "Whether `kvlane route list` and the like reach this router over its socket: 1, or 0.",
+        |shared| shared.counters.control.load(Ordering::Relaxed),
     ),
     total(
         "kvlane_route_body_bytes",
@@ -148,6 +172,10 @@ fn metrics_page(shared: &Shared) -> String {
     for Metric { name, kind, help, source, .. } in METRICS {
         let values: Vec<(String, f64)> = match source {
             Source::Total(value) => vec![(String::new(), value(shared) as f64)],
+            Source::OfReason(value) => {
+                let labels = |reason: BeatRefused| format!("reason=\"{}\"", reason.name());
+                BeatRefused::ALL.map(|reason| (labels(reason), value(shared, reason) as f64)).into()
+            }
             Source::OfNode(value) => shared.with_scheduler(|scheduler| {
                 let labels =
                     |node: &Node| format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role);
@@ -168,6 +196,10 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "id": id.to_string(),
                     "node": &*node.name,
                     "role": node.role.name(),
+                    "group": &*node.group,
+                    "connector": node.connector.name(),
+                    "zmq_address": node.zmq.as_deref(),
+                    "known_by": node.known_by.names(),
                     "state": node.state.name(),
                     "left_alone": node.breaker.is_open(),
                     "models": node.models.iter().map(|model| &**model).collect::<Vec<_>>(),

@@ -1,20 +1,22 @@
 //! What `kvlane route` is made of: one OpenAI endpoint before prefill and decode engines.
 //!
 //! - [`admin`]: what operators see.
+//! - [`beats_refused`]: nodes' beats that do not count.
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`decisions`]: the last choices.
 //! - [`ids`]: what engines get as a request's id.
 //! - [`legs`]: what a prefill node and a decode node are asked.
-//! - [`probes`]: asks nodes whether they are there, and which models they have.
+//! - [`members`]: which nodes there are, and whether they answer.
 //! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
 //! - [`schedule`]: which nodes a request goes to. Pure.
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod beats_refused;
 pub mod body;
 pub mod decisions;
 pub mod ids;
 pub mod legs;
-pub mod probes;
+pub mod members;
 pub mod proxy;
 pub mod schedule;

@@ -1,26 +1,18 @@
 //! A socket that the daemon listens on, and its file.
 
 use std::{
-    fs, io,
+    io,
     net::{SocketAddr, TcpListener},
-    os::{
-        fd::OwnedFd,
-        unix::{
-            fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt},
-            net::UnixListener,
-        },
-    },
+    os::unix::net::UnixListener,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use kvlane_memory::{FolderRefused, RuntimeFolder};
+pub(crate) use kvlane_memory::FileIdentity as Identity;
+use kvlane_memory::{FolderRefused, SocketError, SocketFile};
 use kvlane_proto::Address;
 use parking_lot::Mutex;
-use rustix::{
-    io::Errno,
-    net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with},
-};
+use rustix::net::{Shutdown, shutdown};
 use thiserror::Error;
 
 use crate::peer::Stream;
@@ -62,21 +54,6 @@ pub(crate) enum Listener {
     Tcp(TcpListener),
 }
 
-/// A socket's file: removed at the end, unless another daemon has replaced it.
-#[derive(Debug)]
-pub(crate) struct SocketFile {
-    path: PathBuf,
-    identity: Identity,
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if Identity::of(&self.path).is_ok_and(|found| found == self.identity) {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
 /// An address, and what listens there now.
 #[derive(Debug)]
 pub(crate) struct Door {
@@ -112,7 +89,7 @@ impl Door {
     /// The file that belongs to what listens.
     pub(crate) fn identity(&self) -> Option<Identity> {
         match &**self.listener.lock() {
-            Listener::Unix(_, file) => Some(file.identity),
+            Listener::Unix(_, file) => Some(file.identity()),
             Listener::Tcp(_) => None,
         }
     }
@@ -127,32 +104,17 @@ impl Door {
     }
 }
 
-/// Which file it is, as long as somebody has it open: its device and inode.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Identity(pub(crate) u64, pub(crate) u64);
-
-impl Identity {
-    /// Of what lies at a path.
-    pub(crate) fn of(path: &Path) -> io::Result<Self> {
-        fs::symlink_metadata(path).map(|found| Self(found.dev(), found.ino()))
-    }
-}
-
 fn bind_one(address: &Address) -> Result<Listener, ListenError> {
     let refused = |error| ListenError::Refused { address: address.to_string(), error };
     match address {
         Address::Unix(path) => {
-            let runtime = RuntimeFolder::of_this_user();
-            if runtime.holds(path) {
-                runtime.make()?;
-            } else {
-                make_folder(path).map_err(refused)?;
-            }
-            clear_stale(path, address)?;
-            let listener = UnixListener::bind(path).map_err(refused)?;
-            fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(refused)?;
-            let identity = Identity::of(path).map_err(refused)?;
-            Ok(Listener::Unix(listener, SocketFile { path: path.clone(), identity }))
+            let (listener, file) = SocketFile::bind(path).map_err(|error| match error {
+                SocketError::Folder(refused) => ListenError::Folder(refused),
+                SocketError::NotASocket(path) => ListenError::NotASocket(path),
+                SocketError::Occupied => ListenError::Occupied(address.clone()),
+                SocketError::Refused(error) => refused(error),
+            })?;
+            Ok(Listener::Unix(listener, file))
         }
         Address::Tcp(at) => match TcpListener::bind(at) {
             Ok(listener) => Ok(Listener::Tcp(listener)),
@@ -162,40 +124,6 @@ fn bind_one(address: &Address) -> Result<Listener, ListenError> {
             Err(error) => Err(refused(error)),
         },
     }
-}
-
-fn make_folder(path: &Path) -> io::Result<()> {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => {
-            fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
-        }
-        _ => Ok(()),
-    }
-}
-
-fn clear_stale(path: &Path, address: &Address) -> Result<(), ListenError> {
-    let Ok(found) = fs::symlink_metadata(path) else { return Ok(()) };
-    if !found.file_type().is_socket() {
-        return Err(ListenError::NotASocket(path.to_owned()));
-    }
-    match try_connect(path) {
-        Ok(_) => Err(ListenError::Occupied(address.clone())),
-        Err(Errno::CONNREFUSED) => {
-            tracing::info!(path = %path.display(), "replacing a socket that nobody serves");
-            fs::remove_file(path)
-                .map_err(|error| ListenError::Refused { address: address.to_string(), error })
-        }
-        // Full backlog, no permission: somebody is there.
-        Err(_) => Err(ListenError::Occupied(address.clone())),
-    }
-}
-
-/// Does not wait where somebody listens and accepts nobody.
-fn try_connect(path: &Path) -> Result<OwnedFd, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&socket, &SocketAddrUnix::new(path)?)?;
-    Ok(socket)
 }
 
 impl Listener {

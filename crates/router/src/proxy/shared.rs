@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     fmt,
+    net::{IpAddr, SocketAddr},
     str::FromStr,
     sync::{
         Arc,
@@ -16,9 +17,10 @@ use thiserror::Error;
 
 use super::settings::ProxySettings;
 use crate::{
+    beats_refused::BeatsRefused,
     decisions::Decisions,
     ids::Ids,
-    schedule::{Node, NodeId, Scheduler},
+    schedule::{Connector, Node, NodeId, Scheduler},
 };
 
 /// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
@@ -91,6 +93,12 @@ impl Address {
         (&self.host, self.port, &self.path) == (&other.host, other.port, &other.path)
     }
 
+    /// The same on another host.
+    pub fn at_host(&self, host: IpAddr) -> Self {
+        let authority = SocketAddr::new(host, self.port).to_string();
+        Self { authority, host: host.to_string(), ..self.clone() }
+    }
+
     /// The same server's, one rank of it.
     pub fn with_rank(&self, rank: u32) -> Self {
         Self { rank: Some(rank), ..self.clone() }
@@ -119,6 +127,14 @@ pub struct Counters {
     pub left: AtomicU64,
     /// Requests that went to a node of another role, since none of the right one was left.
     pub other_role: AtomicU64,
+    /// Beats of nodes that counted.
+    pub beats: AtomicU64,
+    /// Beats, pings and connections for them that did not count.
+    pub beats_refused: BeatsRefused,
+    /// Look-ups of names that failed.
+    pub names_failed: AtomicU64,
+    /// Whether operators can reach the router over its socket: 1, or 0.
+    pub control: AtomicU64,
     /// Bytes of bodies that are held.
     pub body_bytes: AtomicU64,
     /// Clients' connections that are open.
@@ -127,7 +143,7 @@ pub struct Counters {
 
 impl Counters {
     /// One more. Answers whether it is the first one.
-    pub(super) fn count(counter: &AtomicU64) -> bool {
+    pub(crate) fn count(counter: &AtomicU64) -> bool {
         counter.fetch_add(1, Ordering::Relaxed) == 0
     }
 }
@@ -179,6 +195,15 @@ impl Shared {
         state.addresses.remove(&id);
         state.descriptions.remove(&id);
         state.scheduler.remove(id)
+    }
+
+    /// A node has told how it hands over.
+    pub fn set_connector(&self, id: NodeId, connector: Connector, zmq: Option<Arc<str>>) {
+        self.with_scheduler(|scheduler| {
+            if let Some(node) = scheduler.node_mut(id) {
+                (node.connector, node.zmq) = (connector, zmq);
+            }
+        });
     }
 
     /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.

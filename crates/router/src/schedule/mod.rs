@@ -27,7 +27,7 @@ pub use self::{
     choice::{Choice, Chosen, NoNode, Request, Why},
     index::Index,
     load::Load,
-    nodes::{Connector, Node, NodeId, NodeState, Role},
+    nodes::{Connector, KnownBy, Node, NodeId, NodeState, Role},
     policy::{Policy, UnknownPolicy},
     reservation::{Leg, LegEnd, Reservation},
     scheduler::Scheduler,

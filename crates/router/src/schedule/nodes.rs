@@ -124,6 +124,27 @@ impl NodeState {
     }
 }
 
+/// Who has named a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct KnownBy {
+    /// A flag or the file.
+    pub flag: bool,
+    /// An operator.
+    pub operator: bool,
+    /// Records of a name.
+    pub dns: bool,
+    /// Its own beats.
+    pub beat: bool,
+}
+
+impl KnownBy {
+    /// As in answers.
+    pub fn names(self) -> Vec<&'static str> {
+        let all = [(self.flag, "flag"), (self.operator, "operator"), (self.dns, "dns"), (self.beat, "beat")];
+        all.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect()
+    }
+}
+
 /// One node.
 #[derive(Debug, Clone)]
 pub struct Node {
@@ -137,6 +158,8 @@ pub struct Node {
     pub connector: Connector,
     /// Where other engines reach its ZeroMQ socket, `HOST:PORT`: what [`Connector::P2pNccl`] needs to know.
     pub zmq: Option<Arc<str>>,
+    /// Who has named it, for people.
+    pub known_by: KnownBy,
     /// Models and adapters that it serves.
     pub models: Vec<Arc<str>>,
     /// Whether it gets requests.
@@ -158,6 +181,7 @@ impl Node {
             group: group.into(),
             connector: Connector::default(),
             zmq: None,
+            known_by: KnownBy::default(),
             models: Vec::new(),
             state: NodeState::Suspect,
             load: Load::default(),

@@ -1,6 +1,6 @@
 //! A ROUTER socket that listens, and only receives.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -63,6 +63,8 @@ pub struct Counts {
     pub accepted: u64,
     /// Connections closed at once, since there were as many as may be.
     pub refused: u64,
+    /// Connections closed at once, since they came from addresses that are not admitted.
+    pub strangers: u64,
     /// Connections closed since the peer broke the protocol or a limit.
     pub breaches: u64,
     /// Connections closed since the handshake took too long.
@@ -77,6 +79,7 @@ pub struct Counts {
 struct Counters {
     accepted: AtomicU64,
     refused: AtomicU64,
+    strangers: AtomicU64,
     breaches: AtomicU64,
     handshakes_late: AtomicU64,
     idle: AtomicU64,
@@ -100,11 +103,23 @@ impl Listener {
     /// # Errors
     /// The address cannot be bound.
     pub async fn bind(address: SocketAddr, options: ListenerOptions) -> std::io::Result<Self> {
+        Self::bind_for(address, options, |_| true).await
+    }
+
+    /// The same for peers whose addresses are admitted. Others' connections are closed before anything is read.
+    ///
+    /// # Errors
+    /// The address cannot be bound.
+    pub async fn bind_for(
+        address: SocketAddr,
+        options: ListenerOptions,
+        admits: impl Fn(IpAddr) -> bool + Send + 'static,
+    ) -> std::io::Result<Self> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
         let (sender, received) = mpsc::channel(options.queue.max(1));
         let counters = Arc::new(Counters::default());
-        let accepting = tokio::spawn(accept(listener, options, sender, Arc::clone(&counters)));
+        let accepting = tokio::spawn(accept(listener, options, admits, sender, Arc::clone(&counters)));
         Ok(Self { address, received, counters, accepting })
     }
 
@@ -124,6 +139,7 @@ impl Listener {
         Counts {
             accepted: now(&self.counters.accepted),
             refused: now(&self.counters.refused),
+            strangers: now(&self.counters.strangers),
             breaches: now(&self.counters.breaches),
             handshakes_late: now(&self.counters.handshakes_late),
             idle: now(&self.counters.idle),
@@ -146,6 +162,7 @@ fn count(counter: &AtomicU64) {
 async fn accept(
     listener: TcpListener,
     options: ListenerOptions,
+    admits: impl Fn(IpAddr) -> bool,
     sender: mpsc::Sender<Received>,
     counters: Arc<Counters>,
 ) {
@@ -166,6 +183,10 @@ async fn accept(
                 continue;
             }
         };
+        if !admits(peer.ip()) {
+            count(&counters.strangers);
+            continue;
+        }
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
             count(&counters.refused);
             continue;

@@ -11,8 +11,8 @@
 
 use std::{
     io,
+    net::SocketAddr,
     sync::Arc,
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -22,12 +22,10 @@ use hyper::{Request, StatusCode, client::conn::http1, header::HOST};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use thiserror::Error;
-use tokio::{net::TcpStream, sync::watch, time::timeout};
+use tokio::{net::TcpStream, time::timeout};
 
-use crate::{
-    proxy::{Address, Shared},
-    schedule::{NodeId, NodeState},
-};
+use super::{event::Event, inner::Inner};
+use crate::{proxy::Address, schedule::NodeId};
 
 /// Between two questions to a node. An adapter that was loaded appears within it.
 const PERIOD: Duration = Duration::from_secs(2);
@@ -38,16 +36,9 @@ const MISSES: u32 = 3;
 /// Longest list of models.
 const BYTES_MAX: usize = 4 << 20;
 
-/// The asking thread.
-#[derive(Debug)]
-pub struct Probes {
-    stop: watch::Sender<bool>,
-    thread: JoinHandle<()>,
-}
-
 /// Why a node counts as missing.
 #[derive(Debug, Error)]
-pub enum ProbeError {
+pub(super) enum ProbeError {
     /// No connection, or it ended.
     #[error("no connection: {0}")]
     Connection(io::Error),
@@ -65,15 +56,18 @@ pub enum ProbeError {
     NoModels,
 }
 
+/// By name, each with the JSON object that describes it.
+type Models = Vec<(Arc<str>, String)>;
+
 /// What is known of a node's health. Pure.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Health {
+pub(super) struct Health {
     misses: u32,
 }
 
 /// What follows from an answer or a miss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finding {
+pub(super) enum Finding {
     /// It is there, and was.
     Well,
     /// It is there again: what it had is unknown.
@@ -86,48 +80,22 @@ pub enum Finding {
 
 impl Health {
     /// It answered.
-    pub fn answered(&mut self) -> Finding {
+    pub(super) fn answered(&mut self) -> Finding {
         let misses = std::mem::take(&mut self.misses);
         if misses == 0 { Finding::Well } else { Finding::Back }
     }
 
     /// It did not.
-    pub fn missed(&mut self) -> Finding {
+    pub(super) fn missed(&mut self) -> Finding {
         self.misses = self.misses.saturating_add(1);
         if self.misses < MISSES { Finding::Missed } else { Finding::Gone }
     }
 }
 
-impl Probes {
-    /// Asks these nodes until it is stopped.
-    ///
-    /// # Errors
-    /// The kernel gives no thread.
-    pub fn start(shared: &Arc<Shared>, nodes: Vec<(NodeId, Address)>) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let (stop, stopped) = watch::channel(false);
-        let shared = Arc::clone(shared);
-        let thread = std::thread::Builder::new().name("kvlane-probes".into()).spawn(move || {
-            runtime.block_on(async {
-                for (id, address) in nodes {
-                    tokio::spawn(ask_for_ever(Arc::clone(&shared), id, address));
-                }
-                let mut stopped = stopped;
-                let _ = stopped.changed().await;
-            });
-        })?;
-        Ok(Self { stop, thread })
-    }
-
-    /// Asks no more.
-    pub fn stop(self) {
-        let _ = self.stop.send(true);
-        let _ = self.thread.join();
-    }
-}
-
-async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Address) {
-    let mut health = Health::default();
+/// Asks a node until it has gone.
+pub(super) async fn ask(members: Arc<Inner>, id: NodeId, address: Address) {
+    let shared = &members.shared;
+    let (mut health, mut is_told) = (Health::default(), false);
     let mut period = tokio::time::interval(PERIOD);
     period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
@@ -137,56 +105,50 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Address) {
         if shared.with_scheduler(|scheduler| scheduler.node(id).is_none()) {
             return;
         }
-        match asked {
-            Ok(models) => {
-                let finding = health.answered();
-                shared.set_models(id, models);
-                note(&shared, id, finding);
-                tracing::trace!(node = %address, seconds = started.elapsed().as_secs_f64(), "a node answered");
-            }
-            Err(error) => {
-                let finding = health.missed();
-                if note(&shared, id, finding) {
-                    tracing::warn!(node = %address, %error, "a node does not answer: it gets no requests until it does");
+        let told = match asked {
+            Ok((models, at)) => {
+                is_told = false;
+                if health.answered() == Finding::Back {
+                    shared.with_scheduler(|scheduler| scheduler.forget_prefixes(id));
                 }
+                shared.set_models(id, models);
+                tracing::trace!(node = %address, seconds = started.elapsed().as_secs_f64(), "a node answered");
+                members.tell(Event::Answered { address: address.clone(), at })
             }
+            Err(error) => match health.missed() {
+                Finding::Gone => {
+                    if !std::mem::replace(&mut is_told, true) {
+                        tracing::warn!(node = %address, %error, "a node does not answer: it gets no requests until it does");
+                    }
+                    members.tell(Event::Silent(address.clone()))
+                }
+                finding => {
+                    tracing::debug!(node = %address, %error, ?finding, "no answer");
+                    Ok(())
+                }
+            },
+        };
+        if let Err(refusal) = told {
+            tracing::debug!(node = %address, %refusal, "a probe counts for nothing");
         }
     }
 }
 
-/// Carries out what was found; whether the node's state has changed.
-fn note(shared: &Shared, id: NodeId, finding: Finding) -> bool {
-    shared.with_scheduler(|scheduler| {
-        if finding == Finding::Back {
-            scheduler.forget_prefixes(id);
-        }
-        let Some(node) = scheduler.node_mut(id) else { return false };
-        let state = match (finding, node.state) {
-            (_, NodeState::Draining) | (Finding::Missed, _) => return false,
-            (Finding::Well | Finding::Back, _) => NodeState::Ready,
-            (Finding::Gone, _) => NodeState::Suspect,
-        };
-        let has_changed = node.state != state;
-        if has_changed && state == NodeState::Ready {
-            tracing::info!(node = %node.name, role = %node.role, models = node.models.join(", "), "a node is ready");
-        }
-        node.state = state;
-        has_changed
-    })
-}
-
 /// Names of the models that a node serves, each with the JSON object that describes it.
-async fn models_of(address: &Address) -> Result<Vec<(Arc<str>, String)>, ProbeError> {
-    let body = get(address, "/v1/models").await?;
+async fn models_of(address: &Address) -> Result<(Models, Option<SocketAddr>), ProbeError> {
+    let (body, at) = get(address, "/v1/models").await?;
     let parsed: Value = serde_json::from_slice(&body).map_err(|_| ProbeError::NoModels)?;
     let listed = parsed.get("data").and_then(Value::as_array).ok_or(ProbeError::NoModels)?;
     let named = |model: &Value| Some((Arc::from(model.get("id")?.as_str()?), model.to_string()));
-    listed.iter().map(named).collect::<Option<_>>().ok_or(ProbeError::NoModels)
+    let models = listed.iter().map(named).collect::<Option<_>>().ok_or(ProbeError::NoModels)?;
+    Ok((models, at))
 }
 
-async fn get(address: &Address, path: &str) -> Result<Bytes, ProbeError> {
+/// What a node answers, and where it was reached.
+async fn get(address: &Address, path: &str) -> Result<(Bytes, Option<SocketAddr>), ProbeError> {
     let stream =
         TcpStream::connect((address.host.as_str(), address.port)).await.map_err(ProbeError::Connection)?;
+    let at = stream.peer_addr().ok();
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     let connection = tokio::spawn(connection);
     let mut request = Request::new(Empty::<Bytes>::new());
@@ -202,7 +164,7 @@ async fn get(address: &Address, path: &str) -> Result<Bytes, ProbeError> {
     if !status.is_success() {
         return Err(ProbeError::Status(status));
     }
-    Ok(collected.map_err(|_| ProbeError::NoModels)?.to_bytes())
+    Ok((collected.map_err(|_| ProbeError::NoModels)?.to_bytes(), at))
 }
 
 #[cfg(test)]

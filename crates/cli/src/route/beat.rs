@@ -1,0 +1,60 @@
+//! `kvlane route beat`.
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+use kvlane_router::{
+    members::{BeatTo, Spec, ZmqAddress, beat},
+    proxy::Address,
+    schedule::{Connector, Role},
+};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::logging::{self, LogFormat};
+
+/// See the flags.
+#[derive(Debug, Args)]
+pub(crate) struct BeatArgs {
+    /// The router's --ping
+    #[arg(long, value_name = "HOST:PORT")]
+    to: String,
+    /// What the engine is for: worker, prefill or decode
+    #[arg(long)]
+    role: Role,
+    /// Where the router reaches the engine
+    #[arg(long)]
+    url: Address,
+    /// Prefill and decode engines of one group hand over to each other
+    #[arg(long, default_value = "")]
+    group: String,
+    /// How they do that: store, nixl, p2p-nccl or direct [default: store]
+    #[arg(long)]
+    connector: Option<Connector>,
+    /// Where other engines reach its ZeroMQ socket, for p2p-nccl
+    #[arg(long, value_name = "HOST:PORT", value_parser = |text: &str| text.parse::<ZmqAddress>())]
+    zmq: Option<ZmqAddress>,
+}
+
+/// Beats until SIGTERM or SIGINT.
+pub(super) fn run(args: BeatArgs) -> Result<()> {
+    let filter = logging::parse_filter("info").map_err(|sentence| anyhow!(sentence))?;
+    logging::start(filter, LogFormat::Text);
+    let node = Spec {
+        address: args.url,
+        role: args.role,
+        group: args.group.into(),
+        connector: args.connector,
+        zmq: args.zmq.map(|zmq| zmq.0),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (mut term, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let ended = async {
+            tokio::select! {
+                _ = term.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+        };
+        beat(&BeatTo { router: args.to, node }, ended).await?;
+        Ok(())
+    })
+}

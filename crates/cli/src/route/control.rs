@@ -1,0 +1,195 @@
+//! `kvlane route list`, `drain`, `add` and `remove`: what a running router is told over its socket.
+
+use std::{
+    os::unix::net::UnixListener,
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use clap::Args;
+use kvlane_memory::{RuntimeFolder, SocketFile};
+use kvlane_router::{
+    members::{Call, Listed, ask},
+    proxy::{Address, Shared},
+    schedule::{Connector, Role},
+};
+
+/// Between two looks at an engine that finishes.
+const LOOK: Duration = Duration::from_millis(200);
+
+#[derive(Debug, Args)]
+pub(crate) struct SocketArgs {
+    /// The router's --socket [default: route.sock in the user's runtime directory]
+    #[arg(long, env = "KVLANE_ROUTE_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    #[command(flatten)]
+    socket: SocketArgs,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DrainArgs {
+    #[command(flatten)]
+    socket: SocketArgs,
+    /// As `kvlane route list` names it
+    node: Address,
+    /// Return when it has nothing to do any more
+    #[arg(long)]
+    wait: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RemoveArgs {
+    #[command(flatten)]
+    socket: SocketArgs,
+    /// As `kvlane route list` names it
+    node: Address,
+    /// At once. Requests that it works at go on, but count nowhere any more
+    #[arg(long)]
+    now: bool,
+    /// Return when it has gone
+    #[arg(long)]
+    wait: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AddArgs {
+    #[command(flatten)]
+    socket: SocketArgs,
+    /// Where it is: http://HOST:PORT, and #RANK if it is one data-parallel rank of a server
+    url: Address,
+    /// What it is for: worker, prefill or decode
+    #[arg(long)]
+    role: Role,
+    /// Prefill and decode engines of one group hand over to each other
+    #[arg(long, default_value = "")]
+    group: String,
+    /// How they do that: store, nixl, p2p-nccl or direct [default: store]
+    #[arg(long)]
+    connector: Option<Connector>,
+    /// Where other engines reach its ZeroMQ socket, for p2p-nccl
+    #[arg(long, value_name = "HOST:PORT")]
+    zmq: Option<String>,
+}
+
+impl SocketArgs {
+    fn ask(&self, call: &Call) -> Result<Vec<Listed>> {
+        Ok(ask(&self.socket.clone().unwrap_or_else(default_socket), call)?)
+    }
+}
+
+fn default_socket() -> PathBuf {
+    RuntimeFolder::of_this_user().path().join("route.sock")
+}
+
+/// The router's side: binds the socket, unless it is off. Where nobody asked for it, a router goes on without one.
+pub(super) fn bind(path: Option<&Path>, shared: &Arc<Shared>) -> Result<Option<(UnixListener, SocketFile)>> {
+    if path.is_some_and(|path| path.as_os_str() == "off") {
+        return Ok(None);
+    }
+    let default = default_socket();
+    let at = path.unwrap_or(&default);
+    let bound = match SocketFile::bind(at) {
+        Ok(bound) => bound,
+        Err(error) if path.is_some() => {
+            return Err(error).with_context(|| format!("--socket {}: cannot listen there", at.display()));
+        }
+        Err(error) => {
+            tracing::warn!(
+                path = %at.display(), %error,
+                "this router has no socket, so that `kvlane route list` and the like do not reach it; give it another --socket"
+            );
+            return Ok(None);
+        }
+    };
+    shared.counters.control.store(1, Ordering::Relaxed);
+    Ok(Some(bound))
+}
+
+/// Prints all engines.
+pub(super) fn list(args: &ListArgs) -> Result<()> {
+    print(&args.socket.ask(&Call::List)?, args.json)
+}
+
+/// Drains one.
+pub(super) fn drain(args: &DrainArgs) -> Result<()> {
+    let call = Call::Drain { node: args.node.to_string() };
+    loop {
+        let nodes = args.socket.ask(&call)?;
+        let requests: u64 = nodes.iter().map(|node| node.requests).sum();
+        if !args.wait || requests == 0 {
+            println!("{} is draining: {requests} requests are under way", args.node);
+            return Ok(());
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Adds one.
+pub(super) fn add(args: AddArgs) -> Result<()> {
+    let call = Call::Add {
+        url: args.url.to_string(),
+        role: args.role.name().to_owned(),
+        group: Some(args.group),
+        connector: args.connector.map(|connector| connector.name().to_owned()),
+        zmq: args.zmq,
+    };
+    print(&args.socket.ask(&call)?, false)
+}
+
+/// Removes one.
+pub(super) fn remove(args: &RemoveArgs) -> Result<()> {
+    let node = args.node.to_string();
+    let mut left = args.socket.ask(&Call::Remove { node: node.clone(), now: args.now })?;
+    while args.wait && !left.is_empty() {
+        thread::sleep(LOOK);
+        left = args.socket.ask(&Call::List)?;
+        left.retain(|each| each.node == node);
+    }
+    match left.first() {
+        None => println!("{node} has gone"),
+        Some(left) => {
+            println!("{node} goes when the {} requests that are under way have ended", left.requests)
+        }
+    }
+    Ok(())
+}
+
+fn print(nodes: &[Listed], json: bool) -> Result<()> {
+    if json {
+        println!("{}", serde_json::to_string_pretty(&serde_json::json!({ "nodes": nodes }))?);
+        return Ok(());
+    }
+    let head = ["NODE", "ROLE", "STATE", "REQUESTS", "GROUP", "CONNECTOR", "KNOWN BY", "MODELS"];
+    let mut rows = vec![head.map(str::to_owned)];
+    rows.extend(nodes.iter().map(|node| {
+        let or_dash = |text: String| if text.is_empty() { "-".to_owned() } else { text };
+        [
+            node.node.clone(),
+            node.role.clone(),
+            node.state.clone(),
+            node.requests.to_string(),
+            or_dash(node.group.clone()),
+            node.connector.clone(),
+            or_dash(node.known_by.join(",")),
+            or_dash(node.models.join(",")),
+        ]
+    }));
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    for row in &rows {
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
+        println!("{}", cells.join("  ").trim_end());
+    }
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! Nodes by the records of a name, such as a headless service's.
+
+use std::{future::Future, io, net::IpAddr, pin::Pin, sync::Arc, time::Duration};
+
+use tokio::time::timeout;
+
+use super::{
+    event::{Event, Spec},
+    inner::Inner,
+};
+use crate::proxy::Counters;
+
+/// Between two look-ups.
+const PERIOD: Duration = Duration::from_secs(3);
+/// A look-up that takes longer has failed.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A name whose addresses are nodes.
+#[derive(Debug, Clone)]
+pub struct DnsName {
+    /// What the nodes are like; its address has the name, and the port of all of them.
+    pub like: Spec,
+    /// Data-parallel ranks of each server; 0 where it is one node.
+    pub ranks: u32,
+}
+
+/// What comes of a look-up.
+pub type Resolving<'r> = Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'r>>;
+
+/// Looks names up.
+pub trait Resolve: Send + Sync {
+    /// All addresses of a name. An error says nothing of them.
+    fn resolve<'r>(&'r self, host: &'r str, port: u16) -> Resolving<'r>;
+}
+
+/// The system's resolver.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SystemResolver;
+
+impl Resolve for SystemResolver {
+    fn resolve<'r>(&'r self, host: &'r str, port: u16) -> Resolving<'r> {
+        Box::pin(async move {
+            let found = tokio::net::lookup_host((host, port)).await?;
+            Ok(found.map(|address| address.ip()).collect())
+        })
+    }
+}
+
+/// Looks a name up every few seconds, for ever. `number` tells it from others.
+pub(super) async fn look_up(inner: Arc<Inner>, resolver: Arc<dyn Resolve>, number: usize, name: DnsName) {
+    let mut period = tokio::time::interval(PERIOD);
+    period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let address = &name.like.address;
+    let mut has_failed = false;
+    loop {
+        period.tick().await;
+        let looked_up = timeout(PATIENCE, resolver.resolve(&address.host, address.port)).await;
+        let hosts = match looked_up.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
+            Ok(hosts) if hosts.is_empty() => Err(io::Error::other("it has no address")),
+            found => found,
+        };
+        let mut hosts = match hosts {
+            Ok(hosts) => hosts,
+            Err(error) => {
+                Counters::count(&inner.shared.counters.names_failed);
+                if !std::mem::replace(&mut has_failed, true) {
+                    tracing::warn!(name = address.host, %error, "a name cannot be looked up: its nodes stay as they are");
+                }
+                continue;
+            }
+        };
+        has_failed = false;
+        hosts.sort_unstable();
+        hosts.dedup();
+        let ranks: Vec<Option<u32>> =
+            if name.ranks == 0 { vec![None] } else { (0..name.ranks).map(Some).collect() };
+        for rank in ranks {
+            let like =
+                Spec { address: crate::proxy::Address { rank, ..address.clone() }, ..name.like.clone() };
+            if let Err(refusal) = inner.tell(Event::Resolved { name: number, like, hosts: hosts.clone() }) {
+                tracing::debug!(name = address.host, %refusal, "not all addresses of a name are nodes");
+            }
+        }
+    }
+}

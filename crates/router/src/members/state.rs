@@ -1,0 +1,316 @@
+//! All nodes, and what becomes of them: (event, time) gives changes.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    event::{Change, Event, Refusal, Spec},
+    member::{Drain, Member},
+    whose::Whose,
+};
+use crate::{proxy::Address, schedule::Connector};
+
+/// Three beats, which come every 3 s.
+pub const BEAT_MISSED: Duration = Duration::from_secs(9);
+/// After so long without a beat, or without a record and an answer, a node is forgotten.
+pub const FORGOTTEN: Duration = Duration::from_secs(30);
+/// Most nodes that are not named by flags or the file.
+pub const NODES_MAX: usize = 1024;
+
+/// All nodes. Pure.
+#[derive(Debug, Default)]
+pub struct Members {
+    /// By their names.
+    members: BTreeMap<String, Member>,
+    epoch: u64,
+    /// Nodes that an operator has removed, and when they called last.
+    removed: BTreeMap<String, Instant>,
+}
+
+impl Members {
+    /// Something has happened.
+    ///
+    /// # Errors
+    /// It changes nothing, for a reason that whoever caused it should know.
+    pub fn tell(&mut self, event: Event, now: Instant) -> Result<Vec<Change>, Refusal> {
+        let mut changes = Vec::new();
+        match event {
+            Event::Configured(spec) => {
+                self.name(spec, &mut changes, |whose| whose.configured = true)?;
+            }
+            Event::Added(spec) => self.add(spec, &mut changes)?,
+            Event::Drained(address) => {
+                // One that is to go goes on to go.
+                self.named(&address)?.drain.get_or_insert(Drain::Stay);
+            }
+            Event::Removed { address, now: at_once } => self.remove(&address, at_once, now, &mut changes)?,
+            Event::Beat(spec) => self.beat(&spec, now, &mut changes)?,
+            Event::Bye(address) => self.bye(&address, now, &mut changes),
+            Event::Resolved { name, like, hosts } => self.resolved(name, &like, &hosts, now, &mut changes)?,
+            Event::Answered { address, at } => self.answered(&address, at, &mut changes),
+            Event::Silent(address) => {
+                if let Some(member) = self.members.get_mut(&address.to_string()) {
+                    member.answers = false;
+                }
+            }
+            Event::Idle(address) => {
+                let key = address.to_string();
+                if self.members.get(&key).is_some_and(|member| member.drain == Some(Drain::Go)) {
+                    self.leave(&key, "an operator has removed it", &mut changes);
+                }
+            }
+            Event::Tick => {
+                self.removed.retain(|_, called| now.saturating_duration_since(*called) < FORGOTTEN)
+            }
+        }
+        self.settle(now, &mut changes);
+        Ok(changes)
+    }
+
+    /// Nodes that go as soon as they have nothing to do.
+    pub fn leaving(&self) -> Vec<Address> {
+        let leaving = self.members.values().filter(|member| member.drain == Some(Drain::Go));
+        leaving.map(|member| member.spec.address.clone()).collect()
+    }
+
+    /// Forgets whom nobody knows, and tells what has become of the others.
+    fn settle(&mut self, now: Instant, changes: &mut Vec<Change>) {
+        let forgotten = |member: &Member| member.whose.is_forgotten(member.answers, now);
+        let gone: Vec<String> =
+            self.members.iter().filter(|(_, member)| forgotten(member)).map(|(key, _)| key.clone()).collect();
+        for key in gone {
+            self.leave(&key, "nothing was heard of it for 30 s", changes);
+        }
+        for member in self.members.values_mut() {
+            let known_by = member.whose.known_by();
+            if member.told_known_by != known_by {
+                member.told_known_by = known_by;
+                changes.push(Change::KnownBy { address: member.spec.address.clone(), known_by });
+            }
+            let (state, why) = member.state(now);
+            if member.told != state {
+                member.told = state;
+                changes.push(Change::State { address: member.spec.address.clone(), state, why });
+            }
+        }
+    }
+
+    fn named(&mut self, address: &Address) -> Result<&mut Member, Refusal> {
+        self.members.get_mut(&address.to_string()).ok_or_else(|| Refusal::Unknown(address.clone()))
+    }
+
+    /// Somebody names a node: a new one, or one that is there for the same.
+    fn name(
+        &mut self,
+        spec: Spec,
+        changes: &mut Vec<Change>,
+        note: impl FnOnce(&mut Whose),
+    ) -> Result<(), Refusal> {
+        let key = spec.address.to_string();
+        if let Some(member) = self.members.get_mut(&key) {
+            let Spec { role, group, .. } = &member.spec;
+            if (role, group) != (&spec.role, &spec.group) {
+                let (role, group) = (*role, group.clone());
+                return Err(Refusal::Differs { address: spec.address, role, group });
+            }
+            note(&mut member.whose);
+            hands_over(member, member.spec.connector.or(spec.connector), spec.zmq, changes);
+            return Ok(());
+        }
+        let mut whose = Whose::default();
+        note(&mut whose);
+        if !whose.configured
+            && self.members.values().filter(|member| !member.whose.configured).count() >= NODES_MAX
+        {
+            return Err(Refusal::TooMany);
+        }
+        self.join(key, spec, whose, changes);
+        Ok(())
+    }
+
+    fn join(&mut self, key: String, spec: Spec, whose: Whose, changes: &mut Vec<Change>) {
+        self.epoch += 1;
+        let member = Member::new(spec, self.epoch, whose);
+        let told = Spec { connector: Some(member.connector()), ..member.spec.clone() };
+        changes.push(Change::Join { spec: told, epoch: self.epoch });
+        self.members.insert(key, member);
+    }
+
+    fn leave(&mut self, key: &str, why: &'static str, changes: &mut Vec<Change>) -> Option<Member> {
+        let member = self.members.remove(key)?;
+        changes.push(Change::Leave { address: member.spec.address.clone(), epoch: member.epoch, why });
+        Some(member)
+    }
+
+    fn add(&mut self, spec: Spec, changes: &mut Vec<Change>) -> Result<(), Refusal> {
+        let key = spec.address.to_string();
+        self.name(spec, changes, |whose| whose.added = true)?;
+        self.removed.remove(&key);
+        if let Some(member) = self.members.get_mut(&key) {
+            member.drain = None;
+        }
+        Ok(())
+    }
+
+    fn remove(
+        &mut self,
+        address: &Address,
+        at_once: bool,
+        now: Instant,
+        changes: &mut Vec<Change>,
+    ) -> Result<(), Refusal> {
+        let member = self.named(address)?;
+        member.drain = Some(Drain::Go);
+        let (key, at) = (address.to_string(), member.at);
+        // Its beats may name it by its number.
+        let by_number = at.map(|at| Address { rank: None, ..address.at_host(at.ip()) }.to_string());
+        self.removed.extend([Some(key.clone()), by_number].into_iter().flatten().map(|name| (name, now)));
+        if at_once {
+            self.leave(&key, "an operator has removed it", changes);
+        }
+        Ok(())
+    }
+
+    /// A node that several know is one; a server's beat is that of all its ranks.
+    fn beat(&mut self, spec: &Spec, now: Instant, changes: &mut Vec<Change>) -> Result<(), Refusal> {
+        let refused = self.refuse_removed(&spec.address, now);
+        let keys = self.keys_at(&spec.address);
+        if keys.is_empty() {
+            return refused.and_then(|()| self.name(spec.clone(), changes, |whose| whose.beat = Some(now)));
+        }
+        for key in keys {
+            let Some(member) = self.members.get_mut(&key) else { continue };
+            let is_its_own = !member.whose.configured && !member.whose.added && member.whose.dns.is_empty();
+            let has_moved = spec.zmq.is_some() && member.spec.zmq.is_some() && member.spec.zmq != spec.zmq;
+            let is_other = (spec.role, &spec.group) != (member.spec.role, &member.spec.group);
+            member.whose.beat = Some(now);
+            // What the node itself says of its role counts only where nobody else has said it.
+            if has_moved || is_its_own && is_other {
+                self.restart(&key, spec, is_its_own, changes);
+            } else {
+                hands_over(member, member.spec.connector.or(spec.connector), spec.zmq.clone(), changes);
+            }
+        }
+        Ok(())
+    }
+
+    /// It is another engine now: what was known of the former one does not count.
+    fn restart(&mut self, key: &str, spec: &Spec, is_its_own: bool, changes: &mut Vec<Change>) {
+        let Some(former) = self.leave(key, "it has started anew", changes) else { return };
+        let new = if is_its_own {
+            spec.clone()
+        } else {
+            Spec { zmq: spec.zmq.clone(), connector: former.spec.connector.or(spec.connector), ..former.spec }
+        };
+        self.join(key.to_owned(), new, former.whose, changes);
+        if let Some(member) = self.members.get_mut(key) {
+            member.drain = former.drain;
+            member.at = former.at;
+        }
+    }
+
+    fn bye(&mut self, address: &Address, now: Instant, changes: &mut Vec<Change>) {
+        for key in self.keys_at(address) {
+            let Some(member) = self.members.get_mut(&key) else { continue };
+            member.whose.beat = None;
+            if member.whose.is_forgotten(member.answers, now) {
+                self.leave(&key, "it said that it goes", changes);
+            }
+        }
+    }
+
+    fn resolved(
+        &mut self,
+        name: usize,
+        like: &Spec,
+        hosts: &[IpAddr],
+        now: Instant,
+        changes: &mut Vec<Change>,
+    ) -> Result<(), Refusal> {
+        let there: Vec<Address> = hosts.iter().map(|&host| like.address.at_host(host)).collect();
+        for member in self.members.values_mut() {
+            let is_named = there.iter().any(|address| member.spec.address.is_same_server(address));
+            if let Some(gone) = member.whose.dns.get_mut(&name) {
+                *gone = if is_named { None } else { Some(gone.unwrap_or(now)) };
+            }
+        }
+        let mut refused = Ok(());
+        for address in there {
+            if self.refuse_removed(&address, now).is_err() && !self.members.contains_key(&address.to_string())
+            {
+                continue;
+            }
+            let spec = Spec { address, ..like.clone() };
+            let named = self.name(spec, changes, |whose| {
+                whose.dns.insert(name, None);
+            });
+            refused = refused.and(named);
+        }
+        // What fits was taken nevertheless.
+        if changes.is_empty() { refused } else { Ok(()) }
+    }
+
+    fn answered(&mut self, address: &Address, at: Option<SocketAddr>, changes: &mut Vec<Change>) {
+        let key = address.to_string();
+        let Some(member) = self.members.get_mut(&key) else { return };
+        member.answers = true;
+        member.at = at;
+        // The name of one that is known by its number, too: its beats came before the name was known to mean it.
+        let seen = member.clone();
+        let twins: Vec<String> = self
+            .members
+            .iter()
+            .filter(|(other, twin)| {
+                **other != key
+                    && twin.spec.address.rank.is_none()
+                    && seen.is_at(&twin.spec.address)
+                    && !twin.whose.configured
+            })
+            .map(|(other, _)| other.clone())
+            .collect();
+        for twin in twins {
+            let Some(twin) = self.leave(&twin, "it is known by another name too", changes) else { continue };
+            let Some(member) = self.members.get_mut(&key) else { return };
+            member.whose.merge(twin.whose);
+            member.drain = member.drain.or(twin.drain);
+            hands_over(member, member.spec.connector.or(twin.spec.connector), twin.spec.zmq, changes);
+        }
+    }
+
+    /// All that are at this address: the ranks of one server.
+    fn keys_at(&self, address: &Address) -> Vec<String> {
+        self.members.iter().filter(|(_, member)| member.is_at(address)).map(|(key, _)| key.clone()).collect()
+    }
+
+    /// Notes that a removed node calls.
+    fn refuse_removed(&mut self, address: &Address, now: Instant) -> Result<(), Refusal> {
+        match self.removed.get_mut(&address.to_string()) {
+            None => Ok(()),
+            Some(called) => {
+                *called = now;
+                Err(Refusal::WasRemoved(address.clone()))
+            }
+        }
+    }
+}
+
+/// Notes how a node hands over, if that is new.
+fn hands_over(
+    member: &mut Member,
+    connector: Option<Connector>,
+    zmq: Option<Arc<str>>,
+    changes: &mut Vec<Change>,
+) {
+    let before = (member.connector(), member.spec.zmq.clone());
+    member.spec.connector = connector;
+    member.spec.zmq = zmq.or(member.spec.zmq.take());
+    let after = (member.connector(), member.spec.zmq.clone());
+    if before != after {
+        let address = member.spec.address.clone();
+        changes.push(Change::HandsOver { address, connector: after.0, zmq: after.1 });
+    }
+}
