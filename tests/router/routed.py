@@ -41,6 +41,7 @@ class Router:
             "127.0.0.1:0",
             "--log",
             "info,kvlane_router=debug",
+            *([] if "--socket" in self._flags else ["--socket", "off"]),
             *self._flags,
         ]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

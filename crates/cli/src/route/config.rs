@@ -6,7 +6,7 @@
 use std::{env, ffi::OsString, fs, path::Path};
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::{ArgMatches, Args, Command, CommandFactory, FromArgMatches, parser::ValueSource};
+use clap::{Arg, ArgMatches, Args, Command, CommandFactory, FromArgMatches, parser::ValueSource};
 use kvlane_router::{
     members::{DnsName, Spec, ZmqAddress},
     proxy::Address,
@@ -84,13 +84,12 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
             "{key}: in a file engines are {table} tables, with role = \"worker\", \"prefill\" or \"decode\""
         );
     }
-    let is_key = |name: &str| name != "config" && name != "help";
-    let known =
-        flags.get_arguments().filter_map(|arg| Some((arg.get_long().filter(|name| is_key(name))?, arg)));
-    let found = known.clone().find(|(name, _)| *name == key);
-    let Some((_, arg)) = found else {
-        let names: Vec<&str> =
-            known.map(|(name, _)| name).filter(|name| OF_TABLES.iter().all(|of| of.0 != *name)).collect();
+    let is_key = |name: &&str| !matches!(*name, "config" | "help");
+    let known: Vec<(&str, &Arg)> =
+        flags.get_arguments().filter_map(|arg| Some((arg.get_long().filter(is_key)?, arg))).collect();
+    let Some((_, arg)) = known.iter().find(|(name, _)| *name == key) else {
+        let names = known.iter().map(|(name, _)| *name);
+        let names: Vec<&str> = names.filter(|name| OF_TABLES.iter().all(|of| of.0 != *name)).collect();
         bail!("{key} = {value}: there is no such key; there are node, dns, {}", names.join(", "));
     };
     let values = match value {
