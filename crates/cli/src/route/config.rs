@@ -101,7 +101,7 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
         Value::Integer(number) => Ok(format!("--{key}={number}")),
         Value::Float(number) => Ok(format!("--{key}={number}")),
         other => Err(anyhow!(
-            "{key} = {other}: a {} is not allowed here, but a text or a number",
+            "{key} = {other}: a text or a number is allowed here, and no {}",
             other.type_str()
         )),
     };

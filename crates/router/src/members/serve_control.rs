@@ -19,7 +19,7 @@ use crate::proxy::Address;
 /// Connections at a time. More wait in the kernel's queue.
 const CONNECTIONS: usize = 16;
 /// A call has to come, and its answer to be taken, within this time.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Answers, for ever.
 pub(super) async fn serve(listener: StdListener, inner: Arc<Inner>) -> std::io::Result<()> {

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-FORMS = ("none", "kvlane", "nixl", "p2p-nccl")
+FORMS = ("none", "kvlane", "nixl", "p2p-nccl", "direct")
 P2P_REQUEST_ID = re.compile(r"___prefill_addr_(.+:\d+)___decode_addr_(.+:\d+)_(.+)")
 """The name of a request in vLLM's P2P NCCL connector, which tells both engines the address of the other."""
 
@@ -100,6 +100,11 @@ def _check_prefill(body: dict[str, Any], max_tokens: int) -> None:
 
 
 def _remote_tokens(asked: dict[str, Any], pairing: Pairing) -> int:
+    if pairing.form == "direct":
+        named = asked.get("kvlane")
+        if not isinstance(named, dict) or not isinstance(named.get("hand_off"), str):
+            raise BadLeg("A decode leg must name the hand-off that it waits for.")
+        return _ALL
     if pairing.form == "kvlane":
         named = asked.get("kvlane")
         if not isinstance(named, dict) or type(named.get("tokens")) is not int:
