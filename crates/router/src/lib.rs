@@ -1,6 +1,7 @@
 //! What `kvlane route` is made of: one OpenAI endpoint before prefill and decode engines.
 //!
 //! - [`admin`]: what operators see.
+//! - [`answers`]: where engines' answers end. Pure.
 //! - [`beats_refused`]: nodes' beats that do not count.
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`decisions`]: the last choices.
@@ -12,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod answers;
 pub mod beats_refused;
 pub mod body;
 pub mod decisions;

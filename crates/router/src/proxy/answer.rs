@@ -10,12 +10,12 @@ use bytes::Bytes;
 use http_body_util::Full;
 use hyper::{
     Response, StatusCode,
-    body::{Body, Frame, Incoming, SizeHint},
+    body::{Body, Frame, SizeHint},
     header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER},
 };
 use serde_json::json;
 
-use super::{leg::LegGuard, upstream::Lent};
+use super::{exchange::Incoming, leg::LegGuard, upstream::UpstreamError};
 use crate::{body::Mark, schedule::LegEnd};
 
 /// The body of an answer.
@@ -33,46 +33,37 @@ pub(super) enum AnswerBody {
 pub(super) struct EngineBody {
     /// Read already, so that an engine that fails before its first byte could be replaced.
     first: Option<Frame<Bytes>>,
-    /// What is to come, and its connection. None at the end.
-    rest: Option<(Incoming, Lent)>,
+    /// What is to come, with its connection. None at the end.
+    rest: Option<Incoming>,
     leg: LegGuard,
 }
 
 impl EngineBody {
     /// The answer from its first piece on, which has come.
-    pub(super) fn new(
-        first: Frame<Bytes>,
-        rest: Incoming,
-        lent: Lent,
-        mut leg: LegGuard,
-        marks: &[Mark],
-    ) -> Self {
+    pub(super) fn new(first: Frame<Bytes>, rest: Incoming, mut leg: LegGuard, marks: &[Mark]) -> Self {
         leg.prefilled(marks);
-        let mut body = Self { first: Some(first), rest: Some((rest, lent)), leg };
+        let mut body = Self { first: Some(first), rest: Some(rest), leg };
         body.end_if_over();
         body
     }
 
     /// An answer without a body.
-    pub(super) fn empty(lent: Lent, mut leg: LegGuard) -> Self {
-        lent.give_back();
+    pub(super) fn empty(mut leg: LegGuard) -> Self {
         leg.end(LegEnd::Served);
         Self { first: None, rest: None, leg }
     }
 
     fn end_if_over(&mut self) {
-        if let Some((incoming, lent)) = self.rest.take_if(|(incoming, _)| incoming.is_end_stream()) {
-            drop(incoming);
-            lent.give_back();
+        if self.rest.take_if(|incoming| incoming.is_end_stream()).is_some() {
             self.leg.end(LegEnd::Served);
         }
     }
 
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         if let Some(first) = self.first.take() {
             return Poll::Ready(Some(Ok(first)));
         }
-        let Some((incoming, _)) = &mut self.rest else { return Poll::Ready(None) };
+        let Some(incoming) = &mut self.rest else { return Poll::Ready(None) };
         match ready!(Pin::new(incoming).poll_frame(context)) {
             Some(Ok(frame)) => {
                 self.end_if_over();
@@ -84,9 +75,7 @@ impl EngineBody {
                 Poll::Ready(Some(Err(error)))
             }
             None => {
-                if let Some((_, lent)) = self.rest.take() {
-                    lent.give_back();
-                }
+                self.rest = None;
                 self.leg.end(LegEnd::Served);
                 Poll::Ready(None)
             }
@@ -96,12 +85,12 @@ impl EngineBody {
 
 impl Body for AnswerBody {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = UpstreamError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         match &mut *self {
             Self::Own(body) => Pin::new(body).poll_frame(context).map_err(|never| match never {}),
             Self::Engine(body) => body.poll(context),

@@ -10,7 +10,6 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{
     Response, StatusCode,
-    body::Incoming,
     header::HeaderValue,
     http::{request, response},
 };
@@ -18,11 +17,12 @@ use tokio::time::timeout;
 
 use super::{
     answer::{AnswerBody, EngineBody, Problem},
+    exchange::Incoming,
     forward,
     hand_over::HandOver,
     leg::LegGuard,
     shared::{Counters, Shared},
-    upstream::{Lent, UpstreamError, Upstreams},
+    upstream::Upstreams,
 };
 use crate::{
     body::{Mark, Scan, scan},
@@ -76,7 +76,6 @@ struct Failed {
 struct Begun {
     head: response::Parts,
     body: Incoming,
-    lent: Lent,
     guard: LegGuard,
 }
 
@@ -284,7 +283,7 @@ impl Work<'_> {
 
     /// A prefill leg, to the end of its answer.
     async fn prefill_answer(&self, prefill: LegGuard, body: Bytes, id: &str) -> Result<Bytes, Unserved> {
-        let Begun { head, body, lent, mut guard } = self.send(prefill, Leg::Prefill, body, id).await?;
+        let Begun { head, body, mut guard } = self.send(prefill, Leg::Prefill, body, id).await?;
         let node = guard.node();
         let collected = Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await;
         let answer = match collected {
@@ -295,7 +294,6 @@ impl Work<'_> {
                 return Err(self.taken(Failed::bad_gateway(node, sentence)).into());
             }
         };
-        lent.give_back();
         guard.prefilled(self.marks);
         guard.end(LegEnd::Served);
         if head.status.is_success() { Ok(answer) } else { Err(Unserved::Refused(self.own(head, answer))) }
@@ -314,19 +312,19 @@ impl Work<'_> {
             _ => body,
         };
         let settings = &self.shared.settings;
-        let request = || forward::to_engine(self.head, &address, leg, id, body.clone());
-        let sending = self.upstreams.send(&address, request, settings.connect_timeout);
+        let request = forward::to_engine(self.head, &address, leg, id, body.len());
+        let sending = self.upstreams.send(&address, request, body, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),
             Some(deadline) => timeout(deadline, sending).await.map_err(|_| deadline),
         };
-        let (response, lent) = match sent {
+        let response = match sent {
             Ok(Ok(sent)) => sent,
             Ok(Err(error)) => {
                 guard.end(LegEnd::Failed);
                 tracing::debug!(id, node = %address, %error, "a node failed a request");
                 let failed = Failed::bad_gateway(node, format!("the node at {address} failed: {error}"));
-                let was_taken = matches!(error, UpstreamError::Ended(_));
+                let was_taken = error.was_taken();
                 return Err(if was_taken { self.taken(failed) } else { failed });
             }
             Err(deadline) => {
@@ -336,16 +334,13 @@ impl Work<'_> {
         };
         let (head, body) = response.into_parts();
         if !is_of_the_node(head.status) {
-            return Ok(Begun { head, body, lent, guard });
+            return Ok(Begun { head, body, guard });
         }
         // It lives, but has too much to do: no reason to leave it alone for a while.
         let is_busy = head.status == StatusCode::TOO_MANY_REQUESTS;
         guard.end(if is_busy { LegEnd::Left } else { LegEnd::Failed });
         let answer = match Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await {
-            Ok(collected) => {
-                lent.give_back();
-                self.own(head, collected.to_bytes())
-            }
+            Ok(collected) => self.own(head, collected.to_bytes()),
             Err(error) => {
                 Problem::new(StatusCode::BAD_GATEWAY, format!("the node at {address} failed: {error}"))
                     .answer()
@@ -362,15 +357,15 @@ impl Work<'_> {
 
     /// The engine's answer to the client, once its first byte is there.
     async fn pass_on(&self, begun: Begun) -> Result<Response<AnswerBody>, Failed> {
-        let Begun { head, mut body, lent, mut guard } = begun;
+        let Begun { head, mut body, mut guard } = begun;
         let node = guard.node();
         let first = match self.shared.settings.first_byte_timeout {
             None => Ok(body.frame().await),
             Some(deadline) => timeout(deadline, body.frame()).await.map_err(|_| deadline),
         };
         let body = match first {
-            Ok(Some(Ok(first))) => EngineBody::new(first, body, lent, guard, self.marks),
-            Ok(None) => EngineBody::empty(lent, guard),
+            Ok(Some(Ok(first))) => EngineBody::new(first, body, guard, self.marks),
+            Ok(None) => EngineBody::empty(guard),
             Ok(Some(Err(error))) => {
                 guard.end(LegEnd::Failed);
                 let sentence = format!("a node ended its answer before the first byte: {error}");

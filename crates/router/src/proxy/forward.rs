@@ -1,19 +1,20 @@
 //! Which headers go on to engines, and back to clients.
 
 use bytes::Bytes;
-use http_body_util::Full;
 use hyper::{
-    HeaderMap, Request, Response,
+    HeaderMap, Response,
     header::{
         ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue,
         PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
     },
-    http::request::Parts,
+    http::{request::Parts, uri::PathAndQuery},
 };
 
 use super::shared::Address;
 use crate::schedule::Leg;
 
+/// Most heads of requests are shorter.
+const HEAD_BYTES: usize = 512;
 /// Names a request, for engines and clients.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Names a data-parallel rank, for vLLM's server.
@@ -34,24 +35,15 @@ const OF_THE_CONNECTION: [HeaderName; 8] = [
 /// What the router says itself.
 const OURS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
 
-/// The request that an engine gets.
-pub(super) fn to_engine(
-    client: &Parts,
-    address: &Address,
-    leg: Leg,
-    id: &str,
-    body: Bytes,
-) -> Request<Full<Bytes>> {
-    let mut request = Request::new(Full::new(body));
-    *request.method_mut() = client.method.clone();
-    let path = client.uri.path_and_query().map_or("/", |path| path.as_str());
-    *request.uri_mut() = if address.path.is_empty() {
-        client.uri.path_and_query().cloned().map(Into::into).unwrap_or_default()
-    } else {
-        format!("{}{path}", address.path).parse().unwrap_or_default()
-    };
-    let headers = request.headers_mut();
-    headers.reserve(client.headers.len() + 2);
+/// The head of the request that an engine gets, as bytes.
+pub(super) fn to_engine(client: &Parts, address: &Address, leg: Leg, id: &str, body_bytes: usize) -> Bytes {
+    let path = client.uri.path_and_query().map_or("/", PathAndQuery::as_str);
+    let length = body_bytes.to_string();
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    let mut write = |pieces: &[&[u8]]| pieces.iter().for_each(|piece| head.extend_from_slice(piece));
+    write(&[client.method.as_str().as_bytes(), b" ", address.path.as_bytes(), path.as_bytes()]);
+    write(&[b" HTTP/1.1\r\nhost: ", address.authority.as_bytes()]);
+    write(&[b"\r\nx-request-id: ", id.as_bytes(), b"\r\ncontent-length: ", length.as_bytes(), b"\r\n"]);
     let named = named_by_connection(&client.headers);
     for (name, value) in &client.headers {
         let is_left_out = OF_THE_CONNECTION.contains(name)
@@ -60,19 +52,14 @@ pub(super) fn to_engine(
             // The router reads the prefill leg's answer.
             || leg == Leg::Prefill && *name == ACCEPT_ENCODING;
         if !is_left_out {
-            headers.append(name.clone(), value.clone());
+            write(&[name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"]);
         }
     }
-    if let Ok(host) = HeaderValue::from_str(&address.authority) {
-        headers.insert(HOST, host);
-    }
     if let Some(rank) = address.rank {
-        headers.insert(DATA_PARALLEL_RANK, HeaderValue::from(rank));
+        write(&[DATA_PARALLEL_RANK.as_str().as_bytes(), b": ", rank.to_string().as_bytes(), b"\r\n"]);
     }
-    if let Ok(id) = HeaderValue::from_str(id) {
-        headers.insert(REQUEST_ID, id);
-    }
-    request
+    write(&[b"\r\n"]);
+    head.into()
 }
 
 /// The head of an engine's answer, as its client gets it.

@@ -1,0 +1,285 @@
+//! One request and its answer over a connection to a node.
+//!
+//! No task of its own: whoever waits for the answer reads the connection. So a piece of an answer wakes the task of the client's
+//! connection, which reads it and writes it to the client, and a client that does not read keeps the node from sending.
+
+use std::{
+    future::poll_fn,
+    io::{self, IoSlice},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+};
+
+use bytes::{Buf, Bytes};
+use hyper::{
+    Response,
+    body::{Body, Frame},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+};
+
+use super::{
+    shared::Address,
+    upstream::{UpstreamError, Upstreams},
+};
+use crate::answers::{AnswerError, Framing, HEAD_BYTES_MAX, Head, head, head_ends};
+
+/// Heads with a status below 200 that may come before an answer.
+const INTERIM_MAX: usize = 16;
+
+/// A connection to a node.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: TcpStream,
+    upstreams: Upstreams,
+    address: Arc<Address>,
+    /// What the node has not been sent yet: of the head, and of the body.
+    unsent: [Bytes; 2],
+    /// False after it has refused to take more of a request.
+    takes_more: bool,
+}
+
+/// The body of an answer. The connection goes back to the idle ones with the last byte of it, and is closed when this is dropped
+/// before, which aborts the request in the engine.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    /// None at the end.
+    connection: Option<Connection>,
+    framing: Framing,
+    is_kept: bool,
+    /// What came together with the head.
+    early: Bytes,
+}
+
+impl Connection {
+    pub(super) fn new(stream: TcpStream, upstreams: Upstreams, address: Arc<Address>) -> Self {
+        Self { stream, upstreams, address, unsent: Default::default(), takes_more: true }
+    }
+
+    /// Sends a request and waits for the head of its answer.
+    pub(super) async fn ask(mut self, head: Bytes, body: Bytes) -> Result<Response<Incoming>, UpstreamError> {
+        self.unsent = [head, body];
+        let mut reading = HeadReading::default();
+        let (head, early) = poll_fn(|context| {
+            self.poll_send(context);
+            self.poll_head(context, &mut reading)
+        })
+        .await?;
+        let mut response = Response::new(Incoming::new(self, head.framing, head.is_kept, early));
+        *response.status_mut() = head.status;
+        *response.headers_mut() = head.headers;
+        if let Some(reason) = head.reason {
+            response.extensions_mut().insert(reason);
+        }
+        Ok(response)
+    }
+
+    /// Sends what the node takes now. A node that takes no more of a request may have answered it nevertheless.
+    fn poll_send(&mut self, context: &mut Context<'_>) {
+        while self.is_sending() {
+            let slices = [IoSlice::new(&self.unsent[0]), IoSlice::new(&self.unsent[1])];
+            match Pin::new(&mut self.stream).poll_write_vectored(context, &slices) {
+                Poll::Ready(Ok(sent @ 1..)) => {
+                    let of_head = sent.min(self.unsent[0].len());
+                    self.unsent[0].advance(of_head);
+                    self.unsent[1].advance(sent - of_head);
+                }
+                Poll::Ready(_) => {
+                    self.takes_more = false;
+                    self.unsent = Default::default();
+                }
+                Poll::Pending => return,
+            }
+        }
+    }
+
+    fn is_sending(&mut self) -> bool {
+        let is_sending = self.unsent.iter().any(|piece| !piece.is_empty());
+        if !is_sending && self.takes_more {
+            // An empty piece would still hold the memory of the whole body.
+            self.unsent = Default::default();
+        }
+        is_sending
+    }
+
+    fn poll_head(
+        &mut self,
+        context: &mut Context<'_>,
+        reading: &mut HeadReading,
+    ) -> Poll<Result<(Head, Early), UpstreamError>> {
+        loop {
+            match ready!(self.poll_read(context, |bytes| reading.take(bytes))) {
+                Ok(Ok(None)) => {}
+                Ok(Ok(Some(found))) => return Poll::Ready(Ok(found)),
+                Ok(Err(error)) => return Poll::Ready(Err(error)),
+                Err(error) => return Poll::Ready(Err(reading.failed(error))),
+            }
+        }
+    }
+
+    /// Works with the bytes that have come: none at the connection's end.
+    fn poll_read<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        work: impl FnOnce(&[u8]) -> T,
+    ) -> Poll<io::Result<T>> {
+        let Self { stream, upstreams, .. } = self;
+        upstreams.with_buffer(|buffer| {
+            let mut read = ReadBuf::new(buffer);
+            ready!(Pin::new(stream).poll_read(context, &mut read))?;
+            Poll::Ready(Ok(work(read.filled())))
+        })
+    }
+
+    /// The answer has been read to its end, and this connection can carry another one.
+    fn keep(mut self) {
+        if self.takes_more && !self.is_sending() {
+            self.upstreams.keep(self.address, self.stream);
+        }
+    }
+}
+
+/// What came of a body together with its head.
+struct Early {
+    data: Bytes,
+    /// More bytes came than were of the answer.
+    has_surplus: bool,
+}
+
+/// Bytes of a head, until it is all there.
+#[derive(Default)]
+struct HeadReading {
+    gathered: Vec<u8>,
+    interim: usize,
+}
+
+impl HeadReading {
+    fn take(&mut self, bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
+        if bytes.is_empty() {
+            return Err(if self.has_begun() { UpstreamError::Cut } else { UpstreamError::Closed });
+        }
+        let searched = self.gathered.len();
+        if searched == 0 {
+            return self.find(bytes);
+        }
+        self.gathered.extend_from_slice(bytes);
+        if head_ends(&self.gathered, searched).is_none() {
+            let is_too_long = self.gathered.len() > HEAD_BYTES_MAX;
+            return if is_too_long { Err(AnswerError::HeadTooLong.into()) } else { Ok(None) };
+        }
+        let gathered = std::mem::take(&mut self.gathered);
+        self.find(&gathered)
+    }
+
+    /// The answer's head, behind those that only say that it will come.
+    fn find(&mut self, mut bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
+        while !bytes.is_empty() {
+            let Some((mut head, length)) = head(bytes)? else {
+                self.gathered = bytes.to_vec();
+                return Ok(None);
+            };
+            bytes = &bytes[length..];
+            if !head.status.is_informational() {
+                let (data, taken) = data_of(&mut head.framing, bytes)?;
+                return Ok(Some((head, Early { data, has_surplus: taken < bytes.len() })));
+            }
+            self.interim += 1;
+            if self.interim > INTERIM_MAX {
+                return Err(AnswerError::HeadTooLong.into());
+            }
+        }
+        Ok(None)
+    }
+
+    fn has_begun(&self) -> bool {
+        !self.gathered.is_empty() || self.interim > 0
+    }
+
+    fn failed(&self, error: io::Error) -> UpstreamError {
+        if self.has_begun() { UpstreamError::Broken(error) } else { UpstreamError::Failed(error) }
+    }
+}
+
+impl Incoming {
+    fn new(connection: Connection, framing: Framing, is_kept: bool, early: Early) -> Self {
+        let mut incoming = Self { connection: Some(connection), framing, is_kept, early: early.data };
+        incoming.end_if_over(early.has_surplus);
+        incoming
+    }
+
+    /// Gives the connection back if this was all. A node that has sent more than its answer is not asked over it again.
+    fn end_if_over(&mut self, has_surplus: bool) {
+        if let Some(connection) = self.connection.take_if(|_| self.framing.is_over())
+            && self.is_kept
+            && !has_surplus
+        {
+            connection.keep();
+        }
+    }
+
+    fn poll_data(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Bytes, UpstreamError>>> {
+        if !self.early.is_empty() {
+            return Poll::Ready(Some(Ok(std::mem::take(&mut self.early))));
+        }
+        loop {
+            let Some(connection) = &mut self.connection else { return Poll::Ready(None) };
+            connection.poll_send(context);
+            let framing = &mut self.framing;
+            let read = connection.poll_read(context, |bytes| {
+                let (data, taken) = data_of(framing, bytes)?;
+                Ok((data, bytes.is_empty(), taken < bytes.len()))
+            });
+            let failure = match ready!(read) {
+                Ok(Ok((_, true, _))) if self.framing.ends_with_connection() => None,
+                Ok(Ok((_, true, _))) => Some(UpstreamError::Cut),
+                Ok(Ok((data, false, has_surplus))) => {
+                    self.end_if_over(has_surplus);
+                    if data.is_empty() {
+                        continue;
+                    }
+                    return Poll::Ready(Some(Ok(data)));
+                }
+                Ok(Err(error)) => Some(UpstreamError::Nonsense(error)),
+                Err(error) => Some(UpstreamError::Broken(error)),
+            };
+            self.connection = None;
+            return Poll::Ready(failure.map(Err));
+        }
+    }
+}
+
+impl Body for Incoming {
+    type Data = Bytes;
+    type Error = UpstreamError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
+        self.poll_data(context).map_ok(Frame::data)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.connection.is_none() && self.early.is_empty()
+    }
+}
+
+/// The body's data among these bytes, in one piece, and how many of the bytes were of the answer.
+fn data_of(framing: &mut Framing, bytes: &[u8]) -> Result<(Bytes, usize), AnswerError> {
+    let (mut first, mut joined): (&[u8], Vec<u8>) = (&[], Vec::new());
+    let taken = framing.take(bytes, |piece| {
+        if first.is_empty() {
+            first = piece;
+            return;
+        }
+        if joined.is_empty() {
+            joined.reserve(bytes.len());
+            joined.extend_from_slice(first);
+        }
+        joined.extend_from_slice(piece);
+    })?;
+    Ok((if joined.is_empty() { Bytes::copy_from_slice(first) } else { joined.into() }, taken))
+}
