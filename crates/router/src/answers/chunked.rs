@@ -18,13 +18,22 @@ pub(super) struct Chunked {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     /// In the digits of a size.
-    Size { size: u64, digits: u8 },
+    Size {
+        size: u64,
+        digits: u8,
+    },
     /// Behind the size: space or an extension, up to CR.
-    Extension { size: u64 },
+    Extension {
+        size: u64,
+    },
     /// Behind the CR of a size's line.
-    SizeLineFeed { size: u64 },
+    SizeLineFeed {
+        size: u64,
+    },
     /// In the data.
-    Data { left: u64 },
+    Data {
+        left: u64,
+    },
     /// Behind the data.
     DataReturn,
     /// Behind the CR that follows the data.

@@ -47,7 +47,9 @@ pub fn head(received: &[u8]) -> Result<Option<(Head, usize)>, AnswerError> {
     }
     let length = match parsed.parse(received).map_err(AnswerError::NotHttp)? {
         httparse::Status::Complete(length) => length,
-        httparse::Status::Partial if received.len() >= HEAD_BYTES_MAX => return Err(AnswerError::HeadTooLong),
+        httparse::Status::Partial if received.len() >= HEAD_BYTES_MAX => {
+            return Err(AnswerError::HeadTooLong);
+        }
         httparse::Status::Partial => return Ok(None),
     };
     let bytes = &received[..length];
@@ -113,6 +115,9 @@ fn number(given: &HeaderValue) -> Result<u64, AnswerError> {
 fn says_close(headers: &HeaderMap) -> bool {
     let mut values = headers.get_all(CONNECTION).iter();
     values.any(|value| {
-        value.as_bytes().split(|byte| *byte == b',').any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
+        value
+            .as_bytes()
+            .split(|byte| *byte == b',')
+            .any(|word| word.trim_ascii().eq_ignore_ascii_case(b"close"))
     })
 }

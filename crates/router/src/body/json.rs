@@ -7,6 +7,9 @@ use super::error::BodyError;
 /// Levels of objects and arrays, the outermost counted.
 pub const DEPTH_MAX: usize = 128;
 
+/// Bytes of text that are looked at together.
+const STRIDE: usize = 16;
+
 /// Where a walk stands. The bytes are UTF-8.
 pub(super) struct Cursor<'b> {
     bytes: &'b [u8],
@@ -72,6 +75,7 @@ impl<'b> Cursor<'b> {
             return self.wrong("a string");
         }
         loop {
+            self.skip_plain();
             match self.peek() {
                 Some(b'"') => {
                     self.at += 1;
@@ -83,6 +87,16 @@ impl<'b> Cursor<'b> {
                 None => return self.wrong("the end of a string"),
             }
         }
+    }
+
+    /// Over text without quotes, escapes and control characters, as far as it takes whole strides: most of a long prompt.
+    fn skip_plain(&mut self) {
+        let is_special = |byte: &u8| *byte < 0x20 || *byte == b'"' || *byte == b'\\';
+        let (strides, _) = self.bytes[self.at..].as_chunks::<STRIDE>();
+        // Without a branch for each byte, so that the compiler compares all bytes of a stride at once.
+        let is_plain =
+            |stride: &&[u8; STRIDE]| !stride.iter().fold(false, |any, byte| any | is_special(byte));
+        self.at += strides.iter().take_while(is_plain).count() * STRIDE;
     }
 
     fn escape(&mut self) -> Result<(), BodyError> {

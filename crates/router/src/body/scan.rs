@@ -4,6 +4,9 @@ use std::{borrow::Cow, collections::HashSet, ops::Range};
 
 use super::{error::BodyError, json::Cursor};
 
+/// So many members are compared with each new one; of more, a table of names is made.
+const MEMBERS_COMPARED: usize = 32;
+
 /// A member of the body: `"key": value`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
@@ -51,10 +54,18 @@ impl<'b> Scan<'b> {
     fn members(&mut self, cursor: &mut Cursor<'_>) -> Result<(), BodyError> {
         cursor.enter(true)?;
         let mut names = HashSet::new();
-        while !names.is_empty() || cursor.peek() != Some(b'}') {
+        while !self.members.is_empty() || cursor.peek() != Some(b'}') {
             let key = cursor.key()?;
             let name = name(self.body, &key);
-            if !names.insert(name.clone()) {
+            let is_twice = if self.members.len() < MEMBERS_COMPARED {
+                self.member(&name).is_some()
+            } else {
+                if names.is_empty() {
+                    names.extend(self.members.iter().map(|(name, _)| name.clone()));
+                }
+                !names.insert(name.clone())
+            };
+            if is_twice {
                 return Err(BodyError::Twice { key: name.into_owned(), at: key.start });
             }
             let value = if name == "messages" && cursor.peek() == Some(b'[') {

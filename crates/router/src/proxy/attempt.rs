@@ -377,14 +377,14 @@ impl Work<'_> {
             }
         };
         let mut response = Response::from_parts(head, AnswerBody::Engine(Box::new(body)));
-        forward::to_client(&mut response, self.client_id);
+        forward::to_client(&mut response);
         Ok(response)
     }
 
     /// An engine's answer that was read already.
     fn own(&self, head: response::Parts, body: Bytes) -> Response<AnswerBody> {
         let mut response = Response::from_parts(head, AnswerBody::Own(Full::new(body)));
-        forward::to_client(&mut response, self.client_id);
+        forward::to_client(&mut response);
         response
     }
 }

@@ -4,8 +4,8 @@ use bytes::Bytes;
 use hyper::{
     HeaderMap, Response,
     header::{
-        ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue,
-        PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+        ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, PROXY_AUTHENTICATE,
+        PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
     },
     http::{request::Parts, uri::PathAndQuery},
 };
@@ -22,7 +22,7 @@ const DATA_PARALLEL_RANK: HeaderName = HeaderName::from_static("x-data-parallel-
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 
 /// Of one connection only (RFC 9110, 7.6.1).
-const OF_THE_CONNECTION: [HeaderName; 8] = [
+static OF_THE_CONNECTION: [HeaderName; 8] = [
     CONNECTION,
     KEEP_ALIVE,
     PROXY_AUTHENTICATE,
@@ -33,7 +33,7 @@ const OF_THE_CONNECTION: [HeaderName; 8] = [
     UPGRADE,
 ];
 /// What the router says itself.
-const OURS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
+static OURS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
 
 /// The head of the request that an engine gets, as bytes.
 pub(super) fn to_engine(client: &Parts, address: &Address, leg: Leg, id: &str, body_bytes: usize) -> Bytes {
@@ -63,13 +63,14 @@ pub(super) fn to_engine(client: &Parts, address: &Address, leg: Leg, id: &str, b
 }
 
 /// The head of an engine's answer, as its client gets it.
-pub(super) fn to_client<B>(response: &mut Response<B>, id: &HeaderValue) {
-    let named = named_by_connection(response.headers());
+pub(super) fn to_client<B>(response: &mut Response<B>) {
     let headers = response.headers_mut();
-    for name in OF_THE_CONNECTION.iter().chain(&named) {
+    let named = named_by_connection(headers);
+    let is_of_the_connection = |name: &HeaderName| OF_THE_CONNECTION.contains(name) || named.contains(name);
+    // One pass over the names: most answers have one such header, and looking for each takes longer.
+    while let Some(name) = headers.keys().find(|name| is_of_the_connection(name)).cloned() {
         headers.remove(name);
     }
-    headers.insert(REQUEST_ID, id.clone());
 }
 
 /// Headers that the Connection header names: they are of the connection, too.

@@ -2,28 +2,35 @@
 
 use std::{
     cell::Cell,
+    future::{Future, poll_fn},
     io,
     net::{SocketAddr, TcpListener},
+    pin::pin,
     rc::Rc,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, atomic::Ordering, mpsc},
+    task::Poll,
     thread::JoinHandle,
     time::Duration,
 };
 
 use hyper::{server::conn::http1, service::service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
+    runtime::{LocalOptions, LocalRuntime},
     sync::{OwnedSemaphorePermit, Semaphore, watch},
-    task::{JoinSet, LocalSet},
+    task::{JoinSet, spawn_local},
     time::{sleep, timeout},
 };
 
-use super::{service::answer, shared::Shared, upstream::Upstreams};
+use super::{
+    clients::{Awaited, Clients},
+    service::answer,
+    shared::Shared,
+    upstream::Upstreams,
+};
 
-/// A connection may be idle, or take for its next request's headers, as long as this.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 /// Longest headers of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
 /// After the kernel could not give a connection.
@@ -61,19 +68,22 @@ impl Proxy {
         let mut threads = Vec::new();
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;
-            let runtime = tokio::runtime::Builder::new_current_thread()
-                .enable_all()
-                .build()
-                .map_err(StartError::Thread)?;
             let (shared, places, stopped) = (Arc::clone(shared), Arc::clone(&places), stopped.clone());
+            let (started, has_started) = mpsc::channel();
             let serve = move || {
-                let served = LocalSet::new().block_on(&runtime, serve(listener, shared, places, stopped));
-                if let Err(error) = served {
+                let runtime = match runtime() {
+                    Ok(runtime) => runtime,
+                    Err(error) => return drop(started.send(Err(error))),
+                };
+                let _ = started.send(Ok(()));
+                if let Err(error) = runtime.block_on(serve(listener, shared, places, stopped)) {
                     tracing::error!(%error, "a thread of the proxy ended");
                 }
             };
             let thread = std::thread::Builder::new().name(format!("kvlane-proxy-{number}"));
             threads.push(thread.spawn(serve).map_err(StartError::Thread)?);
+            let ended = |_| Err(io::Error::other("it ended at once"));
+            has_started.recv().unwrap_or_else(ended).map_err(StartError::Thread)?;
         }
         Ok(Self { address, stop, threads })
     }
@@ -92,6 +102,11 @@ impl Proxy {
     }
 }
 
+/// A runtime whose tasks stay in this thread. A `LocalSet` within another runtime would cost a system call for each wake-up.
+fn runtime() -> io::Result<LocalRuntime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build_local(LocalOptions::default())
+}
+
 async fn serve(
     listener: TcpListener,
     shared: Arc<Shared>,
@@ -99,7 +114,12 @@ async fn serve(
     mut stopped: watch::Receiver<Option<Duration>>,
 ) -> io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
-    let upstreams = Upstreams::default();
+    let (upstreams, clients) = (Upstreams::default(), Rc::new(Clients::default()));
+    spawn_local(upstreams.clone().sweep());
+    spawn_local({
+        let (clients, patience) = (Rc::clone(&clients), shared.settings.client_timeout);
+        async move { clients.sweep(patience).await }
+    });
     let mut connections = JoinSet::new();
     loop {
         let next = async {
@@ -115,7 +135,7 @@ async fn serve(
         match accepted {
             Ok((stream, _)) => {
                 let connection =
-                    connection(stream, place, Arc::clone(&shared), upstreams.clone(), stopped.clone());
+                    connection(stream, place, Arc::clone(&shared), upstreams.clone(), Rc::clone(&clients));
                 connections.spawn_local(connection);
             }
             Err(error) => {
@@ -125,6 +145,7 @@ async fn serve(
         }
     }
     drop(listener);
+    clients.stop();
     let drain = stopped.borrow().unwrap_or_default();
     let _ = timeout(drain, async { while connections.join_next().await.is_some() {} }).await;
     Ok(())
@@ -135,35 +156,41 @@ async fn connection(
     place: OwnedSemaphorePermit,
     shared: Arc<Shared>,
     upstreams: Upstreams,
-    mut stopped: watch::Receiver<Option<Duration>>,
+    clients: Rc<Clients>,
 ) {
     let _counted = Counted::new(&shared);
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a client has left at once");
         return;
     }
-    let asked = Rc::new(Cell::new(0u64));
-    let service = service_fn({
-        let (shared, asked) = (Arc::clone(&shared), Rc::clone(&asked));
-        move |request| {
-            asked.set(asked.get() + 1);
-            let (shared, upstreams) = (Arc::clone(&shared), upstreams.clone());
-            async move { Ok::<_, std::convert::Infallible>(answer(&shared, &upstreams, request).await) }
-        }
+    let client = clients.join();
+    let asked = Cell::new(0u64);
+    let service = service_fn(|request| {
+        asked.set(asked.get() + 1);
+        let busy = client.asked();
+        let answering = answer(&shared, &upstreams, &client, request);
+        async { Ok::<_, std::convert::Infallible>(answering.await.map(|body| Awaited::new(body, busy))) }
     });
     let serving = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(IDLE_TIMEOUT)
+        // Our own clock says who is late.
+        .header_read_timeout(None)
         .max_buf_size(HEADER_BYTES_MAX)
         .serve_connection(TokioIo::new(stream), service);
-    let mut serving = std::pin::pin!(serving);
-    let served = tokio::select! {
-        served = serving.as_mut() => served,
-        _ = stopped.changed() => {
-            serving.as_mut().graceful_shutdown();
-            serving.await
+    let mut serving = pin!(serving);
+    let mut is_told_to_stop = false;
+    let served = poll_fn(|context| {
+        client.is_polled(context);
+        if client.is_idle_too_long() {
+            return Poll::Ready(Ok(()));
         }
-    };
+        if client.is_stopping() && !is_told_to_stop {
+            is_told_to_stop = true;
+            serving.as_mut().graceful_shutdown();
+        }
+        serving.as_mut().poll(context)
+    })
+    .await;
+    clients.leave(&client);
     if let Err(error) = served {
         tracing::debug!(%error, requests = asked.get(), "a client's connection ended");
     }

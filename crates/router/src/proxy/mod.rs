@@ -15,6 +15,7 @@
 
 mod answer;
 mod attempt;
+mod clients;
 mod exchange;
 mod forward;
 mod hand_over;

@@ -2,25 +2,27 @@
 
 use std::{
     cell::Cell,
+    future::poll_fn,
+    pin::Pin,
     sync::{Arc, atomic::Ordering},
+    task::Poll,
     time::Duration,
 };
 
 use bytes::{Bytes, BytesMut};
-use http_body_util::BodyExt;
 use hyper::{
     HeaderMap, Method, Request, Response, StatusCode,
     body::{Body, Incoming},
     header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue},
     http::request::Parts,
 };
-use tokio::time::timeout;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{
     answer::{AnswerBody, Problem, json_answer},
     attempt::Work,
-    forward::{self, REQUEST_ID},
+    clients::Client,
+    forward::REQUEST_ID,
     shared::{Counters, Shared},
     upstream::Upstreams,
 };
@@ -38,22 +40,24 @@ const CLIENT_ID_BYTES_MAX: usize = 256;
 pub(super) async fn answer(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
+    client: &Client,
     request: Request<Incoming>,
 ) -> Response<AnswerBody> {
     let (head, body) = request.into_parts();
     let id = shared.state.lock().ids.next_id();
     let client_id = client_id(&head.headers, id);
-    let mut response = match route(shared, upstreams, &head, body, id, &client_id).await {
+    let mut response = match route(shared, upstreams, client, &head, body, id, &client_id).await {
         Ok(response) => response,
         Err(problem) => problem.answer(),
     };
-    forward::to_client(&mut response, &client_id);
+    response.headers_mut().insert(REQUEST_ID, client_id);
     response
 }
 
 async fn route(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
+    client: &Client,
     head: &Parts,
     body: Incoming,
     id: RequestId,
@@ -71,7 +75,7 @@ async fn route(
         (&Method::POST, _) if path.starts_with("/v1/") => {
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
-            let body = read(body, &mut held).await?;
+            let body = read(body, client, &mut held).await?;
             post(shared, upstreams, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
@@ -94,11 +98,18 @@ fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
 }
 
 /// The whole body, unless it is too long or its client too slow.
-async fn read(mut body: Incoming, held: &mut Held<'_>) -> Result<Bytes, Problem> {
+async fn read(mut body: Incoming, client: &Client, held: &mut Held<'_>) -> Result<Bytes, Problem> {
     let (most, patience) = (held.shared.settings.body_bytes_max, held.shared.settings.client_timeout);
     let too_large = || Problem {
         closes: true,
         ..Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {most} bytes"))
+    };
+    let too_slow = || Problem {
+        closes: true,
+        ..Problem::new(
+            StatusCode::REQUEST_TIMEOUT,
+            format!("nothing more of the body came for {} s", patience.as_secs_f64()),
+        )
     };
     let announced = body.size_hint().lower();
     if announced > most as u64 {
@@ -108,14 +119,12 @@ async fn read(mut body: Incoming, held: &mut Held<'_>) -> Result<Bytes, Problem>
     let mut whole = BytesMut::new();
     let mut only: Option<Bytes> = None;
     loop {
-        let frame = timeout(patience, body.frame()).await.map_err(|_| Problem {
-            closes: true,
-            ..Problem::new(
-                StatusCode::REQUEST_TIMEOUT,
-                format!("nothing more of the body came for {} s", patience.as_secs_f64()),
-            )
-        })?;
-        let Some(frame) = frame else { break };
+        client.sends();
+        let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
+            Poll::Pending if client.sends_too_slowly() => Poll::Ready(Err(too_slow())),
+            polled => polled.map(Ok),
+        });
+        let Some(frame) = frame.await? else { break };
         let frame = frame.map_err(|error| Problem {
             closes: true,
             ..Problem::new(StatusCode::BAD_REQUEST, format!("the body cannot be read: {error}"))
@@ -136,6 +145,7 @@ async fn read(mut body: Incoming, held: &mut Held<'_>) -> Result<Bytes, Problem>
         }
         whole.extend_from_slice(&piece);
     }
+    client.has_sent();
     Ok(only.unwrap_or_else(|| whole.freeze()))
 }
 

@@ -1,0 +1,201 @@
+//! Clients' connections of one thread: how long each has kept us waiting, and word that the proxy stops.
+//!
+//! One sweep a second looks at all of them. A timer for each request, and a channel that each connection listens to, would take
+//! more time than the request itself.
+//!
+//! ```text
+//!   Asks (for at most 75 s) --> Sends its body (each piece in time) --> Waits for us --> Asks ...
+//! ```
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::HashMap,
+    pin::Pin,
+    rc::Rc,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use hyper::body::{Body, Frame, SizeHint};
+use tokio::time::sleep;
+
+/// A connection may be idle, or take for its next request's headers, as long as this.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+/// How often all are looked at.
+const SWEEP_PERIOD: Duration = Duration::from_secs(1);
+
+/// What a connection waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// For the head of a request.
+    Asks,
+    /// For more of a request's body.
+    Sends,
+    /// For its answer, or for the client to read it.
+    Waits,
+}
+
+/// All connections of a thread.
+#[derive(Debug, Default)]
+pub(super) struct Clients {
+    all: RefCell<HashMap<u64, Rc<Client>>>,
+    next: Cell<u64>,
+}
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Client {
+    number: u64,
+    phase: Cell<Phase>,
+    /// Sweeps since something came of it.
+    sweeps: Cell<u32>,
+    is_late: Cell<bool>,
+    is_stopping: Cell<bool>,
+    waker: RefCell<Option<Waker>>,
+}
+
+impl Clients {
+    /// A connection comes.
+    pub(super) fn join(&self) -> Rc<Client> {
+        let number = self.next.get();
+        self.next.set(number + 1);
+        let client = Rc::new(Client {
+            number,
+            phase: Cell::new(Phase::Asks),
+            sweeps: Cell::new(0),
+            is_late: Cell::new(false),
+            is_stopping: Cell::new(false),
+            waker: RefCell::default(),
+        });
+        self.all.borrow_mut().insert(number, Rc::clone(&client));
+        client
+    }
+
+    /// A connection goes.
+    pub(super) fn leave(&self, client: &Client) {
+        self.all.borrow_mut().remove(&client.number);
+    }
+
+    /// Tells all that they take no further request.
+    pub(super) fn stop(&self) {
+        for client in self.all.borrow().values() {
+            client.is_stopping.set(true);
+            client.wake();
+        }
+    }
+
+    /// Tells those that are late. `body_patience` is how long a piece of a body may take. For ever.
+    pub(super) async fn sweep(&self, body_patience: Duration) {
+        loop {
+            sleep(SWEEP_PERIOD).await;
+            for client in self.all.borrow().values() {
+                let most = match client.phase.get() {
+                    Phase::Asks => IDLE_TIMEOUT,
+                    Phase::Sends => body_patience,
+                    Phase::Waits => continue,
+                };
+                client.sweeps.set(client.sweeps.get() + 1);
+                if SWEEP_PERIOD * client.sweeps.get() > most {
+                    client.is_late.set(true);
+                    client.wake();
+                }
+            }
+        }
+    }
+}
+
+impl Client {
+    /// Remembers whom to wake.
+    pub(super) fn is_polled(&self, context: &Context<'_>) {
+        let mut waker = self.waker.borrow_mut();
+        if !waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker())) {
+            *waker = Some(context.waker().clone());
+        }
+    }
+
+    fn wake(&self) {
+        if let Some(waker) = &*self.waker.borrow() {
+            waker.wake_by_ref();
+        }
+    }
+
+    /// The head of a request has come. Until the guard is dropped, the client waits for us.
+    pub(super) fn asked(self: &Rc<Self>) -> Busy {
+        self.enter(Phase::Waits);
+        Busy(Rc::clone(self))
+    }
+
+    /// From now on, the next piece of a body has to come in time.
+    pub(super) fn sends(&self) {
+        self.enter(Phase::Sends);
+    }
+
+    /// All of the body has come.
+    pub(super) fn has_sent(&self) {
+        self.enter(Phase::Waits);
+    }
+
+    fn enter(&self, phase: Phase) {
+        self.phase.set(phase);
+        self.sweeps.set(0);
+        self.is_late.set(false);
+    }
+
+    /// Whether the next request does not come.
+    pub(super) fn is_idle_too_long(&self) -> bool {
+        self.is_late.get() && self.phase.get() == Phase::Asks
+    }
+
+    /// Whether the rest of a body does not come.
+    pub(super) fn sends_too_slowly(&self) -> bool {
+        self.is_late.get() && self.phase.get() == Phase::Sends
+    }
+
+    /// Whether it shall take no further request.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.is_stopping.get()
+    }
+}
+
+/// A request that is not answered to its end.
+#[derive(Debug)]
+pub(super) struct Busy(Rc<Client>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.enter(Phase::Asks);
+    }
+}
+
+/// An answer on its way to a client, which waits for us meanwhile.
+#[derive(Debug)]
+pub(super) struct Awaited<B> {
+    body: B,
+    _busy: Busy,
+}
+
+impl<B> Awaited<B> {
+    pub(super) fn new(body: B, busy: Busy) -> Self {
+        Self { body, _busy: busy }
+    }
+}
+
+impl<B: Body + Unpin> Body for Awaited<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
