@@ -100,10 +100,9 @@ fn words_of(flags: &Command, key: &str, value: &Value, given: &ArgMatches) -> Re
         Value::String(text) => Ok(format!("--{key}={text}")),
         Value::Integer(number) => Ok(format!("--{key}={number}")),
         Value::Float(number) => Ok(format!("--{key}={number}")),
-        other => Err(anyhow!(
-            "{key} = {other}: a text or a number is allowed here, and no {}",
-            other.type_str()
-        )),
+        other => {
+            Err(anyhow!("{key} = {other}: a text or a number is allowed here, and no {}", other.type_str()))
+        }
     };
     let words = values.iter().map(word).collect::<Result<Vec<_>>>()?;
     // Looked at even where a flag counts more: a mistake shows before the flag is left out.

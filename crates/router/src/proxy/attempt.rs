@@ -67,7 +67,7 @@ pub(super) struct Work<'a> {
 struct Failed {
     node: Option<NodeId>,
     /// What the client gets if there is no other one.
-    answer: Response<AnswerBody>,
+    answer: Box<Response<AnswerBody>>,
     /// Since the deadline for the first byte had passed.
     is_late: bool,
 }
@@ -90,7 +90,7 @@ impl Work<'_> {
                 Ok(chosen) => chosen,
                 Err(none) => {
                     Counters::count(&self.shared.counters.refused);
-                    return last.map_or_else(|| no_node(&none).answer(), |failed| failed.answer);
+                    return last.map_or_else(|| no_node(&none).answer(), |failed| *failed.answer);
                 }
             };
             if last.is_some() {
@@ -107,16 +107,16 @@ impl Work<'_> {
             tried.extend(failed.node.filter(|node| !tried.contains(node)));
             // A slow node may be slow for the request: two are enough.
             if failed.is_late && last.as_ref().is_some_and(|last| last.is_late) {
-                return failed.answer;
+                return *failed.answer;
             }
             if self.taken.get() >= TAKEN_MAX {
-                return failed.answer;
+                return *failed.answer;
             }
             last = Some(failed);
         }
         last.map_or_else(
             || Problem::new(StatusCode::BAD_GATEWAY, "no node answered").answer(),
-            |failed| failed.answer,
+            |failed| *failed.answer,
         )
     }
 
@@ -346,7 +346,7 @@ impl Work<'_> {
                     .answer()
             }
         };
-        Err(Failed { node, answer, is_late: false })
+        Err(Failed { node, answer: Box::new(answer), is_late: false })
     }
 
     /// A node has failed after it took the request.
@@ -427,12 +427,20 @@ impl Failed {
     }
 
     fn bad_gateway(node: Option<NodeId>, sentence: String) -> Self {
-        Self { node, answer: Problem::new(StatusCode::BAD_GATEWAY, sentence).answer(), is_late: false }
+        Self {
+            node,
+            answer: Box::new(Problem::new(StatusCode::BAD_GATEWAY, sentence).answer()),
+            is_late: false,
+        }
     }
 
     fn late(node: Option<NodeId>, deadline: Duration) -> Self {
         let sentence = format!("no node answered within {} s", deadline.as_secs_f64());
-        Self { node, answer: Problem::new(StatusCode::GATEWAY_TIMEOUT, sentence).answer(), is_late: true }
+        Self {
+            node,
+            answer: Box::new(Problem::new(StatusCode::GATEWAY_TIMEOUT, sentence).answer()),
+            is_late: true,
+        }
     }
 }
 
