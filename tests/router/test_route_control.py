@@ -69,22 +69,25 @@ def test_a_drained_engine_finishes_its_streams_and_gets_nothing_new(at: Path) ->
 
 
 def test_engines_are_added_and_removed_while_it_runs(at: Path) -> None:
-    with FakeEngine() as one, FakeEngine("--itl-ms", "20") as other:
-        with Router("--worker", one.url, "--socket", str(at), nodes=1) as router:
-            table = told(at, "add", other.url, "--role", "worker", "--group", "a")
-            assert other.url in table and table.startswith("NODE")
-            until("it is ready", lambda: listed(at)[other.url]["state"] == "ready")
-            assert listed(at)[other.url]["known_by"] == ["operator"]
-            told(at, "remove", one.url, "--wait")
-            assert list(listed(at)) == [other.url]
-            stream = connect(router.address)
-            stream.request("POST", COMPLETIONS, json.dumps(wanted("short", max_tokens=60, stream=True)))
-            until("it runs", lambda: len(other.log()) == 1)
-            assert "goes when the 1 requests" in told(at, "remove", other.url)
-            assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 503
-            assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
-            until("it has gone", lambda: not listed(at))
-            assert sum("a node goes" in line for line in router.lines) == 2
+    with (
+        FakeEngine() as one,
+        FakeEngine("--itl-ms", "20") as other,
+        Router("--worker", one.url, "--socket", str(at), nodes=1) as router,
+    ):
+        table = told(at, "add", other.url, "--role", "worker", "--group", "a")
+        assert other.url in table and table.startswith("NODE")
+        until("it is ready", lambda: listed(at)[other.url]["state"] == "ready")
+        assert listed(at)[other.url]["known_by"] == ["operator"]
+        told(at, "remove", one.url, "--wait")
+        assert list(listed(at)) == [other.url]
+        stream = connect(router.address)
+        stream.request("POST", COMPLETIONS, json.dumps(wanted("short", max_tokens=60, stream=True)))
+        until("it runs", lambda: len(other.log()) == 1)
+        assert "goes when the 1 requests" in told(at, "remove", other.url)
+        assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 503
+        assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
+        until("it has gone", lambda: not listed(at))
+        assert sum("a node goes" in line for line in router.lines) == 2
 
 
 def test_removed_at_once_what_is_under_way_goes_on(at: Path) -> None:

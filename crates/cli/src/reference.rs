@@ -42,7 +42,6 @@ fn flags() -> String {
     let visible =
         cli.get_subcommands_mut().filter(|command| !command.is_hide_set() && command.get_name() != "help");
     for command in visible {
-        let mut command = command.clone().term_width(100).hide_possible_values(false);
         let name = command.get_name().to_owned();
         // Written in Python: its own --help tells.
         if name == "bench" || name == "demo" {
@@ -50,13 +49,21 @@ fn flags() -> String {
             text.push_str(&format!("\n## kvlane {name}\n\n{about}\n"));
             continue;
         }
-        let help = command.render_long_help().to_string();
-        // Values of the environment would make the page differ from machine to machine.
-        let lines: Vec<String> =
-            help.lines().map(|line| strip_environment(line).trim_end().to_owned()).collect();
-        text.push_str(&format!("\n## kvlane {name}\n\n```text\n{}\n```\n", lines.join("\n").trim_end()));
+        text.push_str(&help_of(command, &format!("## kvlane {name}")));
+        for part in command.get_subcommands_mut().filter(|part| part.get_name() != "help") {
+            let heading = format!("### kvlane {name} {}", part.get_name());
+            text.push_str(&help_of(part, &heading));
+        }
     }
     text
+}
+
+fn help_of(command: &clap::Command, heading: &str) -> String {
+    let mut command = command.clone().term_width(100).hide_possible_values(false);
+    let help = command.render_long_help().to_string();
+    // Values of the environment would make the page differ from machine to machine.
+    let lines: Vec<String> = help.lines().map(|line| strip_environment(line).trim_end().to_owned()).collect();
+    format!("\n{heading}\n\n```text\n{}\n```\n", lines.join("\n").trim_end())
 }
 
 /// `[env: NAME=value]` without the value.

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_router::{
     body::Mark,
     schedule::{
-        Choice, Chosen, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Request, Reservation, Role,
-        Scheduler, Settings, Why,
+        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Request, Reservation,
+        Role, Scheduler, Settings, Why,
     },
 };
 use proptest::prelude::*;
@@ -450,5 +450,71 @@ proptest! {
             world.scheduler.end(reservation, LegEnd::Served, world.now);
         }
         prop_assert!(world.is_at_rest());
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Many {
+    prefills: Vec<(u8, Connector)>,
+    decodes: Vec<(u8, Connector)>,
+}
+
+fn many() -> impl Strategy<Value = Many> {
+    let node = || (0u8..2, prop::sample::select(&Connector::ALL[..]));
+    let role = || prop::collection::vec(node(), 1..7);
+    (role(), role()).prop_map(|(prefills, decodes)| Many { prefills, decodes })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Pairs are of one group and one connector. All of them occur, whatever the numbers of both roles have in common; and a P2P
+    /// NCCL node, which ends at an id without addresses, never serves a whole request.
+    #[test]
+    fn every_allowed_pair_occurs_and_no_other_one(
+        many in many(),
+        policy in prop::sample::select(&Policy::ALL[..]),
+        seed in any::<u64>(),
+    ) {
+        let settings =
+            Settings { policy, decode_policy: policy, seed, marks_max: 1 << 12, ..Settings::default() };
+        let mut scheduler = Scheduler::new(settings);
+        let now = Instant::now();
+        let mut all = Vec::new();
+        for (role, nodes) in [(Role::Prefill, &many.prefills), (Role::Decode, &many.decodes)] {
+            for (number, (group, connector)) in nodes.iter().enumerate() {
+                let mut node = node(&format!("{role}{number}"), role);
+                node.group = group.to_string().into();
+                node.connector = *connector;
+                node.zmq = Some(format!("{role}:{}", number + 1).into());
+                all.push((scheduler.add(node), role, *group, *connector));
+            }
+        }
+        let of = |id: NodeId| all.iter().find(|each| each.0 == id).unwrap();
+        let allowed: std::collections::BTreeSet<_> = all
+            .iter()
+            .filter(|each| each.1 == Role::Prefill)
+            .flat_map(|one| all.iter().map(move |other| (one, other)))
+            .filter(|(one, other)| other.1 == Role::Decode && (one.2, one.3) == (other.2, other.3))
+            .map(|(one, other)| (one.0, other.0))
+            .collect();
+        let mut met = std::collections::BTreeSet::new();
+        for name in 0..1500 {
+            let marks = prompt(name, 10);
+            let request = Request { model: Some("m"), marks: &marks, one_node: name % 10 == 9, tried: &[] };
+            match scheduler.choose(&request, now).map(|choice| choice.chosen) {
+                Ok(Chosen::Pair { prefill, decode }) => {
+                    met.insert((prefill.node, decode.node));
+                    scheduler.end(prefill, LegEnd::Served, now);
+                    scheduler.end(decode, LegEnd::Served, now);
+                }
+                Ok(Chosen::One(one)) => {
+                    prop_assert_ne!(of(one.node).3, Connector::P2pNccl);
+                    scheduler.end(one, LegEnd::Served, now);
+                }
+                Err(_) => prop_assert!(all.iter().all(|each| each.3 == Connector::P2pNccl)),
+            }
+        }
+        prop_assert_eq!(met, allowed);
     }
 }
