@@ -35,8 +35,8 @@ test: ## what a change could break, in a quarter of an hour on two cores
 gate: ## what a change must pass beside `make test` before it lands: other vLLMs, the wheel, loom, miri, short fuzzing
 	$(STAGES) fuzz packaging oldest data-parallel loom miri
 
-soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"]
-	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(PARTS)
+soak: ## long loops, long fuzzing, all engines, the demo: make soak [MINUTES=60] [PARTS="fuzz loom"] [FORMER=WHEEL]
+	$(PYTHON) scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(FORMER),--former-wheel $(FORMER)) $(PARTS)
 
 fetch: ## what `make test` needs from registries
 	cargo fetch --locked

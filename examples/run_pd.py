@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -29,6 +30,7 @@ from kvlane.demo.processes import ProcessFailed
 from kvlane.demo.scenarios import Scenario
 
 POOL_BYTES = 1 << 30
+ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
@@ -52,7 +54,8 @@ def main() -> int:
     report.say(f"{len(places.engines)} engines; about {needed / (1 << 30):.1f} GiB; logs in {logs}")
 
     # 2. The daemon, the engines and the router, until Ctrl-C, an error, or the end: then all of them end.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in ENDS:
+        signal.signal(number, end)
     began = time.monotonic()
     # vLLM takes no text of more than six characters for each token that it may have.
     longest = 2 * arguments.prompt_tokens
@@ -65,7 +68,7 @@ def main() -> int:
         except ProcessFailed as error:
             sys.exit(f"run_pd: {error}")
         if arguments.serve:
-            return serve(places)
+            serve(places)
         demo = Demo(cluster, arguments.prompts, arguments.prompt_tokens, arguments.out, arguments.vllm_bench)
         scenarios = run(demo)
 
@@ -121,17 +124,22 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def serve(places: plan.Plan) -> int:
+def end(number: int, _: object) -> None:
+    """The first Ctrl-C ends everything in good order; a second one must not end the ending."""
+    for each in ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def serve(places: plan.Plan) -> NoReturn:
     print(
         f"Ask it: curl {places.router_url}/v1/completions -H 'Content-Type: application/json' "
         f'-d \'{{"model": "{MODEL_NAME}", "prompt": "w5 w6 w7", "max_tokens": 8}}\'\n'
-        f"Who served it: curl {places.admin_url}/decisions?limit=1\nCtrl-C ends everything."
+        f"Who served it: curl {places.admin_url}/decisions?limit=1\nCtrl-C ends everything.",
+        flush=True,
     )
-    try:
+    while True:
         signal.pause()
-    except KeyboardInterrupt:
-        pass
-    return 0
 
 
 def run(demo: Demo) -> list[Scenario]:
@@ -147,6 +155,8 @@ def run(demo: Demo) -> list[Scenario]:
                 break
             finally:
                 bar.update()
+            told = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
+            bar.write(f"{finished[-1].name}: {told}", file=sys.stderr)
     return finished
 
 

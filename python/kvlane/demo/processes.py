@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvlane.bench.processes import beside_python, connector_config, free_port, wait_for_health
 from kvlane.demo.device import Setup
@@ -190,7 +190,15 @@ class Daemon:
             self._process = None
 
 
-def close_all(processes: Iterable[Engine | Daemon]) -> None:
+class Closes(Protocol):
+    """What can be ended."""
+
+    def close(self) -> None:
+        """End it, if it still runs."""
+        ...
+
+
+def close_all(processes: Iterable[Closes]) -> None:
     """End them all, whatever one of them does about it."""
     for process in processes:
         try:

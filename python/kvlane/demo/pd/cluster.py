@@ -12,7 +12,7 @@ from typing import Any
 from kvlane._core import Tool
 from kvlane.demo.pd.plan import Node, Plan
 from kvlane.demo.pd.processes import Router, ServedEngine, end_all, wait_until
-from kvlane.demo.processes import Daemon, close_all
+from kvlane.demo.processes import Daemon
 
 
 class Cluster:
@@ -40,8 +40,8 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Engines first: they are killed, and let the daemon and the router end at once.
-        end_all([*self.engines.values(), *([self._router] if self._router else [])])
-        close_all([self._daemon] if self._daemon else [])
+        last = [process for process in (self._router, self._daemon) if process is not None]
+        end_all([*self.engines.values(), *last])
         self._folder.cleanup()
 
     @property

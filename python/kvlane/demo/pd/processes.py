@@ -6,15 +6,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvlane.bench.processes import beside_python, connector_config
 from kvlane.demo.pd.asking import MODEL_NAME, AskFailed, is_healthy, page
 from kvlane.demo.pd.plan import BLOCK_TOKENS, Node, Plan
-from kvlane.demo.processes import ProcessFailed
+from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 
 START_TIMEOUT_S = 600.0
 _ENVIRONMENT = {
@@ -122,17 +121,15 @@ def wait_until(what: str, holds: Callable[[], bool], timeout_s: float = START_TI
         time.sleep(0.05)
 
 
-def end_all(processes: list[ServedEngine | Router], out: Callable[[str], object] = sys.stderr.write) -> None:
+def end_all(processes: Iterable[ServedEngine | Router | Daemon]) -> None:
     """End them all, whatever one of them does about it, and whoever presses Ctrl-C again meanwhile."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked_to_end = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in asked_to_end]
     try:
-        for process in processes:
-            try:
-                process.close()
-            except OSError as error:
-                out(f"could not end a process of the demo: {error}\n")
+        close_all(processes)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(asked_to_end, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _group(leader: int) -> list[int]:
