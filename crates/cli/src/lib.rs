@@ -9,6 +9,7 @@ mod python;
 mod reference;
 mod replay;
 mod route;
+mod route_knowledge;
 mod serve;
 mod serve_options;
 mod service;

@@ -20,6 +20,8 @@ use clap::{Args, Subcommand};
 use kvlane_door::{CONNECTIONS_MAX, Names, Pages, Slots};
 use kvlane_router::{
     admin::pages,
+    knowledge::EventReaders,
+    loads::Loads,
     members::{AllowList, Block, Membership, MembershipOptions, PingOptions},
     proxy::{Address, Proxy, ProxySettings, Shared},
     schedule::{Policy, Scheduler, Settings},
@@ -30,6 +32,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::{
     errors,
     logging::{self, LogFormat},
+    route_knowledge::{KnowledgeArgs, knowledge},
     size::Size,
 };
 
@@ -141,6 +144,9 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_SHORT_PROMPT", value_name = "TOKENS", default_value_t = 128)]
     short_prompt: u64,
 
+    #[command(flatten)]
+    knowledge: KnowledgeArgs,
+
     /// Threads that serve clients
     #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: u16,
@@ -212,6 +218,9 @@ fn route(args: RouteArgs) -> Result<()> {
         seed: random()?,
         ..Settings::default()
     };
+    // Others may still come where names or beats bring engines.
+    let is_closed = names.is_empty() && args.ping.is_none();
+    let knowledge = knowledge(&args.knowledge, nodes.iter().map(|node| &node.address), is_closed)?;
     logging::start(filter, args.log_format);
     raise_descriptor_limit(args.max_connections);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -222,7 +231,7 @@ fn route(args: RouteArgs) -> Result<()> {
     let listen =
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
     let listeners = args.listen.iter().map(listen).collect::<Result<Vec<_>>>()?;
-    let shared = Shared::new(settings, Scheduler::new(scheduler), random()?);
+    let shared = Shared::knowing(settings, Scheduler::new(scheduler), random()?, knowledge);
     let admin = admin(args, &shared)?;
     let (control, _socket_file) = control::bind(args.socket.as_deref(), &shared)?.unzip();
     let counts = nodes::counts(&nodes);
@@ -232,6 +241,11 @@ fn route(args: RouteArgs) -> Result<()> {
     if let Some(at) = members.ping() {
         tracing::info!("engines' beats are taken at {at}");
     }
+    let loads = Loads::start(&shared)?;
+    let events = {
+        let named = Arc::clone(&shared);
+        EventReaders::start(&shared.knowledge, Box::new(move || named.names()))?
+    };
     let start = |listener| Proxy::start(listener, &shared);
     let proxies = listeners.into_iter().map(start).collect::<Result<Vec<_>, _>>()?;
     for (number, proxy) in proxies.iter().enumerate() {
@@ -259,6 +273,8 @@ fn route(args: RouteArgs) -> Result<()> {
         }
     });
     members.stop();
+    loads.stop();
+    events.stop();
     admin.into_iter().for_each(Pages::stop);
     Ok(())
 }

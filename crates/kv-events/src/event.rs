@@ -22,6 +22,15 @@ pub enum Event {
     Cleared,
 }
 
+/// What a block's hash depends on beside its tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ExtraKey {
+    /// An adapter's name, a salt, the hash of a picture.
+    Text(String),
+    /// Anything else. What it is is not kept.
+    Other,
+}
+
 /// Blocks that follow each other in a prompt can be found from now on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockStored {
@@ -39,8 +48,9 @@ pub struct BlockStored {
     pub medium: Option<String>,
     /// The adapter's name.
     pub lora_name: Option<String>,
-    /// Whether the hashes depend on more than tokens and adapter: pictures, salts, embeddings. What they are is not kept.
-    pub has_extra_keys: bool,
+    /// What the hash of each block depends on beside its tokens: adapters, pictures, salts, embeddings. Empty where no block
+    /// of the event has any.
+    pub extra_keys: Vec<Vec<ExtraKey>>,
     /// The KV cache group that the blocks belong to.
     pub group: Option<u32>,
 }

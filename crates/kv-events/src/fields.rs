@@ -1,6 +1,6 @@
 //! The fields of an event, whichever way it is written.
 
-use crate::event::{BlockRemoved, BlockStored, Event, ExternalHash};
+use crate::event::{BlockRemoved, BlockStored, Event, ExternalHash, ExtraKey};
 use crate::reader::Reader;
 use crate::{DecodeError, Limits, Wrong};
 
@@ -42,7 +42,7 @@ pub(crate) struct Fields {
     lora_id: Option<i64>,
     medium: Option<String>,
     lora_name: Option<String>,
-    has_extra_keys: bool,
+    extra_keys: Vec<Vec<ExtraKey>>,
     group: Option<u32>,
 }
 
@@ -65,7 +65,7 @@ impl Fields {
                 self.lora_name = optional(reader, |reader| Ok(reader.text("lora_name")?.to_owned()))?;
             }
             "group_idx" => self.group = optional(reader, |reader| reader.unsigned_32("group_idx"))?,
-            "extra_keys" => self.has_extra_keys = extra_keys(reader, limits)?,
+            "extra_keys" => self.extra_keys = extra_keys(reader, limits)?,
             _ => reader.skip(limits.depth)?,
         }
         Ok(())
@@ -89,7 +89,7 @@ impl Fields {
             lora_id: self.lora_id,
             medium: self.medium,
             lora_name: self.lora_name,
-            has_extra_keys: self.has_extra_keys,
+            extra_keys: self.extra_keys,
             group: self.group,
         }))
     }
@@ -128,17 +128,31 @@ fn tokens(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<u32>, DecodeEr
     (0..count).map(|_| reader.unsigned_32("a token")).collect()
 }
 
-/// Whether any block has some. vLLM names nil for each block that has none.
-fn extra_keys(reader: &mut Reader<'_>, limits: &Limits) -> Result<bool, DecodeError> {
+/// Those of each block. vLLM names nil for each block that has none.
+fn extra_keys(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<Vec<ExtraKey>>, DecodeError> {
     if reader.nil() {
-        return Ok(false);
+        return Ok(Vec::new());
     }
-    let mut any = false;
-    for _ in 0..reader.array("extra_keys")? {
-        if !reader.nil() {
-            any = true;
-            reader.skip(limits.depth)?;
-        }
+    let count = reader.array_of("blocks with extra keys", limits.hashes)?;
+    let blocks: Vec<_> = (0..count).map(|_| keys_of_a_block(reader, limits)).collect::<Result<_, _>>()?;
+    Ok(if blocks.iter().all(Vec::is_empty) { Vec::new() } else { blocks })
+}
+
+fn keys_of_a_block(reader: &mut Reader<'_>, limits: &Limits) -> Result<Vec<ExtraKey>, DecodeError> {
+    if reader.nil() {
+        return Ok(Vec::new());
     }
-    Ok(any)
+    if !reader.is_array() {
+        return Ok(vec![extra_key(reader, limits)?]);
+    }
+    let count = reader.array_of("extra keys", limits.hashes)?;
+    (0..count).map(|_| extra_key(reader, limits)).collect()
+}
+
+fn extra_key(reader: &mut Reader<'_>, limits: &Limits) -> Result<ExtraKey, DecodeError> {
+    if reader.is_text() {
+        return Ok(ExtraKey::Text(reader.text("an extra key")?.to_owned()));
+    }
+    reader.skip(limits.depth)?;
+    Ok(ExtraKey::Other)
 }

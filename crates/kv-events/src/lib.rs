@@ -14,6 +14,6 @@ pub mod sequence;
 
 pub use batch::{Batch, decode_batch};
 pub use error::{DecodeError, Wrong};
-pub use event::{BlockRemoved, BlockStored, Event, ExternalHash};
+pub use event::{BlockRemoved, BlockStored, Event, ExternalHash, ExtraKey};
 pub use limits::Limits;
 pub use published::{FramesError, Published, Replayed, replay_request};

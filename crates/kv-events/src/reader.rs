@@ -214,6 +214,10 @@ impl<'a> Reader<'a> {
         matches!(self.bytes.get(self.offset), Some(0x80..=0x8f | 0xde | 0xdf))
     }
 
+    pub(crate) fn is_array(&self) -> bool {
+        matches!(self.bytes.get(self.offset), Some(0x90..=0x9f | 0xdc | 0xdd))
+    }
+
     pub(crate) fn is_text(&self) -> bool {
         matches!(self.bytes.get(self.offset), Some(0xa0..=0xbf | 0xd9..=0xdb))
     }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
 use kvlane_kv_events::{
-    Batch, BlockRemoved, BlockStored, DecodeError, Event, ExternalHash, Limits, Wrong, decode_batch,
+    Batch, BlockRemoved, BlockStored, DecodeError, Event, ExternalHash, ExtraKey, Limits, Wrong, decode_batch,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -47,7 +47,7 @@ fn both_ways_in_which_vllm_writes_a_batch_say_the_same() {
         lora_id: None,
         medium: Some("GPU".to_owned()),
         lora_name: None,
-        has_extra_keys: true,
+        extra_keys: vec![vec![], vec![ExtraKey::Text("salt".into())]],
         group: Some(0),
     };
     let removed =
@@ -56,6 +56,11 @@ fn both_ways_in_which_vllm_writes_a_batch_say_the_same() {
     let expected = Batch { time: 1.5, events, unknown: 0, data_parallel_rank: Some(3) };
     assert_eq!(decode_batch(&unhex(ARRAYS), &Limits::default()), Ok(expected.clone()));
     assert_eq!(decode_batch(&unhex(MAPS), &Limits::default()), Ok(expected));
+}
+
+/// None of a first block, a salt and something else of a second one.
+fn extra_keys() -> Vec<Vec<ExtraKey>> {
+    vec![vec![], vec![ExtraKey::Text("salt".into()), ExtraKey::Other]]
 }
 
 /// An event's fields in vLLM's order, and how many of them have no default.
@@ -81,7 +86,7 @@ fn fields(event: &Event) -> (&'static str, Vec<(&'static str, Value)>, usize) {
                 ("lora_id", or_nil(stored.lora_id.map(Value::from))),
                 ("medium", text(&stored.medium)),
                 ("lora_name", text(&stored.lora_name)),
-                ("extra_keys", if stored.has_extra_keys { keys } else { Value::Nil }),
+                ("extra_keys", if stored.extra_keys.is_empty() { Value::Nil } else { keys }),
                 ("group_idx", group(stored.group)),
             ];
             ("BlockStored", fields, 4)
@@ -151,17 +156,9 @@ fn an_event() -> impl Strategy<Value = Event> {
     );
     let stored = stored.prop_map(|((hashes, parent, tokens, block_size), optional)| {
         let (lora_id, medium, lora_name, has_extra_keys, group) = optional;
-        let stored = BlockStored {
-            hashes,
-            parent,
-            tokens,
-            block_size,
-            lora_id,
-            medium,
-            lora_name,
-            has_extra_keys,
-            group,
-        };
+        let extra_keys = if has_extra_keys { extra_keys() } else { Vec::new() };
+        let stored =
+            BlockStored { hashes, parent, tokens, block_size, lora_id, medium, lora_name, extra_keys, group };
         Event::Stored(stored)
     });
     let removed = (vec(a_hash(), 0..20), text(), option::of(any::<u32>()));

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::{
     beats_refused::BeatRefused,
+    knowledge::{Reason, Status},
     proxy::Shared,
     schedule::{Node, NodeState},
 };
@@ -41,6 +42,8 @@ enum Source {
     Total(fn(&Shared) -> u64),
     OfNode(fn(&Node) -> u64),
     OfReason(fn(&Shared, BeatRefused) -> u64),
+    /// Labels and a value each.
+    Each(fn(&Shared) -> Vec<(String, f64)>),
 }
 
 /// All of them.
@@ -126,6 +129,85 @@ pub const METRICS: &[Metric] = &[
         "Tokens of them that are still to be prefilled, estimated.",
         |node| node.load.own_tokens,
     ),
+    of_node(
+        "kvlane_route_node_other_requests",
+        "Requests of others than this router that the node has, by its own metrics.",
+        |node| node.load.other_requests,
+    ),
+    of_node("kvlane_route_node_load_known", "Whether the node's own metrics can be read: 1, or 0.", |node| {
+        u64::from(node.load.cache_percent.is_some())
+    }),
+    of_node(
+        "kvlane_route_node_cache_used_percent",
+        "Part of the node's KV cache that running requests use, by its own metrics.",
+        |node| node.load.cache_percent.unwrap_or(0),
+    ),
+    each(
+        "kvlane_route_node_knowledge",
+        MetricKind::Gauge,
+        "node, role, knowledge, reason",
+        "1: how the node's prefixes are known (exact, checked, approximate), and why not exactly.",
+        |shared| {
+            let row = |(labels, status): (String, Status)| {
+                let (grade, reason) = (status.grade.name(), status.reason.map_or("", Reason::name));
+                (format!("{labels},knowledge=\"{grade}\",reason=\"{reason}\""), 1.0)
+            };
+            statuses(shared).into_iter().map(row).collect()
+        },
+    ),
+    each(
+        "kvlane_route_node_blocks_stored_total",
+        MetricKind::Counter,
+        "node, role",
+        "Blocks that the node's engine said it has stored.",
+        |shared| told(shared, |status| status.told.stored),
+    ),
+    each(
+        "kvlane_route_node_blocks_removed_total",
+        MetricKind::Counter,
+        "node, role",
+        "Blocks that the node's engine said are gone.",
+        |shared| told(shared, |status| status.told.removed),
+    ),
+    each(
+        "kvlane_route_node_blocks_unattached_total",
+        MetricKind::Counter,
+        "node, role",
+        "Stored blocks that were not taken in, since what comes before them is not known.",
+        |shared| told(shared, |status| status.told.unattached),
+    ),
+    each(
+        "kvlane_route_node_restarts_total",
+        MetricKind::Counter,
+        "node, role",
+        "Times that the node's engine began anew, as its events show.",
+        |shared| told(shared, |status| status.restarts),
+    ),
+    each(
+        "kvlane_route_node_events_lost_total",
+        MetricKind::Counter,
+        "node, role",
+        "Times that events of the node were lost, and all that was known of it was forgotten.",
+        |shared| told(shared, |status| status.gaps),
+    ),
+    each(
+        "kvlane_route_knowledge_fallbacks_total",
+        MetricKind::Counter,
+        "reason",
+        "Nodes and requests whose prefixes are known by text only, by reason: once for each change of a node.",
+        |shared| {
+            let row = |reason: Reason| {
+                (format!("reason=\"{}\"", reason.name()), shared.knowledge.fallbacks(reason) as f64)
+            };
+            Reason::ALL.into_iter().map(row).collect()
+        },
+    ),
+    total(
+        "kvlane_route_blocks_bytes",
+        MetricKind::Gauge,
+        "Memory of what engines told of their blocks.",
+        |shared| shared.knowledge.blocks_bytes() as u64,
+    ),
 ];
 
 const fn total(
@@ -139,6 +221,32 @@ const fn total(
 
 const fn of_node(name: &'static str, help: &'static str, value: fn(&Node) -> u64) -> Metric {
     Metric { name, kind: MetricKind::Gauge, labels: "node, role", help, source: Source::OfNode(value) }
+}
+
+const fn each(
+    name: &'static str,
+    kind: MetricKind,
+    labels: &'static str,
+    help: &'static str,
+    values: fn(&Shared) -> Vec<(String, f64)>,
+) -> Metric {
+    Metric { name, kind, labels, help, source: Source::Each(values) }
+}
+
+fn labels(node: &Node) -> String {
+    format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role)
+}
+
+/// What is known of each node's prefixes, with its labels.
+fn statuses(shared: &Shared) -> Vec<(String, Status)> {
+    let all: Vec<_> =
+        shared.with_scheduler(|scheduler| scheduler.nodes().map(|(id, node)| (id, labels(node))).collect());
+    all.into_iter().map(|(id, labels)| (labels, shared.knowledge.status(id))).collect()
+}
+
+/// A number for each node.
+fn told(shared: &Shared, number: fn(&Status) -> u64) -> Vec<(String, f64)> {
+    statuses(shared).into_iter().map(|(labels, status)| (labels, number(&status) as f64)).collect()
 }
 
 /// The pages.
@@ -176,9 +284,8 @@ fn metrics_page(shared: &Shared) -> String {
                 let labels = |reason: BeatRefused| format!("reason=\"{}\"", reason.name());
                 BeatRefused::ALL.map(|reason| (labels(reason), value(shared, reason) as f64)).into()
             }
+            Source::Each(values) => values(shared),
             Source::OfNode(value) => shared.with_scheduler(|scheduler| {
-                let labels =
-                    |node: &Node| format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role);
                 scheduler.nodes().map(|(_, node)| (labels(node), value(node) as f64)).collect()
             }),
         };
@@ -188,10 +295,12 @@ fn metrics_page(shared: &Shared) -> String {
 }
 
 async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let knowledge = &shared.knowledge;
     let nodes: Vec<Value> = shared.with_scheduler(|scheduler| {
         scheduler
             .nodes()
             .map(|(id, node)| {
+                let status = knowledge.status(id);
                 json!({
                     "id": id.to_string(),
                     "node": &*node.name,
@@ -205,8 +314,15 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "models": node.models.iter().map(|model| &**model).collect::<Vec<_>>(),
                     "requests": node.load.own_requests,
                     "prefill_tokens": node.load.own_tokens,
-                    // By hashes of texts that were sent there; nothing is known of what it evicted.
-                    "prefixes": "approximate",
+                    "other_requests": node.load.other_requests,
+                    "cache_used_percent": node.load.cache_percent,
+                    "prefixes": status.grade.name(),
+                    "prefixes_reason": status.reason.map(Reason::name),
+                    "prefixes_why": status.reason.map(Reason::sentence),
+                    "block_size": status.told.block_size,
+                    "blocks_stored": status.told.stored,
+                    "blocks_removed": status.told.removed,
+                    "blocks_unattached": status.told.unattached,
                 })
             })
             .collect()

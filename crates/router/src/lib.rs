@@ -6,7 +6,9 @@
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`decisions`]: the last choices.
 //! - [`ids`]: what engines get as a request's id.
+//! - [`knowledge`]: what nodes have of prompts, by what their engines tell.
 //! - [`legs`]: what a prefill node and a decode node are asked.
+//! - [`loads`]: asks nodes how much they have to do.
 //! - [`members`]: which nodes there are, and whether they answer.
 //! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
 //! - [`schedule`]: which nodes a request goes to. Pure.
@@ -18,7 +20,9 @@ pub mod beats_refused;
 pub mod body;
 pub mod decisions;
 pub mod ids;
+pub mod knowledge;
 pub mod legs;
+pub mod loads;
 pub mod members;
 pub mod proxy;
 pub mod schedule;

@@ -23,6 +23,8 @@ fn prompt(pieces: &[u8]) -> Vec<Mark> {
 #[derive(Debug, Clone)]
 enum Step {
     Insert(Vec<u8>, usize),
+    /// The last block of a prompt goes, as engines evict them.
+    Remove(Vec<u8>, usize),
     Forget(usize),
     Match(Vec<u8>),
 }
@@ -32,6 +34,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let node = || prop_oneof![0usize..4, 60usize..70, Just(130usize)];
     let step = prop_oneof![
         4 => (pieces(), node()).prop_map(|(pieces, node)| Step::Insert(pieces, node)),
+        2 => (pieces(), node()).prop_map(|(pieces, node)| Step::Remove(pieces, node)),
         1 => node().prop_map(Step::Forget),
         4 => pieces().prop_map(Step::Match),
     ];
@@ -52,6 +55,11 @@ proptest! {
                     for mark in &marks {
                         map.entry(mark.hash).or_default().insert(node);
                     }
+                }
+                Step::Remove(pieces, node) => {
+                    let last = prompt(&pieces).last().copied();
+                    last.into_iter().for_each(|mark| index.remove_one(mark.hash, node));
+                    last.and_then(|mark| map.get_mut(&mark.hash)).map(|nodes| nodes.remove(&node));
                 }
                 Step::Forget(node) => {
                     index.forget(node);
@@ -76,7 +84,7 @@ proptest! {
 
     /// It never says more than what was put in, however small it is; the prompt that was put in last is there in whole.
     #[test]
-    fn a_full_one_forgets_and_never_invents(prompts in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..9), 1..200)) {
+    fn a_full_one_forgets_and_never_invents(prompts in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..6), 1..200)) {
         let mut index = Index::new(64);
         let mut known: HashSet<u64> = HashSet::new();
         let mut matched = Vec::new();
@@ -87,7 +95,7 @@ proptest! {
             prop_assert!(matched.first().copied().unwrap_or(0) <= most);
             index.insert(&marks, 0);
             known.extend(marks.iter().map(|mark| mark.hash));
-            prop_assert!(index.marks() <= 64 && index.bytes() <= 64 * 24);
+            prop_assert!(index.marks() <= 64 && index.bytes() <= 64 * 16);
             index.matched(&marks, &mut matched);
             prop_assert_eq!(matched[0], marks.last().unwrap().bytes);
         }
@@ -107,7 +115,7 @@ fn its_memory_is_known_from_the_start() {
             .collect();
         index.insert(&marks, 3);
     }
-    assert_eq!(index.bytes(), (1 << 12) * 16);
+    assert!(index.bytes() <= (1 << 12) * 13, "{} bytes", index.bytes());
     let filled = index.marks() as f64 / f64::from(1 << 12);
     assert!(filled > 0.99, "{filled} of its room is used");
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvlane_router::{
     body::Mark,
     schedule::{
-        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Request, Reservation,
+        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Reported, Request, Reservation,
         Role, Scheduler, Settings, Why,
     },
 };
@@ -186,10 +186,11 @@ fn what_metrics_say_does_not_touch_own_counters() {
     let mut world = World::workers(Policy::LeastLoaded, 2);
     let (number, held) = world.one(&prompt(1, 4));
     let id = world.ids[number];
+    let reported = |requests| Reported { requests, cache_percent: 0 };
     let load = &mut world.scheduler.node_mut(id).unwrap().load;
-    load.observe(0);
+    load.observe(reported(0), 1);
     assert_eq!((load.own_requests, load.other_requests, load.batch()), (1, 0, 1));
-    load.observe(5);
+    load.observe(reported(5), 1);
     assert_eq!((load.own_requests, load.other_requests, load.batch()), (1, 4, 5));
     world.end(held);
     assert_eq!(world.scheduler.node(id).unwrap().load.batch(), 4);

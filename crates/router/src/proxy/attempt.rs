@@ -28,6 +28,7 @@ use crate::{
     body::{Mark, Scan, scan},
     decisions::Decision,
     ids::RequestId,
+    knowledge::{Looked, Prompt},
     legs,
     schedule::{Chosen, Leg, LegEnd, NoNode, NodeId, Request, Reservation, Why},
 };
@@ -52,6 +53,8 @@ pub(super) struct Work<'a> {
     /// None where the request names none.
     pub(super) model: Option<&'a str>,
     pub(super) marks: &'a [Mark],
+    /// Its tokens, if they are known.
+    pub(super) prompt: Option<&'a Prompt>,
     pub(super) id: RequestId,
     /// What the client knows the request by.
     pub(super) client_id: &'a HeaderValue,
@@ -122,8 +125,11 @@ impl Work<'_> {
 
     fn choose(&self, tried: &[NodeId], attempt: u32) -> Result<Chosen, NoNode> {
         let request = self.request(tried);
+        let now = Instant::now();
+        let looked = self.prompt.map(|prompt| self.shared.knowledge.look(prompt, now));
+        let known = looked.as_ref().map(|looked| looked.known.clone()).unwrap_or_default();
         let mut state = self.shared.state.lock();
-        let choice = state.scheduler.choose(&request, Instant::now())?;
+        let choice = state.scheduler.choose_knowing(&request, known, now)?;
         let (prefill, node) = match &choice.chosen {
             Chosen::One(one) => (None, one.node),
             Chosen::Pair { prefill, decode } => (Some(prefill.node), decode.node),
@@ -151,7 +157,24 @@ impl Work<'_> {
         }
         tracing::debug!(?decision, "chosen");
         state.decisions.push(decision);
+        drop(state);
+        self.promise(looked, &choice.chosen, now);
         Ok(choice.chosen)
+    }
+
+    /// The node that prefills will have the prompt.
+    fn promise(&self, looked: Option<Looked>, chosen: &Chosen, now: Instant) {
+        let (Chosen::One(first) | Chosen::Pair { prefill: first, .. }) = chosen;
+        if let Some(looked) = looked {
+            self.shared.knowledge.promise(&looked, first.node, now);
+        }
+    }
+
+    /// A node has answered: whether it counts the prompt's tokens as we do.
+    fn compare(&self, node: Option<NodeId>, answer: &[u8]) {
+        if let (Some(prompt), Some(node)) = (self.prompt, node) {
+            self.shared.knowledge.compare(node, prompt.tokens.len(), answer);
+        }
     }
 
     fn request<'r>(&'r self, tried: &'r [NodeId]) -> Request<'r> {
@@ -296,7 +319,11 @@ impl Work<'_> {
         };
         guard.prefilled(self.marks);
         guard.end(LegEnd::Served);
-        if head.status.is_success() { Ok(answer) } else { Err(Unserved::Refused(self.own(head, answer))) }
+        if !head.status.is_success() {
+            return Err(Unserved::Refused(self.own(head, answer)));
+        }
+        self.compare(node, &answer);
+        Ok(answer)
     }
 
     /// Sends a leg and waits for the head of its answer. A node that says that it cannot is a failure, as one that says nothing.
@@ -364,7 +391,10 @@ impl Work<'_> {
             Some(deadline) => timeout(deadline, body.frame()).await.map_err(|_| deadline),
         };
         let body = match first {
-            Ok(Some(Ok(first))) => EngineBody::new(first, body, guard, self.marks),
+            Ok(Some(Ok(first))) => {
+                self.compare(node, first.data_ref().map_or(&[], |data| data));
+                EngineBody::new(first, body, guard, self.marks)
+            }
             Ok(None) => EngineBody::empty(guard),
             Ok(Some(Err(error))) => {
                 guard.end(LegEnd::Failed);

@@ -206,6 +206,10 @@ async fn post(
         return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
     }
     let marks = scanned.as_ref().map(|scan| marks(scan, seed(scan))).unwrap_or_default();
+    let prompt = match &scanned {
+        Some(scan) => shared.knowledge.prompt(head.uri.path(), scan, model.as_deref()).await,
+        None => None,
+    };
     let work = Work {
         shared,
         upstreams,
@@ -214,6 +218,7 @@ async fn post(
         scan: scanned.as_ref(),
         model: model.as_deref(),
         marks: &marks,
+        prompt: prompt.as_ref(),
         id,
         client_id,
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),

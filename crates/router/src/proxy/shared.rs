@@ -20,7 +20,8 @@ use crate::{
     beats_refused::BeatsRefused,
     decisions::Decisions,
     ids::Ids,
-    schedule::{Connector, Node, NodeId, Scheduler},
+    knowledge::Knowledge,
+    schedule::{Connector, Node, NodeId, Reported, Scheduler},
 };
 
 /// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
@@ -156,6 +157,8 @@ pub struct Shared {
     pub(super) state: Mutex<State>,
     /// What has happened.
     pub counters: Counters,
+    /// What nodes have of prompts, by what their engines tell.
+    pub knowledge: Arc<Knowledge>,
 }
 
 #[derive(Debug)]
@@ -171,6 +174,16 @@ pub(super) struct State {
 impl Shared {
     /// Without nodes. `run` is random: it tells this run's requests from others'.
     pub fn new(settings: ProxySettings, scheduler: Scheduler, run: u64) -> Arc<Self> {
+        Self::knowing(settings, scheduler, run, Arc::new(Knowledge::none()))
+    }
+
+    /// The same, with tokenizers, or engines that tell of their blocks.
+    pub fn knowing(
+        settings: ProxySettings,
+        scheduler: Scheduler,
+        run: u64,
+        knowledge: Arc<Knowledge>,
+    ) -> Arc<Self> {
         let state = State {
             scheduler,
             addresses: HashMap::new(),
@@ -178,13 +191,15 @@ impl Shared {
             ids: Ids::new(run),
             decisions: Decisions::default(),
         };
-        Arc::new(Self { settings, state: Mutex::new(state), counters: Counters::default() })
+        Arc::new(Self { settings, state: Mutex::new(state), counters: Counters::default(), knowledge })
     }
 
     /// A node joins.
     pub fn add(&self, node: Node, address: Address) -> NodeId {
         let mut state = self.state.lock();
+        let name = Arc::clone(&node.name);
         let id = state.scheduler.add(node);
+        self.knowledge.add(id, &name);
         state.addresses.insert(id, Arc::new(address));
         id
     }
@@ -208,10 +223,39 @@ impl Shared {
 
     /// A node has told which models it serves: their names, and a JSON object of each, as its /v1/models has it.
     pub fn set_models(&self, id: NodeId, models: Vec<(Arc<str>, String)>) {
+        self.knowledge.set_models(id, &models);
         let mut state = self.state.lock();
         let Some(node) = state.scheduler.node_mut(id) else { return };
         node.models = models.iter().map(|(name, _)| Arc::clone(name)).collect();
         state.descriptions.insert(id, models);
+    }
+
+    /// Where nodes are.
+    pub(crate) fn addresses(&self) -> Vec<(NodeId, Arc<Address>)> {
+        let state = self.state.lock();
+        let address = |(id, _)| Some((id, Arc::clone(state.addresses.get(&id)?)));
+        state.scheduler.nodes().filter_map(address).collect()
+    }
+
+    /// Names of nodes.
+    pub fn names(&self) -> Vec<(NodeId, Arc<str>)> {
+        let state = self.state.lock();
+        state.scheduler.nodes().map(|(id, node)| (id, Arc::clone(&node.name))).collect()
+    }
+
+    /// Requests of this router that a node has.
+    pub(crate) fn own_requests(&self, id: NodeId) -> u64 {
+        self.state.lock().scheduler.node(id).map_or(0, |node| node.load.own_requests)
+    }
+
+    /// A node's own metrics have come, and how many requests it had of this router when it was asked; or none came for long.
+    pub(crate) fn observe_load(&self, id: NodeId, found: Option<(Reported, u64)>) {
+        if let Some(node) = self.state.lock().scheduler.node_mut(id) {
+            match found {
+                Some((reported, own_before)) => node.load.observe(reported, own_before),
+                None => node.load.observe_nothing(),
+            }
+        }
     }
 
     /// JSON of all models that some node serves.

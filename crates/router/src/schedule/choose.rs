@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{
     choice::{Choice, Chosen, NoNode, Request, Why},
+    known::Known,
     nodes::{Node, NodeId, Role},
     pick::Candidate,
     reservation::{Leg, Reservation},
@@ -16,6 +17,20 @@ impl Scheduler {
     /// # Errors
     /// Nobody can serve it.
     pub fn choose(&mut self, request: &Request<'_>, now: Instant) -> Result<Choice, NoNode> {
+        self.choose_knowing(request, Known::default(), now)
+    }
+
+    /// The same, where more is known of the prompt than its text.
+    ///
+    /// # Errors
+    /// Nobody can serve it.
+    pub fn choose_knowing(
+        &mut self,
+        request: &Request<'_>,
+        known: Known,
+        now: Instant,
+    ) -> Result<Choice, NoNode> {
+        self.known = known;
         if self.settings.policy.needs_prefixes() || self.settings.decode_policy.needs_prefixes() {
             self.index.matched(request.marks, &mut self.matched);
         }
@@ -141,9 +156,8 @@ impl Scheduler {
                     && !request.tried.contains(id)
             })
             .map(|(id, _)| {
-                let bytes = self.matched.get(id.slot as usize).copied().unwrap_or(0);
                 // The last token is always computed.
-                let miss = prompt_tokens.saturating_sub(self.tokens(bytes)).max(1);
+                let miss = prompt_tokens.saturating_sub(self.cached_tokens(request, id)).max(1);
                 Candidate { id, miss }
             })
             .collect()
@@ -166,8 +180,22 @@ impl Scheduler {
         u64::from(bytes / self.settings.bytes_per_token)
     }
 
+    /// Tokens of the prompt that the node has: as its engine tells, or as its text was sent there before.
+    fn cached_tokens(&self, request: &Request<'_>, id: NodeId) -> u64 {
+        if let Some(known) = self.known.of(id) {
+            return known;
+        }
+        let bytes = self.matched.get(id.slot()).copied().unwrap_or(0);
+        match (self.known.prompt_tokens, request.marks.last()) {
+            // Both kinds of node are compared: what is known by its text has as many tokens as it has of the whole text.
+            (Some(tokens), Some(last)) => tokens * u64::from(bytes) / u64::from(last.bytes).max(1),
+            _ => self.tokens(bytes),
+        }
+    }
+
     fn prompt_tokens(&self, request: &Request<'_>) -> u64 {
-        self.tokens(request.marks.last().map_or(0, |mark| mark.bytes)).max(1)
+        let by_text = || self.tokens(request.marks.last().map_or(0, |mark| mark.bytes));
+        self.known.prompt_tokens.unwrap_or_else(by_text).max(1)
     }
 
     fn no_node(&self, request: &Request<'_>, now: Instant) -> NoNode {

@@ -1,11 +1,11 @@
 //! Which nodes have which prefixes, by the [marks](crate::body::marks) of the prompts that they were given.
 //!
-//! A table of fixed size, so that its memory is known from the start. A mark's hash names a set of eight entries; where all
-//! eight are taken, the one that was not used for longest goes. An entry takes 16 bytes:
+//! A table of fixed size, so that its memory is known from the start. A mark's hash names a set of five entries; where all
+//! five are taken, the one that was not used for longest goes. A set is a cache line, so that a mark takes 12.8 bytes:
 //!
 //! ```text
-//!   set = low half of the hash, scaled          entry: | print: high half | used: turn | nodes: a bit each |
-//!                                                        4 bytes            4 bytes      8 bytes
+//!   set = low half of the hash, scaled:   | prints: high halves of 5 hashes | order of use | nodes: a bit each, 5 times |
+//!                                          5 x 4 bytes                       4 bytes        5 x 8 bytes
 //! ```
 //!
 //! Two marks that agree in print and set are one to the table. With a million marks that happens to one mark in five hundred
@@ -13,28 +13,57 @@
 
 use crate::body::Mark;
 
-/// Entries of a set: two cache lines.
-const WAYS: usize = 8;
+/// Entries of a set.
+const WAYS: usize = 5;
 /// Nodes that an entry has bits for.
-const NODES_A_TABLE: usize = 64;
+pub(crate) const NODES_A_TABLE: usize = 64;
+/// The order of use of a set that was never used: a place in four bits, the last used lowest.
+const ORDER: u32 = 0x4_3210;
 
-#[derive(Debug, Clone, Copy, Default)]
-struct Entry {
-    print: u32,
-    /// The table's turn when it was last written.
-    used: u32,
-    /// Empty if there is none.
-    nodes: u64,
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+struct Set {
+    prints: [u32; WAYS],
+    order: u32,
+    /// Empty if there is no mark.
+    nodes: [u64; WAYS],
 }
 
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(align(64))]
-struct Set([Entry; WAYS]);
+impl Default for Set {
+    fn default() -> Self {
+        Self { prints: [0; WAYS], order: ORDER, nodes: [0; WAYS] }
+    }
+}
+
+impl Set {
+    /// Without a branch for each entry: all are looked at anyhow, in one cache line.
+    fn nodes_of(&self, print: u32) -> u64 {
+        let each = self.prints.iter().zip(&self.nodes);
+        each.fold(0, |all, (&of, &nodes)| all | if of == print { nodes } else { 0 })
+    }
+
+    fn place_of(&self, print: u32) -> Option<usize> {
+        (0..WAYS).find(|&way| self.nodes[way] != 0 && self.prints[way] == print)
+    }
+
+    /// An empty place, or the one that was not used for longest.
+    fn place_for_new(&self) -> usize {
+        let oldest = (self.order >> (4 * (WAYS - 1))) as usize;
+        (0..WAYS).find(|&way| self.nodes[way] == 0).unwrap_or(oldest)
+    }
+
+    fn touch(&mut self, way: usize) {
+        let is_there = |rank: &u32| (self.order >> (4 * rank)) & 0xf == way as u32;
+        let rank = (0..WAYS as u32).find(is_there).unwrap_or(0);
+        let below = (1 << (4 * rank)) - 1;
+        let above = !(below << 4 | 0xf);
+        self.order = self.order & above | (self.order & below) << 4 | way as u32;
+    }
+}
 
 #[derive(Debug)]
 struct Table {
     sets: Box<[Set]>,
-    turn: u32,
 }
 
 /// Prefixes by node. Nodes are numbered from 0.
@@ -47,7 +76,7 @@ pub struct Index {
 impl Index {
     /// Room for about that many marks, for each 64 nodes.
     pub fn new(marks_max: usize) -> Self {
-        Self { tables: Vec::new(), sets: marks_max.div_ceil(WAYS).clamp(1, u32::MAX as usize) }
+        Self { tables: Vec::new(), sets: (marks_max / WAYS).clamp(1, u32::MAX as usize) }
     }
 
     /// Bytes of memory that it holds.
@@ -57,8 +86,8 @@ impl Index {
 
     /// Marks that are there, counted. Slow.
     pub fn marks(&self) -> usize {
-        let entries = self.tables.iter().flat_map(|table| &table.sets).flat_map(|set| &set.0);
-        entries.filter(|entry| entry.nodes != 0).count()
+        let nodes = self.tables.iter().flat_map(|table| &table.sets).flat_map(|set| &set.nodes);
+        nodes.filter(|nodes| **nodes != 0).count()
     }
 
     /// Bytes of the prompt, from its beginning, that each node has: `matched[node]`. Marks are those of one prompt in order.
@@ -72,22 +101,42 @@ impl Index {
 
     /// The node has this prompt from now on.
     pub fn insert(&mut self, marks: &[Mark], node: usize) {
+        // A prefix is of use to more prompts than what comes after it: it counts as used last.
+        for mark in marks.iter().rev() {
+            self.insert_one(mark.hash, node);
+        }
+    }
+
+    /// The node has what this hash names.
+    pub fn insert_one(&mut self, hash: u64, node: usize) {
         while self.tables.len() * NODES_A_TABLE <= node {
-            let sets = vec![Set::default(); self.sets].into_boxed_slice();
-            self.tables.push(Table { sets, turn: 0 });
+            self.tables.push(Table { sets: vec![Set::default(); self.sets].into_boxed_slice() });
         }
-        let table = &mut self.tables[node / NODES_A_TABLE];
-        table.turn = table.turn.wrapping_add(1);
-        for mark in marks {
-            table.insert(mark.hash, 1 << (node % NODES_A_TABLE));
+        self.tables[node / NODES_A_TABLE].insert(hash, 1 << (node % NODES_A_TABLE));
+    }
+
+    /// The node no longer has what this hash names.
+    pub fn remove_one(&mut self, hash: u64, node: usize) {
+        if let Some(table) = self.tables.get_mut(node / NODES_A_TABLE) {
+            table.remove(hash, 1 << (node % NODES_A_TABLE));
         }
+    }
+
+    /// Of the 64 nodes from `64 * table` on, those that have what this hash names: a bit each.
+    pub fn nodes_of(&self, hash: u64, table: usize) -> u64 {
+        self.tables.get(table).map_or(0, |table| table.nodes_of(hash))
     }
 
     /// The node has nothing any more. Walks over its whole table.
     pub fn forget(&mut self, node: usize) {
         let Some(table) = self.tables.get_mut(node / NODES_A_TABLE) else { return };
         let others = !(1 << (node % NODES_A_TABLE));
-        table.sets.iter_mut().flat_map(|set| &mut set.0).for_each(|entry| entry.nodes &= others);
+        table.sets.iter_mut().flat_map(|set| &mut set.nodes).for_each(|nodes| *nodes &= others);
+    }
+
+    /// No node has anything any more. Memory stays.
+    pub fn clear(&mut self) {
+        self.tables.iter_mut().for_each(|table| table.sets.fill(Set::default()));
     }
 }
 
@@ -98,10 +147,7 @@ impl Table {
     }
 
     fn nodes_of(&self, hash: u64) -> u64 {
-        let print = (hash >> 32) as u32;
-        let set = &self.sets[self.set_of(hash)].0;
-        // Without a branch for each entry: all eight are looked at anyhow, in two cache lines.
-        set.iter().fold(0, |nodes, entry| nodes | if entry.print == print { entry.nodes } else { 0 })
+        self.sets[self.set_of(hash)].nodes_of(print_of(hash))
     }
 
     fn matched(&self, marks: &[Mark], matched: &mut [u32]) {
@@ -119,19 +165,28 @@ impl Table {
     }
 
     fn insert(&mut self, hash: u64, node: u64) {
-        let (set, print, turn) = (self.set_of(hash), (hash >> 32) as u32, self.turn);
-        let entries = &mut self.sets[set].0;
-        let is_mark = |entry: &Entry| entry.nodes != 0 && entry.print == print;
-        let place = entries.iter().position(is_mark).unwrap_or_else(|| {
-            // An empty entry counts as the oldest.
-            let age = |entry: &Entry| if entry.nodes == 0 { u32::MAX } else { turn.wrapping_sub(entry.used) };
-            let oldest = (0..WAYS).max_by_key(|&way| age(&entries[way])).unwrap_or(0);
-            entries[oldest] = Entry { print, used: turn, nodes: 0 };
-            oldest
+        let place = self.set_of(hash);
+        let (set, print) = (&mut self.sets[place], print_of(hash));
+        let way = set.place_of(print).unwrap_or_else(|| {
+            let way = set.place_for_new();
+            (set.prints[way], set.nodes[way]) = (print, 0);
+            way
         });
-        entries[place].used = turn;
-        entries[place].nodes |= node;
+        set.nodes[way] |= node;
+        set.touch(way);
     }
+
+    fn remove(&mut self, hash: u64, node: u64) {
+        let place = self.set_of(hash);
+        let set = &mut self.sets[place];
+        if let Some(way) = set.place_of(print_of(hash)) {
+            set.nodes[way] &= !node;
+        }
+    }
+}
+
+fn print_of(hash: u64) -> u32 {
+    (hash >> 32) as u32
 }
 
 /// Notes for each node of the set how far its prefix went.

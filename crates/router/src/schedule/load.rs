@@ -9,6 +9,17 @@ pub struct Load {
     pub own_tokens: u64,
     /// Requests of others, by the node's own metrics.
     pub other_requests: u64,
+    /// Percent of the node's KV cache that running requests use, by its own metrics; None if they are not known.
+    pub cache_percent: Option<u64>,
+}
+
+/// What a node's own metrics say.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Reported {
+    /// Requests that run and that wait, whoever sent them.
+    pub requests: u64,
+    /// Percent of its KV cache that running requests use.
+    pub cache_percent: u64,
 }
 
 impl Load {
@@ -17,9 +28,18 @@ impl Load {
         self.own_requests + self.other_requests
     }
 
-    /// The node's metrics tell how many requests run and wait in it. What is more than this router's own are others'.
-    pub fn observe(&mut self, running_and_waiting: u64) {
-        self.other_requests = running_and_waiting.saturating_sub(self.own_requests);
+    /// The node's metrics have come. What they tell beyond this router's own requests is others'. The own ones come and go
+    /// while the node answers: `own_before` is how many there were when it was asked, and the greater number counts, since a
+    /// node must not look loaded by its own shadow.
+    pub fn observe(&mut self, reported: Reported, own_before: u64) {
+        self.other_requests = reported.requests.saturating_sub(self.own_requests.max(own_before));
+        self.cache_percent = Some(reported.cache_percent);
+    }
+
+    /// Nothing is known of others any more.
+    pub fn observe_nothing(&mut self) {
+        self.other_requests = 0;
+        self.cache_percent = None;
     }
 
     /// The product of the time until a request starts and what it slows down: (tokens to be prefilled before it is done) x
@@ -28,5 +48,24 @@ impl Load {
     /// of requests for it before the first one goes elsewhere.
     pub fn work_with(&self, miss_tokens: u64, grain: u64) -> u128 {
         u128::from(self.own_tokens + miss_tokens.max(grain).max(1)) * u128::from(self.batch() + 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_exceeds_our_own_is_others() {
+        let mut load = Load { own_requests: 3, ..Load::default() };
+        let requests = |requests| Reported { requests, cache_percent: 40 };
+        load.observe(requests(10), 2);
+        assert_eq!((load.other_requests, load.batch(), load.cache_percent), (7, 10, Some(40)));
+        // Requests that ended while the node answered are still in what it counted.
+        load.observe(requests(5), 6);
+        assert_eq!((load.other_requests, load.own_requests), (0, 3));
+        load.observe(requests(4), 3);
+        load.observe_nothing();
+        assert_eq!((load.batch(), load.cache_percent), (3, None));
     }
 }

@@ -5,7 +5,8 @@
 //! ```text
 //!   probes, beats --> nodes: role, models, state, breaker --.
 //!   /metrics -------> loads: running and waiting -----------+--> choose --> reservations of one or two legs
-//!   marks of a prompt --> index: who has which prefix ------'       |            | first byte, end
+//!   marks of a prompt --> index: who has which prefix ------+       |            | first byte, end
+//!   tokens, KV events --> known: what engines tell of it ---'       |            |
 //!                          ^----------------------------------------'            v
 //!                            the chosen nodes will have it                     loads
 //! ```
@@ -14,6 +15,7 @@ mod breaker;
 mod choice;
 mod choose;
 mod index;
+mod known;
 mod load;
 mod nodes;
 mod pick;
@@ -22,11 +24,13 @@ mod reservation;
 mod scheduler;
 mod settings;
 
+pub(crate) use self::index::NODES_A_TABLE;
 pub use self::{
     breaker::Breaker,
     choice::{Choice, Chosen, NoNode, Request, Why},
     index::Index,
-    load::Load,
+    known::Known,
+    load::{Load, Reported},
     nodes::{Connector, KnownBy, Node, NodeId, NodeState, Role},
     policy::{Policy, UnknownPolicy},
     reservation::{Leg, LegEnd, Reservation},

@@ -96,6 +96,13 @@ pub struct NodeId {
     pub(super) epoch: u32,
 }
 
+impl NodeId {
+    /// The number that indexes have a bit for. Another node may have it later.
+    pub(crate) fn slot(self) -> usize {
+        self.slot as usize
+    }
+}
+
 impl fmt::Display for NodeId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.slot, self.epoch)

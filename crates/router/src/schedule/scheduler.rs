@@ -4,6 +4,7 @@ use std::{collections::HashMap, time::Instant};
 
 use super::{
     index::Index,
+    known::Known,
     nodes::{Node, NodeId, Nodes},
     reservation::{Leg, LegEnd, Reservation},
     settings::Settings,
@@ -23,6 +24,8 @@ pub struct Scheduler {
     pub(super) chance: u64,
     /// Reused: bytes of the prompt that each node has.
     pub(super) matched: Vec<u32>,
+    /// Of the prompt that is looked at.
+    pub(super) known: Known,
 }
 
 impl Scheduler {
@@ -35,6 +38,7 @@ impl Scheduler {
             pairs: HashMap::new(),
             chance: settings.seed,
             matched: Vec::new(),
+            known: Known::default(),
             settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
         }
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+from pathlib import Path
 
 from kvlane.testing.fake_engine import options
 from kvlane.testing.fake_engine.generation import Engine
@@ -15,6 +16,7 @@ from kvlane.testing.fake_engine.models import Models
 from kvlane.testing.fake_engine.pairs import Pairing
 from kvlane.testing.fake_engine.ping import Pinger
 from kvlane.testing.fake_engine.server import Server, Settings
+from kvlane.testing.fake_engine.words import Words
 
 _WAITING_CONNECTIONS = 4096
 
@@ -58,7 +60,8 @@ async def serve(given: argparse.Namespace) -> None:
         host=given.host,
         block_size=given.block_size,
     )
-    handlers.append(Server(Settings(Models(given.model, given.max_model_len), pairing), engine))
+    words = None if given.words is None else Words(Path(given.words))
+    handlers.append(Server(Settings(Models(given.model, given.max_model_len), pairing, words), engine))
     await listener.start_serving()
     pinger = None
     if given.ping_router is not None:

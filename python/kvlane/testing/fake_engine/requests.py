@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 TOKEN_BYTES = 4
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of texts, 4 bytes each."""
+
+    def tokens(self, text: str) -> bytes: ...
+
+    def chat(self, messages: list[tuple[str, str]]) -> bytes: ...
 
 
 class BadRequest(ValueError):
@@ -52,8 +60,8 @@ def read_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def read_generation(data: bytes, chat: bool) -> Asked:
-    """A body of /v1/completions or /v1/chat/completions. Raises BadRequest."""
+def read_generation(data: bytes, chat: bool, tokenizer: Tokenizer | None = None) -> Asked:
+    """A body of /v1/completions or /v1/chat/completions. Without a tokenizer a token is 4 bytes. Raises BadRequest."""
     body = read_json(data)
     model = body.get("model")
     if model is not None and not isinstance(model, str):
@@ -70,8 +78,18 @@ def read_generation(data: bytes, chat: bool) -> Asked:
     if options is not None and not isinstance(options, dict):
         raise BadRequest("stream_options must be an object.")
     prompt = messages_text(body.get("messages")) if chat else prompt_text(body.get("prompt"))
+    if tokenizer is not None:
+        prompt = _tokenized(body, chat, tokenizer) or prompt
     include_usage = stream and bool(options and options.get("include_usage"))
     return Asked(body, model, prompt, max_tokens, stream, include_usage, choices)
+
+
+def _tokenized(body: dict[str, Any], chat: bool, tokenizer: Tokenizer) -> bytes | None:
+    """None where the prompt is token ids already. What is in the body was checked."""
+    if chat:
+        messages = body["messages"]
+        return tokenizer.chat([(each.get("role", ""), messages_text([each]).decode()) for each in messages])
+    return tokenizer.tokens(body["prompt"]) if isinstance(body["prompt"], str) else None
 
 
 def messages_text(messages: object) -> bytes:

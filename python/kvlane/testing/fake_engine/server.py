@@ -28,6 +28,7 @@ class Settings:
 
     models: Models
     pairing: pairs.Pairing
+    tokenizer: requests.Tokenizer | None = None
 
 
 class Server:
@@ -36,6 +37,7 @@ class Server:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self._models = settings.models
         self._pairing = settings.pairing
+        self._tokenizer = settings.tokenizer
         self._engine = engine
         self._faults = Faults()
         self._log = Log()
@@ -125,7 +127,7 @@ class Server:
     def _generate(self, connection: http.Connection, request: http.HttpRequest, entry: Entry) -> None:
         chat = GENERATING[request.path]
         try:
-            asked = requests.read_generation(request.body, chat)
+            asked = requests.read_generation(request.body, chat, self._tokenizer)
             model = self._models.names[0] if asked.model is None else asked.model
             if model not in self._models:
                 self._refuse(connection, entry, 404, *self._not_found(model))

@@ -1,0 +1,117 @@
+//! A request's prompt as tokens.
+
+use std::time::Duration;
+
+use minijinja::Value;
+
+use super::{
+    grade::Reason,
+    messages::{messages, tools},
+    tokenizer::Tokenizer,
+};
+use crate::body::Scan;
+
+/// Text whose tokens are found at once, on the thread that serves clients: some tens of microseconds.
+pub(super) const INLINE_BYTES_MAX: usize = 2 << 10;
+/// Text that is tokenized at all.
+pub(super) const TEXT_BYTES_MAX: usize = 1 << 20;
+/// How long a request waits for its tokens; a choice by its text is ready at once.
+pub(super) const PATIENCE: Duration = Duration::from_millis(25);
+
+/// What is known of a prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prompt {
+    /// All of it.
+    pub tokens: Vec<u32>,
+    /// The adapter that it is for.
+    pub adapter: Option<String>,
+    /// What keeps its blocks apart from others'.
+    pub salt: Option<String>,
+}
+
+/// What a body says of its prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Token ids.
+    Tokens(Vec<u32>),
+    /// Text, and whether the tokenizer adds to it.
+    Text {
+        /// The text.
+        text: String,
+        /// Whether the tokenizer adds what stands before each text.
+        special: bool,
+    },
+}
+
+/// Token ids in `prompt`, which need no tokenizer. None where it is no list of them.
+pub fn token_ids(scan: &Scan<'_>) -> Option<Vec<u32>> {
+    let raw = scan.raw("prompt").filter(|raw| raw.first() == Some(&b'['))?;
+    serde_json::from_slice::<Vec<u32>>(raw)
+        .ok()
+        .or_else(|| {
+            let [only]: [Vec<u32>; 1] = serde_json::from_slice(raw).ok()?;
+            Some(only)
+        })
+        .filter(|tokens| !tokens.is_empty())
+}
+
+/// The text of a body of /v1/completions, or of a chat as the model's template has it.
+///
+/// # Errors
+/// What cannot be known here: several prompts, pictures, members that change the prompt in ways of the engine's own.
+pub fn text(scan: &Scan<'_>, is_chat: bool, tokenizer: &Tokenizer) -> Result<Source, Reason> {
+    let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
+    let unknown = ["truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"];
+    if unknown.iter().any(|name| is_given(&name)) {
+        return Err(Reason::Form);
+    }
+    if is_chat { chat(scan, tokenizer) } else { completion(scan) }
+}
+
+fn completion(scan: &Scan<'_>) -> Result<Source, Reason> {
+    let raw = scan.raw("prompt").ok_or(Reason::Form)?;
+    if scan.raw("suffix").is_some_and(|value| value != b"null") {
+        return Err(Reason::Form);
+    }
+    let text = match raw.first() {
+        Some(b'"') => serde_json::from_slice::<String>(raw).map_err(|_| Reason::Form)?,
+        _ => {
+            let [only]: [String; 1] = serde_json::from_slice(raw).map_err(|_| Reason::Form)?;
+            only
+        }
+    };
+    let special = scan.raw("add_special_tokens") != Some(b"false");
+    Ok(Source::Text { text, special })
+}
+
+fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Source, Reason> {
+    let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
+    if ["chat_template", "documents", "continue_final_message"].iter().any(|name| is_given(&name)) {
+        return Err(Reason::Form);
+    }
+    let template = tokenizer.template().ok_or(Reason::NoTemplate)?;
+    let raw = scan.raw("messages").ok_or(Reason::Form)?;
+    let messages = messages(raw, template.wants_parts()).map_err(|_| Reason::Form)?;
+    let tools = match scan.raw("tools") {
+        Some(raw) => tools(raw).map_err(|_| Reason::Form)?,
+        None => None,
+    };
+    let add_generation_prompt = scan.raw("add_generation_prompt") != Some(b"false");
+    let mut more = Vec::new();
+    if let Some(effort) = scan.string("reasoning_effort") {
+        more.push(("reasoning_effort".to_owned(), Value::from(&*effort)));
+    }
+    if let Some(raw) = scan.raw("chat_template_kwargs").filter(|raw| *raw != b"null") {
+        let given: Value = serde_json::from_slice(raw).map_err(|_| Reason::Form)?;
+        for key in given.try_iter().map_err(|_| Reason::Form)? {
+            let value = given.get_item(&key).map_err(|_| Reason::Form)?;
+            more.push((key.as_str().ok_or(Reason::Form)?.to_owned(), value));
+        }
+    }
+    let rendered = template.render(messages, tools, add_generation_prompt, more);
+    let text = rendered.map_err(|error| {
+        tracing::debug!(error = format!("{error:#}"), "a chat template refused a request");
+        Reason::Template
+    })?;
+    Ok(Source::Text { text, special: scan.is_true("add_special_tokens") })
+}

@@ -1,0 +1,258 @@
+//! Reads the KV events of nodes' engines, on a thread of its own.
+
+use std::{collections::HashMap, io, sync::Arc, thread::JoinHandle, time::Duration};
+
+use bytes::Bytes;
+use kvlane_kv_events::{
+    FramesError, Limits as EventLimits, Published, Replayed, decode_batch, replay_request,
+};
+use kvlane_zmtp::{ConnectionError, Dealer, Limits, PeerOptions, Subscriber};
+use thiserror::Error;
+use tokio::{net::lookup_host, sync::watch, task::JoinHandle as Task, time::timeout};
+
+use super::{
+    progress::{Next, Progress},
+    settings::{Endpoint, EventSource},
+    shared::Knowledge,
+};
+use crate::schedule::NodeId;
+
+/// How often nodes that joined or left are looked for.
+const LOOK: Duration = Duration::from_millis(500);
+/// Between two tries to connect, at first and at most.
+const PAUSE_MIN: Duration = Duration::from_millis(200);
+const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// A silent engine is asked whether it is still the same after this time.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
+/// Each message of a replay has to come within this time.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Messages of one replay. vLLM keeps ten thousand.
+const REPLAYED_MAX: usize = 1 << 20;
+/// Topic, number and what surrounds a batch.
+const AROUND_A_BATCH: usize = 64 << 10;
+
+/// Names the nodes that there are.
+pub type ListNodes = dyn Fn() -> Vec<(NodeId, Arc<str>)> + Send;
+
+/// The reading thread.
+#[derive(Debug)]
+pub struct EventReaders {
+    stop: watch::Sender<bool>,
+    thread: JoinHandle<()>,
+}
+
+/// Why events cannot be read now.
+#[derive(Debug, Error)]
+enum ReadError {
+    #[error("the name {0} cannot be resolved")]
+    Unresolved(Endpoint),
+    #[error("{0}: {1}")]
+    Connection(Endpoint, ConnectionError),
+    #[error("{0} sends something else than KV events: {1}")]
+    Frames(Endpoint, FramesError),
+    #[error("{at} answers no replay within {} s", PATIENCE.as_secs())]
+    Late { at: Endpoint },
+    #[error("{0} replays without an end")]
+    Endless(Endpoint),
+    #[error("nothing was published for {} s", SILENCE_MAX.as_secs())]
+    Silent,
+}
+
+impl EventReaders {
+    /// Reads the events of these nodes, and of those that join later, until it is stopped.
+    ///
+    /// # Errors
+    /// The kernel gives no thread.
+    pub fn start(knowledge: &Arc<Knowledge>, nodes: Box<ListNodes>) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (stop, mut stopped) = watch::channel(false);
+        let knowledge = Arc::clone(knowledge);
+        let thread = std::thread::Builder::new().name("kvlane-events".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = follow(&knowledge, nodes) => {}
+                    _ = stopped.changed() => {}
+                }
+            });
+        })?;
+        Ok(Self { stop, thread })
+    }
+
+    /// Reads no more.
+    pub fn stop(self) {
+        let _ = self.stop.send(true);
+        let _ = self.thread.join();
+    }
+}
+
+/// A reader for each node that there is and that publishes.
+async fn follow(knowledge: &Arc<Knowledge>, nodes: Box<ListNodes>) {
+    let mut readers: HashMap<NodeId, Task<()>> = HashMap::new();
+    let mut period = tokio::time::interval(LOOK);
+    loop {
+        period.tick().await;
+        let there: HashMap<NodeId, Arc<str>> = nodes().into_iter().collect();
+        readers.retain(|id, reader| {
+            let stays = there.contains_key(id);
+            if !stays {
+                reader.abort();
+            }
+            stays
+        });
+        for (id, name) in there {
+            if let Some(source) = knowledge.source_of(&name)
+                && !readers.contains_key(&id)
+            {
+                let reader = Reader {
+                    knowledge: Arc::clone(knowledge),
+                    id,
+                    source: source.clone(),
+                    progress: Progress::default(),
+                };
+                readers.insert(id, tokio::spawn(reader.run()));
+            }
+        }
+    }
+}
+
+struct Reader {
+    knowledge: Arc<Knowledge>,
+    id: NodeId,
+    source: EventSource,
+    progress: Progress,
+}
+
+impl Reader {
+    async fn run(mut self) {
+        let mut pause = PAUSE_MIN;
+        loop {
+            let mut was_live = false;
+            let Err(error) = self.read(&mut was_live).await;
+            if was_live {
+                pause = PAUSE_MIN;
+            }
+            if matches!(error, ReadError::Silent) {
+                continue;
+            }
+            tracing::debug!(node = self.source.node, %error, "a node's events cannot be read");
+            self.knowledge.set_live(self.id, false);
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    /// Reads until something fails.
+    async fn read(&mut self, was_live: &mut bool) -> Result<std::convert::Infallible, ReadError> {
+        let at = self.source.events.clone();
+        let failed = |error| ReadError::Connection(at.clone(), error);
+        let mut subscriber =
+            Subscriber::connect(resolve(&at).await?, b"", options()).await.map_err(failed)?;
+        self.progress.connected();
+        if self.source.replay.is_some() {
+            self.catch_up().await?;
+        } else if self.progress.has_begun() {
+            // What happened meanwhile is not known, nor whether it is the same engine.
+            self.progress.forgotten();
+            self.knowledge.lost(self.id);
+        }
+        self.knowledge.set_live(self.id, true);
+        *was_live = true;
+        loop {
+            let frames = match self.source.replay {
+                Some(_) => match timeout(SILENCE_MAX, subscriber.recv()).await {
+                    Ok(frames) => frames,
+                    Err(_) => return Err(ReadError::Silent),
+                },
+                None => subscriber.recv().await,
+            };
+            self.message(&frames.map_err(failed)?).await?;
+        }
+    }
+
+    async fn message(&mut self, frames: &[Bytes]) -> Result<(), ReadError> {
+        let wrong = |error| ReadError::Frames(self.source.events.clone(), error);
+        let Published { sequence, payload, .. } = Published::of_frames(frames).map_err(wrong)?;
+        match self.progress.live(sequence) {
+            Next::Skip => return Ok(()),
+            Next::Take => {}
+            next => {
+                if next == Next::ForgetAndTake {
+                    self.knowledge.restarted(self.id);
+                    self.progress.forgotten();
+                }
+                if self.source.replay.is_some() {
+                    self.catch_up().await?;
+                    if self.progress.has_begun() && self.progress.replay_from() >= sequence {
+                        return Ok(());
+                    }
+                } else if next != Next::ForgetAndTake {
+                    self.knowledge.lost(self.id);
+                }
+            }
+        }
+        self.take(sequence, payload);
+        Ok(())
+    }
+
+    /// Has the engine say again what was missed.
+    async fn catch_up(&mut self) -> Result<(), ReadError> {
+        let Some(at) = self.source.replay.clone() else { return Ok(()) };
+        if !self.replay(&at).await? {
+            self.knowledge.restarted(self.id);
+            self.progress.forgotten();
+            self.replay(&at).await?;
+        }
+        Ok(())
+    }
+
+    /// One replay, from the last message that was taken in; false if the engine no longer has that message.
+    async fn replay(&mut self, at: &Endpoint) -> Result<bool, ReadError> {
+        let failed = |error| ReadError::Connection(at.clone(), error);
+        let mut dealer =
+            Dealer::connect(resolve(at).await?, Bytes::new(), options()).await.map_err(failed)?;
+        let had_begun = self.progress.has_begun();
+        dealer.send(&replay_request(self.progress.replay_from())).await.map_err(failed)?;
+        let mut is_first = true;
+        for _ in 0..REPLAYED_MAX {
+            let received =
+                timeout(PATIENCE, dealer.recv()).await.map_err(|_| ReadError::Late { at: at.clone() })?;
+            let frames = received.map_err(failed)?;
+            let replayed =
+                Replayed::of_frames(&frames).map_err(|error| ReadError::Frames(at.clone(), error))?;
+            let Replayed::Batch { sequence, payload } = replayed else { return Ok(!(had_begun && is_first)) };
+            match self.progress.replayed(sequence, payload, is_first) {
+                Next::Skip => {}
+                Next::ForgetAndTake if had_begun => return Ok(false),
+                Next::ForgetAndTake => {
+                    self.knowledge.lost(self.id);
+                    self.take(sequence, payload);
+                }
+                Next::Take | Next::Replay(_) => self.take(sequence, payload),
+            }
+            is_first = false;
+        }
+        Err(ReadError::Endless(at.clone()))
+    }
+
+    fn take(&mut self, sequence: u64, payload: &[u8]) {
+        match decode_batch(payload, &EventLimits::default()) {
+            Ok(batch) => self.knowledge.apply(self.id, &batch),
+            Err(error) => {
+                tracing::warn!(node = self.source.node, sequence, %error, "a node's events cannot be read: all that was known is forgotten");
+                self.knowledge.lost(self.id);
+            }
+        }
+        self.progress.took(sequence, payload);
+    }
+}
+
+async fn resolve(at: &Endpoint) -> Result<std::net::SocketAddr, ReadError> {
+    let found = lookup_host((at.host.as_str(), at.port)).await.ok().and_then(|mut found| found.next());
+    found.ok_or_else(|| ReadError::Unresolved(at.clone()))
+}
+
+fn options() -> PeerOptions {
+    let bytes = EventLimits::default().batch_bytes + AROUND_A_BATCH;
+    let limits = Limits { frame_bytes: bytes, message_bytes: bytes, ..Limits::default() };
+    PeerOptions { limits, ..PeerOptions::default() }
+}

@@ -1,0 +1,452 @@
+//! What all threads know of nodes' prefixes.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use kvlane_kv_events::{Batch, Event};
+use parking_lot::Mutex;
+use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
+
+use super::{
+    agreement::{Agreement, prompt_tokens},
+    blocks::{Before, Blocks, Told},
+    chain::chain,
+    grade::{Grade, Reason},
+    prompt::{INLINE_BYTES_MAX, PATIENCE, Prompt, Source, TEXT_BYTES_MAX, text, token_ids},
+    settings::{EventSource, KnowledgeSettings},
+    tokenizer::{Tokenizer, TokenizerError},
+};
+use crate::{
+    body::Scan,
+    schedule::{Known, NODES_A_TABLE, NodeId},
+};
+
+/// Long prompts that are tokenized at a time, beside the threads that serve clients.
+const TOKENIZING_MAX: usize = 4;
+/// Longest first piece of an answer that is searched for the count of its prompt's tokens.
+const ANSWER_BYTES_MAX: usize = 64 << 10;
+
+/// Tokenizers, and what engines told of their blocks.
+#[derive(Debug)]
+pub struct Knowledge {
+    tokenizers: HashMap<String, Arc<Tokenizer>>,
+    sources: Vec<EventSource>,
+    tokenizing: Arc<Semaphore>,
+    fallbacks: [AtomicU64; Reason::ALL.len()],
+    /// Held for microseconds, but when a node's blocks are forgotten.
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    blocks: Blocks,
+    nodes: HashMap<NodeId, KnownNode>,
+    /// The base model of each adapter.
+    adapters: HashMap<Arc<str>, String>,
+}
+
+#[derive(Debug)]
+struct KnownNode {
+    name: Arc<str>,
+    /// Models and adapters, with an adapter's base model.
+    models: Vec<(Arc<str>, Option<String>)>,
+    has_source: bool,
+    is_live: bool,
+    agreement: Agreement,
+    restarts: u64,
+    gaps: u64,
+    last: Option<(Grade, Option<Reason>)>,
+    said: HashSet<(Grade, Option<Reason>)>,
+}
+
+/// What the router knows of a node's prefixes, for those who look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// What it is worth.
+    pub grade: Grade,
+    /// Why it is not more.
+    pub reason: Option<Reason>,
+    /// What its engine told.
+    pub told: Told,
+    /// Times that its engine began anew, as far as its events show.
+    pub restarts: u64,
+    /// Times that events were lost for good, and all was forgotten.
+    pub gaps: u64,
+}
+
+/// A prompt that was looked up.
+#[derive(Debug, Default)]
+pub struct Looked {
+    /// For the scheduler.
+    pub known: Known,
+    /// The prompt's blocks, for each size of blocks.
+    chains: BTreeMap<u32, Vec<u64>>,
+}
+
+impl Knowledge {
+    /// Loads the tokenizers.
+    ///
+    /// # Errors
+    /// One cannot be loaded.
+    pub fn new(settings: KnowledgeSettings) -> Result<Self, TokenizerError> {
+        let load =
+            |(model, path): (String, std::path::PathBuf)| Ok((model, Arc::new(Tokenizer::load(&path)?)));
+        let tokenizers = settings.tokenizers.into_iter().map(load).collect::<Result<_, TokenizerError>>()?;
+        Ok(Self { tokenizers, ..Self::with_events(settings.events, settings.blocks_max) })
+    }
+
+    /// Knows nothing exactly.
+    pub fn none() -> Self {
+        Self::with_events(Vec::new(), 0)
+    }
+
+    /// Without tokenizers.
+    fn with_events(sources: Vec<EventSource>, blocks_max: usize) -> Self {
+        Self {
+            tokenizers: HashMap::new(),
+            sources,
+            tokenizing: Arc::new(Semaphore::new(TOKENIZING_MAX)),
+            fallbacks: Default::default(),
+            state: Mutex::new(State {
+                blocks: Blocks::new(blocks_max),
+                nodes: HashMap::new(),
+                adapters: HashMap::new(),
+            }),
+        }
+    }
+
+    fn is_on(&self) -> bool {
+        !self.tokenizers.is_empty() || !self.sources.is_empty()
+    }
+
+    /// Where this node's engine publishes its events.
+    pub fn source_of(&self, name: &str) -> Option<&EventSource> {
+        self.sources.iter().find(|source| source.node == name)
+    }
+
+    /// A node joins.
+    pub fn add(&self, id: NodeId, name: &Arc<str>) {
+        let node = KnownNode {
+            name: Arc::clone(name),
+            models: Vec::new(),
+            has_source: self.source_of(name).is_some(),
+            is_live: false,
+            agreement: Agreement::default(),
+            restarts: 0,
+            gaps: 0,
+            last: None,
+            said: HashSet::new(),
+        };
+        let mut state = self.state.lock();
+        state.blocks.forget(id.slot());
+        state.nodes.retain(|other, _| other.slot() != id.slot());
+        state.nodes.insert(id, node);
+    }
+
+    /// A node has told which models it serves: names, and the JSON object that describes each.
+    pub fn set_models(&self, id: NodeId, models: &[(Arc<str>, String)]) {
+        if !self.is_on() {
+            return;
+        }
+        let mut state = self.state.lock();
+        let Some(node) = state.nodes.get_mut(&id) else { return };
+        let is_same = node.models.iter().map(|(name, _)| name).eq(models.iter().map(|(name, _)| name));
+        if is_same && node.last.is_some() {
+            return;
+        }
+        node.models = models.iter().map(|(name, described)| (Arc::clone(name), parent(described))).collect();
+        let all = state.nodes.values().flat_map(|node| &node.models);
+        state.adapters = all.filter_map(|(name, base)| Some((Arc::clone(name), base.clone()?))).collect();
+        self.note(&mut state, id);
+    }
+
+    /// The prompt of a request, if its tokens can be known.
+    pub async fn prompt(&self, path: &str, scan: &Scan<'_>, model: Option<&str>) -> Option<Prompt> {
+        let is_chat = match path {
+            "/v1/chat/completions" => true,
+            "/v1/completions" => false,
+            _ => return None,
+        };
+        let model = model.filter(|_| self.is_on())?;
+        let base = self.state.lock().adapters.get(model).cloned();
+        let adapter = base.is_some().then(|| model.to_owned());
+        let salt = scan.string("cache_salt").map(|salt| salt.into_owned());
+        if !is_chat && let Some(tokens) = token_ids(scan) {
+            return Some(Prompt { tokens, adapter, salt });
+        }
+        let tokenizer = self.tokenizers.get(base.as_deref().unwrap_or(model))?;
+        let read = async {
+            if scan.body().len() > 2 * TEXT_BYTES_MAX {
+                return Err(Reason::TooLong);
+            }
+            match text(scan, is_chat, tokenizer)? {
+                Source::Tokens(tokens) => Ok(tokens),
+                Source::Text { text, special } => self.tokenize(tokenizer, text, special).await,
+            }
+        };
+        match read.await {
+            Ok(tokens) => Some(Prompt { tokens, adapter, salt }),
+            Err(reason) => {
+                if self.count(reason) {
+                    tracing::warn!(
+                        reason = reason.name(),
+                        "a prompt is known by its text only: {}. Further cases are only counted",
+                        reason.sentence()
+                    );
+                }
+                None
+            }
+        }
+    }
+
+    async fn tokenize(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        text: String,
+        special: bool,
+    ) -> Result<Vec<u32>, Reason> {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(Reason::TooLong);
+        }
+        let pieces = tokenizer.pieces(&text, special);
+        if pieces.unknown() <= INLINE_BYTES_MAX {
+            return tokenizer.tokens(pieces).ok_or(Reason::Form);
+        }
+        let permit = Arc::clone(&self.tokenizing).try_acquire_owned().map_err(|_| Reason::Busy)?;
+        let tokenizer = Arc::clone(tokenizer);
+        // One that comes too late for this request fills the cache for the next.
+        let task = spawn_blocking(move || {
+            let _permit = permit;
+            tokenizer.tokens(tokenizer.pieces(&text, special))
+        });
+        match timeout(PATIENCE, task).await {
+            Ok(Ok(tokens)) => tokens.ok_or(Reason::Form),
+            Ok(Err(_)) => Err(Reason::Form),
+            Err(_) => Err(Reason::Late),
+        }
+    }
+
+    /// What nodes have of a prompt, where their engines told of it.
+    pub fn look(&self, prompt: &Prompt, now: Instant) -> Looked {
+        let count = prompt.tokens.len() as u64;
+        let mut wanted: BTreeMap<u32, Vec<u64>> = BTreeMap::new();
+        let mut ids: HashMap<usize, NodeId> = HashMap::new();
+        {
+            let state = self.state.lock();
+            for (&id, node) in &state.nodes {
+                let Some(size) = state.blocks.told(id.slot()).block_size.filter(|_| node.is_exact()) else {
+                    continue;
+                };
+                ids.insert(id.slot(), id);
+                let tables = wanted.entry(size).or_default();
+                let table = id.slot() / NODES_A_TABLE;
+                if tables.len() <= table {
+                    tables.resize(table + 1, 0);
+                }
+                tables[table] |= 1 << (id.slot() % NODES_A_TABLE);
+            }
+        }
+        let (adapter, salt) = (prompt.adapter.as_deref(), prompt.salt.as_deref());
+        let chain_of = |&size: &u32| (size, chain(&prompt.tokens, size, adapter, salt));
+        let chains: BTreeMap<u32, Vec<u64>> = wanted.keys().map(chain_of).collect();
+        let mut known = Known::counted(count);
+        let mut state = self.state.lock();
+        for (size, tables) in &wanted {
+            let size_64 = u64::from(*size);
+            // The last token is always computed, and with it its block.
+            let most = count.saturating_sub(1) / size_64 * size_64;
+            state.blocks.matched(&chains[size], tables, now, |slot, blocks| {
+                if let Some(&id) = ids.get(&slot) {
+                    known.set(id, (blocks as u64 * size_64).min(most));
+                }
+            });
+        }
+        Looked { known, chains }
+    }
+
+    /// The node was given the prompt: it will have its blocks.
+    pub fn promise(&self, looked: &Looked, id: NodeId, now: Instant) {
+        let mut state = self.state.lock();
+        let size = state.blocks.told(id.slot()).block_size;
+        if let Some(chain) = size.and_then(|size| looked.chains.get(&size))
+            && state.nodes.contains_key(&id)
+        {
+            state.blocks.promise(chain, id.slot(), now);
+        }
+    }
+
+    /// The node answered; `ours` is our count of the prompt's tokens.
+    pub fn compare(&self, id: NodeId, ours: usize, answer: &[u8]) {
+        let is_short = answer.len() <= ANSWER_BYTES_MAX;
+        let Some(theirs) = is_short.then(|| prompt_tokens(answer)).flatten() else { return };
+        let mut state = self.state.lock();
+        if let Some(node) = state.nodes.get_mut(&id) {
+            node.agreement.compared(ours as u64, theirs);
+            self.note(&mut state, id);
+        }
+    }
+
+    /// A node's events can be read from now on, or no longer.
+    pub(super) fn set_live(&self, id: NodeId, is_live: bool) {
+        let mut state = self.state.lock();
+        if let Some(node) = state.nodes.get_mut(&id) {
+            node.is_live = is_live;
+            self.note(&mut state, id);
+        }
+    }
+
+    /// A node's engine has begun anew: nothing of it is known.
+    pub(super) fn restarted(&self, id: NodeId) {
+        self.forget(id, |node| node.restarts += 1);
+    }
+
+    /// Events of a node are lost: what it has is not known.
+    pub(super) fn lost(&self, id: NodeId) {
+        self.forget(id, |node| node.gaps += 1);
+    }
+
+    fn forget(&self, id: NodeId, count: impl FnOnce(&mut KnownNode)) {
+        let mut state = self.state.lock();
+        let Some(node) = state.nodes.get_mut(&id) else { return };
+        count(node);
+        state.blocks.forget(id.slot());
+        self.note(&mut state, id);
+    }
+
+    /// Takes in what a node's engine told.
+    pub(super) fn apply(&self, id: NodeId, batch: &Batch) {
+        for event in &batch.events {
+            let mut next = Some((0, Before::AsTold));
+            while let Some((from, before)) = next {
+                let mut state = self.state.lock();
+                if !state.nodes.contains_key(&id) {
+                    return;
+                }
+                next = None;
+                match event {
+                    Event::Stored(stored) => next = state.blocks.stored(id.slot(), stored, from, before),
+                    Event::Removed(removed) => state.blocks.removed(id.slot(), removed),
+                    Event::Cleared => state.blocks.cleared(id.slot()),
+                }
+                if next.is_none() {
+                    self.note(&mut state, id);
+                }
+            }
+        }
+    }
+
+    /// What is known of a node.
+    pub fn status(&self, id: NodeId) -> Status {
+        let state = self.state.lock();
+        let told = state.blocks.told(id.slot());
+        match state.nodes.get(&id) {
+            Some(node) => {
+                let (grade, reason) = self.grade(node, told);
+                Status { grade, reason, told, restarts: node.restarts, gaps: node.gaps }
+            }
+            None => Status {
+                grade: Grade::Approximate,
+                reason: Some(Reason::NoEvents),
+                told: Told::default(),
+                restarts: 0,
+                gaps: 0,
+            },
+        }
+    }
+
+    /// Bytes of memory that blocks take.
+    pub fn blocks_bytes(&self) -> usize {
+        self.state.lock().blocks.bytes()
+    }
+
+    /// How often knowledge was less than exact for this reason.
+    pub fn fallbacks(&self, reason: Reason) -> u64 {
+        self.fallbacks[reason as usize].load(Ordering::Relaxed)
+    }
+
+    /// One more; whether it is the first one.
+    fn count(&self, reason: Reason) -> bool {
+        self.fallbacks[reason as usize].fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    fn grade(&self, node: &KnownNode, told: Told) -> (Grade, Option<Reason>) {
+        let has = |name: &str| self.tokenizers.contains_key(name);
+        let has_tokenizer =
+            node.models.iter().any(|(name, base)| has(base.as_deref().unwrap_or(name.as_ref())));
+        let reason = if !has_tokenizer {
+            Some(Reason::NoTokenizer)
+        } else if node.agreement.is_broken() {
+            Some(Reason::TokensDiffer)
+        } else if !node.has_source {
+            Some(Reason::NoEvents)
+        } else if !node.is_live {
+            Some(Reason::EventsLost)
+        } else if told.block_size.is_none() {
+            Some(Reason::BlockSizeUnknown)
+        } else {
+            None
+        };
+        let is_checked = node.agreement.holds() && has_tokenizer;
+        match reason {
+            None => (Grade::Exact, None),
+            Some(reason) if is_checked => (Grade::Checked, Some(reason)),
+            Some(reason) => (Grade::Approximate, Some(reason)),
+        }
+    }
+
+    /// Counts and says a change of what is known of a node, each kind once.
+    fn note(&self, state: &mut State, id: NodeId) {
+        let told = state.blocks.told(id.slot());
+        let Some(node) = state.nodes.get_mut(&id) else { return };
+        if !self.is_on() || node.models.is_empty() {
+            return;
+        }
+        let now = self.grade(node, told);
+        let before = node.last.replace(now);
+        if before == Some(now) {
+            return;
+        }
+        let (grade, reason) = now;
+        // What is checked only falls short of exact for a reason that was counted when it came up.
+        let is_counted = reason.is_some() && before.and_then(|(_, reason)| reason) != reason;
+        if let Some(reason) = reason.filter(|_| is_counted) {
+            self.count(reason);
+        }
+        if !node.said.insert(now) {
+            return;
+        }
+        let (name, grade) = (&node.name, grade.name());
+        match reason {
+            None => tracing::info!(node = %name, "prefixes of a node are known exactly, by its events"),
+            Some(reason @ Reason::BlockSizeUnknown) => {
+                tracing::info!(node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
+            }
+            Some(reason) => tracing::warn!(
+                node = %name,
+                knowledge = grade,
+                reason = reason.name(),
+                "prefixes of a node are not known exactly: {}. Further cases are only counted",
+                reason.sentence()
+            ),
+        }
+    }
+}
+
+impl KnownNode {
+    /// Whether what its engine tells may be believed.
+    fn is_exact(&self) -> bool {
+        self.is_live && !self.agreement.is_broken()
+    }
+}
+
+/// The base model of an adapter, by how a node describes it.
+fn parent(described: &str) -> Option<String> {
+    let described: serde_json::Value = serde_json::from_str(described).ok()?;
+    described.get("parent")?.as_str().map(str::to_owned)
+}

@@ -1,0 +1,205 @@
+//! Reads what nodes themselves say of their load: `GET /metrics` of vLLM's server, every two seconds.
+//!
+//! Own counters are exact and at once; what is read here only adds what others than this router send to a node. No oftener than
+//! probes come: engines have become unresponsive by being asked for their metrics too often.
+
+use std::{collections::HashMap, io, sync::Arc, thread::JoinHandle, time::Duration};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty, Limited};
+use hyper::{Request, StatusCode, client::conn::http1, header::HOST};
+use hyper_util::rt::TokioIo;
+use thiserror::Error;
+use tokio::{
+    net::TcpStream,
+    sync::watch,
+    task::JoinHandle as Task,
+    time::{MissedTickBehavior, interval, timeout},
+};
+
+use crate::{
+    proxy::{Address, Shared},
+    schedule::{NodeId, Reported},
+};
+
+/// Between two questions to a node.
+const PERIOD: Duration = Duration::from_secs(2);
+/// An answer has to come within this time.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Periods without an answer after which the last one counts no more.
+const MISSES_MAX: u32 = 3;
+/// Longest page of metrics.
+const BYTES_MAX: usize = 4 << 20;
+
+/// The asking thread.
+#[derive(Debug)]
+pub struct Loads {
+    stop: watch::Sender<bool>,
+    thread: JoinHandle<()>,
+}
+
+/// Why a node's load is not known.
+#[derive(Debug, Error)]
+enum LoadError {
+    #[error("no connection: {0}")]
+    Connection(#[from] io::Error),
+    #[error("no answer: {0}")]
+    Http(#[from] hyper::Error),
+    #[error("no answer within {} s", PATIENCE.as_secs())]
+    Late,
+    #[error("it answered {0} to GET /metrics")]
+    Status(StatusCode),
+    #[error("its page of metrics is longer than {BYTES_MAX} bytes, or ends early")]
+    Length,
+    #[error("its page of metrics has neither vllm:num_requests_running nor vllm:num_requests_waiting")]
+    NotThere,
+}
+
+/// What a page of metrics in Prometheus' text format says, summed over the engines that it lists. None if it says nothing of it.
+pub fn read(page: &str) -> Option<Reported> {
+    let mut found = None;
+    let mut reported = Reported::default();
+    for line in page.lines().filter(|line| line.starts_with("vllm:")) {
+        let name = line.split(['{', ' ']).next().unwrap_or_default();
+        // Behind the labels, which may hold spaces and brackets; a time may follow.
+        let rest = line.rsplit_once('}').map_or(&line[name.len()..], |(_, rest)| rest);
+        let Some(value) = rest.split_whitespace().next().and_then(|value| value.parse::<f64>().ok()) else {
+            continue;
+        };
+        // Not a number and less than nothing become 0.
+        let count = value as u64;
+        match name {
+            "vllm:num_requests_running" | "vllm:num_requests_waiting" => {
+                reported.requests = reported.requests.saturating_add(count);
+                found = Some(());
+            }
+            "vllm:kv_cache_usage_perc" => {
+                reported.cache_percent = reported.cache_percent.max((value * 100.0) as u64).min(100);
+            }
+            _ => {}
+        }
+    }
+    found.map(|()| reported)
+}
+
+impl Loads {
+    /// Asks all nodes that there are, and those that join later, until it is stopped.
+    ///
+    /// # Errors
+    /// The kernel gives no thread.
+    pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let (stop, mut stopped) = watch::channel(false);
+        let shared = Arc::clone(shared);
+        let thread = std::thread::Builder::new().name("kvlane-loads".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = follow(&shared) => {}
+                    _ = stopped.changed() => {}
+                }
+            });
+        })?;
+        Ok(Self { stop, thread })
+    }
+
+    /// Asks no more.
+    pub fn stop(self) {
+        let _ = self.stop.send(true);
+        let _ = self.thread.join();
+    }
+}
+
+async fn follow(shared: &Arc<Shared>) {
+    let mut asking: HashMap<NodeId, Task<()>> = HashMap::new();
+    let mut period = interval(PERIOD / 4);
+    loop {
+        period.tick().await;
+        let there: HashMap<NodeId, Arc<Address>> = shared.addresses().into_iter().collect();
+        asking.retain(|id, task| {
+            let stays = there.contains_key(id);
+            if !stays {
+                task.abort();
+            }
+            stays
+        });
+        for (id, address) in there {
+            asking.entry(id).or_insert_with(|| tokio::spawn(ask_for_ever(Arc::clone(shared), id, address)));
+        }
+    }
+}
+
+async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
+    let mut period = interval(PERIOD);
+    period.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut misses, mut is_said) = (0, false);
+    loop {
+        period.tick().await;
+        let own_before = shared.own_requests(id);
+        let asked = timeout(PATIENCE, page_of(&address)).await.unwrap_or(Err(LoadError::Late));
+        match asked.and_then(|page| read(&page).ok_or(LoadError::NotThere)) {
+            Ok(reported) => {
+                misses = 0;
+                shared.observe_load(id, Some((reported, own_before)));
+            }
+            Err(error) => {
+                misses += 1;
+                if misses == MISSES_MAX {
+                    shared.observe_load(id, None);
+                }
+                if misses >= MISSES_MAX && !is_said {
+                    is_said = true;
+                    tracing::warn!(
+                        node = %address,
+                        %error,
+                        "a node's own metrics cannot be read: what others send to it does not count. Said once"
+                    );
+                }
+            }
+        }
+    }
+}
+
+async fn page_of(address: &Address) -> Result<String, LoadError> {
+    let stream = TcpStream::connect((address.host.as_str(), address.port)).await?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+    let connection = tokio::spawn(connection);
+    let mut request = Request::new(Empty::<Bytes>::new());
+    *request.uri_mut() = format!("{}/metrics", address.path).parse().unwrap_or_default();
+    if let Ok(host) = address.authority.parse() {
+        request.headers_mut().insert(HOST, host);
+    }
+    let response = sender.send_request(request).await?;
+    let status = response.status();
+    let collected = Limited::new(response.into_body(), BYTES_MAX).collect().await;
+    drop(sender);
+    connection.abort();
+    if !status.is_success() {
+        return Err(LoadError::Status(status));
+    }
+    let bytes = collected.map_err(|_| LoadError::Length)?.to_bytes();
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_of_vllm_is_read_and_others_say_nothing() {
+        let page = "# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n\
+            vllm:num_requests_running{engine=\"0\",model_name=\"a } b\"} 3.0\n\
+            vllm:num_requests_running{engine=\"1\",model_name=\"a\"} 2.0 1700000000\n\
+            vllm:num_requests_waiting{engine=\"0\"} 4.0\n\
+            vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 4.0\n\
+            vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n";
+        assert_eq!(read(page), Some(Reported { requests: 9, cache_percent: 50 }));
+        assert_eq!(read("vllm:num_requests_running 1"), Some(Reported { requests: 1, cache_percent: 0 }));
+        let odd =
+            "vllm:num_requests_running NaN\nvllm:num_requests_waiting -3\nvllm:num_requests_waiting{ +Inf";
+        assert!(read(odd).is_some_and(|reported| reported.requests == 0));
+        for nothing in ["", "process_open_fds 3", "vllm:num_requests_running", "vllm:kv_cache_usage_perc 0.5"]
+        {
+            assert_eq!(read(nothing), None, "{nothing}");
+        }
+    }
+}
