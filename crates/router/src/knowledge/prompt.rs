@@ -62,7 +62,7 @@ pub fn token_ids(scan: &Scan<'_>) -> Option<Vec<u32>> {
 pub fn text(scan: &Scan<'_>, is_chat: bool, tokenizer: &Tokenizer) -> Result<Source, Reason> {
     let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
     let unknown = ["truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"];
-    if unknown.iter().any(|name| is_given(&name)) {
+    if unknown.iter().any(is_given) {
         return Err(Reason::Form);
     }
     if is_chat { chat(scan, tokenizer) } else { completion(scan) }
@@ -86,7 +86,7 @@ fn completion(scan: &Scan<'_>) -> Result<Source, Reason> {
 
 fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Source, Reason> {
     let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
-    if ["chat_template", "documents", "continue_final_message"].iter().any(|name| is_given(&name)) {
+    if ["chat_template", "documents", "continue_final_message"].iter().any(is_given) {
         return Err(Reason::Form);
     }
     let template = tokenizer.template().ok_or(Reason::NoTemplate)?;

@@ -179,7 +179,7 @@ impl Tokenizer {
             let given = self.encode(sample, true)?;
             Some(given.strip_prefix(&lead[..]) == Some(&bare[..]))
         };
-        SAMPLES.iter().all(|sample| is_all(&sample) == Some(true)).then_some(lead)
+        SAMPLES.iter().all(|sample| is_all(sample) == Some(true)).then_some(lead)
     }
 
     fn find_cuts(&self) -> Vec<String> {
