@@ -78,3 +78,4 @@ def test_a_core_without_a_call_or_with_other_parameters_is_noticed() -> None:
     wrong = missing(SchedulerCore, Renamed)
     assert {"tick", "close"} <= set(wrong) and "ready" not in wrong
     assert any(each.startswith("lookup_start(") for each in wrong)
+    assert {"engine_id", "run"} <= set(wrong)

@@ -134,10 +134,22 @@ class EngineProcess:
             self._junk(at, count)
         return end
 
-    def lookup(self, prompt: str, count: int) -> dict[str, Any]:
+    def hand_over(self, count: int, wait_ms: int) -> tuple[str, str, int, int]:
+        """What another engine's `lookup` is given to wait for so many blocks that this one saves."""
+        assert self.scheduler is not None
+        return self.scheduler.engine_id, self.scheduler.run.hex(), count * TOKENS, wait_ms
+
+    def lookup(
+        self, prompt: str, count: int, handoff: tuple[str, str, int, int] | None = None
+    ) -> dict[str, Any]:
         assert self.scheduler is not None
         started = time.monotonic()
-        self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40)
+        if handoff is not None:
+            engine_id, run, tokens, wait_ms = handoff
+            named = (engine_id, bytes.fromhex(run), tokens, wait_ms)
+            self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40, named)
+        else:
+            self.scheduler.lookup_start("r", [hashes(prompt, 0, count)], 1 << 40)
         hit = None
         while hit is None:
             hit = self.scheduler.lookup_poll("r", 100_000)

@@ -132,3 +132,56 @@ impl HandOffs {
         self.waits.lock().by_engine.values().map(HashMap::len).sum()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    fn counted() -> (Arc<Signal>, Arc<AtomicUsize>) {
+        let wakes = Arc::new(AtomicUsize::new(0));
+        let of_signal = Arc::clone(&wakes);
+        let wake = move || {
+            of_signal.fetch_add(1, Ordering::Relaxed);
+        };
+        (Signal::new(wake), wakes)
+    }
+
+    #[test]
+    fn a_signal_wakes_once_for_all_that_happened_and_keeps_its_first_end() {
+        let (signal, wakes) = counted();
+        for _ in 0..1000 {
+            signal.progress();
+        }
+        assert_eq!(wakes.load(Ordering::Relaxed), 1);
+        assert_eq!(signal.take(), (true, None));
+        signal.end(End::Gone);
+        signal.end(End::Complete);
+        assert_eq!(wakes.load(Ordering::Relaxed), 2);
+        assert_eq!(signal.take(), (false, Some(End::Gone)));
+    }
+
+    #[test]
+    fn an_end_reaches_those_who_wait_for_that_engine() {
+        let all = Arc::new(HandOffs::default());
+        let signals: Vec<_> = (0..3).map(|_| counted().0).collect();
+        let names = ["p", "p", "q"];
+        let mut places: Vec<_> = names
+            .iter()
+            .zip(&signals)
+            .map(|(name, signal)| HandOffs::enter(&all, name, Arc::clone(signal)))
+            .collect();
+        assert_eq!(all.len(), 3);
+        all.end_of("p", End::Gone);
+        all.end_of("nobody", End::Gone);
+        let ends = |signals: &[Arc<Signal>]| signals.iter().map(|signal| signal.take().1).collect::<Vec<_>>();
+        assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), None]);
+        places.remove(0);
+        all.stop();
+        assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), Some(End::Stopping)]);
+        places.clear();
+        assert_eq!(all.len(), 0);
+        assert!(all.is_first_complaint() && !all.is_first_complaint());
+    }
+}

@@ -38,13 +38,17 @@ impl Line {
         self.id += 1;
         let request = v1::Request { id: self.id, body: Some(ask.clone()) };
         self.stream.write_all(&encode_frame(&request)).unwrap();
+        self.hear()
+    }
+
+    fn hear(&mut self) -> Answer {
         loop {
             if let Some(v1::Reply { body: Some(answer), .. }) = self.reader.next_message().unwrap() {
                 return answer;
             }
             let mut received = [0; 4096];
             let count = self.stream.read(&mut received).unwrap();
-            assert!(count > 0, "the daemon hung up at {ask:?}");
+            assert!(count > 0, "the daemon hung up");
             self.reader.push(&received[..count]);
         }
     }
@@ -140,6 +144,25 @@ fn register() -> Ask {
     })
 }
 
+fn open(cancelled_below: u64) -> Ask {
+    let group = |namespace: u8, window_blocks| v1::Group {
+        namespace: vec![namespace; 16].into(),
+        name: "g".into(),
+        tokens_per_block: 16,
+        window_blocks,
+    };
+    let groups = vec![group(3, 0), group(4, 1)];
+    Ask::OpenEngine(v1::OpenEngine { groups, workers: 1, cancelled_below })
+}
+
+fn claim(job: u64, first: u64, count: u64) -> Ask {
+    Ask::Claim(v1::Claim { groups: groups(first, count), job })
+}
+
+fn commit(claim: u64, written: bool) -> Ask {
+    Ask::Commit(v1::Commit { claim, written })
+}
+
 #[test]
 fn the_model_of_the_daemon_answers_as_the_daemon() {
     let folder = tempfile::tempdir().unwrap();
@@ -148,18 +171,6 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
     let path = folder.path().join("kvlane.sock");
     let mut lines = [Line::new(&path), Line::new(&path)];
     let mut model = Run::new([1; 16], 16 << 20);
-    let open = |cancelled_below| {
-        let group = |namespace: u8, window_blocks| v1::Group {
-            namespace: vec![namespace; 16].into(),
-            name: "g".into(),
-            tokens_per_block: 16,
-            window_blocks,
-        };
-        let groups = vec![group(3, 0), group(4, 1)];
-        Ask::OpenEngine(v1::OpenEngine { groups, workers: 1, cancelled_below })
-    };
-    let claim = |job, first, count| Ask::Claim(v1::Claim { groups: groups(first, count), job });
-    let commit = |claim, written| Ask::Commit(v1::Commit { claim, written });
     let settle = Ask::Settle(v1::Settle { timeout_ms: 20_000 });
     let journal = |max| Ask::ReadJournal(v1::ReadJournal { cursor: 0, max });
     let mut differ = Vec::new();
@@ -230,11 +241,84 @@ fn the_model_of_the_daemon_answers_as_the_daemon() {
                 kind(&answer)
             }
             Said::Gate { below, .. } => kind(&Run::gate_answer(model.is_gate_closed(line as u64 + 1, below))),
-            Said::Copy(copy) => panic!("nobody copies here: {copy:?}"),
+            said => panic!("nobody copies or waits here: {said:?}"),
         };
         if real != modelled {
             differ.push(format!("request {number}, {ask:?}: the daemon says {real}, its model {modelled}"));
         }
     }
     assert!(differ.is_empty(), "{}", differ.join("\n"));
+}
+
+/// Both make the same lookups wait for what the engine saves itself, and end the waits with the same requests.
+#[test]
+fn the_model_of_the_daemon_waits_as_the_daemon() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = address(&folder);
+    let _daemon = start(&address);
+    let path = folder.path().join("kvlane.sock");
+    let mut lines = [Line::new(&path), Line::new(&path)];
+    let mut model = Run::new([1; 16], 16 << 20);
+    let (scheduler, worker) = (0, 1);
+    let waits = |first, count, tokens, run: u8, wait_ms| {
+        let Ask::Lookup(lookup) = lookup(first, count, tokens) else { unreachable!() };
+        let run = vec![run; 16].into();
+        let hand_off = Some(v1::HandOff { engine_id: "e".into(), run, tokens: u64::MAX, wait_ms });
+        Ask::Lookup(v1::Lookup { may_wait: true, hand_off, ..lookup })
+    };
+    let cancel = |below_job| Ask::CancelSaves(v1::CancelSaves { below_job, timeout_ms: 1000 });
+    let talk = [
+        (scheduler, hello(Role::Scheduler, 1)),
+        (scheduler, open(0)),
+        (scheduler, waits(0, 2, 32, 1, 10_000)),
+        (worker, hello(Role::Worker, 2)),
+        (worker, register()),
+        (worker, Ask::PoolMapped(v1::PoolMapped {})),
+        // Another life of the engine, no time, nothing to wait for.
+        (scheduler, waits(0, 2, 32, 9, 10_000)),
+        (scheduler, waits(0, 2, 32, 1, 0)),
+        (scheduler, waits(0, 2, 15, 1, 10_000)),
+        // Saved, given back, cancelled, too late, and dropped with its worker.
+        (scheduler, waits(0, 2, 32, 1, 10_000)),
+        (worker, claim(1, 0, 2)),
+        (worker, commit(1, true)),
+        (scheduler, waits(0, 2, 32, 1, 10_000)),
+        (scheduler, waits(0, 4, 64, 1, 60_000)),
+        (worker, claim(2, 0, 4)),
+        (worker, commit(2, false)),
+        (scheduler, waits(0, 4, 64, 1, 10_000)),
+        (scheduler, cancel(5)),
+        (scheduler, waits(0, 4, 64, 1, 10_000)),
+        (worker, claim(4, 0, 4)),
+        (scheduler, waits(0, 4, 64, 1, 10_000)),
+        (worker, Ask::Bye(v1::Bye {})),
+        (scheduler, waits(0, 4, 64, 1, 10_000)),
+        (scheduler, Ask::Bye(v1::Bye {})),
+    ];
+    let (mut differ, mut waiting) = (Vec::new(), 0);
+    for (number, (line, ask)) in talk.into_iter().enumerate() {
+        let mut real = vec![kind(&lines[line].ask(&ask))];
+        let mut modelled = vec![match model.ask(line as u64 + 1, &ask, 0) {
+            Said::Answer(answer) => kind(&answer),
+            Said::Gate { below, .. } => kind(&Run::gate_answer(model.is_gate_closed(line as u64 + 1, below))),
+            Said::Waits { pending, .. } => {
+                waiting += 1;
+                kind(&pending)
+            }
+            Said::Copy(copy) => panic!("nobody copies here: {copy:?}"),
+        }];
+        for (_, answer) in model.turn_waits(0) {
+            modelled.push(kind(&answer));
+            real.push(kind(&lines[scheduler].hear()));
+        }
+        // Who cancels while it waits hears of both, in either order.
+        real.sort();
+        modelled.sort();
+        if real != modelled {
+            differ
+                .push(format!("request {number}, {ask:?}: the daemon says {real:?}, its model {modelled:?}"));
+        }
+    }
+    assert!(differ.is_empty(), "{}", differ.join("\n"));
+    assert_eq!((waiting, model.waits()), (5, 0));
 }

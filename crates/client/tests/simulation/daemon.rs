@@ -15,10 +15,14 @@ use kvlane_proto::{
 
 /// Entries of the journal that a reader may be behind.
 const JOURNAL_MAX: usize = 16;
+/// No lookup waits longer for another engine.
+const WAIT_MAX_US: u64 = 30_000_000;
 /// Leases that no heartbeat names live so long.
 pub const LEASE_US: u64 = 60_000_000;
 
 pub type Name = [u8; 16];
+/// A block's namespace and hash.
+pub type Key = (Name, Name);
 /// A connection, as the daemon numbers them.
 pub type SessionId = u64;
 type Refusal = (Reason, &'static str);
@@ -41,6 +45,44 @@ pub struct Run {
     last_page: u32,
     /// What has become a block since the last look.
     pub sealed: Vec<Shard>,
+    /// Lookups that wait for another engine, by number.
+    waits: BTreeMap<u64, Wait>,
+    last_wait: u64,
+    /// The last time that was told.
+    now: u64,
+}
+
+/// A lookup that waits for what an engine saves.
+struct Wait {
+    session: SessionId,
+    lookup: v1::Lookup,
+    /// On what was there.
+    lease: Option<u64>,
+    saver: String,
+    /// The hit that it waits for.
+    target: u64,
+    /// What is missing for it.
+    keys: BTreeSet<Key>,
+    /// Of these, what its saver has asked to save.
+    asked: BTreeSet<Key>,
+    since: u64,
+    wait: u64,
+    progress_at: u64,
+    told: u64,
+    told_at: u64,
+    /// It does not come.
+    is_lost: bool,
+}
+
+impl Wait {
+    fn deadline(&self) -> u64 {
+        (self.progress_at + self.wait).min(self.since + WAIT_MAX_US)
+    }
+
+    fn wake_at(&self) -> u64 {
+        let deadline = self.deadline();
+        if deadline > self.told { deadline.min(self.told_at + self.wait / 2) } else { deadline }
+    }
 }
 
 struct Session {
@@ -116,6 +158,11 @@ pub enum Said {
     Answer(Answer),
     /// Answered when the copy has ended.
     Copy(Copy),
+    /// Answered by this, and when the wait of that number is over (`turn_waits`).
+    Waits {
+        number: u64,
+        pending: Answer,
+    },
     /// Answered when no save below is worked for, or it is too late.
     Gate {
         below: u64,
@@ -153,6 +200,7 @@ impl Run {
 
     /// What a request over this connection leads to.
     pub fn ask(&mut self, id: SessionId, ask: &Ask, now: u64) -> Said {
+        self.now = now;
         match self.answer(id, ask, now) {
             Ok(said) => said,
             Err(refusal) => Said::Answer(refused(refusal)),
@@ -182,6 +230,9 @@ impl Run {
             }
             Ask::Lookup(lookup) => {
                 let owner = Self::scheduler(session)?;
+                if let Some(waits) = self.wait_for(id, &engine_id, owner, lookup)? {
+                    return Ok(waits);
+                }
                 Answer::LookupResult(self.look_up(&engine_id, owner, lookup, now)?)
             }
             Ask::Release(release) => {
@@ -205,6 +256,7 @@ impl Run {
             }
             Ask::CancelSaves(cancel) => {
                 Self::scheduler(session)?;
+                self.lose(&engine_id);
                 let engine = self.engines.entry(engine_id).or_default();
                 engine.closed_below = engine.closed_below.max(cancel.below_job);
                 return Ok(Said::Gate { below: cancel.below_job, timeout_ms: cancel.timeout_ms });
@@ -338,9 +390,15 @@ impl Run {
     pub fn hung_up(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get_mut(&id) {
             session.is_live = false;
-            if let Some(engine) = self.engines.get_mut(&session.engine) {
+            let engine_id = session.engine.clone();
+            if let Some(engine) = self.engines.get_mut(&engine_id) {
                 engine.mapped.retain(|_, mapped| *mapped != id);
             }
+            // Whoever waited over it waits no more; others wait for its engine in vain.
+            let over: Vec<Wait> =
+                self.waits.extract_if(.., |_, wait| wait.session == id).map(|(_, w)| w).collect();
+            over.iter().for_each(|wait| self.end_hold(wait));
+            self.lose(&engine_id);
         }
     }
 
@@ -382,6 +440,155 @@ impl Run {
         if !self.is_ready(engine_id) {
             return Ok(v1::LookupResult::default());
         }
+        let wanted = self.wanted(engine_id, lookup)?;
+        let workers = self.engines[engine_id].workers;
+        let is_whole =
+            |namespace: Name, hash: &Name| self.blocks.get(&(namespace, *hash)).is_some_and(Block::is_whole);
+        let tokens = longest(&wanted, lookup.max_tokens, |(namespace, hash)| is_whole(namespace, &hash));
+        if tokens == 0 {
+            return Ok(v1::LookupResult { ready: true, ..v1::LookupResult::default() });
+        }
+        let groups = wanted.iter().enumerate().map(|(index, (namespace, of_block, window, hashes))| {
+            let end = tokens / u64::from(*of_block);
+            let first_block = first_of(end, *window);
+            let of_hit = &hashes[first_block as usize..end as usize];
+            let pages = of_hit.iter().flat_map(|hash| self.blocks[&(*namespace, *hash)].pages());
+            let beyond = hashes[end as usize..].iter().take_while(|hash| is_whole(*namespace, hash)).count();
+            v1::HitGroup {
+                group: index as u32,
+                first_block,
+                pages: pages.flat_map(u32::to_le_bytes).collect(),
+                workers,
+                stored_blocks: end + if *window == 0 { beyond as u64 } else { 0 },
+            }
+        });
+        let groups = groups.collect();
+        self.last_lease += 1;
+        self.leases.insert(self.last_lease, Lease { owner, renewed: now });
+        Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true })
+    }
+
+    /// The lookup waits, if another engine is to save more of it.
+    fn wait_for(
+        &mut self,
+        id: SessionId,
+        engine_id: &str,
+        owner: Name,
+        lookup: &v1::Lookup,
+    ) -> Result<Option<Said>, Refusal> {
+        let Some(hand_off) = &lookup.hand_off else { return Ok(None) };
+        let run = name(&hand_off.run)?;
+        if hand_off.engine_id.is_empty() {
+            return Err((Reason::Invalid, "the engine id is empty"));
+        }
+        let saver = self.sessions.values().find(|session| {
+            session.role == Role::Scheduler && session.engine == hand_off.engine_id && session.is_live
+        });
+        let is_here = saver.is_some_and(|session| session.nonce == run) && self.is_ready(&hand_off.engine_id);
+        let wait = (u64::from(hand_off.wait_ms) * 1000).min(WAIT_MAX_US);
+        if !lookup.may_wait || !is_here || wait == 0 || !self.is_ready(engine_id) {
+            return Ok(None);
+        }
+        let wanted = self.wanted(engine_id, lookup)?;
+        let most = lookup.max_tokens.min(hand_off.tokens);
+        let target = longest(&wanted, most, |_| true);
+        let is_whole = |key: Key| self.blocks.get(&key).is_some_and(Block::is_whole);
+        if longest(&wanted, most, is_whole) == target {
+            return Ok(None);
+        }
+        let keys = keys_of(&wanted, target).filter(|key| !is_whole(*key)).collect();
+        let held = v1::Lookup { max_tokens: most, ..lookup.clone() };
+        let lease = self.look_up(engine_id, owner, &held, self.now)?.lease;
+        self.last_wait += 1;
+        let now = self.now;
+        let wait = Wait {
+            session: id,
+            lookup: lookup.clone(),
+            lease: (lease > 0).then_some(lease),
+            saver: hand_off.engine_id.clone(),
+            target,
+            keys,
+            asked: BTreeSet::new(),
+            since: now,
+            wait,
+            progress_at: now,
+            told: now + wait,
+            told_at: now,
+            is_lost: false,
+        };
+        let pending = pending(wait.wait);
+        self.waits.insert(self.last_wait, wait);
+        Ok(Some(Said::Waits { number: self.last_wait, pending }))
+    }
+
+    /// What those who wait are told now, by their numbers; who gets a result waits no more.
+    pub fn turn_waits(&mut self, now: u64) -> Vec<(u64, Answer)> {
+        self.now = now;
+        let mut told = Vec::new();
+        for number in self.waits.keys().copied().collect::<Vec<_>>() {
+            let Some(wait) = self.waits.get_mut(&number) else { continue };
+            let is_whole = |key: &Key| self.blocks.get(key).is_some_and(Block::is_whole);
+            if wait.is_lost || now >= wait.deadline() || wait.keys.iter().all(is_whole) {
+                told.extend(self.waits.remove(&number).map(|wait| (number, self.end_wait(&wait))));
+            } else if wait.deadline() > wait.told && now >= wait.wake_at() {
+                (wait.told, wait.told_at) = (wait.deadline(), now);
+                told.push((number, pending(wait.told - now)));
+            }
+        }
+        told
+    }
+
+    /// When that is to be asked again, if nothing happens.
+    pub fn waits_until(&self) -> Option<u64> {
+        self.waits.values().map(Wait::wake_at).min()
+    }
+
+    pub fn waits(&self) -> usize {
+        self.waits.len()
+    }
+
+    fn end_wait(&mut self, wait: &Wait) -> Answer {
+        let session = &self.sessions[&wait.session];
+        let (engine_id, owner) = (session.engine.clone(), session.nonce);
+        let answer = self.look_up(&engine_id, owner, &wait.lookup, self.now);
+        self.end_hold(wait);
+        answer.map_or_else(refused, Answer::LookupResult)
+    }
+
+    fn end_hold(&mut self, wait: &Wait) {
+        wait.lease.and_then(|lease| self.leases.remove(&lease));
+    }
+
+    /// An engine saves nothing of what it has promised any more.
+    fn lose(&mut self, saver: &str) {
+        self.waits.values_mut().filter(|wait| wait.saver == saver).for_each(|wait| wait.is_lost = true);
+    }
+
+    /// An engine has asked to save a block, with this outcome.
+    fn note_asked(&mut self, engine_id: &str, key: Key, outcome: u8) {
+        for wait in self.waits.values_mut().filter(|wait| wait.keys.contains(&key)) {
+            if wait.saver == engine_id {
+                wait.asked.insert(key);
+                wait.is_lost |= outcome == 3;
+            }
+            if outcome == 0 {
+                wait.progress_at = self.now;
+            }
+        }
+    }
+
+    /// A shard of a block is written, or will not be.
+    fn note_end(&mut self, key: Key, is_written: bool) {
+        for wait in self.waits.values_mut().filter(|wait| wait.keys.contains(&key)) {
+            if is_written {
+                wait.progress_at = self.now;
+            } else {
+                wait.is_lost |= wait.asked.contains(&key);
+            }
+        }
+    }
+
+    fn wanted(&self, engine_id: &str, lookup: &v1::Lookup) -> Result<Vec<Wanted>, Refusal> {
         let engine = &self.engines[engine_id];
         if lookup.groups.len() != engine.groups.len() {
             return Err((Reason::Invalid, "other groups than the engine's"));
@@ -391,46 +598,7 @@ impl Run {
             let hashes = asked.hashes.chunks(16).map(name).collect::<Result<Vec<_>, _>>()?;
             wanted.push((name(&group.namespace)?, group.tokens_per_block, group.window_blocks, hashes));
         }
-        let is_whole =
-            |namespace: Name, hash: &Name| self.blocks.get(&(namespace, *hash)).is_some_and(Block::is_whole);
-        let first = |end: u64, window: u32| if window == 0 { 0 } else { end.saturating_sub(window.into()) };
-        let step = wanted.iter().map(|(_, tokens, ..)| u64::from(*tokens)).max().unwrap_or(1);
-        let mut tokens = lookup.max_tokens / step * step;
-        for (_, of_block, _, hashes) in &wanted {
-            tokens = tokens.min(hashes.len() as u64 * u64::from(*of_block) / step * step);
-        }
-        let fits = |tokens: u64| {
-            wanted.iter().all(|(namespace, of_block, window, hashes)| {
-                let end = tokens / u64::from(*of_block);
-                hashes[first(end, *window) as usize..end as usize]
-                    .iter()
-                    .all(|hash| is_whole(*namespace, hash))
-            })
-        };
-        while tokens > 0 && !fits(tokens) {
-            tokens -= step;
-        }
-        if tokens == 0 {
-            return Ok(v1::LookupResult { ready: true, ..v1::LookupResult::default() });
-        }
-        let groups = wanted.iter().enumerate().map(|(index, (namespace, of_block, window, hashes))| {
-            let end = tokens / u64::from(*of_block);
-            let first_block = first(end, *window);
-            let of_hit = &hashes[first_block as usize..end as usize];
-            let pages = of_hit.iter().flat_map(|hash| self.blocks[&(*namespace, *hash)].pages());
-            let beyond = hashes[end as usize..].iter().take_while(|hash| is_whole(*namespace, hash)).count();
-            v1::HitGroup {
-                group: index as u32,
-                first_block,
-                pages: pages.flat_map(u32::to_le_bytes).collect(),
-                workers: engine.workers,
-                stored_blocks: end + if *window == 0 { beyond as u64 } else { 0 },
-            }
-        });
-        let groups = groups.collect();
-        self.last_lease += 1;
-        self.leases.insert(self.last_lease, Lease { owner, renewed: now });
-        Ok(v1::LookupResult { tokens, lease: self.last_lease, groups, ready: true })
+        Ok(wanted)
     }
 
     fn read_journal(&self, engine_id: &str, read: &v1::ReadJournal) -> Result<v1::JournalEntries, Refusal> {
@@ -479,11 +647,20 @@ impl Run {
     ) -> Result<(Vec<u8>, Vec<Shard>), Refusal> {
         let engine = self.engines.get(engine_id).ok_or(NOT_READY)?;
         if job < engine.closed_below {
+            let keys = groups.iter().flat_map(|group| {
+                let of = engine.groups.get(group.group as usize).and_then(|of| name(&of.namespace).ok());
+                let hashes = group.hashes.chunks(16).filter_map(|hash| name(hash).ok());
+                hashes.filter_map(move |hash| Some((of?, hash)))
+            });
+            // Who waits for them is told, but for what somebody else has saved or saves.
+            let lost: Vec<Key> = keys.filter(|key| !self.blocks.contains_key(key)).collect();
+            lost.into_iter().for_each(|key| self.note_asked(engine_id, key, 3));
             return Err(CANCELLED);
         }
         if !self.is_ready(engine_id) {
             return Err(NOT_READY);
         }
+        let mut asked = Vec::new();
         let (mut outcomes, mut shards) = (Vec::new(), Vec::new());
         for group in groups {
             let of = engine.groups.get(group.group as usize).ok_or((Reason::Invalid, "no such group"))?;
@@ -508,8 +685,10 @@ impl Run {
                         outcomes.push(0);
                     }
                 }
+                asked.extend(outcomes.last().map(|outcome| (key, *outcome)));
             }
         }
+        asked.into_iter().for_each(|(key, outcome)| self.note_asked(engine_id, key, outcome));
         Ok((outcomes, shards))
     }
 
@@ -526,7 +705,11 @@ impl Run {
                 // Its page is not used again here: whoever still writes it does no harm, and is seen.
                 block.shards.remove(&shard.rank);
                 self.journal.push((shard.key, ChangeKind::Gone));
+                if block.shards.is_empty() {
+                    self.blocks.remove(&shard.key);
+                }
             }
+            self.note_end(shard.key, seal);
         }
     }
 
@@ -578,25 +761,30 @@ impl Run {
     }
 
     /// A save of workers that are not simulated begins. False where it is not taken.
-    pub fn stand_in_save_begins(&mut self, engine_id: &str, job: u64) -> bool {
+    pub fn stand_in_save_begins(&mut self, engine_id: &str, job: u64, keys: &[Key], now: u64) -> bool {
+        self.now = now;
         let may = self.is_ready(engine_id) && job >= self.engines[engine_id].closed_below;
         if may {
             self.engines.entry(engine_id.into()).or_default().inside.push(job);
         }
+        keys.iter().for_each(|key| self.note_asked(engine_id, *key, if may { 0 } else { 3 }));
         may
     }
 
     /// It ends: its blocks are there unless it was cancelled meanwhile. True if they are.
-    pub fn stand_in_save_ends(&mut self, engine_id: &str, job: u64, keys: &[(Name, Name)]) -> bool {
+    pub fn stand_in_save_ends(&mut self, engine_id: &str, job: u64, keys: &[Key], now: u64) -> bool {
+        self.now = now;
         let Some(engine) = self.engines.get_mut(engine_id) else { return false };
         if let Some(at) = engine.inside.iter().position(|inside| *inside == job) {
             engine.inside.swap_remove(at);
         }
         if job < engine.closed_below {
+            keys.iter().for_each(|key| self.note_end(*key, false));
             return false;
         }
         let workers = engine.workers;
         for key in keys {
+            self.note_end(*key, true);
             let block = self.blocks.entry(*key).or_default();
             block.workers = workers;
             for rank in 0..workers {
@@ -621,6 +809,39 @@ impl Run {
     pub fn leases(&self) -> BTreeSet<u64> {
         self.leases.keys().copied().collect()
     }
+}
+
+/// A group of a lookup: namespace, tokens a block, window, hashes.
+type Wanted = (Name, u32, u32, Vec<Name>);
+
+fn first_of(end: u64, window: u32) -> u64 {
+    if window == 0 { 0 } else { end.saturating_sub(window.into()) }
+}
+
+/// The blocks that a hit of so many tokens needs.
+fn keys_of(wanted: &[Wanted], tokens: u64) -> impl Iterator<Item = Key> + '_ {
+    wanted.iter().flat_map(move |(namespace, of_block, window, hashes)| {
+        let end = tokens / u64::from(*of_block);
+        let of_hit = &hashes[first_of(end, *window) as usize..end as usize];
+        of_hit.iter().map(|hash| (*namespace, *hash))
+    })
+}
+
+/// The longest hit.
+fn longest(wanted: &[Wanted], max_tokens: u64, is_whole: impl Fn(Key) -> bool) -> u64 {
+    let step = wanted.iter().map(|(_, tokens, ..)| u64::from(*tokens)).max().unwrap_or(1);
+    let mut tokens = max_tokens / step * step;
+    for (_, of_block, _, hashes) in wanted {
+        tokens = tokens.min(hashes.len() as u64 * u64::from(*of_block) / step * step);
+    }
+    while tokens > 0 && !keys_of(wanted, tokens).all(&is_whole) {
+        tokens -= step;
+    }
+    tokens
+}
+
+fn pending(wait: u64) -> Answer {
+    Answer::LookupPending(v1::LookupPending { wait_ms: wait.div_ceil(1000) as u32 })
 }
 
 impl Block {

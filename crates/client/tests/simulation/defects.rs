@@ -39,6 +39,10 @@ pub(crate) enum Defect {
     NeverUnmaps,
     /// The end of a load is not told if its request goes on already.
     LosesEnds,
+    /// The daemon says only once how long a lookup waits for another engine.
+    SaysOnce,
+    /// Before the calm it does not answer lookups that have waited.
+    WaitsForEver,
     /// While down, a driver's clock is ten seconds ahead.
     TicksAhead,
 }

@@ -173,7 +173,7 @@ impl Engine {
         let now = world.now;
         match process.run.ask(self.session(), &ask, now) {
             Said::Answer(answer) => Some(answer),
-            Said::Copy(_) | Said::Gate { .. } => None,
+            Said::Copy(_) | Said::Gate { .. } | Said::Waits { .. } => None,
         }
     }
 

@@ -106,6 +106,9 @@ fn every_lookup_ends_in_time_leases_come_to_rest_no_cancelled_save_comes_back_an
         "miss",
         "timeout",
         "pending",
+        "waits",
+        "waits longer",
+        "waited",
         "unavailable",
         "promised",
         "dropped",
@@ -176,6 +179,16 @@ fn leases_that_are_not_given_back_are_caught() {
 #[test]
 fn an_engine_that_takes_for_stored_what_is_gone_is_caught() {
     caught(Half::Schedulers, Defect::HearsOfNoEnds, "S6: ");
+}
+
+#[test]
+fn a_wait_for_another_engine_whose_end_moves_without_a_word_is_caught() {
+    caught(Half::Schedulers, Defect::SaysOnce, "calm: nothing goes wrong, and yet a lookup is a miss");
+}
+
+#[test]
+fn a_wait_for_another_engine_that_never_ends_is_caught() {
+    caught(Half::Schedulers, Defect::WaitsForEver, "S7: ");
 }
 
 #[test]

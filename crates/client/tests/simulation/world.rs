@@ -74,6 +74,10 @@ pub(crate) enum Next {
     GateDeadline {
         run: usize,
     },
+    /// The daemon looks at the clock of lookups that wait.
+    Waits {
+        run: usize,
+    },
     /// An engine's step: what it wants, what its workers hear, and its end.
     Step(usize),
     Meta {
@@ -194,6 +198,10 @@ pub(crate) struct Process {
     deferred: Vec<Next>,
     /// Sessions that wait for saves: connection, request, below, until.
     gates: Vec<(usize, u64, u64, u64)>,
+    /// Lookups that wait for another engine, by the run's number: connection, request, what was asked.
+    waits: BTreeMap<u64, (usize, u64, Ask)>,
+    /// When it looks at their clocks.
+    waits_at: Option<u64>,
 }
 
 /// A connection, and the ends of it.
@@ -489,6 +497,7 @@ impl World {
                     self.look_at_gates(run);
                 }
             }
+            Next::Waits { run } => self.processes[run].waits_at = None,
             Next::Step(engine) => self.with_engine(engine, |engine, world| engine.step(world)),
             Next::Meta { engine, meta } => {
                 self.with_engine(engine, |engine, world| engine.begin_step(*meta, world));
@@ -522,6 +531,44 @@ impl World {
                 self.judge();
             }
         }
+        (0..self.processes.len()).for_each(|run| self.look_at_waits(run));
+    }
+
+    /// Tells those who wait for another engine what has become of it.
+    fn look_at_waits(&mut self, run: usize) {
+        let process = &mut self.processes[run];
+        if process.is_dead || process.is_stopped || process.waits.is_empty() {
+            return;
+        }
+        for (number, answer) in process.run.turn_waits(self.now) {
+            let is_over = !matches!(answer, Answer::LookupPending(_));
+            if is_over && self.defect == Defect::WaitsForEver && !self.is_calm {
+                continue;
+            }
+            let waits = &mut self.processes[run].waits;
+            let waiting = if is_over { waits.remove(&number) } else { waits.get(&number).cloned() };
+            let Some((line, id, ask)) = waiting else { continue };
+            if is_over {
+                self.seen.push("waited");
+                self.say(line, id, &ask, answer);
+            } else if self.defect != Defect::SaysOnce {
+                self.seen.push("waits longer");
+                self.say_pending(line, id, answer);
+            }
+        }
+        let process = &mut self.processes[run];
+        if let Some(at) = process.run.waits_until()
+            && process.waits_at.is_none_or(|before| at < before)
+        {
+            process.waits_at = Some(at);
+            self.later(at, Next::Waits { run });
+        }
+    }
+
+    fn say_pending(&mut self, line: usize, id: u64, pending: Answer) {
+        let boot_id = self.processes[self.lines[line].run].run.boot.to_vec().into();
+        let reply = Box::new(v1::Reply { id, boot_id, body: Some(pending) });
+        self.later(self.now, Next::Say { wire: line, reply });
     }
 
     fn with_scheduler(&mut self, index: usize, act: impl FnOnce(&mut SchedulerSide, &mut World)) {
@@ -580,6 +627,8 @@ impl World {
             is_stopped: false,
             deferred: Vec::new(),
             gates: Vec::new(),
+            waits: BTreeMap::new(),
+            waits_at: None,
         });
     }
 
@@ -705,6 +754,11 @@ impl World {
                     self.later(self.now, Next::Fault(Fault::Stops));
                 }
                 self.say(line, id, &ask, answer);
+            }
+            Said::Waits { number, pending } => {
+                self.seen.push("waits");
+                self.processes[run].waits.insert(number, (line, id, ask));
+                self.say_pending(line, id, pending);
             }
             Said::Gate { below, timeout_ms } => {
                 let until = self.now + u64::from(timeout_ms) * MS;
@@ -840,7 +894,12 @@ impl World {
         let run = self.processes.len().wrapping_sub(1);
         if self.processes.is_empty()
             || !self.may_happen(run, || Next::StandInSave { engine, job, prompt })
-            || !self.processes[run].run.stand_in_save_begins(&crate::scheduler::engine_id(engine), job)
+            || !self.processes[run].run.stand_in_save_begins(
+                &crate::scheduler::engine_id(engine),
+                job,
+                &crate::scheduler::blocks_of(prompt),
+                self.now,
+            )
         {
             return;
         }
@@ -851,7 +910,7 @@ impl World {
     fn save_ends(&mut self, run: usize, engine: usize, job: u64, prompt: usize) {
         let id = crate::scheduler::engine_id(engine);
         let keys = crate::scheduler::blocks_of(prompt);
-        let is_sealed = self.processes[run].run.stand_in_save_ends(&id, job, &keys);
+        let is_sealed = self.processes[run].run.stand_in_save_ends(&id, job, &keys, self.now);
         let told = self.schedulers[engine].as_ref().map_or(0, |side| side.cancelled_below);
         if is_sealed && job < told {
             self.is_wrong(|| format!("S4: save {job} became a block after all below {told} were cancelled"));
@@ -964,6 +1023,13 @@ impl World {
     }
 
     fn judge(&mut self) {
+        let is_open = |line: usize| !self.lines[line].is_hung_up;
+        let waits = self.processes.last().is_some_and(|process| {
+            process.run.waits() > 0 || process.waits.values().any(|(line, ..)| is_open(*line))
+        });
+        if waits {
+            self.is_wrong(|| "S7: a lookup still waits for another engine".into());
+        }
         for side in 0..self.schedulers.len() {
             self.with_scheduler(side, |side, world| side.judge(world));
         }

@@ -308,3 +308,61 @@ fn note(shared: &Shared, hand_off: &HandOff, outcome: Outcome, waited: Duration)
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_wait_without_progress_stalls_at_its_first_deadline() {
+        let start = Instant::now();
+        let mut clock = Clock::new(100 * MS, start);
+        assert_eq!((clock.deadline(), clock.wake_at()), (start + 100 * MS, start + 100 * MS));
+        assert_eq!(clock.take_notice(start + 99 * MS), None, "that is what was told");
+        assert_eq!(clock.over(start + 99 * MS), None);
+        assert_eq!(clock.over(start + 100 * MS), Some(Outcome::Stalled));
+    }
+
+    #[test]
+    fn progress_moves_the_deadline_and_is_told_twice_in_a_wait_at_most() {
+        let start = Instant::now();
+        let mut clock = Clock::new(100 * MS, start);
+        let mut words = Vec::new();
+        for at in 1..=1000u32 {
+            let now = start + at * MS;
+            clock.progress(now);
+            words.extend(clock.take_notice(now).map(|longer| (at, longer)));
+            assert_eq!(clock.over(now), None);
+            assert!(clock.told > now, "the engine gives up before it hears of more time");
+        }
+        let expected: Vec<_> = (1..=20).map(|word| (50 * word, 100 * MS)).collect();
+        assert_eq!(words, expected);
+        // Progress that was not told yet is told when it may be.
+        clock.progress(start + 1020 * MS);
+        assert_eq!(clock.wake_at(), start + 1050 * MS);
+        assert_eq!(clock.take_notice(start + 1050 * MS), Some(70 * MS));
+        assert_eq!(clock.wake_at(), start + 1120 * MS);
+        assert_eq!(clock.over(start + 1120 * MS), Some(Outcome::Stalled));
+    }
+
+    #[test]
+    fn no_progress_moves_it_beyond_its_cap() {
+        let start = Instant::now();
+        let mut clock = Clock::new(2 * WAIT_MAX / 3, start);
+        clock.progress(start + WAIT_MAX / 2);
+        assert_eq!(clock.deadline(), start + WAIT_MAX);
+        assert_eq!(clock.over(start + WAIT_MAX - MS), None);
+        assert_eq!(clock.over(start + WAIT_MAX), Some(Outcome::TooLong));
+    }
+
+    #[test]
+    fn each_outcome_has_a_name_of_its_own() {
+        use Outcome::*;
+        let all =
+            [Ready, Complete, Stalled, TooLong, Failed, Gone, OtherBlocks, TooMany, Stopping, Abandoned];
+        let names: std::collections::HashSet<&str> = all.iter().map(|outcome| outcome.name()).collect();
+        assert_eq!(names.len(), all.len());
+    }
+}

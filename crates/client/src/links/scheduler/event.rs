@@ -16,7 +16,6 @@ use crate::{
 
 /// What happened, or what the engine wants.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "it is moved once; a box would cost each answer an allocation")]
 pub enum SchedulerEvent {
     /// Time has passed. Also the end of every turn.
     Tick,

@@ -353,6 +353,35 @@ fn a_hit_is_answered_once_with_its_lease() {
 }
 
 #[test]
+fn a_hand_off_is_sent_and_its_wait_is_prolonged_as_often_as_the_daemon_says_but_not_for_ever() {
+    let mut play = Play::open();
+    let hand_off = HandOff { engine_id: "p".into(), run: [9; 16], tokens: 40, wait_ms: 2000 };
+    let groups = vec![v1::LookupGroup { group: 0, hashes: Bytes::from_static(&[5; 64]) }];
+    let (request, hand_off) = (String::from("a"), Some(hand_off));
+    play.feed(SchedulerEvent::LookUp { request, groups, max_tokens: 64, hand_off, timeout: TIMEOUT });
+    let id = play.last_request();
+    let expected =
+        v1::HandOff { engine_id: "p".into(), run: Bytes::from_static(&[9; 16]), tokens: 40, wait_ms: 2000 };
+    assert!(matches!(&play.sent()[..], [Ask::Lookup(ask)] if ask.may_wait && ask.hand_off == Some(expected)));
+    let pending = || Answer::LookupPending(v1::LookupPending { wait_ms: 2000 });
+    // The daemon caps a wait at 30 s; whatever it says, here it is over after 60 s and the timeout.
+    for _ in 0..40 {
+        play.answer(id, RUN, pending());
+        play.pass(Duration::from_millis(1500));
+        assert_eq!(play.poll("a"), None);
+    }
+    play.answer(id, RUN, pending());
+    play.pass(TIMEOUT - Duration::from_millis(1));
+    assert_eq!(play.poll("a"), None);
+    play.pass(Duration::from_millis(1));
+    assert!(play.misses("a"));
+    assert_eq!(play.stats().timeouts, 1);
+    // Its answer comes after all, and its lease is given back.
+    play.answer(id, RUN, hit(5));
+    assert!(matches!(&play.sent()[..], [.., Ask::Release(release)] if release.leases == [5]));
+}
+
+#[test]
 fn a_second_answer_changes_nothing() {
     let mut play = Play::open();
     let id = play.look_up("a");
