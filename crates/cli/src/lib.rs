@@ -38,7 +38,7 @@ enum Command {
     Serve(serve_options::ServeArgs),
     /// Stand before engines as one OpenAI endpoint: each request goes to the engine that has most of its prompt and least to
     /// do, or to one that prefills and one that decodes.
-    Route(route::RouteCommand),
+    Route(Box<route::RouteCommand>),
     /// Show what a running daemon holds and who uses it.
     Status(status::StatusArgs),
     /// Say what of this machine kvlane can use, what stands in its way, and what to do about it.
@@ -65,7 +65,7 @@ enum Command {
 pub fn main(drivers: Drivers) -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => return serve::run(args, drivers),
-        Command::Route(args) => return route::run(args),
+        Command::Route(args) => return route::run(*args),
         Command::Status(args) => status::run(&args),
         Command::Doctor(args) => return doctor::run(&args, drivers),
         Command::Drop(args) => namespaces::run(&args),

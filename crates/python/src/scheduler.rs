@@ -16,6 +16,9 @@ use crate::own::Own;
 /// 5 ms before it hands it on, so that getting it back beside four of them takes 20 ms; an answer takes a tenth of one.
 const WAIT_ATTACHED: Duration = Duration::from_millis(1);
 
+/// A block that came or went: its group, its hash, and whether it came.
+type Change<'py> = (u32, Bound<'py, PyBytes>, bool);
+
 /// What a lookup found. `tokens == 0` is a miss and has no lease.
 #[pyclass(name = "Hit", module = "kvlane._core", frozen)]
 pub(crate) struct PyHit(Hit);
@@ -215,7 +218,7 @@ impl PyScheduler {
         Ok(py.detach(|| scheduler.lock().cancel_saves(up_to_job.saturating_add(1), timeout)))
     }
 
-    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(bool, Vec<(u32, Bound<'py, PyBytes>, bool)>)> {
+    fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<(bool, Vec<Change<'py>>)> {
         let taken = self.0.get()?.lock().take_changes();
         let change = |change: BlockChange| (change.group, PyBytes::new(py, &change.hash), change.is_visible);
         Ok((taken.start_again, taken.changes.into_iter().map(change).collect()))
