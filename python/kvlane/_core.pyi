@@ -44,7 +44,9 @@ class Scheduler:
     ready: bool  # all workers of the engine have mapped the pool of this boot
     boot: bytes | None
     engine_id: str
-    run: bytes  # 16 random bytes that name this scheduler to the daemon, drawn when it was made: other engines' hand-offs
+    run: (
+        bytes  # 16 random bytes that name this scheduler to the daemon, drawn when it was made; for `handoff`
+    )
     gone: list[bytes]  # boots that this was connected to and is no more: their hits must not be promised
     over: list[bytes]  # those of `gone` whose processes have ended: workers may let their pools go
     address: str
@@ -71,8 +73,8 @@ class Scheduler:
     ) -> None:
         """Ask for a prefix; one list of block hashes (16 bytes or more each) per group. Returns at once.
 
-        `handoff` is (engine_id, run, tokens, wait_ms): that engine saves the prompt's first tokens, and its scheduler is
-        `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s."""
+        `handoff` is (engine_id, run, tokens, wait_ms): that engine saves the prompt's first tokens, and its scheduler
+        is `run`. The answer waits for them, until nothing has been heard of their saves for `wait_ms`, at most 30 s."""
 
     def lookup_poll(self, request_id: str, wait_us: int = 0) -> Hit | None:
         """None while pending. After the lookup timeout, or with the daemon down, a miss. Consumes the answer:

@@ -1,4 +1,4 @@
-"""One engine computes a prompt and another one looks it up before its blocks are saved, each in a process of its own."""
+"""One engine computes a prompt, and another one looks it up before its blocks are saved; each is a process."""
 
 from __future__ import annotations
 
