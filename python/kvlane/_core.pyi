@@ -98,10 +98,10 @@ class Scheduler:
         reads blocks of the engine for one of them: they may be overwritten. False if that could not be confirmed."""
 
     def take_changes(self) -> tuple[bool, list[tuple[int, bytes, bool]]]:
-        """Blocks of the engine's groups that came to RAM or went since the last call, whoever saved them, if the journal
-        is followed: (group, hash, whether it came), in order, about 4,096 at most; `tick` asks for more once these are
-        taken. True before them: something was missed, or it is another run of the daemon, so that what was heard before
-        is worth nothing."""
+        """Blocks of the engine's groups that came to RAM or went since the last call, whoever saved them, where the
+        journal is followed: (group, hash, whether it came), in order, about 4,096 at most; `tick` asks for more once
+        these are taken. True before them: something was missed, or it is another run of the daemon, so that what was
+        heard before is worth nothing."""
 
     def take_stats(self) -> dict[str, float]:
         """Counters since the last call: lookups, hits, misses, timeouts, reconnects, lookup_seconds_sum, ..."""

@@ -151,6 +151,35 @@ def test_events_follow_completed_saves_and_resets() -> None:
         assert [type(each).__name__ for each in engine.scheduler.take_events()] == cleared
 
 
+def test_what_the_daemon_evicts_is_told_in_vllms_own_events() -> None:
+    """As far as this version has fields for it; the hash is the one that was announced."""
+    store = FakeCore()
+    engine = Engine(store, emit_events=True)
+    request = Request("r", list(range(20)))
+    engine.run(request)
+    engine.finish(request)
+    stored, removed, again = cast("list[Any]", [None] * 3)
+    (stored,) = engine.scheduler.take_events()
+    key = next(key for key in store.blocks if key[2] == request.block_hashes[2])
+    store.evict(key)
+    engine.step()
+    (removed,) = engine.scheduler.take_events()
+    assert type(removed).__name__ == "BlockRemoved"
+    assert (removed.block_hashes, removed.medium) == ([stored.block_hashes[2]], "CPU")
+    assert getattr(removed, "group_idx", 0) == 0
+    # It is there again, although no save of it was asked for.
+    store.journal.append((key, True))
+    engine.step()
+    (again,) = engine.scheduler.take_events()
+    assert (again.block_hashes, again.parent_block_hash) == (removed.block_hashes, stored.block_hashes[1])
+    assert again.token_ids == list(range(8, 12))
+    assert {name: getattr(again, name) for name in ("medium", "lora_name", "block_size")} == {
+        "medium": "CPU",
+        "lora_name": None,
+        "block_size": 4,
+    }
+
+
 def test_counters_reach_the_log_and_prometheus() -> None:
     stats = KVLaneStats(data={"hit_tokens": 32, "load_seconds": 0.25})
     assert not stats.is_empty()

@@ -48,9 +48,9 @@ class _Recent:
 class Announcements:
     """Follows the daemon's journal. A block is known by the first 16 bytes of its stored hash and its group.
 
-    A save's blocks are announced at its end. The daemon may have evicted some by then, or say so later; it says too which
-    blocks of a save can be found that did not end well. Listeners may know of less than there is, and of more only until
-    the engine has asked.
+    A save's blocks are announced at its end. The daemon may have evicted some by then, or say so later; it says too
+    which blocks of a save can be found that did not end well. Listeners may know of less than there is, and of more
+    only until the engine has asked.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], counters: Counters, most: int = ANNOUNCED_MAX) -> None:

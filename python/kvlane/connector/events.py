@@ -63,7 +63,12 @@ def blocks_removed(group_id: int, hashes: list[object]) -> BlockRemoved:
     """An event that says that blocks are in host memory no more; `hashes` are those that were announced."""
     from vllm.distributed.kv_events import BlockRemoved
 
-    fields: dict[str, object] = {"block_hashes": hashes, "medium": MEDIUM, "group_idx": group_id}
+    fields: dict[str, object] = {
+        "block_hashes": hashes,
+        "medium": MEDIUM,
+        "group_idx": group_id,
+        "locality": "LOCAL",
+    }
     known = BlockRemoved.__struct_fields__
     return BlockRemoved(**{name: value for name, value in fields.items() if name in known})
 
