@@ -65,6 +65,15 @@ def test_lookup_beside_saves_and_computing_threads_has_a_control(tmp_path: Path)
     assert busy["microseconds"]["busy"]["python"]["p50"] > 2000
 
 
+def test_journal_compares_a_daemon_with_a_reader_to_one_without(tmp_path: Path) -> None:
+    result = bench(tmp_path, "journal", "--blocks", "40", "--block-kib", "4", "--rounds", "6")
+    assert len(result["pairs_seconds"]) == 6
+    for kind, what in (("lookup", "lookup"), ("daemon", "daemon CPU time")):
+        ratios = sorted(mine[kind] / plain[kind] for mine, plain in result["pairs_seconds"])
+        above = value(result, f"{what}, above that without a reader")
+        assert math.isclose(above, ((ratios[2] + ratios[3]) / 2 - 1) * 100, abs_tol=1e-6)
+
+
 def test_copy_compares_each_way_with_its_loop(tmp_path: Path) -> None:
     result = bench(tmp_path, "copy", "--mib", "16", "--rounds", "2")
     assert set(result["shapes"]) == {"2 MiB", "64 KiB pieces"}

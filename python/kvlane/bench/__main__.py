@@ -13,6 +13,7 @@ from kvlane.bench import extra
 SUBCOMMANDS = (
     "serve",
     "lookup",
+    "journal",
     "copy",
     "gpu_copy",
     "hooks",

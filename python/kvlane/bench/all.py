@@ -17,6 +17,7 @@ HELP = "all benchmarks with a goal, one after the other; writes the figures of d
 # Modules and the flags that they run with.
 BENCHMARKS: dict[str, list[str]] = {
     "lookup": ["--sessions", "64", "--busy"],
+    "journal": [],
     "copy": [],
     "hooks": [],
     "idle": [],

@@ -42,6 +42,7 @@ class Engine:
         pieces: int = 1,
         save_method: str = "auto",
         gpu: bytes | None = None,
+        follow_journal: bool = False,
     ) -> None:
         blocks = memory.size // block_bytes
         piece_bytes = block_bytes // pieces
@@ -64,7 +65,13 @@ class Engine:
             gpu=gpu,
         )
         self.scheduler = _core.Scheduler(
-            address, name, "kvlane bench", groups, 1, lookup_timeout_ms=_TIMEOUT_MS
+            address,
+            name,
+            "kvlane bench",
+            groups,
+            1,
+            lookup_timeout_ms=_TIMEOUT_MS,
+            follow_journal=follow_journal,
         )
         if not self.worker.wait_registered(_TIMEOUT_MS):
             raise RuntimeError(f"engine {name} could not register: {self.worker.reason}")
