@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvlane.bench import pictures
 from kvlane.bench.processes import free_port
 from kvlane.demo.pd import plan, results
 from kvlane.demo.pd.asking import AskFailed, PromptTokens, counted, read_prompt_tokens
@@ -146,7 +147,7 @@ def scenarios(**problems: list[str]) -> list[Scenario]:
 def found(*of: Scenario, planned: int = 4) -> dict[str, Any]:
     split = {"prefill": "P1", "decode": "D1", "why": "prefill, then decode", "attempt": 0, "id": "x"}
     requests = [{"request": "long prompt", **split}, *({"request": f"equal {at}", **split} for at in (1, 2))]
-    return results.result(of, planned, requests) | {"prompt_tokens": 1000}
+    return results.result(of, planned, requests) | {"prompt_tokens": 1000, "title": "on a CPU"}
 
 
 def test_the_result_says_what_failed() -> None:
@@ -166,12 +167,12 @@ def test_what_was_not_reached_did_not_pass() -> None:
 def test_tables_and_picture_show_who_served_and_what_was_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results.publish(found(*scenarios(con=["it changed nothing"])), "on a CPU", tmp_path)
+    results.publish(found(*scenarios(con=["it changed nothing"])), tmp_path)
     shown = capsys.readouterr().out
     assert "equal (2 times)" in shown and "2 of 2, most 33" in shown
     assert "FAILED" in shown and "it changed nothing" in shown
     assert (tmp_path / "demo-pd.json").is_file() and (tmp_path / "demo-pd.png").is_file()
-    computed, served = results.picture(found(*scenarios()), "on a CPU").panels
+    computed, served = pictures.pairs(found(*scenarios())).panels
     assert [bar.text for bar in computed.bars] == ["1000 tokens", "20.5 tokens, most 33"]
     assert [(bar.name, bar.text) for bar in served.bars] == [("P1, then D1", "3")]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -175,4 +176,44 @@ def demo(title: str, prompt_tokens: int, scenarios: Mapping[str, Mapping[str, An
         f"Time to first token of {prompt_tokens:,} tokens",
         f"{title[:1].upper()}{title[1:]}. Bars: the mean; dots: single prompts.",
         (Panel("", tuple(bars)),),
+    )
+
+
+def pairs(result: Mapping[str, Any]) -> Picture:
+    """How much of a prompt decode engines compute, and who served how many requests, as shares. `result` is what the
+    demo of prefill and decode engines writes."""
+    panels = []
+    tokens = result["prompt_tokens"]
+    each = [
+        computed
+        for scenario in result["scenarios"]
+        for computed in scenario["figures"].get("computed_tokens_each", ())
+    ]
+    if each:
+        mean = sum(each) / len(each)
+        decode = Bar(
+            "decode engine",
+            100 * mean / tokens,
+            f"{number(mean)} tokens, most {max(each)}",
+            COLOURS[1],
+            samples=tuple(100 * computed / tokens for computed in each),
+        )
+        alone = Bar("one engine alone", 100.0, f"{tokens} tokens", COLOURS[0])
+        panels.append(Panel("Share of a prompt's tokens that is computed", (alone, decode)))
+    served = Counter((request["prefill"], request["decode"]) for request in result["requests"])
+    rows = tuple(
+        Bar(
+            f"{decode} alone" if prefill == "-" else f"{prefill}, then {decode}",
+            100 * count / len(result["requests"]),
+            str(count),
+            COLOURS[2],
+        )
+        for (prefill, decode), count in sorted(served.items())
+    )
+    if rows:
+        panels.append(Panel("Share of the requests, by who served them", rows))
+    return Picture(
+        "Prefill and decode engines behind kvlane route",
+        f"{result['title'][:1].upper()}{result['title'][1:]}. Bars: means; dots: single prompts.",
+        tuple(panels),
     )

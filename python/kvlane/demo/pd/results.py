@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlane.bench import report
-from kvlane.bench.drawing import COLOURS, Bar, Panel, Picture, number, save
+from kvlane.bench import pictures, report
+from kvlane.bench.drawing import number, save
 from kvlane.demo.scenarios import Scenario
 
 EQUAL, COMPUTES, CONTROL = "answers equal", "the decode engine computes", "control"
@@ -37,9 +37,9 @@ def _passed(scenarios: Sequence[Scenario], name: str) -> bool:
     return any(each.name.startswith(name) and each.passed for each in scenarios)
 
 
-def publish(found: Mapping[str, Any], title: str, out: Path) -> None:
+def publish(found: Mapping[str, Any], out: Path) -> None:
     """Print the tables, write demo-pd.json and demo-pd.png."""
-    print(report.paragraph(title))
+    print(report.paragraph(found["title"]))
     print(report.table(["request", "prefill", "decode", "why"], _served(found["requests"])))
     print()
     rows = [
@@ -51,7 +51,7 @@ def publish(found: Mapping[str, Any], title: str, out: Path) -> None:
         for problem in scenario["problems"]:
             print(report.paragraph(f"{scenario['name']}: {problem}"))
     report.write_json(out / "demo-pd.json", found)
-    save(picture(found, title), out / "demo-pd.png")
+    save(pictures.pairs(found), out / "demo-pd.png")
     print(f"written: {out / 'demo-pd.json'}, {out / 'demo-pd.png'}")
 
 
@@ -83,40 +83,3 @@ def _short(name: str, figures: Mapping[str, Any]) -> str:
     if "ttft_ms" in figures:
         return f"TTFT {number(figures['ttft_ms']['mean'])} ms"
     return ""
-
-
-def picture(found: Mapping[str, Any], title: str) -> Picture:
-    """How much of a prompt the decode engine computes, and who served how many requests; both as shares."""
-    panels = []
-    figures = next((each["figures"] for each in found["scenarios"] if each["name"].startswith(COMPUTES)), {})
-    tokens = found["prompt_tokens"]
-    if each := figures.get("computed_tokens_each"):
-        mean = sum(each) / len(each)
-        bars = (
-            Bar("one engine alone", 100.0, f"{tokens} tokens", COLOURS[0]),
-            Bar(
-                "decode engine",
-                100 * mean / tokens,
-                f"{number(mean)} tokens, most {max(each)}",
-                COLOURS[1],
-                samples=tuple(100 * computed / tokens for computed in each),
-            ),
-        )
-        panels.append(Panel("Share of a prompt's tokens that is computed", bars))
-    served = Counter((each["prefill"], each["decode"]) for each in found["requests"])
-    pairs = tuple(
-        Bar(
-            f"{decode} alone" if prefill == "-" else f"{prefill}, then {decode}",
-            100 * count / served.total(),
-            str(count),
-            COLOURS[2],
-        )
-        for (prefill, decode), count in sorted(served.items())
-    )
-    if pairs:
-        panels.append(Panel("Share of the requests, by who served them", pairs))
-    return Picture(
-        "Prefill and decode engines behind kvlane route",
-        f"{title[:1].upper()}{title[1:]}. Bars: means; dots: single prompts.",
-        tuple(panels),
-    )
