@@ -39,7 +39,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Engines first: they are killed, and let the daemon and the router end at once.
+        # Engines first, so that they find their daemon to the end.
         last = [process for process in (self._router, self._daemon) if process is not None]
         end_all([*self.engines.values(), *last])
         self._folder.cleanup()

@@ -16,6 +16,7 @@ from kvlane.demo.pd.plan import BLOCK_TOKENS, Node, Plan
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
 
 START_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 15.0
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,6 +32,7 @@ class ServedEngine:
     ) -> None:
         self.node = node
         self.log = log
+        self._is_asked = False
         # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
         connector = connector_config(daemon, lookup_timeout_ms=5000.0)
         command = [beside_python("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(node.port)]
@@ -60,17 +62,33 @@ class ServedEngine:
         """Bytes that its processes have, what several share counted in parts."""
         return sum(_proportional(pid) for pid in _group(self._process.pid))
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, once: vLLM then removes what it has in /dev/shm."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """SIGKILL to all its processes, and wait until it is gone."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self._signal(signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> None:
-        """End it, if it still runs: nothing of it is to be kept."""
+        """End it, if it still runs: in good order if that does not take long."""
+        if self._process.poll() is None:
+            self.ask_to_end()
+            try:
+                self._process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+        # vLLM's workers may outlive it.
         self.kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
 
 
 class Router:
@@ -125,7 +143,11 @@ def end_all(processes: Iterable[ServedEngine | Router | Daemon]) -> None:
     """End them all, whatever one of them does about it, and whoever presses Ctrl-C again meanwhile."""
     asked_to_end = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, signal.SIG_IGN) for number in asked_to_end]
+    processes = list(processes)
     try:
+        for process in processes:
+            if isinstance(process, ServedEngine):
+                process.ask_to_end()  # all at once, then one after the other
         close_all(processes)
     finally:
         for number, handler in zip(asked_to_end, before, strict=True):
