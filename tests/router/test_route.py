@@ -201,6 +201,19 @@ def test_what_is_no_http_is_refused_and_no_second_request_hides_in_a_first() -> 
         # The body ends where its chunks end, and the connection with it: servers differ in what they would read on.
         answer = raw(router.address, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + two_lengths + hidden)
         assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
+        for order in (1, -1):
+            body = json.dumps(wanted("short")).encode()
+            lengths = [b"Content-Length: 7\r\n", b"Transfer-Encoding: chunked\r\n"][::order]
+            chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
+            answer = raw(router.address, head + b"".join(lengths) + b"\r\n" + chunks + hidden)
+            assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
+            assert b"both Content-Length and Transfer-Encoding" in answer
+            assert engine.log() == []
+            ending = b"Connection: close\r\n"
+            alone = raw(router.address, head + ending + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+            assert alone.startswith(b"HTTP/1.1 200 "), "the control: chunks alone are served"
+            engine.log(clear=True)
         assert raw(router.address, b"\x00\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
         many = b"".join(b"X-%d: y\r\n" % number for number in range(5000))
         assert raw(router.address, b"GET /health HTTP/1.1\r\n" + many + b"\r\n").startswith(b"HTTP/1.1 431 ")

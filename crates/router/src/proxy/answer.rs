@@ -130,6 +130,12 @@ impl Problem {
         Self { status, message: message.into(), param: None, retry_after: None, closes: false }
     }
 
+    /// The head says twice, and differently, where the body ends.
+    pub(super) fn two_lengths() -> Self {
+        let sentence = "the request has both Content-Length and Transfer-Encoding: leave one out";
+        Self { closes: true, ..Self::new(StatusCode::BAD_REQUEST, sentence) }
+    }
+
     pub(super) fn with_param(self, param: &str) -> Self {
         Self { param: Some(param.to_owned()), ..self }
     }

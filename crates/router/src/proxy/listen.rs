@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use hyper::{server::conn::http1, service::service_fn};
+use hyper::{Request, body::Incoming, header::TRANSFER_ENCODING, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
 use tokio::{
@@ -25,7 +25,9 @@ use tokio::{
 };
 
 use super::{
+    answer::Problem,
     clients::{Awaited, Clients},
+    head_watch::{HeadWatch, Watched},
     service::answer,
     shared::Shared,
     upstream::Upstreams,
@@ -165,17 +167,24 @@ async fn connection(
     }
     let client = clients.join();
     let asked = Cell::new(0u64);
-    let service = service_fn(|request| {
+    let watch = HeadWatch::new();
+    let service = service_fn(|request: Request<Incoming>| {
         asked.set(asked.get() + 1);
         let busy = client.asked();
+        let is_ambiguous = watch.has_length() && request.headers().contains_key(TRANSFER_ENCODING);
         let answering = answer(&shared, &upstreams, &client, request);
-        async { Ok::<_, std::convert::Infallible>(answering.await.map(|body| Awaited::new(body, busy))) }
+        let watch = &watch;
+        async move {
+            let answer = if is_ambiguous { Problem::two_lengths().answer() } else { answering.await };
+            watch.begin();
+            Ok::<_, std::convert::Infallible>(answer.map(|body| Awaited::new(body, busy)))
+        }
     });
     let serving = http1::Builder::new()
         // Our own clock says who is late.
         .header_read_timeout(None)
         .max_buf_size(HEADER_BYTES_MAX)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(Watched::new(stream, &watch)), service);
     let mut serving = pin!(serving);
     let mut is_told_to_stop = false;
     let served = poll_fn(|context| {

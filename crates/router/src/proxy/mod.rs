@@ -19,6 +19,7 @@ mod clients;
 mod exchange;
 mod forward;
 mod hand_over;
+mod head_watch;
 mod leg;
 mod listen;
 mod service;
