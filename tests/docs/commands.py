@@ -12,6 +12,7 @@ WHEEL = "tests/packaging/test_wheel.py::test_a_daemon_an_engine_that_saves_and_a
 FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
 UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
 ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
+CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_it"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -58,6 +59,13 @@ RUN_BY = {
     # docs/routing.md
     "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
     "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
+    "kvlane route list": CONTROL,
+    "kvlane route drain http://127.0.0.1:8100 --wait": CONTROL,
+    "kvlane route add http://127.0.0.1:8102 --role worker": CONTROL,
+    "kvlane route remove http://127.0.0.1:8100": CONTROL,
+    "kvlane route beat --to 127.0.0.1:30001 --role worker --url http://127.0.0.1:8100": (
+        "tests/router/test_route_members.py::test_heartbeats_of_ours_tell_of_any_engine_and_end_with_a_goodbye"
+    ),
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
     "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,

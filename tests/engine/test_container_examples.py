@@ -62,6 +62,7 @@ def test_there_is_something_to_check() -> None:
         "daemon.yaml",
         "engine.yaml",
         "pod-monitor.yaml",
+        "router.yaml",
     }
 
 
@@ -95,6 +96,19 @@ def test_every_flag_of_the_daemon_exists_and_takes_its_value() -> None:
             check=False,
         )
         assert "--listen 'unix:'" in told.stderr, told.stderr
+
+
+def test_the_router_takes_its_flags_and_finds_its_engines() -> None:
+    """It gets as far as the file of keys, which is not here."""
+    (words,) = [words for name, words in _commands() if name == "router.yaml" and words[0] == "kvlane"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    assert "--api-key-file /etc/kvlane/keys: cannot be read" in done.stderr, done.stderr
+    engines, router, deployment = _documents(ROOT / "examples/kubernetes/router.yaml")
+    (manifest,) = _documents(ROOT / "examples/kubernetes/engine.yaml")
+    assert engines["spec"]["clusterIP"] == "None"
+    assert engines["spec"]["selector"].items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
+    assert f"--worker-dns={engines['metadata']['name']}:{engines['spec']['ports'][0]['port']}" in words
+    assert router["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
 def test_every_subcommand_that_is_called_exists() -> None:

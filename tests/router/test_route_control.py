@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -88,6 +89,24 @@ def test_engines_are_added_and_removed_while_it_runs(at: Path) -> None:
         assert stream.getresponse().read().endswith(b"data: [DONE]\n\n")
         until("it has gone", lambda: not listed(at))
         assert sum("a node goes" in line for line in router.lines) == 2
+
+
+def test_it_does_what_the_page_tells_it(at: Path) -> None:
+    """With the page's addresses, where nobody answers; the page's file names engines of all kinds."""
+    page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
+    (commands,) = re.findall(r"```sh\n(kvlane route list\n[^`]*)```", page)
+    (file,) = re.findall(r"```toml\n([^`]*)```", page)
+    config = at.with_name("route.toml")
+    config.write_text(re.sub("^listen.*", "", file, flags=re.MULTILINE))
+    flags = ("--worker", "http://127.0.0.1:8100", "--config", str(config), "--socket", str(at))
+    with Router(*flags, nodes=0):
+        found = {name.removeprefix("http://127.0.0.1:"): node for name, node in listed(at).items()}
+        assert {"8100", *(f"8100#{rank}" for rank in range(4)), "8200"} <= set(found)
+        assert (found["8200"]["group"], found["8200"]["connector"]) == ("a", "p2p-nccl")
+        for command in commands.splitlines():
+            told(at, *command.split()[2:])
+        assert "http://127.0.0.1:8102" in listed(at)
+        until("it has gone", lambda: "http://127.0.0.1:8100" not in listed(at))
 
 
 def test_removed_at_once_what_is_under_way_goes_on(at: Path) -> None:
