@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     body::Scan,
-    schedule::{Known, NODES_A_TABLE, NodeId},
+    schedule::{Cached, Known, NODES_A_TABLE, NodeId},
 };
 
 /// Long prompts that are tokenized at a time, beside the threads that serve clients.
@@ -263,7 +263,8 @@ impl Knowledge {
             let most = count.saturating_sub(1) / size_64 * size_64;
             state.blocks.matched(&chains[size], tables, now, |slot, blocks| {
                 if let Some(&id) = ids.get(&slot) {
-                    known.set(id, (blocks as u64 * size_64).min(most));
+                    let tokens = (blocks as u64 * size_64).min(most);
+                    known.set(id, Cached { tokens, block_size: size_64 });
                 }
             });
         }

@@ -10,6 +10,7 @@ use super::{
     reservation::{Leg, Reservation},
     scheduler::Scheduler,
 };
+use crate::body::MARK_BYTES;
 
 impl Scheduler {
     /// Chooses, and takes the load.
@@ -156,9 +157,10 @@ impl Scheduler {
                     && !request.tried.contains(id)
             })
             .map(|(id, _)| {
+                // What is known roughly must not look like more than the prompt is: nodes known exactly would get all.
                 // The last token is always computed.
                 let miss = prompt_tokens.saturating_sub(self.cached_tokens(request, id)).max(1);
-                Candidate { id, miss }
+                Candidate { id, miss, grain: self.grain(id).min(prompt_tokens) }
             })
             .collect()
     }
@@ -183,7 +185,7 @@ impl Scheduler {
     /// Tokens of the prompt that the node has: as its engine tells, or as its text was sent there before.
     fn cached_tokens(&self, request: &Request<'_>, id: NodeId) -> u64 {
         if let Some(known) = self.known.of(id) {
-            return known;
+            return known.tokens;
         }
         let bytes = self.matched.get(id.slot()).copied().unwrap_or(0);
         match (self.known.prompt_tokens, request.marks.last()) {
@@ -191,6 +193,11 @@ impl Scheduler {
             (Some(tokens), Some(last)) => tokens * u64::from(bytes) / u64::from(last.bytes).max(1),
             _ => self.tokens(bytes),
         }
+    }
+
+    /// Tokens to within which it is known what the node has.
+    fn grain(&self, id: NodeId) -> u64 {
+        self.known.of(id).map_or_else(|| self.tokens(MARK_BYTES as u32), |known| known.block_size)
     }
 
     fn prompt_tokens(&self, request: &Request<'_>) -> u64 {

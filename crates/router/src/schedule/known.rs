@@ -8,7 +8,16 @@ pub struct Known {
     /// Tokens of the prompt, if they were counted.
     pub prompt_tokens: Option<u64>,
     /// By slot.
-    cached: Vec<Option<(NodeId, u64)>>,
+    cached: Vec<Option<(NodeId, Cached)>>,
+}
+
+/// What a node has of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cached {
+    /// Tokens, from the prompt's beginning.
+    pub tokens: u64,
+    /// Tokens of a block: they come and go together.
+    pub block_size: u64,
 }
 
 impl Known {
@@ -17,16 +26,16 @@ impl Known {
         Self { prompt_tokens: Some(tokens), cached: Vec::new() }
     }
 
-    /// The node has that many tokens of it.
-    pub fn set(&mut self, id: NodeId, tokens: u64) {
+    /// The node has that much of it.
+    pub fn set(&mut self, id: NodeId, cached: Cached) {
         if self.cached.len() <= id.slot() {
             self.cached.resize(id.slot() + 1, None);
         }
-        self.cached[id.slot()] = Some((id, tokens));
+        self.cached[id.slot()] = Some((id, cached));
     }
 
-    /// Tokens of it that the node has. None where nothing is known exactly.
-    pub fn of(&self, id: NodeId) -> Option<u64> {
-        self.cached.get(id.slot()).copied().flatten().filter(|(of, _)| *of == id).map(|(_, tokens)| tokens)
+    /// What the node has of it. None where nothing is known exactly.
+    pub fn of(&self, id: NodeId) -> Option<Cached> {
+        self.cached.get(id.slot()).copied().flatten().filter(|(of, _)| *of == id).map(|(_, cached)| cached)
     }
 }

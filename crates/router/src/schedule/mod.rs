@@ -29,7 +29,7 @@ pub use self::{
     breaker::Breaker,
     choice::{Choice, Chosen, NoNode, Request, Why},
     index::Index,
-    known::Known,
+    known::{Cached, Known},
     load::{Load, Reported},
     nodes::{Connector, KnownBy, Node, NodeId, NodeState, Role},
     policy::{Policy, UnknownPolicy},

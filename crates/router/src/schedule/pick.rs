@@ -1,7 +1,6 @@
 //! One node of several, by a policy.
 
 use super::{nodes::NodeId, policy::Policy, scheduler::Scheduler};
-use crate::body::MARK_BYTES;
 
 /// A node is overloaded for [`Policy::PrefixAffinity`] when it has this many requests more than the least loaded one, and half
 /// as many again.
@@ -12,6 +11,8 @@ const OVERLOAD: u64 = 8;
 pub(super) struct Candidate {
     pub(super) id: NodeId,
     pub(super) miss: u64,
+    /// Tokens to within which that is known.
+    pub(super) grain: u64,
 }
 
 impl Scheduler {
@@ -49,7 +50,7 @@ impl Scheduler {
     fn work(&self, candidate: &Candidate) -> u128 {
         self.nodes
             .get(candidate.id)
-            .map_or(u128::MAX, |node| node.load.work_with(candidate.miss, self.tokens(MARK_BYTES as u32)))
+            .map_or(u128::MAX, |node| node.load.work_with(candidate.miss, candidate.grain))
     }
 
     fn batch(&self, id: NodeId) -> u64 {

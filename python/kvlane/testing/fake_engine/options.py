@@ -35,7 +35,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     flag("--host", default="127.0.0.1", help="The address to listen on.")
     flag("--port", type=int, default=0, help="The port to listen on; 0 takes a free one.")
     flag("--model", action="append", help='A name to serve; may be given several times; "fake" if none is.')
-    flag("--words", metavar="FILE", help="A tokenizer.json of whole words; a token is 4 bytes if it is not given.")
+    flag(
+        "--words",
+        metavar="FILE",
+        help="A tokenizer.json of whole words; a token is 4 bytes if it is not given.",
+    )
     flag("--max-model-len", type=_positive, default=131072, help="The longest prompt and answer, in tokens.")
     flag(
         "--prefill-tokens-per-second",
