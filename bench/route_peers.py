@@ -2,11 +2,13 @@
 
     pip install vllm-router==0.1.17        # in any environment
     python bench/route_peers.py --vllm-router PATH/TO/vllm-router      # five minutes on two cores
+    python bench/route_peers.py --rounds 0 --streams 10000             # two minutes: many streams at once
 
 The engines take no time of their own, so what is measured is the router: its CPU time for each request, from /proc,
 and what it adds to the median latency of one client. Client, routers and engines share the machine's cores; CPU time
-is not wall time, so that matters little. Rounds are interleaved, figures are medians over them. Writes
-route_peers.json and route_peers.png; status 1 when a goal is missed.
+is not wall time, so that matters little. Rounds are interleaved, figures are medians over them. With --streams, that
+many streams with a chunk a second each, with and without `kvlane route` (route_streams.py). Writes route_peers.json
+and route_peers.png; status 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import route_streams
 from kvlane.bench import drawing, report
 from kvlane.bench.drawing import Bar, Panel, Picture
 from kvlane.testing.fake_engine import FakeEngine
@@ -36,6 +39,9 @@ from kvlane.testing.fake_engine import FakeEngine
 START_S = 60.0
 PREFIXES = 64
 TICKS = os.sysconf("SC_CLK_TCK")
+STREAM_CHUNKS = 45
+STREAM_ADDED_MS = 20.0
+STREAM_MEMORY_MB = 400.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,42 @@ def main() -> int:
     parser.add_argument("--kvlane", default=shutil.which("kvlane"), metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out/route_peers"))
+    parser.add_argument("--streams", type=int, default=0, help="at once, beside the rounds; default %(default)s")
     settings = parser.parse_args()
-    if not settings.vllm_router or not settings.kvlane:
+    if not settings.kvlane or (settings.rounds and not settings.vllm_router):
         parser.error("give --vllm-router and --kvlane, or have both in PATH")
     settings.out.mkdir(parents=True, exist_ok=True)
     values: dict[str, dict[str, list[float]]] = {}
-    with report.CpuWatch() as watch, routers(settings.kvlane, settings.vllm_router) as started:
+    streams: dict[str, Any] = {}
+    with report.CpuWatch() as watch:
+        if settings.rounds:
+            measure(settings, values)
+        if settings.streams:
+            streams = many_streams(settings.kvlane, settings.streams)
+    result = {
+        "benchmark": "routers",
+        "date": time.strftime("%Y-%m-%d"),
+        "settings": {"rounds": settings.rounds, "streams": settings.streams},
+        "versions": versions(settings),
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "values": values,
+        "compared": compared(values),
+        "streams": streams,
+    }
+    report.write_json(settings.out / "route_peers.json", result)
+    if values:
+        drawing.save(picture(result), settings.out / "route_peers.png")
+        print(table(result["compared"]))
+    if streams:
+        print(streams_table(streams))
+    print(f"written: {settings.out}/route_peers.json")
+    holds = [row["holds"] for row in result["compared"]] + [streams[key] for key in streams if key == "holds"]
+    return 0 if all(holds) else 1
+
+
+def measure(settings: argparse.Namespace, values: dict[str, dict[str, list[float]]]) -> None:
+    """All cases, in turns."""
+    with routers(settings.kvlane, settings.vllm_router) as started:
         for number in range(settings.rounds):
             for case in CASES:
                 names = ["kvlane", "vllm-router"]
@@ -103,20 +139,51 @@ def main() -> int:
                 value = latency_of(started, name)
                 report.say(f"[{number + 1}/{settings.rounds}] median of one client: {name} {value:.3f} ms")
                 values.setdefault(LATENCY.name, {}).setdefault(name, []).append(value)
-    result = {
-        "benchmark": "routers",
-        "date": time.strftime("%Y-%m-%d"),
-        "settings": {"rounds": settings.rounds},
-        "versions": versions(settings),
-        "machine": report.machine_facts() | {"cpu_use": watch.facts},
-        "values": values,
-        "compared": compared(values),
+
+
+def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
+    """Delays of chunks with the router and without it, what was lost, and the router's memory."""
+    route_streams.raise_descriptor_limit(streams)
+    with route_streams.engine(streams) as addresses, ExitStack() as stack:
+        direct = route_streams.measured(addresses[0], streams, STREAM_CHUNKS)
+        report.say(f"{streams} streams without a router: {direct}")
+        started = Started()
+        named = [word for address in addresses for word in ("--worker", f"http://{address}")]
+        command = [kvlane, "route", "--policy", "round-robin", "--max-connections", str(streams + 100), *named]
+        start(stack, started, ("kvlane", "streams"), command)
+        router = started.router("kvlane", "streams")
+        before = cpu_seconds(router.pid)
+        ours = route_streams.measured(router.address, streams, STREAM_CHUNKS)
+        report.say(f"{streams} streams through kvlane: {ours}")
+        cpu = cpu_seconds(router.pid) - before
+        memory = route_streams.memory_mb(router.pid)
+    added = ours["delay_ms"]["p99"] - direct["delay_ms"]["p99"]
+    return {
+        "direct": direct,
+        "kvlane": ours,
+        "added_p99_ms": added,
+        "memory_mb": memory,
+        "cpu_us_a_chunk": cpu * 1e6 / (streams * STREAM_CHUNKS),
+        "goals": {"lost": 0, "added_p99_ms": STREAM_ADDED_MS, "memory_mb": STREAM_MEMORY_MB},
+        "holds": ours["lost_streams"] == ours["lost_chunks"] == 0
+        and added <= STREAM_ADDED_MS
+        and memory <= STREAM_MEMORY_MB,
     }
-    report.write_json(settings.out / "route_peers.json", result)
-    drawing.save(picture(result), settings.out / "route_peers.png")
-    print(table(result["compared"]))
-    print(f"written: {settings.out}/route_peers.json")
-    return 0 if all(row["holds"] for row in result["compared"]) else 1
+
+
+def streams_table(streams: dict[str, Any]) -> str:
+    lines = [f"{'streams':12} {'lost':>6} {'p50 ms':>8} {'p99 ms':>8} {'p99.9 ms':>9}"]
+    for name in ("direct", "kvlane"):
+        row, delay = streams[name], streams[name]["delay_ms"]
+        lines.append(
+            f"{name:12} {row['lost_streams']:>6} {delay['p50']:>8.2f} {delay['p99']:>8.2f} {delay['p99.9']:>9.2f}"
+        )
+    lines.append(
+        f"p99 +{streams['added_p99_ms']:.2f} ms (goal +{STREAM_ADDED_MS:.0f}), {streams['memory_mb']:.0f} MB (goal "
+        f"{STREAM_MEMORY_MB:.0f}), {streams['cpu_us_a_chunk']:.1f} us of CPU a chunk"
+        f"{'' if streams['holds'] else ': missed'}"
+    )
+    return "\n".join(lines)
 
 
 def compared(values: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
@@ -178,7 +245,7 @@ def picture(result: dict[str, Any]) -> Picture:
 def versions(settings: argparse.Namespace) -> dict[str, str]:
     return {
         "kvlane": importlib.metadata.version("kvlane"),
-        "vllm-router": said(settings.vllm_router, "--version"),
+        "vllm-router": said(settings.vllm_router, "--version") if settings.rounds else "not run",
     }
 
 

@@ -164,8 +164,11 @@ fn what_could_be_read_in_two_ways_is_refused() {
 #[test]
 fn a_head_has_a_longest_length() {
     let long = format!("{OK}a: {}\r\n\r\n", "x".repeat(HEAD_BYTES_MAX));
-    assert_eq!(head(long.as_bytes()).unwrap_err(), AnswerError::HeadTooLong);
-    assert_eq!(head(&long.as_bytes()[..HEAD_BYTES_MAX]).unwrap_err(), AnswerError::HeadTooLong);
+    assert_eq!(head(long.as_bytes()).unwrap_err(), AnswerError::HeadTooLong(HEAD_BYTES_MAX));
+    assert_eq!(
+        head(&long.as_bytes()[..HEAD_BYTES_MAX]).unwrap_err(),
+        AnswerError::HeadTooLong(HEAD_BYTES_MAX)
+    );
     let longest = format!("{OK}a: {}\r\n\r\n", "x".repeat(HEAD_BYTES_MAX - OK.len() - 7));
     assert_eq!(longest.len(), HEAD_BYTES_MAX);
     assert!(head(longest.as_bytes()).unwrap().is_some());

@@ -1,6 +1,6 @@
 //! The chunks of a body: what is data, and where the last one ends.
 
-use super::AnswerError;
+use super::error::AnswerError;
 
 /// Bytes of extensions and trailers together, which nobody reads.
 const AROUND_BYTES_MAX: usize = 16 << 10;

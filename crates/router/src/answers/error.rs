@@ -10,8 +10,8 @@ pub enum AnswerError {
     #[error("a line of its answer's head ends without CR")]
     BareLineFeed,
     /// More than is taken.
-    #[error("its answer's head has more than {} bytes", super::HEAD_BYTES_MAX)]
-    HeadTooLong,
+    #[error("its answer's head has more than {0} bytes")]
+    HeadTooLong(usize),
     /// 101: nobody has asked for another protocol.
     #[error("it switches protocols, unasked")]
     Switches,

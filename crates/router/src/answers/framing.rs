@@ -1,6 +1,6 @@
 //! Which bytes behind a head are the body.
 
-use super::{AnswerError, chunked::Chunked};
+use super::{chunked::Chunked, error::AnswerError};
 
 /// How a body's end is known, and what is still to come of it.
 #[derive(Debug, Clone, PartialEq, Eq)]

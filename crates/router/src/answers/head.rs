@@ -6,7 +6,7 @@ use hyper::{
     header::{CONNECTION, CONTENT_LENGTH, HeaderName, HeaderValue, TRANSFER_ENCODING},
 };
 
-use super::{AnswerError, Framing};
+use super::{error::AnswerError, framing::Framing};
 
 /// Longest head.
 pub const HEAD_BYTES_MAX: usize = 64 << 10;
@@ -48,13 +48,13 @@ pub fn head(received: &[u8]) -> Result<Option<(Head, usize)>, AnswerError> {
     let length = match parsed.parse(received).map_err(AnswerError::NotHttp)? {
         httparse::Status::Complete(length) => length,
         httparse::Status::Partial if received.len() >= HEAD_BYTES_MAX => {
-            return Err(AnswerError::HeadTooLong);
+            return Err(AnswerError::HeadTooLong(HEAD_BYTES_MAX));
         }
         httparse::Status::Partial => return Ok(None),
     };
     let bytes = &received[..length];
     if bytes.len() > HEAD_BYTES_MAX {
-        return Err(AnswerError::HeadTooLong);
+        return Err(AnswerError::HeadTooLong(HEAD_BYTES_MAX));
     }
     if bytes.iter().zip(&bytes[1..]).any(|(before, byte)| *byte == b'\n' && *before != b'\r') {
         return Err(AnswerError::BareLineFeed);

@@ -15,7 +15,7 @@ use hyper::{
 };
 use serde_json::json;
 
-use super::{exchange::Incoming, leg::LegGuard, upstream::UpstreamError};
+use super::{exchange::Incoming, leg::LegGuard, upstream_error::UpstreamError};
 use crate::{body::Mark, schedule::LegEnd};
 
 /// The body of an answer.

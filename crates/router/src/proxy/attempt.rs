@@ -20,9 +20,10 @@ use super::{
     exchange::Incoming,
     forward,
     hand_over::HandOver,
+    idle::Upstreams,
     leg::LegGuard,
     shared::{Counters, Shared},
-    upstream::Upstreams,
+    upstream,
 };
 use crate::{
     body::{Mark, Scan, scan},
@@ -340,7 +341,7 @@ impl Work<'_> {
         };
         let settings = &self.shared.settings;
         let request = forward::to_engine(self.head, &address, leg, id, body.len());
-        let sending = self.upstreams.send(&address, request, body, settings.connect_timeout);
+        let sending = upstream::send(self.upstreams, &address, request, body, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),
             Some(deadline) => timeout(deadline, sending).await.map_err(|_| deadline),

@@ -22,13 +22,12 @@ use tokio::{
 };
 
 use super::{
+    idle::Upstreams,
+    reading::{Early, HeadReading, data_of},
     shared::Address,
-    upstream::{UpstreamError, Upstreams},
+    upstream_error::UpstreamError,
 };
-use crate::answers::{AnswerError, Framing, HEAD_BYTES_MAX, Head, head, head_ends};
-
-/// Heads with a status below 200 that may come before an answer.
-const INTERIM_MAX: usize = 16;
+use crate::answers::{Framing, Head};
 
 /// A connection to a node.
 #[derive(Debug)]
@@ -142,67 +141,6 @@ impl Connection {
     }
 }
 
-/// What came of a body together with its head.
-struct Early {
-    data: Bytes,
-    /// More bytes came than were of the answer.
-    has_surplus: bool,
-}
-
-/// Bytes of a head, until it is all there.
-#[derive(Default)]
-struct HeadReading {
-    gathered: Vec<u8>,
-    interim: usize,
-}
-
-impl HeadReading {
-    fn take(&mut self, bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
-        if bytes.is_empty() {
-            return Err(if self.has_begun() { UpstreamError::Cut } else { UpstreamError::Closed });
-        }
-        let searched = self.gathered.len();
-        if searched == 0 {
-            return self.find(bytes);
-        }
-        self.gathered.extend_from_slice(bytes);
-        if head_ends(&self.gathered, searched).is_none() {
-            let is_too_long = self.gathered.len() > HEAD_BYTES_MAX;
-            return if is_too_long { Err(AnswerError::HeadTooLong.into()) } else { Ok(None) };
-        }
-        let gathered = std::mem::take(&mut self.gathered);
-        self.find(&gathered)
-    }
-
-    /// The answer's head, behind those that only say that it will come.
-    fn find(&mut self, mut bytes: &[u8]) -> Result<Option<(Head, Early)>, UpstreamError> {
-        while !bytes.is_empty() {
-            let Some((mut head, length)) = head(bytes)? else {
-                self.gathered = bytes.to_vec();
-                return Ok(None);
-            };
-            bytes = &bytes[length..];
-            if !head.status.is_informational() {
-                let (data, taken) = data_of(&mut head.framing, bytes)?;
-                return Ok(Some((head, Early { data, has_surplus: taken < bytes.len() })));
-            }
-            self.interim += 1;
-            if self.interim > INTERIM_MAX {
-                return Err(AnswerError::HeadTooLong.into());
-            }
-        }
-        Ok(None)
-    }
-
-    fn has_begun(&self) -> bool {
-        !self.gathered.is_empty() || self.interim > 0
-    }
-
-    fn failed(&self, error: io::Error) -> UpstreamError {
-        if self.has_begun() { UpstreamError::Broken(error) } else { UpstreamError::Failed(error) }
-    }
-}
-
 impl Incoming {
     fn new(connection: Connection, framing: Framing, is_kept: bool, early: Early) -> Self {
         let mut incoming = Self { connection: Some(connection), framing, is_kept, early: early.data };
@@ -265,21 +203,4 @@ impl Body for Incoming {
     fn is_end_stream(&self) -> bool {
         self.connection.is_none() && self.early.is_empty()
     }
-}
-
-/// The body's data among these bytes, in one piece, and how many of the bytes were of the answer.
-fn data_of(framing: &mut Framing, bytes: &[u8]) -> Result<(Bytes, usize), AnswerError> {
-    let (mut first, mut joined): (&[u8], Vec<u8>) = (&[], Vec::new());
-    let taken = framing.take(bytes, |piece| {
-        if first.is_empty() {
-            first = piece;
-            return;
-        }
-        if joined.is_empty() {
-            joined.reserve(bytes.len());
-            joined.extend_from_slice(first);
-        }
-        joined.extend_from_slice(piece);
-    })?;
-    Ok((if joined.is_empty() { Bytes::copy_from_slice(first) } else { joined.into() }, taken))
 }

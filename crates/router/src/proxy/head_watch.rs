@@ -12,10 +12,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
-};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::joined::Joined;
 
 const NAME: &[u8; 15] = b"content-length:";
 
@@ -97,12 +96,12 @@ impl HeadWatch {
 /// A connection whose heads are watched.
 #[derive(Debug)]
 pub(super) struct Watched {
-    stream: TcpStream,
+    stream: Joined,
     watch: Rc<HeadWatch>,
 }
 
 impl Watched {
-    pub(super) fn new(stream: TcpStream, watch: &Rc<HeadWatch>) -> Self {
+    pub(super) fn new(stream: Joined, watch: &Rc<HeadWatch>) -> Self {
         Self { stream, watch: Rc::clone(watch) }
     }
 }

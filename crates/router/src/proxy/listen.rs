@@ -28,9 +28,10 @@ use super::{
     answer::Problem,
     clients::{Awaited, Clients},
     head_watch::{HeadWatch, Watched},
+    idle::Upstreams,
+    joined::Joined,
     service::answer,
     shared::Shared,
-    upstream::Upstreams,
 };
 
 /// Longest headers of a request.
@@ -184,7 +185,7 @@ async fn connection(
         // Our own clock says who is late.
         .header_read_timeout(None)
         .max_buf_size(HEADER_BYTES_MAX)
-        .serve_connection(TokioIo::new(Watched::new(stream, &watch)), service);
+        .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch)), service);
     let mut serving = pin!(serving);
     let mut is_told_to_stop = false;
     let served = poll_fn(|context| {

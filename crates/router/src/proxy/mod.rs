@@ -4,10 +4,12 @@
 //!  client -- connection --> service: reads and scans the body
 //!                              |  choose: one node or a pair                        retry elsewhere, as long as the
 //!                              v                                                    client got nothing yet
-//!                           attempt: prefill leg, then decode leg --> upstream: connections of each node, kept alive
+//!                           attempt: prefill leg, then decode leg --> upstream: a kept or new connection
 //!                              |
 //!  client <-- frames, unparsed -- answer: ends the reservation with the last byte, or when the client is gone
 //! ```
+//! Clients' side is hyper's. Towards nodes the proxy speaks HTTP/1.1 itself ([`answers`](crate::answers) says where an answer
+//! ends): so a piece of an answer wakes one task, and pieces that came together leave together.
 //!
 //! Each thread has a runtime, connections and upstream connections of its own; what they share is behind one lock that is held
 //! for microseconds. Whatever ends a future ends its legs: a client that leaves drops the future of its request, which drops the
@@ -20,12 +22,16 @@ mod exchange;
 mod forward;
 mod hand_over;
 mod head_watch;
+mod idle;
+mod joined;
 mod leg;
 mod listen;
+mod reading;
 mod service;
 mod settings;
 mod shared;
 mod upstream;
+mod upstream_error;
 
 pub use self::{
     listen::{Proxy, StartError},

@@ -23,8 +23,8 @@ use super::{
     attempt::Work,
     clients::Client,
     forward::REQUEST_ID,
+    idle::Upstreams,
     shared::{Counters, Shared},
-    upstream::Upstreams,
 };
 use crate::{
     body::{Scan, marks, scan},
