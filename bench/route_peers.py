@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import route_streams
+
 from kvlane.bench import drawing, report
 from kvlane.bench.drawing import Bar, Panel, Picture
 from kvlane.testing.fake_engine import FakeEngine
@@ -92,7 +93,9 @@ def main() -> int:
     parser.add_argument("--kvlane", default=shutil.which("kvlane"), metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out/route_peers"))
-    parser.add_argument("--streams", type=int, default=0, help="at once, beside the rounds; default %(default)s")
+    parser.add_argument(
+        "--streams", type=int, default=0, help="at once, beside the rounds; default %(default)s"
+    )
     settings = parser.parse_args()
     if not settings.kvlane or (settings.rounds and not settings.vllm_router):
         parser.error("give --vllm-router and --kvlane, or have both in PATH")
@@ -149,7 +152,15 @@ def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
         report.say(f"{streams} streams without a router: {direct}")
         started = Started()
         named = [word for address in addresses for word in ("--worker", f"http://{address}")]
-        command = [kvlane, "route", "--policy", "round-robin", "--max-connections", str(streams + 100), *named]
+        command = [
+            kvlane,
+            "route",
+            "--policy",
+            "round-robin",
+            "--max-connections",
+            str(streams + 100),
+            *named,
+        ]
         start(stack, started, ("kvlane", "streams"), command)
         router = started.router("kvlane", "streams")
         before = cpu_seconds(router.pid)

@@ -1,8 +1,8 @@
 """Ten thousand streams at once, a chunk a second each: through `kvlane route`, and without it as a control.
 
-An engine in one process and a client in another, both a loop over epoll, so that they cope on the cores that they share
-with the router. The engine writes into each chunk when it sent it; the client says how long each was on its way. Used by
-route_peers.py --streams.
+An engine in one process and a client in another, both a loop over epoll, so that they cope on the cores that they
+share with the router. The engine writes into each chunk when it sent it; the client says how long each was on its way.
+Used by route_peers.py --streams.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def engine(streams: int) -> Iterator[list[str]]:
         process = multiprocessing.Process(target=_serve, args=(listeners, streams, over), daemon=True)
         process.start()
         try:
-            yield ["127.0.0.1:%d" % listener.getsockname()[1] for listener in listeners]
+            yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
         finally:
             over.set()
             process.join(10)
@@ -72,7 +72,9 @@ def raise_descriptor_limit(streams: int) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, hard)))
     except (ValueError, OSError):
-        message = f"{streams} streams need {wanted} open files, and the limit is {hard}: raise it (ulimit -Hn)"
+        message = (
+            f"{streams} streams need {wanted} open files, and the limit is {hard}: raise it (ulimit -Hn)"
+        )
         raise SystemExit(message) from None
 
 
@@ -144,9 +146,7 @@ def _is_asked(stream: _Stream, data: bytes) -> bool:
         return False
     stream.received = b""
     if head.startswith(b"GET"):
-        stream.connection.send(
-            b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(MODELS), MODELS)
-        )
+        stream.connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(MODELS), MODELS))
         return False
     stream.chunks = json.loads(body)["max_tokens"]
     return True
@@ -172,7 +172,9 @@ class _Client:
         host, _, port = address.partition(":")
         self._to = (host, int(port))
         self._streams, self._chunks = streams, chunks
-        body = json.dumps({"model": "fake", "prompt": "streams", "stream": True, "max_tokens": chunks}).encode()
+        body = json.dumps(
+            {"model": "fake", "prompt": "streams", "stream": True, "max_tokens": chunks}
+        ).encode()
         self._request = (
             b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)

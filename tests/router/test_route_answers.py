@@ -27,7 +27,7 @@ class Engine:
         self.connections = 0
         self.requests = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = "http://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def serve(self) -> None:
         while True:
