@@ -86,7 +86,7 @@ proptest! {
         let mut held: HashSet<(usize, bool, Vec<u8>)> = HashSet::new();
         // What an engine's hash names is known once any event named it: two nodes of three hash alike.
         let mut named: HashSet<(u64, Vec<u8>)> = HashSet::new();
-        let salt = |node: usize| u64::from(node % 3 == 0);
+        let salt = |node: usize| u64::from(node.is_multiple_of(3));
         let medium = |on_gpu: bool| if on_gpu { Some("GPU") } else { Some("CPU") };
         for step in steps {
             match step {

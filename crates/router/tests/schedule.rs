@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use kvlane_router::{
     body::Mark,
     schedule::{
-        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Reported, Request, Reservation,
-        Role, Scheduler, Settings, Why,
+        Choice, Chosen, Connector, LegEnd, NoNode, Node, NodeId, NodeState, Policy, Reported, Request,
+        Reservation, Role, Scheduler, Settings, Why,
     },
 };
 use proptest::prelude::*;
