@@ -5,12 +5,14 @@
 use kvlane_zmtp::{Event, Greeting, Limits, ProtocolError, Session, SocketType};
 use libfuzzer_sys::fuzz_target;
 
-const LIMITS: Limits = Limits { frame_bytes: 700, message_bytes: 1500, message_frames: 4, command_bytes: 300 };
+const LIMITS: Limits =
+    Limits { frame_bytes: 700, message_bytes: 1500, message_frames: 4, command_bytes: 300 };
 const READY: &[u8] = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER";
 
 /// Either nothing has come, or the handshake is over.
 fn start(handshake_done: bool) -> Session {
-    let mut router = Session::new(SocketType::Router, Default::default(), LIMITS).expect("it has no identity");
+    let mut router =
+        Session::new(SocketType::Router, Default::default(), LIMITS).expect("it has no identity");
     if handshake_done {
         let opening = [&Greeting::OURS.encode(), READY].concat();
         let event = router.receive(&mut opening.as_slice());

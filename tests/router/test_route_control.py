@@ -95,7 +95,7 @@ def test_it_does_what_the_page_tells_it(at: Path) -> None:
     """With the page's addresses, where nobody answers; the page's file names engines of all kinds."""
     page = (Path(__file__).parents[2] / "docs/routing.md").read_text()
     (commands,) = re.findall(r"```sh\n(kvlane route list\n[^`]*)```", page)
-    (file,) = re.findall(r"```toml\n([^`]*)```", page)
+    (file,) = re.findall(r"```text\n(policy = [^`]*)```", page)
     config = at.with_name("route.toml")
     config.write_text(re.sub("^listen.*", "", file, flags=re.MULTILINE))
     flags = ("--worker", "http://127.0.0.1:8100", "--config", str(config), "--socket", str(at))

@@ -72,7 +72,7 @@ pub const METRICS: &[Metric] = &[
     total(
         "kvlane_route_left_total",
         MetricKind::Counter,
-        "Legs of requests whose client left before their end.",
+        "Legs that were cut short: their client left, or the other leg of a direct pair failed.",
         |shared| shared.counters.left.load(Ordering::Relaxed),
     ),
     total(

@@ -1,5 +1,5 @@
 //! Which nodes there are, after any order of flags, beats, answers of DNS, probes and what operators do.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -356,8 +356,8 @@ proptest! {
             drained.retain(|name| world.there.contains_key(name));
         }
         // All fall silent, and no name has a record any more.
-        for name in 0..2 {
-            let like = spec("http://name:8100", ROLES[name]);
+        for (name, role) in ROLES.into_iter().enumerate().take(2) {
+            let like = spec("http://name:8100", role);
             world.tell(Event::Resolved { name, like, hosts: Vec::new() }).unwrap();
         }
         for node in 0..8 {

@@ -4,6 +4,7 @@ use std::{net::IpAddr, net::SocketAddr, str::FromStr, sync::Arc};
 
 use thiserror::Error;
 
+use super::limits::NODES_MAX;
 use crate::{
     proxy::Address,
     schedule::{Connector, KnownBy, NodeState, Role},
@@ -160,7 +161,7 @@ pub enum Refusal {
         group: Arc<str>,
     },
     /// There are as many as may be.
-    #[error("there are {NODES_MAX} nodes, which is the most that are not named by flags or the file", NODES_MAX = super::NODES_MAX)]
+    #[error("there are {NODES_MAX} nodes, which is the most that are not named by flags or the file")]
     TooMany,
     /// An operator has removed it while it goes on to call.
     #[error("{0} was removed by an operator, and stays away until it is added or has been silent for 30 s")]

@@ -15,6 +15,7 @@ mod control;
 mod dns;
 mod event;
 mod inner;
+mod limits;
 mod member;
 mod probes;
 mod serve_control;
@@ -27,6 +28,7 @@ pub use self::{
     control::{ANSWER_BYTES_MAX, Answer, AskError, CALL_BYTES_MAX, Call, CallError, Listed, ask, read_call},
     dns::{DnsName, Resolve, Resolving, SystemResolver},
     event::{Change, Event, Refusal, Spec, ZmqAddress},
+    limits::{BEAT_MISSED, FORGOTTEN, NODES_MAX},
     service::{Membership, MembershipOptions, PingOptions},
-    state::{BEAT_MISSED, FORGOTTEN, Members, NODES_MAX},
+    state::Members,
 };

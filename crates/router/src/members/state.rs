@@ -4,22 +4,16 @@ use std::{
     collections::BTreeMap,
     net::{IpAddr, SocketAddr},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use super::{
     event::{Change, Event, Refusal, Spec},
+    limits::{FORGOTTEN, NODES_MAX},
     member::{Drain, Member},
     whose::Whose,
 };
 use crate::{proxy::Address, schedule::Connector};
-
-/// Three beats, which come every 3 s.
-pub const BEAT_MISSED: Duration = Duration::from_secs(9);
-/// After so long without a beat, or without a record and an answer, a node is forgotten.
-pub const FORGOTTEN: Duration = Duration::from_secs(30);
-/// Most nodes that are not named by flags or the file.
-pub const NODES_MAX: usize = 1024;
 
 /// All nodes. Pure.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::state::{BEAT_MISSED, FORGOTTEN};
+use super::limits::{BEAT_MISSED, FORGOTTEN};
 use crate::schedule::KnownBy;
 
 /// Who has named a node, and when last.

@@ -101,12 +101,12 @@ impl Work<'_> {
                 Counters::count(&self.shared.counters.retries);
             }
             let served = match chosen {
-                Chosen::One(whole) => self.whole(whole, attempt).await,
+                Chosen::One(whole) => self.whole(whole, attempt).await.map_err(Unserved::from),
                 Chosen::Pair { prefill, decode } => self.pair(prefill, decode, attempt, &mut tried).await,
             };
             let failed = match served {
-                Ok(answer) => return answer,
-                Err(failed) => failed,
+                Ok(answer) | Err(Unserved::Refused(answer)) => return answer,
+                Err(Unserved::Failed(failed)) => failed,
             };
             tried.extend(failed.node.filter(|node| !tried.contains(node)));
             // A slow node may be slow for the request: two are enough.
@@ -202,12 +202,12 @@ impl Work<'_> {
         decode: Reservation,
         attempt: u32,
         tried: &mut Vec<NodeId>,
-    ) -> Result<Response<AnswerBody>, Failed> {
+    ) -> Result<Response<AnswerBody>, Unserved> {
         let nodes = (prefill.node, decode.node);
         let guard = |reservation| LegGuard::new(self.shared, reservation);
         let pair = Pair { attempt, prefill: guard(prefill), decode: guard(decode) };
         // Only what was scanned is split.
-        let Some(scan) = self.scan else { return Err(Failed::gone(Some(nodes.0))) };
+        let Some(scan) = self.scan else { return Err(Failed::gone(Some(nodes.0)).into()) };
         match self.shared.hand_over(nodes.0, nodes.1) {
             Ok(HandOver::ByAnswer) => self.by_answer(pair, scan, tried).await,
             Ok(HandOver::ById { prefill, decode }) => {
@@ -215,7 +215,7 @@ impl Work<'_> {
                 self.by_id(pair, scan, &id).await
             }
             Ok(HandOver::AtOnce) => self.at_once(pair, scan).await,
-            Err(gone) => Err(Failed::gone(Some(gone))),
+            Err(gone) => Err(Failed::gone(Some(gone)).into()),
         }
     }
 
@@ -225,12 +225,15 @@ impl Work<'_> {
         pair: Pair,
         scan: &Scan<'_>,
         tried: &mut Vec<NodeId>,
-    ) -> Result<Response<AnswerBody>, Failed> {
+    ) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
-        let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None)) };
+        let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None).into()) };
         let body = match self.prefill(prefill, scan, attempt).await {
             Ok(handed_over) => handed_over,
-            Err(unserved) => return decode_guard.left(unserved),
+            Err(unserved) => {
+                decode_guard.end(LegEnd::Left);
+                return Err(unserved);
+            }
         };
         loop {
             let id = self.id.of_leg(Leg::Decode, attempt);
@@ -244,12 +247,12 @@ impl Work<'_> {
             };
             tried.extend(failed.node.filter(|node| !tried.contains(node)));
             if failed.is_late || self.taken.get() >= TAKEN_MAX || tried.len() >= ATTEMPTS_MAX {
-                return Err(failed);
+                return Err(failed.into());
             }
             let request = self.request(tried);
             let again =
                 self.shared.state.lock().scheduler.choose_decode(&request, prefill_node, Instant::now());
-            let Some(again) = again else { return Err(failed) };
+            let Some(again) = again else { return Err(failed.into()) };
             Counters::count(&self.shared.counters.retries);
             attempt = self.next_attempt();
             decode_guard = LegGuard::new(self.shared, again);
@@ -258,18 +261,19 @@ impl Work<'_> {
 
     /// Both engines read in the request's id where the other one is. What was sent to a decode node that fails is lost: another
     /// pair begins anew.
-    async fn by_id(&self, pair: Pair, scan: &Scan<'_>, id: &str) -> Result<Response<AnswerBody>, Failed> {
-        let Pair { prefill, decode, .. } = pair;
+    async fn by_id(&self, pair: Pair, scan: &Scan<'_>, id: &str) -> Result<Response<AnswerBody>, Unserved> {
+        let Pair { prefill, mut decode, .. } = pair;
         let body = legs::prefill_by_id(scan).into();
         if let Err(unserved) = self.prefill_answer(prefill, body, id).await {
-            return decode.left(unserved);
+            decode.end(LegEnd::Left);
+            return Err(unserved);
         }
         let begun = self.send(decode, Leg::Decode, self.body.clone(), id).await?;
-        self.pass_on(begun).await
+        Ok(self.pass_on(begun).await?)
     }
 
     /// The decode node waits for what the prefill node sends it. When one of them fails, the other one's leg is cancelled.
-    async fn at_once(&self, pair: Pair, scan: &Scan<'_>) -> Result<Response<AnswerBody>, Failed> {
+    async fn at_once(&self, pair: Pair, scan: &Scan<'_>) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { attempt, prefill, decode } = pair;
         let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt));
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
@@ -279,11 +283,8 @@ impl Work<'_> {
             let begun = self.send(decode, Leg::Decode, decode_body.into(), &id).await?;
             self.pass_on(begun).await.map_err(Unserved::from)
         };
-        match tokio::try_join!(prefilling, decoding) {
-            Ok((_, answer)) => Ok(answer),
-            Err(Unserved::Refused(answer)) => Ok(answer),
-            Err(Unserved::Failed(failed)) => Err(failed),
-        }
+        let (_, answer) = tokio::try_join!(prefilling, decoding)?;
+        Ok(answer)
     }
 
     /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets.
@@ -438,17 +439,6 @@ enum Unserved {
 impl From<Failed> for Unserved {
     fn from(failed: Failed) -> Self {
         Self::Failed(failed)
-    }
-}
-
-impl LegGuard {
-    /// This leg ends since the other one of its pair has.
-    fn left(mut self, unserved: Unserved) -> Result<Response<AnswerBody>, Failed> {
-        self.end(LegEnd::Left);
-        match unserved {
-            Unserved::Failed(failed) => Err(failed),
-            Unserved::Refused(answer) => Ok(answer),
-        }
     }
 }
 
