@@ -15,7 +15,7 @@ from kvlane.connector import events
 
 pytestmark = pytest.mark.old_vllm
 
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 PROMPTS = 14
 
 
@@ -35,15 +35,16 @@ def small_store(tmp_path: Path) -> Iterator[SmallStore]:
 class Listener:
     """A subscriber of vLLM's KV events: which blocks lie in host memory, as a plain set says."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         import msgspec
         import zmq
         from vllm.distributed.kv_events import KVEventBatch
 
         self._socket: Any = zmq.Context.instance().socket(zmq.SUB)
-        # The engine connects: so it cannot publish anything before this listens.
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        # Again and again, until the engine publishes there, long before its first event.
+        self.endpoint = f"ipc://{folder}/events"
+        self._socket.connect(self.endpoint)
         self._decode = msgspec.msgpack.Decoder(KVEventBatch).decode
         self._messages = 0
         self.known: set[Any] = set()
@@ -84,7 +85,7 @@ def found(engine: InProcessEngine, chains: list[list[tuple[bytes, Any]]]) -> set
 
 
 def test_listeners_hear_of_exactly_the_blocks_that_were_evicted(
-    small_store: SmallStore, model: Path, monkeypatch: pytest.MonkeyPatch
+    small_store: SmallStore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chains: list[list[tuple[bytes, Any]]] = []
     make_event = events.blocks_stored
@@ -97,11 +98,11 @@ def test_listeners_hear_of_exactly_the_blocks_that_were_evicted(
         return event
 
     monkeypatch.setattr(events, "blocks_stored", remember)
-    listener = Listener()
+    listener = Listener(tmp_path)
     published = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://127.0.0.1:{listener.port}",
+        "endpoint": listener.endpoint,
     }
     with engines(small_store.address) as start:
         engine = start(model, kv_events_config=published)

@@ -158,7 +158,9 @@ def test_what_the_daemon_evicts_is_told_in_vllms_own_events() -> None:
     request = Request("r", list(range(20)))
     engine.run(request)
     engine.finish(request)
-    stored, removed, again = cast("list[Any]", [None] * 3)
+    stored: Any
+    removed: Any
+    again: Any
     (stored,) = engine.scheduler.take_events()
     key = next(key for key in store.blocks if key[2] == request.block_hashes[2])
     store.evict(key)
