@@ -17,6 +17,7 @@ mod cache;
 mod chain;
 mod grade;
 mod messages;
+mod node;
 mod progress;
 mod promises;
 mod prompt;
@@ -34,11 +35,12 @@ pub use self::{
     chain::{block, chain, seed},
     grade::{Grade, Reason},
     messages::{NotText, messages, tools},
+    node::Status,
     progress::{Next, Progress},
-    prompt::{Prompt, Source, text, token_ids},
+    prompt::{Prompt, Text, text, token_ids},
     reader::{EventReaders, ListNodes},
     settings::{Endpoint, EventSource, EventSourceError, KnowledgeSettings},
-    shared::{Knowledge, Looked, Status},
+    shared::{Knowledge, Looked},
     template::{Template, TemplateError},
     tokenizer::{Pieces, Tokenizer, TokenizerError},
 };

@@ -29,18 +29,13 @@ pub struct Prompt {
     pub salt: Option<String>,
 }
 
-/// What a body says of its prompt.
+/// The text that an engine makes tokens of.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// Token ids.
-    Tokens(Vec<u32>),
-    /// Text, and whether the tokenizer adds to it.
-    Text {
-        /// The text.
-        text: String,
-        /// Whether the tokenizer adds what stands before each text.
-        special: bool,
-    },
+pub struct Text {
+    /// All of it.
+    pub text: String,
+    /// Whether the tokenizer adds what it puts before each text.
+    pub special: bool,
 }
 
 /// Token ids in `prompt`, which need no tokenizer. None where it is no list of them.
@@ -59,16 +54,16 @@ pub fn token_ids(scan: &Scan<'_>) -> Option<Vec<u32>> {
 ///
 /// # Errors
 /// What cannot be known here: several prompts, pictures, members that change the prompt in ways of the engine's own.
-pub fn text(scan: &Scan<'_>, is_chat: bool, tokenizer: &Tokenizer) -> Result<Source, Reason> {
-    let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
+pub fn text(scan: &Scan<'_>, is_chat: bool, tokenizer: &Tokenizer) -> Result<Text, Reason> {
+    let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
     let unknown = ["truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs", "media_io_kwargs"];
-    if unknown.iter().any(is_given) {
+    if unknown.iter().any(|name| is_given(name)) {
         return Err(Reason::Form);
     }
     if is_chat { chat(scan, tokenizer) } else { completion(scan) }
 }
 
-fn completion(scan: &Scan<'_>) -> Result<Source, Reason> {
+fn completion(scan: &Scan<'_>) -> Result<Text, Reason> {
     let raw = scan.raw("prompt").ok_or(Reason::Form)?;
     if scan.raw("suffix").is_some_and(|value| value != b"null") {
         return Err(Reason::Form);
@@ -81,12 +76,12 @@ fn completion(scan: &Scan<'_>) -> Result<Source, Reason> {
         }
     };
     let special = scan.raw("add_special_tokens") != Some(b"false");
-    Ok(Source::Text { text, special })
+    Ok(Text { text, special })
 }
 
-fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Source, Reason> {
-    let is_given = |name: &&str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
-    if ["chat_template", "documents", "continue_final_message"].iter().any(is_given) {
+fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Text, Reason> {
+    let is_given = |name: &str| scan.raw(name).is_some_and(|value| value != b"null" && value != b"false");
+    if ["chat_template", "documents", "continue_final_message"].iter().any(|name| is_given(name)) {
         return Err(Reason::Form);
     }
     let template = tokenizer.template().ok_or(Reason::NoTemplate)?;
@@ -113,5 +108,5 @@ fn chat(scan: &Scan<'_>, tokenizer: &Tokenizer) -> Result<Source, Reason> {
         tracing::debug!(error = format!("{error:#}"), "a chat template refused a request");
         Reason::Template
     })?;
-    Ok(Source::Text { text, special: scan.is_true("add_special_tokens") })
+    Ok(Text { text, special: scan.is_true("add_special_tokens") })
 }

@@ -1,7 +1,7 @@
 //! What all threads know of nodes' prefixes.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -14,11 +14,12 @@ use parking_lot::Mutex;
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
 
 use super::{
-    agreement::{Agreement, prompt_tokens},
-    blocks::{Before, Blocks, Told},
+    agreement::prompt_tokens,
+    blocks::{Before, Blocks},
     chain::chain,
-    grade::{Grade, Reason},
-    prompt::{INLINE_BYTES_MAX, PATIENCE, Prompt, Source, TEXT_BYTES_MAX, text, token_ids},
+    grade::Reason,
+    node::{KnownNode, Status, parent},
+    prompt::{INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids},
     settings::{EventSource, KnowledgeSettings},
     tokenizer::{Tokenizer, TokenizerError},
 };
@@ -49,35 +50,6 @@ struct State {
     nodes: HashMap<NodeId, KnownNode>,
     /// The base model of each adapter.
     adapters: HashMap<Arc<str>, String>,
-}
-
-#[derive(Debug)]
-struct KnownNode {
-    name: Arc<str>,
-    /// Models and adapters, with an adapter's base model.
-    models: Vec<(Arc<str>, Option<String>)>,
-    has_source: bool,
-    is_live: bool,
-    agreement: Agreement,
-    restarts: u64,
-    gaps: u64,
-    last: Option<(Grade, Option<Reason>)>,
-    said: HashSet<(Grade, Option<Reason>)>,
-}
-
-/// What the router knows of a node's prefixes, for those who look.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Status {
-    /// What it is worth.
-    pub grade: Grade,
-    /// Why it is not more.
-    pub reason: Option<Reason>,
-    /// What its engine told.
-    pub told: Told,
-    /// Times that its engine began anew, as far as its events show.
-    pub restarts: u64,
-    /// Times that events were lost for good, and all was forgotten.
-    pub gaps: u64,
 }
 
 /// A prompt that was looked up.
@@ -132,17 +104,7 @@ impl Knowledge {
 
     /// A node joins.
     pub fn add(&self, id: NodeId, name: &Arc<str>) {
-        let node = KnownNode {
-            name: Arc::clone(name),
-            models: Vec::new(),
-            has_source: self.source_of(name).is_some(),
-            is_live: false,
-            agreement: Agreement::default(),
-            restarts: 0,
-            gaps: 0,
-            last: None,
-            said: HashSet::new(),
-        };
+        let node = KnownNode::new(Arc::clone(name), self.source_of(name).is_some());
         let mut state = self.state.lock();
         state.blocks.forget(id.slot());
         state.nodes.retain(|other, _| other.slot() != id.slot());
@@ -185,10 +147,8 @@ impl Knowledge {
             if scan.body().len() > 2 * TEXT_BYTES_MAX {
                 return Err(Reason::TooLong);
             }
-            match text(scan, is_chat, tokenizer)? {
-                Source::Tokens(tokens) => Ok(tokens),
-                Source::Text { text, special } => self.tokenize(tokenizer, text, special).await,
-            }
+            let Text { text, special } = text(scan, is_chat, tokenizer)?;
+            self.tokenize(tokenizer, text, special).await
         };
         match read.await {
             Ok(tokens) => Some(Prompt { tokens, adapter, salt }),
@@ -346,19 +306,8 @@ impl Knowledge {
     pub fn status(&self, id: NodeId) -> Status {
         let state = self.state.lock();
         let told = state.blocks.told(id.slot());
-        match state.nodes.get(&id) {
-            Some(node) => {
-                let (grade, reason) = self.grade(node, told);
-                Status { grade, reason, told, restarts: node.restarts, gaps: node.gaps }
-            }
-            None => Status {
-                grade: Grade::Approximate,
-                reason: Some(Reason::NoEvents),
-                told: Told::default(),
-                restarts: 0,
-                gaps: 0,
-            },
-        }
+        let of = |node: &KnownNode| node.status(told, |model| self.has_tokenizer(model));
+        state.nodes.get(&id).map(of).unwrap_or_default()
     }
 
     /// Bytes of memory that blocks take.
@@ -376,29 +325,8 @@ impl Knowledge {
         self.fallbacks[reason as usize].fetch_add(1, Ordering::Relaxed) == 0
     }
 
-    fn grade(&self, node: &KnownNode, told: Told) -> (Grade, Option<Reason>) {
-        let has = |name: &str| self.tokenizers.contains_key(name);
-        let has_tokenizer =
-            node.models.iter().any(|(name, base)| has(base.as_deref().unwrap_or(name.as_ref())));
-        let reason = if !has_tokenizer {
-            Some(Reason::NoTokenizer)
-        } else if node.agreement.is_broken() {
-            Some(Reason::TokensDiffer)
-        } else if !node.has_source {
-            Some(Reason::NoEvents)
-        } else if !node.is_live {
-            Some(Reason::EventsLost)
-        } else if told.block_size.is_none() {
-            Some(Reason::BlockSizeUnknown)
-        } else {
-            None
-        };
-        let is_checked = node.agreement.holds() && has_tokenizer;
-        match reason {
-            None => (Grade::Exact, None),
-            Some(reason) if is_checked => (Grade::Checked, Some(reason)),
-            Some(reason) => (Grade::Approximate, Some(reason)),
-        }
+    fn has_tokenizer(&self, model: &str) -> bool {
+        self.tokenizers.contains_key(model)
     }
 
     /// Counts and says a change of what is known of a node, each kind once.
@@ -408,46 +336,16 @@ impl Knowledge {
         if !self.is_on() || node.models.is_empty() {
             return;
         }
-        let now = self.grade(node, told);
+        let now = node.grade(told, |model| self.has_tokenizer(model));
         let before = node.last.replace(now);
         if before == Some(now) {
             return;
         }
-        let (grade, reason) = now;
         // What is checked only falls short of exact for a reason that was counted when it came up.
-        let is_counted = reason.is_some() && before.and_then(|(_, reason)| reason) != reason;
-        if let Some(reason) = reason.filter(|_| is_counted) {
+        let is_new = before.and_then(|(_, reason)| reason) != now.1;
+        if let Some(reason) = now.1.filter(|_| is_new) {
             self.count(reason);
         }
-        if !node.said.insert(now) {
-            return;
-        }
-        let (name, grade) = (&node.name, grade.name());
-        match reason {
-            None => tracing::info!(node = %name, "prefixes of a node are known exactly, by its events"),
-            Some(reason @ Reason::BlockSizeUnknown) => {
-                tracing::info!(node = %name, knowledge = grade, reason = reason.name(), "{}", reason.sentence());
-            }
-            Some(reason) => tracing::warn!(
-                node = %name,
-                knowledge = grade,
-                reason = reason.name(),
-                "prefixes of a node are not known exactly: {}. Further cases are only counted",
-                reason.sentence()
-            ),
-        }
+        node.say(now);
     }
-}
-
-impl KnownNode {
-    /// Whether what its engine tells may be believed.
-    fn is_exact(&self) -> bool {
-        self.is_live && !self.agreement.is_broken()
-    }
-}
-
-/// The base model of an adapter, by how a node describes it.
-fn parent(described: &str) -> Option<String> {
-    let described: serde_json::Value = serde_json::from_str(described).ok()?;
-    described.get("parent")?.as_str().map(str::to_owned)
 }

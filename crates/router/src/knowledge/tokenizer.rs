@@ -174,7 +174,7 @@ impl Tokenizer {
     /// What is put before each text, if that is all that is added to it.
     fn find_lead(&self) -> Option<Vec<u32>> {
         let lead = self.encode("", true)?;
-        let is_all = |sample: &&str| {
+        let is_all = |sample: &str| {
             let bare = self.encode(sample, false)?;
             let given = self.encode(sample, true)?;
             Some(given.strip_prefix(&lead[..]) == Some(&bare[..]))
