@@ -112,14 +112,14 @@ def test_the_daemon_is_killed_while_a_lookup_waits(daemon: Daemon, engines: tupl
     ("handoff", "error", "said"),
     [
         (("p", bytes(15), 16, 1), ValueError, "a run has 16 bytes, this one 15"),
-        (("p", bytes(16), -1, 1), OverflowError, ""),
-        (("p", bytes(16), 16, 1 << 32), OverflowError, ""),
-        (("p", bytes(16), 16), (TypeError, ValueError), ""),
-        ((1, bytes(16), 16, 1), TypeError, ""),
+        (("p", bytes(16), -1, 1), OverflowError, None),
+        (("p", bytes(16), 16, 1 << 32), OverflowError, None),
+        (("p", bytes(16), 16), (TypeError, ValueError), None),
+        ((1, bytes(16), 16, 1), TypeError, None),
     ],
 )
 def test_a_wrong_hand_off_raises_and_asks_nothing(
-    daemon: Daemon, handoff: tuple, error: type[Exception], said: str
+    daemon: Daemon, handoff: tuple, error: type[Exception], said: str | None
 ) -> None:
     scheduler = _core.Scheduler(daemon.address, "d", "test", [(bytes(16), "group", 16, 0)], 1)
     try:

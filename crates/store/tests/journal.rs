@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
@@ -42,8 +41,8 @@ fn spaces() -> [SpaceId; 2] {
 }
 
 fn index(pages: u32) -> Index {
-    let nodes: [Range<u32>; 1] = [0..pages];
-    Index::new(ExtentAllocator::new(pages, &nodes), u64::from(pages) * PAGE_BYTES, StoreOptions::default())
+    let extents = ExtentAllocator::new(pages, std::slice::from_ref(&(0..pages)));
+    Index::new(extents, u64::from(pages) * PAGE_BYTES, StoreOptions::default())
 }
 
 fn space(index: &mut Index, namespace: u8) -> SpaceId {

@@ -395,9 +395,11 @@ impl Run {
                 engine.mapped.retain(|_, mapped| *mapped != id);
             }
             // Whoever waited over it waits no more; others wait for its engine in vain.
-            let over: Vec<Wait> =
-                self.waits.extract_if(.., |_, wait| wait.session == id).map(|(_, w)| w).collect();
-            over.iter().for_each(|wait| self.end_hold(wait));
+            let is_of_it = |(_, wait): &(&u64, &Wait)| wait.session == id;
+            let over: Vec<u64> = self.waits.iter().filter(is_of_it).map(|(number, _)| *number).collect();
+            for number in over {
+                self.waits.remove(&number).iter().for_each(|wait| self.end_hold(wait));
+            }
             self.lose(&engine_id);
         }
     }

@@ -234,7 +234,7 @@ impl SchedulerSide {
         let tokens = prompt_blocks(prompt) * TOKENS;
         let (engine_id, run) = (engine_id(self.engine), nonce(self.engine));
         let is_before = world.dice.one_in(2);
-        let hand_off = is_before.then(|| HandOff { engine_id, run, tokens, wait_ms: 5500 });
+        let hand_off = is_before.then_some(HandOff { engine_id, run, tokens, wait_ms: 5500 });
         self.know(prompt, tokens, 250 * MS, (None, hand_off), true);
         let look_at = if is_before { at.saturating_sub(4 * SECOND) } else { at + 6 * SECOND };
         world.later(at, Next::Engine(self.engine, SchedulerAct::Save { prompt }));
