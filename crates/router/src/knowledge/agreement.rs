@@ -7,7 +7,7 @@ const DIFFERING_MAX: u32 = 1;
 /// Comparisons that it takes to say that both agree.
 const ENOUGH: u32 = 3;
 
-/// The last [`WINDOW`] comparisons.
+/// The last 100 comparisons.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Agreement {
     /// A bit each, the newest lowest: set where the counts differ.
