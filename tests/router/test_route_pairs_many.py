@@ -220,7 +220,8 @@ def test_after_the_first_byte_the_client_sees_the_cut_and_both_engines_are_at_re
 def test_a_p2p_nccl_engine_gets_nothing_without_addresses(tmp_path: Path) -> None:
     """vLLM's connector reads them of each request's id, and its engine ends where there are none."""
     with pairs(tmp_path, "p2p-nccl", (1, 1)) as found:
-        for more in ({"prompt_logprobs": 1}, {"use_beam_search": True}):
+        unsplittable: tuple[dict[str, Any], ...] = ({"prompt_logprobs": 1}, {"use_beam_search": True})
+        for more in unsplittable:
             assert found.ask(**more)[0] == 503
         assert ask(found.router.address, "/v1/embeddings", {"model": "fake", "input": "x"})[0] == 503
         assert found.ask("short")[0] == 200
