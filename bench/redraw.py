@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without an installed kvlane too, and beside one of another version.
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "bench/gpu"), str(ROOT / "bench/builds")]
+sys.path[:0] = [str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds")]
 
 import first_picture  # noqa: E402
 import pictures as gpu_pictures  # noqa: E402
+import route_peers  # noqa: E402
 import two_builds  # noqa: E402
 
 from kvlane.bench import drawing, pictures, replay_picture  # noqa: E402
@@ -66,6 +67,9 @@ def committed() -> Iterator[Redrawn]:
             yield _bars(result.with_suffix(".png"), result, picture)
     for result in sorted(builds.glob("*.json")):
         yield _bars(result.with_suffix(".png"), result, two_builds.picture(_read(result)))
+    for result in sorted((ROOT / "bench/route/results").glob("*.json")):
+        if (read := _read(result))["compared"]:
+            yield _bars(result.with_suffix(".png"), result, route_peers.picture(read))
     for name, wanted in FABRIC.items():
         result = fabric / f"{name}.json"
         drawn = pictures.fabric(_read(result))

@@ -150,6 +150,11 @@ def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
     with route_streams.engine(streams) as addresses, ExitStack() as stack:
         direct = route_streams.measured(addresses[0], streams, STREAM_CHUNKS)
         report.say(f"{streams} streams without a router: {direct}")
+        if direct["lost_streams"]:
+            raise SystemExit(
+                f"without a router {direct['lost_streams']} of {streams} streams were not served in time either: this "
+                "machine is too busy for that many, so nothing can be said of a router"
+            )
         started = Started()
         named = [word for address in addresses for word in ("--worker", f"http://{address}")]
         command = [
@@ -256,12 +261,16 @@ def picture(result: dict[str, Any]) -> Picture:
 def versions(settings: argparse.Namespace) -> dict[str, str]:
     return {
         "kvlane": importlib.metadata.version("kvlane"),
-        "vllm-router": said(settings.vllm_router, "--version") if settings.rounds else "not run",
+        "vllm-router": package_beside(settings.vllm_router) if settings.rounds else "not run",
     }
 
 
-def said(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def package_beside(program: str) -> str:
+    """The version of vllm-router in the environment that the program is of: it does not tell its version itself."""
+    ask = "import importlib.metadata as m; print('vllm-router', m.version('vllm-router'))"
+    python = Path(program).with_name("python")
+    command = [str(python), "-c", ask]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 @dataclass
