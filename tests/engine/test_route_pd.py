@@ -11,7 +11,10 @@ from routed import Router, ask
 from served import BLOCK, Daemon, ServedEngine, wait_for
 from tiny_model import build_tiny_model
 
+from kvlane.bench.processes import connector_config
+
 PROMPTS = 40
+LOOKUP_TIMEOUT_MS = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pd")
     model = build_tiny_model(folder / "tiny")
     daemon = Daemon(folder)
-    engines = [ServedEngine(model, daemon.address, folder / f"{name}.log") for name in ("prefill", "decode")]
+    # By default a lookup that a busy machine leaves unanswered for 250 ms is a miss: with twenty processes on two cores
+    # that were 3 of 40.
+    transfer = connector_config(daemon.address, lookup_timeout_ms=LOOKUP_TIMEOUT_MS)
+    engines = [
+        ServedEngine(model, daemon.address, folder / f"{name}.log", transfer=transfer)
+        for name in ("prefill", "decode")
+    ]
     try:
         for engine in engines:
             engine.wait()

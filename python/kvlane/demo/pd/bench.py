@@ -13,7 +13,7 @@ from kvlane.demo.scenarios import Scenario
 
 PROMPTS = 12
 ANSWER_TOKENS = 16
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
 
 
 def kvlanes(scenario: Scenario, router_url: str, prompt_tokens: int, out: Path) -> None:
