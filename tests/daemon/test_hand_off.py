@@ -90,6 +90,23 @@ def test_a_prefill_engine_that_stands_still_costs_the_wait(
     assert outcomes(daemon) == {"stalled": 1}
 
 
+def test_a_daemon_that_is_slow_to_answer_is_waited_for_as_long_as_the_blocks_would_be(
+    daemon: Daemon, engines: tuple[Engine, Engine]
+) -> None:
+    """On a busy machine 3 of 40 lookups of a decode engine had no answer within the lookup timeout, and it computed whole
+    prompts again."""
+    p, d = engines
+    handoff = p.call("hand_over", count=BLOCKS // 2, wait_ms=30_000)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        d.send("lookup", prompt="prompt", count=BLOCKS, handoff=handoff)
+        # The control: without a hand-off the timeout passes.
+        assert p.call("lookup", prompt="prompt", count=BLOCKS)["tokens"] == 0
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert d.answer()["tokens"] == BLOCKS // 2 * TOKENS
+
+
 def test_a_decode_engine_that_is_killed_while_it_waits_leaves_nothing(
     daemon: Daemon, engines: tuple[Engine, Engine]
 ) -> None:

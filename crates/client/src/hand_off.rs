@@ -1,6 +1,11 @@
 //! A prompt that another engine hands over: it has computed it, and saves its blocks.
 
+use std::time::Duration;
+
 use kvlane_proto::v1;
+
+/// No daemon waits longer without progress.
+const WAIT_MAX: Duration = Duration::from_secs(30);
 
 /// Whom a lookup waits for, and how long.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,6 +21,11 @@ pub struct HandOff {
 }
 
 impl HandOff {
+    /// How long the daemon waits without progress.
+    pub(crate) fn wait(&self) -> Duration {
+        Duration::from_millis(self.wait_ms.into()).min(WAIT_MAX)
+    }
+
     pub(crate) fn into_wire(self) -> v1::HandOff {
         let Self { engine_id, run, tokens, wait_ms } = self;
         v1::HandOff { engine_id, run: run.to_vec().into(), tokens, wait_ms }

@@ -159,7 +159,9 @@ impl Scheduler {
         max_tokens: u64,
         hand_off: Option<HandOff>,
     ) {
-        self.look_up(request, hashes, max_tokens, hand_off, self.lookup_timeout);
+        // Who waits that long for blocks does not give up earlier because the daemon is busy.
+        let wait = hand_off.as_ref().map_or(Duration::ZERO, HandOff::wait);
+        self.look_up(request, hashes, max_tokens, hand_off, self.lookup_timeout.max(wait));
     }
 
     /// The answer to a lookup, which the caller then owns with its lease; `None` while it is pending. Waits up to
