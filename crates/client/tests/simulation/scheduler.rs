@@ -578,8 +578,8 @@ impl SchedulerSide {
                     world.is_wrong(|| format!("S2: lookup {index} waits {late} us beyond its bound"));
                 }
                 // The engine asks again in its next step, or as soon as its time is over.
-                let left = self.known[index].bound - world.now;
-                let at = world.now + left.min(1 + world.dice.below(50 * MS));
+                let left = self.known[index].bound.saturating_sub(world.now);
+                let at = world.now + left.min(1 + world.dice.below(50 * MS)).max(1);
                 world.later(at, Next::Engine(self.engine, SchedulerAct::Poll { index }));
             }
             LookupState::Over(hit) => self.over(index, hit, world),

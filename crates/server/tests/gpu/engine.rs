@@ -325,7 +325,9 @@ impl GpuEngine {
     pub fn wait_connected(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            // It may not have noticed yet that the former daemon is gone.
+            // It may not have noticed yet that the former daemon is gone. The first look may only read what that one has still
+            // answered.
+            self.scheduler.tick();
             self.scheduler.tick();
             if self.scheduler.is_connected() && self.worker.is_connected() {
                 return;
