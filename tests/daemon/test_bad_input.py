@@ -201,7 +201,7 @@ def test_engines_are_refused_over_tcp(make_daemon: MakeDaemon) -> None:
 
 @pytest.mark.parametrize(
     ("speaks", "upgrade"),
-    [((2, 9), "daemon"), ((0, 0), "client"), ((3, 1), "")],
+    [((3, 9), "daemon"), ((0, 0), "client"), ((4, 1), "")],
     ids=["newer", "older", "empty"],
 )
 def test_a_wrong_wire_version_is_refused_with_what_to_upgrade(

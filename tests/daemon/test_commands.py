@@ -67,6 +67,8 @@ def test_every_metric_of_the_reference_appears(
     daemon.settle()
     assert engine.call("check", prompt="p", count=9) == {"blocks": 9, "wrong": [], "ok": True, "detail": ""}
     engine.call("check", prompt="other", count=3)
+    handed_over = engine.call("hand_over", count=12, wait_ms=1)
+    engine.call("lookup", prompt="p", count=12, handoff=handed_over)
     with Wire(daemon.path) as wire:
         wire.ask(HELLO, hello())
         wire.refused(LOOKUP)
@@ -76,10 +78,13 @@ def test_every_metric_of_the_reference_appears(
     def page() -> str:
         return daemon.http("/metrics")[1]
 
-    until(
-        "every metric",
-        lambda: all(re.search(rf"^{name}(_bucket|_count)?[ {{]", page(), re.M) for name in names),
-    )
+    def missing() -> list[str]:
+        there = page()
+        return [
+            name for name in sorted(names) if not re.search(rf"^{name}(_bucket|_count)?[ {{]", there, re.M)
+        ]
+
+    until("every metric", lambda: not missing())
     text = page()
     described = set(re.findall(r"^# HELP (\w+) ", text, re.M))
     assert names <= described

@@ -59,6 +59,14 @@ RUN_BY = {
     # docs/routing.md
     "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
     "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
+    "vllm serve M --kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", "
+    "\"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5558\"}'": (
+        "tests/connector/test_vllm_events.py::test_listeners_hear_of_exactly_the_blocks_that_were_evicted"
+    ),
+    "kvlane route --worker http://127.0.0.1:8100 --tokenizer M=/models/M "
+    "--kv-events http://127.0.0.1:8100=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5558": (
+        "tests/router/test_route_knowledge.py::test_a_router_that_starts_later_learns_by_replay"
+    ),
     "kvlane route list": CONTROL,
     "kvlane route drain http://127.0.0.1:8100 --wait": CONTROL,
     "kvlane route add http://127.0.0.1:8102 --role worker": CONTROL,

@@ -56,10 +56,13 @@ enum LoadError {
 }
 
 /// What a page of metrics in Prometheus' text format says, summed over the engines that it lists. None if it says nothing of it.
-pub fn read(page: &str) -> Option<Reported> {
+/// Of a server with several data-parallel ranks, only what it says of `rank`, if one is given.
+pub fn read(page: &str, rank: Option<u32>) -> Option<Reported> {
+    let label = rank.map(|rank| format!("engine=\"{rank}\""));
     let mut found = None;
     let mut reported = Reported::default();
-    for line in page.lines().filter(|line| line.starts_with("vllm:")) {
+    let is_of_rank = |line: &&str| label.as_ref().is_none_or(|label| line.contains(label.as_str()));
+    for line in page.lines().filter(|line| line.starts_with("vllm:")).filter(is_of_rank) {
         let name = line.split(['{', ' ']).next().unwrap_or_default();
         // Behind the labels, which may hold spaces and brackets; a time may follow.
         let rest = line.rsplit_once('}').map_or(&line[name.len()..], |(_, rest)| rest);
@@ -136,7 +139,7 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
         period.tick().await;
         let own_before = shared.own_requests(id);
         let asked = timeout(PATIENCE, page_of(&address)).await.unwrap_or(Err(LoadError::Late));
-        match asked.and_then(|page| read(&page).ok_or(LoadError::NotThere)) {
+        match asked.and_then(|page| read(&page, address.rank).ok_or(LoadError::NotThere)) {
             Ok(reported) => {
                 misses = 0;
                 shared.observe_load(id, Some((reported, own_before)));
@@ -192,14 +195,19 @@ mod tests {
             vllm:num_requests_waiting{engine=\"0\"} 4.0\n\
             vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 4.0\n\
             vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n";
-        assert_eq!(read(page), Some(Reported { requests: 9, cache_percent: 50 }));
-        assert_eq!(read("vllm:num_requests_running 1"), Some(Reported { requests: 1, cache_percent: 0 }));
+        assert_eq!(read(page, None), Some(Reported { requests: 9, cache_percent: 50 }));
+        assert_eq!(read(page, Some(1)), Some(Reported { requests: 2, cache_percent: 50 }));
+        assert_eq!(read(page, Some(2)), None);
+        assert_eq!(
+            read("vllm:num_requests_running 1", None),
+            Some(Reported { requests: 1, cache_percent: 0 })
+        );
         let odd =
             "vllm:num_requests_running NaN\nvllm:num_requests_waiting -3\nvllm:num_requests_waiting{ +Inf";
-        assert!(read(odd).is_some_and(|reported| reported.requests == 0));
+        assert!(read(odd, None).is_some_and(|reported| reported.requests == 0));
         for nothing in ["", "process_open_fds 3", "vllm:num_requests_running", "vllm:kv_cache_usage_perc 0.5"]
         {
-            assert_eq!(read(nothing), None, "{nothing}");
+            assert_eq!(read(nothing, None), None, "{nothing}");
         }
     }
 }
