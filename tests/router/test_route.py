@@ -111,6 +111,9 @@ def test_other_paths_go_to_one_node_as_they_are() -> None:
         assert (status, len(answer["data"])) == (200, 1)
         assert ask(router.address, "/health")[0] == 200
         assert ask(router.address, "/nowhere")[0] == 404
+        # Engines decode paths: this one would have an id of the client's own in its body.
+        for path in ("/v1/%72esponses", "/v1//completions", "/v1/x/../completions"):
+            assert ask(router.address, path, wanted())[0] == 404
         assert ask(router.address, COMPLETIONS)[0] == 404
         assert ask(router.address, "/metrics")[0] == 404, "the engines' own are not for clients"
 
@@ -311,6 +314,8 @@ def test_beyond_the_host_it_wants_a_key(tmp_path: Path) -> None:
         assert ask(router.address, "/v1/models")[0] == 401
         assert ask(router.address, "/health")[0] == 200
         assert len(engine.log()) == 2
+        # With one of them an engine could ask as a client.
+        assert not any("authorization" in seen["headers"] for seen in engine.log())
 
 
 @pytest.mark.parametrize(

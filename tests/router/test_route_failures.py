@@ -40,13 +40,27 @@ def test_before_the_first_byte_another_engine_serves(fault: dict[str, object], i
         bad.faults()
 
 
-def test_a_request_that_kills_engines_does_not_kill_them_all() -> None:
+@pytest.mark.parametrize("has_kept", [False, True])
+def test_a_request_that_kills_engines_does_not_kill_them_all(has_kept: bool) -> None:
+    """Over kept connections it used to: an engine's end looked like one of an idle connection."""
     with routed(*[[]] * 5, flags=LEAST) as (router, engines):
+        for _ in range(5 if has_kept else 0):
+            assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200
+        assert all(bool(engine.log()) == has_kept for engine in engines)
         for engine in engines:
             engine.faults(exit_at_chunk=0)
         assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 502
         until("three are dead", lambda: sum(engine.process.poll() is not None for engine in engines) == 3)
         assert sum(engine.process.poll() is None for engine in engines) == 2
+
+
+def test_a_request_that_ends_engines_with_a_500_is_tried_on_three() -> None:
+    """vLLM answers so when its engine dies of a request, and ends."""
+    with routed(*[[]] * 5, flags=LEAST) as (router, engines):
+        for engine in engines:
+            engine.faults(status=500)
+        assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 500
+        assert sum(len(engine.log()) for engine in engines) == 3
 
 
 @pytest.mark.parametrize("fault", [{"status": 500}, {"retry_after": 7}])

@@ -19,11 +19,15 @@ pub enum BeatRefused {
     Nodes,
     /// An operator has removed the node.
     Removed,
+    /// Somebody else has said that the node is for something else.
+    Differs,
+    /// The node says too often that it has started anew.
+    TooOften,
 }
 
 impl BeatRefused {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
         Self::Stranger,
         Self::Address,
         Self::Malformed,
@@ -31,6 +35,8 @@ impl BeatRefused {
         Self::Connections,
         Self::Nodes,
         Self::Removed,
+        Self::Differs,
+        Self::TooOften,
     ];
 
     /// As in metrics.
@@ -43,6 +49,8 @@ impl BeatRefused {
             Self::Connections => "connections",
             Self::Nodes => "nodes",
             Self::Removed => "removed",
+            Self::Differs => "differs",
+            Self::TooOften => "too_often",
         }
     }
 }

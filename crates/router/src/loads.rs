@@ -28,6 +28,8 @@ const PERIOD: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Periods without an answer after which the last one counts no more.
 const MISSES_MAX: u32 = 3;
+/// No node has more requests.
+const REQUESTS_MAX: u64 = 1 << 32;
 /// Longest page of metrics.
 const BYTES_MAX: usize = 4 << 20;
 
@@ -70,7 +72,7 @@ pub fn read(page: &str, rank: Option<u32>) -> Option<Reported> {
             continue;
         };
         // Not a number and less than nothing become 0.
-        let count = value as u64;
+        let count = (value as u64).min(REQUESTS_MAX);
         match name {
             "vllm:num_requests_running" | "vllm:num_requests_waiting" => {
                 reported.requests = reported.requests.saturating_add(count);

@@ -151,6 +151,50 @@ fn another_zmq_address_is_a_restart() {
     assert_eq!(world.there[ONE].2.zmq.as_deref(), Some("10.0.0.1:21002"));
 }
 
+/// Anybody of --ping-allow may send a beat: two addresses in turn made the node leave and join with each of them.
+#[test]
+fn a_node_does_not_start_anew_more_often_than_beats_are_waited_for() {
+    let mut world = World::new();
+    world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001"))).unwrap();
+    world.tell(Event::Beat(ping(ONE, "10.0.0.1:21002"))).unwrap();
+    let before = world.epoch;
+    let again = world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001")));
+    assert!(matches!(again, Err(Refusal::TooOften(_))), "{again:?}");
+    assert_eq!(world.epoch, before);
+    // Three beats.
+    world.wait(9);
+    world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001"))).unwrap();
+    assert!(world.epoch > before);
+}
+
+/// A stranger's beat made a worker that a flag names one of a pair, which got no request ever after.
+#[test]
+fn a_beat_does_not_change_what_a_flag_has_said() {
+    let mut world = World::new();
+    world.tell(Event::Configured(spec(ONE, Role::Worker))).unwrap();
+    let told = world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001")));
+    assert!(matches!(told, Err(Refusal::Differs { .. })), "{told:?}");
+    let (_, _, spec) = &world.there[ONE];
+    assert_eq!((spec.role, spec.zmq.as_deref()), (Role::Worker, None));
+}
+
+/// A flag's name and a record of DNS were two nodes in turn, every 3 s.
+#[test]
+fn a_record_of_a_node_that_a_flag_names_is_that_node() {
+    let mut world = World::new();
+    world.tell(Event::Configured(spec("http://localhost:8100", Role::Worker))).unwrap();
+    let like = spec("http://localhost:8100", Role::Worker);
+    let resolved =
+        || Event::Resolved { name: 0, like: like.clone(), hosts: vec!["127.0.0.1".parse().unwrap()] };
+    world.tell(resolved()).unwrap();
+    world.answered("http://localhost:8100", Some("127.0.0.1:8100"));
+    let epoch = world.epoch;
+    for _ in 0..3 {
+        world.tell(resolved()).unwrap();
+        assert_eq!((world.there.len(), world.epoch), (1, epoch));
+    }
+}
+
 #[test]
 fn a_beat_is_that_of_all_ranks_of_its_server() {
     let mut world = World::new();

@@ -8,13 +8,13 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use kvlane_memory::{RuntimeFolder, SocketFile};
 use kvlane_router::{
     members::{Call, Listed, ask},
     proxy::{Address, Shared},
-    schedule::{Connector, Role},
+    schedule::{Connector, NodeState, Role},
 };
 
 /// Between two looks at an engine that finishes.
@@ -122,15 +122,20 @@ pub(super) fn list(args: &ListArgs) -> Result<()> {
 
 /// Drains one.
 pub(super) fn drain(args: &DrainArgs) -> Result<()> {
-    let call = Call::Drain { node: args.node.to_string() };
+    let node = args.node.to_string();
+    let mut nodes = args.socket.ask(&Call::Drain { node: node.clone() })?;
     loop {
-        let nodes = args.socket.ask(&call)?;
         let requests: u64 = nodes.iter().map(|node| node.requests).sum();
         if !args.wait || requests == 0 {
-            println!("{} is draining: {requests} requests are under way", args.node);
+            println!("{node} is draining: {requests} requests are under way");
             return Ok(());
         }
         thread::sleep(LOOK);
+        nodes = args.socket.ask(&Call::List)?;
+        nodes.retain(|each| each.node == node);
+        if nodes.iter().any(|node| node.state != NodeState::Draining.name()) {
+            bail!("{node} does not drain any more: somebody has added it again");
+        }
     }
 }
 

@@ -69,6 +69,8 @@ fn take(message: &[u8], allow: &AllowList, inner: &Inner) -> Result<(), (BeatRef
     inner.tell(event).map_err(|refusal| {
         let reason = match refusal {
             Refusal::WasRemoved(_) => BeatRefused::Removed,
+            Refusal::Differs { .. } => BeatRefused::Differs,
+            Refusal::TooOften(_) => BeatRefused::TooOften,
             _ => BeatRefused::Nodes,
         };
         (reason, refusal.to_string())

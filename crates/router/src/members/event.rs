@@ -4,7 +4,7 @@ use std::{net::IpAddr, net::SocketAddr, str::FromStr, sync::Arc};
 
 use thiserror::Error;
 
-use super::limits::NODES_MAX;
+use super::limits::{BEAT_MISSED, NODES_MAX};
 use crate::{
     proxy::Address,
     schedule::{Connector, KnownBy, NodeState, Role},
@@ -160,6 +160,9 @@ pub enum Refusal {
         /// Of which group.
         group: Arc<str>,
     },
+    /// Its ZeroMQ address has changed more often than engines start.
+    #[error("{0} names another ZeroMQ address again within {s} s: an engine does not start so often", s = BEAT_MISSED.as_secs())]
+    TooOften(Address),
     /// There are as many as may be.
     #[error("there are {NODES_MAX} nodes, which is the most that are not named by flags or the file")]
     TooMany,

@@ -26,6 +26,8 @@ pub(super) struct Member {
     /// Where it was reached last: what a name stands for.
     pub(super) at: Option<SocketAddr>,
     pub(super) drain: Option<Drain>,
+    /// When its beats said last that it has started anew.
+    pub(super) restarted: Option<Instant>,
     /// What was told of it last.
     pub(super) told: NodeState,
     pub(super) told_known_by: KnownBy,
@@ -49,6 +51,7 @@ impl Member {
             answers: false,
             at: None,
             drain: None,
+            restarted: None,
             told: NodeState::Suspect,
             told_known_by: KnownBy::default(),
         }

@@ -34,7 +34,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Questions without an answer, in a row, that make a node suspect.
 const MISSES: u32 = 3;
 /// Longest list of models.
-const BYTES_MAX: usize = 4 << 20;
+const BYTES_MAX: usize = 256 << 10;
+/// Most models and adapters of a node, and the longest name of one.
+const MODELS_MAX: usize = 1024;
+const NAME_BYTES_MAX: usize = 256;
 
 /// Why a node counts as missing.
 #[derive(Debug, Error)]
@@ -139,7 +142,12 @@ async fn models_of(address: &Address) -> Result<(Models, Option<SocketAddr>), Pr
     let (body, at) = get(address, "/v1/models").await?;
     let parsed: Value = serde_json::from_slice(&body).map_err(|_| ProbeError::NoModels)?;
     let listed = parsed.get("data").and_then(Value::as_array).ok_or(ProbeError::NoModels)?;
-    let named = |model: &Value| Some((Arc::from(model.get("id")?.as_str()?), model.to_string()));
+    if listed.len() > MODELS_MAX {
+        return Err(ProbeError::NoModels);
+    }
+    let is_name = |name: &&str| name.len() <= NAME_BYTES_MAX && !name.contains(char::is_control);
+    let named =
+        |model: &Value| Some((Arc::from(model.get("id")?.as_str().filter(is_name)?), model.to_string()));
     let models = listed.iter().map(named).collect::<Option<_>>().ok_or(ProbeError::NoModels)?;
     Ok((models, at))
 }

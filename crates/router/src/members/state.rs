@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     event::{Change, Event, Refusal, Spec},
-    limits::{FORGOTTEN, NODES_MAX},
+    limits::{BEAT_MISSED, FORGOTTEN, NODES_MAX},
     member::{Drain, Member},
     whose::Whose,
 };
@@ -176,20 +176,35 @@ impl Members {
         if keys.is_empty() {
             return refused.and_then(|()| self.name(spec.clone(), changes, |whose| whose.beat = Some(now)));
         }
+        let mut refused = Ok(());
         for key in keys {
             let Some(member) = self.members.get_mut(&key) else { continue };
             let is_its_own = !member.whose.configured && !member.whose.added && member.whose.dns.is_empty();
             let has_moved = spec.zmq.is_some() && member.spec.zmq.is_some() && member.spec.zmq != spec.zmq;
             let is_other = (spec.role, &spec.group) != (member.spec.role, &member.spec.group);
-            member.whose.beat = Some(now);
-            // What the node itself says of its role counts only where nobody else has said it.
-            if has_moved || is_its_own && is_other {
+            // What a beat says of a role counts only where nobody else has said it: anybody of --ping-allow may send one.
+            if is_other && !is_its_own {
+                let (role, group) = (member.spec.role, member.spec.group.clone());
+                refused = Err(Refusal::Differs { address: spec.address.clone(), role, group });
+                continue;
+            }
+            if has_moved || is_other {
+                if member.restarted.is_some_and(|last| now.saturating_duration_since(last) < BEAT_MISSED) {
+                    refused = Err(Refusal::TooOften(spec.address.clone()));
+                    continue;
+                }
+                member.whose.beat = Some(now);
                 self.restart(&key, spec, is_its_own, changes);
+                if let Some(member) = self.members.get_mut(&key) {
+                    member.restarted = Some(now);
+                }
             } else {
+                member.whose.beat = Some(now);
                 hands_over(member, member.spec.connector.or(spec.connector), spec.zmq.clone(), changes);
             }
         }
-        Ok(())
+        // What fits was taken nevertheless.
+        if changes.is_empty() { refused } else { Ok(()) }
     }
 
     /// It is another engine now: what was known of the former one does not count.
@@ -226,8 +241,11 @@ impl Members {
         changes: &mut Vec<Change>,
     ) -> Result<(), Refusal> {
         let there: Vec<Address> = hosts.iter().map(|&host| like.address.at_host(host)).collect();
+        let is_at = |member: &Member, address: &Address| {
+            member.spec.address.rank == address.rank && member.is_at(address)
+        };
         for member in self.members.values_mut() {
-            let is_named = there.iter().any(|address| member.spec.address.is_same_server(address));
+            let is_named = there.iter().any(|address| is_at(member, address));
             if let Some(gone) = member.whose.dns.get_mut(&name) {
                 *gone = if is_named { None } else { Some(gone.unwrap_or(now)) };
             }
@@ -237,6 +255,14 @@ impl Members {
             if self.refuse_removed(&address, now).is_err() && !self.members.contains_key(&address.to_string())
             {
                 continue;
+            }
+            // Another name for a node that is there, and told its number when it answered.
+            if let Some(member) = self.members.values_mut().find(|member| is_at(member, &address)) {
+                let is_same = (member.spec.role, &member.spec.group) == (like.role, &like.group);
+                if is_same && member.spec.address != address {
+                    member.whose.dns.insert(name, None);
+                    continue;
+                }
             }
             let spec = Spec { address, ..like.clone() };
             let named = self.name(spec, changes, |whose| {
@@ -260,7 +286,7 @@ impl Members {
             .iter()
             .filter(|(other, twin)| {
                 **other != key
-                    && twin.spec.address.rank.is_none()
+                    && twin.spec.address.rank.is_none_or(|rank| seen.spec.address.rank == Some(rank))
                     && seen.is_at(&twin.spec.address)
                     && !twin.whose.configured
             })

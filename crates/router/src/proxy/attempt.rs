@@ -341,7 +341,7 @@ impl Work<'_> {
             _ => body,
         };
         let settings = &self.shared.settings;
-        let request = forward::to_engine(self.head, &address, leg, id, body.len());
+        let request = forward::to_engine(self.head, &address, leg, id, body.len(), settings.keys.is_empty());
         let sending = upstream::send(self.upstreams, &address, request, body, settings.connect_timeout);
         let sent = match settings.first_byte_timeout {
             None => Ok(sending.await),
@@ -366,7 +366,8 @@ impl Work<'_> {
             return Ok(Begun { head, body, guard });
         }
         // It lives, but has too much to do: no reason to leave it alone for a while.
-        let is_busy = head.status == StatusCode::TOO_MANY_REQUESTS;
+        let status = head.status;
+        let is_busy = status == StatusCode::TOO_MANY_REQUESTS;
         guard.end(if is_busy { LegEnd::Left } else { LegEnd::Failed });
         let answer = match Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await {
             Ok(collected) => self.own(head, collected.to_bytes()),
@@ -375,7 +376,9 @@ impl Work<'_> {
                     .answer()
             }
         };
-        Err(Failed { node, answer: Box::new(answer), is_late: false })
+        let failed = Failed { node, answer: Box::new(answer), is_late: false };
+        // vLLM answers so when its engine dies of a request, and ends.
+        Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
     }
 
     /// A node has failed after it took the request.

@@ -40,6 +40,7 @@ enum Phase {
 pub(super) struct Clients {
     all: RefCell<HashMap<u64, Rc<Client>>>,
     next: Cell<u64>,
+    is_stopping: Cell<bool>,
 }
 
 /// One connection.
@@ -64,7 +65,7 @@ impl Clients {
             phase: Cell::new(Phase::Asks),
             sweeps: Cell::new(0),
             is_late: Cell::new(false),
-            is_stopping: Cell::new(false),
+            is_stopping: self.is_stopping.clone(),
             waker: RefCell::default(),
         });
         self.all.borrow_mut().insert(number, Rc::clone(&client));
@@ -78,6 +79,7 @@ impl Clients {
 
     /// Tells all that they take no further request.
     pub(super) fn stop(&self) {
+        self.is_stopping.set(true);
         for client in self.all.borrow().values() {
             client.is_stopping.set(true);
             client.wake();

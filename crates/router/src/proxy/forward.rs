@@ -4,8 +4,8 @@ use bytes::Bytes;
 use hyper::{
     HeaderMap, Response,
     header::{
-        ACCEPT_ENCODING, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, PROXY_AUTHENTICATE,
-        PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+        ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName,
+        PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
     },
     http::{request::Parts, uri::PathAndQuery},
 };
@@ -35,8 +35,16 @@ static OF_THE_CONNECTION: [HeaderName; 8] = [
 /// What the router says itself.
 static OURS: [HeaderName; 5] = [HOST, CONTENT_LENGTH, EXPECT, REQUEST_ID, DATA_PARALLEL_RANK];
 
-/// The head of the request that an engine gets, as bytes.
-pub(super) fn to_engine(client: &Parts, address: &Address, leg: Leg, id: &str, body_bytes: usize) -> Bytes {
+/// The head of the request that an engine gets, as bytes. A key passes only where it is not one of the router's own: with
+/// those an engine could ask as a client.
+pub(super) fn to_engine(
+    client: &Parts,
+    address: &Address,
+    leg: Leg,
+    id: &str,
+    body_bytes: usize,
+    passes_key: bool,
+) -> Bytes {
     let path = client.uri.path_and_query().map_or("/", PathAndQuery::as_str);
     let length = body_bytes.to_string();
     let mut head = Vec::with_capacity(HEAD_BYTES);
@@ -49,6 +57,7 @@ pub(super) fn to_engine(client: &Parts, address: &Address, leg: Leg, id: &str, b
         let is_left_out = OF_THE_CONNECTION.contains(name)
             || OURS.contains(name)
             || named.contains(name)
+            || *name == AUTHORIZATION && !passes_key
             // The router reads the prefill leg's answer.
             || leg == Leg::Prefill && *name == ACCEPT_ENCODING;
         if !is_left_out {

@@ -67,7 +67,7 @@ impl Proxy {
         listener.set_nonblocking(true).map_err(StartError::Listener)?;
         let address = listener.local_addr().map_err(StartError::Listener)?;
         let (stop, stopped) = watch::channel(None);
-        let places = Arc::new(Semaphore::new(shared.settings.connections_max));
+        let places = Arc::clone(&shared.places);
         let mut threads = Vec::new();
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;

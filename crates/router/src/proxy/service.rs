@@ -72,7 +72,7 @@ async fn route(
     match (&head.method, path) {
         (&Method::GET, "/health") => Ok(health(shared)),
         (&Method::GET, "/v1/models") => Ok(models(shared)),
-        (&Method::POST, _) if path.starts_with("/v1/") => {
+        (&Method::POST, _) if path.starts_with("/v1/") && is_plain(path) => {
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
@@ -84,6 +84,11 @@ async fn route(
         )),
         _ => Err(Problem::new(StatusCode::NOT_FOUND, format!("{} {path} is not served here", head.method))),
     }
+}
+
+/// Whether a path means to an engine what it means here: engines decode what is escaped in it.
+fn is_plain(path: &str) -> bool {
+    !path.contains('%') && path.split('/').skip(1).all(|part| !matches!(part, "" | "." | ".."))
 }
 
 /// Whether a request may be served. How long this takes tells nothing of a key but its length.

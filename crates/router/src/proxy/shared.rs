@@ -14,6 +14,7 @@ use std::{
 use hyper::Uri;
 use parking_lot::Mutex;
 use thiserror::Error;
+use tokio::sync::Semaphore;
 
 use super::settings::ProxySettings;
 use crate::{
@@ -153,6 +154,8 @@ impl Counters {
 #[derive(Debug)]
 pub struct Shared {
     pub(super) settings: ProxySettings,
+    /// For clients' connections, over all listeners.
+    pub(super) places: Arc<Semaphore>,
     /// Held for microseconds, never over an await.
     pub(super) state: Mutex<State>,
     /// What has happened.
@@ -191,7 +194,14 @@ impl Shared {
             ids: Ids::new(run),
             decisions: Decisions::default(),
         };
-        Arc::new(Self { settings, state: Mutex::new(state), counters: Counters::default(), knowledge })
+        let places = Arc::new(Semaphore::new(settings.connections_max));
+        Arc::new(Self {
+            settings,
+            places,
+            state: Mutex::new(state),
+            counters: Counters::default(),
+            knowledge,
+        })
     }
 
     /// A node joins.

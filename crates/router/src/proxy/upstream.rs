@@ -1,6 +1,9 @@
 //! Asks a node: over a connection that is kept, or a new one.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use hyper::Response;
@@ -13,8 +16,11 @@ use super::{
     upstream_error::UpstreamError,
 };
 
-/// Sends a request, a head and a body, and waits for the head of its answer. A kept connection that the node has closed
-/// meanwhile is no failure of the node: the request goes over another one then.
+/// A node that ends a kept connection later than this after a request has worked at it.
+const JUST_NOW: Duration = Duration::from_millis(200);
+
+/// Sends a request, a head and a body, and waits for the head of its answer. A kept connection that the node closes just now
+/// is no failure of the node: the request goes over a new one then, once.
 pub(super) async fn send(
     upstreams: &Upstreams,
     address: &Arc<Address>,
@@ -22,15 +28,19 @@ pub(super) async fn send(
     body: Bytes,
     connect_timeout: Duration,
 ) -> Result<Response<Incoming>, UpstreamError> {
-    while let Some(stream) = upstreams.take(address) {
+    let mut lost = None;
+    if let Some(stream) = upstreams.take(address) {
+        let asked = Instant::now();
         let connection = Connection::new(stream, upstreams.clone(), Arc::clone(address));
         match connection.ask(head.clone(), body.clone()).await {
-            // Nothing has come back of a node that closes a connection just now: it has not worked at the request.
-            Err(UpstreamError::Closed | UpstreamError::Failed(_)) => {}
+            Err(error @ (UpstreamError::Closed | UpstreamError::Failed(_))) if asked.elapsed() < JUST_NOW => {
+                lost = Some(error);
+            }
             answered => return answered,
         }
     }
-    let stream = connect(address, connect_timeout).await?;
+    // A node that cannot be reached after it has closed a connection with a request may have died of it.
+    let stream = connect(address, connect_timeout).await.map_err(|error| lost.unwrap_or(error))?;
     Connection::new(stream, upstreams.clone(), Arc::clone(address)).ask(head, body).await
 }
 
