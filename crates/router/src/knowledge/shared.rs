@@ -139,12 +139,16 @@ impl Knowledge {
         let base = self.state.lock().adapters.get(model).cloned();
         let adapter = base.is_some().then(|| model.to_owned());
         let salt = scan.string("cache_salt").map(|salt| salt.into_owned());
-        if !is_chat && let Some(tokens) = token_ids(scan) {
+        let is_too_long = scan.body().len() > 2 * TEXT_BYTES_MAX;
+        if !is_chat
+            && !is_too_long
+            && let Some(tokens) = token_ids(scan)
+        {
             return Some(Prompt { tokens, adapter, salt });
         }
         let tokenizer = self.tokenizers.get(base.as_deref().unwrap_or(model))?;
         let read = async {
-            if scan.body().len() > 2 * TEXT_BYTES_MAX {
+            if is_too_long {
                 return Err(Reason::TooLong);
             }
             let Text { text, special } = text(scan, is_chat, tokenizer)?;

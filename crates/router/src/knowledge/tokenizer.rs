@@ -154,7 +154,14 @@ impl Tokenizer {
     fn cut<'t>(&self, text: &'t str) -> Vec<&'t str> {
         let mut pieces = Vec::new();
         let (mut start, mut at) = (0, 0);
-        while at < text.len() {
+        // Most bytes begin none of hundreds of special tokens.
+        let mut begins = [false; 256];
+        self.cuts
+            .iter()
+            .filter_map(|cut| cut.as_bytes().first())
+            .for_each(|&byte| begins[usize::from(byte)] = true);
+        while let Some(next) = text.as_bytes()[at..].iter().position(|&byte| begins[usize::from(byte)]) {
+            at += next;
             let rest = &text.as_bytes()[at..];
             match self.cuts.iter().find(|cut| rest.starts_with(cut.as_bytes())) {
                 Some(cut) => {
