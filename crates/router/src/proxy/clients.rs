@@ -4,7 +4,7 @@
 //! more time than the request itself.
 //!
 //! ```text
-//!   Asks (for at most 75 s) --> Sends its body (each piece in time) --> Waits for us --> Asks ...
+//!   Asks (for at most 75 s) --> Sends its body (each piece in time) --> Waits for us, and reads in time --> Asks ...
 //! ```
 
 use std::{
@@ -51,6 +51,8 @@ pub(super) struct Client {
     /// Sweeps since something came of it.
     sweeps: Cell<u32>,
     is_late: Cell<bool>,
+    /// The kernel takes no more of its answer until it reads.
+    is_full: Cell<bool>,
     is_stopping: Cell<bool>,
     waker: RefCell<Option<Waker>>,
 }
@@ -65,6 +67,7 @@ impl Clients {
             phase: Cell::new(Phase::Asks),
             sweeps: Cell::new(0),
             is_late: Cell::new(false),
+            is_full: Cell::new(false),
             is_stopping: self.is_stopping.clone(),
             waker: RefCell::default(),
         });
@@ -86,14 +89,16 @@ impl Clients {
         }
     }
 
-    /// Tells those that are late. `body_patience` is how long a piece of a body may take. For ever.
-    pub(super) async fn sweep(&self, body_patience: Duration) {
+    /// Tells those that are late. `patience` is how long a client may take to send a piece of a body, or to read one of an
+    /// answer. For ever.
+    pub(super) async fn sweep(&self, patience: Duration) {
         loop {
             sleep(SWEEP_PERIOD).await;
             for client in self.all.borrow().values() {
                 let most = match client.phase.get() {
                     Phase::Asks => IDLE_TIMEOUT,
-                    Phase::Sends => body_patience,
+                    Phase::Sends => patience,
+                    Phase::Waits if client.is_full.get() => patience,
                     Phase::Waits => continue,
                 };
                 client.sweeps.set(client.sweeps.get() + 1);
@@ -143,9 +148,18 @@ impl Client {
         self.is_late.set(false);
     }
 
-    /// Whether the next request does not come.
-    pub(super) fn is_idle_too_long(&self) -> bool {
-        self.is_late.get() && self.phase.get() == Phase::Asks
+    /// The kernel has taken a piece of an answer, or takes no more.
+    pub(super) fn wrote(&self, is_full: bool) {
+        if self.is_full.replace(is_full) != is_full {
+            self.sweeps.set(0);
+            self.is_late.set(false);
+        }
+    }
+
+    /// Whether the next request does not come, or the client does not read its answer.
+    pub(super) fn is_silent_too_long(&self) -> bool {
+        let is_full = self.is_full.get();
+        self.is_late.get() && matches!((self.phase.get(), is_full), (Phase::Asks, _) | (Phase::Waits, true))
     }
 
     /// Whether the rest of a body does not come.

@@ -14,7 +14,7 @@ use std::{
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::joined::Joined;
+use super::{clients::Client, joined::Joined};
 
 const NAME: &[u8; 15] = b"content-length:";
 
@@ -93,16 +93,17 @@ impl HeadWatch {
     }
 }
 
-/// A connection whose heads are watched.
+/// A connection whose heads are watched, and whether its client reads.
 #[derive(Debug)]
 pub(super) struct Watched {
     stream: Joined,
     watch: Rc<HeadWatch>,
+    client: Rc<Client>,
 }
 
 impl Watched {
-    pub(super) fn new(stream: Joined, watch: &Rc<HeadWatch>) -> Self {
-        Self { stream, watch: Rc::clone(watch) }
+    pub(super) fn new(stream: Joined, watch: &Rc<HeadWatch>, client: &Rc<Client>) -> Self {
+        Self { stream, watch: Rc::clone(watch), client: Rc::clone(client) }
     }
 }
 
@@ -125,7 +126,9 @@ impl AsyncWrite for Watched {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.client.wrote(written.is_pending());
+        written
     }
 
     fn poll_write_vectored(
@@ -133,7 +136,9 @@ impl AsyncWrite for Watched {
         context: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(context, slices);
+        self.client.wrote(written.is_pending());
+        written
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -185,12 +185,12 @@ async fn connection(
         // Our own clock says who is late.
         .header_read_timeout(None)
         .max_buf_size(HEADER_BYTES_MAX)
-        .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch)), service);
+        .serve_connection(TokioIo::new(Watched::new(Joined(stream), &watch, &client)), service);
     let mut serving = pin!(serving);
     let mut is_told_to_stop = false;
     let served = poll_fn(|context| {
         client.is_polled(context);
-        if client.is_idle_too_long() {
+        if client.is_silent_too_long() {
             return Poll::Ready(Ok(()));
         }
         if client.is_stopping() && !is_told_to_stop {
