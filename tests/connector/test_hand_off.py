@@ -41,7 +41,7 @@ def test_a_decode_engine_waits_for_what_its_prefill_engine_saves(groups: list[Ca
     first, second = Engine(store, groups, engine_id="p"), Engine(store, groups, engine_id="d")
     store.hold_saves = True
     handed_over = prefill(first)
-    assert handed_over["do_remote_prefill"] is True
+    assert set(handed_over) == {"kvlane"}
     assert handed_over["kvlane"]["tokens"] == 20
     assert store.block_count() == 0
 
@@ -139,8 +139,8 @@ def test_who_cannot_store_says_nothing_and_counts_it() -> None:
 @pytest.mark.parametrize(
     "transfer",
     [
-        {"do_remote_prefill": True, "kvlane": GOOD},
-        {"do_remote_prefill": True, "kvlane": {**GOOD, "daemon": "x"}},
+        {"kvlane": GOOD},
+        {"kvlane": {**GOOD, "daemon": "x"}},
     ],
     ids=["another daemon", "nonsense"],
 )
@@ -158,7 +158,7 @@ def test_a_hand_off_that_cannot_be_waited_for_is_said_once(
 
 def test_other_connectors_hand_offs_are_left_alone() -> None:
     assert HandOff.of({"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}) is None
-    assert HandOff.of({"do_remote_prefill": False, "kvlane": GOOD}) is None
+    assert HandOff.of({"do_remote_prefill": True, "kvlane": {"hand_off": "kvlane-1"}}) is None
     assert HandOff.of(None) is None
     assert not asks_for_hand_off(["do_remote_decode"])
 
@@ -167,7 +167,7 @@ def test_other_connectors_hand_offs_are_left_alone() -> None:
     ("key", "value"),
     [
         ("engine", ""),
-        ("engine", "e" * 257),
+        ("engine", "\N{EURO SIGN}" * 171),
         ("engine", 7),
         ("run", "0" * 31),
         ("run", "g" * 32),
@@ -182,12 +182,12 @@ def test_other_connectors_hand_offs_are_left_alone() -> None:
 )
 def test_what_a_client_writes_is_checked(key: str, value: object) -> None:
     with pytest.raises(NotAHandOff, match=key):
-        HandOff.of({"do_remote_prefill": True, "kvlane": {**GOOD, key: value}})
+        HandOff.of({"kvlane": {**GOOD, key: value}})
 
 
 def test_an_object_is_wanted() -> None:
     with pytest.raises(NotAHandOff, match="an object"):
-        HandOff.of({"do_remote_prefill": True, "kvlane": [1]})
+        HandOff.of({"kvlane": [1]})
 
 
 @given(st.text(min_size=1, max_size=256), st.binary(min_size=16, max_size=16), st.integers(0, 1 << 40))

@@ -93,8 +93,8 @@ def test_a_prefill_engine_that_stands_still_costs_the_wait(
 def test_a_daemon_that_is_slow_to_answer_is_waited_for_as_long_as_the_blocks_would_be(
     daemon: Daemon, engines: tuple[Engine, Engine]
 ) -> None:
-    """On a busy machine 3 of 40 lookups of a decode engine had no answer within the lookup timeout, and it computed whole
-    prompts again."""
+    """On a busy machine 3 of 40 lookups of a decode engine had no answer within the lookup timeout, and it computed
+    whole prompts again."""
     p, d = engines
     handoff = p.call("hand_over", count=BLOCKS // 2, wait_ms=30_000)
     daemon.signal(signal.SIGSTOP)

@@ -59,8 +59,8 @@ RUN_BY = {
     # docs/routing.md
     "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
     "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
-    "vllm serve M --kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", "
-    "\"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5558\"}'": (
+    'vllm serve M --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'': (
         "tests/connector/test_vllm_events.py::test_listeners_hear_of_exactly_the_blocks_that_were_evicted"
     ),
     "kvlane route --worker http://127.0.0.1:8100 --tokenizer M=/models/M "

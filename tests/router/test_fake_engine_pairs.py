@@ -44,12 +44,8 @@ def test_kvlane_legs_name_engine_run_daemon_and_tokens():
         status, answer = ask(prefill, **PREFILL)
         params = answer["kv_transfer_params"]
         named = params["kvlane"]
-        assert (status, params["do_remote_prefill"], named["engine"], named["tokens"]) == (
-            200,
-            True,
-            "p0",
-            100,
-        )
+        assert set(params) == {"kvlane"}
+        assert (status, named["engine"], named["tokens"]) == (200, "p0", 100)
         assert int(named["run"], 16) != int(named["daemon"], 16)
         assert answer["usage"]["completion_tokens"] == 1
         _, again = ask(prefill, **PREFILL)

@@ -328,6 +328,15 @@ impl Engines {
         Some((Arc::clone(&engine.open), engine.workers_expected))
     }
 
+    /// Whether a session is the engine's scheduler, or one of its workers.
+    pub(crate) fn has_session(&self, id: &str, session: SessionId) -> bool {
+        let inner = self.inner.lock();
+        inner.engines.get(id).is_some_and(|engine| {
+            engine.scheduler == Some(session)
+                || engine.workers.values().any(|worker| worker.session == session)
+        })
+    }
+
     /// Who saves an engine's blocks, when it is ready.
     pub(crate) fn saver(&self, id: &str) -> Option<Saver> {
         let inner = self.inner.lock();

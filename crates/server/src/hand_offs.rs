@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
 };
 
@@ -72,7 +72,8 @@ impl Signal {
 #[derive(Default)]
 pub(crate) struct HandOffs {
     waits: Mutex<Waits>,
-    has_complained: AtomicBool,
+    /// A bit for each outcome that was complained of.
+    complained: AtomicU32,
 }
 
 #[derive(Default)]
@@ -122,9 +123,10 @@ impl HandOffs {
         waits.by_engine.values().flat_map(HashMap::values).for_each(|wait| wait.end(End::Stopping));
     }
 
-    /// True once.
-    pub(crate) fn is_first_complaint(&self) -> bool {
-        !self.has_complained.swap(true, Ordering::Relaxed)
+    /// True once for each number below 32.
+    pub(crate) fn is_first_complaint(&self, of: u32) -> bool {
+        let bit = 1 << (of % u32::BITS);
+        self.complained.fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
     /// Waits that there are.
@@ -182,6 +184,6 @@ mod tests {
         assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), Some(End::Stopping)]);
         places.clear();
         assert_eq!(all.len(), 0);
-        assert!(all.is_first_complaint() && !all.is_first_complaint());
+        assert!(all.is_first_complaint(1) && !all.is_first_complaint(1) && all.is_first_complaint(2));
     }
 }

@@ -359,8 +359,11 @@ impl Session {
         greeted.worker = None;
         // And no lookup takes a lease for it any more.
         greeted.late = None;
+        // Others may greet with its id, too: a session that was refused or replaced ends no wait for the engine.
+        let was_of_engine = greeted.info.role != Role::Tool
+            && self.shared.engines.has_session(&greeted.info.engine_id, greeted.id);
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
-        if greeted.info.role != Role::Tool {
+        if was_of_engine {
             self.shared.hand_offs.end_of(&greeted.info.engine_id, End::Gone);
         }
         if gone && greeted.info.role != Role::Tool {

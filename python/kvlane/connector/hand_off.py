@@ -3,12 +3,13 @@
 It travels in vLLM's `kv_transfer_params`, through whatever proxy stands before the engines:
 
     to the prefill engine       {"do_remote_decode": true, ...}
-    its answer, and then        {"do_remote_prefill": true,
-    to the decode engine         "kvlane": {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N}}
+    its answer, and then        {"kvlane":
+    to the decode engine          {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N}}
 
 `engine` and `run` name the prefill engine's scheduler as its daemon knows it, `daemon` the daemon's run, and `tokens`
 how many of the prompt's first tokens will be stored. The prefill engine answers before its last blocks are saved, so
-the decode engine's lookup waits for them.
+the decode engine's lookup waits for them. Nothing stands there but kvlane's own name: beside another connector in
+vLLM's MultiConnector, two answers with the same name end the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _RUN = re.compile(r"[0-9a-f]{32}")
-_ENGINE_ID_LENGTH_MAX = 256
+_ENGINE_ID_BYTES_MAX = 512
 _TOKENS_MAX = 1 << 40
 
 
@@ -47,7 +48,7 @@ class HandOff:
             "daemon": self.daemon.hex(),
             "tokens": self.tokens,
         }
-        return {"do_remote_prefill": True, "kvlane": named}
+        return {"kvlane": named}
 
     @staticmethod
     def of(params: object) -> HandOff | None:
@@ -56,15 +57,17 @@ class HandOff:
 
         Raises NotAHandOff, in one sentence.
         """
-        if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
-            return None
-        named = params.get("kvlane")
-        if named is None:
+        named = params.get("kvlane") if isinstance(params, Mapping) else None
+        # Other kinds of hand-offs may have other members there.
+        if named is None or (isinstance(named, Mapping) and "engine" not in named):
             return None
         if not isinstance(named, Mapping):
             raise NotAHandOff(f"kvlane must be an object, not {_shown(named)}")
         engine, tokens = named.get("engine"), named.get("tokens")
-        if not isinstance(engine, str) or not 0 < len(engine) <= _ENGINE_ID_LENGTH_MAX:
+        if (
+            not isinstance(engine, str)
+            or not 0 < len(engine.encode(errors="replace")) <= _ENGINE_ID_BYTES_MAX
+        ):
             raise NotAHandOff(f"engine must be the id of an engine, not {_shown(engine)}")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _TOKENS_MAX:
             raise NotAHandOff(f"tokens must be a number of tokens, not {_shown(tokens)}")

@@ -298,13 +298,13 @@ fn note(shared: &Shared, hand_off: &HandOff, outcome: Outcome, waited: Duration)
     let HandOff { engine_id, tokens, .. } = hand_off;
     let (waited_ms, outcome_name) = (waited.as_millis() as u64, outcome.name());
     tracing::debug!(engine = engine_id, tokens, outcome = outcome_name, waited_ms, "a hand-off is over");
-    if let Some(why) = outcome.complaint().filter(|_| shared.hand_offs.is_first_complaint()) {
+    if let Some(why) = outcome.complaint().filter(|_| shared.hand_offs.is_first_complaint(outcome as u32)) {
         tracing::warn!(
             engine = engine_id,
             tokens,
             waited_ms,
-            "a prompt was not handed over as a whole, and the rest is computed again: {why}; further ones are counted in \
-             kvlane_hand_offs_total"
+            "a prompt was not handed over as a whole, and the rest is computed again: {why}; further ones for this reason \
+             are counted in kvlane_hand_offs_total"
         );
     }
 }

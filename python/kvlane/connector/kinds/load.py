@@ -51,7 +51,9 @@ class LookUpAndLoad(SchedulerKind):
         """Loads whose end is awaited, by job; also those that the workers have not been told of."""
         self.to_send: list[LoadJob] = []
         """Loads that the workers have not been told of."""
-        self._has_told_of_ignored = False
+        self._told_of_ignored: set[str] = set()
+        self._waits_for_hand_offs = True
+        """Whether this step may still wait for a lookup of a hand-off. One does: all of them may take seconds."""
 
     # Lookups
 
@@ -68,15 +70,16 @@ class LookUpAndLoad(SchedulerKind):
             boot = self._shared.core.boot
             if hand_off.daemon == boot:
                 return hand_off
-            reason = (
+            kind, reason = (
+                "another daemon",
                 f"it is stored by another daemon, or an earlier run of it ({hand_off.daemon.hex()}, not "
-                f"{'any' if boot is None else boot.hex()}): engines that hand over have to share one"
+                f"{'any' if boot is None else boot.hex()}): engines that hand over have to share one",
             )
         except NotAHandOff as error:
-            reason = f"it makes no sense: {error}"
+            kind, reason = "nonsense", f"it makes no sense: {error}"
         self._shared.counters.add("ignored_hand_offs")
-        if not self._has_told_of_ignored:
-            self._has_told_of_ignored = True
+        if kind not in self._told_of_ignored:
+            self._told_of_ignored.add(kind)
             logger.warning(
                 "kvlane: a prompt that a prefill engine handed over is looked up without waiting for it, since %s. "
                 "(Further cases are only counted.)",
@@ -124,7 +127,7 @@ class LookUpAndLoad(SchedulerKind):
             self._start_lookup(state)
         if state.looking_up:
             shared = self._shared
-            hit = shared.core.lookup_poll(state.request.request_id, shared.settings.lookup_wait_us)
+            hit = shared.core.lookup_poll(state.request.request_id, self._wait_us(state))
             if hit is None:
                 return ASK_AGAIN
             self._take_answer(state, hit)
@@ -132,6 +135,13 @@ class LookUpAndLoad(SchedulerKind):
         if state.hit is None or state.hit.tokens <= local_tokens:
             return NOTHING
         return Answer(state.hit.tokens - local_tokens)
+
+    def _wait_us(self, state: RequestState) -> int:
+        """vLLM asks for each waiting request in each step, and those that run wait meanwhile."""
+        waits = state.hand_off is None or self._waits_for_hand_offs
+        if state.hand_off is not None:
+            self._waits_for_hand_offs = False
+        return self._shared.settings.lookup_wait_us if waits else 0
 
     def _drop_former_hit(self, state: RequestState) -> None:
         """A hit is promised only of the daemon's present run, whose pool all workers have mapped as far as it knows: of
@@ -265,6 +275,7 @@ class LookUpAndLoad(SchedulerKind):
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         """Loads are taken before (`take`). While a lookup is awaited the workers do not wait for their copies."""
+        self._waits_for_hand_offs = True
         if jobs.idle and any(state.looking_up for state in self._shared.requests.values()):
             jobs.idle = False
 

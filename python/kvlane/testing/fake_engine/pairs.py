@@ -55,7 +55,7 @@ def leg_of(body: dict[str, Any], max_tokens: int, request_id: str, pairing: Pair
     if asked.get("do_remote_decode"):
         _check_prefill(body, max_tokens)
         return Leg("prefill")
-    if asked.get("do_remote_prefill"):
+    if asked.get("do_remote_prefill") or (pairing.form == "kvlane" and "kvlane" in asked):
         return Leg("decode", _remote_tokens(asked, pairing))
     return WHOLE
 
@@ -64,7 +64,7 @@ def transfer_params(pairing: Pairing, run: str, prompt_tokens: int, request_id: 
     """What a prefill leg answers for the decode leg."""
     if pairing.form == "kvlane":
         named = {"engine": pairing.engine_id, "run": run, "daemon": run[::-1], "tokens": prompt_tokens}
-        return {"do_remote_prefill": True, "kvlane": named}
+        return {"kvlane": named}
     if pairing.form == "nixl":
         return {
             "do_remote_prefill": True,
