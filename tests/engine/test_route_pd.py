@@ -32,8 +32,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pd")
     model = build_tiny_model(folder / "tiny")
     daemon = Daemon(folder)
-    # A busy machine may leave a lookup unanswered for longer than users want to wait: with twenty processes on two cores
-    # 3 of 40 were misses.
+    # A busy machine may leave a lookup unanswered for longer than users want to wait: with twenty processes on two
+    # cores 3 of 40 were misses.
     transfer = connector_config(daemon.address, lookup_timeout_ms=LOOKUP_TIMEOUT_MS)
     engines = [
         ServedEngine(model, daemon.address, folder / f"{name}.log", transfer=transfer)
