@@ -91,10 +91,11 @@ fn all_are_well(half: Half, ends: &[&str]) {
     let wrong: Vec<&String> = all.iter().filter_map(|of_seed| of_seed.as_ref().err()).collect();
     let some = wrong.iter().take(5).map(|wrong| format!("\n{wrong}")).collect::<String>();
     assert!(wrong.is_empty(), "{} of {} seeds are wrong, among them:{some}", wrong.len(), all.len());
-    // The seeds see every way to end.
+    // The seeds see every way to end. The rarest comes about 60 times on average, and the seeds differ from run to run: a
+    // bound near that average would fail by chance.
     if number("KVLANE_TEST_SEEDS").is_none() {
         for what in ends {
-            assert!(seen.get(*what).is_some_and(|count| *count > 50), "{what}: {seen:?}");
+            assert!(seen.get(*what).is_some_and(|count| *count > 10), "{what}: {seen:?}");
         }
     }
 }
