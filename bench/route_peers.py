@@ -1,14 +1,16 @@
 """What a router costs: `kvlane route` and vllm-router before the same fake engines, in turns.
 
-    pip install vllm-router==0.1.17        # in any environment
-    python bench/route_peers.py --vllm-router PATH/TO/vllm-router      # five minutes on two cores
-    python bench/route_peers.py --rounds 0 --streams 10000             # two minutes: many streams at once
+    pip install vllm-router==0.1.17                                  # in any environment
+    cargo build --release -p kvlane-router --example relay           # the least that a router can cost
+    python bench/route_peers.py --vllm-router PATH/TO/vllm-router --relay target/release/examples/relay
+    python bench/route_peers.py --rounds 0 --streams 10000           # two minutes: many streams at once
 
 The engines take no time of their own, so what is measured is the router: its CPU time for each request, from /proc,
 and what it adds to the median latency of one client. Client, routers and engines share the machine's cores; CPU time
-is not wall time, so that matters little. Rounds are interleaved, figures are medians over them. With --streams, that
-many streams with a chunk a second each, with and without `kvlane route` (route_streams.py). Writes route_peers.json
-and route_peers.png; status 1 when a goal is missed.
+is not wall time, so that matters little. With --relay, a program that only copies bytes stands beside them: what it
+costs is the kernel's and no router can save it. Rounds are interleaved, figures are medians over them; five take four
+minutes on two cores. With --streams, that many streams with a chunk a second each, with and without `kvlane route`
+(route_streams.py). Writes route_peers.json and route_peers.png; status 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from kvlane.bench.drawing import Bar, Panel, Picture
 from kvlane.testing.fake_engine import FakeEngine
 
 START_S = 60.0
+RELAY = "bare relay"
+ROUTERS = ("kvlane", "vllm-router", RELAY)
 PREFIXES = 64
 TICKS = os.sysconf("SC_CLK_TCK")
 STREAM_CHUNKS = 45
@@ -91,6 +95,7 @@ def main() -> int:
     )
     parser.add_argument("--vllm-router", default=shutil.which("vllm-router"), metavar="PROGRAM")
     parser.add_argument("--kvlane", default=shutil.which("kvlane"), metavar="PROGRAM")
+    parser.add_argument("--relay", metavar="PROGRAM", help="crates/router/examples/relay.rs, compiled")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out/route_peers"))
     parser.add_argument(
@@ -130,15 +135,17 @@ def main() -> int:
 
 def measure(settings: argparse.Namespace, values: dict[str, dict[str, list[float]]]) -> None:
     """All cases, in turns."""
-    with routers(settings.kvlane, settings.vllm_router) as started:
+    with routers(settings.kvlane, settings.vllm_router, settings.relay) as started:
         for number in range(settings.rounds):
             for case in CASES:
-                names = ["kvlane", "vllm-router"]
+                names = [name for name in ROUTERS if (name, case.routers) in started.running]
                 for name in names[:: 1 if number % 2 == 0 else -1]:
                     value = cpu_of(case, started.router(name, case.routers))
                     report.say(f"[{number + 1}/{settings.rounds}] {case.name}: {name} {value:.1f}")
                     values.setdefault(case.name, {}).setdefault(name, []).append(value)
-            for name in ("direct", "kvlane", "vllm-router"):
+            for name in ("direct", *ROUTERS):
+                if name != "direct" and (name, LATENCY.routers) not in started.running:
+                    continue
                 value = latency_of(started, name)
                 report.say(f"[{number + 1}/{settings.rounds}] median of one client: {name} {value:.3f} ms")
                 values.setdefault(LATENCY.name, {}).setdefault(name, []).append(value)
@@ -210,7 +217,9 @@ def compared(values: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
             continue
         medians = {name: statistics.median(each) for name, each in values[case.name].items()}
         if case is LATENCY:
-            ours, theirs = (medians[name] - medians["direct"] for name in ("kvlane", "vllm-router"))
+            direct = medians.pop("direct")
+            medians = {name: median - direct for name, median in medians.items()}
+            ours, theirs = medians["kvlane"], medians["vllm-router"]
             holds = ours <= case.goal
         else:
             ours, theirs = medians["kvlane"], medians["vllm-router"]
@@ -219,8 +228,7 @@ def compared(values: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
             {
                 "case": case.name,
                 "unit": case.unit,
-                "kvlane": ours,
-                "vllm-router": theirs,
+                **medians,
                 "share": ours / theirs,
                 "goal": case.goal,
                 "holds": holds,
@@ -230,14 +238,18 @@ def compared(values: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'case':34} {'kvlane':>9} {'vllm-router':>12} {'share':>6} {'goal':>6}"]
+    lines = [f"{'case':34} {'kvlane':>9} {'vllm-router':>12} {RELAY:>12} {'share':>6} {'goal':>6}"]
     for row in rows:
         digits = 3 if row["unit"] == "ms" else 1
+        relay = f"{row[RELAY]:.{digits}f}" if RELAY in row else ""
         lines.append(
-            f"{row['case']:34} {row['kvlane']:>9.{digits}f} {row['vllm-router']:>12.{digits}f} {row['share']:>6.2f} "
-            f"{row['goal']:>6.2f} {'' if row['holds'] else 'missed'} {row['unit']}"
+            f"{row['case']:34} {row['kvlane']:>9.{digits}f} {row['vllm-router']:>12.{digits}f} {relay:>12} "
+            f"{row['share']:>6.2f} {row['goal']:>6.2f} {'' if row['holds'] else 'missed'} {row['unit']}"
         )
     return "\n".join(lines)
+
+
+BARS = (("vllm-router", drawing.COLOURS[7]), ("kvlane", drawing.COLOURS[0]), (RELAY, drawing.COLOURS[3]))
 
 
 def picture(result: dict[str, Any]) -> Picture:
@@ -248,7 +260,8 @@ def picture(result: dict[str, Any]) -> Picture:
             row["case"],
             tuple(
                 Bar(name, row[name] / row["vllm-router"], f"{row[name]:.1f} {row['unit']}", colour)
-                for name, colour in (("vllm-router", drawing.COLOURS[7]), ("kvlane", drawing.COLOURS[0]))
+                for name, colour in BARS
+                if name in row
             ),
             row["goal"],
         )
@@ -293,7 +306,7 @@ class Started:
 
 
 @contextmanager
-def routers(kvlane: str, vllm_router: str) -> Iterator[Started]:
+def routers(kvlane: str, vllm_router: str, relay: str | None) -> Iterator[Started]:
     """Each router in each configuration, before engines of their kind."""
     with ExitStack() as stack:
         started = Started()
@@ -319,6 +332,9 @@ def routers(kvlane: str, vllm_router: str) -> Iterator[Started]:
             start(stack, started, ("kvlane", configuration), [kvlane, "route", "--policy", ours, *named])
             command = [vllm_router, "--worker-urls", *urls[kind], "--policy", theirs]
             start(stack, started, ("vllm-router", configuration), command)
+            # It looks at no prefix.
+            if relay and configuration.startswith(("round robin", "paced")):
+                start(stack, started, (RELAY, configuration), [relay], urls[kind])
         prefill, decode = urls["pairs"]
         command = [kvlane, "route", "--prefill", prefill, "--decode", decode, "--policy", "round-robin"]
         # All prompts are prefilled apart, as vllm-router does.
@@ -328,9 +344,17 @@ def routers(kvlane: str, vllm_router: str) -> Iterator[Started]:
         yield started
 
 
-def start(stack: ExitStack, started: Started, name: tuple[str, str], command: list[str]) -> None:
+def start(
+    stack: ExitStack,
+    started: Started,
+    name: tuple[str, str],
+    command: list[str],
+    engines: list[str] | None = None,
+) -> None:
     port = free_port()
-    if name[0] == "kvlane":
+    if engines is not None:
+        command = [*command, f"127.0.0.1:{port}", *(engine.removeprefix("http://") for engine in engines)]
+    elif name[0] == "kvlane":
         command = [*command, "--listen", f"127.0.0.1:{port}", "--admin", "off", "--log", "warn"]
     else:
         command = [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]

@@ -12,7 +12,7 @@ use super::{
     promises::Promises,
     translation::Translation,
 };
-use crate::schedule::{Index, NODES_A_TABLE};
+use crate::schedule::{FETCHED_AT_ONCE, Index, NODES_A_TABLE};
 
 /// Longest block that is believed, in tokens. Hybrid models have blocks of many hundreds.
 const BLOCK_SIZE_MAX: u32 = 1 << 16;
@@ -54,13 +54,13 @@ pub enum Before {
 }
 
 impl Blocks {
-    /// Room for about that many blocks of each medium, for each 64 nodes. Memory is taken when the first event comes.
+    /// Room for about that many different blocks, on each medium and for each 64 nodes. Memory is taken when the first event comes.
     pub fn new(blocks_max: usize) -> Self {
         Self {
             device: Index::new(blocks_max),
             other: Index::new(blocks_max),
             promises: Promises::new(blocks_max / 16),
-            translation: Translation::new(blocks_max.saturating_mul(2)),
+            translation: Translation::new(blocks_max),
             told: Vec::new(),
         }
     }
@@ -109,13 +109,28 @@ impl Blocks {
             return None;
         };
         self.told_mut(node).block_size = Some(size);
-        for (place, engines) in (from..).zip(hashes) {
-            let tokens = &event.tokens[place * size as usize..(place + 1) * size as usize];
-            ours = block(ours, tokens, beside(event, place));
-            self.translation.put(engines, ours);
-            self.medium_mut(event.medium.as_deref()).insert_one(ours, node);
+        let mut places = (from..).zip(hashes);
+        loop {
+            let part: Vec<(&ExternalHash, u64)> = places
+                .by_ref()
+                .take(FETCHED_AT_ONCE)
+                .map(|(place, engines)| {
+                    let tokens = &event.tokens[place * size as usize..(place + 1) * size as usize];
+                    ours = block(ours, tokens, beside(event, place));
+                    (engines, ours)
+                })
+                .collect();
+            if part.is_empty() {
+                return Some((to, Before::Ours(ours)));
+            }
+            self.translation.fetch(part.iter().map(|(engines, _)| *engines));
+            let index = if is_device(event.medium.as_deref()) { &mut self.device } else { &mut self.other };
+            index.fetch(part.iter().map(|(_, ours)| *ours), node);
+            for (engines, ours) in part {
+                self.translation.put(engines, ours);
+                index.insert_one(ours, node);
+            }
         }
-        Some((to, Before::Ours(ours)))
     }
 
     fn stored_elsewhere(&mut self, node: usize, hashes: &[ExternalHash], medium: Option<&str>) {
@@ -174,6 +189,12 @@ impl Blocks {
                 if still == 0 {
                     break;
                 }
+                if count % FETCHED_AT_ONCE == 0 {
+                    let part = &chain[count..chain.len().min(count + FETCHED_AT_ONCE)];
+                    for index in [&self.device, &self.other] {
+                        index.fetch(part.iter().copied(), table * NODES_A_TABLE);
+                    }
+                }
                 let held = self.device.nodes_of(block, table)
                     | self.other.nodes_of(block, table)
                     | self.promises.nodes_of(block, table);
@@ -185,11 +206,7 @@ impl Blocks {
     }
 
     fn medium_mut(&mut self, medium: Option<&str>) -> &mut Index {
-        if medium.is_none_or(|medium| medium.eq_ignore_ascii_case("gpu")) {
-            &mut self.device
-        } else {
-            &mut self.other
-        }
+        if is_device(medium) { &mut self.device } else { &mut self.other }
     }
 
     fn told_mut(&mut self, node: usize) -> &mut Told {
@@ -198,6 +215,10 @@ impl Blocks {
         }
         &mut self.told[node]
     }
+}
+
+fn is_device(medium: Option<&str>) -> bool {
+    medium.is_none_or(|medium| medium.eq_ignore_ascii_case("gpu"))
 }
 
 /// Hybrid models have groups of layers, each with blocks of its own; the first group's tell of prefixes.

@@ -17,13 +17,13 @@ pub struct KnowledgeSettings {
     pub tokenizers: Vec<(String, PathBuf)>,
     /// Where nodes publish what their caches hold.
     pub events: Vec<EventSource>,
-    /// Blocks that are known of each medium, for each 64 nodes.
+    /// Different blocks that are known, on each medium and for each 64 nodes.
     pub blocks_max: usize,
 }
 
 impl Default for KnowledgeSettings {
     fn default() -> Self {
-        Self { tokenizers: Vec::new(), events: Vec::new(), blocks_max: 1 << 20 }
+        Self { tokenizers: Vec::new(), events: Vec::new(), blocks_max: 1 << 21 }
     }
 }
 

@@ -8,6 +8,8 @@
 //! ```
 //! A hash that is not there is taken for another one in one of ten thousand cases: a guess of a hit is wrong then.
 
+use std::hint::black_box;
+
 use kvlane_kv_events::ExternalHash;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -62,6 +64,12 @@ impl Translation {
             way
         });
         (set.tags[way], set.ours[way]) = (tag, ours);
+    }
+
+    /// Reads the sets of these hashes, as [`Index::fetch`](crate::schedule::Index) does.
+    pub(super) fn fetch<'h>(&self, engines: impl Iterator<Item = &'h ExternalHash>) {
+        let next = |engines| self.sets.get(self.place_of(engines).0).map_or(0, |set| set.next);
+        black_box(engines.fold(0, |all, engines| all ^ next(engines)));
     }
 
     fn place_of(&self, engines: &ExternalHash) -> (usize, u16) {

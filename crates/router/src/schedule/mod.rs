@@ -24,7 +24,7 @@ mod reservation;
 mod scheduler;
 mod settings;
 
-pub(crate) use self::index::NODES_A_TABLE;
+pub(crate) use self::index::{FETCHED_AT_ONCE, NODES_A_TABLE};
 pub use self::{
     breaker::Breaker,
     choice::{Choice, Chosen, NoNode, Request, Why},
