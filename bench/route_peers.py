@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
 import shutil
@@ -101,6 +100,9 @@ def main() -> int:
     parser.add_argument(
         "--streams", type=int, default=0, help="at once, beside the rounds; default %(default)s"
     )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of kvlane's, with --streams; default %(default)s"
+    )
     settings = parser.parse_args()
     if not settings.kvlane or (settings.rounds and not settings.vllm_router):
         parser.error("give --vllm-router and --kvlane, or have both in PATH")
@@ -111,7 +113,7 @@ def main() -> int:
         if settings.rounds:
             measure(settings, values)
         if settings.streams:
-            streams = many_streams(settings.kvlane, settings.streams)
+            streams = many_streams(settings.kvlane, settings.streams, settings.threads)
     result = {
         "benchmark": "routers",
         "date": time.strftime("%Y-%m-%d"),
@@ -151,7 +153,7 @@ def measure(settings: argparse.Namespace, values: dict[str, dict[str, list[float
                 values.setdefault(LATENCY.name, {}).setdefault(name, []).append(value)
 
 
-def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
+def many_streams(kvlane: str, streams: int, threads: int) -> dict[str, Any]:
     """Delays of chunks with the router and without it, what was lost, and the router's memory."""
     route_streams.raise_descriptor_limit(streams)
     with route_streams.engine(streams) as addresses, ExitStack() as stack:
@@ -171,6 +173,8 @@ def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
             "round-robin",
             "--max-connections",
             str(streams + 100),
+            "--threads",
+            str(threads),
             *named,
         ]
         start(stack, started, ("kvlane", "streams"), command)
@@ -186,6 +190,7 @@ def many_streams(kvlane: str, streams: int) -> dict[str, Any]:
         "kvlane": ours,
         "added_p99_ms": added,
         "memory_mb": memory,
+        "threads": threads,
         "cpu_us_a_chunk": cpu * 1e6 / (streams * STREAM_CHUNKS),
         "goals": {"lost": 0, "added_p99_ms": STREAM_ADDED_MS, "memory_mb": STREAM_MEMORY_MB},
         "holds": ours["lost_streams"] == ours["lost_chunks"] == 0
@@ -273,9 +278,14 @@ def picture(result: dict[str, Any]) -> Picture:
 
 def versions(settings: argparse.Namespace) -> dict[str, str]:
     return {
-        "kvlane": importlib.metadata.version("kvlane"),
+        "kvlane": kvlane_version(settings.kvlane),
         "vllm-router": package_beside(settings.vllm_router) if settings.rounds else "not run",
     }
+
+
+def kvlane_version(program: str) -> str:
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    return said.removeprefix("kvlane ").strip()
 
 
 def package_beside(program: str) -> str:

@@ -147,9 +147,9 @@ pub(crate) struct RouteArgs {
     #[command(flatten)]
     knowledge: KnowledgeArgs,
 
-    /// Threads that serve clients
-    #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
-    threads: u16,
+    /// Threads that serve clients [default: one for each four cores, 1 to 8]
+    #[arg(long, env = "KVLANE_ROUTE_THREADS", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    threads: Option<u16>,
 
     /// Clients' connections at a time; further ones wait
     #[arg(long, env = "KVLANE_ROUTE_MAX_CONNECTIONS", value_name = "N", default_value_t = 10_000)]
@@ -310,7 +310,7 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         })
         .transpose()?;
     Ok(ProxySettings {
-        threads: args.threads.into(),
+        threads: args.threads.map_or_else(|| threads_of(cores()), usize::from),
         connections_max: args.max_connections.max(1) as usize,
         body_bytes_max: usize::try_from(args.max_body.0).unwrap_or(usize::MAX),
         bodies_bytes_max: usize::try_from(args.max_bodies.0).unwrap_or(usize::MAX),
@@ -318,6 +318,16 @@ fn settings(args: &RouteArgs) -> Result<ProxySettings> {
         first_byte_timeout,
         ..ProxySettings::default()
     })
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Most of the cores are the engines'. One thread serves a stream with the least work; several answer sooner when thousands of
+/// streams have something to say at once (bench/route/results/README.md).
+fn threads_of(cores: usize) -> usize {
+    (cores / 4).clamp(1, 8)
 }
 
 fn keys(file: &PathBuf) -> Result<Vec<String>> {
