@@ -60,7 +60,7 @@ class Cluster:
         )
         self._daemon.start()
         show("the daemon is ready")
-        self._router = Router(self.plan, self._logs / "router.log")
+        self._router = Router(self.plan, self._logs / "router.log", Path(self._folder.name) / "route.sock")
         for node in self.plan.engines:
             self._start_engine(node)
         waiting = list(self.plan.engines)
@@ -81,7 +81,8 @@ class Cluster:
         self.memory = {name: engine.memory() for name, engine in self.engines.items()}
 
     def start_joining(self) -> ServedEngine:
-        """Start the further engine, without waiting."""
+        """Start the further engine and tell the router of it, without waiting."""
+        self.router.add(self.plan.joins)
         return self._start_engine(self.plan.joins)
 
     def settle(self) -> None:

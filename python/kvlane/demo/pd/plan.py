@@ -46,7 +46,7 @@ class Plan:
     prefill: list[Node]
     decode: list[Node]
     joins: Node
-    """A further prefill engine, which the router knows from its start and which comes later."""
+    """A further prefill engine, which comes later: the router is told of it then."""
     router_port: int
     admin_port: int
     notes: list[str]

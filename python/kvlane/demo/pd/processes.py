@@ -94,15 +94,25 @@ class ServedEngine:
 class Router:
     """`kvlane route` before the engines of a plan."""
 
-    def __init__(self, plan: Plan, log: Path) -> None:
+    def __init__(self, plan: Plan, log: Path, socket: Path) -> None:
         self._plan = plan
+        self._socket = socket
         self.log = log
         command = [beside_python("kvlane"), "route", "--listen", f"127.0.0.1:{plan.router_port}"]
-        command += ["--admin", f"127.0.0.1:{plan.admin_port}"]
-        for node in [*plan.engines, plan.joins]:
+        command += ["--admin", f"127.0.0.1:{plan.admin_port}", "--socket", str(socket)]
+        for node in plan.engines:
             command += [f"--{node.role}", node.url]
         with log.open("wb") as sink:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
+
+    def add(self, node: Node) -> None:
+        """Make an engine known to it, by `kvlane route add`. Raises ProcessFailed."""
+        command = [beside_python("kvlane"), "route", "add", node.url, "--role", node.role]
+        said = subprocess.run(
+            [*command, "--socket", str(self._socket)], capture_output=True, text=True, check=False
+        )
+        if said.returncode != 0:
+            raise ProcessFailed(f"kvlane route add {node.url}: {said.stderr.strip()}")
 
     def states(self) -> dict[str, str]:
         """ready or suspect, by the engines' names. Raises ProcessFailed where the router has ended."""
