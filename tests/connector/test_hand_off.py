@@ -9,8 +9,11 @@ from fakes import BLOCK, Engine, Request, full_group, window_group
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlane.connector.adapters import Adapters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.hand_off import HandOff, NotAHandOff, asks_for_hand_off
+from kvlane.connector.jobs import JobEnd
+from kvlane.connector.requests import RequestState
 from kvlane.testing import FakeCore
 
 PROMPT = list(range(100, 122))  # 5 full blocks and 2 tokens
@@ -111,6 +114,144 @@ def test_only_blocks_that_are_asked_to_be_saved_are_named() -> None:
     store.hold_saves = True
     # Two of eight blocks may be pinned.
     assert prefill(engine)["kvlane"]["tokens"] == 2 * BLOCK
+
+
+def in_chunks(engine: Engine, *chunks: tuple[int, bool]) -> Request:
+    """A prefill leg whose prompt is computed in chunks: of so many tokens each, and whether they can be saved."""
+    request = Request("p", PROMPT, transfer=TO_PREFILL)
+    engine.scheduler.add_request(request)
+    assert engine.scheduler.matched_tokens(request, 0) == (0, False)
+    engine.scheduler.allocated(request, engine.allocate(request, request.num_tokens), 0)
+    for tokens, can_be_saved in chunks:
+        engine.store.fail_saves = not can_be_saved
+        engine.compute(request, tokens)
+    return request
+
+
+def end(engine: Engine, request: Request) -> Any:
+    """The end of a prefill leg; gives what its answer says."""
+    request.all_token_ids.append(7)
+    return engine.finish(request)
+
+
+def test_what_is_known_not_to_be_stored_is_not_named() -> None:
+    """The second chunk's save had failed when the prefill engine answered, and it named the whole prompt all the same:
+    the decode engine waited for `kvlane.wait_ms` in vain."""
+    store = FakeCore()
+    first, second = Engine(store, engine_id="p"), Engine(store, engine_id="d")
+    request = in_chunks(first, (8, True), (8, False), (6, True))
+    handed_over = end(first, request)
+    assert handed_over["kvlane"]["tokens"] == 8
+    # Something is still being saved, so that it would be waited for.
+    store.hold_saves = True
+    prefill(first, tokens=list(range(500, 530)))
+    decode = Request("d", PROMPT, transfer=handed_over)
+    second.scheduler.add_request(decode)
+    assert second.scheduler.matched_tokens(decode, 0) == (8, True)
+
+
+def test_a_prompt_whose_first_block_is_not_stored_is_not_handed_over() -> None:
+    engine = Engine(FakeCore(), engine_id="p")
+    assert end(engine, in_chunks(engine, (8, False), (14, True))) is None
+    stats = engine.scheduler.take_stats() or {}
+    assert (stats["handed_over"], stats["not_handed_over"]) == (1, 1)
+
+
+def test_a_prompt_that_fills_no_block_is_no_failure() -> None:
+    engine = Engine(FakeCore(), engine_id="p")
+    assert prefill(engine, tokens=[1, 2, 3])["kvlane"]["tokens"] == 0
+    assert counted(engine, "not_handed_over") == 0
+
+
+def test_a_block_takes_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(FakeCore(), engine_id="p", workers=2)
+    request = in_chunks(engine, (8, True))
+    core = engine.workers[1]._shared.core
+    assert core is not None
+    with monkeypatch.context() as patch:
+        # It refuses the next save.
+        patch.setattr(core, "save", None)
+        engine.compute(request, 8)
+    engine.compute(request, 6)
+    assert end(engine, request)["kvlane"]["tokens"] == 8
+
+
+def test_a_worker_that_has_failed_counts_before_the_others_have_ended() -> None:
+    store = FakeCore()
+    engine = Engine(store, engine_id="p", workers=2)
+    request = in_chunks(engine, (8, True))
+    store.hold_saves = True
+    engine.compute(request, 8)
+    engine.scheduler.jobs_ended({engine.scheduler.saves.last_job: JobEnd(1, False)})
+    assert end(engine, request)["kvlane"]["tokens"] == 8
+
+
+def test_what_is_saved_again_after_a_preemption_is_named() -> None:
+    """Also if the first save of these blocks ends later, and badly."""
+    store = FakeCore()
+    engine = Engine(store, engine_id="p")
+    request = in_chunks(engine, (8, True))
+    store.hold_saves = True
+    engine.compute(request, 8)
+    late = engine.scheduler.saves.last_job
+    engine.free(request)
+    request.num_computed_tokens = 0
+    assert engine.scheduler.matched_tokens(request, 0) == (8, True)
+    engine.scheduler.allocated(request, engine.allocate(request, 8), 8)
+    engine.step()
+    request.num_computed_tokens = 8
+    engine.compute(request, 14)
+    engine.scheduler.jobs_ended({late: JobEnd(1, False)})
+    assert end(engine, request)["kvlane"]["tokens"] == 20
+
+
+def test_what_was_loaded_is_named() -> None:
+    store = FakeCore()
+    first, second = Engine(store, engine_id="p"), Engine(store, engine_id="q")
+    first.run(Request("before", PROMPT[:12]))
+    store.fail_saves = True
+    assert prefill(second)["kvlane"]["tokens"] == 12
+
+
+@pytest.mark.parametrize(("gone", "named"), [(0, 20), (2, 20), (3, 12), (4, 16)])
+def test_a_window_needs_its_last_blocks_only(gone: int, named: int) -> None:
+    """What fell out of a sliding window cannot be saved, and nobody needs it."""
+    engine = Engine(FakeCore(), [full_group(), window_group(1, 2)], engine_id="p")
+    request = in_chunks(engine)
+    table = engine.tables["p"][1]
+    engine.pool.free_blocks([engine.pool.blocks[table[gone]]])
+    table[gone] = 0
+    engine.compute(request, 22)
+    assert end(engine, request)["kvlane"]["tokens"] == named
+
+
+GAPS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3)), max_size=3)
+
+
+@given(GAPS, GAPS, st.integers(0, 3), st.integers(0, 64))
+def test_the_longest_prompt_that_can_be_found_is_named(
+    gaps: list[tuple[int, int]], of_window: list[tuple[int, int]], window: int, limit: int
+) -> None:
+    groups = [full_group(tokens_per_block=8), window_group(1, window) if window else full_group(1)]
+    state = RequestState.new(Request("p", []), groups, Adapters())
+    state.saved_blocks = [6, 11]
+    state.unsaved = [[(first, first + count) for first, count in each] for each in (gaps, of_window)]
+
+    def is_stored(group: CacheGroup, block: int) -> bool:
+        return block < state.saved_blocks[group.index] and not any(
+            first <= block < after for first, after in state.unsaved[group.index]
+        )
+
+    def can_be_found(tokens: int) -> bool:
+        for group in groups:
+            end = tokens // group.tokens_per_block
+            start = max(0, end - group.window_blocks) if group.window_blocks else 0
+            if not all(is_stored(group, block) for block in range(start, end)):
+                return False
+        return True
+
+    longest = max(tokens for tokens in range(0, limit + 1, 8) if can_be_found(tokens))
+    assert state.tokens_to_find(groups, 8, limit) == longest
 
 
 def test_generated_tokens_are_not_part_of_what_is_named() -> None:

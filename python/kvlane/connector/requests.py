@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +15,9 @@ from kvlane.connector.namespace import keyed_hash
 from kvlane.connector.vllm_protocols import Request
 
 NEVER = 1 << 62
+BlockRange = tuple[int, int]
+"""(first, end): blocks of a request that follow each other, by their places in it; `end` is the first that is not one
+of them."""
 
 
 @dataclass
@@ -23,7 +27,11 @@ class RequestState:
     request: Request
     adapter: Adapter | None
     saved_blocks: list[int]
-    """Per group: blocks that need no saving, because the daemon has them or their save is under way."""
+    """Per group: blocks that are not saved any more, because the daemon has them or their save was begun."""
+    unsaved: list[list[BlockRange]]
+    """Per group: those of `saved_blocks` that the daemon will not have as far as is known, because their save failed
+    or there was nothing to save. These lists are replaced whenever saving starts anew: ends of saves that were begun
+    before go to the old ones, and say nothing of the new saves."""
     hand_off: HandOff | None = None
     """Another engine said that it stores the prompt, and no lookup has waited for that yet."""
     counted_inputs: bool = False
@@ -61,6 +69,7 @@ class RequestState:
             request=request,
             adapter=adapters.of(request.lora_request),
             saved_blocks=[0] * len(groups),
+            unsaved=[[] for _ in groups],
             counted_inputs=has_counted_inputs(request, names_are_content),
         )
 
@@ -76,8 +85,33 @@ class RequestState:
 
     def forget_progress(self) -> None:
         """Save from the first block on again."""
-        self.saved_blocks = [0] * len(self.saved_blocks)
+        self.are_stored([0] * len(self.saved_blocks))
+
+    def are_stored(self, blocks: list[int]) -> None:
+        """The daemon has so many blocks of each group. From here on all others are saved, again if need be."""
+        self.saved_blocks = blocks
+        self.unsaved = [[] for _ in blocks]
         self.next_save = 0
+
+    def tokens_to_find(self, groups: Sequence[CacheGroup], alignment: int, limit: int) -> int:
+        """How many of its first tokens others can find once the saves that are under way have ended well: a multiple of
+        `alignment`, and at most `limit`."""
+        tokens = min(limit, *(self.saved_blocks[group.index] * group.tokens_per_block for group in groups))
+        while True:
+            tokens -= tokens % alignment
+            shorter = min(self._tokens_before_gap(group, tokens) for group in groups)
+            if shorter >= tokens:
+                return tokens
+            tokens = shorter
+
+    def _tokens_before_gap(self, group: CacheGroup, tokens: int) -> int:
+        """`tokens`, or those before the first block of the group that finding so many takes and that is not saved."""
+        end = tokens // group.tokens_per_block
+        start = max(0, end - group.window_blocks) if group.window_blocks else 0
+        gaps = [
+            max(first, start) for first, after in self.unsaved[group.index] if first < end and after > start
+        ]
+        return min(gaps) * group.tokens_per_block if gaps else tokens
 
 
 class GroupHashes:

@@ -13,7 +13,7 @@ from kvlane.connector.counters import Counters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.jobs import SaveJob
 from kvlane.connector.pins import Pins
-from kvlane.connector.requests import NEVER, GroupHashes, RequestState
+from kvlane.connector.requests import NEVER, BlockRange, GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.vllm_protocols import Block, KVEvent, Tables
 
@@ -27,12 +27,22 @@ class _Save:
 
     blocks: list[Block] = field(default_factory=list)
     """Pinned blocks, in the order of their prompts."""
+    of_requests: list[tuple[list[BlockRange], BlockRange]] = field(default_factory=list)
+    """Which blocks of which requests these are: a list of `RequestState.unsaved`, and what to add there if the save
+    fails."""
     begun: list[Announcement] = field(default_factory=list)
     era: int = 0
     """Of the announcements, when the workers were told."""
     ranks_left: int = 0
     ok: bool = True
     since: float = 0.0
+
+    def fail(self) -> None:
+        """Some of its blocks, or all, will not be in the daemon."""
+        self.ok = False
+        for unsaved, blocks in self.of_requests:
+            unsaved.append(blocks)
+        self.of_requests = []
 
 
 class Saves:
@@ -145,6 +155,8 @@ class Saves:
             blocks = list(run)
             if present:
                 self._add_run(state, group, first + offset, cast("list[Block]", blocks), raw, stored, offset)
+            else:
+                state.unsaved[group.index].append((first + offset, first + offset + len(blocks)))
             offset += len(blocks)
 
     def _add_run(
@@ -164,6 +176,7 @@ class Saves:
         self._pins.pin(blocks)
         self._pinned += len(blocks)
         self._open.blocks += blocks
+        self._open.of_requests.append((state.unsaved[group.index], (first, first + len(blocks))))
         hashes = stored[offset : offset + len(blocks)]
         self._open_groups.append((group.index, parent, hashes, [block.block_id for block in blocks]))
         if self._announcements is not None:
@@ -192,7 +205,9 @@ class Saves:
         if save is None:
             return None
         save.ranks_left -= ranks
-        save.ok = save.ok and ok
+        if save.ok and not ok:
+            # Which of its blocks are missing is not said; a block takes all ranks.
+            save.fail()
         if save.ranks_left > 0:
             return []
         del self._running[job]
@@ -203,6 +218,7 @@ class Saves:
 
     def drop_queued(self) -> None:
         """Forget what no worker has been told of."""
+        self._open.fail()
         self._unpin(self._open)
         self._open = _Save()
         self._open_groups = []
@@ -211,7 +227,7 @@ class Saves:
         """Unpin what is under way. Whoever calls this made sure that none of it becomes a block any more."""
         for save in self._running.values():
             self._unpin(save)
-            save.ok = False
+            save.fail()
 
     def _unpin(self, save: _Save) -> None:
         self._pinned -= len(save.blocks)

@@ -169,10 +169,9 @@ class LookUpAndLoad(SchedulerKind):
         state.answered_at = self._shared.clock()
         # What the daemon has is not saved again; what only the engine's own cache has is, so that a daemon that
         # was restarted fills up by itself.
-        state.saved_blocks = [
-            hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups
-        ]
-        state.next_save = 0
+        state.are_stored(
+            [hit.stored_blocks(group.index) if hit.tokens else 0 for group in self._shared.shape.groups]
+        )
 
     def _end_hand_off(self, state: RequestState, hit: Hit) -> None:
         """It is waited for once: what has not come by then is computed."""

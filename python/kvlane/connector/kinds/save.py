@@ -105,20 +105,19 @@ class SaveBlocks(SchedulerKind):
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
         """What of the prompt is stored, or will be soon: the workers save it, and the daemon may not have heard of it
-        yet."""
+        yet. What is known not to be stored is not named: the other engine would wait for it in vain."""
         shared = self._shared
         shared.counters.add("handed_over")
         boot = shared.core.boot
         if boot is None or not self._can_save() or not state.takes_part() or state.stale:
             shared.counters.add("not_handed_over")
             return None
-        tokens = min(
-            state.saved_blocks[group.index] * group.tokens_per_block for group in shared.shape.groups
-        )
-        handed_over = HandOff(
-            shared.core.engine_id, shared.core.run, boot, min(tokens, request.num_prompt_tokens)
-        )
-        return handed_over.params()
+        alignment, prompt_tokens = shared.shape.hit_alignment, request.num_prompt_tokens
+        tokens = state.tokens_to_find(shared.shape.groups, alignment, prompt_tokens)
+        if tokens == 0 and prompt_tokens >= alignment:
+            shared.counters.add("not_handed_over")
+            return None
+        return HandOff(shared.core.engine_id, shared.core.run, boot, tokens).params()
 
     def daemon_restarted(self) -> None:
         """What runs is saved from its beginning."""
