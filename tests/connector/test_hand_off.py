@@ -13,7 +13,7 @@ from kvlane.connector.adapters import Adapters
 from kvlane.connector.groups import CacheGroup
 from kvlane.connector.hand_off import HandOff, NotAHandOff, asks_for_hand_off
 from kvlane.connector.jobs import JobEnd
-from kvlane.connector.requests import RequestState
+from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.testing import FakeCore
 
 PROMPT = list(range(100, 122))  # 5 full blocks and 2 tokens
@@ -46,6 +46,7 @@ def test_a_decode_engine_waits_for_what_its_prefill_engine_saves(groups: list[Ca
     handed_over = prefill(first)
     assert set(handed_over) == {"kvlane"}
     assert handed_over["kvlane"]["tokens"] == 20
+    assert handed_over["kvlane"]["last"] == Request("same", PROMPT).block_hashes[4][:16].hex()
     assert store.block_count() == 0
 
     request = Request("d", PROMPT, transfer=handed_over)
@@ -297,6 +298,95 @@ def test_a_hand_off_that_cannot_be_waited_for_is_said_once(
     assert counted(engine, "ignored_hand_offs") == 2
 
 
+def decode(engine: Engine, handed_over: object, tokens: list[int] | None = None) -> tuple[int | None, bool]:
+    """What vLLM hears of a prompt that was handed over."""
+    request = Request("d", PROMPT if tokens is None else tokens, transfer=handed_over)
+    engine.scheduler.add_request(request)
+    return engine.scheduler.matched_tokens(request, 0)
+
+
+OF_OTHER_WEIGHTS = {"kvlane.weights_version": "2"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        (OF_OTHER_WEIGHTS, PROMPT),
+        ({}, [*PROMPT[:19], 7, *PROMPT[20:]]),
+        ({}, PROMPT[:18]),
+    ],
+    ids=["weights", "prompt", "shorter prompt"],
+)
+def test_what_would_not_be_found_is_not_waited_for(
+    settings: dict[str, Any], tokens: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where one engine had other weights, or rendered a chat otherwise, the decode engine waited for `kvlane.wait_ms`
+    with each prompt, and nobody said so."""
+    store = FakeCore()
+    first, second = Engine(store, engine_id="p"), Engine(store, engine_id="d", settings=settings)
+    store.hold_saves = True
+    handed_over = prefill(first)
+    assert [decode(second, handed_over, tokens) for _ in range(2)] == [(0, False)] * 2
+    (said,) = (message for message in caplog.messages if "without waiting" in message)
+    assert "its first 20 tokens" in said and "start both with the same weights" in said
+    stats = second.scheduler.take_stats() or {}
+    assert (stats["ignored_hand_offs"], stats.get("awaited_hand_offs")) == (2, None)
+
+
+def test_engines_with_the_same_other_weights_wait() -> None:
+    """The control of the test above."""
+    store = FakeCore()
+    first, second = (Engine(store, engine_id=each, settings=OF_OTHER_WEIGHTS) for each in ("p", "d"))
+    store.hold_saves = True
+    assert decode(second, prefill(first)) == (None, False)
+
+
+def test_an_engine_of_the_release_before_is_waited_for() -> None:
+    """It does not say the hash of its last block; so nothing is compared, and differences cost the wait."""
+    store = FakeCore()
+    first, second = Engine(store, engine_id="p"), Engine(store, engine_id="d", settings=OF_OTHER_WEIGHTS)
+    store.hold_saves = True
+    handed_over = prefill(first)
+    del handed_over["kvlane"]["last"]
+    assert decode(second, handed_over) == (None, False)
+
+
+def test_hashes_that_end_elsewhere_are_not_compared() -> None:
+    """An engine whose blocks are cut otherwise cannot know; the daemon says that its blocks are others."""
+    store = FakeCore()
+    first, second = (
+        Engine(store, engine_id="p"),
+        Engine(store, [full_group(tokens_per_block=8)], engine_id="d"),
+    )
+    store.hold_saves = True
+    request = Request("d", PROMPT, hash_block=8, transfer=prefill(first))
+    hashes = GroupHashes(second.groups, 8)
+    state = RequestState.new(request, second.groups, Adapters())
+    assert [hashes.ending_at(state, tokens) is None for tokens in (0, 8, 16, 20, 24)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    second.scheduler.add_request(request)
+    assert second.scheduler.requests["d"].hand_off is not None
+
+
+@pytest.mark.parametrize("key", [b"", b"other weights"])
+def test_a_place_in_a_prompt_has_one_hash_in_all_groups(key: bytes) -> None:
+    groups = [full_group(tokens_per_block=16), window_group(1, 2, tokens_per_block=8)]
+    hashes = GroupHashes(groups, BLOCK)
+    hashes.weights_key = key
+    state = RequestState.new(Request("p", list(range(40))), groups, Adapters())
+    assert hashes.stored(state, groups[0], 1, 2)[0][:16] == hashes.ending_at(state, 32)
+    assert hashes.stored(state, groups[1], 3, 4)[0][:16] == hashes.ending_at(state, 32)
+
+
+def test_members_of_later_releases_are_ignored() -> None:
+    assert HandOff.of({"kvlane": {**GOOD, "later": [1]}}) == HandOff.of({"kvlane": GOOD})
+
+
 def test_other_connectors_hand_offs_are_left_alone() -> None:
     assert HandOff.of({"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}) is None
     assert HandOff.of({"do_remote_prefill": True, "kvlane": {"hand_off": "kvlane-1"}}) is None
@@ -319,6 +409,11 @@ def test_other_connectors_hand_offs_are_left_alone() -> None:
         ("tokens", 1 << 41),
         ("tokens", "20"),
         ("tokens", 2.5),
+        ("last", "0" * 31),
+        ("last", "0" * 64),
+        ("last", "G" * 32),
+        ("last", 7),
+        ("last", None),
     ],
 )
 def test_what_a_client_writes_is_checked(key: str, value: object) -> None:
@@ -331,7 +426,10 @@ def test_an_object_is_wanted() -> None:
         HandOff.of({"kvlane": [1]})
 
 
-@given(st.text(min_size=1, max_size=256), st.binary(min_size=16, max_size=16), st.integers(0, 1 << 40))
-def test_what_is_said_is_understood(engine: str, run: bytes, tokens: int) -> None:
-    said = HandOff(engine, run, DAEMON, tokens)
+SIXTEEN_BYTES = st.binary(min_size=16, max_size=16)
+
+
+@given(st.text(min_size=1, max_size=256), SIXTEEN_BYTES, st.integers(0, 1 << 40), st.none() | SIXTEEN_BYTES)
+def test_what_is_said_is_understood(engine: str, run: bytes, tokens: int, last: bytes | None) -> None:
+    said = HandOff(engine, run, DAEMON, tokens, last)
     assert HandOff.of(said.params()) == said

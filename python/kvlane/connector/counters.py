@@ -31,7 +31,7 @@ COUNTERS = {
     "not_handed_over": "Of them, those of which nothing could be stored",
     "awaited_hand_offs": "Lookups that waited for what a prefill engine stores",
     "short_hand_offs": "Of them, those that found less than the prefill engine had named",
-    "ignored_hand_offs": "Hand-offs that name another daemon, or nothing that makes sense",
+    "ignored_hand_offs": "Hand-offs that name another daemon or other content, or that make no sense",
     "withdrawn_blocks": "Blocks that KV events took back, since the daemon has them no more or is out of reach",
     "skipped_blocks": "Blocks not saved because too many were pinned or the daemon was away",
     "unshared_requests": "Requests that took no part in the cache, since nobody can know what their blocks mean",

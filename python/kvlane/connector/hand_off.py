@@ -4,12 +4,16 @@ It travels in vLLM's `kv_transfer_params`, through whatever proxy stands before 
 
     to the prefill engine       {"do_remote_decode": true, ...}
     its answer, and then        {"kvlane":
-    to the decode engine          {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N}}
+    to the decode engine          {"engine": ID, "run": 32 hex digits, "daemon": 32 hex digits, "tokens": N,
+                                   "last": 32 hex digits}}
 
 `engine` and `run` name the prefill engine's scheduler as its daemon knows it, `daemon` the daemon's run, and `tokens`
 how many of the prompt's first tokens will be stored. The prefill engine answers before its last blocks are saved, so
-the decode engine's lookup waits for them. Nothing stands there but kvlane's own name: beside another connector in
-vLLM's MultiConnector, two answers with the same name end the engine.
+the decode engine's lookup waits for them. `last` is the hash under which the block is stored that ends with `tokens`.
+It covers all of the prompt before, the adapter and changed weights: if the decode engine would ask for another one
+there, nothing of what is saved is what it looks for, and it does not wait. Engines from before `last` do not say it,
+and ignore it. Nothing stands there but kvlane's own name: beside another connector in vLLM's MultiConnector, two
+answers with the same name end the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_RUN = re.compile(r"[0-9a-f]{32}")
+_SIXTEEN_BYTES = re.compile(r"[0-9a-f]{32}")
 _ENGINE_ID_BYTES_MAX = 512
 _TOKENS_MAX = 1 << 40
 
@@ -39,15 +43,20 @@ class HandOff:
     """16 bytes: the run of the daemon that stores them."""
     tokens: int
     """From the prompt's start."""
+    last: bytes | None = None
+    """16 bytes: the hash under which the block that ends with `tokens` is stored (`GroupHashes.ending_at`); None if the
+    other engine does not say it."""
 
     def params(self) -> dict[str, object]:
         """As `kv_transfer_params` for the decode engine."""
-        named = {
+        named: dict[str, object] = {
             "engine": self.engine,
             "run": self.run.hex(),
             "daemon": self.daemon.hex(),
             "tokens": self.tokens,
         }
+        if self.last is not None:
+            named["last"] = self.last.hex()
         return {"kvlane": named}
 
     @staticmethod
@@ -71,7 +80,9 @@ class HandOff:
             raise NotAHandOff(f"engine must be the id of an engine, not {_shown(engine)}")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 <= tokens <= _TOKENS_MAX:
             raise NotAHandOff(f"tokens must be a number of tokens, not {_shown(tokens)}")
-        return HandOff(engine, _run(named, "run"), _run(named, "daemon"), tokens)
+        run, daemon = _sixteen_bytes(named, "run"), _sixteen_bytes(named, "daemon")
+        last = _sixteen_bytes(named, "last") if "last" in named else None
+        return HandOff(engine, run, daemon, tokens, last)
 
 
 def asks_for_hand_off(params: object) -> bool:
@@ -79,9 +90,9 @@ def asks_for_hand_off(params: object) -> bool:
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
-def _run(named: Mapping[object, object], name: str) -> bytes:
+def _sixteen_bytes(named: Mapping[object, object], name: str) -> bytes:
     value = named.get(name)
-    if not isinstance(value, str) or not _RUN.fullmatch(value):
+    if not isinstance(value, str) or not _SIXTEEN_BYTES.fullmatch(value):
         raise NotAHandOff(f"{name} must be 32 hex digits, not {_shown(value)}")
     return bytes.fromhex(value)
 

@@ -126,6 +126,7 @@ class GroupHashes:
             assert group.tokens_per_block % hash_block_size == 0, (
                 f"blocks of {group.tokens_per_block} tokens are not made of hashes of {hash_block_size}"
             )
+        self._hash_block_size = hash_block_size
         self._scale = [group.tokens_per_block // hash_block_size for group in groups]
         self.weights_key: bytes | None = None
         """Of the engine's present weights; None for those of its files."""
@@ -145,6 +146,17 @@ class GroupHashes:
 
     def stored(self, state: RequestState, group: CacheGroup, first: int, end: int) -> list[bytes]:
         """The hashes under which the blocks [first, end) are stored."""
-        raw = self.raw(state, group, first, end)
+        return self._keyed(state, self.raw(state, group, first, end))
+
+    def ending_at(self, state: RequestState, tokens: int) -> bytes | None:
+        """The hash under which a block is stored that ends with the request's first `tokens` tokens. It is the same in
+        all groups that have such a block. 16 bytes, by which the daemon tells blocks apart; None if vLLM has no hash
+        there."""
+        place, rest = divmod(tokens, self._hash_block_size)
+        if rest or not 0 < place <= len(state.request.block_hashes):
+            return None
+        return self._keyed(state, [state.request.block_hashes[place - 1]])[0][:16]
+
+    def _keyed(self, state: RequestState, raw: list[bytes]) -> list[bytes]:
         key = (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
         return [keyed_hash(each, key) for each in raw] if key else raw

@@ -70,13 +70,17 @@ class LookUpAndLoad(SchedulerKind):
             boot = self._shared.core.boot
             if hand_off.daemon == boot:
                 return hand_off
-            kind, reason = (
+            self._ignore(
                 "another daemon",
                 f"it is stored by another daemon, or an earlier run of it ({hand_off.daemon.hex()}, not "
                 f"{'any' if boot is None else boot.hex()}): engines that hand over have to share one",
             )
         except NotAHandOff as error:
-            kind, reason = "nonsense", f"it makes no sense: {error}"
+            self._ignore("nonsense", f"it makes no sense: {error}")
+        return None
+
+    def _ignore(self, kind: str, reason: str) -> None:
+        """A hand-off is not waited for: it is counted, and the first one of its kind is logged."""
         self._shared.counters.add("ignored_hand_offs")
         if kind not in self._told_of_ignored:
             self._told_of_ignored.add(kind)
@@ -85,7 +89,6 @@ class LookUpAndLoad(SchedulerKind):
                 "(Further cases are only counted.)",
                 reason,
             )
-        return None
 
     def _start_lookup(self, state: RequestState) -> None:
         shared, request = self._shared, state.request
@@ -118,8 +121,27 @@ class LookUpAndLoad(SchedulerKind):
         hand_off = state.hand_off
         if hand_off is None or hand_off.tokens == 0:
             return None
+        if self._is_other_content(state, hand_off):
+            state.hand_off = None
+            self._ignore(
+                "other content",
+                f"what that engine stores of its first {hand_off.tokens} tokens is not what this one looks for: start "
+                "both with the same weights, tokenizer, chat template, PYTHONHASHSEED, and adapters of the same names "
+                "and files, and send both the same prompt and cache_salt",
+            )
+            return None
         wait_ms = round(self._shared.settings.wait_ms)
         return (hand_off.engine, hand_off.run, hand_off.tokens, wait_ms)
+
+    def _is_other_content(self, state: RequestState, hand_off: HandOff) -> bool:
+        """Whether it is known that what the other engine stores is not what this one looks for."""
+        if hand_off.last is None:
+            return False
+        own = self._shared.hashes.ending_at(state, hand_off.tokens)
+        if own is None:
+            # A prompt that ends before is another one. Else vLLM has no hash there, and the daemon compares the blocks.
+            return state.request.num_tokens < hand_off.tokens
+        return own != hand_off.last
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         self._drop_former_hit(state)

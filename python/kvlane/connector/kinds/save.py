@@ -117,7 +117,8 @@ class SaveBlocks(SchedulerKind):
         if tokens == 0 and prompt_tokens >= alignment:
             shared.counters.add("not_handed_over")
             return None
-        return HandOff(shared.core.engine_id, shared.core.run, boot, tokens).params()
+        last = shared.hashes.ending_at(state, tokens)
+        return HandOff(shared.core.engine_id, shared.core.run, boot, tokens, last).params()
 
     def daemon_restarted(self) -> None:
         """What runs is saved from its beginning."""
