@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from pairs import PROMPT_TOKENS, SPLIT, alone, complete, counted, counters, prompt
-from routed import Router, ask
+from routed import COMPLETIONS, Router, ask
 from served import BLOCK, Daemon, ServedEngine, wait_for
 from tiny_model import build_tiny_model
 
@@ -15,6 +15,8 @@ from kvlane.bench.processes import connector_config
 
 PROMPTS = 40
 LOOKUP_TIMEOUT_MS = 10_000.0
+JSON = {"Content-Type": "application/json"}
+IGNORED = "vllm:kvlane_ignored_hand_offs"
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,23 @@ def test_answers_are_those_of_one_engine_and_little_is_computed_twice(pair: Pair
     # What takes the hand-over: the decode engine waits for what the prefill engine saves. Without it, a race.
     within = sum(tokens <= BLOCK + 1 for tokens in computed)
     assert within == PROMPTS, f"{within} of {PROMPTS} prompts; computed: {computed}"
+    # It does not wait where vLLM's hashes of the two engines differ. That none of these did says that they were equal.
+    assert pair.decode.metric(IGNORED) == 0
+    assert pair.decode.metric("vllm:kvlane_awaited_hand_offs") == PROMPTS + 1
+
+
+def test_a_prompt_that_is_another_one_at_the_decode_engine_is_not_waited_for(pair: Pair) -> None:
+    text, before = prompt("other"), counters(pair.decode)
+    leg = {"model": "tiny", "prompt": text, "max_tokens": 1, "cache_salt": "of the prefill engine"}
+    leg |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+    status, answered, _ = ask(pair.prefill.url.removeprefix("http://"), COMPLETIONS, leg, JSON)
+    assert status == 200
+    handed_over = answered["kv_transfer_params"]
+    assert handed_over["kvlane"]["tokens"] == PROMPT_TOKENS // BLOCK * BLOCK
+    assert len(handed_over["kvlane"]["last"]) == 32
+
+    leg |= {"cache_salt": "of the decode engine", "kv_transfer_params": handed_over}
+    assert ask(pair.decode.url.removeprefix("http://"), COMPLETIONS, leg, JSON)[0] == 200
+    assert counted(pair.decode, before).computed == PROMPT_TOKENS
+    wait_for("it is counted", lambda: pair.decode.metric(IGNORED) == 1)
+    assert "start both with the same weights" in pair.decode.log.read_text(errors="replace")
