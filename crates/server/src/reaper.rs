@@ -8,7 +8,7 @@ use crate::{engines::SessionId, shared::Shared};
 
 /// Frees what a session held, now that its process can no longer touch it.
 pub(crate) fn settle_session(shared: &Shared, id: SessionId, engine_id: &str) {
-    shared.store.writer_gone(WriterId(id));
+    shared.store.writer_gone(WriterId(id), Instant::now());
     if let Some(owner) = shared.engines.leave(engine_id, id) {
         shared.store.release_owner(owner);
     }

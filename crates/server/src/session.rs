@@ -346,7 +346,7 @@ impl Session {
                 settle_session(&self.shared, former, &engine_id);
                 continue;
             }
-            self.shared.store.writer_gone(WriterId(former));
+            self.shared.store.writer_gone(WriterId(former), Instant::now());
             let owner = self.shared.engines.replace(&info.engine_id, former, id);
             if let Some(owner) = owner.filter(|_| info.role == Role::Scheduler) {
                 self.shared.store.adopt(owner, owner, &live);

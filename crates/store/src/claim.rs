@@ -143,7 +143,7 @@ impl Index {
                 ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
-            self.watches.asked(caller.owner, (space.0, *hash), &outcome);
+            self.asked(caller.owner, (space.0, *hash), &outcome, caller.now);
             out.push(outcome);
             match block {
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
@@ -250,8 +250,7 @@ impl Index {
         for shard in claims {
             let Some(claim) = self.writing(shard) else {
                 self.counters.stale_commits += 1;
-                let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
-                self.free(unused);
+                self.writer_done(shard);
                 continue;
             };
             claim.shards[shard.shard as usize] = Shard::Written;
@@ -275,7 +274,7 @@ impl Index {
         let Some(&ShardClaim { slot, generation, .. }) = claims.first() else { return };
         if self.entries.current(slot, generation).is_none() || self.claims.remove(&slot).is_none() {
             self.counters.stale_commits += claims.len() as u64;
-            return self.abort(claims);
+            return claims.iter().for_each(|shard| self.writer_done(shard));
         }
         let entry = self.entries.at_mut(slot);
         entry.state = State::Sealed;
@@ -298,20 +297,19 @@ impl Index {
 
     /// These shards will not be written: their blocks' claims die. Shards that other workers write meanwhile keep
     /// their memory until they commit or abort.
-    pub fn abort(&mut self, claims: &[ShardClaim]) {
+    pub fn abort(&mut self, claims: &[ShardClaim], now: Instant) {
         for shard in claims {
             if let Some(claim) = self.writing(shard) {
                 claim.shards[shard.shard as usize] = Shard::Waiting;
-                self.drop_block(shard.slot);
+                self.drop_claimed(shard.slot, now);
             } else {
-                let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
-                self.free(unused);
+                self.writer_done(shard);
             }
         }
     }
 
     /// The process behind `writer` can write no more: its unfinished shards abort.
-    pub fn writer_gone(&mut self, writer: WriterId) {
+    pub fn writer_gone(&mut self, writer: WriterId, now: Instant) {
         let mut dying = Vec::new();
         for (&slot, claim) in &mut self.claims {
             for shard in claim.shards.iter_mut().filter(|shard| **shard == Shard::Writing(writer)) {
@@ -321,7 +319,7 @@ impl Index {
         }
         dying.dedup();
         for slot in dying {
-            self.drop_block(slot);
+            self.drop_claimed(slot, now);
         }
         let unused = self.limbo.writer_gone(writer);
         self.free(unused);
@@ -337,8 +335,25 @@ impl Index {
             self.claims.iter().filter(|(_, claim)| expired(claim)).map(|(&slot, _)| slot).collect();
         self.counters.expired_claims += slots.len() as u64;
         for slot in slots {
-            self.drop_block(slot);
+            self.drop_claimed(slot, now);
         }
+        self.not_saved.expire(now);
+    }
+
+    /// A claim dies: whoever was saving the block has no reason to do so again.
+    fn drop_claimed(&mut self, slot: u32, now: Instant) {
+        let entry = self.entries.at(slot);
+        let key = (entry.space, entry.hash);
+        if let Some(claim) = self.claims.get(&slot) {
+            self.not_saved.note(key, claim.owner, now);
+        }
+        self.drop_block(slot);
+    }
+
+    /// A shard of a dead claim is written no more.
+    fn writer_done(&mut self, shard: &ShardClaim) {
+        let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
+        self.free(unused);
     }
 
     /// The claim that this shard is being written for, unless it died.

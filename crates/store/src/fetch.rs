@@ -277,7 +277,7 @@ impl Store {
             if of_block.len() == shards && of_block.windows(2).all(is_one) {
                 whole.push((*hash, of_block));
             } else if !of_block.is_empty() {
-                self.abort(&of_block);
+                self.abort(&of_block, now);
             }
         }
         whole
@@ -341,7 +341,7 @@ impl Store {
             match crcs {
                 Some(crcs) => index.restore(&read.claims, &crcs),
                 None => {
-                    index.abort(&read.claims);
+                    index.abort(&read.claims, Instant::now());
                     index.note_failed_fetch();
                 }
             }

@@ -12,6 +12,7 @@ use crate::entries::{Entries, NONE, State};
 use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
+use crate::not_saved::NotSaved;
 use crate::replacement::Refusals;
 use crate::space::{Rows, Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
@@ -56,6 +57,8 @@ pub struct Index {
     pub(crate) counters: Counters,
     /// Hears of every step in a block's life.
     pub(crate) watches: Watches,
+    /// For those who begin to watch after a save has failed.
+    pub(crate) not_saved: NotSaved,
 }
 
 impl Index {
@@ -86,6 +89,7 @@ impl Index {
             journal: Journal::default(),
             counters: Counters::default(),
             watches: Watches::default(),
+            not_saved: NotSaved::default(),
         }
     }
 

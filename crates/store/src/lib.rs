@@ -30,6 +30,7 @@ mod lease;
 mod limbo;
 mod lookup;
 mod needs;
+mod not_saved;
 mod replacement;
 mod seal;
 mod space;

@@ -222,13 +222,13 @@ impl Store {
     }
 
     /// See [`Index::abort`].
-    pub fn abort(&self, claims: &[ShardClaim]) {
-        self.index.lock().abort(claims);
+    pub fn abort(&self, claims: &[ShardClaim], now: Instant) {
+        self.index.lock().abort(claims, now);
     }
 
     /// See [`Index::writer_gone`].
-    pub fn writer_gone(&self, writer: WriterId) {
-        self.index.lock().writer_gone(writer);
+    pub fn writer_gone(&self, writer: WriterId, now: Instant) {
+        self.index.lock().writer_gone(writer, now);
     }
 
     /// See [`Index::expire`].

@@ -23,7 +23,8 @@ pub enum Stir {
     Progress,
     /// All are visible.
     Complete,
-    /// One will not come: its saver was refused room for it, or it died after its saver had asked to save it.
+    /// One will not come: its saver was refused room for it, or it died after its saver had asked to save it. Also where that
+    /// was a short while before the watch began.
     Lost,
 }
 
@@ -43,6 +44,8 @@ pub(crate) struct Standing {
     pub(crate) is_visible: bool,
     /// The watch's saver has asked to save it.
     pub(crate) is_asked: bool,
+    /// And nothing came of it.
+    pub(crate) is_lost: bool,
 }
 
 struct Watched {
@@ -85,7 +88,7 @@ impl Watches {
         self.all.get(&watch).map(|watched| watched.saver)
     }
 
-    /// Adds a block; one that the watch has already changes nothing. False if no more can be watched.
+    /// Adds a block; one that the watch has already changes nothing. One that is lost is told. False if no more can be watched.
     pub(crate) fn add(&mut self, watch: WatchId, key: Key, standing: Standing) -> bool {
         let Some(watched) = self.all.get_mut(&watch) else { return false };
         if self.blocks >= BLOCKS_MAX {
@@ -97,6 +100,9 @@ impl Watches {
         watched.blocks.push(key);
         watched.missing += usize::from(!standing.is_visible);
         self.blocks += 1;
+        if standing.is_lost {
+            (watched.stirred)(Stir::Lost);
+        }
         true
     }
 

@@ -12,7 +12,7 @@ use crate::entries::{NONE, State};
 use crate::index::Index;
 use crate::needs::needs;
 use crate::store::Store;
-use crate::watch::{Standing, Stirred, WatchId};
+use crate::watch::{Key, Standing, Stirred, WatchId};
 
 /// Blocks that are added to a watch, or taken from it, under one hold of the lock.
 const BLOCKS_A_HOLD: usize = 512;
@@ -83,7 +83,7 @@ impl Store {
             let wanted = &group.hashes[first..(held.most / tokens_per_block) as usize];
             for part in wanted.chunks(BLOCKS_A_HOLD) {
                 let mut index = self.index.lock();
-                let has_room = part.iter().all(|hash| index.watch_block(watch.id, group.space, hash));
+                let has_room = part.iter().all(|hash| index.watch_block(watch.id, group.space, hash, now));
                 MutexGuard::unlock_fair(index);
                 if !has_room {
                     return Watching::TooMany;
@@ -94,11 +94,12 @@ impl Store {
         if is_complete { Watching::Complete } else { Watching::Waits(watch) }
     }
 
-    /// An engine has asked to save these blocks, and was refused before any of them was claimed. Who waits for them is told.
-    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, hashes: &[BlockHash]) {
+    /// An engine has asked to save these blocks, and was refused before any of them was claimed. Who waits for them is told, and
+    /// who comes to wait for them within some seconds.
+    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, hashes: &[BlockHash], now: Instant) {
         for part in hashes.chunks(BLOCKS_A_HOLD) {
             let mut index = self.index.lock();
-            part.iter().for_each(|hash| index.not_saved(owner, space, hash));
+            part.iter().for_each(|hash| index.not_saved(owner, space, hash, now));
             MutexGuard::unlock_fair(index);
         }
     }
@@ -143,19 +144,33 @@ impl Index {
         self.entries.find(space.0, hash).filter(|slot| self.entries.at(*slot).state == State::Sealed)
     }
 
-    fn watch_block(&mut self, watch: WatchId, space: SpaceId, hash: &BlockHash) -> bool {
+    fn watch_block(&mut self, watch: WatchId, space: SpaceId, hash: &BlockHash, now: Instant) -> bool {
+        let key = (space.0, *hash);
+        let saver = self.watches.saver(watch);
         let slot = self.entries.find(space.0, hash);
         let state = slot.map(|slot| self.entries.at(slot).state);
         let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner());
+        let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, now));
         let is_asked = match state {
             Some(State::Committed) => true,
-            _ => claimed_by.is_some() && claimed_by == self.watches.saver(watch),
+            _ => was_refused || claimed_by.is_some() && claimed_by == saver,
         };
-        let standing = Standing { is_visible: state == Some(State::Sealed), is_asked };
-        self.watches.add(watch, (space.0, *hash), standing)
+        let is_absent = matches!(state, None | Some(State::Gap));
+        let is_visible = state == Some(State::Sealed);
+        self.watches.add(watch, key, Standing { is_visible, is_asked, is_lost: was_refused && is_absent })
     }
 
-    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, hash: &BlockHash) {
+    /// An engine has asked to save a block.
+    pub(crate) fn asked(&mut self, owner: OwnerId, key: Key, outcome: &ClaimOutcome, now: Instant) {
+        match outcome {
+            ClaimOutcome::Claimed(_) => self.not_saved.forget(key, owner),
+            ClaimOutcome::NoRoom => self.not_saved.note(key, owner, now),
+            ClaimOutcome::Present | ClaimOutcome::InFlight => {}
+        }
+        self.watches.asked(owner, key, outcome);
+    }
+
+    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, hash: &BlockHash, now: Instant) {
         let slot = self.entries.find(space.0, hash);
         let outcome = match slot.map(|slot| (slot, self.entries.at(slot).state)) {
             Some((_, State::Committed | State::Sealed)) => ClaimOutcome::Present,
@@ -164,6 +179,6 @@ impl Index {
             }
             _ => ClaimOutcome::NoRoom,
         };
-        self.watches.asked(owner, (space.0, *hash), &outcome);
+        self.asked(owner, (space.0, *hash), &outcome, now);
     }
 }

@@ -197,7 +197,7 @@ fn evicted_dropped_and_aborted_blocks_are_gone() {
     assert_eq!(told, wanted);
     // Claimed and aborted: never visible. A namespace that is dropped.
     if let ClaimOutcome::Claimed(claimed) = claim(&mut index, mine, Chain::Start, 9) {
-        index.abort(&[claimed]);
+        index.abort(&[claimed], std::time::Instant::now());
     }
     let blocks = index.blocks_of(Namespace([1; 16]));
     index.drop_blocks(&blocks);

@@ -321,14 +321,14 @@ impl World {
             Op::Abort(pick) => {
                 if !self.writing.is_empty() {
                     let writing = self.writing.swap_remove(pick % self.writing.len());
-                    self.index.abort(&[writing.shard]);
+                    self.index.abort(&[writing.shard], self.now);
                     let id = (writing.shard.slot, writing.shard.generation);
                     self.claims.retain(|&key, claim| key != writing.key || claim.id != id);
                 }
             }
             Op::WriterGone { owner, shard } => {
                 let gone = writer(*owner, *shard);
-                self.index.writer_gone(gone);
+                self.index.writer_gone(gone, self.now);
                 let (died, rest): (Vec<_>, Vec<_>) =
                     self.writing.iter().partition(|writing| writing.writer == gone);
                 self.writing = rest;
@@ -585,7 +585,7 @@ impl World {
             if claims.len() == shards {
                 self.fetching.push((key, claims));
             } else {
-                self.index.abort(&claims);
+                self.index.abort(&claims, self.now);
                 self.claims.remove(&key);
             }
         }
@@ -602,7 +602,7 @@ impl World {
             self.claims.remove(&key);
         }
         if !came {
-            return self.index.abort(&claims);
+            return self.index.abort(&claims, self.now);
         }
         self.index.restore(&claims, &vec![1; claims.len()]);
         self.seen.fetched += u64::from(lives);
@@ -695,7 +695,7 @@ impl World {
         for owner in 0..OWNERS {
             self.index.release_owner(OwnerId(owner));
             self.leases.retain(|_, lease| lease.owner != OwnerId(owner));
-            (0..2).for_each(|shard| self.index.writer_gone(writer(owner, shard)));
+            (0..2).for_each(|shard| self.index.writer_gone(writer(owner, shard), self.now));
         }
         self.writing.clear();
         let stats = self.index.stats();

@@ -180,7 +180,7 @@ fn a_claim_dies_with_its_writer_and_late_commits_count_for_nothing() {
     let first = claimed(&pool.claim_as((A, WORKER, 0), space, Chain::Start, &prompt));
     let second = claimed(&pool.claim_as((A, OTHER_WORKER, 1), space, Chain::Start, &prompt));
     pool.store.commit(&first[..1], pool.now);
-    pool.store.writer_gone(WORKER);
+    pool.store.writer_gone(WORKER, pool.now);
     // Both blocks died: block 1 lacks the dead worker's shard, and block 0 waits for the other worker only.
     let stats = pool.store.stats();
     assert_eq!(
@@ -194,7 +194,7 @@ fn a_claim_dies_with_its_writer_and_late_commits_count_for_nothing() {
     while pool.store.seal_pending() {}
     assert_eq!(pool.found(space, &prompt), 1);
     pool.store.commit(&first, pool.now);
-    pool.store.abort(&second);
+    pool.store.abort(&second, pool.now);
     assert_eq!(pool.store.stats().used_bytes, 2 * PAGE_BYTES, "stale calls free nothing that lives");
 }
 
@@ -356,7 +356,7 @@ fn spaces_are_forgotten_when_nobody_uses_them_the_empty_ones_first() {
     pool.store.forget_spaces(0, &in_use);
     assert_eq!(left(), [0, 1, 4], "what is promised or being saved stays");
     pool.store.release(A, lease);
-    pool.store.abort(&writing);
+    pool.store.abort(&writing, pool.now);
     pool.store.forget_spaces(0, &in_use);
     assert_eq!(left(), [0]);
     assert_eq!(pool.store.stats().used_bytes, 0);
@@ -386,7 +386,7 @@ fn a_dropped_namespace_is_gone_at_once_and_freed_when_its_readers_end() {
     assert_eq!(pool.found(space, &prompt), 3);
     pool.store.release(A, lease);
     assert_eq!(pool.store.stats().limbo_bytes, PAGE_BYTES);
-    pool.store.abort(&writing);
+    pool.store.abort(&writing, pool.now);
     let stats = pool.store.stats();
     assert_eq!((stats.limbo_bytes, stats.used_bytes), (0, 6 * PAGE_BYTES));
 }

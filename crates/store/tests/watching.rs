@@ -11,6 +11,7 @@ use kvlane_store::{
     Watching, WriterId,
 };
 use parking_lot::Mutex;
+use proptest::prelude::*;
 
 const P: OwnerId = OwnerId(1);
 const D: OwnerId = OwnerId(2);
@@ -18,6 +19,7 @@ const X: OwnerId = OwnerId(3);
 const WRITER: WriterId = WriterId(10);
 const TOKENS: u32 = 16;
 const TTL: Duration = Duration::from_secs(60);
+const SECOND: Duration = Duration::from_secs(1);
 
 use Stir::{Complete, Lost, Progress};
 
@@ -75,6 +77,10 @@ impl Play {
 
     fn commit(&self, outcomes: &[ClaimOutcome]) {
         self.store.commit(&claims(outcomes), self.now);
+    }
+
+    fn abort(&self, outcomes: &[ClaimOutcome]) {
+        self.store.abort(&claims(outcomes), self.now);
     }
 
     fn save(&self, owner: OwnerId, chain: Chain, hashes: &[BlockHash]) {
@@ -157,17 +163,17 @@ fn of_a_window_only_its_blocks_are_watched() {
 #[test]
 fn a_block_that_its_saver_loses_is_lost() {
     type Way = fn(&Play, &[BlockHash]);
-    let aborted: Way = |play, all| play.store.abort(&claims(&play.claim(P, 0, Chain::Start, all)));
+    let aborted: Way = |play, all| play.abort(&play.claim(P, 0, Chain::Start, all));
     let worker_died: Way = |play, all| {
         play.claim(P, 0, Chain::Start, all);
-        play.store.writer_gone(WRITER);
+        play.store.writer_gone(WRITER, play.now);
     };
     let half_expired: Way = |play, all| {
         play.commit(&play.claim(P, 0, Chain::Start, all));
         play.store.expire(play.now + TTL + Duration::from_secs(1));
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all);
+    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all, play.now);
     let dropped: Way = |play, all| {
         for shard in [0, 1] {
             play.commit(&play.claim(P, shard, Chain::Start, all));
@@ -177,7 +183,7 @@ fn a_block_that_its_saver_loses_is_lost() {
     let left_to_another: Way = |play, all| {
         let of_other = play.claim(X, 0, Chain::Start, all);
         assert!(play.claim(P, 0, Chain::Start, all).iter().all(|of| *of == ClaimOutcome::InFlight));
-        play.store.abort(&claims(&of_other));
+        play.abort(&of_other);
     };
     for way in [aborted, worker_died, half_expired, refused, never_claimed, dropped, left_to_another] {
         let play = Play::new(64, 2);
@@ -195,9 +201,9 @@ fn what_others_lose_may_still_come() {
     let play = Play::new(64, 1);
     let all = hashes(2);
     let watch = play.waits(&[play.group(0, &all)], 32);
-    play.store.abort(&claims(&play.claim(X, 0, Chain::Start, &all)));
+    play.abort(&play.claim(X, 0, Chain::Start, &all));
     play.claim(X, 0, Chain::After(BlockHash([9; 16])), &all);
-    play.store.not_saved(X, play.space, &all);
+    play.store.not_saved(X, play.space, &all, play.now);
     assert!(!play.heard().contains(&Lost));
     // It was visible, and goes before its saver has asked: it is missing again.
     play.save(X, Chain::Start, &all[..1]);
@@ -207,7 +213,7 @@ fn what_others_lose_may_still_come() {
     play.save(P, Chain::Start, &all);
     assert_eq!(play.heard().last(), Some(&Complete));
     // What another engine has stored is no loss for a saver that came too late.
-    play.store.not_saved(P, play.space, &all);
+    play.store.not_saved(P, play.space, &all, play.now);
     assert_eq!(play.heard(), []);
     drop(watch);
     play.rests();
@@ -234,7 +240,7 @@ fn saves_that_began_before_the_wait_count() {
     let all = hashes(2);
     let claimed = play.claim(P, 0, Chain::Start, &all);
     let watch = play.waits(&[play.group(0, &all)], 32);
-    play.store.abort(&claims(&claimed));
+    play.abort(&claimed);
     assert_eq!(play.heard().last(), Some(&Lost));
     drop(watch);
     play.commit(&play.claim(P, 0, Chain::Start, &all));
@@ -243,6 +249,160 @@ fn saves_that_began_before_the_wait_count() {
     assert_eq!(play.heard().last(), Some(&Complete));
     drop(watch);
     play.rests();
+}
+
+/// For some seconds: a watch that begins then hears of it at once.
+#[test]
+fn a_block_that_its_saver_lost_before_the_wait_is_lost_at_once() {
+    type Way = fn(&mut Play, &[BlockHash]);
+    let aborted: Way = |play, all| play.abort(&play.claim(P, 0, Chain::Start, all));
+    let worker_died: Way = |play, all| {
+        play.claim(P, 0, Chain::Start, all);
+        play.store.writer_gone(WRITER, play.now);
+    };
+    let half_expired: Way = |play, all| {
+        play.commit(&play.claim(P, 0, Chain::Start, all));
+        play.now += TTL + SECOND;
+        play.store.expire(play.now);
+    };
+    let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
+    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all, play.now);
+    for way in [aborted, worker_died, half_expired, refused, never_claimed] {
+        let mut play = Play::new(64, 2);
+        let all = hashes(2);
+        way(&mut play, &all[1..]);
+        let watch = play.waits(&[play.group(0, &all)], 32);
+        assert_eq!(play.heard(), [Lost]);
+        drop(watch);
+        drop(play.waits(&[play.group(0, &all)], 16));
+        assert_eq!(play.heard(), [], "the first block may come");
+        play.now += 6 * SECOND;
+        play.store.expire(play.now);
+        drop(play.waits(&[play.group(0, &all)], 32));
+        assert_eq!(play.heard(), [], "that was long ago");
+        play.rests();
+    }
+}
+
+#[test]
+fn what_its_saver_does_not_save_may_come_by_others() {
+    let play = Play::new(64, 1);
+    let all = hashes(1);
+    let group = [play.group(0, &all)];
+    play.store.not_saved(P, play.space, &all, play.now);
+    let of_other = play.claim(X, 0, Chain::Start, &all);
+    let watch = play.waits(&group, 16);
+    assert_eq!(play.heard(), [], "another one is saving it");
+    play.abort(&of_other);
+    assert_eq!(play.heard(), [Lost], "and there is nobody else");
+    drop(watch);
+    play.save(X, Chain::Start, &all);
+    assert!(matches!(play.watch(&group, 16), Watching::Complete));
+    assert_eq!(play.heard(), []);
+    play.rests();
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Claim(OwnerId),
+    ClaimAfterNothing(OwnerId),
+    NotSaved(OwnerId),
+    Commit,
+    Abort,
+    WriterGone,
+    Seal,
+    Drop,
+    Pass(u64),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let owner = prop_oneof![Just(P), Just(X)];
+    prop_oneof![
+        4 => owner.clone().prop_map(Op::Claim),
+        1 => owner.clone().prop_map(Op::ClaimAfterNothing),
+        1 => owner.prop_map(Op::NotSaved),
+        3 => Just(Op::Commit),
+        2 => Just(Op::Abort),
+        1 => Just(Op::WriterGone),
+        2 => Just(Op::Seal),
+        1 => Just(Op::Drop),
+        2 => (0..4000u64).prop_map(Op::Pass),
+    ]
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Is {
+    Absent,
+    Claimed(OwnerId, ClaimOutcome),
+    Committed,
+    Visible,
+}
+
+proptest! {
+    /// The model of one block: what it is, and when P has last asked for it in vain.
+    #[test]
+    fn a_watch_that_begins_hears_of_what_its_saver_has_not_saved(ops in prop::collection::vec(op(), 1..60)) {
+        let mut play = Play::new(64, 1);
+        let all = hashes(1);
+        let (mut is, mut not_saved) = (Is::Absent, None);
+        for op in ops {
+            match op {
+                Op::Claim(owner) => {
+                    let outcome = play.claim(owner, 0, Chain::Start, &all)[0];
+                    prop_assert_eq!(matches!(outcome, ClaimOutcome::Claimed(_)), is == Is::Absent);
+                    if is == Is::Absent {
+                        is = Is::Claimed(owner, outcome);
+                        not_saved = not_saved.filter(|_| owner != P);
+                    }
+                }
+                Op::ClaimAfterNothing(owner) => {
+                    let outcome = play.claim(owner, 0, Chain::After(BlockHash([9; 16])), &all)[0];
+                    prop_assert_eq!(outcome == ClaimOutcome::NoRoom, is == Is::Absent);
+                    if is == Is::Absent && owner == P {
+                        not_saved = Some(play.now);
+                    }
+                }
+                Op::NotSaved(owner) => {
+                    play.store.not_saved(owner, play.space, &all, play.now);
+                    if owner == P && matches!(is, Is::Absent | Is::Claimed(P, _)) {
+                        not_saved = Some(play.now);
+                    }
+                }
+                Op::Commit => if let Is::Claimed(_, claim) = is {
+                    play.commit(&[claim]);
+                    is = Is::Committed;
+                },
+                Op::Abort | Op::WriterGone => if let Is::Claimed(owner, claim) = is {
+                    if matches!(op, Op::Abort) {
+                        play.abort(&[claim]);
+                    } else {
+                        play.store.writer_gone(WRITER, play.now);
+                    }
+                    is = Is::Absent;
+                    not_saved = if owner == P { Some(play.now) } else { not_saved };
+                },
+                Op::Seal => {
+                    play.store.seal_pending();
+                    is = if is == Is::Committed { Is::Visible } else { is };
+                }
+                Op::Drop => {
+                    play.store.drop_namespace(Namespace([1; 16]));
+                    is = Is::Absent;
+                }
+                Op::Pass(ms) => {
+                    play.now += Duration::from_millis(ms);
+                    play.store.expire(play.now);
+                }
+            }
+            let is_known = not_saved.is_some_and(|at| play.now - at <= 5 * SECOND);
+            let watching = play.watch(&[play.group(0, &all)], 16);
+            prop_assert_eq!(matches!(watching, Watching::Complete), is == Is::Visible);
+            let expected = if is == Is::Absent && is_known { vec![Lost] } else { vec![] };
+            prop_assert_eq!(play.heard(), expected, "{:?}", is);
+            drop(watching);
+            play.rests();
+        }
+    }
 }
 
 #[test]

@@ -69,11 +69,11 @@ pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<A
     let gate = shared.engines.save_gate(&info.engine_id);
     let inside = gate.and_then(|gate| gate.enter(job));
     if !commit.written {
-        shared.store.abort(&claims);
+        shared.store.abort(&claims, Instant::now());
     } else if inside.is_some() {
         shared.store.commit(&claims, Instant::now());
     } else {
-        shared.store.abort(&claims);
+        shared.store.abort(&claims, Instant::now());
         return Err(Refusal::cancelled());
     }
     Ok(done())
@@ -152,7 +152,7 @@ fn with_saver<T>(
 fn not_saved(shared: &Shared, worker: &Registered, open: &[OpenGroup], groups: &[v1::SaveGroup]) {
     for group in groups {
         if let (Some(of_engine), Ok(hashes)) = (open.get(group.group as usize), parse_hashes(&group.hashes)) {
-            shared.store.not_saved(worker.owner, of_engine.space, &hashes);
+            shared.store.not_saved(worker.owner, of_engine.space, &hashes, Instant::now());
         }
     }
 }

@@ -106,7 +106,8 @@ impl Saver<'_> {
             let mut chain = blocks.chain;
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
-                    self.shared.store.not_saved(self.owner, self.open[blocks.group].space, hashes);
+                    let space = self.open[blocks.group].space;
+                    self.shared.store.not_saved(self.owner, space, hashes, Instant::now());
                     result.failed += hashes.len() as u64;
                     continue;
                 }
@@ -159,7 +160,7 @@ impl Saver<'_> {
             }
             Err(error) => {
                 tracing::info!(%error, blocks = claims.len(), "a save was not carried out");
-                self.shared.store.abort(&claims);
+                self.shared.store.abort(&claims, Instant::now());
                 result.failed += claims.len() as u64;
             }
         }
