@@ -346,6 +346,47 @@ fn a_wait_ends_with_a_save_that_fails() {
     }
 }
 
+/// It ends at once, not when `NEVER` has come.
+#[test]
+fn a_save_that_failed_before_the_lookup_is_not_waited_for() {
+    type End = fn(&Place, &mut Saver);
+    let aborts: End = |_, p| {
+        let claimed = p.claim(2, 1, 3);
+        p.commit(claimed.claim, false);
+    };
+    let has_no_room: End = |place, p| {
+        // All of the pool but the first block is being saved.
+        let mut other = Saver::start(place, "x", [9; 16], 4);
+        let of_other = other.claim(1, 1000, 4095);
+        assert_eq!(p.claim(2, 1, 3).outcome.as_ref(), [3; 3]);
+        // What comes to the pool afterwards changes nothing: P does not ask again.
+        other.commit(of_other.claim, false);
+    };
+    let cancels: End = |_, p| {
+        let cancel = Ask::CancelSaves(v1::CancelSaves { below_job: 3, timeout_ms: 1000 });
+        assert_eq!(p.scheduler.ask(cancel), Answer::Done(v1::Done {}));
+        let Answer::Refused(refused) = p.worker.ask(claim(2, 1, 3)) else { panic!("it was claimed") };
+        assert_eq!(refused.reason(), Reason::Cancelled);
+    };
+    for fails in [aborts, has_no_room, cancels] {
+        let place = Place::new(16 << 20);
+        let mut p = Saver::start(&place, "p", RUN, 4);
+        p.save(1, 0, 1);
+        settle(&address(&place.folder));
+        fails(&place, &mut p);
+        let mut d = Saver::start(&place, "d", [2; 16], 4);
+        let id = begins_to_wait(&mut d.scheduler, lookup(0, 4, from_p(64, NEVER)));
+        assert_eq!(ends(&mut d.scheduler, id), 16, "what is there is answered");
+        place.rests_after(&[("failed", 1)]);
+        // P is asked for the prompt again, and this time it comes.
+        let claimed = p.claim(5, 1, 3);
+        let id = begins_to_wait(&mut d.scheduler, lookup(0, 4, from_p(64, NEVER)));
+        p.commit(claimed.claim, true);
+        assert_eq!(ends(&mut d.scheduler, id), 64);
+        place.rests_after(&[("complete", 1), ("failed", 1)]);
+    }
+}
+
 /// Its worker asks for the save after all, which is refused.
 #[test]
 fn a_save_that_was_cancelled_before_the_wait_ends_it_when_it_is_asked_for() {
