@@ -1,4 +1,4 @@
-//! How much of a GPU's link a save takes. Nobody waits for a save, while the engine's own small copies, of a few kilobytes in
+//! How much of a GPU's link a save takes. Mostly nobody waits for a save, while the engine's own small copies, of a few kilobytes in
 //! each step, wait behind whatever is on the link: so a save copies for a moment and rests for a while.
 
 use std::time::Duration;

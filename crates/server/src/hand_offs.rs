@@ -129,6 +129,11 @@ impl HandOffs {
         self.complained.fetch_or(bit, Ordering::Relaxed) & bit == 0
     }
 
+    /// Whether somebody waits for what an engine saves. Takes as long as a lock and a look into a map.
+    pub(crate) fn is_waited_for(&self, engine_id: &str) -> bool {
+        self.waits.lock().by_engine.contains_key(engine_id)
+    }
+
     /// Waits that there are.
     pub(crate) fn len(&self) -> usize {
         self.waits.lock().by_engine.values().map(HashMap::len).sum()
@@ -180,10 +185,12 @@ mod tests {
         let ends = |signals: &[Arc<Signal>]| signals.iter().map(|signal| signal.take().1).collect::<Vec<_>>();
         assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), None]);
         places.remove(0);
+        assert!(all.is_waited_for("p") && all.is_waited_for("q") && !all.is_waited_for("nobody"));
         all.stop();
         assert_eq!(ends(&signals), [Some(End::Gone), Some(End::Gone), Some(End::Stopping)]);
         places.clear();
         assert_eq!(all.len(), 0);
+        assert!(!all.is_waited_for("p") && !all.is_waited_for("q"));
         assert!(all.is_first_complaint(1) && !all.is_first_complaint(1) && all.is_first_complaint(2));
     }
 }

@@ -1,4 +1,5 @@
-//! A worker that asks for saves without end: apart from the code, since it takes a daemon, which has that code in it.
+//! The thread of a worker's saves, of which one asks for saves without end: apart from the code, since it takes a daemon, which
+//! has that code in it.
 
 use std::{
     io::Read,
@@ -18,6 +19,8 @@ use crate::{
         save_thread::{SaveThread, WAITING_MAX},
         table::Call,
     },
+    daemon::Daemon,
+    hand_offs::{HandOffs, Signal},
     peer::Stream,
     replies::Replies,
     session_table,
@@ -39,14 +42,19 @@ fn answered(stream: &mut UnixStream, reader: &mut FrameReader, count: usize) -> 
     numbers
 }
 
+/// To a worker, and the worker's end.
+fn connection(daemon: &Daemon) -> (Arc<Replies>, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let refusals = Arc::clone(&daemon.shared.refusals);
+    (Arc::new(Replies::new(Stream::Unix(ours), [7; 16], refusals, "the worker".into())), theirs)
+}
+
 #[test]
 fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = session_table::daemon(&folder);
     let shared = &daemon.shared;
-    let (ours, mut theirs) = UnixStream::pair().unwrap();
-    let replies =
-        Replies::new(Stream::Unix(ours), [7; 16], Arc::clone(&shared.refusals), "the worker".into());
+    let (replies, mut theirs) = connection(&daemon);
     let (go_on, may_go_on) = mpsc::channel::<()>();
     let (begun, begins) = mpsc::channel::<()>();
     let save = move |_: &v1::Save, _: &Pace<'_>| {
@@ -55,7 +63,7 @@ fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
         let _ = may_go_on.recv();
         Ok(Answer::Done(v1::Done {}))
     };
-    let saves = SaveThread::start(Arc::clone(shared), Arc::new(replies), save).unwrap();
+    let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
     let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
     ask(0).unwrap();
     begins.recv().unwrap();
@@ -70,6 +78,43 @@ fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
     ask(9).unwrap();
     assert_eq!(answered(&mut theirs, reader, 1), [9]);
     // The counts of its sessions are back at rest, or the daemon would wait for them.
+    drop(saves);
+    assert!(daemon.stop(Duration::from_secs(60)));
+}
+
+#[test]
+fn a_save_is_urgent_while_another_engine_waits_for_its_engine_and_while_another_save_is_behind_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = session_table::daemon(&folder);
+    let shared = &daemon.shared;
+    let (replies, _theirs) = connection(&daemon);
+    let (look, looks) = mpsc::channel::<()>();
+    let (seen, sees) = mpsc::channel::<bool>();
+    let save = move |_: &v1::Save, pace: &Pace<'_>| {
+        // Until the other end is dropped.
+        while looks.recv().is_ok() {
+            seen.send((pace.is_urgent)()).unwrap();
+        }
+        Ok(Answer::Done(v1::Done {}))
+    };
+    let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
+    let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now()).unwrap();
+    let is_urgent = || {
+        look.send(()).unwrap();
+        sees.recv().unwrap()
+    };
+    ask(1);
+    assert!(!is_urgent());
+    let wait = |engine: &str| HandOffs::enter(&shared.hand_offs, engine, Signal::new(|| {}));
+    let for_another = wait("q");
+    assert!(!is_urgent());
+    let places = [wait("p"), wait("p")];
+    assert!(is_urgent());
+    drop(places);
+    assert!(!is_urgent());
+    ask(2);
+    assert!(is_urgent());
+    drop((for_another, look));
     drop(saves);
     assert!(daemon.stop(Duration::from_secs(60)));
 }

@@ -35,7 +35,7 @@ pub(crate) struct Shared {
     pub(crate) gpus: Option<Gpus>,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
-    /// Of a GPU's link, what a save takes while nothing waits behind it; 1 for all.
+    /// Of a GPU's link, what a save takes while no save waits behind it and no other engine for it; 1 for all.
     pub(crate) save_link_share: f64,
     pub(crate) unreachable: Unreachable,
     /// Connections over TCP.

@@ -139,10 +139,10 @@ pub(crate) fn register_worker(
     let registered = Arc::new(Registered { owner, rank: register.rank, regions, slices, memory });
     let start = || {
         let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));
-        let (id, of_daemon) = (greeted.id, Arc::clone(shared));
+        let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
         let save =
             move |asked: &v1::Save, pace: &Pace<'_>| copy_out(&of_daemon, id, &engine, &worker, asked, pace);
-        SaveThread::start(Arc::clone(shared), Arc::clone(replies), save)
+        SaveThread::start(Arc::clone(shared), Arc::clone(replies), of_engine, save)
             .map_err(|error| Refusal::limit(format!("no thread for the worker's saves: {error}")))
     };
     let saves = on_gpu.then(start).transpose()?;

@@ -40,10 +40,11 @@ struct Asked {
 }
 
 impl SaveThread {
-    /// For the session of one worker; `save` copies its blocks out, at a pace.
+    /// For the session of one worker of an engine; `save` copies its blocks out, at a pace.
     pub(crate) fn start(
         shared: Arc<Shared>,
         replies: Arc<Replies>,
+        engine_id: String,
         save: impl Fn(&v1::Save, &Pace<'_>) -> Result<Answer, Refusal> + Send + 'static,
     ) -> io::Result<Self> {
         let (queue, asked) = mpsc::channel::<Asked>();
@@ -52,8 +53,13 @@ impl SaveThread {
         let run = move || {
             for Asked { id, save: asked, call, since, _busy } in asked {
                 behind.fetch_sub(1, Ordering::Relaxed);
-                // A stopping daemon takes no new ones, and has little time for this one.
-                let is_urgent = || behind.load(Ordering::Relaxed) > 0 || shared.is_stopping();
+                // A stopping daemon takes no new ones, and has little time for this one. Which blocks of the engine another one
+                // waits for is not asked: saves are carried out in order, so what it waits for is this one or behind it.
+                let is_urgent = || {
+                    behind.load(Ordering::Relaxed) > 0
+                        || shared.is_stopping()
+                        || shared.hand_offs.is_waited_for(&engine_id)
+                };
                 let pace = Pace { link_share: shared.save_link_share, is_urgent: &is_urgent };
                 let answer = save(&asked, &pace);
                 let was_refused = answer.is_err();
