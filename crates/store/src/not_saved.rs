@@ -4,10 +4,14 @@
 //!   its save is refused, aborted, cancelled --> noted --> the engine claims it after all, 5 s are over: forgotten
 //! ```
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+
 use crate::api::OwnerId;
+use crate::entries::fingerprint;
 use crate::watch::Key;
 
 /// How long it is known of a block. Who asks for what an engine saves does so when that engine has answered, some
@@ -15,28 +19,26 @@ use crate::watch::Key;
 /// that gets the same prompt again may save it this time, and who asks after its answer and before its claim is told that
 /// the block does not come. That is one prompt computed again, and takes room that came within these seconds.
 const KEPT: Duration = Duration::from_secs(5);
-/// Most that is known, each as often as it was noted: some 100 bytes each.
+/// Most that is known, each as often as it was noted: some 60 bytes each.
 const MOST: usize = 1 << 16;
 /// Of what is too old, how many are forgotten at once.
 const EXPIRED_A_CALL: usize = 1024;
 
-/// An engine, and what it did not save.
-type Unsaved = (Key, OwnerId);
-
 struct Note {
+    key: Key,
+    owner: OwnerId,
     at: Instant,
-    /// The how many-th it is.
-    number: u64,
 }
 
 /// What engines did not save of late.
 pub(crate) struct NotSaved {
     most: usize,
-    notes: HashMap<Unsaved, Note>,
-    /// In the order in which they came. One that is not in `notes` with its number was forgotten, or noted again later.
-    order: VecDeque<Unsaved>,
-    /// The number of the first one in `order`; each has the number after the one before it.
+    /// In the order in which they came.
+    notes: VecDeque<Note>,
+    /// The number of the first of them; each has the number after the one before it.
     first: u64,
+    /// For each block and engine the number of the note that counts. The others were forgotten, or came again later.
+    counts: HashTable<u64>,
 }
 
 impl Default for NotSaved {
@@ -47,37 +49,50 @@ impl Default for NotSaved {
 
 impl NotSaved {
     fn new(most: usize) -> Self {
-        Self { most, notes: HashMap::new(), order: VecDeque::new(), first: 0 }
+        Self { most, notes: VecDeque::new(), first: 0, counts: HashTable::new() }
     }
 
     /// `owner` does not save this block, although it has asked to.
     pub(crate) fn note(&mut self, key: Key, owner: OwnerId, now: Instant) {
-        if self.order.len() == self.most {
+        if self.notes.len() == self.most {
             self.forget_first();
         }
-        let number = self.first + self.order.len() as u64;
-        self.order.push_back((key, owner));
-        self.notes.insert((key, owner), Note { at: now, number });
+        let number = self.first + self.notes.len() as u64;
+        self.notes.push_back(Note { key, owner, at: now });
+        let note = |number: &u64| &self.notes[(number - self.first) as usize];
+        let is_it = |number: &u64| note(number).is(key, owner);
+        let rehash = |number: &u64| hash(note(number).key, note(number).owner);
+        match self.counts.entry(hash(key, owner), is_it, rehash) {
+            Entry::Occupied(mut former) => *former.get_mut() = number,
+            Entry::Vacant(place) => drop(place.insert(number)),
+        }
     }
 
     /// `owner` saves it now.
     pub(crate) fn forget(&mut self, key: Key, owner: OwnerId) {
-        if !self.notes.is_empty() {
-            self.notes.remove(&(key, owner));
+        if self.counts.is_empty() {
+            return;
+        }
+        let is_it = |number: &u64| self.notes[(number - self.first) as usize].is(key, owner);
+        if let Ok(found) = self.counts.find_entry(hash(key, owner), is_it) {
+            found.remove();
         }
     }
 
     /// Whether `owner` has tried to save it a short while ago, in vain.
     pub(crate) fn has(&self, key: Key, owner: OwnerId, now: Instant) -> bool {
-        self.notes.get(&(key, owner)).is_some_and(|note| note.is_fresh(now))
+        if self.counts.is_empty() {
+            return false;
+        }
+        let note = |number: &u64| &self.notes[(number - self.first) as usize];
+        let found = self.counts.find(hash(key, owner), |number| note(number).is(key, owner));
+        found.is_some_and(|number| note(number).is_fresh(now))
     }
 
     /// Forgets what is too old, some of it if it is much.
     pub(crate) fn expire(&mut self, now: Instant) {
         for _ in 0..EXPIRED_A_CALL {
-            let Some(first) = self.order.front() else { return };
-            let note = self.notes.get(first).filter(|note| note.number == self.first);
-            if note.is_some_and(|note| note.is_fresh(now)) {
+            if self.notes.front().is_none_or(|note| note.is_fresh(now)) {
                 return;
             }
             self.forget_first();
@@ -85,22 +100,32 @@ impl NotSaved {
     }
 
     fn forget_first(&mut self) {
-        let Some(first) = self.order.pop_front() else { return };
-        if self.notes.get(&first).is_some_and(|note| note.number == self.first) {
-            self.notes.remove(&first);
+        let Some(Note { key, owner, .. }) = self.notes.pop_front() else { return };
+        if let Ok(found) = self.counts.find_entry(hash(key, owner), |number| *number == self.first) {
+            found.remove();
         }
         self.first += 1;
     }
 }
 
 impl Note {
+    fn is(&self, key: Key, owner: OwnerId) -> bool {
+        self.key == key && self.owner == owner
+    }
+
     fn is_fresh(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.at) <= KEPT
     }
 }
 
+fn hash((space, block): Key, owner: OwnerId) -> u64 {
+    fingerprint(space, &block).wrapping_add(owner.0.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::HashMap;
+
     use kvlane_block::BlockHash;
     use proptest::prelude::*;
 
@@ -147,14 +172,14 @@ mod tests {
         assert!(!all.has(key(1), P, start) && all.has(key(2), P, start));
         for _ in 0..3 {
             add_others(&mut all, MOST, start);
-            assert_eq!((all.notes.len(), all.order.len()), (3000, 3000));
+            assert_eq!((all.counts.len(), all.notes.len()), (3000, 3000));
         }
         all.expire(start + KEPT);
-        assert_eq!(all.notes.len(), 3000, "that is not too old");
+        assert_eq!(all.counts.len(), 3000, "that is not too old");
         let late = start + KEPT + Duration::from_nanos(1);
         for left in [3000 - EXPIRED_A_CALL, 3000 - 2 * EXPIRED_A_CALL, 0, 0] {
             all.expire(late);
-            assert_eq!((all.notes.len(), all.order.len()), (left, left));
+            assert_eq!((all.counts.len(), all.notes.len()), (left, left));
         }
     }
 
@@ -213,7 +238,7 @@ mod tests {
                         prop_assert_eq!(all.has(key(block), owner, now), expected);
                     }
                 }
-                prop_assert!(all.order.len() <= FEW as usize && all.notes.len() <= all.order.len());
+                prop_assert!(all.notes.len() <= FEW as usize && all.counts.len() <= all.notes.len());
             }
         }
     }
