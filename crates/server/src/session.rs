@@ -364,6 +364,7 @@ impl Session {
             && self.shared.engines.has_session(&greeted.info.engine_id, greeted.id);
         let gone = self.shared.sessions.end(greeted.id, greeted.said_bye);
         if was_of_engine {
+            // Complete blocks that wait for their checksum would come yet, within milliseconds. An engine that goes is rare.
             self.shared.hand_offs.end_of(&greeted.info.engine_id, End::Gone);
         }
         if gone && greeted.info.role != Role::Tool {

@@ -83,7 +83,10 @@ pub(crate) fn commit(context: &mut Context<'_>, commit: &v1::Commit) -> Result<A
 pub(crate) fn cancel(context: &Context<'_>, cancel: &v1::CancelSaves) -> Result<Answer, Refusal> {
     let timeout = Duration::from_millis(cancel.timeout_ms.into()).min(CANCEL_TIMEOUT_MAX);
     let engine_id = &context.greeted.info.engine_id;
-    // What it has promised to save before does not come, unless it is complete.
+    // What it has promised to save before does not come, unless it is complete. Complete blocks that wait for their checksum,
+    // and what another engine is saving, would come yet, within milliseconds; a wait does not know which of its blocks are of
+    // saves that are cancelled now, and whether the worker will still ask for those. So all waits end: a reset of vLLM's cache
+    // is rare, and costs the prompts that are being handed over just then.
     context.shared.hand_offs.end_of(engine_id, End::Failed);
     let gate = context.shared.engines.save_gate(engine_id);
     let is_closed = gate.is_some_and(|gate| gate.close(cancel.below_job, Instant::now() + timeout));
