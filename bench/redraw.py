@@ -68,8 +68,10 @@ def committed() -> Iterator[Redrawn]:
     for result in sorted(builds.glob("*.json")):
         yield _bars(result.with_suffix(".png"), result, two_builds.picture(_read(result)))
     for result in sorted((ROOT / "bench/route/results").glob("*.json")):
-        if (read := _read(result))["compared"]:
+        if (read := _read(result)).get("compared"):
             yield _bars(result.with_suffix(".png"), result, route_peers.picture(read))
+    for result in sorted((ROOT / "bench/pd/results").glob("*.json")):
+        yield _bars(result.with_suffix(".png"), result, pictures.pairs(_read(result)))
     for name, wanted in FABRIC.items():
         result = fabric / f"{name}.json"
         drawn = pictures.fabric(_read(result))

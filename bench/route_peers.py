@@ -7,10 +7,10 @@
 
 The engines take no time of their own, so what is measured is the router: its CPU time for each request, from /proc,
 and what it adds to the median latency of one client. Client, routers and engines share the machine's cores; CPU time
-is not wall time, so that matters little. With --relay, a program that only copies bytes stands beside them: what it
-costs is the kernel's and no router can save it. Rounds are interleaved, figures are medians over them; five take four
-minutes on two cores. With --streams, that many streams with a chunk a second each, with and without `kvlane route`
-(route_streams.py). Writes route_peers.json and route_peers.png; status 1 when a goal is missed.
+is not wall time, so that matters little. With --relay, a program on the same runtime stands beside them that passes
+bytes on and looks at none: what a router costs above that is its own work. Rounds are interleaved, figures are medians
+over them; five take four minutes on two cores. With --streams, that many streams with a chunk a second each, with and
+without `kvlane route` (route_streams.py). Writes route_peers.json and route_peers.png; status 1 when a goal is missed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> int:
         "--streams", type=int, default=0, help="at once, beside the rounds; default %(default)s"
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="of kvlane's, with --streams; default %(default)s"
+        "--threads", type=int, help="of kvlane's, with --streams; default: as kvlane route chooses"
     )
     settings = parser.parse_args()
     if not settings.kvlane or (settings.rounds and not settings.vllm_router):
@@ -153,7 +153,7 @@ def measure(settings: argparse.Namespace, values: dict[str, dict[str, list[float
                 values.setdefault(LATENCY.name, {}).setdefault(name, []).append(value)
 
 
-def many_streams(kvlane: str, streams: int, threads: int) -> dict[str, Any]:
+def many_streams(kvlane: str, streams: int, threads: int | None) -> dict[str, Any]:
     """Delays of chunks with the router and without it, what was lost, and the router's memory."""
     route_streams.raise_descriptor_limit(streams)
     with route_streams.engine(streams) as addresses, ExitStack() as stack:
@@ -173,8 +173,7 @@ def many_streams(kvlane: str, streams: int, threads: int) -> dict[str, Any]:
             "round-robin",
             "--max-connections",
             str(streams + 100),
-            "--threads",
-            str(threads),
+            *([] if threads is None else ["--threads", str(threads)]),
             *named,
         ]
         start(stack, started, ("kvlane", "streams"), command)
@@ -366,6 +365,9 @@ def start(
         command = [*command, f"127.0.0.1:{port}", *(engine.removeprefix("http://") for engine in engines)]
     elif name[0] == "kvlane":
         command = [*command, "--listen", f"127.0.0.1:{port}", "--admin", "off", "--log", "warn"]
+        if name[1] != "streams":
+            # As the relay has: the cost of a request, not how many are served at once.
+            command += ["--threads", "1"]
     else:
         command = [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
         command += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]

@@ -364,3 +364,12 @@ fn raise_descriptor_limit(connections: u32) {
         );
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_quarter_of_the_cores_serves_clients() {
+        let of = |cores| super::threads_of(cores);
+        assert_eq!([1, 2, 4, 16, 32, 200].map(of), [1, 1, 1, 4, 8, 8]);
+    }
+}

@@ -99,8 +99,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_STAGING", value_enum, value_name = "MODE")]
     staging: Option<StagingArg>,
 
-    /// Percent of a GPU's link that a save takes while no save waits behind it and no other engine for it, so that decodes do
-    /// not feel it; 100 for all [default: 33]
+    /// Percent of a GPU's link that a save takes while no other save is queued behind it and no other engine waits for it, so
+    /// that decodes do not feel it; 100 for all [default: 33]
     #[arg(long, env = "KVLANE_SAVE_LINK_SHARE", value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=100))]
     save_link_share: Option<u8>,
 

@@ -1,5 +1,4 @@
-//! The least that a router can cost: copies bytes between clients and engines, a connection for a connection, and reads none of
-//! them. `bench/route_peers.py --relay` measures it beside the routers.
+//! What passing bytes on costs: between clients and engines, a connection for a connection, without a look at any of them. `bench/route_peers.py --relay` measures it beside the routers.
 //!
 //!     cargo run --release -p kvlane-router --example relay -- 127.0.0.1:8000 127.0.0.1:8100 127.0.0.1:8200
 
@@ -17,7 +16,7 @@ fn main() -> io::Result<()> {
     if engines.is_empty() {
         return Err(io::Error::other("give addresses of engines"));
     }
-    // One thread, as `kvlane route` has.
+    // One thread, as `bench/route_peers.py` gives to `kvlane route`.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let listener = TcpListener::bind(listen).await?;

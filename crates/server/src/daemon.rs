@@ -64,7 +64,8 @@ pub struct ServeOptions {
     pub gpu_driver: Option<Arc<dyn Driver>>,
     /// How a load for one GPU uses the links of others.
     pub rails: RailOptions,
-    /// Of a GPU's link, what a save takes while no save waits behind it and no other engine for it; 1 for all.
+    /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1
+    /// for all.
     pub save_link_share: f64,
     /// What keeps blocks that the pool may lose; None for nothing.
     pub ssd: Option<SsdOptions>,

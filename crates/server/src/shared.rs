@@ -35,7 +35,8 @@ pub(crate) struct Shared {
     pub(crate) gpus: Option<Gpus>,
     /// None without an SSD.
     pub(crate) ssd: Option<Ssd>,
-    /// Of a GPU's link, what a save takes while no save waits behind it and no other engine for it; 1 for all.
+    /// Of a GPU's link, what a save takes while no other save is queued behind it and no other engine waits for it; 1
+    /// for all.
     pub(crate) save_link_share: f64,
     pub(crate) unreachable: Unreachable,
     /// Connections over TCP.

@@ -17,7 +17,7 @@ pub struct KnowledgeSettings {
     pub tokenizers: Vec<(String, PathBuf)>,
     /// Where nodes publish what their caches hold.
     pub events: Vec<EventSource>,
-    /// Different blocks that are known, on each medium and for each 64 nodes.
+    /// Different blocks that are known: on each medium for each 64 nodes, and of engines' own hashes in all.
     pub blocks_max: usize,
 }
 

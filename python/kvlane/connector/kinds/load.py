@@ -126,8 +126,8 @@ class LookUpAndLoad(SchedulerKind):
             self._ignore(
                 "other content",
                 f"what that engine stores of its first {hand_off.tokens} tokens is not what this one looks for: start "
-                "both with the same weights, tokenizer, chat template, PYTHONHASHSEED, and adapters of the same names "
-                "and files, and send both the same prompt and cache_salt",
+                "both with the same weights, tokenizer, chat template, block size, hash algorithm, PYTHONHASHSEED, and "
+                "adapters of the same names and files, and send both the same prompt and cache_salt",
             )
             return None
         wait_ms = round(self._shared.settings.wait_ms)

@@ -108,9 +108,16 @@ class Router:
     def add(self, node: Node) -> None:
         """Make an engine known to it, by `kvlane route add`. Raises ProcessFailed."""
         command = [beside_python("kvlane"), "route", "add", node.url, "--role", node.role]
-        said = subprocess.run(
-            [*command, "--socket", str(self._socket)], capture_output=True, text=True, check=False
-        )
+        try:
+            said = subprocess.run(
+                [*command, "--socket", str(self._socket)],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_END_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ProcessFailed(f"kvlane route add {node.url}: no answer; see {self.log}") from error
         if said.returncode != 0:
             raise ProcessFailed(f"kvlane route add {node.url}: {said.stderr.strip()}")
 
