@@ -64,7 +64,8 @@ fn a_worker_that_never_stops_asking_hears_so_and_is_served_again_later() {
         Ok(Answer::Done(v1::Done {}))
     };
     let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
-    let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
+    let push = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
+    let ask = |id| saves.room().map(|()| push(id));
     ask(0).unwrap();
     begins.recv().unwrap();
     let waiting = 1..=WAITING_MAX as u64;
@@ -98,7 +99,7 @@ fn a_save_is_urgent_while_another_engine_waits_for_its_engine_and_while_another_
         Ok(Answer::Done(v1::Done {}))
     };
     let saves = SaveThread::start(Arc::clone(shared), replies, "p".into(), save).unwrap();
-    let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now()).unwrap();
+    let ask = |id| saves.push(shared, id, v1::Save::default(), Call::Save, Instant::now());
     let is_urgent = || {
         look.send(()).unwrap();
         sees.recv().unwrap()

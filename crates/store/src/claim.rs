@@ -42,6 +42,11 @@ impl Claim {
         }
     }
 
+    /// Its worker has claimed this shard.
+    pub(crate) fn is_asked(&self, shard: u32) -> bool {
+        self.shards.get(shard as usize).is_some_and(|&shard| shard != Shard::Waiting)
+    }
+
     fn is_being_written(&self) -> bool {
         self.shards.iter().any(|shard| matches!(shard, Shard::Writing(_)))
     }
@@ -143,7 +148,7 @@ impl Index {
                 ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
-            self.asked(caller.owner, (space.0, *hash), &outcome, caller.now);
+            self.asked(caller.owner, (space.0, *hash), shard, &outcome, caller.now);
             out.push(outcome);
             match block {
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
@@ -301,7 +306,7 @@ impl Index {
         for shard in claims {
             if let Some(claim) = self.writing(shard) {
                 claim.shards[shard.shard as usize] = Shard::Waiting;
-                self.drop_claimed(shard.slot, now);
+                self.drop_claimed(shard.slot, [shard.shard], now);
             } else {
                 self.writer_done(shard);
             }
@@ -312,14 +317,15 @@ impl Index {
     pub fn writer_gone(&mut self, writer: WriterId, now: Instant) {
         let mut dying = Vec::new();
         for (&slot, claim) in &mut self.claims {
-            for shard in claim.shards.iter_mut().filter(|shard| **shard == Shard::Writing(writer)) {
+            for (number, shard) in
+                (0..).zip(&mut claim.shards).filter(|(_, shard)| **shard == Shard::Writing(writer))
+            {
                 *shard = Shard::Waiting;
-                dying.push(slot);
+                dying.push((slot, number));
             }
         }
-        dying.dedup();
-        for slot in dying {
-            self.drop_claimed(slot, now);
+        for of_block in dying.chunk_by(|(slot, _), (next, _)| slot == next) {
+            self.drop_claimed(of_block[0].0, of_block.iter().map(|(_, shard)| *shard), now);
         }
         let unused = self.limbo.writer_gone(writer);
         self.free(unused);
@@ -331,21 +337,23 @@ impl Index {
         let expired = |claim: &Claim| {
             !claim.is_being_written() && now.saturating_duration_since(claim.since) > claim_ttl
         };
-        let slots: Vec<u32> =
-            self.claims.iter().filter(|(_, claim)| expired(claim)).map(|(&slot, _)| slot).collect();
-        self.counters.expired_claims += slots.len() as u64;
-        for slot in slots {
-            self.drop_claimed(slot, now);
+        let shards = |(&slot, claim): (&u32, &Claim)| (slot, claim.shards.len() as u32);
+        let dying: Vec<(u32, u32)> =
+            self.claims.iter().filter(|(_, claim)| expired(claim)).map(shards).collect();
+        self.counters.expired_claims += dying.len() as u64;
+        for (slot, shards) in dying {
+            // Those that never came may come late; those that were written do not come again.
+            self.drop_claimed(slot, 0..shards, now);
         }
         self.not_saved.expire(now);
     }
 
-    /// A claim dies: whoever was saving the block has no reason to do so again.
-    fn drop_claimed(&mut self, slot: u32, now: Instant) {
+    /// A claim dies, for want of these shards: whoever was saving the block has no reason to do so again.
+    fn drop_claimed(&mut self, slot: u32, shards: impl IntoIterator<Item = u32>, now: Instant) {
         let entry = self.entries.at(slot);
         let key = (entry.space, entry.hash);
         if let Some(claim) = self.claims.get(&slot) {
-            self.not_saved.note(key, claim.owner, now);
+            shards.into_iter().for_each(|shard| self.not_saved.note(key, claim.owner, shard, now));
         }
         self.drop_block(slot);
     }

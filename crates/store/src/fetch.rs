@@ -17,7 +17,7 @@ use crate::store::Store;
 use crate::tier::{BlockKey, PoolExtent, Tier};
 
 /// Who claims what is fetched: no engine has these.
-const FETCHER: OwnerId = OwnerId(u64::MAX);
+pub(crate) const FETCHER: OwnerId = OwnerId(u64::MAX);
 const FETCHING: WriterId = WriterId(u64::MAX);
 /// Blocks that may be on their way at the same time, of all fetches; of a longer prompt the first ones come.
 const IN_FLIGHT_BLOCKS: usize = 1 << 16;

@@ -1,8 +1,10 @@
 //! Blocks that an engine was to save and that did not come, for those who ask for them soon after. Pure.
 //!
 //! ```text
-//!   its save is refused, aborted, cancelled --> noted --> the engine claims it after all, 5 s are over: forgotten
+//!   a shard's save is refused, aborted, cancelled --> noted --> that shard is claimed after all, 5 s are over: forgotten
 //! ```
+//! By shards, since each is saved by a worker of its own, in its own time: that another one claims its shard afterwards does not
+//! bring this one.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,6 +14,7 @@ use hashbrown::hash_table::Entry;
 
 use crate::api::OwnerId;
 use crate::entries::fingerprint;
+use crate::fetch::FETCHER;
 use crate::watch::Key;
 
 /// How long it is known of a block. Who asks for what an engine saves does so when that engine has answered, some
@@ -19,14 +22,16 @@ use crate::watch::Key;
 /// that gets the same prompt again may save it this time, and who asks after its answer and before its claim is told that
 /// the block does not come. That is one prompt computed again, and takes room that came within these seconds.
 const KEPT: Duration = Duration::from_secs(5);
-/// Most that is known, each as often as it was noted: some 60 bytes each.
-const MOST: usize = 1 << 16;
+/// Most shards that are known, each as often as it was noted: some 70 bytes each. All are looked at when the table grows, under
+/// the store's lock.
+const MOST: usize = 1 << 15;
 /// Of what is too old, how many are forgotten at once.
 const EXPIRED_A_CALL: usize = 1024;
 
 struct Note {
     key: Key,
     owner: OwnerId,
+    shard: u32,
     at: Instant,
 }
 
@@ -37,7 +42,7 @@ pub(crate) struct NotSaved {
     notes: VecDeque<Note>,
     /// The number of the first of them; each has the number after the one before it.
     first: u64,
-    /// For each block and engine the number of the note that counts. The others were forgotten, or came again later.
+    /// For each shard of a block and engine the number of the note that counts. The others were forgotten, or came again later.
     counts: HashTable<u64>,
 }
 
@@ -52,41 +57,47 @@ impl NotSaved {
         Self { most, notes: VecDeque::new(), first: 0, counts: HashTable::new() }
     }
 
-    /// `owner` does not save this block, although it has asked to.
-    pub(crate) fn note(&mut self, key: Key, owner: OwnerId, now: Instant) {
+    /// `owner` does not save this shard of a block, although it has asked to. Of what was fetched nobody waits for a saver.
+    pub(crate) fn note(&mut self, key: Key, owner: OwnerId, shard: u32, now: Instant) {
+        if owner == FETCHER {
+            return;
+        }
         if self.notes.len() == self.most {
             self.forget_first();
         }
         let number = self.first + self.notes.len() as u64;
-        self.notes.push_back(Note { key, owner, at: now });
+        self.notes.push_back(Note { key, owner, shard, at: now });
         let note = |number: &u64| &self.notes[(number - self.first) as usize];
-        let is_it = |number: &u64| note(number).is(key, owner);
-        let rehash = |number: &u64| hash(note(number).key, note(number).owner);
-        match self.counts.entry(hash(key, owner), is_it, rehash) {
+        let is_it = |number: &u64| note(number).is(key, owner, shard);
+        let rehash = |number: &u64| note(number).hash();
+        match self.counts.entry(hash(key, owner, shard), is_it, rehash) {
             Entry::Occupied(mut former) => *former.get_mut() = number,
             Entry::Vacant(place) => drop(place.insert(number)),
         }
     }
 
-    /// `owner` saves it now.
-    pub(crate) fn forget(&mut self, key: Key, owner: OwnerId) {
+    /// `owner` saves that shard now.
+    pub(crate) fn forget(&mut self, key: Key, owner: OwnerId, shard: u32) {
         if self.counts.is_empty() {
             return;
         }
-        let is_it = |number: &u64| self.notes[(number - self.first) as usize].is(key, owner);
-        if let Ok(found) = self.counts.find_entry(hash(key, owner), is_it) {
+        let is_it = |number: &u64| self.notes[(number - self.first) as usize].is(key, owner, shard);
+        if let Ok(found) = self.counts.find_entry(hash(key, owner, shard), is_it) {
             found.remove();
         }
     }
 
-    /// Whether `owner` has tried to save it a short while ago, in vain.
-    pub(crate) fn has(&self, key: Key, owner: OwnerId, now: Instant) -> bool {
+    /// Whether `owner` has tried to save any of the block's `shards` a short while ago, in vain.
+    pub(crate) fn has(&self, key: Key, owner: OwnerId, shards: u32, now: Instant) -> bool {
         if self.counts.is_empty() {
             return false;
         }
         let note = |number: &u64| &self.notes[(number - self.first) as usize];
-        let found = self.counts.find(hash(key, owner), |number| note(number).is(key, owner));
-        found.is_some_and(|number| note(number).is_fresh(now))
+        (0..shards).any(|shard| {
+            let found =
+                self.counts.find(hash(key, owner, shard), |number| note(number).is(key, owner, shard));
+            found.is_some_and(|number| note(number).is_fresh(now))
+        })
     }
 
     /// Forgets what is too old, some of it if it is much.
@@ -100,8 +111,8 @@ impl NotSaved {
     }
 
     fn forget_first(&mut self) {
-        let Some(Note { key, owner, .. }) = self.notes.pop_front() else { return };
-        if let Ok(found) = self.counts.find_entry(hash(key, owner), |number| *number == self.first) {
+        let Some(note) = self.notes.pop_front() else { return };
+        if let Ok(found) = self.counts.find_entry(note.hash(), |number| *number == self.first) {
             found.remove();
         }
         self.first += 1;
@@ -109,8 +120,12 @@ impl NotSaved {
 }
 
 impl Note {
-    fn is(&self, key: Key, owner: OwnerId) -> bool {
-        self.key == key && self.owner == owner
+    fn is(&self, key: Key, owner: OwnerId, shard: u32) -> bool {
+        self.key == key && self.owner == owner && self.shard == shard
+    }
+
+    fn hash(&self) -> u64 {
+        hash(self.key, self.owner, self.shard)
     }
 
     fn is_fresh(&self, now: Instant) -> bool {
@@ -118,8 +133,9 @@ impl Note {
     }
 }
 
-fn hash((space, block): Key, owner: OwnerId) -> u64 {
-    fingerprint(space, &block).wrapping_add(owner.0.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+fn hash((space, block): Key, owner: OwnerId, shard: u32) -> u64 {
+    let saver = owner.0.rotate_left(32) ^ u64::from(shard);
+    fingerprint(space, &block).wrapping_add(saver.wrapping_mul(0x9E37_79B9_7F4A_7C15))
 }
 
 #[cfg(test)]
@@ -141,35 +157,51 @@ mod tests {
     }
 
     fn add_others(of: &mut NotSaved, count: u32, now: Instant) {
-        (0..count).for_each(|block| of.note(key(block), OTHER, now));
+        (0..count).for_each(|block| of.note(key(block), OTHER, block % 3, now));
     }
 
     #[test]
     fn it_is_known_of_that_engine_for_a_while() {
         let (mut all, start) = (NotSaved::default(), Instant::now());
-        all.note(key(1), P, start);
-        assert!(all.has(key(1), P, start) && all.has(key(1), P, start + KEPT));
-        assert!(!all.has(key(1), P, start + KEPT + Duration::from_nanos(1)));
-        assert!(!all.has(key(0), P, start) && !all.has(key(1), X, start));
+        all.note(key(1), P, 1, start);
+        assert!(all.has(key(1), P, 2, start) && all.has(key(1), P, 2, start + KEPT));
+        assert!(!all.has(key(1), P, 2, start + KEPT + Duration::from_nanos(1)));
+        assert!(!all.has(key(0), P, 2, start) && !all.has(key(1), X, 2, start));
         // Once more: from then on.
-        all.note(key(1), P, start + KEPT);
-        assert!(all.has(key(1), P, start + 2 * KEPT));
-        all.forget(key(1), X);
-        assert!(all.has(key(1), P, start + KEPT));
-        all.forget(key(1), P);
-        assert!(!all.has(key(1), P, start + KEPT));
+        all.note(key(1), P, 1, start + KEPT);
+        assert!(all.has(key(1), P, 2, start + 2 * KEPT));
+        all.forget(key(1), X, 1);
+        all.forget(key(1), P, 0);
+        assert!(all.has(key(1), P, 2, start + KEPT), "another engine, and another shard");
+        all.forget(key(1), P, 1);
+        assert!(!all.has(key(1), P, 2, start + KEPT));
+    }
+
+    #[test]
+    fn what_is_fetched_is_not_noted() {
+        let (mut all, start) = (NotSaved::default(), Instant::now());
+        all.note(key(1), FETCHER, 0, start);
+        assert!(!all.has(key(1), FETCHER, 1, start) && all.notes.is_empty());
+    }
+
+    #[test]
+    fn a_note_takes_some_70_bytes() {
+        let (mut all, start) = (NotSaved::default(), Instant::now());
+        add_others(&mut all, 3 * MOST as u32, start);
+        let bytes = all.notes.capacity() * size_of::<Note>() + all.counts.allocation_size();
+        assert!(all.notes.len() == MOST && bytes <= 70 * MOST, "{bytes} bytes");
     }
 
     #[test]
     fn the_oldest_leave_first_and_nothing_is_left_of_what_is_too_old() {
         const MOST: u32 = 3000;
         let (mut all, start) = (NotSaved::new(MOST as usize), Instant::now());
-        all.note(key(1), P, start);
-        all.note(key(2), P, start);
+        all.note(key(1), P, 0, start);
+        all.note(key(2), P, 0, start);
         add_others(&mut all, MOST - 2, start);
-        assert!(all.has(key(1), P, start) && all.has(key(2), P, start));
+        assert!(all.has(key(1), P, 1, start) && all.has(key(2), P, 1, start));
         add_others(&mut all, 1, start);
-        assert!(!all.has(key(1), P, start) && all.has(key(2), P, start));
+        assert!(!all.has(key(1), P, 1, start) && all.has(key(2), P, 1, start));
         for _ in 0..3 {
             add_others(&mut all, MOST, start);
             assert_eq!((all.counts.len(), all.notes.len()), (3000, 3000));
@@ -188,8 +220,8 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Op {
-        Note(u32, OwnerId),
-        Forget(u32, OwnerId),
+        Note(u32, OwnerId, u32),
+        Forget(u32, OwnerId, u32),
         Others(u32),
         Pass(u64),
         Expire,
@@ -198,8 +230,8 @@ mod tests {
     fn op() -> impl Strategy<Value = Op> {
         let owner = prop_oneof![Just(P), Just(X)];
         prop_oneof![
-            6 => (0..4u32, owner.clone()).prop_map(|(block, owner)| Op::Note(block, owner)),
-            2 => (0..4u32, owner).prop_map(|(block, owner)| Op::Forget(block, owner)),
+            6 => (0..4u32, owner.clone(), 0..2u32).prop_map(|(block, owner, shard)| Op::Note(block, owner, shard)),
+            2 => (0..4u32, owner, 0..2u32).prop_map(|(block, owner, shard)| Op::Forget(block, owner, shard)),
             1 => (1..FEW).prop_map(Op::Others),
             3 => (0..3_000u64).prop_map(Op::Pass),
             2 => Just(Op::Expire),
@@ -207,21 +239,21 @@ mod tests {
     }
 
     proptest! {
-        /// The model: the last note of each block and engine, and how many came after it.
+        /// The model: the last note of each block, engine and shard, and how many came after it.
         #[test]
         fn it_is_what_was_noted_last_unless_forgotten_too_old_or_pushed_out(ops in prop::collection::vec(op(), 1..80)) {
             let (mut all, mut now) = (NotSaved::new(FEW as usize), Instant::now());
-            let mut model: HashMap<(u32, OwnerId), (Instant, u32)> = HashMap::new();
+            let mut model: HashMap<(u32, OwnerId, u32), (Instant, u32)> = HashMap::new();
             for op in ops {
                 match op {
-                    Op::Note(block, owner) => {
+                    Op::Note(block, owner, shard) => {
                         model.values_mut().for_each(|(_, after)| *after += 1);
-                        model.insert((block, owner), (now, 0));
-                        all.note(key(block), owner, now);
+                        model.insert((block, owner, shard), (now, 0));
+                        all.note(key(block), owner, shard, now);
                     }
-                    Op::Forget(block, owner) => {
-                        model.remove(&(block, owner));
-                        all.forget(key(block), owner);
+                    Op::Forget(block, owner, shard) => {
+                        model.remove(&(block, owner, shard));
+                        all.forget(key(block), owner, shard);
                     }
                     Op::Others(count) => {
                         model.values_mut().for_each(|(_, after)| *after += count);
@@ -232,10 +264,12 @@ mod tests {
                 }
                 for block in 0..4 {
                     for owner in [P, X] {
-                        let expected = model
-                            .get(&(block, owner))
-                            .is_some_and(|(at, after)| *after < FEW && now - *at <= KEPT);
-                        prop_assert_eq!(all.has(key(block), owner, now), expected);
+                        let is_known = |shard| {
+                            let note = model.get(&(block, owner, shard));
+                            note.is_some_and(|(at, after)| *after < FEW && now - *at <= KEPT)
+                        };
+                        prop_assert_eq!(all.has(key(block), owner, 1, now), is_known(0));
+                        prop_assert_eq!(all.has(key(block), owner, 2, now), is_known(0) || is_known(1));
                     }
                 }
                 prop_assert!(all.notes.len() <= FEW as usize && all.counts.len() <= all.notes.len());

@@ -94,12 +94,12 @@ impl Store {
         if is_complete { Watching::Complete } else { Watching::Waits(watch) }
     }
 
-    /// An engine has asked to save these blocks, and was refused before any of them was claimed. Who waits for them is told, and
-    /// who comes to wait for them within some seconds.
-    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, hashes: &[BlockHash], now: Instant) {
+    /// A worker of an engine has asked to save its shard of these blocks, and was refused before any of them was claimed. Who
+    /// waits for them is told, and who comes to wait for them within some seconds.
+    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, shard: u32, hashes: &[BlockHash], now: Instant) {
         for part in hashes.chunks(BLOCKS_A_HOLD) {
             let mut index = self.index.lock();
-            part.iter().for_each(|hash| index.not_saved(owner, space, hash, now));
+            part.iter().for_each(|hash| index.not_saved(owner, space, shard, hash, now));
             MutexGuard::unlock_fair(index);
         }
     }
@@ -150,35 +150,46 @@ impl Index {
         let slot = self.entries.find(space.0, hash);
         let state = slot.map(|slot| self.entries.at(slot).state);
         let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner());
-        let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, now));
+        let shards = self.shards_of(space) as u32;
+        let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, shards, now));
+        let is_claimed_by_saver = claimed_by.is_some() && claimed_by == saver;
         let is_asked = match state {
             Some(State::Committed) => true,
-            _ => was_refused || claimed_by.is_some() && claimed_by == saver,
+            _ => was_refused || is_claimed_by_saver,
         };
         let is_absent = matches!(state, None | Some(State::Gap));
         let is_visible = state == Some(State::Sealed);
-        self.watches.add(watch, key, Standing { is_visible, is_asked, is_lost: was_refused && is_absent })
+        // What its saver has claimed lacks the shard that was refused: the worker of that one does not ask again.
+        let is_lost = was_refused && (is_absent || is_claimed_by_saver);
+        self.watches.add(watch, key, Standing { is_visible, is_asked, is_lost })
     }
 
-    /// An engine has asked to save a block.
-    pub(crate) fn asked(&mut self, owner: OwnerId, key: Key, outcome: &ClaimOutcome, now: Instant) {
+    /// An engine has asked to save a shard of a block.
+    pub(crate) fn asked(
+        &mut self,
+        owner: OwnerId,
+        key: Key,
+        shard: u32,
+        outcome: &ClaimOutcome,
+        now: Instant,
+    ) {
         match outcome {
-            ClaimOutcome::Claimed(_) => self.not_saved.forget(key, owner),
-            ClaimOutcome::NoRoom => self.not_saved.note(key, owner, now),
+            ClaimOutcome::Claimed(_) => self.not_saved.forget(key, owner, shard),
+            ClaimOutcome::NoRoom => self.not_saved.note(key, owner, shard, now),
             ClaimOutcome::Present | ClaimOutcome::InFlight => {}
         }
         self.watches.asked(owner, key, outcome);
     }
 
-    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, hash: &BlockHash, now: Instant) {
+    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, shard: u32, hash: &BlockHash, now: Instant) {
         let slot = self.entries.find(space.0, hash);
-        let outcome = match slot.map(|slot| (slot, self.entries.at(slot).state)) {
-            Some((_, State::Committed | State::Sealed)) => ClaimOutcome::Present,
-            Some((slot, State::Claimed)) if self.claims.get(&slot).is_some_and(|of| of.owner() != owner) => {
-                ClaimOutcome::InFlight
-            }
+        let is_stored = |slot| matches!(self.entries.at(slot).state, State::Committed | State::Sealed);
+        let outcome = match slot.map(|slot| (slot, self.claims.get(&slot))) {
+            Some((_, Some(claim))) if claim.owner() != owner => ClaimOutcome::InFlight,
+            Some((_, Some(claim))) if claim.is_asked(shard) => ClaimOutcome::Present,
+            Some((slot, None)) if is_stored(slot) => ClaimOutcome::Present,
             _ => ClaimOutcome::NoRoom,
         };
-        self.asked(owner, (space.0, *hash), &outcome, now);
+        self.asked(owner, (space.0, *hash), shard, &outcome, now);
     }
 }

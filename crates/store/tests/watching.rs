@@ -20,6 +20,8 @@ const WRITER: WriterId = WriterId(10);
 const TOKENS: u32 = 16;
 const TTL: Duration = Duration::from_secs(60);
 const SECOND: Duration = Duration::from_secs(1);
+/// Of the model's block.
+const SHARDS: usize = 2;
 
 use Stir::{Complete, Lost, Progress};
 
@@ -173,7 +175,7 @@ fn a_block_that_its_saver_loses_is_lost() {
         play.store.expire(play.now + TTL + Duration::from_secs(1));
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all, play.now);
+    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, 0, all, play.now);
     let dropped: Way = |play, all| {
         for shard in [0, 1] {
             play.commit(&play.claim(P, shard, Chain::Start, all));
@@ -203,7 +205,7 @@ fn what_others_lose_may_still_come() {
     let watch = play.waits(&[play.group(0, &all)], 32);
     play.abort(&play.claim(X, 0, Chain::Start, &all));
     play.claim(X, 0, Chain::After(BlockHash([9; 16])), &all);
-    play.store.not_saved(X, play.space, &all, play.now);
+    play.store.not_saved(X, play.space, 0, &all, play.now);
     assert!(!play.heard().contains(&Lost));
     // It was visible, and goes before its saver has asked: it is missing again.
     play.save(X, Chain::Start, &all[..1]);
@@ -213,7 +215,7 @@ fn what_others_lose_may_still_come() {
     play.save(P, Chain::Start, &all);
     assert_eq!(play.heard().last(), Some(&Complete));
     // What another engine has stored is no loss for a saver that came too late.
-    play.store.not_saved(P, play.space, &all, play.now);
+    play.store.not_saved(P, play.space, 0, &all, play.now);
     assert_eq!(play.heard(), []);
     drop(watch);
     play.rests();
@@ -266,7 +268,7 @@ fn a_block_that_its_saver_lost_before_the_wait_is_lost_at_once() {
         play.store.expire(play.now);
     };
     let refused: Way = |play, all| drop(play.claim(P, 0, Chain::After(BlockHash([9; 16])), all));
-    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, all, play.now);
+    let never_claimed: Way = |play, all| play.store.not_saved(P, play.space, 0, all, play.now);
     for way in [aborted, worker_died, half_expired, refused, never_claimed] {
         let mut play = Play::new(64, 2);
         let all = hashes(2);
@@ -289,7 +291,7 @@ fn what_its_saver_does_not_save_may_come_by_others() {
     let play = Play::new(64, 1);
     let all = hashes(1);
     let group = [play.group(0, &all)];
-    play.store.not_saved(P, play.space, &all, play.now);
+    play.store.not_saved(P, play.space, 0, &all, play.now);
     let of_other = play.claim(X, 0, Chain::Start, &all);
     let watch = play.waits(&group, 16);
     assert_eq!(play.heard(), [], "another one is saving it");
@@ -302,13 +304,52 @@ fn what_its_saver_does_not_save_may_come_by_others() {
     play.rests();
 }
 
+/// A block's shards are saved by workers of their own, each in its time.
+#[test]
+fn a_block_of_which_one_shard_was_refused_is_lost_until_that_shard_is_claimed() {
+    let play = Play::new(64, 2);
+    let all = hashes(1);
+    let group = [play.group(0, &all)];
+    assert_eq!(play.claim(P, 0, Chain::After(BlockHash([9; 16])), &all), [ClaimOutcome::NoRoom]);
+    let second = play.claim(P, 1, Chain::Start, &all);
+    for _ in 0..2 {
+        drop(play.waits(&group, 16));
+        assert_eq!(play.heard(), [Lost], "the first worker does not ask again");
+        play.commit(&second);
+    }
+    let first = play.claim(P, 0, Chain::Start, &all);
+    let watch = play.waits(&group, 16);
+    assert_eq!(play.heard(), [], "it did");
+    play.commit(&first);
+    play.store.seal_pending();
+    assert_eq!(play.heard(), [Progress, Complete]);
+    drop(watch);
+    play.rests();
+}
+
+/// What a worker has claimed already, another save of it that is refused takes nothing from.
+#[test]
+fn a_shard_that_is_on_its_way_is_not_lost_by_a_save_that_repeats_it() {
+    let play = Play::new(64, 2);
+    let all = hashes(1);
+    play.commit(&play.claim(P, 0, Chain::Start, &all));
+    let watch = play.waits(&[play.group(0, &all)], 16);
+    play.store.not_saved(P, play.space, 0, &all, play.now);
+    drop(play.waits(&[play.group(0, &all)], 16));
+    assert!(!play.heard().contains(&Lost));
+    play.store.not_saved(P, play.space, 1, &all, play.now);
+    assert_eq!(play.heard(), [Lost]);
+    drop(watch);
+    play.rests();
+}
+
 #[derive(Clone, Debug)]
 enum Op {
-    Claim(OwnerId),
-    ClaimAfterNothing(OwnerId),
-    NotSaved(OwnerId),
-    Commit,
-    Abort,
+    Claim(OwnerId, usize),
+    ClaimAfterNothing(OwnerId, usize),
+    NotSaved(OwnerId, usize),
+    Commit(usize),
+    Abort(usize),
     WriterGone,
     Seal,
     Drop,
@@ -316,89 +357,151 @@ enum Op {
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let owner = prop_oneof![Just(P), Just(X)];
+    let worker = (prop_oneof![Just(P), Just(X)], 0..SHARDS);
     prop_oneof![
-        4 => owner.clone().prop_map(Op::Claim),
-        1 => owner.clone().prop_map(Op::ClaimAfterNothing),
-        1 => owner.prop_map(Op::NotSaved),
-        3 => Just(Op::Commit),
-        2 => Just(Op::Abort),
+        5 => worker.clone().prop_map(|(owner, shard)| Op::Claim(owner, shard)),
+        1 => worker.clone().prop_map(|(owner, shard)| Op::ClaimAfterNothing(owner, shard)),
+        1 => worker.prop_map(|(owner, shard)| Op::NotSaved(owner, shard)),
+        4 => (0..SHARDS).prop_map(Op::Commit),
+        2 => (0..SHARDS).prop_map(Op::Abort),
         1 => Just(Op::WriterGone),
         2 => Just(Op::Seal),
         1 => Just(Op::Drop),
         2 => (0..4000u64).prop_map(Op::Pass),
+        1 => Just(Op::Pass(61_000)),
     ]
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Shard {
+    Waiting,
+    Writing(ClaimOutcome),
+    Written,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Is {
     Absent,
-    Claimed(OwnerId, ClaimOutcome),
+    Claimed(OwnerId, [Shard; SHARDS], Instant),
     Committed,
     Visible,
 }
 
+/// The model of one block: what it is, and when P's workers have last asked for their shards in vain.
+struct Model {
+    is: Is,
+    not_saved: [Option<Instant>; SHARDS],
+}
+
+impl Model {
+    /// A claim dies for want of these shards.
+    fn dies(&mut self, owner: OwnerId, shards: impl Iterator<Item = usize>, now: Instant) {
+        self.is = Is::Absent;
+        shards.filter(|_| owner == P).for_each(|shard| self.not_saved[shard] = Some(now));
+    }
+
+    fn asked(&mut self, owner: OwnerId, shard: usize, outcome: ClaimOutcome, now: Instant) {
+        if let ClaimOutcome::Claimed(_) = outcome {
+            let (mut shards, mut since) = ([Shard::Waiting; SHARDS], now);
+            if let Is::Claimed(_, former, at) = self.is {
+                (shards, since) = (former, at);
+            }
+            shards[shard] = Shard::Writing(outcome);
+            self.is = Is::Claimed(owner, shards, since);
+        }
+        match outcome {
+            ClaimOutcome::Claimed(_) if owner == P => self.not_saved[shard] = None,
+            ClaimOutcome::NoRoom if owner == P => self.not_saved[shard] = Some(now),
+            _ => {}
+        }
+    }
+
+    /// This worker may claim it.
+    fn is_free(&self, owner: OwnerId, shard: usize) -> bool {
+        match self.is {
+            Is::Absent => true,
+            Is::Claimed(by, shards, _) => by == owner && shards[shard] == Shard::Waiting,
+            Is::Committed | Is::Visible => false,
+        }
+    }
+
+    fn is_lost(&self, now: Instant) -> bool {
+        let is_known = self.not_saved.iter().flatten().any(|at| now - *at <= 5 * SECOND);
+        is_known && matches!(self.is, Is::Absent | Is::Claimed(P, ..))
+    }
+}
+
 proptest! {
-    /// The model of one block: what it is, and when P has last asked for it in vain.
     #[test]
-    fn a_watch_that_begins_hears_of_what_its_saver_has_not_saved(ops in prop::collection::vec(op(), 1..60)) {
-        let mut play = Play::new(64, 1);
+    fn a_watch_that_begins_hears_of_what_its_saver_has_not_saved(ops in prop::collection::vec(op(), 1..80)) {
+        let mut play = Play::new(256, SHARDS);
         let all = hashes(1);
-        let (mut is, mut not_saved) = (Is::Absent, None);
+        let mut model = Model { is: Is::Absent, not_saved: [None; SHARDS] };
         for op in ops {
             match op {
-                Op::Claim(owner) => {
-                    let outcome = play.claim(owner, 0, Chain::Start, &all)[0];
-                    prop_assert_eq!(matches!(outcome, ClaimOutcome::Claimed(_)), is == Is::Absent);
-                    if is == Is::Absent {
-                        is = Is::Claimed(owner, outcome);
-                        not_saved = not_saved.filter(|_| owner != P);
+                Op::Claim(owner, shard) => {
+                    let outcome = play.claim(owner, shard as u32, Chain::Start, &all)[0];
+                    let is_free = model.is_free(owner, shard);
+                    prop_assert_eq!(matches!(outcome, ClaimOutcome::Claimed(_)), is_free);
+                    model.asked(owner, shard, outcome, play.now);
+                }
+                Op::ClaimAfterNothing(owner, shard) => {
+                    let outcome = play.claim(owner, shard as u32, Chain::After(BlockHash([9; 16])), &all)[0];
+                    prop_assert_eq!(outcome == ClaimOutcome::NoRoom, model.is == Is::Absent);
+                    model.asked(owner, shard, outcome, play.now);
+                }
+                Op::NotSaved(owner, shard) => {
+                    play.store.not_saved(owner, play.space, shard as u32, &all, play.now);
+                    if model.is_free(owner, shard) {
+                        model.asked(owner, shard, ClaimOutcome::NoRoom, play.now);
                     }
                 }
-                Op::ClaimAfterNothing(owner) => {
-                    let outcome = play.claim(owner, 0, Chain::After(BlockHash([9; 16])), &all)[0];
-                    prop_assert_eq!(outcome == ClaimOutcome::NoRoom, is == Is::Absent);
-                    if is == Is::Absent && owner == P {
-                        not_saved = Some(play.now);
-                    }
-                }
-                Op::NotSaved(owner) => {
-                    play.store.not_saved(owner, play.space, &all, play.now);
-                    if owner == P && matches!(is, Is::Absent | Is::Claimed(P, _)) {
-                        not_saved = Some(play.now);
-                    }
-                }
-                Op::Commit => if let Is::Claimed(_, claim) = is {
+                Op::Commit(shard) => if let Is::Claimed(owner, mut shards, _) = model.is
+                    && let Shard::Writing(claim) = shards[shard]
+                {
                     play.commit(&[claim]);
-                    is = Is::Committed;
+                    shards[shard] = Shard::Written;
+                    let is_whole = shards == [Shard::Written; SHARDS];
+                    model.is = if is_whole { Is::Committed } else { Is::Claimed(owner, shards, play.now) };
                 },
-                Op::Abort | Op::WriterGone => if let Is::Claimed(owner, claim) = is {
-                    if matches!(op, Op::Abort) {
-                        play.abort(&[claim]);
-                    } else {
-                        play.store.writer_gone(WRITER, play.now);
+                Op::Abort(shard) => if let Is::Claimed(owner, shards, _) = model.is
+                    && let Shard::Writing(claim) = shards[shard]
+                {
+                    play.abort(&[claim]);
+                    model.dies(owner, [shard].into_iter(), play.now);
+                },
+                Op::WriterGone => {
+                    play.store.writer_gone(WRITER, play.now);
+                    if let Is::Claimed(owner, shards, _) = model.is {
+                        let is_writing = |shard: &usize| matches!(shards[*shard], Shard::Writing(_));
+                        if (0..SHARDS).any(|shard| is_writing(&shard)) {
+                            model.dies(owner, (0..SHARDS).filter(is_writing), play.now);
+                        }
                     }
-                    is = Is::Absent;
-                    not_saved = if owner == P { Some(play.now) } else { not_saved };
-                },
+                }
                 Op::Seal => {
                     play.store.seal_pending();
-                    is = if is == Is::Committed { Is::Visible } else { is };
+                    model.is = if model.is == Is::Committed { Is::Visible } else { model.is };
                 }
                 Op::Drop => {
                     play.store.drop_namespace(Namespace([1; 16]));
-                    is = Is::Absent;
+                    model.is = Is::Absent;
                 }
                 Op::Pass(ms) => {
                     play.now += Duration::from_millis(ms);
                     play.store.expire(play.now);
+                    if let Is::Claimed(owner, shards, since) = model.is
+                        && play.now - since > TTL
+                        && !shards.iter().any(|shard| matches!(shard, Shard::Writing(_)))
+                    {
+                        model.dies(owner, 0..SHARDS, play.now);
+                    }
                 }
             }
-            let is_known = not_saved.is_some_and(|at| play.now - at <= 5 * SECOND);
             let watching = play.watch(&[play.group(0, &all)], 16);
-            prop_assert_eq!(matches!(watching, Watching::Complete), is == Is::Visible);
-            let expected = if is == Is::Absent && is_known { vec![Lost] } else { vec![] };
-            prop_assert_eq!(play.heard(), expected, "{:?}", is);
+            prop_assert_eq!(matches!(watching, Watching::Complete), model.is == Is::Visible);
+            let expected = if model.is_lost(play.now) { vec![Lost] } else { vec![] };
+            prop_assert_eq!(play.heard(), expected, "{:?}", model.is);
             drop(watching);
             play.rests();
         }

@@ -12,7 +12,7 @@ use super::{
     saver::{Granted, SaveRequestError, Saver},
 };
 use crate::{
-    engines::{OpenGroup, SessionId},
+    engines::SessionId,
     greeted::{Greeted, Registered},
     hand_offs::End,
     refusal::Refusal,
@@ -29,7 +29,10 @@ pub(crate) fn save(context: &mut Context<'_>, save: v1::Save) -> Result<Answered
     let Greeted { id, info, worker, .. } = &*context.greeted;
     let worker = worker.as_ref().ok_or_else(|| not_admitted(context.call))?;
     if let Some(saves) = &worker.saves {
-        saves.push(context.shared, context.id, save, context.call, context.since)?;
+        saves
+            .room()
+            .inspect_err(|_| not_saved(context.shared, &info.engine_id, &worker.registered, &save.groups))?;
+        saves.push(context.shared, context.id, save, context.call, context.since);
         return Ok(Answered::Later);
     }
     copy_out(context.shared, *id, &info.engine_id, &worker.registered, &save, &Pace::URGENT)
@@ -127,7 +130,7 @@ fn with_saver<T>(
 ) -> Result<T, Refusal> {
     let gate = shared.engines.save_gate(engine_id);
     let Some(inside) = gate.and_then(|gate| gate.enter(job)) else {
-        shared.engines.with_ready(engine_id, |open, _| not_saved(shared, worker, open, groups));
+        not_saved(shared, engine_id, worker, groups);
         return Err(Refusal::cancelled());
     };
     shared
@@ -151,11 +154,15 @@ fn with_saver<T>(
         })
 }
 
-/// A save came too late. What it names wrongly nobody waits for.
-fn not_saved(shared: &Shared, worker: &Registered, open: &[OpenGroup], groups: &[v1::SaveGroup]) {
-    for group in groups {
-        if let (Some(of_engine), Ok(hashes)) = (open.get(group.group as usize), parse_hashes(&group.hashes)) {
-            shared.store.not_saved(worker.owner, of_engine.space, &hashes, Instant::now());
+/// A save came too late, or one too many. What it names wrongly nobody waits for.
+fn not_saved(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1::SaveGroup]) {
+    shared.engines.with_ready(engine_id, |open, _| {
+        for group in groups {
+            if let (Some(of_engine), Ok(hashes)) =
+                (open.get(group.group as usize), parse_hashes(&group.hashes))
+            {
+                shared.store.not_saved(worker.owner, of_engine.space, worker.rank, &hashes, Instant::now());
+            }
         }
-    }
+    });
 }

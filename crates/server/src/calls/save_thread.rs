@@ -54,7 +54,7 @@ impl SaveThread {
             for Asked { id, save: asked, call, since, _busy } in asked {
                 behind.fetch_sub(1, Ordering::Relaxed);
                 // A stopping daemon takes no new ones, and has little time for this one. Which blocks of the engine another one
-                // waits for is not asked: saves are carried out in order, so what it waits for is this one or behind it.
+                // waits for is not asked: at worst a save is fast without need, for `wait_ms`.
                 let is_urgent = || {
                     behind.load(Ordering::Relaxed) > 0
                         || shared.is_stopping()
@@ -74,28 +74,25 @@ impl SaveThread {
         Ok(Self { queue: Some(queue), waiting, thread: Some(thread) })
     }
 
-    /// Queues a save. Its answer comes when it is done.
+    /// Whether one more may wait.
     ///
     /// # Errors
     /// [`WAITING_MAX`] saves wait already.
-    pub(crate) fn push(
-        &self,
-        shared: &Arc<Shared>,
-        id: u64,
-        save: v1::Save,
-        call: Call,
-        since: Instant,
-    ) -> Result<(), Refusal> {
+    pub(crate) fn room(&self) -> Result<(), Refusal> {
         if self.waiting.load(Ordering::Relaxed) >= WAITING_MAX {
             return Err(Refusal::limit(format!("{WAITING_MAX} saves of this worker wait already")));
         }
+        Ok(())
+    }
+
+    /// Queues a save, for which there is room. Its answer comes when it is done.
+    pub(crate) fn push(&self, shared: &Arc<Shared>, id: u64, save: v1::Save, call: Call, since: Instant) {
         let asked = Asked { id, save, call, since, _busy: Busy::new(&shared.sessions) };
         if let Some(queue) = &self.queue {
             self.waiting.fetch_add(1, Ordering::Relaxed);
             // Fails only where the thread has seen the connection's end.
             let _ = queue.send(asked);
         }
-        Ok(())
     }
 }
 
