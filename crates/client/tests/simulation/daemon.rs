@@ -25,6 +25,8 @@ pub type Name = [u8; 16];
 pub type Key = (Name, Name);
 /// A connection, as the daemon numbers them.
 pub type SessionId = u64;
+/// So long it is known what was not saved.
+const NOT_SAVED_US: u64 = 5_000_000;
 type Refusal = (Reason, &'static str);
 
 /// One run of the daemon.
@@ -48,6 +50,8 @@ pub struct Run {
     /// Lookups that wait for another engine, by number.
     waits: BTreeMap<u64, Wait>,
     last_wait: u64,
+    /// What engines were to save and did not, and when: who begins to wait for it soon after hears so at once.
+    not_saved: BTreeMap<(String, Key), u64>,
     /// The last time that was told.
     now: u64,
 }
@@ -498,7 +502,8 @@ impl Run {
         if longest(&wanted, most, is_whole) == target {
             return Ok(None);
         }
-        let keys = keys_of(&wanted, target).filter(|key| !is_whole(*key)).collect();
+        let keys: BTreeSet<Key> = keys_of(&wanted, target).filter(|key| !is_whole(*key)).collect();
+        let is_lost = keys.iter().any(|key| self.is_not_saved(&hand_off.engine_id, *key));
         let held = v1::Lookup { max_tokens: most, ..lookup.clone() };
         let lease = self.look_up(engine_id, owner, &held, self.now)?.lease;
         self.last_wait += 1;
@@ -516,7 +521,7 @@ impl Run {
             progress_at: now,
             told: now + wait,
             told_at: now,
-            is_lost: false,
+            is_lost,
         };
         let pending = pending(wait.wait);
         self.waits.insert(self.last_wait, wait);
@@ -566,8 +571,23 @@ impl Run {
         self.waits.values_mut().filter(|wait| wait.saver == saver).for_each(|wait| wait.is_lost = true);
     }
 
+    /// Whether an engine has tried to save a block a short while ago, in vain, and nobody else saves it.
+    fn is_not_saved(&self, engine_id: &str, key: Key) -> bool {
+        let at = self.not_saved.get(&(engine_id.into(), key));
+        let is_fresh = at.is_some_and(|at| self.now - at <= NOT_SAVED_US);
+        let others = |block: &Block| {
+            block.shards.keys().any(|rank| block.writers.get(rank).is_none_or(|writer| writer != engine_id))
+        };
+        is_fresh && !self.blocks.get(&key).is_some_and(others)
+    }
+
     /// An engine has asked to save a block, with this outcome.
     fn note_asked(&mut self, engine_id: &str, key: Key, outcome: u8) {
+        match outcome {
+            0 => drop(self.not_saved.remove(&(engine_id.into(), key))),
+            3 => drop(self.not_saved.insert((engine_id.into(), key), self.now)),
+            _ => {}
+        }
         for wait in self.waits.values_mut().filter(|wait| wait.keys.contains(&key)) {
             if wait.saver == engine_id {
                 wait.asked.insert(key);
@@ -706,6 +726,9 @@ impl Run {
             } else {
                 // Its page is not used again here: whoever still writes it does no harm, and is seen.
                 block.shards.remove(&shard.rank);
+                if let Some(writer) = block.writers.get(&shard.rank) {
+                    self.not_saved.insert((writer.clone(), shard.key), self.now);
+                }
                 self.journal.push((shard.key, ChangeKind::Gone));
                 if block.shards.is_empty() {
                     self.blocks.remove(&shard.key);
@@ -781,7 +804,10 @@ impl Run {
             engine.inside.swap_remove(at);
         }
         if job < engine.closed_below {
-            keys.iter().for_each(|key| self.note_end(*key, false));
+            for key in keys {
+                self.note_end(*key, false);
+                self.not_saved.insert((engine_id.into(), *key), now);
+            }
             return false;
         }
         let workers = engine.workers;
