@@ -4,10 +4,12 @@ engines are fakes here."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,22 @@ os.execv(sys.executable, engine)
 """
 
 
+def free_ports() -> int:
+    """The first of five free ports in a row, below those that the kernel gives to what other tests start."""
+    for _ in range(100):
+        first = random.randrange(20_000, 32_000)
+        try:
+            with ExitStack() as stack:
+                for port in range(first, first + 5):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+        except OSError:
+            continue
+    raise AssertionError("no five ports in a row are free")
+
+
 def planned(prefill: int = 1, decode: int = 1) -> plan.Plan:
-    return plan.plan(prefill, decode, free_port(), free_port())
+    return plan.plan(prefill, decode, free_ports(), free_ports())
 
 
 def test_a_taken_port_of_an_engine_is_refused_with_what_to_do() -> None:
@@ -43,9 +59,9 @@ def test_a_taken_port_of_an_engine_is_refused_with_what_to_do() -> None:
         with pytest.raises(
             plan.NotPossible, match=rf"port {port} is taken, and D1 .*ss -ltnp.*--decode-port"
         ):
-            plan.plan(1, 1, free_port(), port)
+            plan.plan(1, 1, free_ports(), port)
         with pytest.raises(plan.NotPossible, match=r"--prefill-port"):
-            plan.plan(1, 1, port, free_port())
+            plan.plan(1, 1, port, free_ports())
 
 
 def test_a_taken_port_of_the_router_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +82,7 @@ def test_both_roles_are_needed(prefill: int, decode: int) -> None:
 
 
 def test_ranges_of_ports_that_meet_are_refused() -> None:
-    port = free_port()
+    port = free_ports()
     with pytest.raises(plan.NotPossible, match=f"port {port + 2} is meant for two engines"):
         plan.plan(3, 1, port, port + 2)
 
@@ -183,7 +199,7 @@ def start(folder: Path, *flags: str, ends: bool = False) -> subprocess.Popen[str
     programs.mkdir()
     (programs / "vllm").write_text(FAKE_VLLM.format(python=sys.executable, ends=ends))
     (programs / "vllm").chmod(0o755)
-    ports = ["--prefill-port", str(free_port()), "--decode-port", str(free_port())]
+    ports = ["--prefill-port", str(free_ports()), "--decode-port", str(free_ports())]
     command = [sys.executable, str(ROOT / "examples/run_pd.py"), "--model", str(folder), *ports, *flags]
     return subprocess.Popen(
         [*command, "--out", str(folder)],
