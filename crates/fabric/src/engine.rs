@@ -31,7 +31,7 @@ use crate::shape::{Pieces, ShapeError};
 use crate::sockets::{PathStatus, Transport, random};
 use crate::staging::Staged;
 use crate::tcp::{BYTES_MAX, Credentials, ENTRIES_MAX, Identity, Tls, TlsError};
-use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Ticket};
+use crate::transfers::{CannotSend, Failure, Op, Options, PeerId, Priority, Request, Stretch, Ticket};
 use crate::trust::{Mistrust, Proofs};
 
 /// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
@@ -698,7 +698,7 @@ impl Shared {
         let request = Request {
             peer,
             op: transfer.op,
-            runs,
+            stretches: vec![Stretch::of_hosts(runs)],
             immediate: transfer.immediate,
             deadline: transfer.timeout.map(|timeout| now.saturating_add(timeout)),
             priority: transfer.priority,

@@ -11,7 +11,7 @@ use crate::engine::{EngineOptions, FabricError};
 use crate::provider::drive;
 use crate::sockets::{PathStatus, Sockets};
 use crate::tcp::{Credentials, Identity};
-use crate::transfers::{PeerId, Transfers};
+use crate::transfers::{PathId, PathSpec, PeerId, Reach, Transfers};
 use crate::trust::Proofs;
 
 #[derive(Debug)]
@@ -93,7 +93,10 @@ impl Hub {
     /// A peer; none if it has no address that is known here.
     pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> Result<Option<PeerId>, FabricError> {
         let Some(ways) = self.sockets.ways_to(descriptor)? else { return Ok(None) };
-        let (peer, paths) = self.transfers.add_peer(self.now(), ways.paths());
+        let now = self.now();
+        let peer = self.transfers.add_peer(now);
+        let path = |_| self.transfers.add_path(now, peer, PathSpec::new(Reach::ALL, 0));
+        let paths: Vec<PathId> = (0..ways.paths()).filter_map(path).collect();
         self.sockets.add_peer(peer, &paths, ways, descriptor);
         self.pump();
         Ok(Some(peer))

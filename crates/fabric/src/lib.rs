@@ -44,7 +44,7 @@ pub use sockets::{PathStatus, Transport};
 pub use staging::Staged;
 pub use tcp::{Tls, TlsError};
 pub use transfers::{
-    Action, CannotSend, Completion, Failure, Full, Op, Options, PathId, PeerId, Post, Priority, Request,
-    Ticket, Token, Transfers, Work,
+    Action, Between, CannotSend, Completion, Failure, Full, Memory, Op, Options, PathId, PathSpec, PeerId,
+    Post, Priority, Reach, Request, Route, Stretch, Ticket, Token, Transfers, Work,
 };
 pub use trust::{Mistrust, Secret, Trust};

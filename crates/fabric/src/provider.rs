@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use crate::transfers::{Action, Completion, Failure, PathId, PeerId, Post, Ticket, Token, Transfers};
+use crate::transfers::{Action, Completion, Failure, PathId, PeerId, Post, Route, Ticket, Token, Transfers};
 
 /// Something that carries posts over connections. It decides nothing: which path, how much at once, what is tried again and
 /// when something is given up is [`Transfers`]' business.
@@ -28,8 +28,9 @@ pub trait Provider {
     /// The path takes nothing now. [`Event::Ready`], or the completion of another post on it, says when it does.
     fn post(&mut self, now: Duration, post: Post) -> Result<(), NotNow>;
 
-    /// No path to a peer has been up for [`crate::Options::peer_patience`]: its transfers are failed. Its paths are tried on.
-    fn lost(&mut self, now: Duration, peer: PeerId);
+    /// No path to a peer that serves the route has been up for [`crate::Options::peer_patience`]: transfers that need one are
+    /// failed. Its paths are tried on.
+    fn lost(&mut self, now: Duration, peer: PeerId, route: Route);
 
     /// What happened next, in the order in which it did; None if nothing has.
     fn next_event(&mut self) -> Option<Event>;
@@ -86,7 +87,7 @@ pub fn drive<P: Provider>(
                 Action::Over(ticket, outcome) => over(provider, ticket, outcome),
                 Action::Close(path, connection) => provider.close(now, path, connection),
                 Action::Connect(path, connection) => provider.connect(now, path, connection),
-                Action::Lost(peer) => provider.lost(now, peer),
+                Action::Lost(peer, route) => provider.lost(now, peer, route),
             }
         }
         while let Some(post) = transfers.next_post(now) {
@@ -105,7 +106,7 @@ pub fn drive<P: Provider>(
 
 fn tell(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, event: Event) {
     match event {
-        Event::Up { path, connection, read_bytes } => match transfers.path_up(path, connection) {
+        Event::Up { path, connection, read_bytes } => match transfers.path_up(now, path, connection) {
             true => transfers.set_read_bytes(path, read_bytes),
             false => provider.close(now, path, connection),
         },

@@ -49,7 +49,7 @@ use crate::shm::Segment;
 use crate::staging::Staging;
 use crate::tcp::{BadFrame, Credentials, Ended, Identity, Link, Nonces, Outcome, SessionKey};
 use crate::told::Told;
-use crate::transfers::{Completion, PathId, PeerId, Post, Ticket, Token};
+use crate::transfers::{Completion, PathId, PeerId, Post, Route, Ticket, Token};
 use crate::trust::{Proofs, Trust};
 
 /// How often connections are looked at. Whoever connected says something at each look.
@@ -555,8 +555,10 @@ impl Provider for Sockets {
         self.send(post)
     }
 
-    fn lost(&mut self, _: Duration, peer: PeerId) {
-        tracing::warn!(?peer, "a peer cannot be reached any more");
+    fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
+        if route == Route::Words {
+            tracing::warn!(?peer, "a peer cannot be reached any more");
+        }
     }
 
     fn next_event(&mut self) -> Option<provider::Event> {

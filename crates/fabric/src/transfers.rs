@@ -24,12 +24,17 @@
 //!   '--------------------------+<------ everything posted is back ------'
 //! ```
 //! Each connection of a path has a number, so that late news of a former one are told apart.
+//!
+//! Paths come and go while a peer lives. Each serves some routes: bytes between two kinds of memory, or words (immediates and
+//! messages). A post takes the fastest path of the best class that is up and serves its route.
 
 mod ending;
 mod options;
 mod paths;
 mod peers;
 mod queue;
+mod rate;
+mod reach;
 mod requests;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -37,13 +42,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::options::Options;
+pub use self::reach::{Between, Memory, PathSpec, Reach, Route, Stretch};
 pub use self::requests::{
     Action, CannotSend, Completion, Failure, Full, Op, PathId, PeerId, Post, Priority, Request, Ticket,
     Token, Work,
 };
 
+use self::rate::Rate;
 use crate::numbered::Numbered;
-use crate::runs::Run;
 
 /// All transfers of this process.
 ///
@@ -79,8 +85,8 @@ enum Timer {
     Stall(PathId),
     /// A path is connected again.
     Retry(PathId),
-    /// A peer counts as lost.
-    Lost(PeerId),
+    /// A peer counts as lost for a route.
+    Lost(PeerId, Route),
     /// A message is posted again.
     Again(Ticket),
 }
@@ -88,10 +94,11 @@ enum Timer {
 #[derive(Debug)]
 struct Peer {
     paths: Vec<PathId>,
-    /// Transfers with something to post, and some that were given up since.
-    high: VecDeque<Ticket>,
-    bulk: VecDeque<Ticket>,
-    /// Of the transfers in the two queues, those that were given up.
+    /// By route.
+    queues: [Queue; Route::ALL.len()],
+    /// The route of the last post.
+    turn: usize,
+    /// Of the entries of all queues, those of transfers that were given up.
     dead: usize,
     live: BTreeSet<Ticket>,
     posts: u32,
@@ -99,10 +106,18 @@ struct Peer {
     next_immediate: u64,
     unsettled: BTreeSet<u64>,
     blocked: VecDeque<Ticket>,
-    /// Since when no path is up.
-    unreachable: Option<Duration>,
-    lost: bool,
+    /// By route: since when no path is up that serves it.
+    unreachable: [Option<Duration>; Route::ALL.len()],
+    /// The routes for which that was too long ago.
+    lost: Reach,
     removed: bool,
+}
+
+/// Transfers of a peer with something to post on a route, and some that were given up since.
+#[derive(Debug, Default)]
+struct Queue {
+    high: VecDeque<Ticket>,
+    bulk: VecDeque<Ticket>,
 }
 
 #[derive(Debug)]
@@ -113,12 +128,12 @@ struct Path {
     connection: u32,
     under_way: BTreeMap<Token, u64>,
     bytes: u64,
-    /// Bytes a second over the last posts; None until it is known.
-    rate: Option<f64>,
+    rate: Rate,
     /// When bytes were posted on it the last time.
     tried: Duration,
-    /// Most bytes of a post that reads.
-    read_bytes: u64,
+    spec: PathSpec,
+    /// It is forgotten when everything posted is back.
+    removed: bool,
     /// Before it is connected again.
     pause: Duration,
     /// It handed a post back.
@@ -141,8 +156,8 @@ struct Transfer {
     peer: PeerId,
     op: Op,
     priority: Priority,
-    /// Not posted yet, the next one last.
-    runs: Vec<Run>,
+    /// Not posted yet; of each the next run is the last one, and none is empty.
+    stretches: Vec<Stretch>,
     under_way: BTreeSet<Token>,
     immediate: Immediate,
     /// Of a message.
@@ -150,8 +165,8 @@ struct Transfer {
     deadline: Option<Duration>,
     drain: Option<Duration>,
     failure: Option<Failure>,
-    /// In a queue of its peer.
-    queued: bool,
+    /// The routes in whose queues of its peer it is.
+    queued: Reach,
     /// How many connections broke in a row that carried it, and the last of them.
     breaks: u32,
     broken: Option<(PathId, u32)>,
@@ -243,7 +258,7 @@ impl Transfers {
         let request = Request {
             peer,
             op: Op::Write,
-            runs: Vec::new(),
+            stretches: Vec::new(),
             immediate: None,
             deadline: Some(deadline),
             priority,
@@ -263,9 +278,12 @@ impl Transfers {
         }
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        let Request { peer, op, mut runs, deadline, priority, .. } = request;
-        runs.retain(|run| run.len > 0);
-        runs.reverse();
+        let Request { peer, op, mut stretches, deadline, priority, .. } = request;
+        for stretch in &mut stretches {
+            stretch.runs.retain(|run| run.len > 0);
+            stretch.runs.reverse();
+        }
+        stretches.retain(|stretch| !stretch.runs.is_empty());
         let immediate = told.map_or(Immediate::None, |what| Immediate::Due { what, number: None });
         let message_bytes = match &immediate {
             Immediate::Due { what: Told::Message(bytes), .. } => Some(bytes.len()),
@@ -275,14 +293,14 @@ impl Transfers {
             peer,
             op,
             priority,
-            runs,
+            stretches,
             under_way: BTreeSet::new(),
             immediate,
             message_bytes,
             deadline,
             drain: None,
             failure: None,
-            queued: false,
+            queued: Reach::NOTHING,
             breaks: 0,
             broken: None,
             room_pause: self.options.room_pause,
@@ -294,9 +312,13 @@ impl Transfers {
             self.timers.insert((deadline, Timer::Deadline(ticket)));
         }
         match self.peers.get_mut(&peer) {
-            Some(known) if !known.lost && !known.removed => {
+            Some(known) if !known.removed => {
                 known.live.insert(ticket);
-                self.go_on(ticket);
+                let lost = known.lost;
+                match self.routes_needed(ticket).overlaps(lost) {
+                    false => self.go_on(ticket),
+                    true => self.give_up(now, ticket, Failure::PeerLost),
+                }
             }
             _ => self.give_up(now, ticket, Failure::PeerLost),
         }
@@ -310,12 +332,12 @@ impl Transfers {
 
     /// Something posted is over. Told twice it counts once.
     pub fn complete(&mut self, now: Duration, token: Token, completion: Completion) {
-        let Some(posted) = self.take_posted(token) else { return };
+        let Some(posted) = self.take_posted(now, token, completion == Completion::Placed) else { return };
         let (path, ticket) = (posted.path, posted.ticket);
         if let Some(known) = self.paths.get_mut(&path) {
             known.full = false;
             if completion == Completion::Placed {
-                known.note(&posted, now, self.options.backoff);
+                known.pause = self.options.backoff;
             }
         }
         if let (Completion::Placed, Some(transfer)) = (completion, self.live.get_mut(&ticket)) {
@@ -356,7 +378,7 @@ impl Transfers {
                 Timer::Drain(ticket) => self.close_paths_of(now, ticket),
                 Timer::Stall(path) => self.look_for_stall(now, path),
                 Timer::Retry(path) => self.connect(path),
-                Timer::Lost(peer) => self.lose(now, peer),
+                Timer::Lost(peer, route) => self.lose(now, peer, route),
                 Timer::Again(ticket) => {
                     if let Some(transfer) = self.live.get_mut(&ticket) {
                         transfer.again = None;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Action, CannotSend, Completion, Failure, Op, Options, PathId, PeerId, Place, Post, Priority, Request,
-    Run, Ticket, Transfers, Work,
+    Action, Between, CannotSend, Completion, Failure, Memory, Op, Options, PathId, PathSpec, PeerId, Place,
+    Post, Priority, Reach, Request, Route, Run, Stretch, Ticket, Transfers, Work,
 };
 
 fn at(micros: u64) -> Duration {
@@ -15,21 +15,28 @@ fn at(micros: u64) -> Duration {
 
 fn request(peer: PeerId, bytes: u64, priority: Priority) -> Request {
     let place = Place { region: 0, offset: 0 };
-    let runs = vec![Run { local: place, remote: place, len: bytes }];
-    Request { peer, op: Op::Write, runs, immediate: None, deadline: None, priority }
+    let stretches = vec![Stretch::of_hosts(vec![Run { local: place, remote: place, len: bytes }])];
+    Request { peer, op: Op::Write, stretches, immediate: None, deadline: None, priority }
 }
 
 fn actions(transfers: &mut Transfers) -> Vec<Action> {
     std::iter::from_fn(|| transfers.next_action()).collect()
 }
 
+/// A peer with paths that serve everything.
+fn add_peer(transfers: &mut Transfers, paths: usize) -> (PeerId, Vec<PathId>) {
+    let peer = transfers.add_peer(at(0));
+    let path = |_| transfers.add_path(at(0), peer, PathSpec::new(Reach::ALL, 0)).unwrap();
+    (peer, (0..paths).map(path).collect())
+}
+
 /// A peer whose paths are all up.
 fn connected(options: Options, paths: usize) -> (Transfers, PeerId, Vec<PathId>) {
     let mut transfers = Transfers::new(options);
-    let (peer, paths) = transfers.add_peer(at(0), paths);
+    let (peer, paths) = add_peer(&mut transfers, paths);
     let connects: Vec<Action> = paths.iter().map(|path| Action::Connect(*path, 0)).collect();
     assert_eq!(actions(&mut transfers), connects);
-    assert!(paths.iter().all(|path| transfers.path_up(*path, 0)));
+    assert!(paths.iter().all(|path| transfers.path_up(at(0), *path, 0)));
     (transfers, peer, paths)
 }
 
@@ -54,7 +61,7 @@ fn a_post_handed_back_by_a_path_that_has_broken_does_not_keep_the_path_closing()
     let retry = transfers.next_tick().unwrap();
     transfers.tick(retry);
     assert_eq!(actions(&mut transfers), [Action::Connect(paths[0], 1)]);
-    assert!(transfers.path_up(paths[0], 1));
+    assert!(transfers.path_up(retry, paths[0], 1));
     assert!(transfers.next_post(retry).is_some());
 }
 
@@ -66,8 +73,8 @@ fn late_news_of_a_former_connection_are_told_apart() {
     transfers.tick(retry);
     assert_eq!(actions(&mut transfers), [Action::Connect(paths[0], 1)]);
     transfers.path_broke(retry, paths[0], 0);
-    assert!(!transfers.path_up(paths[0], 0), "a connection that is not wanted any more");
-    assert!(transfers.path_up(paths[0], 1));
+    assert!(!transfers.path_up(retry, paths[0], 0), "a connection that is not wanted any more");
+    assert!(transfers.path_up(retry, paths[0], 1));
     transfers.path_broke(retry, paths[0], 0);
     assert_eq!(actions(&mut transfers), []);
 }
@@ -147,7 +154,7 @@ fn a_removed_peer_is_forgotten_when_nothing_of_it_is_under_way() {
     assert_eq!((transfers.paths(peer), transfers.live()), (&[][..], 0));
     let late = transfers.submit(at(4), request(peer, 1, Priority::High)).unwrap();
     assert_eq!(actions(&mut transfers), [Action::Over(late, lost)]);
-    assert!(!transfers.path_up(paths[0], 1));
+    assert!(!transfers.path_up(at(4), paths[0], 1));
     transfers.tick(at(100_000_000));
     assert_eq!((actions(&mut transfers), transfers.next_tick()), (vec![], None), "nothing is left of it");
 }
@@ -159,8 +166,11 @@ fn no_immediate_runs_so_far_ahead_that_the_receiver_would_forget_the_oldest() {
     let (mut transfers, peer, _) = connected(options, 2);
     warm_up(&mut transfers, peer, 2);
     for counter in 0..MANY as u32 {
-        let empty =
-            Request { runs: Vec::new(), immediate: Some((counter, 0)), ..request(peer, 0, Priority::High) };
+        let empty = Request {
+            stretches: Vec::new(),
+            immediate: Some((counter, 0)),
+            ..request(peer, 0, Priority::High)
+        };
         transfers.submit(at(10), empty).unwrap();
     }
     let full = transfers.submit(at(10), request(peer, 1, Priority::High));
@@ -201,8 +211,8 @@ fn peers_take_turns() {
     let mut transfers = Transfers::new(options);
     let peers: Vec<PeerId> = (0..3)
         .map(|_| {
-            let (peer, paths) = transfers.add_peer(at(0), 1);
-            transfers.path_up(paths[0], 0);
+            let (peer, paths) = add_peer(&mut transfers, 1);
+            transfers.path_up(at(0), paths[0], 0);
             transfers.submit(at(0), request(peer, 100, Priority::Bulk)).unwrap();
             peer
         })
@@ -323,7 +333,8 @@ fn a_path_may_be_read_over_in_larger_posts_than_it_is_written_over() {
         let whole = request(peer, 0, Priority::High);
         let place = Place { region: 0, offset: 0 };
         let runs = runs.iter().map(|len| Run { local: place, remote: place, len: *len }).collect();
-        transfers.submit(at(10), Request { op, runs, ..whole }).unwrap();
+        let stretches = vec![Stretch::of_hosts(runs)];
+        transfers.submit(at(10), Request { op, stretches, ..whole }).unwrap();
         let posts: Vec<Post> = std::iter::from_fn(|| transfers.next_post(at(10))).collect();
         let bytes = |post: &Post| match &post.work {
             Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),
@@ -375,4 +386,138 @@ fn a_path_that_was_slow_once_is_tried_again_also_under_a_light_load() {
     light_load(&mut transfers, (peer, &paths), (20 * second, 200 * second), faster);
     let got = light_load(&mut transfers, (peer, &paths), (200 * second, 210 * second), faster);
     assert!(got[0] > 900, "and gets most of it: {got:?}");
+}
+
+const GPU: Memory = Memory::Gpu(0);
+const HOST: Memory = Memory::Host(0);
+
+/// A peer with a path for words, one for the hosts' memory, and one of a lower class for all memory; none is up.
+fn two_carriers(transfers: &mut Transfers) -> (PeerId, [PathId; 3]) {
+    let peer = transfers.add_peer(at(0));
+    let specs = [(Reach::WORDS, 0), (Reach::HOSTS, 0), (Reach::ALL_MEMORY, 1)];
+    let paths =
+        specs.map(|(reach, class)| transfers.add_path(at(0), peer, PathSpec::new(reach, class)).unwrap());
+    (peer, paths)
+}
+
+/// Which paths the posts take that a transfer of so many chunks makes until it is over.
+fn paths_taken(transfers: &mut Transfers, peer: PeerId, now: u64, chunks: u64) -> Vec<PathId> {
+    let bytes = chunks * Options::default().chunk_bytes;
+    transfers.submit(at(now), request(peer, bytes, Priority::High)).unwrap();
+    let mut taken = Vec::new();
+    while let Some(post) = transfers.next_post(at(now)) {
+        taken.push(post.path);
+        transfers.complete(at(now + 10), post.token, Completion::Placed);
+    }
+    assert!(matches!(actions(transfers)[..], [Action::Over(_, Ok(()))]), "{taken:?}");
+    taken
+}
+
+#[test]
+fn a_lower_class_carries_nothing_while_a_better_one_is_up() {
+    let mut transfers = Transfers::new(Options::default());
+    let (peer, [words, fast, slow]) = two_carriers(&mut transfers);
+    actions(&mut transfers);
+    [words, slow].into_iter().for_each(|path| assert!(transfers.path_up(at(0), path, 0)));
+    assert_eq!(paths_taken(&mut transfers, peer, 10, 3), [slow; 3]);
+    assert!(transfers.path_up(at(20), fast, 0));
+    // Also not as a trial, for which it would be due after 10 s.
+    for seconds in 1..30 {
+        assert_eq!(paths_taken(&mut transfers, peer, seconds * 1_000_000, 2), [fast; 2]);
+    }
+    transfers.path_broke(at(30_000_000), fast, 0);
+    assert_eq!(paths_taken(&mut transfers, peer, 30_000_000, 2), [slow; 2]);
+}
+
+#[test]
+fn a_path_that_goes_for_good_is_forgotten_when_everything_posted_is_back() {
+    let mut transfers = Transfers::new(Options::default());
+    let (peer, [words, fast, slow]) = two_carriers(&mut transfers);
+    actions(&mut transfers);
+    [words, fast, slow].into_iter().for_each(|path| assert!(transfers.path_up(at(0), path, 0)));
+    let ticket = transfers.submit(at(1), request(peer, 10, Priority::High)).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    assert_eq!(post.path, fast);
+    transfers.remove_path(at(2), fast);
+    assert_eq!(actions(&mut transfers), [Action::Close(fast, 0)]);
+    assert_eq!(transfers.paths(peer), [words, fast, slow]);
+    transfers.complete(at(3), post.token, Completion::Unknown);
+    assert_eq!(transfers.paths(peer), [words, slow]);
+    let again = transfers.next_post(at(3)).unwrap();
+    assert_eq!((again.path, &again.work), (slow, &post.work));
+    transfers.complete(at(4), again.token, Completion::Placed);
+    assert_eq!(actions(&mut transfers), [Action::Over(ticket, Ok(()))]);
+    // Another one comes, and one that is not up yet goes again.
+    let spec = PathSpec::new(Reach::HOSTS, 0);
+    let [stays, goes] = [(); 2].map(|()| transfers.add_path(at(5), peer, spec).unwrap());
+    transfers.remove_path(at(6), goes);
+    let connects = [Action::Connect(stays, 0), Action::Connect(goes, 0), Action::Close(goes, 0)];
+    assert_eq!(actions(&mut transfers), connects);
+    assert!(!transfers.path_up(at(7), goes, 0) && transfers.path_up(at(7), stays, 0));
+    assert_eq!(paths_taken(&mut transfers, peer, 8, 1), [stays]);
+    transfers.remove_peer(at(9), peer);
+    assert_eq!(transfers.add_path(at(9), peer, spec), None);
+}
+
+#[test]
+fn what_no_path_reaches_fails_and_what_other_paths_reach_goes_on() {
+    let options = Options::default();
+    let patience = options.peer_patience;
+    let mut transfers = Transfers::new(options);
+    let (peer, [words, fast, _]) = two_carriers(&mut transfers);
+    actions(&mut transfers);
+    [words, fast].into_iter().for_each(|path| assert!(transfers.path_up(at(0), path, 0)));
+    let run = request(peer, 10, Priority::High).stretches.remove(0).runs.remove(0);
+    let to_gpu = |immediate| {
+        let between = Between { local: HOST, remote: GPU };
+        let stretches = vec![Stretch { between, runs: vec![run] }, Stretch::of_hosts(vec![run])];
+        Request { stretches, immediate, ..request(peer, 0, Priority::High) }
+    };
+    let stranded = transfers.submit(at(1), to_gpu(Some((7, 0)))).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    assert_eq!(post.path, fast, "its bytes for the host's memory do not wait for the others");
+    transfers.complete(at(2), post.token, Completion::Placed);
+    assert_eq!(paths_taken(&mut transfers, peer, 3, 2), [fast; 2]);
+    transfers.tick(patience);
+    let lost = Err(Failure::PeerLost);
+    let over = actions(&mut transfers);
+    assert!(over.contains(&Action::Lost(peer, Route::HostToGpu)), "{over:?}");
+    assert!(over.contains(&Action::Over(stranded, lost)), "{over:?}");
+    assert!(!over.contains(&Action::Lost(peer, Route::HostToHost)), "{over:?}");
+    let late = transfers.submit(patience, to_gpu(None)).unwrap();
+    assert_eq!(actions(&mut transfers), [Action::Over(late, lost)], "at once");
+    assert_eq!(paths_taken(&mut transfers, peer, 3_000_000, 2), [fast; 2]);
+    // A path that may reach it begins the time anew.
+    let new = transfers.add_path(at(4_000_000), peer, PathSpec::new(Reach::ALL_MEMORY, 1)).unwrap();
+    let waits = transfers.submit(at(4_000_000), to_gpu(None)).unwrap();
+    assert!(transfers.path_up(at(4_000_001), new, 0));
+    let posts: Vec<Post> = std::iter::from_fn(|| transfers.next_post(at(4_000_001))).collect();
+    assert_eq!(posts.len(), 2);
+    posts.iter().for_each(|post| transfers.complete(at(4_000_002), post.token, Completion::Placed));
+    assert!(actions(&mut transfers).contains(&Action::Over(waits, Ok(()))));
+}
+
+#[test]
+fn a_chunk_stays_within_one_memory_of_either_side() {
+    let (mut transfers, peer, _) = connected(Options::default(), 1);
+    warm_up(&mut transfers, peer, 1);
+    let memories = [Memory::Host(0), Memory::Host(1), Memory::Gpu(0), Memory::Gpu(1)];
+    let run = request(peer, 100, Priority::High).stretches.remove(0).runs.remove(0);
+    let stretches: Vec<Stretch> = memories
+        .iter()
+        .flat_map(|local| memories.iter().map(|remote| Between { local: *local, remote: *remote }))
+        .map(|between| Stretch { between, runs: vec![run; 3] })
+        .collect();
+    let whole = request(peer, 0, Priority::High);
+    transfers.submit(at(10), Request { stretches: stretches.clone(), ..whole }).unwrap();
+    let mut posted = Vec::new();
+    while let Some(post) = transfers.next_post(at(11)) {
+        let Work::Move { between, runs, .. } = post.work else { panic!("{post:?}") };
+        posted.push(Stretch { between, runs });
+        transfers.complete(at(12), post.token, Completion::Placed);
+    }
+    posted.sort_by_key(|stretch| stretch.between);
+    let mut wanted = stretches;
+    wanted.sort_by_key(|stretch| stretch.between);
+    assert_eq!(posted, wanted);
 }

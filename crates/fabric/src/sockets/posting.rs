@@ -16,7 +16,7 @@ impl Sockets {
         };
         let number = token.number();
         let entry = match &work {
-            Work::Move { op, runs } if entry.neighbour.is_some() => {
+            Work::Move { op, runs, .. } if entry.neighbour.is_some() => {
                 match self.post_to_neighbour(link, token, ticket, *op, runs) {
                     Some(what) => {
                         self.posted.insert(token, Posted { link, what });
@@ -32,7 +32,7 @@ impl Sockets {
         };
         let is_staged = |used: &Used| used.is_gpu_here;
         let what = match work {
-            Work::Move { op, runs } if self.used.get(&ticket).is_some_and(is_staged) => {
+            Work::Move { op, runs, .. } if self.used.get(&ticket).is_some_and(is_staged) => {
                 return self.post_staged(link, token, ticket, op, &runs);
             }
             Work::Tell { number: of, counter, generation } => {
@@ -47,7 +47,7 @@ impl Sockets {
                 (piece.len > 0).then(|| entry.link.say_memory(piece));
                 Asked::Message(entry.link.mark(), bytes)
             }
-            Work::Move { op, runs } => {
+            Work::Move { op, runs, .. } => {
                 let bytes = runs.iter().map(|run| run.len).sum();
                 let count = runs.len();
                 let head = match op {

@@ -38,7 +38,7 @@ impl Transfers {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
         if transfer.failure.is_none() {
             transfer.failure = Some(failure);
-            transfer.runs = Vec::new();
+            transfer.stretches = Vec::new();
             if !transfer.under_way.is_empty() {
                 let drain = now.saturating_add(self.options.drain_patience);
                 transfer.drain = Some(drain);
@@ -46,9 +46,7 @@ impl Transfers {
             }
             let queued = std::mem::take(&mut transfer.queued);
             let peer = transfer.peer;
-            if queued {
-                self.drop_from_queue(peer);
-            }
+            self.drop_from_queues(peer, queued.len());
         }
         self.go_on(ticket);
     }

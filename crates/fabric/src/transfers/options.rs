@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The limits.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Most bytes of one post, unless [`crate::Transfers::set_read_bytes`] says otherwise.
+    /// Most bytes of one post, unless its path's [`crate::PathSpec`] says otherwise.
     pub chunk_bytes: u64,
     /// Most runs of one post.
     pub chunk_runs: usize,
@@ -21,7 +21,7 @@ pub struct Options {
     pub drain_patience: Duration,
     /// How long a post may take before its path is closed.
     pub post_patience: Duration,
-    /// How long a peer may have no path that is up before it counts as lost.
+    /// How long a peer may have no path up that serves a route before it counts as lost for that route.
     pub peer_patience: Duration,
     /// The first pause before a broken path is connected again. It doubles until something has been placed over the path,
     /// and is up to a quarter longer, another part for each path.

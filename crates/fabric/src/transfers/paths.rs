@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Action, Path, PathId, PathState, PeerId, Posted, Timer, Transfers};
+use super::{Action, Path, PathId, PathState, PeerId, Reach, Route, Timer, Transfers};
 
 /// After so long without a post a path is tried again to which others were preferred, or after so many times what a chunk
 /// took on it, at the most after the last of these.
@@ -12,19 +12,14 @@ const TRY_AGAIN_MAX: Duration = Duration::from_secs(10);
 
 impl Transfers {
     /// A path's connection of that number is there. False if it is not wanted any more: end it.
-    pub fn path_up(&mut self, path: PathId, connection: u32) -> bool {
+    pub fn path_up(&mut self, now: Duration, path: PathId, connection: u32) -> bool {
         let Some(known) = self.paths.get_mut(&path) else { return false };
         if (known.state, known.connection) != (PathState::Connecting, connection) {
             return false;
         }
         (known.state, known.full) = (PathState::Up, false);
-        let id = known.peer;
-        if let Some(peer) = self.peers.get_mut(&id) {
-            if let Some(since) = peer.unreachable.take() {
-                self.timers.remove(&(since.saturating_add(self.options.peer_patience), Timer::Lost(id)));
-            }
-            peer.lost = false;
-        }
+        let peer = known.peer;
+        self.note_reach(now, peer);
         true
     }
 
@@ -32,7 +27,7 @@ impl Transfers {
     /// [`crate::Options::chunk_bytes`].
     pub fn set_read_bytes(&mut self, path: PathId, bytes: Option<u64>) {
         if let Some(path) = self.paths.get_mut(&path) {
-            path.read_bytes = bytes.unwrap_or(self.options.chunk_bytes).max(1);
+            path.spec.read_bytes = bytes;
         }
     }
 
@@ -62,9 +57,9 @@ impl Transfers {
         self.paths.get(&path).is_some_and(|path| path.state == PathState::Up)
     }
 
-    /// Bytes a second of the last posts of a path, each by itself; None before the first.
+    /// Bytes a second over the last posts of a path, in the time in which it had any; None before the first.
     pub fn rate(&self, path: PathId) -> Option<f64> {
-        self.paths.get(&path)?.rate
+        self.paths.get(&path)?.rate.per_second()
     }
 
     /// Posts under way on a path.
@@ -72,29 +67,35 @@ impl Transfers {
         self.paths.get(&path).map_or(0, |path| path.under_way.len())
     }
 
-    /// The path that would be done first with one more chunk, of those that take one; or one that others were preferred to
-    /// for so long that it may be faster by now.
-    pub(super) fn best_path(&self, now: Duration, peer: PeerId) -> Option<PathId> {
+    /// Of the best class of paths that are up and serve a route, the path that would be done first with one more chunk, of
+    /// those that take one; or one that others were preferred to for so long that it may be faster by now.
+    pub(super) fn best_path(&self, now: Duration, peer: PeerId, route: Route) -> Option<PathId> {
         let chunk_bytes = self.options.chunk_bytes;
         let paths = || self.peers.get(&peer).into_iter().flat_map(|peer| &peer.paths);
         let known = || paths().filter_map(|id| self.paths.get_key_value(id));
+        let serves = |path: &Path| path.state == PathState::Up && path.spec.reach.serves(route);
+        let up = || known().filter(|(_, path)| serves(path));
+        let class = up().map(|(_, path)| path.spec.class).min()?;
+        let best = || up().filter(|(_, path)| path.spec.class == class);
         // Of those that can be preferred to others.
-        let latest =
-            known().filter(|(_, path)| path.state == PathState::Up).map(|(_, path)| path.tried).max()?;
+        let latest = best().map(|(_, path)| path.tried).max()?;
         let usable = |(id, path): (&PathId, &Path)| {
-            let most = if path.rate.is_none() { 1 } else { self.options.credits as usize };
-            let takes = path.state == PathState::Up && !path.full && path.under_way.len() < most;
+            let rate = path.rate.per_second();
+            let has_credits = path.under_way.len() < self.options.credits as usize;
+            // Where bytes go, the first post tells how fast it is.
+            let is_known = rate.is_some() || !path.spec.reach.overlaps(Reach::ALL_MEMORY);
+            let takes = !path.full && has_credits && (is_known || path.under_way.is_empty());
             let is_tried =
                 path.tried < latest && path.under_way.is_empty() && now >= path.try_again_at(chunk_bytes);
             // One whose rate is not known is tried.
-            let seconds = match path.rate.filter(|_| !is_tried) {
+            let seconds = match rate.filter(|_| !is_tried) {
                 Some(rate) => path.bytes.saturating_add(chunk_bytes) as f64 / rate,
                 None => 0.0,
             };
             takes.then_some((seconds, *id))
         };
-        let best = known().filter_map(usable).min_by(|one, other| one.0.total_cmp(&other.0));
-        best.map(|(_, path)| path)
+        let first = best().filter_map(usable).min_by(|one, other| one.0.total_cmp(&other.0));
+        first.map(|(_, path)| path)
     }
 
     /// Closes a path that has a post which takes too long; else looks again when one might.
@@ -148,20 +149,20 @@ impl Transfers {
         }
     }
 
-    /// A closing path is down when everything has come back. Notes when a peer cannot be reached any more.
+    /// A closing path is down, or forgotten, when everything has come back.
     pub(super) fn settle(&mut self, now: Duration, path: PathId) {
         let Some(known) = self.paths.get(&path) else { return };
-        let id = known.peer;
-        if known.state == PathState::Closing && known.under_way.is_empty() {
-            self.put_down(now, path);
+        let peer = known.peer;
+        match known.state {
+            PathState::Up => return self.forget(peer),
+            PathState::Closing if known.under_way.is_empty() && known.removed => {
+                return self.forget_path(now, path);
+            }
+            PathState::Closing if known.under_way.is_empty() => self.put_down(now, path),
+            _ => {}
         }
-        let is_up = |path: &PathId| self.paths.get(path).is_some_and(|path| path.state == PathState::Up);
-        let Some(peer) = self.peers.get_mut(&id) else { return };
-        if peer.unreachable.is_none() && !peer.paths.iter().any(is_up) {
-            peer.unreachable = Some(now);
-            self.timers.insert((now.saturating_add(self.options.peer_patience), Timer::Lost(id)));
-        }
-        self.forget(id);
+        self.note_reach(now, peer);
+        self.forget(peer);
     }
 }
 
@@ -169,18 +170,8 @@ impl Path {
     /// When a path may have a post although others seem faster: so that at most a small part of the time is lost to one that
     /// is still as slow as it was.
     fn try_again_at(&self, chunk_bytes: u64) -> Duration {
-        let chunk = self.rate.map_or(0.0, |rate| chunk_bytes as f64 / rate);
+        let chunk = self.rate.per_second().map_or(0.0, |rate| chunk_bytes as f64 / rate);
         let pause = (chunk * TRIED_SHARE).clamp(TRY_AGAIN.as_secs_f64(), TRY_AGAIN_MAX.as_secs_f64());
         self.tried.saturating_add(Duration::from_secs_f64(pause))
-    }
-
-    /// A post was placed.
-    pub(super) fn note(&mut self, posted: &Posted, now: Duration, backoff: Duration) {
-        self.pause = backoff;
-        if posted.work.bytes() > 0 {
-            let seconds = now.saturating_sub(posted.at).as_secs_f64().max(1e-9);
-            let rate = posted.work.bytes() as f64 / seconds;
-            self.rate = Some(self.rate.map_or(rate, |known| known * 0.875 + rate * 0.125));
-        }
     }
 }

@@ -3,51 +3,115 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use super::{Action, Failure, Path, PathId, PathState, Peer, PeerId, Timer, Transfers};
+use super::{
+    Action, Failure, Path, PathId, PathSpec, PathState, Peer, PeerId, Rate, Reach, Route, Timer, Transfers,
+};
 
 impl Transfers {
-    /// A peer with so many paths, none of which is up; [`Transfers::next_action`] asks to connect them.
-    pub fn add_peer(&mut self, now: Duration, paths: usize) -> (PeerId, Vec<PathId>) {
+    /// A peer without paths; [`Transfers::add_path`] gives it some.
+    pub fn add_peer(&mut self, now: Duration) -> PeerId {
         let peer = PeerId(self.next_peer);
         self.next_peer += 1;
-        let mut ids = Vec::with_capacity(paths);
-        for _ in 0..paths {
-            let id = PathId(self.next_path);
-            self.next_path += 1;
-            let path = Path {
-                peer,
-                state: PathState::Connecting,
-                connection: 0,
-                under_way: BTreeMap::new(),
-                bytes: 0,
-                rate: None,
-                tried: Duration::ZERO,
-                read_bytes: self.options.chunk_bytes,
-                pause: self.options.backoff,
-                full: false,
-                watched: false,
-            };
-            self.paths.insert(id, path);
-            self.actions.push_back(Action::Connect(id, 0));
-            ids.push(id);
-        }
         let known = Peer {
-            paths: ids.clone(),
-            high: VecDeque::new(),
-            bulk: VecDeque::new(),
+            paths: Vec::new(),
+            queues: Default::default(),
+            turn: 0,
             dead: 0,
             live: BTreeSet::new(),
             posts: 0,
             next_immediate: 0,
             unsettled: BTreeSet::new(),
             blocked: VecDeque::new(),
-            unreachable: Some(now),
-            lost: false,
+            unreachable: Default::default(),
+            lost: Reach::NOTHING,
             removed: false,
         };
         self.peers.insert(peer, known);
-        self.timers.insert((now.saturating_add(self.options.peer_patience), Timer::Lost(peer)));
-        (peer, ids)
+        self.note_reach(now, peer);
+        peer
+    }
+
+    /// A path to a peer, which is not up; [`Transfers::next_action`] asks to connect it. For a route for which the peer counts
+    /// as lost, it may be what brings it back. None: there is no such peer.
+    pub fn add_path(&mut self, now: Duration, peer: PeerId, spec: PathSpec) -> Option<PathId> {
+        let known = self.peers.get_mut(&peer).filter(|peer| !peer.removed)?;
+        let id = PathId(self.next_path);
+        self.next_path += 1;
+        let path = Path {
+            peer,
+            state: PathState::Connecting,
+            connection: 0,
+            under_way: BTreeMap::new(),
+            bytes: 0,
+            rate: Rate::default(),
+            tried: Duration::ZERO,
+            spec,
+            removed: false,
+            pause: self.options.backoff,
+            full: false,
+            watched: false,
+        };
+        known.paths.push(id);
+        for route in spec.reach.routes().filter(|route| known.lost.serves(*route)) {
+            // Its time begins again.
+            known.unreachable[route.index()] = None;
+        }
+        known.lost = known.lost.without(spec.reach);
+        self.paths.insert(id, path);
+        self.actions.push_back(Action::Connect(id, 0));
+        self.note_reach(now, peer);
+        Some(id)
+    }
+
+    /// Ends a path for good: nothing more is posted on it, its connection is closed, and it is forgotten when everything
+    /// posted has come back.
+    pub fn remove_path(&mut self, now: Duration, path: PathId) {
+        let Some(known) = self.paths.get_mut(&path) else { return };
+        known.removed = true;
+        match known.state {
+            PathState::Up => self.close(now, path),
+            PathState::Closing => {}
+            PathState::Connecting => {
+                let connection = known.connection;
+                self.actions.push_back(Action::Close(path, connection));
+                self.forget_path(now, path);
+            }
+            PathState::Down => self.forget_path(now, path),
+        }
+    }
+
+    pub(super) fn forget_path(&mut self, now: Duration, path: PathId) {
+        let Some(Path { peer, .. }) = self.paths.remove(&path) else { return };
+        if let Some(known) = self.peers.get_mut(&peer) {
+            known.paths.retain(|other| *other != path);
+        }
+        self.note_reach(now, peer);
+        self.forget(peer);
+    }
+
+    /// Notes which routes are served by paths that are up: since when the others are not, and that a peer is no longer lost.
+    pub(super) fn note_reach(&mut self, now: Duration, id: PeerId) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let up = peer.paths.iter().filter_map(|path| self.paths.get(path));
+        let up = up.filter(|path| path.state == PathState::Up);
+        let reach = up.fold(Reach::NOTHING, |reach, path| reach.and(path.spec.reach));
+        peer.lost = peer.lost.without(reach);
+        for route in Route::ALL {
+            let since = &mut peer.unreachable[route.index()];
+            let timer =
+                |since: Duration| (since.saturating_add(self.options.peer_patience), Timer::Lost(id, route));
+            match (reach.serves(route), *since) {
+                (true, Some(before)) => {
+                    *since = None;
+                    self.timers.remove(&timer(before));
+                }
+                (false, None) => {
+                    *since = Some(now);
+                    self.timers.insert(timer(now));
+                }
+                _ => {}
+            }
+        }
     }
 
     /// Gives up all transfers of a peer and closes its paths; it is forgotten when nothing is under way any more.
@@ -68,15 +132,20 @@ impl Transfers {
         self.peers.get(&peer).map_or(&[], |peer| &peer.paths)
     }
 
-    pub(super) fn lose(&mut self, now: Duration, id: PeerId) {
+    pub(super) fn lose(&mut self, now: Duration, id: PeerId, route: Route) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         if peer.removed {
             return;
         }
-        peer.lost = true;
+        let route_only = Reach::of(&[route]);
+        peer.lost = peer.lost.and(route_only);
         let live = peer.live.clone();
-        self.actions.push_back(Action::Lost(id));
-        live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
+        self.actions.push_back(Action::Lost(id, route));
+        for ticket in live {
+            if self.routes_needed(ticket).overlaps(route_only) {
+                self.give_up(now, ticket, Failure::PeerLost);
+            }
+        }
     }
 
     /// Forgets a removed peer of which nothing is under way.

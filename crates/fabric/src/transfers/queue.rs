@@ -4,8 +4,8 @@ use std::ops::Bound;
 use std::time::Duration;
 
 use super::{
-    Failure, Immediate, Op, PathId, PeerId, Post, Posted, Priority, Ticket, Timer, Token, Told, Transfer,
-    Transfers, Work,
+    Between, Failure, Immediate, Op, Path, PathId, PeerId, Post, Posted, Priority, Queue, Reach, Route,
+    Stretch, Ticket, Timer, Token, Told, Transfer, Transfers, Work,
 };
 use crate::immediates::IMMEDIATES_AHEAD;
 use crate::runs::Run;
@@ -29,7 +29,7 @@ impl Transfers {
     /// The path cannot take this post now: nothing of it is under way. It gets no other one before a completion, or
     /// [`Transfers::path_ready`].
     pub fn hand_back(&mut self, now: Duration, token: Token) {
-        let Some(posted) = self.take_posted(token) else { return };
+        let Some(posted) = self.take_posted(now, token, false) else { return };
         let path = posted.path;
         if let Some(known) = self.paths.get_mut(&path) {
             known.full = true;
@@ -42,33 +42,44 @@ impl Transfers {
         self.settle(now, path);
     }
 
-    /// Entries of a peer's queues: its transfers with something to post, and some that were given up.
+    /// Entries of a peer's queues: its transfers with something to post, on each route, and some that were given up.
     pub fn queued(&self, peer: PeerId) -> usize {
-        self.peers.get(&peer).map_or(0, |peer| peer.high.len() + peer.bulk.len())
+        self.peers.get(&peer).map_or(0, |peer| peer.queues.iter().map(Queue::len).sum())
     }
 
+    /// Routes take turns, so that none waits for a path of another.
     fn next_of_peer(&mut self, now: Duration, id: PeerId) -> Option<Post> {
-        let path = self.best_path(now, id)?;
+        let turn = self.peers.get(&id)?.turn;
+        for step in 1..=Route::ALL.len() {
+            let index = (turn + step) % Route::ALL.len();
+            if self.peers.get(&id).is_none_or(|peer| peer.queues[index].is_empty()) {
+                continue;
+            }
+            let route = Route::ALL[index];
+            let Some(path) = self.best_path(now, id, route) else { continue };
+            if let Some(post) = self.next_of_route(now, id, route, path) {
+                return Some(post);
+            }
+        }
+        if self.peers.get(&id).is_none_or(|peer| peer.queues.iter().all(Queue::is_empty)) {
+            self.waiting.remove(&id);
+        }
+        None
+    }
+
+    fn next_of_route(&mut self, now: Duration, id: PeerId, route: Route, path: PathId) -> Option<Post> {
         loop {
             let peer = self.peers.get_mut(&id)?;
             let bulk_first = peer.posts.is_multiple_of(self.options.bulk_every);
-            let queue = match (peer.high.is_empty(), peer.bulk.is_empty()) {
-                (true, true) => {
-                    self.waiting.remove(&id);
-                    return None;
-                }
-                (false, false) if bulk_first => &mut peer.bulk,
-                (false, _) => &mut peer.high,
-                (true, false) => &mut peer.bulk,
-            };
-            let ticket = queue.pop_front()?;
-            if !self.live.get(&ticket).is_some_and(|transfer| transfer.queued) {
+            let ticket = peer.queues[route.index()].pop(bulk_first)?;
+            if !self.live.get(&ticket).is_some_and(|transfer| transfer.queued.serves(route)) {
                 peer.dead = peer.dead.saturating_sub(1);
                 continue;
             }
-            let Some(work) = self.next_work(ticket, path) else { continue };
+            let Some(work) = self.next_work(ticket, route, path) else { continue };
             if let Some(peer) = self.peers.get_mut(&id) {
                 peer.posts = peer.posts.wrapping_add(1);
+                peer.turn = route.index();
             }
             let post = self.post(now, ticket, path, work);
             self.queue(ticket, false);
@@ -76,18 +87,17 @@ impl Transfers {
         }
     }
 
-    /// Takes what a transfer posts next on a path, if it has something to post now.
-    fn next_work(&mut self, ticket: Ticket, path: PathId) -> Option<Work> {
+    /// Takes what a transfer posts next on a path for a route, if it has something to post there now.
+    fn next_work(&mut self, ticket: Ticket, route: Route, path: PathId) -> Option<Work> {
         let transfer = self.live.get_mut(&ticket)?;
-        transfer.queued = false;
-        if !transfer.runs.is_empty() {
+        transfer.queued = transfer.queued.without(Reach::of(&[route]));
+        if route != Route::Words {
             let (op, options) = (transfer.op, &self.options);
-            let known = self.paths.get(&path).filter(|_| op == Op::Read);
-            let bytes = known.map_or(options.chunk_bytes, |path| path.read_bytes);
-            return Some(Work::Move { op, runs: transfer.take_chunk(bytes, options.chunk_runs) });
+            let bytes = self.paths.get(&path)?.post_bytes(op, options.chunk_bytes);
+            return transfer.take_chunk(route, bytes, options.chunk_runs);
         }
         let Immediate::Due { what, number } = &transfer.immediate else { return None };
-        if !transfer.under_way.is_empty() {
+        if !transfer.under_way.is_empty() || !transfer.stretches.is_empty() {
             return None;
         }
         let peer = self.peers.get_mut(&transfer.peer)?;
@@ -120,11 +130,15 @@ impl Transfers {
             transfer.no_room = false;
         }
         if let Some(known) = self.paths.get_mut(&path) {
-            known.under_way.insert(token, work.bytes());
-            known.bytes += work.bytes();
-            if work.bytes() > 0 {
+            let bytes = work.bytes();
+            known.under_way.insert(token, bytes);
+            if bytes > 0 {
                 known.tried = now;
+                if known.bytes == 0 {
+                    known.rate.begin(now);
+                }
             }
+            known.bytes += bytes;
             if !std::mem::replace(&mut known.watched, true) {
                 self.timers.insert((now.saturating_add(self.options.post_patience), Timer::Stall(path)));
             }
@@ -133,10 +147,14 @@ impl Transfers {
         Post { path, token, ticket, work }
     }
 
-    pub(super) fn take_posted(&mut self, token: Token) -> Option<Posted> {
+    pub(super) fn take_posted(&mut self, now: Duration, token: Token, is_placed: bool) -> Option<Posted> {
         let posted = self.posted.remove(&token)?;
         if let Some(path) = self.paths.get_mut(&posted.path) {
-            path.bytes -= path.under_way.remove(&token).unwrap_or(0);
+            let bytes = path.under_way.remove(&token).unwrap_or(0);
+            path.bytes -= bytes;
+            if bytes > 0 {
+                path.rate.note(now, is_placed.then_some(bytes));
+            }
         }
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             transfer.under_way.remove(&token);
@@ -148,7 +166,7 @@ impl Transfers {
     pub(super) fn post_again(&mut self, posted: Posted) {
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             match posted.work {
-                Work::Move { runs, .. } => transfer.runs.extend(runs.into_iter().rev()),
+                Work::Move { between, runs, .. } => transfer.put_back(between, runs),
                 Work::Tell { number, counter, generation } => {
                     let what = Told::Counter { counter, generation };
                     transfer.immediate = Immediate::Due { what, number: Some(number) };
@@ -195,63 +213,135 @@ impl Transfers {
 
     pub(super) fn queue(&mut self, ticket: Ticket, first: bool) {
         let Some(transfer) = self.live.get_mut(&ticket) else { return };
-        if transfer.queued || transfer.failure.is_some() || !transfer.can_post() {
+        if transfer.failure.is_some() {
             return;
         }
+        let more = transfer.routes_due().without(transfer.queued);
         let Some(peer) = self.peers.get_mut(&transfer.peer) else { return };
-        transfer.queued = true;
-        let queue = match transfer.priority {
-            Priority::High => &mut peer.high,
-            Priority::Bulk => &mut peer.bulk,
-        };
-        if first {
-            queue.push_front(ticket)
-        } else {
-            queue.push_back(ticket)
+        for route in more.routes() {
+            peer.queues[route.index()].push(ticket, transfer.priority, first);
+            self.waiting.insert(transfer.peer);
         }
-        self.waiting.insert(transfer.peer);
+        transfer.queued = transfer.queued.and(more);
     }
 
-    /// One more entry of a peer's queues is of a transfer that was given up. They are cleared away by the half.
-    pub(super) fn drop_from_queue(&mut self, peer: PeerId) {
+    /// So many more entries of a peer's queues are of transfers that were given up. They are cleared away by the half.
+    pub(super) fn drop_from_queues(&mut self, peer: PeerId, entries: usize) {
         let Some(known) = self.peers.get_mut(&peer) else { return };
-        known.dead += 1;
-        if known.dead * 2 <= known.high.len() + known.bulk.len() {
+        known.dead += entries;
+        if known.dead * 2 <= known.queues.iter().map(Queue::len).sum() {
             return;
         }
-        let live = |ticket: &Ticket| self.live.get(ticket).is_some_and(|transfer| transfer.queued);
-        known.high.retain(live);
-        known.bulk.retain(live);
+        for route in Route::ALL {
+            let live =
+                |ticket: &Ticket| self.live.get(ticket).is_some_and(|transfer| transfer.queued.serves(route));
+            known.queues[route.index()].retain(live);
+        }
         known.dead = 0;
+    }
+
+    /// The routes of all that is still to be placed of a transfer, posted or not.
+    pub(super) fn routes_needed(&self, ticket: Ticket) -> Reach {
+        let Some(transfer) = self.live.get(&ticket) else { return Reach::NOTHING };
+        let mut needed = transfer.routes_of_stretches();
+        if matches!(transfer.immediate, Immediate::Due { .. }) {
+            needed = needed.and(Reach::of(&[Route::Words]));
+        }
+        let posted = transfer.under_way.iter().filter_map(|token| self.posted.get(token));
+        posted.fold(needed, |needed, posted| needed.and(Reach::of(&[posted.work.route()])))
+    }
+}
+
+impl Queue {
+    fn len(&self) -> usize {
+        self.high.len() + self.bulk.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn push(&mut self, ticket: Ticket, priority: Priority, first: bool) {
+        let queue = match priority {
+            Priority::High => &mut self.high,
+            Priority::Bulk => &mut self.bulk,
+        };
+        if first { queue.push_front(ticket) } else { queue.push_back(ticket) }
+    }
+
+    fn pop(&mut self, bulk_first: bool) -> Option<Ticket> {
+        match bulk_first && !self.bulk.is_empty() {
+            true => self.bulk.pop_front(),
+            false => self.high.pop_front().or_else(|| self.bulk.pop_front()),
+        }
+    }
+
+    fn retain(&mut self, is_live: impl Fn(&Ticket) -> bool) {
+        self.high.retain(&is_live);
+        self.bulk.retain(is_live);
+    }
+}
+
+impl Path {
+    /// Most bytes of a post.
+    fn post_bytes(&self, op: Op, chunk_bytes: u64) -> u64 {
+        let own = match op {
+            Op::Write => self.spec.write_bytes,
+            Op::Read => self.spec.read_bytes,
+        };
+        own.unwrap_or(chunk_bytes).max(1)
     }
 }
 
 impl Transfer {
-    /// The next runs, within the limits of one post.
-    fn take_chunk(&mut self, bytes: u64, most: usize) -> Vec<Run> {
-        let mut chunk = Vec::new();
+    /// The next runs of a route, between two memories and within the limits of one post.
+    fn take_chunk(&mut self, route: Route, bytes: u64, most: usize) -> Option<Work> {
+        let index = self.stretches.iter().position(|stretch| stretch.between.route() == route)?;
+        let Stretch { between, runs: waiting } = &mut self.stretches[index];
+        let mut runs = Vec::new();
         let mut left = bytes;
-        while left > 0 && chunk.len() < most {
-            let Some(run) = self.runs.pop() else { break };
+        while left > 0 && runs.len() < most {
+            let Some(run) = waiting.pop() else { break };
             let (run, rest) = run.split(run.len.min(left));
             if rest.len > 0 {
-                self.runs.push(rest);
+                waiting.push(rest);
             }
             left -= run.len;
-            chunk.push(run);
+            runs.push(run);
         }
-        chunk
+        let work = Work::Move { op: self.op, between: *between, runs };
+        if waiting.is_empty() {
+            self.stretches.swap_remove(index);
+        }
+        Some(work)
+    }
+
+    /// Runs that were posted are to be posted again, ahead of others.
+    fn put_back(&mut self, between: Between, runs: Vec<Run>) {
+        let backwards = runs.into_iter().rev();
+        match self.stretches.iter_mut().find(|stretch| stretch.between == between) {
+            Some(stretch) => stretch.runs.extend(backwards),
+            None => self.stretches.push(Stretch { between, runs: backwards.collect() }),
+        }
     }
 
     pub(super) fn has_more(&self) -> bool {
-        !self.runs.is_empty() || matches!(self.immediate, Immediate::Due { .. })
+        !self.stretches.is_empty() || matches!(self.immediate, Immediate::Due { .. })
     }
 
-    fn can_post(&self) -> bool {
-        if self.again.is_some() {
-            return false;
+    fn routes_of_stretches(&self) -> Reach {
+        let add = |reach: Reach, stretch: &Stretch| reach.and(Reach::of(&[stretch.between.route()]));
+        self.stretches.iter().fold(Reach::NOTHING, add)
+    }
+
+    /// The routes on which it has something to post now.
+    fn routes_due(&self) -> Reach {
+        let is_told_next = self.stretches.is_empty() && self.under_way.is_empty() && self.has_more();
+        match self.again {
+            Some(_) => Reach::NOTHING,
+            None if is_told_next => Reach::of(&[Route::Words]),
+            None => self.routes_of_stretches(),
         }
-        !self.runs.is_empty() || (self.under_way.is_empty() && self.has_more())
     }
 }
 

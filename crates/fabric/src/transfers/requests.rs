@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use thiserror::Error;
 
+use super::reach::{Between, Route, Stretch};
 use crate::runs::Run;
 
 /// A process that bytes move to or from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub(super) u32);
 
-/// A way to a peer: a pair of addresses, joined by a connection while it is up.
+/// A way to a peer, of one carrier: joined by a connection while it is up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathId(pub(super) u32);
 
@@ -61,8 +62,8 @@ pub struct Request {
     pub peer: PeerId,
     /// Which way.
     pub op: Op,
-    /// What, as [`crate::Pieces::runs`] makes them; may be empty.
-    pub runs: Vec<Run>,
+    /// What; may be empty. Each memory of either side is posted by itself.
+    pub stretches: Vec<Stretch>,
     /// The number of a counter at the peer and its generation: told once all bytes are in place.
     pub immediate: Option<(u32, u32)>,
     /// When it is given up, if ever.
@@ -78,6 +79,8 @@ pub enum Work {
     Move {
         /// Which way.
         op: Op,
+        /// Between which memories.
+        between: Between,
         /// Which; none is empty.
         runs: Vec<Run>,
     },
@@ -139,7 +142,7 @@ pub enum Failure {
     /// The peer refused a part: its descriptor is out of date, or does not cover the bytes.
     #[error("the peer refused the transfer: describe its memory again")]
     Refused,
-    /// No path to the peer has been up for too long, or the peer was removed.
+    /// No path to the peer that reaches the memory has been up for too long, or the peer was removed.
     #[error("the peer cannot be reached any more")]
     PeerLost,
     /// Paths broke again and again while they carried it, and nothing of it was placed in between.
@@ -179,11 +182,20 @@ pub enum Action {
     Close(PathId, u32),
     /// Connect this path, as the connection of that number; answer [`crate::Transfers::path_up`] or [`crate::Transfers::path_broke`].
     Connect(PathId, u32),
-    /// No path to the peer has been up for [`crate::Options::peer_patience`]; all its transfers are failed.
-    Lost(PeerId),
+    /// No path to the peer that serves this route has been up for [`crate::Options::peer_patience`]; all transfers that need
+    /// one are failed.
+    Lost(PeerId, Route),
 }
 
 impl Work {
+    /// What it needs of its path.
+    pub(super) fn route(&self) -> Route {
+        match self {
+            Work::Move { between, .. } => between.route(),
+            Work::Tell { .. } | Work::Say { .. } => Route::Words,
+        }
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),

@@ -30,19 +30,20 @@ fn every_transfer_ends_once_rightly_told_and_nothing_is_written_late() {
     println!("seeds from {first} on");
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     let mut messages: BTreeMap<String, u64> = BTreeMap::new();
-    let mut posts = 0;
+    let (mut posts, mut second_best) = (0, 0);
     for seed in first..first + number("KVLANE_TEST_SEEDS").unwrap_or(SEEDS) {
         let mut world = World::new(seed, Fault::None);
         if let Err(wrong) = world.run() {
             panic!("seed {seed}: {wrong}");
         }
         posts += world.network.posts;
+        second_best += world.network.second_best;
         for known in world.ledger.known.values() {
             let ends = if known.is_message { &mut messages } else { &mut ends };
             *ends.entry(format!("{:?}", known.over.unwrap())).or_default() += 1;
         }
     }
-    println!("{posts} posts; {ends:?}; messages: {messages:?}");
+    println!("{posts} posts, {second_best} over the second carrier; {ends:?}; messages: {messages:?}");
     // The seeds see every way to end.
     if number("KVLANE_TEST_SEEDS").is_none() {
         for end in [

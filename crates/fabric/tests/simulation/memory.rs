@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvlane_fabric::{Op, Request, Run, Ticket};
+use kvlane_fabric::{Memory as Kind, Op, Place, Request, Run, Ticket};
 
 /// Bytes of each transfer's own part of the memory.
 pub(crate) const SLICE: u64 = 4096;
@@ -32,7 +32,7 @@ impl Memory {
 
     /// A transfer begins.
     pub(crate) fn expect(&mut self, ticket: Ticket, peer: usize, request: &Request) {
-        let bytes = request.runs.iter().map(|run| {
+        let bytes = request.stretches.iter().flat_map(|stretch| &stretch.runs).map(|run| {
             let (here, there, len) = range(run);
             match request.op {
                 Op::Write => (there, self.local[here..here + len].to_vec()),
@@ -80,6 +80,11 @@ impl Memory {
             .chain([(&self.local, CANARY)])
             .all(|(memory, canary)| memory[..used].iter().all(|byte| *byte == canary))
     }
+}
+
+/// Where a place lies: the regions of both sides are of these memories.
+pub(crate) fn memory_of(place: Place) -> Kind {
+    [Kind::Host(0), Kind::Host(1), Kind::Gpu(0)][place.region as usize]
 }
 
 fn range(run: &Run) -> (usize, usize, usize) {

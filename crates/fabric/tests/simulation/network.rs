@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use kvlane_fabric::{
     Admission, Arrival, Completion, EngineId, Event, Immediates, Inbox, InboxOptions, Message, NotNow,
-    Options, PathId, PeerId, Post, Provider, Ticket, Token, Work,
+    Options, PathId, PathSpec, PeerId, Post, Provider, Route, Ticket, Token, Work,
 };
 
 use crate::dice::Dice;
-use crate::memory::Memory;
+use crate::memory::{Memory, memory_of};
 
 /// Longest time from a break until everything has been given back.
 pub(crate) const FLUSH_US: u64 = 400;
@@ -21,6 +21,10 @@ const SENDER: u128 = 1;
 pub(crate) enum Next {
     Submit(usize),
     Cancel(usize),
+    /// A carrier's path to a peer goes for good, while its peer lives.
+    Vanish(PathId),
+    /// One like it comes.
+    Return(usize, u8),
     Tick,
     Network(Happening),
 }
@@ -84,6 +88,13 @@ pub(crate) struct Seen {
     pub(crate) is_over: bool,
 }
 
+#[derive(Clone, Copy)]
+struct PathAt {
+    peer: usize,
+    spec: PathSpec,
+    has_vanished: bool,
+}
+
 /// Peers and the paths to them.
 pub(crate) struct Network {
     pub(crate) dice: Dice,
@@ -98,7 +109,10 @@ pub(crate) struct Network {
     pub(crate) messages: HashMap<u64, (Ticket, Vec<u8>, usize)>,
     /// Transfers of which every post breaks its path.
     pub(crate) poison: HashSet<Ticket>,
-    pub(crate) lost: HashSet<PeerId>,
+    /// Of each peer, the routes for which it was lost.
+    pub(crate) lost: HashSet<(PeerId, Route)>,
+    /// Posts that a path of another class than the best has carried.
+    pub(crate) second_best: usize,
     pub(crate) posts: usize,
     /// What is wrong with what was asked of the network, or with what it led to.
     pub(crate) wrong: Option<String>,
@@ -109,12 +123,16 @@ pub(crate) struct Network {
     made: u64,
     happened: VecDeque<Event>,
     /// By the peer's place.
-    paths: Vec<(PeerId, Vec<PathId>)>,
+    peers: Vec<PeerId>,
+    /// All that ever were, those that have vanished too.
+    paths: BTreeMap<PathId, PathAt>,
+    /// Paths that are to come for those that have vanished.
+    to_return: usize,
     /// Between these times nobody answers.
     dead: HashMap<PathId, (u64, u64)>,
     /// The connection of each path that is up, and when a peer's last path went.
     up: HashMap<PathId, u32>,
-    last_up: HashMap<PeerId, u64>,
+    last_up: HashMap<(PeerId, Route), u64>,
     taken: BTreeMap<Token, Taken>,
     late: Vec<Taken>,
     late_pending: usize,
@@ -130,15 +148,15 @@ impl Network {
         fault: Fault,
         limits: Options,
         memory: Memory,
-        paths: Vec<(PeerId, Vec<PathId>)>,
+        peers: Vec<PeerId>,
     ) -> Network {
         let (mut inboxes, mut slow) = (Vec::new(), Vec::new());
-        for _ in &paths {
+        for _ in &peers {
             let messages = 1 + dice.below(3) as usize;
             inboxes.push(Inbox::new(InboxOptions { messages, bytes: 3000 }));
             slow.push(if dice.one_in(3) { 20_000 } else { 500 });
         }
-        let mut network = Network {
+        Network {
             dice,
             now: 0,
             calm: false,
@@ -149,14 +167,17 @@ impl Network {
             poison: HashSet::new(),
             lost: HashSet::new(),
             posts: 0,
+            second_best: 0,
             wrong: None,
             fault,
             limits,
             agenda: BinaryHeap::new(),
             made: 0,
             happened: VecDeque::new(),
-            immediates: paths.iter().map(|_| Immediates::default()).collect(),
-            paths,
+            immediates: peers.iter().map(|_| Immediates::default()).collect(),
+            peers,
+            paths: BTreeMap::new(),
+            to_return: 0,
             dead: HashMap::new(),
             up: HashMap::new(),
             last_up: HashMap::new(),
@@ -165,24 +186,44 @@ impl Network {
             late_pending: 0,
             inboxes,
             slow,
-        };
-        network.plan();
-        network
+        }
     }
 
-    /// What goes wrong, and when.
-    fn plan(&mut self) {
-        for path in self.all_paths() {
-            for _ in 0..self.dice.below(3) {
-                let at = self.dice.below(5000);
-                self.later(at, Next::Network(Happening::Break(path)));
-            }
-            if self.dice.one_in(4) {
-                let (at, long) = (self.dice.below(4000), self.dice.below(40_000));
-                self.dead.insert(path, (at, at + long));
-                self.later(at, Next::Network(Happening::Break(path)));
-            }
+    /// There is one more path. What goes wrong with it, and when.
+    pub(crate) fn add_path(&mut self, path: PathId, peer: usize, spec: PathSpec) {
+        self.to_return = self.to_return.saturating_sub(1);
+        self.paths.insert(path, PathAt { peer, spec, has_vanished: false });
+        if self.calm {
+            return;
         }
+        for _ in 0..self.dice.below(3) {
+            let at = self.now + self.dice.below(5000);
+            self.later(at, Next::Network(Happening::Break(path)));
+        }
+        if self.dice.one_in(4) {
+            let (at, long) = (self.now + self.dice.below(4000), self.dice.below(40_000));
+            self.dead.insert(path, (at, at + long));
+            self.later(at, Next::Network(Happening::Break(path)));
+        }
+        // Words have to come through: their paths break, but they do not vanish.
+        if !spec.reach.serves(Route::Words) && self.dice.one_in(2) {
+            let at = self.now + self.dice.below(6000);
+            self.later(at, Next::Vanish(path));
+        }
+    }
+
+    /// A path is gone for good. Another one of its kind comes later.
+    pub(crate) fn note_vanished(&mut self, path: PathId) {
+        if self.up.contains_key(&path) {
+            self.note_not_up(path);
+        }
+        let at = self.paths.get_mut(&path).unwrap();
+        at.has_vanished = true;
+        let (peer, class) = (at.peer, at.spec.class);
+        let after = if self.dice.one_in(3) { 15_000 } else { 3000 };
+        let at = self.now + self.dice.below(after);
+        self.to_return += 1;
+        self.later(at, Next::Return(peer, class));
     }
 
     /// Nothing goes wrong any more.
@@ -217,15 +258,20 @@ impl Network {
     }
 
     pub(crate) fn is_all_up(&self) -> bool {
-        self.up.len() == self.all_paths().len()
-    }
-
-    fn all_paths(&self) -> Vec<PathId> {
-        self.paths.iter().flat_map(|(_, paths)| paths).copied().collect()
+        let mut paths = self.paths.iter().filter(|(_, at)| !at.has_vanished);
+        self.to_return == 0 && paths.all(|(path, _)| self.up.contains_key(path))
     }
 
     fn peer_of(&self, path: PathId) -> usize {
-        self.paths.iter().position(|(_, paths)| paths.contains(&path)).unwrap()
+        self.paths[&path].peer
+    }
+
+    /// Paths of a peer that are up and serve a route.
+    fn up_for(&self, peer: usize, route: Route) -> impl Iterator<Item = (PathId, PathSpec)> {
+        let serves = move |(path, at): &(&PathId, &PathAt)| {
+            at.peer == peer && !at.has_vanished && at.spec.reach.serves(route) && self.up.contains_key(path)
+        };
+        self.paths.iter().filter(serves).map(|(path, at)| (*path, at.spec))
     }
 
     fn is_wrong(&mut self, what: impl Into<String>) {
@@ -290,11 +336,18 @@ impl Network {
         }
     }
 
+    /// A path that was up is not any more. One that has vanished is nobody's hope.
+    fn note_not_up(&mut self, path: PathId) {
+        let PathAt { peer, spec, has_vanished } = self.paths[&path];
+        for route in Route::ALL.into_iter().filter(|route| !has_vanished && spec.reach.serves(*route)) {
+            self.last_up.insert((self.peers[peer], route), self.now);
+        }
+    }
+
     /// Whoever ended the connection.
     fn break_path(&mut self, path: PathId) {
         let Some(connection) = self.up.remove(&path) else { return };
-        let peer = self.paths[self.peer_of(path)].0;
-        self.last_up.insert(peer, self.now);
+        self.note_not_up(path);
         self.soon(FLUSH_US, Happening::Flush(path, connection));
         // The news may come late, or only by what is given back, or again and again.
         if self.dice.one_in(2) {
@@ -414,7 +467,7 @@ impl Network {
     fn take_effect(&mut self, path: PathId, ticket: Ticket, work: Work, admission: Option<Admission>) {
         let peer = self.peer_of(path);
         match work {
-            Work::Move { op, runs } => self.memory.copy(op, peer, &runs),
+            Work::Move { op, runs, .. } => self.memory.copy(op, peer, &runs),
             Work::Tell { number, counter, generation } => {
                 let arrival = self.immediates[peer].arrive(SENDER, number, counter, generation);
                 let ticket = self.counters[&counter];
@@ -445,7 +498,29 @@ impl Network {
         if under_way > self.limits.credits as usize {
             self.is_wrong("more posts than credits");
         }
-        if let Work::Move { runs, .. } = &post.work {
+        let PathAt { peer, spec, has_vanished } = self.paths[&post.path];
+        let route = match &post.work {
+            Work::Move { between, .. } => between.route(),
+            Work::Tell { .. } | Work::Say { .. } => Route::Words,
+        };
+        if !spec.reach.serves(route) || has_vanished {
+            self.is_wrong(format!("{route:?} over a path that does not serve it"));
+        }
+        self.second_best += usize::from(spec.class > 0);
+        // The news of a break may be late.
+        let believed_up = |other: &PathId| {
+            !self.happened.iter().any(|event| matches!(event, Event::Up { path, .. } if path == other))
+        };
+        if self.up_for(peer, route).any(|(other, known)| known.class < spec.class && believed_up(&other)) {
+            self.is_wrong("a post over a path of a lower class while a better one is up");
+        }
+        if let Work::Move { between, runs, .. } = &post.work {
+            if runs
+                .iter()
+                .any(|run| memory_of(run.local) != between.local || memory_of(run.remote) != between.remote)
+            {
+                self.is_wrong("a post of two memories");
+            }
             let bytes: u64 = runs.iter().map(|run| run.len).sum();
             if !(1..=self.limits.chunk_bytes).contains(&bytes) || runs.iter().any(|run| run.len == 0) {
                 self.is_wrong(format!("a post of {bytes} bytes"));
@@ -472,14 +547,14 @@ impl Provider for Network {
         }
     }
 
-    fn lost(&mut self, now: Duration, peer: PeerId) {
-        let since = Duration::from_micros(self.last_up.get(&peer).copied().unwrap_or(0));
-        let paths = self.paths.iter().filter(|(other, _)| *other == peer).flat_map(|(_, paths)| paths);
-        if paths.into_iter().any(|path| self.up.contains_key(path)) || now < since + self.limits.peer_patience
-        {
+    fn lost(&mut self, now: Duration, peer: PeerId, route: Route) {
+        let since = Duration::from_micros(self.last_up.get(&(peer, route)).copied().unwrap_or(0));
+        let place = self.peers.iter().position(|other| *other == peer).unwrap();
+        let is_up = self.up_for(place, route).next().is_some();
+        if is_up || now < since + self.limits.peer_patience {
             self.is_wrong("a peer is lost that was there a moment ago");
         }
-        self.lost.insert(peer);
+        self.lost.insert((peer, route));
     }
 
     fn post(&mut self, _: Duration, post: Post) -> Result<(), NotNow> {

@@ -4,11 +4,22 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvlane_fabric::{Failure, Op, Options, PeerId, Place, Priority, Request, Run, Ticket, Transfers, drive};
+use kvlane_fabric::{
+    Between, Failure, Op, Options, PathSpec, PeerId, Place, Priority, Reach, Request, Run, Stretch, Ticket,
+    Transfers, drive,
+};
 
 use crate::dice::Dice;
-use crate::memory::{Memory, SLICE};
+use crate::memory::{Memory, SLICE, memory_of};
 use crate::network::{FLUSH_US, Fault, Network, Next};
+
+/// What carries immediates and messages.
+const WORDS: PathSpec = PathSpec { reach: Reach::WORDS, ..EVERYTHING };
+/// A carrier that reaches the hosts' memory only, and is preferred there.
+const FAST: PathSpec = PathSpec { reach: Reach::HOSTS, ..EVERYTHING };
+/// One that reaches all memory.
+const SLOW: PathSpec = PathSpec { reach: Reach::ALL_MEMORY, class: 1, ..EVERYTHING };
+const EVERYTHING: PathSpec = PathSpec { reach: Reach::ALL, class: 0, write_bytes: None, read_bytes: None };
 
 /// More events mean that something goes round and round.
 const EVENTS_MAX: usize = 200_000;
@@ -77,16 +88,21 @@ impl World {
             room_pause_max: Duration::from_micros(1000),
         };
         let mut transfers = Transfers::new(options.clone());
-        let paths: Vec<_> = (0..=dice.below(2))
-            .map(|_| transfers.add_peer(Duration::ZERO, 1 + dice.below(3) as usize))
-            .collect();
-        let peers: Vec<PeerId> = paths.iter().map(|(peer, _)| *peer).collect();
+        let peers: Vec<PeerId> = (0..=dice.below(2)).map(|_| transfers.add_peer(Duration::ZERO)).collect();
+        // Some peers have paths that serve everything; others have two carriers beside what carries words.
+        let mut specs = Vec::new();
+        for peer in 0..peers.len() {
+            let carriers = [(WORDS, 1 + dice.below(2)), (FAST, 1 + dice.below(2)), (SLOW, 1 + dice.below(2))];
+            let kinds =
+                if dice.one_in(3) { vec![(EVERYTHING, 1 + dice.below(3))] } else { carriers.to_vec() };
+            specs.extend(kinds.into_iter().flat_map(|(spec, count)| (0..count).map(move |_| (peer, spec))));
+        }
         let count = 1 + dice.below(8);
         let messages = dice.below(6);
         // The last ones are for what is transferred when nothing goes wrong any more.
         let memory = Memory::new(count + peers.len() as u64, peers.len());
         let mut world = World {
-            network: Network::new(dice, fault, options.clone(), memory, paths),
+            network: Network::new(dice, fault, options.clone(), memory, peers.clone()),
             ledger: Ledger { known: HashMap::new(), options, wrong: None },
             transfers,
             fault,
@@ -96,8 +112,15 @@ impl World {
             peers,
             tick_at: None,
         };
+        specs.into_iter().for_each(|(peer, spec)| world.add_path(peer, spec));
         world.plan(count, messages);
         world
+    }
+
+    fn add_path(&mut self, peer: usize, spec: PathSpec) {
+        let (now, id) = (self.network.time(), self.peers[peer]);
+        let path = self.transfers.add_path(now, id, spec).unwrap();
+        self.network.add_path(path, peer, spec);
     }
 
     /// What is asked for, and when.
@@ -124,19 +147,26 @@ impl World {
         let peer = self.any_peer();
         let slice = self.slice();
         let dice = &mut self.network.dice;
-        let mut runs = Vec::new();
-        // Ranges that do not overlap, of any length, in shuffled order on the other side.
+        let mut stretches: Vec<Stretch> = Vec::new();
+        // Ranges that do not overlap, of any length, in shuffled order on the other side, in several memories.
         let pieces = dice.below(6);
         let piece = SLICE / 6;
+        let memories = if dice.one_in(2) { 1 } else { 3 };
         for number in 0..pieces {
-            let place = |number| Place { region: 0, offset: slice + number * piece };
-            let len = dice.below(piece + 1);
-            runs.push(Run { local: place(number), remote: place(pieces - 1 - number), len });
+            let mut place =
+                |number| Place { region: dice.below(memories) as u32, offset: slice + number * piece };
+            let (local, remote) = (place(number), place(pieces - 1 - number));
+            let run = Run { local, remote, len: dice.below(piece + 1) };
+            let between = Between { local: memory_of(local), remote: memory_of(remote) };
+            match stretches.iter_mut().find(|stretch| stretch.between == between) {
+                Some(stretch) => stretch.runs.push(run),
+                None => stretches.push(Stretch { between, runs: vec![run] }),
+            }
         }
         let request = Request {
             peer,
             op: if dice.one_in(2) { Op::Read } else { Op::Write },
-            runs,
+            stretches,
             immediate: dice.one_in(2).then_some((index as u32, 0)),
             deadline: dice.one_in(3).then(|| Duration::from_micros(at + dice.below(3000))),
             priority: if dice.one_in(2) { Priority::High } else { Priority::Bulk },
@@ -155,11 +185,11 @@ impl World {
         let dice = &mut self.network.dice;
         let deadline = Some(Duration::from_micros(at + dice.below(12_000)));
         let priority = if dice.one_in(2) { Priority::High } else { Priority::Bulk };
-        let (op, runs, immediate) = (Op::Write, Vec::new(), None);
+        let (op, stretches, immediate) = (Op::Write, Vec::new(), None);
         // It says which it is.
         let mut bytes = index.to_le_bytes().to_vec();
         bytes.resize(8 + dice.below(1500) as usize, index as u8);
-        let request = Request { peer, op, runs, immediate, deadline, priority };
+        let request = Request { peer, op, stretches, immediate, deadline, priority };
         Asked { request, message: Some(bytes.into()), slice: None, is_poison: false }
     }
 
@@ -178,9 +208,10 @@ impl World {
             let index = self.requests.len();
             let offset = self.slice();
             let place = Place { region: 0, offset };
-            let runs = vec![Run { local: place, remote: place, len: SLICE }];
+            let stretches = vec![Stretch::of_hosts(vec![Run { local: place, remote: place, len: SLICE }])];
             let (op, priority, deadline) = (Op::Write, Priority::Bulk, None);
-            let request = Request { peer, op, runs, immediate: Some((index as u32, 0)), deadline, priority };
+            let immediate = Some((index as u32, 0));
+            let request = Request { peer, op, stretches, immediate, deadline, priority };
             self.requests.push(Asked { request, message: None, slice: Some(offset), is_poison: false });
             self.network.later(self.network.now, Next::Submit(index));
             let mut message = self.message(index as u64 + 1, self.network.now);
@@ -210,6 +241,12 @@ impl World {
             match next {
                 Next::Submit(index) => self.submit(index)?,
                 Next::Cancel(index) => self.cancel(index),
+                Next::Vanish(_) if self.network.calm => {}
+                Next::Vanish(path) => {
+                    self.network.note_vanished(path);
+                    self.transfers.remove_path(self.network.time(), path);
+                }
+                Next::Return(peer, class) => self.add_path(peer, if class == 0 { FAST } else { SLOW }),
                 Next::Tick => {}
                 Next::Network(happening) => self.network.happen(happening),
             }
@@ -359,7 +396,7 @@ impl Ledger {
             Err(Failure::Cancelled) => known.cancelled,
             Err(Failure::Refused) => seen.refused,
             Err(Failure::Gpu) => seen.gpu_failed,
-            Err(Failure::PeerLost) => network.lost.contains(&known.peer),
+            Err(Failure::PeerLost) => network.lost.iter().any(|(peer, _)| *peer == known.peer),
             Err(Failure::NoRoom) => seen.no_room && known.deadline.is_some_and(|at| now >= at),
             Err(Failure::PathsBreak) => seen.breaks > self.options.breaks_max,
             Ok(()) | Err(Failure::DeadlineExceeded) => true,
