@@ -249,10 +249,16 @@ class Engine:
         only where this engine has neither a token nor a runtime folder."""
         return self._core.describe()
 
-    def connect(self, descriptor: bytes) -> Peer:
-        """A peer, by its descriptor. Returns at once: transfers wait for the connection. ValueError for a descriptor of
-        another version of kvlane, or where only one of both engines has a token."""
-        return Peer(self, self._core.connect(descriptor))
+    def connect(self, peer: bytes | str, timeout: float = 5.0) -> Peer:
+        """A peer, by its descriptor or by the address at which it listens, HOST:PORT.
+
+        By its descriptor this returns at once: transfers wait for the connection. ValueError for a descriptor of another
+        version of kvlane, or where only one of both engines has a token. By its address this waits until both have
+        proved the token, or their user's secret, and the peer has told what it has registered (`Peer.regions`).
+        ConnectionError if that has not happened after so many seconds."""
+        if isinstance(peer, str):
+            return Peer(self, self._core.connect_to(peer, timeout * 1e3))
+        return Peer(self, self._core.connect(peer))
 
     def group(self, peers: Sequence[Peer]) -> Group:
         """These peers, in this order, as one. ValueError if one of them is there twice, KeyError if one was
@@ -272,8 +278,8 @@ class Engine:
 
     @property
     def connections_without_rings(self) -> int:
-        """Connections by cma, ours and peers', that had to do without shared memory for small things since the engine
-        was made; `Path.no_rings` says why."""
+        """Control connections to processes of this host, ours and peers', that had to do without shared memory since the
+        engine was made; `Path.no_rings` says why."""
         return self._core.connections_without_rings()
 
     @property
@@ -393,20 +399,34 @@ class Pages:
 class Path(NamedTuple):
     """A way to a peer, as it is now."""
 
-    address: str
+    carrier: str
+    """What carries it. "control": messages, counters and what carriers say to each other. For bytes: "cma" (process_vm)
+    between processes of a host that may read each other's memory, "tcp" for the memory of hosts otherwise, "tcp-slots"
+    where a GPU's memory is on either side."""
+    address: str | None
+    """Of the peer; None before it was tried."""
     up: bool
-    """Whether it carries transfers."""
-    transport: str
-    """How bytes travel: "tcp", or "cma" (process_vm) between processes of a host that may read each other's memory."""
-    fallback: str | None
-    """Why they do not travel by cma; None if they do, or if that was not wanted."""
+    """Whether it carries something."""
     bytes_per_second: float | None
-    """Of the last parts that it carried, each by itself; None before the first."""
+    """Over the last parts that it carried, in the time in which it had any; None before the first."""
     trouble: str | None
-    """Why it broke or could not be made the last time."""
+    """Why it broke, or cannot be, the last time that it was tried."""
     no_rings: str | None = None
-    """By cma: why small writes and what is said beside the bytes go through the socket, and not through shared memory.
-    None if they do not, and over TCP."""
+    """Of "control" between processes of a host: why what is said goes through the socket, and not through shared memory.
+    None if it does not."""
+
+
+class RemoteRegion(NamedTuple):
+    """Memory that a peer has registered."""
+
+    number: int
+    """By which transfers name it."""
+    length: int
+    """In bytes."""
+    writable: bool
+    """Whether it may be written, and not only read."""
+    gpu: bool
+    """Whether it is a GPU's."""
 
 
 class Peer:
@@ -470,8 +490,14 @@ class Peer:
         """Who messages from the peer are from."""
         return EngineId(*self._core.id())
 
+    @property
+    def regions(self) -> list[RemoteRegion]:
+        """What the peer has registered. While it is connected it tells by itself what changes."""
+        return [RemoteRegion(*region) for region in self._engine._core.regions(self._core)]
+
     def update(self, descriptor: bytes) -> None:
-        """Take note of what the peer has registered since. KeyError if it is another process by now."""
+        """Take note of what the peer has registered since, before it tells by itself. KeyError if it is another process by
+        now."""
         self._engine._core.update(self._core, descriptor)
 
     @property
@@ -637,7 +663,7 @@ class Transfer:
             if issubclass(kind, PeerLost):
                 with suppress(ValueError):  # the engine was closed
                     down = [path for path in self._peer.paths if path.trouble and not path.up]
-                    sentence = "; ".join([sentence, *(f"{path.address}: {path.trouble}" for path in down)])
+                    sentence = "; ".join([sentence, *(f"{path.carrier} {path.address or ''}: {path.trouble}" for path in down)])
             raise kind(sentence)
 
     @property

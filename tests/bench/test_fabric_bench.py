@@ -148,7 +148,9 @@ def test_each_address_of_the_far_side_and_each_connection_is_a_path(
     far.open(1 << 16, listen=fabric._listen(parser.parse_args(nics)))
     near.open(1 << 16, connections=2)
     near.connect(far.listen())
-    hosts = [path.address.rpartition(":")[0] for path in near.peer.paths]
+    # A transfer waits until there are paths for bytes.
+    near.peer.read(near.region, near.remote, [(0, 0, 1)]).wait(30)
+    hosts = [str(path.address).rpartition(":")[0] for path in near.peer.paths if path.carrier == "tcp"]
     assert sorted(hosts) == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
     assert fabric._listen(parser.parse_args(["--nics", "::1", "--listen", "h:7"])) == ["[::1]:7"]
     assert main(["fabric", *TINY, *nics, "--vs", "none", "--json"]) == 0

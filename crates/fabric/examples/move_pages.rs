@@ -18,7 +18,7 @@ fn receive() -> Outcome {
     let mut memory = vec![0u8; PAGE_BYTES as usize * PAGES];
     let engine = Engine::new(EngineOptions::default())?;
     // SAFETY: the memory outlives its registration, and is not looked at before the pages are there.
-    let region = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::ReadWrite) };
+    let region = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::ReadWrite) }?;
     let generation = engine.open_counter(DONE);
     println!("{generation} {}", engine.describe()?.to_text()?);
     assert!(engine.wait_count(DONE, generation, 1, Some(Duration::from_secs(30))), "nothing came");
@@ -34,7 +34,7 @@ fn send(line: &str) -> Outcome {
     let mut memory: Vec<u8> = (0..PAGES).flat_map(|page| [page as u8; PAGE_BYTES as usize]).collect();
     let engine = Engine::new(EngineOptions::default())?;
     // SAFETY: the memory outlives its registration.
-    let own = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::Read) };
+    let own = unsafe { engine.register(memory.as_mut_ptr(), memory.len() as u64, Access::Read) }?;
     let peer = engine.connect(&descriptor)?;
     let local = Pages::of(own, PAGE_BYTES, WANTED);
     let remote = Pages::of(descriptor.regions[0].number, PAGE_BYTES, FREE);

@@ -7,10 +7,11 @@
 //!  +------+------+------+--------+-------------+-----------------------------+----------+----------+
 //!  trust:            0 a token, 1 the user's secret, 2 the secret that follows: | secret 32 |
 //!  addresses, each:  | kind u8 | len u8 | len bytes |
-//!  regions, each:    | number u32 | generation u32 | kind u8 | access u8 | 0 u16 | 0 u32 | base u64 | len u64 | key u64 |
+//!  regions, each:    | number u32 | generation u32 | kind u8 | access u8 | 0 u16 | 0 u32 | len u64 |
 //! ```
 //! All numbers are little-endian. Bytes that are 0 here may mean something in a later version, which then has another
-//! number; kinds that a reader does not know are left out, since a newer peer may have more.
+//! number. Where the memory is, and by which keys it is reached, no descriptor says: an engine tells that whoever has proved
+//! the secret. Kinds that a reader does not know are left out, since a newer peer may have more.
 
 use std::str::FromStr;
 
@@ -21,9 +22,9 @@ use crate::trust::{SECRET_BYTES, Secret, Trust};
 /// Longest descriptor that is read.
 pub const DESCRIPTOR_BYTES_MAX: usize = 1 << 20;
 const MAGIC: [u8; 4] = *b"KVFD";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 const HEAD_BYTES: usize = 36;
-const REGION_BYTES: usize = 40;
+const REGION_BYTES: usize = 24;
 
 /// Where memory lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,10 +44,10 @@ pub enum Access {
     ReadWrite,
 }
 
-/// How the process is reached: the provider's name for it, and what only that provider understands.
+/// How the process is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Which provider, a number of the provider's.
+    /// 1: TCP. Others are left out by those who do not know them.
     pub kind: u8,
     /// At most 255 bytes.
     pub bytes: Vec<u8>,
@@ -63,12 +64,8 @@ pub struct RegionDescriptor {
     pub kind: MemoryKind,
     /// What a peer may do.
     pub access: Access,
-    /// Its address at its owner.
-    pub base: u64,
     /// Its bytes.
     pub len: u64,
-    /// What the owner's provider wants to see with each request (the rkey).
-    pub key: u64,
 }
 
 /// What a process tells its peers.
@@ -92,10 +89,10 @@ pub enum DescriptorError {
     /// Something else, or a part of one.
     #[error("not a memory descriptor of kvlane: {0}")]
     Malformed(&'static str),
-    /// An older peer, which let in every user of its host.
+    /// An older peer.
     #[error(
-        "made by an older kvlane: a memory descriptor of version {0}, which does not say what its engine and we are to prove to \
-         each other, as version {VERSION} does: use the same version of kvlane on both sides"
+        "made by an older kvlane: a memory descriptor of version {0}, this is version {VERSION}: use the same version of kvlane \
+         on both sides"
     )]
     Older(u8),
     /// A newer peer.
@@ -145,9 +142,7 @@ impl Descriptor {
                 Access::ReadWrite => 1,
             });
             bytes.extend([0; 6]);
-            for number in [region.base, region.len, region.key] {
-                bytes.extend(number.to_le_bytes());
-            }
+            bytes.extend(region.len.to_le_bytes());
         }
         match bytes.len() {
             0..=DESCRIPTOR_BYTES_MAX => Ok(bytes),
@@ -248,10 +243,7 @@ impl<'a> Reader<'a> {
         let number = u32::from_le_bytes(self.array()?);
         let generation = u32::from_le_bytes(self.array()?);
         let [kind, access, ..] = self.array::<8>()?;
-        let [base, len, key] = [self.array()?, self.array()?, self.array()?].map(u64::from_le_bytes);
-        if base.checked_add(len).is_none() {
-            return Err(DescriptorError::Malformed("a region ends beyond the address space"));
-        }
+        let len = u64::from_le_bytes(self.array()?);
         let kind = match kind {
             0 => MemoryKind::Host,
             1 => MemoryKind::Cuda,
@@ -262,6 +254,6 @@ impl<'a> Reader<'a> {
             1 => Access::ReadWrite,
             _ => return Ok(None),
         };
-        Ok(Some(RegionDescriptor { number, generation, kind, access, base, len, key }))
+        Ok(Some(RegionDescriptor { number, generation, kind, access, len }))
     }
 }

@@ -13,8 +13,8 @@ use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::regions::Piece;
 use crate::tcp::{
     BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Key, Link, Nonces, Outcome,
-    PROOF_MESSAGE_BYTES, PULLED_RUN_BYTES, RUN_BYTES, Stream, VERDICT_BYTES, Verdict, WELCOME_BYTES, Welcome,
-    WireRun, decode_challenge, encode_challenge, encode_refusal,
+    PROOF_MESSAGE_BYTES, RUN_BYTES, Stream, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,
+    WireRun, WordsKind, decode_challenge, decode_regions, encode_challenge, encode_refusal, encode_regions,
 };
 
 /// A frame's head with what follows it: what is read is within the limits, and written as it was read.
@@ -33,13 +33,8 @@ pub fn frame(bytes: &[u8]) {
                     runs(entries, bytes, Some(count));
                 }
             }
-            Head::Pull { runs: count, bytes, .. } => {
-                assert!((1..=ENTRIES_MAX).contains(&count) && (1..=BYTES_MAX).contains(&bytes));
-                if let Some(entries) = entries.get(..read.entry_bytes()) {
-                    pulled(entries, bytes, Some(count));
-                }
-            }
             Head::Message { bytes, .. } => assert!(bytes <= MESSAGE_BYTES_MAX as u64),
+            Head::Words { bytes, .. } | Head::Regions { bytes } => assert!(bytes <= WORDS_BYTES_MAX as u64),
             _ => {}
         }
     }
@@ -47,8 +42,6 @@ pub fn frame(bytes: &[u8]) {
     runs(entries, entries.first().map_or(0, |first| u64::from(*first)), None);
     let (short, sum) = of_short_runs(entries, RUN_BYTES);
     runs(&short, sum, None);
-    let (short, sum) = of_short_runs(entries, PULLED_RUN_BYTES);
-    pulled(&short, sum, None);
     let outcomes: Vec<Outcome> = Outcome::decode_all(entries).collect();
     let mut written = Vec::new();
     outcomes.iter().for_each(|outcome| outcome.encode(&mut written));
@@ -58,16 +51,6 @@ pub fn frame(bytes: &[u8]) {
 fn runs(entries: &[u8], bytes: u64, count: Option<usize>) {
     let Ok(runs) = WireRun::decode_all(entries, bytes) else { return };
     assert_eq!(write(&runs, bytes, count), entries[..runs.len() * RUN_BYTES]);
-}
-
-fn pulled(entries: &[u8], bytes: u64, count: Option<usize>) {
-    let Ok((runs, addresses)) = WireRun::decode_pulled(entries, bytes) else { return };
-    assert_eq!(addresses.len(), runs.len());
-    let written = write(&runs, bytes, count);
-    let entries = entries.chunks_exact(PULLED_RUN_BYTES);
-    for ((run, address), entry) in written.chunks_exact(RUN_BYTES).zip(addresses).zip(entries) {
-        assert_eq!((run, address.to_le_bytes().as_slice()), entry.split_at(RUN_BYTES));
-    }
 }
 
 /// The runs as they go over the wire; so many as there should be, with so many bytes together.
@@ -183,6 +166,8 @@ fn body_bytes(head: Head) -> Option<(u64, u64)> {
         Head::Write { token, bytes, .. }
         | Head::Data { token, bytes }
         | Head::Message { token, bytes, .. } => Some((token, bytes)),
+        // All of them are placed.
+        Head::Words { bytes, .. } | Head::Regions { bytes } => Some((1, bytes)),
         _ => None,
     }
 }
@@ -236,9 +221,9 @@ impl Receiver {
     /// None: nothing more is there now.
     fn next(&mut self, link: &mut Link) -> Option<Result<Event, Ended>> {
         if self.greets {
-            let greeting = link.greeting::<HELLO_BYTES>().transpose()?;
+            let greeting = link.greeting(HELLO_BYTES).transpose()?;
             self.greets = false;
-            return Some(greeting.map(|bytes| Event::Greeting(bytes.to_vec())));
+            return Some(greeting.map(Event::Greeting));
         }
         // SAFETY: the memory that is expected is kept in `body` until the next frame, or until the link is gone.
         match unsafe { link.receive(None) } {
@@ -304,7 +289,7 @@ fn play(tape: &[u8]) -> Vec<u8> {
         let mut number = || u64::from(tape.next().unwrap_or(1)) << 8 | u64::from(tape.next().unwrap_or(0));
         let (token, bytes) = (number(), 1 + number());
         let count = 1 + (token as usize * 31 + 1) % ENTRIES_MAX;
-        let (head, bytes) = match kind % 13 {
+        let (head, bytes) = match kind % 16 {
             0 | 1 => (Head::Write { token, runs: count, bytes, stamp: 5 }, bytes as usize),
             2 | 3 => (Head::Data { token, bytes }, bytes as usize),
             4 => (Head::Read { token, runs: count, bytes }, 0),
@@ -313,7 +298,10 @@ fn play(tape: &[u8]) -> Vec<u8> {
             7 => (Head::Ping { stamp: token }, 0),
             // A body that is longer than the rest.
             8 => (Head::Data { token, bytes: bytes << 10 }, 0),
-            9 => (Head::Pull { token, runs: count, bytes }, 0),
+            9 => (Head::Words { code: 7, kind: WordsKind::Offer, bytes: bytes - 1 }, bytes as usize - 1),
+            12 => (Head::Regions { bytes }, bytes as usize),
+            13 => (Head::Fence { connection: token, code: 3 }, 0),
+            14 => (Head::Fenced { connection: token, code: 3, is_over: bytes % 2 == 1 }, 0),
             10 => (Head::NoRoom { token }, 0),
             11 => (Head::Message { token, number: 9, bytes: bytes - 1 }, bytes as usize - 1),
             _ => {
@@ -341,8 +329,8 @@ pub fn greeting(bytes: &[u8]) {
         if begins_right {
             padded[..5].copy_from_slice(&encode_challenge(&nonces.listening)[..5]);
         }
-        if let Ok(nonce) = decode_challenge(padded.first_chunk().unwrap()) {
-            assert_eq!(decode_challenge(&encode_challenge(&nonce).try_into().unwrap()), Ok(nonce));
+        if let Ok(nonce) = decode_challenge(&padded[..24]) {
+            assert_eq!(decode_challenge(&encode_challenge(&nonce)), Ok(nonce));
         }
         let proof: &[u8; PROOF_MESSAGE_BYTES] = padded.first_chunk().unwrap();
         assert!(!matches!(key.decode_proof(proof, &nonces.listening), Ok(Some(_))), "a forged proof");
@@ -376,9 +364,17 @@ pub fn greeting(bytes: &[u8]) {
     assert_eq!(key.decode_verdict(&refusal, &chosen), Ok(Verdict::Refused));
 }
 
+/// News of regions, and what a carrier says by process_vm: what is read is written as it was read.
+pub fn words(bytes: &[u8]) {
+    if let Ok(news) = decode_regions(bytes) {
+        assert_eq!(decode_regions(&encode_regions(&news).concat()), Ok(news));
+    }
+    crate::carriers::process_vm::check_words(bytes);
+}
+
 /// A descriptor: what is read can be written, and is read again as the same.
 pub fn descriptor(bytes: &[u8]) {
-    let mut right = b"KVFD\x02".to_vec();
+    let mut right = b"KVFD\x03".to_vec();
     right.extend(bytes.get(5..).unwrap_or_default());
     for bytes in [bytes, &right] {
         let Ok(descriptor) = Descriptor::from_bytes(bytes) else { continue };
@@ -387,7 +383,6 @@ pub fn descriptor(bytes: &[u8]) {
         assert!(written.len() <= bytes.len());
         assert_eq!(Descriptor::from_bytes(&written).as_ref(), Ok(&descriptor));
         for region in &descriptor.regions {
-            assert!(region.base.checked_add(region.len).is_some());
             assert_eq!(descriptor.region(region.number).map(|found| found.number), Some(region.number));
         }
     }
@@ -409,6 +404,7 @@ mod tests {
             super::greeting(&bytes);
             super::descriptor(&bytes);
             super::link(&cuts, &bytes);
+            super::words(&bytes);
         }
     }
 }

@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use crate::engine::{FabricError, Handle, Shared, Transfer, runs_of};
-use crate::runs::Run;
+use crate::engine::{Checked, FabricError, Handle, Shared, Transfer};
 use crate::shape::Pieces;
 use crate::transfers::{Failure, PeerId, Priority};
+
+/// What is registered may change while a call is checked, so often.
+const CHECKS_MAX: usize = 4;
 
 /// A list of distinct peers of one engine, which does not change; made by [`crate::Engine::group`].
 ///
@@ -24,16 +26,16 @@ pub struct Group {
 
 /// What one member of a group is written. The default is nothing.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct GroupPart {
     /// Bytes of this process, and where they go in the member's memory.
     pub pieces: Pieces,
     /// A counter at the member, and its generation there, that counts once all of its bytes are in place.
     pub immediate: Option<(u32, u32)>,
 }
 
-impl Default for Part {
-    fn default() -> Part {
-        Part { pieces: Pieces::Runs(Vec::new()), immediate: None }
+impl Default for GroupPart {
+    fn default() -> GroupPart {
+        GroupPart { pieces: Pieces::Runs(Vec::new()), immediate: None }
     }
 }
 
@@ -46,10 +48,10 @@ impl Group {
             }
         }
         let hub = shared.try_hub()?;
-        if hub.is_closed {
+        if hub.hub.is_closed {
             return Err(FabricError::Closed);
         }
-        if peers.iter().any(|peer| hub.sockets.both_sides(*peer).is_none()) {
+        if peers.iter().any(|peer| hub.hub.outside.peer(*peer).is_none()) {
             return Err(FabricError::NoSuchPeer);
         }
         drop(hub);
@@ -68,39 +70,52 @@ impl Group {
     /// disconnected), and whether as many transfers can begin ([`FabricError::NoRoomForAll`]).
     pub fn scatter(
         &self,
-        parts: &[Part],
+        parts: &[GroupPart],
         timeout: Option<Duration>,
         priority: Priority,
     ) -> Result<GroupHandle, FabricError> {
         self.check_len(parts.len())?;
-        let mut hub = self.shared.try_hub()?;
-        if hub.is_closed {
+        if self.shared.try_hub()?.hub.is_closed {
             return Err(FabricError::Closed);
         }
-        let check = |(member, (peer, part)): (usize, (&PeerId, &Part))| {
-            runs_of(&hub, *peer, &part.pieces)
-                .map_err(|why| FabricError::Member { member, why: Box::new(why) })
+        for _ in 0..CHECKS_MAX {
+            let checked = self.check(parts, timeout, priority)?;
+            let mut hub = self.shared.try_hub()?;
+            let (members, room) = (self.peers.len(), hub.hub.transfers.room());
+            if members > room {
+                return Err(FabricError::NoRoomForAll { members, room });
+            }
+            if !checked.iter().all(|checked| self.shared.is_current(&hub, checked)) {
+                continue;
+            }
+            let mut handles = Vec::with_capacity(members);
+            for checked in checked {
+                handles.extend(self.shared.submit(&mut hub, checked)?);
+            }
+            self.shared.set_going(&mut hub);
+            drop(hub);
+            return Ok(GroupHandle { shared: Arc::clone(&self.shared), parts: handles, over: 0 });
+        }
+        Err(FabricError::Changing)
+    }
+
+    /// Checks all parts against what both sides have registered now, without the engine's lock.
+    fn check(
+        &self,
+        parts: &[GroupPart],
+        timeout: Option<Duration>,
+        priority: Priority,
+    ) -> Result<Vec<Checked>, FabricError> {
+        let check = |(member, (peer, part)): (usize, (&PeerId, &GroupPart))| {
+            let (immediate, pieces) = (part.immediate, part.pieces.clone());
+            let transfer = Transfer { immediate, timeout, priority, ..Transfer::write(pieces) };
+            let sides = self.shared.both_sides(*peer);
+            sides.and_then(|sides| self.shared.check(&sides, *peer, &transfer)).map_err(|why| match why {
+                FabricError::Forked(why) => FabricError::Forked(why),
+                why => FabricError::Member { member, why: Box::new(why) },
+            })
         };
-        let checked = self.peers.iter().zip(parts).enumerate().map(check);
-        let runs: Vec<Vec<Run>> = checked.collect::<Result<_, _>>()?;
-        let (members, room) = (self.peers.len(), hub.transfers.room());
-        if members > room {
-            return Err(FabricError::NoRoomForAll { members, room });
-        }
-        let mut handles = Vec::with_capacity(members);
-        for ((peer, part), runs) in self.peers.iter().zip(parts).zip(runs) {
-            // The runs are what it moves.
-            let transfer = Transfer {
-                immediate: part.immediate,
-                timeout,
-                priority,
-                ..Transfer::write(Pieces::Runs(Vec::new()))
-            };
-            handles.push(self.shared.submit(&mut hub, *peer, transfer, runs)?);
-        }
-        self.shared.set_going(&mut hub);
-        drop(hub);
-        Ok(GroupHandle { shared: Arc::clone(&self.shared), parts: handles, over: 0 })
+        self.peers.iter().zip(parts).enumerate().map(check).collect()
     }
 
     /// Tells each member's counter, the n-th (number, generation) the n-th member's, without moving bytes. It is over when
@@ -133,8 +148,8 @@ impl Group {
         counters: &[(u32, u32)],
         timeout: Option<Duration>,
     ) -> Result<GroupHandle, FabricError> {
-        let tell = |counter: &(u32, u32)| Part { immediate: Some(*counter), ..Part::default() };
-        let parts: Vec<Part> = counters.iter().map(tell).collect();
+        let tell = |counter: &(u32, u32)| GroupPart { immediate: Some(*counter), ..GroupPart::default() };
+        let parts: Vec<GroupPart> = counters.iter().map(tell).collect();
         self.scatter(&parts, timeout, Priority::High)
     }
 
@@ -169,7 +184,7 @@ impl GroupHandle {
     /// The outcome of each member in the group's order, where it is over.
     pub fn outcomes(&self) -> Vec<Option<Result<(), Failure>>> {
         let hub = self.shared.hub();
-        self.parts.iter().map(|part| hub.outcomes.of(part.ticket)).collect()
+        self.parts.iter().map(|part| hub.hub.outcomes.of(part.ticket)).collect()
     }
 
     /// Waits until all are over, and answers the outcome of each member in the group's order. None: not in this time.
@@ -179,7 +194,7 @@ impl GroupHandle {
         let mut outcomes = Vec::with_capacity(self.parts.len());
         let all_over = self.shared.wait(&mut hub, deadline, |hub| {
             let left = &self.parts[outcomes.len()..];
-            outcomes.extend(left.iter().map_while(|part| hub.outcomes.of(part.ticket)));
+            outcomes.extend(left.iter().map_while(|part| hub.hub.outcomes.of(part.ticket)));
             (outcomes.len() == self.parts.len()).then_some(())
         });
         all_over.map(|()| outcomes)
@@ -188,8 +203,8 @@ impl GroupHandle {
     /// Gives all up that are not over. Each is over when it says so: its memory belongs to it until then.
     pub fn cancel(&self) {
         let mut hub = self.shared.hub();
-        let now = hub.now();
-        self.parts.iter().for_each(|part| hub.transfers.cancel(now, part.ticket));
+        let now = hub.hub.now();
+        self.parts.iter().for_each(|part| hub.hub.transfers.cancel(now, part.ticket));
         self.shared.set_going(&mut hub);
     }
 }

@@ -1,139 +1,128 @@
-//! All that one engine has: its transfers, the sockets that carry them, and what came of it. Nothing here blocks.
+//! All that one engine has: what decides about transfers ([`Transfers`]), and what carries out what was decided
+//! ([`Outside`]). One lock guards it. Nothing under it blocks or copies bytes of transfers: that is done by jobs
+//! ([`Outside::take_job`]), outside of the lock.
 
-use std::io;
+mod answers;
+mod ending;
+mod outside;
+mod serving;
+mod socket_hub;
+
 use std::time::Duration;
 
-use rustix::event::epoll::Event;
-
+pub(crate) use self::outside::Outside;
+pub(crate) use self::socket_hub::{CONTROL, SocketHub, decode_address};
 use crate::completion::Outcomes;
-use crate::descriptor::Descriptor;
-use crate::engine::{EngineOptions, FabricError};
+use crate::control::Control;
+use crate::fences::Whom;
+use crate::peers::Peer;
+use crate::process::{BothSides, Used};
 use crate::provider::drive;
-use crate::sockets::{PathStatus, Sockets};
-use crate::tcp::{Credentials, Identity};
-use crate::transfers::{PathId, PathSpec, PeerId, Reach, Transfers};
-use crate::trust::Proofs;
+use crate::transfers::{Full, PathSpec, PeerId, Reach, Request, Ticket, Transfers};
+use crate::trust::Trust;
+
+/// Runs that are posted before whoever holds the lock lets others have it.
+pub(crate) const RUNS_A_HOLD: usize = 512;
 
 #[derive(Debug)]
-pub(crate) struct Hub {
+pub(crate) struct Hub<C> {
     pub(crate) transfers: Transfers,
-    pub(crate) sockets: Sockets,
+    pub(crate) outside: Outside<C>,
     pub(crate) outcomes: Outcomes,
     pub(crate) is_closed: bool,
-    /// Until when the thread behind this sleeps if nothing happens.
-    pub(crate) asleep_until: Option<Duration>,
 }
 
-impl Hub {
-    pub(crate) fn new(
-        me: Identity,
-        proofs: Proofs,
-        credentials: Option<Credentials>,
-        options: EngineOptions,
-    ) -> io::Result<Hub> {
-        Ok(Hub {
-            transfers: Transfers::new(options.transfers.clone()),
-            sockets: Sockets::open(me, proofs, credentials, options)?,
-            outcomes: Outcomes::default(),
-            is_closed: false,
-            asleep_until: None,
-        })
+impl<C: Control> Hub<C> {
+    pub(crate) fn new(transfers: Transfers, outside: Outside<C>) -> Hub<C> {
+        Hub { transfers, outside, outcomes: Outcomes::default(), is_closed: false }
     }
 
     pub(crate) fn now(&self) -> Duration {
-        self.sockets.now()
+        self.outside.now()
     }
 
-    /// Takes what came, without waiting, and does what is due. Whether anything happened.
-    pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
-        let any = self.sockets.poll(events);
-        self.pump() || any
-    }
-
-    /// Posts and does whatever is due now. Whether that was anything.
+    /// Does what is due now, and posts at most so many runs as one hold of the lock may. Whether there was anything.
     pub(crate) fn pump(&mut self) -> bool {
         let mut any = false;
-        let mut turn = self.sockets.turn_bytes();
+        let mut runs = RUNS_A_HOLD;
         loop {
+            let mut more = self.outside.settle();
             let now = self.now();
             let outcomes = &mut self.outcomes;
-            let mut more = drive(&mut self.transfers, &mut self.sockets, now, |sockets, ticket, outcome| {
-                sockets.note_over(ticket);
-                outcomes.tell(ticket, outcome);
-            });
-            more |= self.sockets.work(&mut turn);
+            more |=
+                drive(&mut self.transfers, &mut self.outside, now, &mut runs, |outside, ticket, outcome| {
+                    outside.process.note_over(ticket);
+                    outcomes.tell(ticket, outcome);
+                });
             any |= more;
-            if !more {
-                self.hear();
+            if !more || runs == 0 {
+                self.take_news();
                 return any;
             }
         }
     }
 
-    /// When there is something to do if nothing comes.
-    pub(crate) fn next_tick(&self) -> Duration {
-        self.sockets.next_tick().min(self.transfers.next_tick().unwrap_or(Duration::MAX))
-    }
-
-    /// What came by itself is told to those who wait for it. A thread behind that sleeps, and has to do so otherwise from now
-    /// on, gets up.
-    fn hear(&mut self) {
-        let news = self.sockets.take_news();
+    /// What came by itself is told to those who wait for it.
+    fn take_news(&mut self) {
+        let news = self.outside.process.take_news();
         if news.message {
             self.outcomes.note_message();
         }
         if news.change {
             self.outcomes.note_change();
         }
-        if news.rings && self.asleep_until.is_some() {
-            self.sockets.wake();
-        }
     }
 
-    /// A peer; none if it has no address that is known here.
-    pub(crate) fn add_peer(&mut self, descriptor: &Descriptor) -> Result<Option<PeerId>, FabricError> {
-        let Some(ways) = self.sockets.ways_to(descriptor)? else { return Ok(None) };
+    /// A peer, which is connected from now on.
+    pub(crate) fn add_peer(&mut self, whom: Whom, trust: Trust) -> Option<PeerId> {
         let now = self.now();
         let peer = self.transfers.add_peer(now);
-        let path = |_| self.transfers.add_path(now, peer, PathSpec::new(Reach::ALL, 0));
-        let paths: Vec<PathId> = (0..ways.paths()).filter_map(path).collect();
-        self.sockets.add_peer(peer, &paths, ways, descriptor);
-        self.pump();
-        Ok(Some(peer))
+        let control = self.transfers.add_path(now, peer, PathSpec::new(Reach::WORDS, 0))?;
+        self.outside.add_peer(peer, Peer::new(whom, trust, control));
+        Some(peer)
     }
 
     /// Ends all transfers with a peer. Those that wrote are over when the peer has confirmed that, or with its lease.
     pub(crate) fn remove_peer(&mut self, peer: PeerId) {
         let now = self.now();
         self.transfers.remove_peer(now, peer);
-        self.pump();
-        self.sockets.remove_peer(peer);
-        self.pump();
+        self.pump_all();
+        self.outside.remove_peer(peer);
+        self.pump_all();
     }
 
-    /// All ways to a peer; none if there is no such peer.
-    pub(crate) fn path_statuses(&self, peer: PeerId) -> Vec<PathStatus> {
-        let status = |path| {
-            let status = self.sockets.path_status(path)?;
-            let (is_up, bytes_per_second) = (self.transfers.is_up(path), self.transfers.rate(path));
-            Some(PathStatus { is_up, bytes_per_second, ..status })
-        };
-        self.transfers.paths(peer).iter().copied().filter_map(status).collect()
+    /// Begins a transfer whose request was checked against what both sides had registered. None: that has changed.
+    pub(crate) fn submit(&mut self, request: Request, used: Used) -> Result<Option<Ticket>, Full> {
+        let is_right = self.outside.both_sides(used.peer).is_some_and(|sides| sides.still_have(&used));
+        if !is_right {
+            return Ok(None);
+        }
+        let now = self.now();
+        let ticket = self.transfers.submit(now, request)?;
+        self.outcomes.want(ticket);
+        self.outside.process.note_use(ticket, used);
+        Ok(Some(ticket))
     }
 
-    /// Ends everything, for good, but what asks neighbours to read nothing more of this process
-    /// ([`Sockets::is_pulled`]).
+    /// What both sides have registered now.
+    pub(crate) fn both_sides(&self, peer: PeerId) -> Option<BothSides> {
+        self.outside.both_sides(peer)
+    }
+
+    /// Does all that is due, for however long that takes.
+    fn pump_all(&mut self) {
+        while self.pump() {}
+    }
+
+    /// Ends everything, for good, but what asks neighbours to read nothing more of this process, and what waits for a driver or
+    /// for a job ([`Outside::is_ending`]).
     pub(crate) fn close(&mut self) {
         self.is_closed = true;
+        // Whoever closes waits for what is in hand.
+        self.outside.process.letting_go += 1;
         self.outcomes.note_message();
-        self.sockets.peers().into_iter().for_each(|peer| self.remove_peer(peer));
-        self.sockets.end_all();
-        self.hear();
-    }
-
-    /// Of a closed hub: asks nobody any more. All that was under way is over.
-    pub(crate) fn forsake(&mut self) {
-        self.sockets.forsake();
-        self.pump();
+        self.outside.peers().into_iter().for_each(|peer| self.remove_peer(peer));
+        self.outside.close_carriers();
+        self.pump_all();
     }
 }

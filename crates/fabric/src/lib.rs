@@ -1,50 +1,65 @@
 //! Moves bytes between processes and hosts.
 //!
 //! [`Transfers`] decides, without I/O, clock or threads: it tells what to post where, and is told what became of it. A
-//! [`Provider`] carries that out. An [`Engine`] has the one for TCP, and for process_vm between processes of one host.
+//! [`Provider`] carries that out: an [`Engine`] has one control connection to each peer, and beside it [`Carrier`]s of bytes.
 #![deny(unsafe_code)]
 
+mod carrier;
+mod carriers;
 mod completion;
+mod control;
 mod descriptor;
 mod engine;
 mod fences;
+mod frames;
 #[cfg(any(feature = "fuzzing", test))]
 pub mod fuzzing;
+mod greeted;
 mod group;
 mod hub;
 mod immediates;
 mod inbox;
 mod lease;
+mod links;
 mod numbered;
+mod peers;
+mod process;
 mod provider;
+mod random;
 mod regions;
 mod runs;
-mod same_host;
+mod served;
 mod sessions;
 mod shape;
 mod shm;
-mod sockets;
-mod staging;
+mod status;
 mod tcp;
 mod told;
 mod transfers;
 mod trust;
+mod watch;
 
+pub use carrier::{
+    BadWords, Carrier, CarrierPost, Context, Job, MemoryRegion, Owner, Party, PostedRun, RegisterError,
+    Registrar, SessionId, Touched, WORDS_BYTES_MAX,
+};
+pub use carriers::slots::Staged;
 pub use descriptor::{
     Access, Address, DESCRIPTOR_BYTES_MAX, Descriptor, DescriptorError, MemoryKind, RegionDescriptor,
 };
-pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer};
-pub use group::{Group, GroupHandle, Part};
+pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer, Transport};
+pub use group::{Group, GroupHandle, GroupPart};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
+pub use peers::RemoteKey;
 pub use provider::{Event, NotNow, Provider, drive};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
-pub use sockets::{PathStatus, Transport};
-pub use staging::Staged;
+pub use status::PathStatus;
 pub use tcp::{Tls, TlsError};
 pub use transfers::{
     Action, Between, CannotSend, Completion, Failure, Full, Memory, Op, Options, PathId, PathSpec, PeerId,
     Post, Priority, Reach, Request, Route, Stretch, Ticket, Token, Transfers, Work,
 };
 pub use trust::{Mistrust, Secret, Trust};
+pub use watch::{Interest, Watch};

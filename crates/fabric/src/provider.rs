@@ -2,12 +2,14 @@
 //!
 //! ```text
 //!               Transfers  --- connect, close, post --->  Provider
-//!               (no I/O)   <--- Event ------------------  (sockets and process_vm; in tests a simulated network)
+//!               (no I/O)   <--- Event ------------------  (control connections and carriers; in tests a network)
 //! ```
 
 use std::time::Duration;
 
-use crate::transfers::{Action, Completion, Failure, PathId, PeerId, Post, Route, Ticket, Token, Transfers};
+use crate::transfers::{
+    Action, Completion, Failure, PathId, PathSpec, PeerId, Post, Route, Ticket, Token, Transfers,
+};
 
 /// Something that carries posts over connections. It decides nothing: which path, how much at once, what is tried again and
 /// when something is given up is [`Transfers`]' business.
@@ -15,6 +17,9 @@ use crate::transfers::{Action, Completion, Failure, PathId, PeerId, Post, Route,
 /// What the two have to agree on beyond the calls: which paths there are, and which memory the places of a
 /// [`crate::Run`] name.
 pub trait Provider {
+    /// A path that [`Event::Comes`] has told of has this number. None: there is no such peer any more.
+    fn came(&mut self, path: Option<PathId>, label: u64);
+
     /// Opens a path's connection of that number. [`Event::Up`] or [`Event::Broke`] follows.
     fn connect(&mut self, now: Duration, path: PathId, connection: u32);
 
@@ -49,9 +54,18 @@ pub enum Event {
         path: PathId,
         /// Its number.
         connection: u32,
-        /// Most bytes of one post that reads over it; None for [`crate::Options::chunk_bytes`].
-        read_bytes: Option<u64>,
     },
+    /// There is one more path to a peer. [`Provider::came`] tells by the label which it is, then it is connected.
+    Comes {
+        /// Whom it leads to.
+        peer: PeerId,
+        /// What it can.
+        spec: PathSpec,
+        /// What the provider knows it by until then.
+        label: u64,
+    },
+    /// A path goes for good.
+    Goes(PathId),
     /// It broke, or could not be made. What was posted on it is still to complete. Told again, or late, it is passed over.
     Broke {
         /// Whose.
@@ -66,11 +80,13 @@ pub enum Event {
 }
 
 /// Does what is due: tells `transfers` what happened, and lets the provider carry out what they ask for, until there is
-/// nothing left. `over` is told of each transfer that is over. Answers whether there was anything to do.
+/// nothing left, or so many runs are posted. `over` is told of each transfer that is over. Answers whether there was anything
+/// to do.
 pub fn drive<P: Provider>(
     transfers: &mut Transfers,
     provider: &mut P,
     now: Duration,
+    runs: &mut usize,
     mut over: impl FnMut(&mut P, Ticket, Result<(), Failure>),
 ) -> bool {
     let mut any = false;
@@ -90,15 +106,18 @@ pub fn drive<P: Provider>(
                 Action::Lost(peer, route) => provider.lost(now, peer, route),
             }
         }
-        while let Some(post) = transfers.next_post(now) {
+        while *runs > 0
+            && let Some(post) = transfers.next_post(now)
+        {
             more = true;
+            *runs = runs.saturating_sub(post.work.runs());
             let token = post.token;
             if provider.post(now, post) == Err(NotNow) {
                 transfers.hand_back(now, token);
             }
         }
-        if !more {
-            return any;
+        if !more || *runs == 0 {
+            return any || more;
         }
         any = true;
     }
@@ -106,10 +125,13 @@ pub fn drive<P: Provider>(
 
 fn tell(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, event: Event) {
     match event {
-        Event::Up { path, connection, read_bytes } => match transfers.path_up(now, path, connection) {
-            true => transfers.set_read_bytes(path, read_bytes),
-            false => provider.close(now, path, connection),
-        },
+        Event::Up { path, connection } => {
+            if !transfers.path_up(now, path, connection) {
+                provider.close(now, path, connection);
+            }
+        }
+        Event::Comes { peer, spec, label } => provider.came(transfers.add_path(now, peer, spec), label),
+        Event::Goes(path) => transfers.remove_path(now, path),
         Event::Broke { path, connection } => transfers.path_broke(now, path, connection),
         Event::Ready(path) => transfers.path_ready(path),
         Event::Completed(token, completion) => transfers.complete(now, token, completion),

@@ -161,7 +161,7 @@ fn user_secret(folder: &RuntimeFolder) -> Result<Secret, NoSecret> {
 
 /// Whoever links it first has made it: the others' links fail. It is never there without all of its bytes.
 fn make(folder: &OwnedFd, secret: &Secret) -> Result<(), NoSecret> {
-    let draft = format!(".{FILE}-{:016x}", crate::sockets::random()?);
+    let draft = format!(".{FILE}-{:016x}", crate::random::random()?);
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     // With the sticky bit systemd-tmpfiles lets it lie, however old (XDG Base Directory Specification, tmpfiles.d(5)).
     let mode = Mode::RUSR | Mode::WUSR | Mode::SVTX;

@@ -12,8 +12,8 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Group, Options, Part, PeerId, Pieces,
-    Place, Priority, Run, ShapeError, Transfer,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Group, GroupPart, Options, PeerId,
+    Pieces, Place, Priority, Run, ShapeError, Transfer,
 };
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_parent_process_death_signal, waitpid};
 
@@ -37,7 +37,8 @@ impl Side {
         let engine = Engine::new(EngineOptions { transfers, ..EngineOptions::default() }).unwrap();
         let mut memory = vec![0u8; bytes];
         // SAFETY: the engine is dropped first, as the first field.
-        let region = unsafe { engine.register(memory.as_mut_ptr(), bytes as u64, Access::ReadWrite) };
+        let region =
+            unsafe { engine.register(memory.as_mut_ptr(), bytes as u64, Access::ReadWrite).unwrap() };
         let generation = engine.open_counter(COUNTER);
         Side { engine, region, generation, memory }
     }
@@ -69,8 +70,8 @@ impl Side {
     }
 }
 
-fn part(runs: Vec<Run>, side: &Side) -> Part {
-    Part { pieces: Pieces::Runs(runs), immediate: Some((COUNTER, side.generation)) }
+fn part(runs: Vec<Run>, side: &Side) -> GroupPart {
+    GroupPart { pieces: Pieces::Runs(runs), immediate: Some((COUNTER, side.generation)) }
 }
 
 struct Unpark(Thread);
@@ -110,7 +111,7 @@ fn each_member_gets_its_own_part_and_counts_once_after_it() {
             let run = |(from, to, len): &(u64, u64, u64)| here.run(*from, side.region, *to, *len);
             part(list.iter().map(run).collect(), side)
         });
-        let parts: Vec<Part> = parts.collect();
+        let parts: Vec<GroupPart> = parts.collect();
         let handle = group.scatter(&parts, Some(PATIENCE), Priority::High).unwrap();
         // What waits, what is asked and what is a task hear the same.
         if round == 2 {
@@ -142,7 +143,7 @@ fn where_one_part_cannot_be_begun_none_is() {
     let group = here.group(&others);
     let begin = |lens: &[u64]| {
         let part = |(side, len): (&Side, &u64)| part(vec![here.run(0, side.region, 0, *len)], side);
-        let parts: Vec<Part> = others.iter().zip(lens).map(part).collect();
+        let parts: Vec<GroupPart> = others.iter().zip(lens).map(part).collect();
         group.scatter(&parts, None, Priority::Bulk)
     };
     match begin(&[100, 100, 51]) {
@@ -221,9 +222,9 @@ fn nobody_passes_a_barrier_before_all_have_come() {
                     let part = |(_, (_, remote, _)): &(usize, &(_, u32, _))| {
                         let place = |region| Place { region, offset: 8 * me as u64 };
                         let run = Run { local: place(*region), remote: place(*remote), len: 8 };
-                        Part { pieces: Pieces::Contiguous(run), ..Part::default() }
+                        GroupPart { pieces: Pieces::Contiguous(run), ..GroupPart::default() }
                     };
-                    let parts: Vec<Part> = others.iter().map(part).collect();
+                    let parts: Vec<GroupPart> = others.iter().map(part).collect();
                     let written = group.scatter(&parts, Some(PATIENCE), Priority::High).unwrap();
                     assert_eq!(written.wait(None), Some(vec![Ok(()); MEMBERS - 1]));
                     let told = group.barrier(&counters, Some(PATIENCE)).unwrap();
@@ -340,7 +341,7 @@ fn a_member_that_is_killed_in_the_middle_fails_its_own_part_only() {
     let counters = [(COUNTER, others[0].generation), (COUNTER, 0), (COUNTER, others[1].generation)];
     let all = |len| {
         let regions = [others[0].region, dies.descriptor.regions[0].number, others[1].region];
-        let part = |(region, counter): (u32, (u32, u32))| Part {
+        let part = |(region, counter): (u32, (u32, u32))| GroupPart {
             pieces: Pieces::Contiguous(here.run(0, region, 0, len)),
             immediate: Some(counter),
         };

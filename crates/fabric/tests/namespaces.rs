@@ -209,7 +209,7 @@ impl Side {
         let base =
             unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, MapFlags::PRIVATE).unwrap() };
         // SAFETY: as above.
-        let region = unsafe { engine.register(base.cast(), len as u64, Access::ReadWrite) };
+        let region = unsafe { engine.register(base.cast(), len as u64, Access::ReadWrite).unwrap() };
         Side { engine, region, base: base.cast() }
     }
 
@@ -349,6 +349,7 @@ impl Load {
 
     fn paths(&self) -> Vec<PathStatus> {
         let mut paths = self.here.engine.paths(self.peer);
+        paths.retain(|path| path.carrier == "tcp");
         paths.sort_by_key(|path| path.address);
         paths
     }
@@ -458,7 +459,7 @@ fn both_wires(network: Network, fault: Fault) {
     load.failed += 1;
     (0..2).for_each(|wire| load.network.mend(wire, fault));
     let begun = Instant::now();
-    while load.paths().iter().any(|path| !path.is_up) {
+    while load.here.engine.paths(load.peer).iter().any(|path| !path.is_up) {
         assert!(begun.elapsed() < PATIENCE, "the peer stays lost: {:?}", load.paths());
         // Nobody tells when a path is there again.
         std::thread::sleep(Duration::from_millis(5));

@@ -69,7 +69,8 @@ impl Side {
         let engine = Engine::new(options).unwrap();
         let mut memory = vec![0u8; bytes];
         // SAFETY: the engine is dropped first, as the first field.
-        let region = unsafe { engine.register(memory.as_mut_ptr(), bytes as u64, Access::ReadWrite) };
+        let region =
+            unsafe { engine.register(memory.as_mut_ptr(), bytes as u64, Access::ReadWrite).unwrap() };
         Side { engine, region, memory }
     }
 
@@ -136,8 +137,10 @@ fn bytes_of_any_length_go_both_ways_and_count_after_them() {
         done(&here.engine.begin(peer, Transfer::read(pieces)).unwrap());
         assert!(there.memory[..len] == here.memory[..len], "{len} bytes read");
     }
-    let [path] = &here.engine.paths(peer)[..] else { panic!("one address, one connection") };
-    assert!(path.is_up && path.trouble.is_none(), "{path:?}");
+    let paths = here.engine.paths(peer);
+    let carriers: Vec<&str> = paths.iter().map(|path| path.carrier).collect();
+    assert_eq!(carriers, ["control", "tcp"], "what is encrypted goes by TCP, over one address");
+    assert!(paths.iter().all(|path| path.is_up && path.trouble.is_none()), "{paths:?}");
 }
 
 #[test]
@@ -356,7 +359,7 @@ fn what_was_cut_or_changed_on_the_way_comes_over_another_connection() {
         (Harm::Change, 9 * MIB),
     ] {
         let (mut here, mut there) = ours.sides(BYTES);
-        let (address, harmed) = proxy(there.address(), harm, 1, after);
+        let (address, harmed) = proxy(there.address(), harm, 2, after);
         let peer = here.engine.connect(&over(there.engine.describe().unwrap(), address)).unwrap();
         here.fill(after as u64);
         done(&here.begin(peer, Op::Write, there.region, 0, BYTES));

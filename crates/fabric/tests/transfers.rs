@@ -326,9 +326,13 @@ fn bytes_of_messages_have_a_limit_and_come_free() {
 fn a_path_may_be_read_over_in_larger_posts_than_it_is_written_over() {
     const MIB: u64 = 1 << 20;
     let options = Options { chunk_runs: 3, ..Options::default() };
-    let (mut transfers, peer, paths) = connected(options, 1);
+    let mut transfers = Transfers::new(options);
+    let peer = transfers.add_peer(at(0));
+    let spec = PathSpec { read_bytes: Some(4 * MIB), ..PathSpec::new(Reach::ALL, 0) };
+    let path = transfers.add_path(at(0), peer, spec).unwrap();
+    assert_eq!(actions(&mut transfers), [Action::Connect(path, 0)]);
+    assert!(transfers.path_up(at(0), path, 0));
     warm_up(&mut transfers, peer, 1);
-    transfers.set_read_bytes(paths[0], Some(4 * MIB));
     let mut posted = |op: Op, runs: &[u64]| {
         let whole = request(peer, 0, Priority::High);
         let place = Place { region: 0, offset: 0 };

@@ -89,8 +89,8 @@ fn who_listens_in_the_place_of_a_peer_is_told_nothing() {
     let engine = Engine::new(EngineOptions { transfers, ..EngineOptions::default() }).unwrap();
     // SAFETY: the memory outlives the engines, which are dropped below.
     let (local, remote) = unsafe {
-        let local = engine.register(here.as_mut_ptr(), 64, Access::ReadWrite);
-        (local, there.register(far.as_mut_ptr(), 64, Access::ReadWrite))
+        let local = engine.register(here.as_mut_ptr(), 64, Access::ReadWrite).unwrap();
+        (local, there.register(far.as_mut_ptr(), 64, Access::ReadWrite).unwrap())
     };
     let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
     let text = stranger.local_addr().unwrap().to_string().into_bytes();

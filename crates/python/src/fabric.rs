@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, Handle, InboxOptions,
-    Message, Op, Pages, Part, PathStatus, PeerId, Pieces, Place, Priority, Run, SendOptions, Staged, Tls,
-    Transfer, Transport,
+    Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, GroupPart, Handle,
+    InboxOptions, MemoryKind, Message, Op, Pages, PathStatus, PeerId, Pieces, Place, Priority, Run,
+    SendOptions, Staged, Tls, Transfer, Transport,
 };
 use parking_lot::Mutex;
 use pyo3::{
-    exceptions::{PyKeyError, PyOSError, PyValueError},
+    exceptions::{PyConnectionError, PyKeyError, PyOSError, PyValueError},
     prelude::*,
     types::PyBytes,
 };
@@ -47,7 +47,9 @@ type PyTls = (PathBuf, PathBuf, PathBuf);
 type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
 /// Engine id and boot nonce.
 type PyId = (u128, u64);
-type PyPath = (String, bool, &'static str, Option<String>, Option<f64>, Option<String>, Option<String>);
+type PyPath = (&'static str, Option<String>, bool, Option<f64>, Option<String>, Option<String>);
+/// Number, bytes, whether peers may write it, whether it is a GPU's.
+type PyRegion = (u32, u64, bool, bool);
 /// Region, offset of page 0, bytes from one page to the next, and the pages as little-endian u32.
 type PySide<'a> = (u32, u64, u64, &'a [u8]);
 
@@ -84,11 +86,15 @@ impl PyEngine {
     }
 
     /// The caller keeps the memory until it is unregistered or the engine is closed.
-    fn register(&self, address: usize, length: u64, writable: bool) -> PyResult<u32> {
+    fn register(&self, py: Python<'_>, address: usize, length: u64, writable: bool) -> PyResult<u32> {
         let access = if writable { Access::ReadWrite } else { Access::Read };
-        let memory = std::ptr::with_exposed_provenance_mut(address);
-        // SAFETY: kvlane.fabric holds the memory's owner until then.
-        Ok(unsafe { self.engine()?.register(memory, length, access) })
+        let engine = self.engine()?;
+        let register = || {
+            let memory = std::ptr::with_exposed_provenance_mut(address);
+            // SAFETY: kvlane.fabric holds the memory's owner until then.
+            unsafe { engine.register(memory, length, access) }
+        };
+        py.detach(register).map_err(error)
     }
 
     /// As `register`, of the GPU with this ordinal. OSError where there is no driver, no such GPU, or it refuses.
@@ -129,6 +135,24 @@ impl PyEngine {
         Ok(PyPeer(peer, EngineId::from(&descriptor)))
     }
 
+    /// By the address at which it listens; waits until it has told what it has registered.
+    fn connect_to(&self, py: Python<'_>, address: &str, timeout_ms: f64) -> PyResult<PyPeer> {
+        let (engine, address, timeout) = (self.engine()?, resolve(address)?, milliseconds(timeout_ms)?);
+        let peer = py.detach(|| engine.connect_to(address, timeout)).map_err(error)?;
+        let id = engine.peer_id(peer).ok_or_else(|| error(FabricError::NoSuchPeer))?;
+        Ok(PyPeer(peer, id))
+    }
+
+    /// What the peer has registered, as far as it is known.
+    fn regions(&self, peer: &PyPeer) -> PyResult<Vec<PyRegion>> {
+        let regions = self.engine()?.regions(peer.0).map_err(error)?;
+        let shown = regions.into_iter().map(|region| {
+            let is_gpu = region.kind == MemoryKind::Cuda;
+            (region.number, region.len, region.access == Access::ReadWrite, is_gpu)
+        });
+        Ok(shown.collect())
+    }
+
     fn update(&self, peer: &PyPeer, descriptor: &[u8]) -> PyResult<()> {
         self.engine()?.update(peer.0, &parse(descriptor)?).map_err(error)
     }
@@ -139,13 +163,12 @@ impl PyEngine {
         Ok(())
     }
 
-    /// Each path: address, whether it is up, transport, why not a faster one, bytes a second, why it broke the last time, why it
-    /// has no rings.
+    /// Each path: carrier, address, whether it is up, bytes a second, why it broke the last time, why it has no rings.
     fn paths(&self, peer: &PyPeer) -> PyResult<Vec<PyPath>> {
         let path = |path: PathStatus| {
-            let (address, transport) = (path.address.to_string(), path.transport.name());
-            let PathStatus { is_up, fallback, bytes_per_second, trouble, no_rings, .. } = path;
-            (address, is_up, transport, fallback, bytes_per_second, trouble, no_rings)
+            let PathStatus { carrier, address, is_up, bytes_per_second, trouble, no_rings } = path;
+            let address = address.map(|address| address.to_string());
+            (carrier, address, is_up, bytes_per_second, trouble, no_rings)
         };
         Ok(self.engine()?.paths(peer.0).into_iter().map(path).collect())
     }
@@ -294,8 +317,8 @@ impl PyGroup {
         is_bulk: bool,
     ) -> PyResult<Vec<PyTransfer>> {
         let part =
-            |(pieces, immediate): &PyPart<'_>| Part { pieces: pieces.0.clone(), immediate: *immediate };
-        let parts: Vec<Part> = parts.iter().map(part).collect();
+            |(pieces, immediate): &PyPart<'_>| GroupPart { pieces: pieces.0.clone(), immediate: *immediate };
+        let parts: Vec<GroupPart> = parts.iter().map(part).collect();
         let timeout = timeout_ms.map(milliseconds).transpose()?;
         let begun = self.0.get()?.scatter(&parts, timeout, priority(is_bulk)).map_err(error)?;
         Ok(begun.into_parts().into_iter().map(PyTransfer::new).collect())
@@ -426,7 +449,7 @@ fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
 fn resolve(address: &str) -> PyResult<SocketAddr> {
     let resolved = address.to_socket_addrs().map_err(|error| error.to_string());
     let first = resolved.and_then(|mut all| all.next().ok_or_else(|| "it has no address".into()));
-    first.map_err(|why| PyValueError::new_err(format!("listen on '{address}' (HOST:PORT): {why}")))
+    first.map_err(|why| PyValueError::new_err(format!("'{address}' is no HOST:PORT: {why}")))
 }
 
 fn milliseconds(value: f64) -> PyResult<Duration> {
@@ -442,7 +465,8 @@ fn error(error: FabricError) -> PyErr {
     };
     match kind {
         FabricError::Forked(why) => forked(*why),
-        FabricError::Io(_) | FabricError::Gpu(_) => PyOSError::new_err(sentence),
+        FabricError::Io(_) | FabricError::Gpu(_) | FabricError::Register(_) => PyOSError::new_err(sentence),
+        FabricError::NotReached { .. } => PyConnectionError::new_err(sentence),
         FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
         _ => PyValueError::new_err(sentence),
     }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code, reason = "rings at addresses of a mapping")]
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use kvlane_memory::Mapping;
@@ -11,6 +11,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::ring::{HEADER_BYTES, Reader, Writer};
 use super::sync::Memory;
+use crate::tcp::RingsOffer;
 
 /// Bytes of a ring if nobody knows better.
 pub(crate) const RING_BYTES: usize = 256 << 10;
@@ -90,6 +91,13 @@ impl Segment {
     #[cfg(test)]
     pub(crate) fn ring_bytes(&self) -> usize {
         self.ring_bytes
+    }
+
+    /// What the other side has to know to open it, unless the kernel does not tell.
+    pub(crate) fn offer(&self) -> Option<RingsOffer> {
+        let found = rustix::fs::fstat(&self.memfd).ok()?;
+        let descriptor = u32::try_from(self.memfd.as_fd().as_raw_fd()).ok()?;
+        Some(RingsOffer { pid: std::process::id(), descriptor, file: (found.st_dev, found.st_ino) })
     }
 
     /// The ends of this side. Its descriptor is closed; the memory stays mapped while one of the ends lives. The sides

@@ -1,6 +1,7 @@
 //! What goes over a TCP connection.
 //!
-//! A connection carries the transfers of the side that connected; the other side serves them. It begins so:
+//! A connection serves the side that connected: the other side answers. It is a control connection, of which a process has one
+//! to each peer, or carries bytes for a carrier over sockets. It begins so:
 //!
 //! ```text
 //!  connecting side                              listening side
@@ -17,19 +18,26 @@
 //!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
 //!  | kind | 0    | count  | 0        | token      | bytes      | more       | count entries, then the bytes |
 //!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
-//!  Write   count runs; bytes follow, to be placed in the runs one after the other;     -> Ack
-//!          more: the latest stamp
-//!  Read    count runs, which have so many bytes together         -> Data, once or in parts, or Ack (refused, failed)
-//!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
-//!  Data    bytes follow: the next of the answer to the Read of that token
-//!  Pull    count runs with addresses, which have so many bytes together: the bytes are read from there -> Ack
+//!  on either
 //!  Ack     count outcomes; more: a stamp
 //!  Ping    more: the latest stamp                                                      -> Pong
 //!  Pong    more: a stamp
+//!  where bytes go through sockets
+//!  Write   count runs; bytes follow, to be placed in the runs one after the other;     -> Ack
+//!          more: the latest stamp
+//!  Read    count runs, which have so many bytes together         -> Data, once or in parts, or Ack (refused, failed)
+//!  Data    bytes follow: the next of the answer to the Read of that token
+//!  on a control connection
+//!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
 //!  Message bytes follow: the message; more: its number, counted with the immediates    -> Ack, or NoRoom
 //!  NoRoom  the answer to the Message of that token: to be sent again later
+//!  Words   bytes follow: what a carrier says to its like; token: the carrier's code; more: 0 an offer, 1 it is accepted, 2 it is
+//!          refused, 3 anything else
+//!  Fence   token: a connection of the side that connected; more: its carrier's code    -> Fenced
+//!  Fenced  token, more: as asked; bytes: 1 nothing of it is placed any more, 0 something may be: to be asked again
+//!  Regions bytes follow: what the listening side has registered, or not any more ([`super::regions`])
+//!
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
-//!  run with address:  | run | address at the side that connected, u64 |
 //!  outcome:  | token u64  | fate u32: 0 placed, 1 refused, 2 the driver of a GPU failed | 0 u32 |
 //! ```
 //! A stamp is what the listening side's clock said; the connecting side says it back ([`crate::lease`]), 0 before the first.
@@ -43,21 +51,20 @@ use crate::transfers::Completion;
 pub(crate) const HEAD_BYTES: usize = 32;
 /// Bytes of a run.
 pub(crate) const RUN_BYTES: usize = 24;
-/// Bytes of a run with the address where its bytes are.
-pub(crate) const PULLED_RUN_BYTES: usize = RUN_BYTES + 8;
 /// Bytes of an outcome.
 pub(crate) const OUTCOME_BYTES: usize = 16;
 /// Most entries of a frame.
 pub(crate) const ENTRIES_MAX: usize = 512;
 /// Most bytes that one frame moves.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
+/// Most bytes of what a carrier says at once, and of a list of regions.
+pub(crate) const WORDS_BYTES_MAX: usize = 64 << 10;
 
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Head {
     Write { token: u64, runs: usize, bytes: u64, stamp: u64 },
     Read { token: u64, runs: usize, bytes: u64 },
-    Pull { token: u64, runs: usize, bytes: u64 },
     Tell { token: u64, number: u64, counter: u32, generation: u32 },
     Data { token: u64, bytes: u64 },
     Ack { outcomes: usize, stamp: u64 },
@@ -65,6 +72,23 @@ pub(crate) enum Head {
     Pong { stamp: u64 },
     Message { token: u64, number: u64, bytes: u64 },
     NoRoom { token: u64 },
+    Words { code: u8, kind: WordsKind, bytes: u64 },
+    Fence { connection: u64, code: u8 },
+    Fenced { connection: u64, code: u8, is_over: bool },
+    Regions { bytes: u64 },
+}
+
+/// What a carrier's words are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WordsKind {
+    /// Its part of the handshake, of the side that connected.
+    Offer,
+    /// The answer of the listening side's like.
+    Accepted,
+    /// Why it cannot be, in words.
+    Refused,
+    /// Anything that it has to say later.
+    Other,
 }
 
 /// Bytes at the side that listens.
@@ -125,9 +149,12 @@ impl Head {
             Head::Ack { outcomes, stamp } => (5, outcomes, 0, 0, stamp),
             Head::Ping { stamp } => (6, 0, 0, 0, stamp),
             Head::Pong { stamp } => (7, 0, 0, 0, stamp),
-            Head::Pull { token, runs, bytes } => (8, runs, token, bytes, 0),
             Head::Message { token, number, bytes } => (9, 0, token, bytes, number),
             Head::NoRoom { token } => (10, 0, token, 0, 0),
+            Head::Words { code, kind, bytes } => (11, 0, code.into(), bytes, kind as u64),
+            Head::Fence { connection, code } => (12, 0, connection, 0, code.into()),
+            Head::Fenced { connection, code, is_over } => (13, 0, connection, is_over.into(), code.into()),
+            Head::Regions { bytes } => (14, 0, 0, bytes, 0),
         };
         debug_assert!(count <= ENTRIES_MAX);
         let mut head = [0; HEAD_BYTES];
@@ -159,10 +186,24 @@ impl Head {
             (5, 1..) => Ok(Head::Ack { outcomes: count, stamp: more }),
             (6, 0) => Ok(Head::Ping { stamp: more }),
             (7, 0) => Ok(Head::Pong { stamp: more }),
-            (8, 1..) => moved(Head::Pull { token, runs: count, bytes }),
             (9, 0) if bytes > MESSAGE_BYTES_MAX as u64 => Err(BadFrame("a message that is too long")),
             (9, 0) => Ok(Head::Message { token, number: more, bytes }),
             (10, 0) => Ok(Head::NoRoom { token }),
+            (11 | 14, 0) if bytes > WORDS_BYTES_MAX as u64 => Err(BadFrame("words that are too long")),
+            (11, 0) => {
+                let kind = match more {
+                    0 => WordsKind::Offer,
+                    1 => WordsKind::Accepted,
+                    2 => WordsKind::Refused,
+                    3 => WordsKind::Other,
+                    _ => return Err(BadFrame("words of no known kind")),
+                };
+                Ok(Head::Words { code: code(token)?, kind, bytes })
+            }
+            (12, 0) => Ok(Head::Fence { connection: token, code: code(more)? }),
+            (13, 0) if bytes > 1 => Err(BadFrame("a fence that is neither over nor not")),
+            (13, 0) => Ok(Head::Fenced { connection: token, code: code(more)?, is_over: bytes == 1 }),
+            (14, 0) => Ok(Head::Regions { bytes }),
             _ => Err(BadFrame("a frame of no known kind")),
         }
     }
@@ -171,11 +212,29 @@ impl Head {
     pub(crate) fn entry_bytes(&self) -> usize {
         match self {
             Head::Write { runs, .. } | Head::Read { runs, .. } => runs * RUN_BYTES,
-            Head::Pull { runs, .. } => runs * PULLED_RUN_BYTES,
             Head::Ack { outcomes, .. } => outcomes * OUTCOME_BYTES,
             _ => 0,
         }
     }
+}
+
+impl Head {
+    /// Whether bytes follow it that are no entries, even if it is none.
+    pub(crate) fn has_body(&self) -> bool {
+        matches!(
+            self,
+            Head::Write { .. }
+                | Head::Data { .. }
+                | Head::Message { .. }
+                | Head::Words { .. }
+                | Head::Regions { .. }
+        )
+    }
+}
+
+/// A carrier's.
+fn code(number: u64) -> Result<u8, BadFrame> {
+    u8::try_from(number).map_err(|_| BadFrame("a carrier of no known code"))
 }
 
 impl WireRun {
@@ -188,19 +247,6 @@ impl WireRun {
 
     /// All runs of a frame. None is empty, and together they have `bytes`.
     pub(crate) fn decode_all(entries: &[u8], bytes: u64) -> Result<Vec<WireRun>, BadFrame> {
-        Self::decode_each(entries.chunks_exact(RUN_BYTES), bytes)
-    }
-
-    /// All runs of a frame of runs with addresses, and the addresses.
-    pub(crate) fn decode_pulled(entries: &[u8], bytes: u64) -> Result<(Vec<WireRun>, Vec<u64>), BadFrame> {
-        let addresses = entries.chunks_exact(PULLED_RUN_BYTES).map(|entry| word(entry, RUN_BYTES)).collect();
-        Ok((Self::decode_each(entries.chunks_exact(PULLED_RUN_BYTES), bytes)?, addresses))
-    }
-
-    fn decode_each<'e>(
-        entries: impl Iterator<Item = &'e [u8]>,
-        bytes: u64,
-    ) -> Result<Vec<WireRun>, BadFrame> {
         let mut left = bytes;
         let decode = |entry: &[u8]| {
             let run = WireRun {
@@ -213,7 +259,7 @@ impl WireRun {
                 left.checked_sub(run.len).filter(|_| run.len > 0).ok_or(BadFrame("runs of other bytes"))?;
             Ok(run)
         };
-        let runs: Result<Vec<WireRun>, BadFrame> = entries.map(decode).collect();
+        let runs: Result<Vec<WireRun>, BadFrame> = entries.chunks_exact(RUN_BYTES).map(decode).collect();
         runs.and_then(|runs| if left == 0 { Ok(runs) } else { Err(BadFrame("runs of other bytes")) })
     }
 }
@@ -241,7 +287,7 @@ impl Outcome {
     }
 }
 
-fn word(bytes: &[u8], at: usize) -> u64 {
+pub(crate) fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
@@ -256,6 +302,15 @@ mod tests {
 
     fn fate() -> impl Strategy<Value = Fate> {
         prop_oneof![Just(Fate::Placed), Just(Fate::Refused), Just(Fate::GpuFailed)]
+    }
+
+    fn words_kind() -> impl Strategy<Value = WordsKind> {
+        prop_oneof![
+            Just(WordsKind::Offer),
+            Just(WordsKind::Accepted),
+            Just(WordsKind::Refused),
+            Just(WordsKind::Other)
+        ]
     }
 
     fn head() -> impl Strategy<Value = Head> {
@@ -275,10 +330,18 @@ mod tests {
             (count.clone(), any::<u64>()).prop_map(|(outcomes, stamp)| Head::Ack { outcomes, stamp }),
             any::<u64>().prop_map(|stamp| Head::Ping { stamp }),
             any::<u64>().prop_map(|stamp| Head::Pong { stamp }),
-            (token, count, bytes).prop_map(|(token, runs, bytes)| Head::Pull { token, runs, bytes }),
             (token, any::<u64>(), 0..=MESSAGE_BYTES_MAX as u64)
                 .prop_map(|(token, number, bytes)| Head::Message { token, number, bytes }),
             token.prop_map(|token| Head::NoRoom { token }),
+            (any::<u8>(), words_kind(), 0..=WORDS_BYTES_MAX as u64)
+                .prop_map(|(code, kind, bytes)| Head::Words { code, kind, bytes }),
+            (token, any::<u8>()).prop_map(|(connection, code)| Head::Fence { connection, code }),
+            (token, any::<u8>(), any::<bool>()).prop_map(|(connection, code, is_over)| Head::Fenced {
+                connection,
+                code,
+                is_over
+            }),
+            (0..=WORDS_BYTES_MAX as u64).prop_map(|bytes| Head::Regions { bytes }),
         ]
     }
 
@@ -289,7 +352,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..12u8) {
+        fn any_bytes_are_a_head_within_the_limits_or_none(bytes in any::<[u8; HEAD_BYTES]>(), kind in 0..16u8) {
             let mut bytes = bytes;
             bytes[0] = kind;
             if let Ok(Head::Message { bytes, .. }) = Head::decode(&bytes) {
@@ -312,17 +375,7 @@ mod tests {
             runs.iter().for_each(|run| run.encode(&mut entries));
             let bytes: u64 = runs.iter().map(|run| run.len).sum();
             let read = WireRun::decode_all(&entries, bytes.wrapping_add_signed(off));
-            let mut pulled = Vec::new();
-            for (run, address) in runs.iter().zip(7u64..) {
-                run.encode(&mut pulled);
-                pulled.extend(address.to_le_bytes());
-            }
-            let with_addresses = WireRun::decode_pulled(&pulled, bytes.wrapping_add_signed(off));
-            prop_assert_eq!(with_addresses.is_ok(), off == 0);
             if off == 0 {
-                let (again, addresses) = with_addresses.unwrap_or_default();
-                prop_assert_eq!(&again, &runs);
-                prop_assert_eq!(addresses, (7..7 + runs.len() as u64).collect::<Vec<_>>());
                 prop_assert_eq!(read, Ok(runs));
             } else {
                 prop_assert!(read.is_err());

@@ -9,16 +9,15 @@
 //!     |  Hello  ---->
 //!     |  <---- Welcome
 //!
-//!  Hello:      | KVFT | version u8 | purpose u8 | 0 x 2 | connection u64 | engine u128 | boot u64
+//!  Hello:      | KVFT | version u8 | purpose u8 | carrier u8 | 0 | connection u64 | engine u128 | boot u64
 //!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | session u128
-//!              | pid u32 | rings u32 | card u64 | seal 32 |
-//!  Welcome:    | KVFT | version u8 | answer u8 | 0 x 2 | engine u128 | boot u64
-//!              | pid u32 | reads u8, rings u8, 0 x 2 | card u64 | seal 32 |
+//!              | pid u32 | rings u32 | device u64 | inode u64 | seal 32 |
+//!  Welcome:    | KVFT | version u8 | answer u8 | rings u8 | 0 | engine u128 | boot u64 | seal 32 |
 //! ```
-//! `pid` and `card` say where a process of the same host lets its card be read (pid 0: nowhere); `reads` whether the
-//! listening side could read that of the connecting side: 0 it was not asked to or may not, 255 yes, else why not, an errno.
-//! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process that connects, 0 if there is none;
-//! of a Welcome 1 if all that follows goes through that segment, in both directions.
+//! The purpose is 0 for a control connection, 1 for a fence of a connection of this carrier, 2 for bytes of this carrier.
+//! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process with this `pid`, which is the one that
+//! connects; 0 if there is none. `device` and `inode` tell that segment from whatever else is found there. `rings` of a Welcome
+//! is 1 if all that follows goes through that segment, in both directions.
 //!
 //! A proof is the HMAC-SHA256 of the side that makes it and both nonces, with the secret as key ([`crate::trust`]). Only who
 //! knows the secret can make it; none is good on another connection, and none is one of the other side, so that sending
@@ -35,12 +34,10 @@ use super::frame::BadFrame;
 pub(crate) const CHALLENGE_BYTES: usize = 24;
 pub(crate) const PROOF_MESSAGE_BYTES: usize = 56;
 pub(crate) const VERDICT_BYTES: usize = 40;
-pub(crate) const HELLO_BYTES: usize = 136;
-pub(crate) const WELCOME_BYTES: usize = 80;
+pub(crate) const HELLO_BYTES: usize = 144;
+pub(crate) const WELCOME_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"KVFT";
-const VERSION: u8 = 3;
-/// Of a welcome: the listening side reads memory of the connecting side. Not an errno.
-const READS: u8 = 255;
+const VERSION: u8 = 4;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
     BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
@@ -56,10 +53,13 @@ pub(crate) struct Identity {
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Transfers.
-    Path,
-    /// The listening side is to read nothing more of this earlier connection; a welcome says that it does not.
-    Fence(u64),
+    /// All that is said between two processes beside bytes.
+    Control,
+    /// Bytes of the carrier with this code.
+    Bytes(u8),
+    /// The listening side is to place nothing more of this earlier connection of this carrier; a welcome says that it does
+    /// not.
+    Fence(u8, u64),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,28 +71,19 @@ pub(crate) struct Hello {
     pub(crate) to: Identity,
     /// All connections of one peer of the side that connects have the same: its immediates are numbered within it.
     pub(crate) session: u128,
-    /// Where the process that connects lets its card be read.
-    pub(crate) offer: Option<Offer>,
+    /// Shared memory for what follows.
+    pub(crate) rings: Option<RingsOffer>,
 }
 
-/// Where a process lets its card be read by others of its host.
+/// Where a segment of shared memory is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Offer {
+pub(crate) struct RingsOffer {
+    /// The process that connects.
     pub(crate) pid: u32,
-    pub(crate) card: u64,
-    /// Of the side that connects: its descriptor of a segment of shared memory.
-    pub(crate) rings: Option<u32>,
-}
-
-/// What came of an offer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reads {
-    /// There was none, or it was not wanted.
-    No,
-    /// The listening side can read memory of the side that connects.
-    Yes,
-    /// It cannot, by this errno.
-    Refused(u8),
+    /// The segment's descriptor there.
+    pub(crate) descriptor: u32,
+    /// Which file that is: device and inode.
+    pub(crate) file: (u64, u64),
 }
 
 /// The answer to a [`Hello`].
@@ -100,8 +91,6 @@ pub(crate) enum Reads {
 pub(crate) struct Welcome {
     pub(crate) answer: Answer,
     pub(crate) from: Identity,
-    pub(crate) offer: Option<Offer>,
-    pub(crate) reads: Reads,
     /// Whether what follows goes through the segment that was offered.
     pub(crate) rings: bool,
 }
@@ -202,10 +191,10 @@ impl Key {
     /// What the side that connects has proved to the one whose challenge this was: both nonces. None: nothing.
     pub(crate) fn decode_proof(
         &self,
-        bytes: &[u8; PROOF_MESSAGE_BYTES],
+        bytes: &[u8],
         challenge: &[u8; 16],
     ) -> Result<Option<Nonces>, BadFrame> {
-        check(bytes)?;
+        let bytes: &[u8; PROOF_MESSAGE_BYTES] = whole(bytes)?;
         let nonces = Nonces { listening: *challenge, connecting: array(bytes, 8) };
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
         Ok(is_proof(&self.0, Use::ProofOfConnecting, &parts, &bytes[24..]).then_some(nonces))
@@ -220,12 +209,8 @@ impl Key {
     }
 
     /// What the listening side has said to our Proof.
-    pub(crate) fn decode_verdict(
-        &self,
-        bytes: &[u8; VERDICT_BYTES],
-        nonces: &Nonces,
-    ) -> Result<Verdict, BadFrame> {
-        check(bytes)?;
+    pub(crate) fn decode_verdict(&self, bytes: &[u8], nonces: &Nonces) -> Result<Verdict, BadFrame> {
+        let bytes: &[u8; VERDICT_BYTES] = whole(bytes)?;
         let parts: [&[u8]; 2] = [&nonces.listening, &nonces.connecting];
         match bytes[5] {
             0 if is_proof(&self.0, Use::ProofOfListening, &parts, &bytes[8..]) => Ok(Verdict::Proved),
@@ -271,38 +256,46 @@ pub(crate) fn encode_challenge(nonce: &[u8; 16]) -> Vec<u8> {
     bytes
 }
 
-pub(crate) fn decode_challenge(bytes: &[u8; CHALLENGE_BYTES]) -> Result<[u8; 16], BadFrame> {
-    check(bytes)?;
+pub(crate) fn decode_challenge(bytes: &[u8]) -> Result<[u8; 16], BadFrame> {
+    let bytes: &[u8; CHALLENGE_BYTES] = whole(bytes)?;
     Ok(array(bytes, 8))
 }
 
 impl Hello {
     pub(crate) fn encode(&self, key: &SessionKey) -> Vec<u8> {
-        let (purpose, fenced) = match self.purpose {
-            Purpose::Path => (0, 0),
-            Purpose::Fence(connection) => (1, connection),
+        let (purpose, code, fenced) = match self.purpose {
+            Purpose::Control => (0, 0, 0),
+            Purpose::Fence(code, connection) => (1, code, connection),
+            Purpose::Bytes(code) => (2, code, 0),
         };
         let mut bytes = begin(purpose);
+        bytes[6] = code;
         bytes.extend(self.connection.to_le_bytes());
         self.from.encode(&mut bytes);
         self.to.encode(&mut bytes);
         bytes.extend(fenced.to_le_bytes());
         bytes.extend(self.session.to_le_bytes());
-        let rings = self.offer.and_then(|offer| offer.rings?.checked_add(1)).unwrap_or(0);
-        Offer::encode(self.offer, rings.to_le_bytes(), &mut bytes);
+        let rings = self.rings.and_then(|offer| Some((offer, offer.descriptor.checked_add(1)?)));
+        let (pid, descriptor, file) =
+            rings.map_or((0, 0, (0, 0)), |(offer, rings)| (offer.pid, rings, offer.file));
+        bytes.extend(pid.to_le_bytes());
+        bytes.extend(descriptor.to_le_bytes());
+        bytes.extend(file.0.to_le_bytes());
+        bytes.extend(file.1.to_le_bytes());
         bytes.extend(prove(&key.0, Use::Hello, &[&bytes]));
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8; HELLO_BYTES], key: &SessionKey) -> Result<Hello, BadFrame> {
-        check(bytes)?;
+    pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Hello, BadFrame> {
+        let bytes: &[u8; HELLO_BYTES] = whole(bytes)?;
         let (said, seal) = bytes.split_at(HELLO_BYTES - PROOF_BYTES);
         if !is_proof(&key.0, Use::Hello, &[said], seal) {
             return Err(CHANGED);
         }
         let purpose = match bytes[5] {
-            0 => Purpose::Path,
-            1 => Purpose::Fence(u64::from_le_bytes(array(bytes, 64))),
+            0 => Purpose::Control,
+            1 => Purpose::Fence(bytes[6], u64::from_le_bytes(array(bytes, 64))),
+            2 => Purpose::Bytes(bytes[6]),
             _ => return Err(BadFrame("a connection for no known purpose")),
         };
         Ok(Hello {
@@ -311,8 +304,11 @@ impl Hello {
             from: Identity::decode(bytes, 16),
             to: Identity::decode(bytes, 40),
             session: u128::from_le_bytes(array(bytes, 72)),
-            offer: Offer::decode(bytes, 88)
-                .map(|offer| Offer { rings: u32::from_le_bytes(array(bytes, 92)).checked_sub(1), ..offer }),
+            rings: u32::from_le_bytes(array(bytes, 92)).checked_sub(1).map(|descriptor| RingsOffer {
+                pid: u32::from_le_bytes(array(bytes, 88)),
+                descriptor,
+                file: (u64::from_le_bytes(array(bytes, 96)), u64::from_le_bytes(array(bytes, 104))),
+            }),
         })
     }
 }
@@ -323,19 +319,14 @@ impl Welcome {
             Answer::Welcome => 0,
             Answer::SomebodyElse => 1,
         });
+        bytes[6] = u8::from(self.rings);
         self.from.encode(&mut bytes);
-        let reads = match self.reads {
-            Reads::No => 0,
-            Reads::Yes => READS,
-            Reads::Refused(errno) => errno,
-        };
-        Offer::encode(self.offer, [reads, u8::from(self.rings), 0, 0], &mut bytes);
         bytes.extend(prove(&key.0, Use::Welcome, &[&bytes]));
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8; WELCOME_BYTES], key: &SessionKey) -> Result<Welcome, BadFrame> {
-        check(bytes)?;
+    pub(crate) fn decode(bytes: &[u8], key: &SessionKey) -> Result<Welcome, BadFrame> {
+        let bytes: &[u8; WELCOME_BYTES] = whole(bytes)?;
         let (said, seal) = bytes.split_at(WELCOME_BYTES - PROOF_BYTES);
         if !is_proof(&key.0, Use::Welcome, &[said], seal) {
             return Err(CHANGED);
@@ -345,35 +336,14 @@ impl Welcome {
             1 => Answer::SomebodyElse,
             _ => return Err(BadFrame("an answer that is not known")),
         };
-        let reads = match bytes[36] {
-            0 => Reads::No,
-            READS => Reads::Yes,
-            errno => Reads::Refused(errno),
-        };
-        let (from, offer, rings) = (Identity::decode(bytes, 8), Offer::decode(bytes, 32), bytes[37] == 1);
-        Ok(Welcome { answer, from, offer, reads, rings })
-    }
-}
-
-impl Offer {
-    fn encode(offer: Option<Offer>, more: [u8; 4], to: &mut Vec<u8>) {
-        let (pid, card) = offer.map_or((0, 0), |offer| (offer.pid, offer.card));
-        to.extend(pid.to_le_bytes());
-        to.extend(more);
-        to.extend(card.to_le_bytes());
-    }
-
-    fn decode(bytes: &[u8], at: usize) -> Option<Offer> {
-        let offer = Offer {
-            pid: u32::from_le_bytes(array(bytes, at)),
-            card: u64::from_le_bytes(array(bytes, at + 8)),
-            rings: None,
-        };
-        (offer.pid != 0).then_some(offer)
+        Ok(Welcome { answer, from: Identity::decode(bytes, 8), rings: bytes[6] == 1 })
     }
 }
 
 impl Identity {
+    /// Whoever listens there: of a peer that is known by its address only.
+    pub(crate) const ANYBODY: Identity = Identity { engine: 0, boot: 0 };
+
     fn encode(&self, to: &mut Vec<u8>) {
         to.extend(self.engine.to_le_bytes());
         to.extend(self.boot.to_le_bytes());
@@ -391,6 +361,13 @@ fn begin(kind: u8) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend([VERSION, kind, 0, 0]);
     bytes
+}
+
+/// A message of a greeting, which is as long as it should be.
+fn whole<const N: usize>(bytes: &[u8]) -> Result<&[u8; N], BadFrame> {
+    let whole: &[u8; N] = bytes.try_into().map_err(|_| BadFrame("a greeting of another length"))?;
+    check(whole)?;
+    Ok(whole)
 }
 
 fn check(bytes: &[u8]) -> Result<(), BadFrame> {
@@ -420,8 +397,9 @@ mod tests {
     const NONCES: Nonces = Nonces { listening: [1; 16], connecting: [4; 16] };
 
     fn sent(key: &SessionKey, purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
-        let offer = (purpose == Purpose::Path).then_some(Offer { pid: 77, card: 1 << 40, rings: Some(0) });
-        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, session: 11, offer };
+        let offer = RingsOffer { pid: 77, descriptor: 0, file: (1 << 40, 9) };
+        let rings = (purpose == Purpose::Control).then_some(offer);
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, session: 11, rings };
         (hello, hello.encode(key).try_into().unwrap())
     }
 
@@ -480,15 +458,14 @@ mod tests {
             key.session(&Nonces { connecting: [2; 16], ..NONCES }),
             Key::new(b"other").session(&NONCES),
         ];
-        for purpose in [Purpose::Path, Purpose::Fence(5)] {
+        for purpose in [Purpose::Control, Purpose::Bytes(3), Purpose::Fence(2, 5)] {
             let (hello, bytes) = sent(&session, purpose);
             assert_eq!(Hello::decode(&bytes, &session), Ok(hello));
             others.iter().for_each(|other| assert!(Hello::decode(&bytes, other).is_err()));
         }
-        for reads in [Reads::No, Reads::Yes, Reads::Refused(1)] {
-            let offer = (reads != Reads::No).then_some(Offer { pid: 5, card: 6, rings: None });
+        for rings in [false, true] {
             for answer in [Answer::Welcome, Answer::SomebodyElse] {
-                let welcome = Welcome { answer, from: YOU, offer, reads, rings: reads == Reads::Yes };
+                let welcome = Welcome { answer, from: YOU, rings };
                 let bytes: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
                 assert_eq!(Welcome::decode(&bytes, &session), Ok(welcome));
                 others.iter().for_each(|other| assert!(Welcome::decode(&bytes, other).is_err()));
@@ -501,7 +478,7 @@ mod tests {
         fn a_greeting_that_was_changed_is_none(at in 0..HELLO_BYTES, by in 1..=255u8, noise in any::<[u8; WELCOME_BYTES]>()) {
             let key = Key::new(b"secret");
             let session = key.session(&NONCES);
-            let (_, mut bytes) = sent(&session, Purpose::Path);
+            let (_, mut bytes) = sent(&session, Purpose::Control);
             bytes[at] ^= by;
             prop_assert!(Hello::decode(&bytes, &session).is_err());
             prop_assert!(Welcome::decode(&noise, &session).is_err());

@@ -6,8 +6,9 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 
-use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, PULLED_RUN_BYTES};
+use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
 use super::stream::{Rings, Stream};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
@@ -15,10 +16,7 @@ use crate::regions::Piece;
 use crate::shm::{Reader, Writer};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
-const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * PULLED_RUN_BYTES;
-/// Answers that wait for a peer that does not read them: beyond this nothing more is read from it.
-const OWN_BYTES_MAX: usize = 256 << 10;
-const ENTRIES_QUEUED_MAX: usize = 64 << 10;
+const BUFFER_BYTES: usize = HEAD_BYTES + ENTRIES_MAX * RUN_BYTES;
 /// Bytes that land in the buffer behind those for their destination: more would be copied once more.
 const BEHIND_BYTES: usize = 2 << 10;
 /// Ranges of one call; the kernel takes 1,024.
@@ -29,6 +27,10 @@ const TURN_BYTES: usize = 4 << 20;
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Ended {
+    #[error("it is not wanted any more, or a part of a transfer took too long")]
+    NotWanted,
+    #[error("it was too slow to let go of memory that is not shared any more")]
+    TooSlow,
     #[error("the peer closed the connection")]
     Closed,
     #[error("the peer has said back nothing new for too long to place its bytes")]
@@ -57,10 +59,30 @@ pub(crate) enum Came {
     Nothing,
 }
 
+/// What is to be written.
 #[derive(Debug)]
-enum Out {
+pub(crate) enum Out {
+    /// Bytes of ours, and how many of them have been written.
     Bytes(Vec<u8>, usize),
+    /// The same of bytes that others hold too.
+    Shared(Arc<[u8]>, usize),
+    /// Memory that others own, which is not touched any more once it has been written or the link is dropped.
     Memory(Piece),
+}
+
+impl Out {
+    /// Bytes that are not somebody else's memory.
+    pub(crate) fn own_bytes(&self) -> usize {
+        match self {
+            Out::Bytes(bytes, _) => bytes.len(),
+            Out::Shared(bytes, _) => bytes.len(),
+            Out::Memory(_) => 0,
+        }
+    }
+
+    pub(crate) fn touches(&self, memory: Piece) -> bool {
+        matches!(self, Out::Memory(piece) if piece.overlaps(memory))
+    }
 }
 
 /// A connection that does not block.
@@ -68,8 +90,7 @@ enum Out {
 pub(crate) struct Link {
     stream: Stream,
     out: VecDeque<Out>,
-    /// Entries that were queued, and of them those that have been written.
-    queued: u64,
+    /// Entries that have been written.
     written: u64,
     /// Of what is queued, bytes that are not registered memory.
     own_bytes: usize,
@@ -92,9 +113,9 @@ impl Link {
     pub(crate) fn new(stream: Stream) -> io::Result<Link> {
         stream.socket().set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
-        let (queued, written, own_bytes, received, start, end) = (0, 0, 0, 0, 0, 0);
+        let (written, own_bytes, received, start, end) = (0, 0, 0, 0, 0);
         let (out, body) = (VecDeque::new(), None);
-        Ok(Link { stream, out, queued, written, own_bytes, received, buffer, start, end, body })
+        Ok(Link { stream, out, written, own_bytes, received, buffer, start, end, body })
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
@@ -119,27 +140,22 @@ impl Link {
         self.stream.has_ended()
     }
 
-    /// Queues bytes.
-    pub(crate) fn say(&mut self, bytes: Vec<u8>) {
-        self.queued += 1;
-        self.own_bytes += bytes.len();
-        self.out.push_back(Out::Bytes(bytes, 0));
+    /// Queues these.
+    pub(crate) fn say_all(&mut self, said: impl IntoIterator<Item = Out>) {
+        for out in said {
+            self.own_bytes += out.own_bytes();
+            self.out.push_back(out);
+        }
     }
 
-    /// Queues memory, which is not touched any more once [`Link::is_flushed`], or the link is dropped.
-    pub(crate) fn say_memory(&mut self, piece: Piece) {
-        self.queued += 1;
-        self.out.push_back(Out::Memory(piece));
+    /// Bytes of ours, and entries, that wait to be written.
+    pub(crate) fn backlog(&self) -> (usize, usize) {
+        (self.own_bytes, self.out.len())
     }
 
-    /// A name for all that is queued by now.
-    pub(crate) fn mark(&self) -> u64 {
-        self.queued
-    }
-
-    /// Whether all that was queued by then has been written.
-    pub(crate) fn has_written(&self, mark: u64) -> bool {
-        self.written >= mark
+    /// How many entries of what was ever queued have been written.
+    pub(crate) fn written(&self) -> u64 {
+        self.written
     }
 
     /// Bytes that came so far.
@@ -162,16 +178,11 @@ impl Link {
         self.stream.awaits_first_word()
     }
 
-    /// Whether so much is queued that nothing more should be asked for.
-    pub(crate) fn is_full(&self) -> bool {
-        self.own_bytes > OWN_BYTES_MAX || self.out.len() > ENTRIES_QUEUED_MAX
-    }
-
     /// Whether queued memory, or memory that is being received into, overlaps this.
     pub(crate) fn touches(&self, memory: Piece) -> bool {
         let overlaps = |piece: &Piece| piece.overlaps(memory);
-        let queued = self.out.iter().any(|out| matches!(out, Out::Memory(piece) if overlaps(piece)));
-        queued || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
+        self.out.iter().any(|out| out.touches(memory))
+            || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }
 
     /// Writes what the socket takes, within one turn.
@@ -188,11 +199,13 @@ impl Link {
                 if bytes >= TURN_BYTES {
                     break;
                 }
+                let rest = |rest: &[u8]| libc::iovec {
+                    iov_base: rest.as_ptr().cast_mut().cast(),
+                    iov_len: rest.len(),
+                };
                 *range = match out {
-                    Out::Bytes(bytes, sent) => libc::iovec {
-                        iov_base: bytes[*sent..].as_ptr().cast_mut().cast(),
-                        iov_len: bytes.len() - sent,
-                    },
+                    Out::Bytes(bytes, sent) => rest(&bytes[*sent..]),
+                    Out::Shared(bytes, sent) => rest(&bytes[*sent..]),
                     Out::Memory(piece) => {
                         libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len }
                     }
@@ -227,27 +240,26 @@ impl Link {
         while let Some(first) = self.out.front_mut() {
             let len = match first {
                 Out::Bytes(bytes, done) => bytes.len() - *done,
+                Out::Shared(bytes, done) => bytes.len() - *done,
                 Out::Memory(piece) => piece.len,
             };
             if sent < len {
                 match first {
-                    Out::Bytes(_, done) => *done += sent,
+                    Out::Bytes(_, done) | Out::Shared(_, done) => *done += sent,
                     Out::Memory(piece) => *piece = piece.after(sent),
                 }
                 return;
             }
             sent -= len;
             self.written += 1;
-            if let Some(Out::Bytes(bytes, _)) = self.out.pop_front() {
-                self.own_bytes -= bytes.len();
-            }
+            self.own_bytes -= self.out.pop_front().map_or(0, |out| out.own_bytes());
         }
     }
 
     /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
     /// nothing yet could else fill the buffer.
-    pub(crate) fn greeting<const N: usize>(&mut self) -> Result<Option<[u8; N]>, Ended> {
-        const { assert!(N <= BUFFER_BYTES) };
+    pub(crate) fn greeting(&mut self, len: usize) -> Result<Option<Vec<u8>>, Ended> {
+        debug_assert!(len <= BUFFER_BYTES);
         loop {
             if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
                 // The rest of it is taken out of the socket: closing a socket with unread bytes resets the connection, and
@@ -255,13 +267,12 @@ impl Link {
                 let _ = self.fill(BUFFER_BYTES);
                 return Err(Ended::WantsTls);
             }
-            if self.end - self.start >= N {
-                let mut bytes = [0; N];
-                bytes.copy_from_slice(&self.buffer[self.start..self.start + N]);
-                self.start += N;
+            if self.end - self.start >= len {
+                let bytes = self.buffer[self.start..self.start + len].to_vec();
+                self.start += len;
                 return Ok(Some(bytes));
             }
-            if !self.fill(N - (self.end - self.start))? {
+            if !self.fill(len - (self.end - self.start))? {
                 return Ok(None);
             }
         }
@@ -478,6 +489,10 @@ mod tests {
         (Link::new(one).unwrap(), Link::new(other).unwrap())
     }
 
+    fn say(link: &mut Link, head: Head) {
+        link.say_all([Out::Bytes(head.encode().to_vec(), 0)]);
+    }
+
     fn piece(bytes: &mut [u8]) -> Piece {
         Piece { address: bytes.as_mut_ptr().expose_provenance(), len: bytes.len() }
     }
@@ -497,9 +512,9 @@ mod tests {
             let mut wanted = VecDeque::new();
             for (token, (lens, discard, far)) in (0..).zip(&frames) {
                 let bytes: usize = lens.iter().sum();
-                from.say(Head::Data { token, bytes: bytes as u64 }.encode().to_vec());
-                from.say_memory(piece(&mut source[*far..far + bytes]));
-                from.say(Head::Ping { stamp: 7 }.encode().to_vec());
+                say(&mut from, Head::Data { token, bytes: bytes as u64 });
+                from.say_all([Out::Memory(piece(&mut source[*far..far + bytes]))]);
+                say(&mut from, Head::Ping { stamp: 7 });
                 let mut pieces = Vec::new();
                 if !discard {
                     expected[at..at + bytes].copy_from_slice(&source[*far..far + bytes]);
@@ -545,9 +560,9 @@ mod tests {
     #[test]
     fn an_end_in_the_middle_is_told() {
         let (mut from, mut to) = pair(false);
-        from.say(Head::Data { token: 1, bytes: 10 }.encode().to_vec());
+        say(&mut from, Head::Data { token: 1, bytes: 10 });
         let mut memory = [7; 5];
-        from.say_memory(piece(&mut memory));
+        from.say_all([Out::Memory(piece(&mut memory))]);
         // SAFETY: the memory is alive.
         unsafe { from.flush().unwrap() };
         drop(from);

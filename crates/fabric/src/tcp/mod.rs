@@ -2,23 +2,30 @@
 //! belong, with no copy in between. With TLS they are encrypted on the way, and copied.
 
 mod credentials;
+mod dialling;
 mod frame;
 mod greeting;
 mod link;
+mod regions;
 mod stream;
 mod tls;
 
 pub(crate) use credentials::Credentials;
 pub use credentials::{Tls, TlsError};
-pub(crate) use frame::{BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, Outcome, WireRun};
-pub(crate) use greeting::{
-    Answer, Hello, Identity, Key, Nonces, Offer, Purpose, Reads, SessionKey, Verdict, Welcome,
-    decode_challenge, encode_challenge, encode_refusal,
+pub(crate) use dialling::{Dialled, Dialling, nonce};
+pub(crate) use frame::{
+    BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, OUTCOME_BYTES, Outcome, RUN_BYTES, WORDS_BYTES_MAX,
+    WireRun, WordsKind, word,
 };
-pub(crate) use link::{Came, Ended, Link};
-pub(crate) use stream::{Rings, Stream};
+pub(crate) use greeting::{
+    Answer, HELLO_BYTES, Hello, Identity, Key, PROOF_MESSAGE_BYTES, Purpose, RingsOffer, SessionKey, Welcome,
+    encode_challenge, encode_refusal,
+};
+pub(crate) use link::{Came, Ended, Link, Out};
+pub(crate) use regions::{Keys, RegionNews, decode_regions, encode_regions};
+pub(crate) use stream::Stream;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use {
-    frame::{HEAD_BYTES, PULLED_RUN_BYTES, RUN_BYTES},
-    greeting::{HELLO_BYTES, PROOF_MESSAGE_BYTES, VERDICT_BYTES, WELCOME_BYTES},
+    frame::HEAD_BYTES,
+    greeting::{Nonces, VERDICT_BYTES, Verdict, WELCOME_BYTES, decode_challenge},
 };

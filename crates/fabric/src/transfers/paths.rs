@@ -23,14 +23,6 @@ impl Transfers {
         true
     }
 
-    /// Posts that read over a path have at most so many bytes from now on, at least one; None for
-    /// [`crate::Options::chunk_bytes`].
-    pub fn set_read_bytes(&mut self, path: PathId, bytes: Option<u64>) {
-        if let Some(path) = self.paths.get_mut(&path) {
-            path.spec.read_bytes = bytes;
-        }
-    }
-
     /// A path's connection of that number broke, or could not be made. What was posted on it is still to complete.
     pub fn path_broke(&mut self, now: Duration, path: PathId, connection: u32) {
         let Some(known) = self.paths.get_mut(&path) else { return };

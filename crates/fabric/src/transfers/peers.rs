@@ -121,6 +121,9 @@ impl Transfers {
         let (live, paths) = (known.live.clone(), known.paths.clone());
         live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
         for path in paths {
+            if let Some(Path { state: PathState::Connecting, connection, .. }) = self.paths.get(&path) {
+                self.actions.push_back(Action::Close(path, *connection));
+            }
             self.close(now, path);
             self.settle(now, path);
         }

@@ -72,6 +72,11 @@ impl Between {
     /// The host's memory on both sides.
     pub const HOSTS: Between = Between { local: Memory::Host(0), remote: Memory::Host(0) };
 
+    /// Whether either is a GPU's.
+    pub(crate) fn has_gpus(self) -> bool {
+        self.local.is_gpu() || self.remote.is_gpu()
+    }
+
     /// What bytes that move between the two need of their path.
     pub fn route(self) -> Route {
         match (self.local.is_gpu(), self.remote.is_gpu()) {

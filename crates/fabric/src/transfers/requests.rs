@@ -12,6 +12,13 @@ use crate::runs::Run;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub(super) u32);
 
+#[cfg(test)]
+impl PeerId {
+    pub(crate) fn from_number(number: u32) -> PeerId {
+        PeerId(number)
+    }
+}
+
 /// A way to a peer, of one carrier: joined by a connection while it is up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PathId(pub(super) u32);
@@ -188,6 +195,14 @@ pub enum Action {
 }
 
 impl Work {
+    /// How many runs it has; one where it has no bytes of regions.
+    pub fn runs(&self) -> usize {
+        match self {
+            Work::Move { runs, .. } => runs.len(),
+            Work::Tell { .. } | Work::Say { .. } => 1,
+        }
+    }
+
     /// What it needs of its path.
     pub(super) fn route(&self) -> Route {
         match self {

@@ -105,7 +105,7 @@ impl Bytes {
         let len = self.len() as u64;
         match self {
             // SAFETY: the caller's promise.
-            Bytes::Host(memory) => unsafe { engine.register(memory.base, len, Access::ReadWrite) },
+            Bytes::Host(memory) => unsafe { engine.register(memory.base, len, Access::ReadWrite).unwrap() },
             Bytes::Gpu(memory, stream) => {
                 // SAFETY: the caller's promise.
                 let region =

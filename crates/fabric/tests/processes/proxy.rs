@@ -120,9 +120,10 @@ impl Proxy {
         self.change(|state| state.held_below = 0);
     }
 
-    /// Waits until the first connection is gone: its ends have taken all that was under way.
-    pub(crate) fn wait_until_the_first_is_gone(&self) {
-        self.wait("the first connection goes", |state| !state.there.contains(&0));
+    /// Waits until the first connection for bytes is gone: its ends have taken all that was under way. The one before it is for
+    /// what is said, and may stay.
+    pub(crate) fn wait_until_the_first_for_bytes_is_gone(&self) {
+        self.wait("the first connection for bytes goes", |state| !state.there.contains(&1));
     }
 
     /// Waits until so many bytes are under way.

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, Handle, Op, Options, PeerId, Pieces, Place, Run, Transfer,
-    Transport,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Handle, Op, Options, PathStatus, PeerId, Pieces,
+    Place, Run, Transfer, Transport,
 };
 
 use crate::support::{Memory, PATIENCE};
@@ -37,7 +37,7 @@ impl Side {
         let engine = Engine::new(options).unwrap();
         let memory = Memory::new(bytes + MAILBOX);
         // SAFETY: the engine is dropped first, as the first field.
-        let region = unsafe { engine.register(memory.base, memory.len as u64, Access::ReadWrite) };
+        let region = unsafe { engine.register(memory.base, memory.len as u64, Access::ReadWrite).unwrap() };
         Side { engine, region, memory }
     }
 
@@ -76,8 +76,17 @@ impl Side {
 
     /// From this mailbox into the peer's.
     pub(crate) fn post(&self, peer: Peer) -> Handle {
+        self.try_post(peer).unwrap()
+    }
+
+    pub(crate) fn try_post(&self, peer: Peer) -> Result<Handle, FabricError> {
         let local = self.memory.len - MAILBOX;
-        self.begin(peer, Op::Write, self.run(peer, local, peer.mailbox as usize, MAILBOX))
+        let run = self.run(peer, local, peer.mailbox as usize, MAILBOX);
+        self.engine.begin(peer.id, Transfer::write(Pieces::Contiguous(run)))
+    }
+
+    pub(crate) fn paths_for_bytes(&self, peer: Peer) -> Vec<PathStatus> {
+        self.engine.paths(peer.id).into_iter().filter(|path| path.carrier != "control").collect()
     }
 
     /// Waits until a peer that was lost takes something again.

@@ -1,6 +1,6 @@
 //! Where memory cannot be read, or is not to be, or no rings can be had.
 
-use kvlane_fabric::{EngineOptions, Op, PathStatus, Transport};
+use kvlane_fabric::{EngineOptions, Op, Transport};
 
 use crate::shapes::scribbled;
 use crate::side::{LARGE, Peer, Side, done, impatient, lost};
@@ -15,9 +15,8 @@ fn what_may_not_be_read_goes_by_tcp_and_the_path_says_why() {
         done(&here.write(peer, 0, 5 * MIB));
         done(&here.begin(peer, Op::Read, vec![here.run(peer, 6 * MIB, 0, 5 * MIB)]));
         assert!(here.memory.bytes(0, 5 * MIB) == here.memory.bytes(6 * MIB, 5 * MIB), "other bytes");
-        let PathStatus { transport, fallback, .. } = here.path(peer);
-        assert_eq!(transport, Transport::Tcp);
-        fallback
+        assert!(!here.has_cma(peer) && here.path(peer, "tcp").unwrap().is_up);
+        here.why_no_cma(peer)
     };
     let mut forbidden = Process::with(LARGE, "forbidden");
     let peer = here.meet(&forbidden.descriptor());
@@ -25,7 +24,7 @@ fn what_may_not_be_read_goes_by_tcp_and_the_path_says_why() {
     assert!(why.contains("the peer may not read this process's memory"), "{why}");
     let mut by_tcp = Process::with(LARGE, "tcp");
     let peer = here.meet(&by_tcp.descriptor());
-    assert_eq!(moves(&mut by_tcp, peer).as_deref(), Some("the peer goes by TCP only"));
+    assert_eq!(moves(&mut by_tcp, peer).as_deref(), Some("the peer has no such carrier"));
     // The other way: it is not the peer that may not.
     forbidden.order(&format!("meet {}", here.descriptor().to_text().unwrap()));
     forbidden.order(&format!("fill 0 {LARGE} 6"));
@@ -51,8 +50,8 @@ fn where_rings_cannot_be_had_the_path_says_why_and_it_is_counted() {
         done(&here.write(peer, 0, 64));
         done(&here.write(peer, 64, LARGE - 64));
         there.order(&format!("check 0 {LARGE} 7"));
-        let PathStatus { transport, fallback, no_rings, .. } = here.path(peer);
-        assert_eq!((transport, fallback), (Transport::Cma, None));
+        assert!(here.has_cma(peer));
+        let no_rings = here.path(peer, "control").unwrap().no_rings;
         assert_eq!(no_rings.is_some_and(|no_rings| no_rings.contains(why)), is_asked, "{setup}");
         assert_eq!(here.engine.connections_without_rings() - before, u64::from(is_asked));
         assert_eq!(
@@ -91,13 +90,12 @@ fn a_process_that_may_read_others_no_more_goes_on_by_tcp() {
 #[test]
 fn who_wants_cma_only_does_not_reach_those_without_it_and_hears_why() {
     let here = Side::new(MIB, EngineOptions { transport: Some(Transport::Cma), ..impatient() });
-    for (setup, why) in [("forbidden", "may not read"), ("tcp", "the peer goes by TCP only")] {
+    for (setup, why) in [("forbidden", "may not read"), ("tcp", "the peer has no such carrier")] {
         let mut there = Process::with(MIB, setup);
         let peer = here.meet(&there.descriptor());
         lost(&here.write(peer, 0, MIB));
-        let PathStatus { is_up, trouble, .. } = here.path(peer);
-        let trouble = trouble.unwrap();
-        assert!(!is_up && trouble.contains("cma is required") && trouble.contains(why), "{trouble}");
+        let trouble = here.why_no_cma(peer).unwrap();
+        assert!(trouble.contains("cma is required") && trouble.contains(why), "{trouble}");
         there.order(&format!("check 0 {MIB} 0"));
     }
     let mut there = Process::new(MIB);
@@ -113,5 +111,5 @@ fn who_wants_tcp_only_gets_it() {
     let peer = here.meet(&there.descriptor());
     done(&here.write(peer, 0, MIB));
     there.order(&format!("check 0 {MIB} 6"));
-    assert_eq!((here.path(peer).transport, here.path(peer).fallback), (Transport::Tcp, None));
+    assert!(here.path(peer, "cma").is_none() && here.path(peer, "tcp").unwrap().is_up);
 }

@@ -1,6 +1,6 @@
 //! Processes that are killed.
 
-use kvlane_fabric::{Handle, Op, Transport};
+use kvlane_fabric::{Handle, Op};
 
 use crate::shapes::PAGE;
 use crate::side::{CANARY, LARGE, Side, impatient, lost};
@@ -31,7 +31,7 @@ fn killed_in_the_middle(op: Op) {
             Op::Write => there.order(&format!("await {at}")),
             Op::Read => here.memory.wait_for(at),
         }
-        assert_eq!(here.path(peer).transport, Transport::Cma);
+        assert!(here.has_cma(peer));
         there.kill();
         handles.iter().for_each(lost);
         here.engine.disconnect(peer.id);

@@ -64,10 +64,13 @@ impl Role {
                 self.transfer = Some(self.side.long(self.peer.unwrap(), Op::Write));
             }
             "path" => {
-                let path = self.side.path(self.peer.unwrap());
-                return format!("{} {}", path.transport.name(), path.fallback.unwrap_or_default());
+                let peer = self.peer.unwrap();
+                let way = if self.side.has_cma(peer) { "cma" } else { "tcp" };
+                return format!("{way} {}", self.side.why_no_cma(peer).unwrap_or_default());
             }
-            "no-rings" => return format!("{:?}", self.side.path(self.peer.unwrap()).no_rings),
+            "no-rings" => {
+                return format!("{:?}", self.side.path(self.peer.unwrap(), "control").unwrap().no_rings);
+            }
             "without-rings" => return engine.connections_without_rings().to_string(),
             "outcome" => return format!("{:?}", self.transfer.as_ref().unwrap().outcome()),
             "lost" => lost(self.transfer.as_ref().unwrap()),
@@ -83,7 +86,7 @@ impl Role {
                 // Each is a byte of the others.
                 for at in 0..number(0) {
                     // SAFETY: the engine goes before the memory: it is a field before it.
-                    unsafe { engine.register(self.others.at(at, 1), 1, Access::ReadWrite) };
+                    unsafe { engine.register(self.others.at(at, 1), 1, Access::ReadWrite).unwrap() };
                 }
             }
             "cycle" => return self.cycle(&rest[0].parse().unwrap(), number(1)),

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
-    Access, Descriptor, Engine, EngineOptions, Failure, Handle, Op, Options, PathStatus, PeerId, Pieces,
-    Place, Run, Transfer, Transport,
+    Access, Descriptor, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, PathStatus, PeerId,
+    Pieces, Place, Run, Transfer,
 };
 
 use crate::support::{MIB, Memory, PATIENCE};
@@ -50,7 +50,7 @@ impl Side {
     pub(crate) fn register(&mut self) {
         let Memory { base, len } = self.memory;
         // SAFETY: the engine is dropped before its memory, as the first field.
-        self.region = unsafe { self.engine.register(base, len as u64, Access::ReadWrite) };
+        self.region = unsafe { self.engine.register(base, len as u64, Access::ReadWrite).unwrap() };
     }
 
     pub(crate) fn descriptor(&self) -> Descriptor {
@@ -67,8 +67,12 @@ impl Side {
     }
 
     pub(crate) fn begin(&self, peer: Peer, op: Op, runs: Vec<Run>) -> Handle {
+        self.try_begin(peer, op, runs).unwrap()
+    }
+
+    pub(crate) fn try_begin(&self, peer: Peer, op: Op, runs: Vec<Run>) -> Result<Handle, FabricError> {
         let transfer = Transfer { op, ..Transfer::write(Pieces::Runs(runs)) };
-        self.engine.begin(peer.id, transfer).unwrap()
+        self.engine.begin(peer.id, transfer)
     }
 
     /// The same bytes on both sides.
@@ -86,14 +90,30 @@ impl Side {
         self.begin(peer, op, vec![all; 128])
     }
 
-    pub(crate) fn path(&self, peer: Peer) -> PathStatus {
-        self.engine.paths(peer.id).remove(0)
+    /// How a carrier reaches a peer, or why not.
+    pub(crate) fn path(&self, peer: Peer, carrier: &str) -> Option<PathStatus> {
+        self.engine.paths(peer.id).into_iter().find(|path| path.carrier == carrier)
+    }
+
+    /// Whether bytes go by cma.
+    pub(crate) fn has_cma(&self, peer: Peer) -> bool {
+        self.path(peer, "cma").is_some_and(|path| path.is_up)
+    }
+
+    /// Why they do not.
+    pub(crate) fn why_no_cma(&self, peer: Peer) -> Option<String> {
+        self.path(peer, "cma").filter(|path| !path.is_up)?.trouble
     }
 
     /// Waits until the peer is met, and by cma.
     pub(crate) fn is_neighbour(&self, peer: Peer) {
         self.reach(peer);
-        assert_eq!((self.path(peer).transport, self.path(peer).fallback), (Transport::Cma, None));
+        let begun = Instant::now();
+        while !self.has_cma(peer) {
+            assert!(begun.elapsed() < PATIENCE, "{:?}", self.engine.paths(peer.id));
+            // Nobody tells when a path is up.
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Waits until a peer takes something, also one that was lost, or could not be met in time on a busy machine.

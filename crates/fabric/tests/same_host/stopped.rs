@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{Failure, Handle, Op, Pieces, Transfer, Transport};
+use kvlane_fabric::{Failure, Handle, Op, Pieces, Transfer};
 
 use crate::side::{CANARY, LARGE, POISON, Peer, SOON, Side, done, impatient, lost};
 use crate::support::{MIB, PATIENCE, Process};
@@ -53,7 +53,7 @@ fn a_write_to_a_stopped_process_is_over_when_that_goes_on(stopped: Stopped) {
     here.memory.fill(0, LARGE, POISON);
     here.memory.fill(0, 1, 7);
     here.reach(peer);
-    assert_eq!(here.path(peer).transport, Transport::Cma);
+    here.is_neighbour(peer);
     for _ in 0..100 {
         there.order(&format!("absent {POISON}"));
         done(&here.write(peer, 0, 1));
@@ -94,7 +94,7 @@ fn a_stopped_process_is_read_until_it_has_been_silent_for_too_long() {
     done(&here.read(peer, 0, LARGE));
     assert_eq!(here.memory.other_than(0, LARGE, 9), None);
     let begun = Instant::now();
-    while here.path(peer).is_up {
+    while here.path(peer, "control").unwrap().is_up {
         assert!(begun.elapsed() < PATIENCE, "it stays up");
         std::thread::yield_now();
     }
@@ -129,7 +129,7 @@ fn a_write_to_a_stopped_process_whose_first_thread_has_ended_is_over_when_that_g
     here.reach(peer);
     done(&here.read(peer, 0, LARGE));
     assert_eq!(here.memory.find(POISON), None);
-    assert_eq!(here.path(peer).transport, Transport::Tcp, "it cannot be read any more by its id");
+    assert!(!here.has_cma(peer), "it cannot be read any more by its id");
 }
 
 /// It cannot see any more whether the peer is there. That does not keep the peer from reading it.

@@ -126,6 +126,8 @@ pub(crate) struct Network {
     peers: Vec<PeerId>,
     /// All that ever were, those that have vanished too.
     paths: BTreeMap<PathId, PathAt>,
+    /// Paths that the transfers are told of, by their labels.
+    coming: HashMap<u64, (usize, PathSpec)>,
     /// Paths that are to come for those that have vanished.
     to_return: usize,
     /// Between these times nobody answers.
@@ -177,6 +179,7 @@ impl Network {
             immediates: peers.iter().map(|_| Immediates::default()).collect(),
             peers,
             paths: BTreeMap::new(),
+            coming: HashMap::new(),
             to_return: 0,
             dead: HashMap::new(),
             up: HashMap::new(),
@@ -189,8 +192,16 @@ impl Network {
         }
     }
 
+    /// There is going to be one more path.
+    pub(crate) fn comes(&mut self, peer: usize, spec: PathSpec) {
+        self.made += 1;
+        self.coming.insert(self.made, (peer, spec));
+        let (peer, label) = (self.peers[peer], self.made);
+        self.happened.push_back(Event::Comes { peer, spec, label });
+    }
+
     /// There is one more path. What goes wrong with it, and when.
-    pub(crate) fn add_path(&mut self, path: PathId, peer: usize, spec: PathSpec) {
+    fn add_path(&mut self, path: PathId, peer: usize, spec: PathSpec) {
         self.to_return = self.to_return.saturating_sub(1);
         self.paths.insert(path, PathAt { peer, spec, has_vanished: false });
         if self.calm {
@@ -213,7 +224,8 @@ impl Network {
     }
 
     /// A path is gone for good. Another one of its kind comes later.
-    pub(crate) fn note_vanished(&mut self, path: PathId) {
+    pub(crate) fn vanish(&mut self, path: PathId) {
+        self.happened.push_back(Event::Goes(path));
         if self.up.contains_key(&path) {
             self.note_not_up(path);
         }
@@ -296,7 +308,7 @@ impl Network {
                     self.happened.push_back(Event::Broke { path, connection });
                 } else {
                     self.up.insert(path, connection);
-                    self.happened.push_back(Event::Up { path, connection, read_bytes: None });
+                    self.happened.push_back(Event::Up { path, connection });
                 }
             }
             Happening::Broke(path, connection) => {
@@ -533,6 +545,11 @@ impl Network {
 }
 
 impl Provider for Network {
+    fn came(&mut self, path: Option<PathId>, label: u64) {
+        let (peer, spec) = self.coming.remove(&label).unwrap();
+        path.into_iter().for_each(|path| self.add_path(path, peer, spec));
+    }
+
     fn connect(&mut self, _: Duration, path: PathId, connection: u32) {
         if self.up.contains_key(&path) || self.taken.values().any(|taken| taken.path == path) {
             self.is_wrong("connected again before the former connection was over");

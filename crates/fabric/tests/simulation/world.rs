@@ -112,15 +112,9 @@ impl World {
             peers,
             tick_at: None,
         };
-        specs.into_iter().for_each(|(peer, spec)| world.add_path(peer, spec));
+        specs.into_iter().for_each(|(peer, spec)| world.network.comes(peer, spec));
         world.plan(count, messages);
         world
-    }
-
-    fn add_path(&mut self, peer: usize, spec: PathSpec) {
-        let (now, id) = (self.network.time(), self.peers[peer]);
-        let path = self.transfers.add_path(now, id, spec).unwrap();
-        self.network.add_path(path, peer, spec);
     }
 
     /// What is asked for, and when.
@@ -242,11 +236,10 @@ impl World {
                 Next::Submit(index) => self.submit(index)?,
                 Next::Cancel(index) => self.cancel(index),
                 Next::Vanish(_) if self.network.calm => {}
-                Next::Vanish(path) => {
-                    self.network.note_vanished(path);
-                    self.transfers.remove_path(self.network.time(), path);
+                Next::Vanish(path) => self.network.vanish(path),
+                Next::Return(peer, class) => {
+                    self.network.comes(peer, if class == 0 { FAST } else { SLOW });
                 }
-                Next::Return(peer, class) => self.add_path(peer, if class == 0 { FAST } else { SLOW }),
                 Next::Tick => {}
                 Next::Network(happening) => self.network.happen(happening),
             }
@@ -310,7 +303,10 @@ impl World {
     fn carry_out(&mut self) -> Result<(), String> {
         let World { transfers, network, ledger, .. } = self;
         let now = network.time();
-        drive(transfers, network, now, |network, ticket, outcome| ledger.over(network, ticket, outcome));
+        let mut runs = usize::MAX;
+        drive(transfers, network, now, &mut runs, |network, ticket, outcome| {
+            ledger.over(network, ticket, outcome);
+        });
         if let Some(wrong) = network.wrong.take().or_else(|| ledger.wrong.take()) {
             return Err(wrong);
         }

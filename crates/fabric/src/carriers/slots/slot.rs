@@ -2,13 +2,12 @@
 
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use kvlane_gpu::{Copy, Gpu, GpuError, HostBuffer, Priority, Stream};
 
-use super::Spot;
-use crate::regions::Piece;
-
-/// Slots of one direction.
-const SLOTS_MAX: usize = 32;
+use crate::regions::{Piece, Spot};
 
 /// Which way bytes pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,17 +22,41 @@ pub(crate) enum Way {
 #[derive(Debug)]
 pub(crate) struct Slot {
     /// By the number of their GPU; made as they are needed.
-    streams: Vec<(usize, Stream)>,
+    streams: Vec<(usize, Arc<Stream>)>,
     /// GPUs whose streams have work.
     busy: Vec<usize>,
     failed: Option<GpuError>,
+    /// A stream of a failed copy is waited for; whether that is over.
+    drained: Option<Arc<AtomicBool>>,
     buffer: HostBuffer,
 }
 
+/// A stream in which a copy failed: what was enqueued behind may still run.
+#[derive(Debug)]
+pub(crate) struct Drain {
+    stream: Arc<Stream>,
+    is_over: Arc<AtomicBool>,
+}
+
+impl Drain {
+    /// Waits for all of it.
+    pub(super) fn wait(&self) {
+        // The error is known.
+        let _ = self.stream.synchronize();
+        self.is_over.store(true, Ordering::Release);
+    }
+}
+
 impl Slot {
-    fn new(gpu: &Gpu, bytes: u64) -> Result<Slot, GpuError> {
-        let buffer = HostBuffer::new(gpu, bytes)?;
-        Ok(Slot { streams: Vec::new(), busy: Vec::new(), failed: None, buffer })
+    /// With a stream for each of these GPUs.
+    pub(super) fn new(gpus: &[Gpu], bytes: u64) -> Result<Option<Slot>, GpuError> {
+        let Some(first) = gpus.first() else { return Ok(None) };
+        let buffer = HostBuffer::new(first, bytes)?;
+        let mut slot = Slot { streams: Vec::new(), busy: Vec::new(), failed: None, drained: None, buffer };
+        for (number, gpu) in gpus.iter().enumerate() {
+            slot.stream(gpu, number)?;
+        }
+        Ok(Some(slot))
     }
 
     /// Where each of these is to be sent from, or received: host memory as it is, a GPU's in the slot, one after the other.
@@ -50,16 +73,14 @@ impl Slot {
         spots.iter().map(host).collect()
     }
 
-    /// Starts the copies between the slot and those of the spots that are on GPUs.
-    ///
-    /// # Errors
-    /// Of a driver, after which none of them runs any more.
+    /// Starts the copies between the slot and those of the spots that are on GPUs. What a driver refuses,
+    /// [`Slot::is_done`] tells.
     ///
     /// # Safety
     /// The spots are valid, also for writes where the way is in, until [`Slot::is_done`] has answered, or the slot was dropped;
     /// together those on GPUs have no more bytes than the slot.
-    pub(crate) unsafe fn start(&mut self, gpus: &[Gpu], spots: &[Spot], way: Way) -> Result<(), GpuError> {
-        debug_assert!(self.busy.is_empty());
+    pub(crate) unsafe fn start(&mut self, gpus: &[Gpu], spots: &[Spot], way: Way) {
+        debug_assert!(self.busy.is_empty() && self.failed.is_none());
         let places = self.host_pieces(spots);
         for (number, gpu) in gpus.iter().enumerate() {
             let of_gpu = spots.iter().zip(&places).filter(|(spot, _)| spot.gpu == Some(number));
@@ -71,51 +92,50 @@ impl Slot {
             let begun = self.stream(gpu, number).and_then(|stream| unsafe { enqueue(stream, &copies) });
             self.busy.push(number);
             if let Err(error) = begun {
-                self.drain();
-                self.failed = None;
-                return Err(error);
+                self.failed = Some(error);
+                return;
             }
         }
-        Ok(())
     }
 
-    /// How the copies ended that were started last; None while some run.
-    pub(crate) fn is_done(&mut self) -> Option<Result<(), GpuError>> {
+    /// How the copies ended that were started last; None while some run. Streams to be waited for are added to `drains`.
+    pub(crate) fn is_done(&mut self, drains: &mut Vec<Drain>) -> Option<Result<(), GpuError>> {
         while let Some(number) = self.busy.last() {
-            let stream = self.streams.iter().find(|(known, _)| known == number);
-            match stream.map_or(Ok(true), |(_, stream)| stream.is_idle()) {
-                Ok(false) => return None,
-                Ok(true) => {}
-                Err(error) => {
-                    // What was enqueued behind may still run.
-                    if let Some((_, stream)) = stream {
-                        let _ = stream.synchronize();
-                    }
-                    self.failed.get_or_insert(error);
+            if let Some(is_over) = &self.drained {
+                if !is_over.load(Ordering::Acquire) {
+                    return None;
                 }
+                self.drained = None;
+                self.busy.pop();
+                continue;
             }
-            self.busy.pop();
+            let stream = self.streams.iter().find(|(known, _)| known == number);
+            match stream.map(|(_, stream)| (stream, stream.is_idle())) {
+                Some((_, Ok(false))) => return None,
+                Some((stream, Err(error))) => {
+                    self.failed.get_or_insert(error);
+                    let is_over = Arc::new(AtomicBool::new(false));
+                    drains.push(Drain { stream: Arc::clone(stream), is_over: Arc::clone(&is_over) });
+                    self.drained = Some(is_over);
+                    return None;
+                }
+                Some((_, Ok(true))) | None => drop(self.busy.pop()),
+            }
         }
         Some(self.failed.take().map_or(Ok(()), Err))
     }
 
-    /// Waits for all copies.
-    pub(crate) fn drain(&mut self) {
-        for (number, stream) in &self.streams {
-            if self.busy.contains(number)
-                && let Err(error) = stream.synchronize()
-            {
-                self.failed.get_or_insert(error);
-            }
-        }
-        self.busy.clear();
+    /// Whether nothing is copied.
+    pub(super) fn is_idle(&self) -> bool {
+        self.busy.is_empty()
     }
 
-    fn stream(&mut self, gpu: &Gpu, number: usize) -> Result<&Stream, GpuError> {
+    /// The stream on a GPU, made if there is none.
+    pub(super) fn stream(&mut self, gpu: &Gpu, number: usize) -> Result<&Stream, GpuError> {
         let index = match self.streams.iter().position(|(known, _)| *known == number) {
             Some(index) => index,
             None => {
-                self.streams.push((number, Stream::new(gpu, Priority::High)?));
+                self.streams.push((number, Arc::new(Stream::new(gpu, Priority::High)?)));
                 self.streams.len() - 1
             }
         };
@@ -125,52 +145,11 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.drain();
-    }
-}
-
-/// Slots of one direction, made as they are needed and kept.
-#[derive(Debug, Default)]
-pub(crate) struct Slots {
-    free: Vec<Slot>,
-    made: usize,
-    /// Why the last one could not be made.
-    trouble: Option<GpuError>,
-}
-
-impl Slots {
-    /// Sees to it that there is a slot, and that the GPU of this number can copy.
-    pub(super) fn prepare(&mut self, gpu: &Gpu, number: usize, bytes: u64) -> Result<(), GpuError> {
-        if self.made == 0 {
-            self.free.push(Slot::new(gpu, bytes)?);
-            self.made = 1;
+        let busy = |number: &usize| self.busy.contains(number);
+        for (_, stream) in self.streams.iter().filter(|(number, _)| busy(number)) {
+            // There is nobody left to tell of an error.
+            let _ = stream.synchronize();
         }
-        self.free.last_mut().map_or(Ok(()), |slot| slot.stream(gpu, number).map(drop))
-    }
-
-    /// A slot, unless all are in use. Where no further one can be made those that are there have to do.
-    pub(super) fn take(&mut self, gpus: &[Gpu], bytes: u64) -> Option<Slot> {
-        if self.free.is_empty() && self.made < SLOTS_MAX {
-            match Slot::new(gpus.first()?, bytes) {
-                Ok(slot) => {
-                    self.made += 1;
-                    return Some(slot);
-                }
-                Err(error) => {
-                    if self.trouble.as_ref() != Some(&error) {
-                        tracing::warn!(%error, slots = self.made, "no more pinned memory for GPUs' bytes");
-                    }
-                    self.trouble = Some(error);
-                }
-            }
-        }
-        self.free.pop()
-    }
-
-    /// One that nothing touches any more.
-    pub(super) fn give_back(&mut self, slot: Slot) {
-        debug_assert!(slot.busy.is_empty());
-        self.free.push(slot);
     }
 }
 

@@ -11,10 +11,9 @@
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
+use crate::regions::REGIONS_MAX;
 use crate::tcp::Identity;
 
-/// Regions with a higher number are reached over TCP.
-pub(crate) const REGIONS_MAX: u32 = 4096;
 /// Words before those of the regions.
 const HEAD_WORDS: usize = 16;
 pub(crate) const IDENTITY_BYTES: usize = 24;

@@ -2,9 +2,6 @@
 
 #![allow(unsafe_code, reason = "the kernel writes registered memory")]
 
-use std::io;
-use std::os::fd::OwnedFd;
-
 use kvlane_memory::{ProbeError, RemoteProcess};
 use rustix::io::Errno;
 use thiserror::Error;
@@ -15,22 +12,22 @@ use crate::tcp::Identity;
 
 /// Bytes to be read from another process: to where, and from which address of its.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct PulledRange {
     pub(crate) to: Piece,
     pub(crate) from: u64,
 }
 
-impl Part {
+impl PulledRange {
     /// The first bytes of it, and the others.
-    pub(crate) fn split_at(self, len: usize) -> (Part, Part) {
-        let first = Part { to: Piece { len, ..self.to }, from: self.from };
+    pub(crate) fn split_at(self, len: usize) -> (PulledRange, PulledRange) {
+        let first = PulledRange { to: Piece { len, ..self.to }, from: self.from };
         // A peer may name any address, the last of all too, behind which there is nothing to be read.
-        (first, Part { to: self.to.after(len), from: self.from.wrapping_add(len as u64) })
+        (first, PulledRange { to: self.to.after(len), from: self.from.wrapping_add(len as u64) })
     }
 }
 
-/// Most parts of one call: each region of theirs may need a range of its own beside them.
-pub(crate) const PARTS_MAX: usize = 500;
+/// Most ranges of one call: each region of theirs may need a range of its own beside them.
+pub(crate) const RANGES_MAX: usize = 500;
 
 /// Why nothing was read that counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -76,34 +73,21 @@ impl Neighbour {
         matches!(card, Ok(()) | Err(PullError::Failed(_)))
     }
 
-    /// A descriptor of its own, as a duplicate.
-    pub(crate) fn descriptor(&self, fd: u32) -> io::Result<OwnedFd> {
-        let fd = i32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let descriptor = self.process.descriptor(fd)?;
-        // If it lives now, it was its own.
-        if self.process.has_exited() { Err(Errno::SRCH.into()) } else { Ok(descriptor) }
-    }
-
-    /// Whether a region of the neighbour's can be read by [`Neighbour::read`].
-    pub(crate) fn tells_of(&self, region: u32, generation: u32) -> bool {
-        mark_of(self.card, region, generation).is_some()
-    }
-
-    /// Reads bytes of memory that the neighbour offered for this, at most [`PARTS_MAX`] parts.
+    /// Reads bytes of memory that the neighbour offered for this, at most [`RANGES_MAX`] parts.
     ///
     /// # Safety
     /// The destinations are valid for writes, and belong to this call.
-    pub(crate) unsafe fn pull(&self, parts: &[Part]) -> Result<(), PullError> {
+    pub(crate) unsafe fn pull(&self, parts: &[PulledRange]) -> Result<(), PullError> {
         // SAFETY: the caller's promise is passed on.
         unsafe { self.copy(parts, &mut [], &[]) }
     }
 
-    /// Reads bytes of regions, given by number and generation, at most [`PARTS_MAX`] parts. They count if all regions
+    /// Reads bytes of regions, given by number and generation, at most [`RANGES_MAX`] parts. They count if all regions
     /// were still registered after the last byte had been read.
     ///
     /// # Safety
     /// As for [`Neighbour::pull`].
-    pub(crate) unsafe fn read(&self, parts: &[Part], regions: &[(u32, u32)]) -> Result<(), PullError> {
+    pub(crate) unsafe fn read(&self, parts: &[PulledRange], regions: &[(u32, u32)]) -> Result<(), PullError> {
         let mut found = vec![0u8; IDENTITY_BYTES + 4 * regions.len()];
         let mut card = Vec::with_capacity(1 + regions.len());
         card.push(remote(self.card, IDENTITY_BYTES));
@@ -129,11 +113,16 @@ impl Neighbour {
     ///
     /// # Safety
     /// As for [`Neighbour::pull`].
-    unsafe fn copy(&self, parts: &[Part], found: &mut [u8], card: &[libc::iovec]) -> Result<(), PullError> {
-        debug_assert!(parts.len() <= PARTS_MAX);
+    unsafe fn copy(
+        &self,
+        parts: &[PulledRange],
+        found: &mut [u8],
+        card: &[libc::iovec],
+    ) -> Result<(), PullError> {
+        debug_assert!(parts.len() <= RANGES_MAX);
         let mut local = Vec::with_capacity(parts.len() + 1);
         let mut theirs = Vec::with_capacity(parts.len() + card.len());
-        for Part { to, from } in parts {
+        for PulledRange { to, from } in parts {
             local.push(range(to.pointer(), to.len));
             theirs.push(remote(*from, to.len));
         }
@@ -164,8 +153,8 @@ fn remote(address: u64, len: usize) -> libc::iovec {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
+    use super::super::Card;
     use super::*;
-    use crate::same_host::Card;
 
     const ME: Identity = Identity { engine: 7, boot: 9 };
 
@@ -185,7 +174,8 @@ mod tests {
         let from = piece(&mut theirs).address as u64;
         let (first, second) = mine.split_at_mut(5000);
         // The halves change places.
-        let parts = [Part { to: piece(first), from: from + 5000 }, Part { to: piece(second), from }];
+        let parts =
+            [PulledRange { to: piece(first), from: from + 5000 }, PulledRange { to: piece(second), from }];
         theirs[..5000].fill(4);
         let read = |regions: &[(u32, u32)]| {
             // SAFETY: the parts lie in `mine`.
@@ -211,7 +201,7 @@ mod tests {
         let card = Card::new(ME);
         card.add(0, 0);
         let mut mine = vec![0u8; 64];
-        let parts = [Part { to: piece(&mut mine), from: 4096 }];
+        let parts = [PulledRange { to: piece(&mut mine), from: 4096 }];
         // SAFETY: the part lies in `mine`.
         assert_eq!(unsafe { neighbour(&card).pull(&parts) }, Err(PullError::Refused));
         let wrong = Neighbour::probe(std::process::id(), card.address(), Identity { boot: 8, ..ME });
@@ -230,7 +220,7 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         let mut mine = vec![0u8; 64];
-        let parts = [Part { to: piece(&mut mine), from: card.address() }];
+        let parts = [PulledRange { to: piece(&mut mine), from: card.address() }];
         // SAFETY: the part lies in `mine`.
         assert_eq!(unsafe { neighbour.pull(&parts) }, Err(PullError::Gone));
     }

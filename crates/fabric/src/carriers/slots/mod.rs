@@ -1,5 +1,5 @@
-//! Bytes in the memory of GPUs pass through slots: pinned host memory that sockets read and write. Nothing here blocks, but
-//! where it says so.
+//! Bytes in the memory of GPUs pass through slots: pinned host memory that sockets read and write. What waits for a driver, to
+//! make a slot or to see a failed copy out, is a [`SlotJob`], which runs while nobody holds the engine's lock.
 //!
 //! ```text
 //!             take: at most 4 a connection, 32 in all           copied         the socket has taken it
@@ -17,36 +17,31 @@
 #![allow(unsafe_code, reason = "GPUs read and write registered memory")]
 
 mod lane;
-mod slots;
+mod pool;
+mod slot;
 
+use std::any::Any;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use kvlane_gpu::{Gpu, GpuError};
+use kvlane_gpu::GpuError;
 
 use self::lane::take_part;
-pub(crate) use self::lane::{Frame, Incoming, Lane, Outgoing, Part};
-use self::slots::Slots;
-pub(crate) use self::slots::{Slot, Way};
+pub(crate) use self::lane::{Frame, Incoming, Lane, Outgoing, SlotPart};
+pub(crate) use self::pool::SlotPool;
+use self::slot::Drain;
+pub(crate) use self::slot::{Slot, Way};
+use crate::carrier::Job;
+use crate::links::LinkId;
 use crate::numbered::Numbered;
-use crate::regions::Piece;
+use crate::regions::{Piece, Spot};
 use crate::tcp::Identity;
 use crate::transfers::Token;
-
-/// Bytes somewhere.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Spot {
-    pub(crate) piece: Piece,
-    /// The number of the GPU on which they are; None for the host.
-    pub(crate) gpu: Option<usize>,
-}
-
-/// A connection.
-type LinkId = u64;
 
 /// A copy whose connection has ended.
 #[derive(Debug)]
 struct Orphan {
-    part: Part,
+    part: SlotPart,
     way: Way,
     /// Of a transfer of ours.
     token: Option<Token>,
@@ -54,19 +49,40 @@ struct Orphan {
     of: Option<(Identity, u64)>,
 }
 
-/// All of an engine.
-#[derive(Debug)]
-pub(crate) struct Staging {
-    gpus: Vec<Gpu>,
-    slot_bytes: u64,
-    outward: Slots,
-    inward: Slots,
+/// What passes through the slots of one carrier.
+#[derive(Debug, Default)]
+pub(crate) struct Slots {
+    /// None: of a carrier that does not reach GPUs.
+    pool: Option<Arc<SlotPool>>,
     pub(crate) lanes: Numbered<LinkId, Lane>,
     orphans: Vec<Orphan>,
-    /// Bytes that went through slots, ever: to GPUs, and from GPUs.
-    pub(crate) staged: Staged,
+    /// Streams with a failed copy, to be waited for.
+    drains: Vec<Drain>,
+    /// A slot is being made.
+    is_making: [bool; 2],
     /// Connections take turns.
     turn: usize,
+}
+
+/// What waits for a driver.
+#[derive(Debug)]
+pub(crate) enum SlotJob {
+    /// One more slot.
+    Make(Arc<SlotPool>, Way),
+    Drain(Drain),
+}
+
+impl Job for SlotJob {
+    fn run(&mut self) {
+        match self {
+            SlotJob::Make(pool, way) => pool.make(*way),
+            SlotJob::Drain(drain) => drain.wait(),
+        }
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
 }
 
 /// What has passed through pinned host memory since the engine was made, since no way of the fabric's reaches a GPU's memory
@@ -81,25 +97,47 @@ pub struct Staged {
     pub failed: u64,
 }
 
-impl Staging {
-    pub(crate) fn new(slot_bytes: u64) -> Staging {
-        let (gpus, lanes, orphans) = (Vec::new(), Numbered::default(), Vec::new());
-        let (outward, inward, staged) = (Slots::default(), Slots::default(), Staged::default());
-        Staging { gpus, slot_bytes, outward, inward, lanes, orphans, staged, turn: 0 }
+impl Slots {
+    pub(crate) fn new(pool: Arc<SlotPool>) -> Slots {
+        Slots { pool: Some(pool), ..Slots::default() }
     }
 
-    /// The number of a GPU, with slots to begin with.
-    pub(crate) fn add_gpu(&mut self, gpu: &Gpu) -> Result<usize, GpuError> {
-        let is_it = |known: &Gpu| {
-            std::ptr::addr_eq(known.raw().0, gpu.raw().0) && known.info().ordinal == gpu.info().ordinal
-        };
-        let number = self.gpus.iter().position(is_it).unwrap_or(self.gpus.len());
-        self.outward.prepare(gpu, number, self.slot_bytes)?;
-        self.inward.prepare(gpu, number, self.slot_bytes)?;
-        if number == self.gpus.len() {
-            self.gpus.push(gpu.clone());
+    /// Whether bytes of GPUs can pass.
+    pub(crate) fn reach_gpus(&self) -> bool {
+        self.pool.is_some()
+    }
+
+    /// Whether a driver is to be waited for.
+    pub(crate) fn has_job(&self) -> bool {
+        !self.drains.is_empty() || self.way_to_make().is_some()
+    }
+
+    /// Something that waits for a driver, if there is anything.
+    pub(crate) fn take_job(&mut self) -> Option<SlotJob> {
+        if let Some(drain) = self.drains.pop() {
+            return Some(SlotJob::Drain(drain));
         }
-        Ok(number)
+        let way = self.way_to_make()?;
+        self.is_making[way as usize] = true;
+        Some(SlotJob::Make(Arc::clone(self.pool.as_ref()?), way))
+    }
+
+    /// It is done.
+    pub(crate) fn put_back(&mut self, job: SlotJob) {
+        if let SlotJob::Make(_, way) = job {
+            self.is_making[way as usize] = false;
+        }
+    }
+
+    /// For which way somebody waits for a slot that is to be made.
+    fn way_to_make(&self) -> Option<Way> {
+        let pool = self.pool.as_ref()?;
+        let waits = |way: &Way| match way {
+            Way::Out => self.lanes.values().any(Lane::awaits_slot_to_send),
+            Way::In => self.lanes.values().any(Lane::awaits_slot),
+        };
+        let mut ways = [Way::Out, Way::In].into_iter();
+        ways.find(|way| !self.is_making[*way as usize] && pool.may_make(*way) && waits(way))
     }
 
     /// Whether nothing passes.
@@ -123,13 +161,14 @@ impl Staging {
     }
 
     /// The next part of what comes over a connection, with a slot; None if it has to wait.
-    pub(crate) fn take_to_fill(&mut self, lane: &mut Lane) -> Option<Part> {
+    pub(crate) fn take_to_fill(&mut self, lane: &mut Lane) -> Option<SlotPart> {
+        let pool = self.pool.as_ref()?;
         if !lane.awaits_slot() || !lane.may_receive_more() {
             return None;
         }
-        let slot = self.inward.take(&self.gpus, self.slot_bytes)?;
-        let spots = take_part(&mut lane.incoming.back_mut()?.left, self.slot_bytes);
-        Some(Part { slot, spots })
+        let slot = pool.take(Way::In)?;
+        let spots = take_part(&mut lane.incoming.back_mut()?.left, pool.slot_bytes());
+        Some(SlotPart { slot, spots })
     }
 
     /// Copies what can be of what goes out over a connection. Whether there was anything.
@@ -137,6 +176,7 @@ impl Staging {
     /// # Safety
     /// The memory is valid for reads until the copies are over.
     pub(crate) unsafe fn start_outgoing(&mut self, lane: &mut Lane) -> bool {
+        let Some(pool) = self.pool.clone() else { return false };
         let mut any = false;
         let mut next = 0;
         while let Some(outgoing) = lane.outgoing.get(next) {
@@ -147,19 +187,13 @@ impl Staging {
             if !lane.may_send_more() {
                 break;
             }
-            let Some(mut slot) = self.outward.take(&self.gpus, self.slot_bytes) else { break };
+            let Some(mut slot) = pool.take(Way::Out) else { break };
             any = true;
             let outgoing = &mut lane.outgoing[next];
-            let spots = take_part(&mut outgoing.left, self.slot_bytes);
+            let spots = take_part(&mut outgoing.left, pool.slot_bytes());
             // SAFETY: the caller's promise, and a part fits its slot.
-            match unsafe { slot.start(&self.gpus, &spots, Way::Out) } {
-                Ok(()) => outgoing.copying.push_back(Part { slot, spots }),
-                Err(error) => {
-                    self.note_failure(&error, Way::Out);
-                    self.give_back(slot, Way::Out);
-                    outgoing.fail();
-                }
-            }
+            unsafe { slot.start(&pool.gpus(), &spots, Way::Out) };
+            outgoing.copying.push_back(SlotPart { slot, spots });
         }
         any
     }
@@ -168,31 +202,23 @@ impl Staging {
     ///
     /// # Safety
     /// The memory is valid for writes until the copies are over.
-    pub(crate) unsafe fn start_incoming(&mut self, incoming: &mut Incoming, mut part: Part) {
+    pub(crate) unsafe fn start_incoming(&mut self, incoming: &mut Incoming, mut part: SlotPart) {
+        let Some(pool) = self.pool.clone() else { return };
         if incoming.has_failed {
             return self.give_back(part.slot, Way::In);
         }
         // SAFETY: the caller's promise, and a part fits its slot.
-        match unsafe { part.slot.start(&self.gpus, &part.spots, Way::In) } {
-            Ok(()) => incoming.copying.push(part),
-            Err(error) => {
-                self.note_failure(&error, Way::In);
-                self.give_back(part.slot, Way::In);
-                incoming.has_failed = true;
-            }
-        }
+        unsafe { part.slot.start(&pool.gpus(), &part.spots, Way::In) };
+        incoming.copying.push(part);
     }
 
     /// Whether the copies of a part ended well; None while they run.
-    pub(crate) fn is_done(&mut self, part: &mut Part, way: Way) -> Option<bool> {
-        match part.slot.is_done()? {
+    pub(crate) fn is_done(&mut self, part: &mut SlotPart, way: Way) -> Option<bool> {
+        match part.slot.is_done(&mut self.drains)? {
             Ok(()) => {
                 let bytes: usize =
                     part.spots.iter().filter(|spot| spot.gpu.is_some()).map(|spot| spot.piece.len).sum();
-                match way {
-                    Way::Out => self.staged.from_gpus += bytes as u64,
-                    Way::In => self.staged.to_gpus += bytes as u64,
-                }
+                self.pool.iter().for_each(|pool| pool.count(way, bytes as u64));
                 Some(true)
             }
             Err(error) => {
@@ -232,9 +258,8 @@ impl Staging {
     }
 
     pub(crate) fn give_back(&mut self, slot: Slot, way: Way) {
-        match way {
-            Way::Out => self.outward.give_back(slot),
-            Way::In => self.inward.give_back(slot),
+        if let Some(pool) = &self.pool {
+            pool.give_back(slot, way);
         }
     }
 
@@ -244,8 +269,8 @@ impl Staging {
         let Some(Lane { outgoing, written, incoming, filling, of }) = self.lanes.remove(&link) else {
             return;
         };
-        written.into_iter().for_each(|(_, slot)| self.outward.give_back(slot));
-        filling.into_iter().for_each(|part| self.inward.give_back(part.slot));
+        written.into_iter().for_each(|(_, slot)| self.give_back(slot, Way::Out));
+        filling.into_iter().for_each(|part| self.give_back(part.slot, Way::In));
         for Outgoing { what, copying, .. } in outgoing {
             let token = if let Frame::Write { token, .. } = what { Some(token) } else { None };
             let orphan = |part| Orphan { part, way: Way::Out, token, of };
@@ -286,11 +311,6 @@ impl Staging {
         self.orphans.iter().any(|orphan| orphan.way == Way::In && orphan.of == Some((who, connection)))
     }
 
-    /// Waits for all copies whose connections have ended.
-    pub(crate) fn drain_orphans(&mut self) {
-        self.orphans.iter_mut().for_each(|orphan| orphan.part.slot.drain());
-    }
-
     /// Connections over which this memory is still to be read or written.
     pub(crate) fn links_that_touch(&self, memory: Spot) -> Vec<LinkId> {
         let touches = |lane: &Lane| lane.spots().any(|spot| spot.overlaps(memory));
@@ -303,14 +323,8 @@ impl Staging {
     }
 
     fn note_failure(&mut self, error: &GpuError, way: Way) {
-        self.staged.failed += 1;
+        self.pool.iter().for_each(|pool| pool.count_failure());
         tracing::warn!(%error, ?way, "a GPU's driver could not copy bytes of a transfer");
-    }
-}
-
-impl Spot {
-    fn overlaps(&self, other: Spot) -> bool {
-        self.gpu == other.gpu && self.piece.overlaps(other.piece)
     }
 }
 

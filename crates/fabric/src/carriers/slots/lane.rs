@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::slots::Slot;
+use super::slot::Slot;
 use super::{Spot, bytes_of};
 use crate::regions::Piece;
 use crate::tcp::{Fate, Identity};
@@ -14,12 +14,12 @@ pub(super) const SLOTS_A_LINK: usize = 4;
 
 /// A part of a frame's bytes, no more of which are on GPUs than a slot holds, and its slot.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct SlotPart {
     pub(crate) slot: Slot,
     pub(crate) spots: Vec<Spot>,
 }
 
-impl Part {
+impl SlotPart {
     /// For the socket.
     pub(crate) fn host_pieces(&self) -> Vec<Piece> {
         self.slot.host_pieces(&self.spots)
@@ -37,7 +37,7 @@ pub(crate) struct Outgoing {
     /// Not copied yet.
     pub(crate) left: VecDeque<Spot>,
     /// Being copied into their slots, in the order in which they go out.
-    pub(crate) copying: VecDeque<Part>,
+    pub(crate) copying: VecDeque<SlotPart>,
     /// The driver could not copy some; nothing more goes out.
     pub(crate) has_failed: bool,
 }
@@ -58,7 +58,7 @@ pub(crate) struct Incoming {
     /// Still to come, beside those of the part that is filled.
     pub(crate) left: VecDeque<Spot>,
     /// Being copied out of their slots.
-    pub(crate) copying: Vec<Part>,
+    pub(crate) copying: Vec<SlotPart>,
     pub(crate) has_failed: bool,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Lane {
     pub(crate) written: VecDeque<(u64, Slot)>,
     pub(crate) incoming: VecDeque<Incoming>,
     /// What the socket receives into.
-    pub(crate) filling: Option<Part>,
+    pub(crate) filling: Option<SlotPart>,
     /// Of a peer that is served: who, and which connection of its.
     pub(crate) of: Option<(Identity, u64)>,
 }
@@ -95,6 +95,11 @@ impl Lane {
     /// Whether bytes are to come next for which there is no slot yet.
     pub(crate) fn awaits_slot(&self) -> bool {
         self.filling.is_none() && self.incoming.back().is_some_and(|incoming| !incoming.left.is_empty())
+    }
+
+    /// Whether bytes are to be copied next for which there is no slot yet.
+    pub(super) fn awaits_slot_to_send(&self) -> bool {
+        self.may_send_more() && self.outgoing.iter().any(|outgoing| !outgoing.left.is_empty())
     }
 
     /// Whether a driver copies something.

@@ -1,0 +1,362 @@
+//! Copies from the memory of neighbours, by several threads.
+//!
+//! One system call copies with one processor, which reaches a part of what the host's memory has. So what is to be copied is
+//! cut into calls, and whoever is free makes the next one: threads of its own, and whoever waits for something of the
+//! engine. Neighbours take turns, so that none waits until a long list of another is done.
+//!
+//! ```text
+//!  begin: cut --> waiting calls, by neighbour --> whoever is free --> the last call of a copy: it is over
+//! ```
+
+#![allow(unsafe_code, reason = "the kernel writes registered memory")]
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::neighbour::{Neighbour, PullError, PulledRange, RANGES_MAX};
+use crate::carrier::Job;
+use crate::regions::Piece;
+
+/// Bytes of a call. A call costs a few microseconds beside its bytes.
+const CALL_BYTES: usize = 128 << 10;
+/// With fewer bytes nobody is woken: whoever has begun it would be done before.
+const SHARED_BYTES_MIN: usize = 2 * CALL_BYTES;
+/// Calls that somebody makes who has other things to do too.
+const CALLS_A_TURN: usize = 4;
+/// How long a thread looks for more before it sleeps. Of large transfers the next one mostly follows sooner.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Regions of a neighbour, by number and generation.
+pub(crate) type Generations = Arc<[(u32, u32)]>;
+
+/// A number of a copy, not used twice.
+pub(crate) type CopyId = u64;
+
+/// Threads are made when they are first needed, and sleep when there is nothing to copy.
+#[derive(Debug)]
+pub(crate) struct Copies {
+    helpers: usize,
+    threads: Vec<JoinHandle<()>>,
+    shared: Arc<Shared>,
+    next: CopyId,
+}
+
+/// Bytes to be copied from a neighbour. Its memory belongs to it until it is over.
+#[derive(Debug)]
+pub(crate) struct NewCopy {
+    pub(crate) neighbour: Arc<Neighbour>,
+    pub(crate) ranges: Vec<PulledRange>,
+    /// Of the neighbour's regions, which have to be registered still when the bytes have been read. None: of memory that the
+    /// neighbour has offered for this.
+    pub(crate) regions: Option<Generations>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Changes when there is something to do. Only for those who look without the lock.
+    turns: AtomicU64,
+    /// Calls that nobody has begun, and who makes one right now. For those who look without the lock.
+    waiting: AtomicUsize,
+    at_work: AtomicUsize,
+    /// Copies are over that nobody has taken.
+    has_ended: AtomicBool,
+    /// Whoever takes them sleeps until `wake` can be read.
+    is_awaited: AtomicBool,
+    wake: OwnedFd,
+    begun: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Each with the calls of one neighbour.
+    waiting: VecDeque<VecDeque<Arc<Copy>>>,
+    ended: Vec<(CopyId, Result<(), PullError>)>,
+    sleeping: usize,
+    is_stopped: bool,
+}
+
+#[derive(Debug)]
+struct Copy {
+    id: CopyId,
+    neighbour: Arc<Neighbour>,
+    regions: Option<Generations>,
+    calls: Vec<Vec<PulledRange>>,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Calls that were begun, and of them those that are over.
+    begun: usize,
+    over: usize,
+    /// What went wrong first.
+    failed: Option<PullError>,
+    /// Nobody wants it any more: no call is begun.
+    is_given_up: bool,
+}
+
+/// A copy that was begun.
+#[derive(Debug, Clone)]
+pub(crate) struct Begun(Arc<Copy>);
+
+impl Begun {
+    pub(crate) fn id(&self) -> CopyId {
+        self.0.id
+    }
+
+    /// No further call is made. It is over when [`Copies::take_ended`] says so.
+    pub(crate) fn give_up(&self) {
+        self.0.progress.lock().is_given_up = true;
+    }
+
+    /// Whether it writes any of this.
+    pub(crate) fn touches(&self, memory: Piece) -> bool {
+        self.0.calls.iter().flatten().any(|range| range.to.overlaps(memory))
+    }
+}
+
+/// A few calls of whatever is to be copied.
+#[derive(Debug)]
+pub(crate) struct CopyTurn(Arc<Shared>);
+
+impl Job for CopyTurn {
+    fn run(&mut self) {
+        let mut state = self.0.state.lock();
+        for _ in 0..CALLS_A_TURN {
+            if !self.0.make_call(&mut state) || self.0.has_ended.load(Ordering::Acquire) {
+                return;
+            }
+        }
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+impl Copies {
+    /// So many threads in all, whoever waits among them. `wake`: an eventfd.
+    pub(crate) fn new(threads: usize, wake: OwnedFd) -> Copies {
+        let shared = Shared {
+            state: Mutex::default(),
+            turns: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            at_work: AtomicUsize::new(0),
+            has_ended: AtomicBool::new(false),
+            is_awaited: AtomicBool::new(false),
+            wake,
+            begun: Condvar::new(),
+        };
+        Copies { helpers: threads.saturating_sub(1), threads: Vec::new(), shared: Arc::new(shared), next: 0 }
+    }
+
+    /// The descriptor that tells that a copy is over, where somebody sleeps.
+    pub(crate) fn wake(&self) -> &OwnedFd {
+        &self.shared.wake
+    }
+
+    /// Begins a copy. After an error some of its bytes may have been read.
+    ///
+    /// # Safety
+    /// The destinations are valid for writes, and belong to the copy until [`Copies::take_ended`] has told that it is over, or
+    /// this was dropped.
+    pub(crate) unsafe fn begin(&mut self, copy: NewCopy) -> Begun {
+        let NewCopy { neighbour, ranges, regions } = copy;
+        let bytes: usize = ranges.iter().map(|range| range.to.len).sum();
+        let (id, calls) = (self.next, cut(ranges));
+        self.next += 1;
+        let copy = Arc::new(Copy { id, neighbour, regions, calls, progress: Mutex::default() });
+        let is_shared = bytes >= SHARED_BYTES_MIN && self.has_helpers();
+        let mut state = self.shared.state.lock();
+        if copy.calls.is_empty() {
+            state.ended.push((id, Ok(())));
+            self.shared.has_ended.store(true, Ordering::Release);
+            return Begun(copy);
+        }
+        self.shared.waiting.fetch_add(copy.calls.len(), Ordering::AcqRel);
+        let of_neighbour = |lane: &&mut VecDeque<Arc<Copy>>| {
+            lane.front().is_some_and(|first| Arc::ptr_eq(&first.neighbour, &copy.neighbour))
+        };
+        match state.waiting.iter_mut().find(of_neighbour) {
+            Some(lane) => lane.push_back(Arc::clone(&copy)),
+            None => state.waiting.push_back([Arc::clone(&copy)].into()),
+        }
+        if is_shared {
+            self.shared.turns.fetch_add(1, Ordering::Release);
+            if state.sleeping > 0 {
+                self.shared.begun.notify_all();
+            }
+        }
+        Begun(copy)
+    }
+
+    /// Whether somebody who has time may make calls.
+    pub(crate) fn has_turn(&self) -> bool {
+        let Shared { waiting, at_work, .. } = &*self.shared;
+        waiting.load(Ordering::Acquire) > 0 && at_work.load(Ordering::Acquire) <= self.helpers
+    }
+
+    /// For whoever has time.
+    pub(crate) fn take_turn(&self) -> Option<CopyTurn> {
+        self.has_turn().then(|| CopyTurn(Arc::clone(&self.shared)))
+    }
+
+    /// Copies that are over: nobody touches their memory any more.
+    pub(crate) fn take_ended(&self) -> Vec<(CopyId, Result<(), PullError>)> {
+        if !self.shared.has_ended.swap(false, Ordering::AcqRel) {
+            return Vec::new();
+        }
+        std::mem::take(&mut self.shared.state.lock().ended)
+    }
+
+    /// From now on the end of a copy is told by the descriptor. False: one is over already, or a call waits for somebody.
+    pub(crate) fn prepare_to_sleep(&self) -> bool {
+        self.shared.is_awaited.store(true, Ordering::SeqCst);
+        !self.shared.has_ended.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn woken(&self) {
+        self.shared.is_awaited.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether there are helpers.
+    fn has_helpers(&mut self) -> bool {
+        while self.threads.len() < self.helpers {
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name("kvlane-fabric-copy".into());
+            match thread.spawn(move || shared.help()) {
+                Ok(thread) => self.threads.push(thread),
+                Err(error) => {
+                    tracing::warn!(%error, "no more threads can be made to copy between processes");
+                    self.helpers = self.threads.len();
+                }
+            }
+        }
+        !self.threads.is_empty()
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        state.is_stopped = true;
+        state.waiting.clear();
+        drop(state);
+        self.shared.begun.notify_all();
+        for thread in self.threads.drain(..) {
+            // It does not panic; if it did, there is nothing left to end.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// Makes the next call, if there is one.
+    fn make_call(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        let Some(mut lane) = state.waiting.pop_front() else { return false };
+        let Some(copy) = lane.front().cloned() else { return true };
+        let (index, is_wanted) = {
+            let mut progress = copy.progress.lock();
+            progress.begun += 1;
+            self.waiting.fetch_sub(1, Ordering::AcqRel);
+            (progress.begun - 1, !progress.is_given_up && progress.failed.is_none())
+        };
+        if index + 1 == copy.calls.len() {
+            lane.pop_front();
+        }
+        if !lane.is_empty() {
+            // Others have their turn.
+            state.waiting.push_back(lane);
+        }
+        let mut made = Ok(());
+        if is_wanted {
+            self.at_work.fetch_add(1, Ordering::AcqRel);
+            // SAFETY: whoever began the copy keeps its memory for it until it is over. Two calls write the same bytes only where
+            // the runs of a transfer overlap; the kernel copies, nothing here refers to them, and transfers promise no order.
+            made = MutexGuard::unlocked(state, || unsafe { copy.call(index) });
+            self.at_work.fetch_sub(1, Ordering::AcqRel);
+        }
+        let mut progress = copy.progress.lock();
+        progress.over += 1;
+        if let Err(why) = made {
+            progress.failed.get_or_insert(why);
+        }
+        if progress.over == copy.calls.len() {
+            let outcome = progress.failed.map_or(Ok(()), Err);
+            drop(progress);
+            state.ended.push((copy.id, outcome));
+            self.has_ended.store(true, Ordering::SeqCst);
+            if self.is_awaited.swap(false, Ordering::SeqCst) {
+                // A counter that is full wakes too.
+                let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            }
+        }
+        true
+    }
+
+    /// What a helper does.
+    fn help(&self) {
+        let mut state = self.state.lock();
+        while !state.is_stopped {
+            let seen = self.turns.load(Ordering::Acquire);
+            while !state.is_stopped && self.make_call(&mut state) {}
+            let until = Instant::now() + SPIN;
+            let is_new = || self.turns.load(Ordering::Acquire) != seen;
+            MutexGuard::unlocked(&mut state, || {
+                while !is_new() && Instant::now() < until {
+                    // Where there are fewer processors than there is work, somebody else needs this one.
+                    std::thread::yield_now();
+                }
+            });
+            if !state.is_stopped && state.waiting.is_empty() && !is_new() {
+                state.sleeping += 1;
+                self.begun.wait(&mut state);
+                state.sleeping -= 1;
+            }
+        }
+    }
+}
+
+impl Copy {
+    /// # Safety
+    /// The destinations are valid for writes, and belong to this copy.
+    unsafe fn call(&self, index: usize) -> Result<(), PullError> {
+        // SAFETY: the caller's promise is passed on.
+        unsafe {
+            match &self.regions {
+                Some(regions) => self.neighbour.read(&self.calls[index], regions),
+                None => self.neighbour.pull(&self.calls[index]),
+            }
+        }
+    }
+}
+
+/// The same ranges in the same order, in lists of so many bytes and ranges at the most.
+fn cut(ranges: Vec<PulledRange>) -> Vec<Vec<PulledRange>> {
+    let mut lists = Vec::new();
+    let (mut list, mut room) = (Vec::new(), CALL_BYTES);
+    for mut range in ranges {
+        while range.to.len > 0 {
+            let (first, rest) = range.split_at(range.to.len.min(room));
+            room -= first.to.len;
+            list.push(first);
+            range = rest;
+            if room == 0 || list.len() == RANGES_MAX {
+                lists.push(std::mem::take(&mut list));
+                room = CALL_BYTES;
+            }
+        }
+    }
+    if !list.is_empty() {
+        lists.push(list);
+    }
+    lists
+}

@@ -1,0 +1,634 @@
+//! Bytes from the memory of one process straight into another's of the same host, by process_vm (cross-memory attach, "cma").
+//!
+//! Whoever the bytes are for reads them, so that nobody writes another's memory: a READ is done by the reader alone, for a
+//! WRITE its peer is asked to read. Writes of less than a page go with the words that ask for it.
+//!
+//! ```text
+//!  connecting side                                            listening side
+//!   connect: offer: connection, pid, card ------------------> reads the card: can it be read?
+//!   reads the card <--------- accepted: pid, card ----------- or refused: why not
+//!   up
+//!   READ:  reads the bytes, then the card
+//!   WRITE: Pull: token, runs, addresses --------------------> reads the bytes
+//!          <------------------------------ Done: tokens -----
+//!          Inline: token, runs, bytes ----------------------> places them
+//! ```
+//! The bytes of words, all little-endian:
+//!
+//! ```text
+//!  offer:     | connection u64 | card u64 | pid u32 |            accepted:  | card u64 | pid u32 |
+//!  Pull:      | 1 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | count addresses u64 |
+//!  Inline:    | 2 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | the bytes |
+//!  Done:      | 3 u8 | 0 x 3 | count u32 | count outcomes |
+//! ```
+//! Runs and outcomes are those of [`crate::tcp`]. A neighbour that was asked to read may do so whenever it goes on, however long
+//! it was stopped: such a WRITE is over when it has confirmed, or is gone, and not by time.
+
+#![allow(unsafe_code, reason = "the kernel writes registered memory")]
+
+mod card;
+mod copies;
+mod neighbour;
+mod serving;
+mod words;
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_memory::ProbeError;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+
+pub(crate) use self::card::Card;
+use self::copies::{Begun, Copies, CopyId, CopyTurn, Generations, NewCopy};
+use self::neighbour::{Neighbour, PullError, PulledRange};
+use self::serving::Serving;
+#[cfg(any(feature = "fuzzing", test))]
+pub(crate) use self::words::check_words;
+use self::words::{Invitation, Offer, Words};
+use crate::carrier::{
+    BadWords, Carrier, CarrierPost, Context, Job, MemoryRegion, Owner, Party, RegisterError, Registrar,
+    SessionId, Touched,
+};
+use crate::fences::LEASE;
+use crate::numbered::Numbered;
+use crate::peers::RemoteKey;
+use crate::provider::NotNow;
+use crate::random::random;
+use crate::regions::Spot;
+use crate::tcp::{BYTES_MAX, Identity, WireRun};
+use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
+use crate::watch::{Interest, Watch};
+
+/// A post that reads has so many times the bytes of another: it is read in calls anyway, and nobody waits for a part of it.
+/// Of posts of 512 KiB each, what is done beside the copying was a tenth of a read of 1 MiB.
+const READ_CHUNKS: u64 = 4;
+/// Writes of fewer bytes, less than a page, go with the words that ask for them.
+const PULLED_BYTES_MIN: u64 = 4096;
+/// The tag of the descriptor that tells that copies are over.
+const WAKE: u64 = 0;
+
+#[derive(Debug)]
+pub(crate) struct ProcessVm {
+    card: Arc<Card>,
+    copies: Copies,
+    watch: Watch,
+    read_bytes: u64,
+    /// The path to each peer, from its control connection's coming to its end.
+    paths: Numbered<PeerId, PathId>,
+    peers: Numbered<PeerId, Reader>,
+    posted: Numbered<Token, Posted>,
+    serving: Numbered<SessionId, Serving>,
+    copying: Numbered<CopyId, Copying>,
+    /// Cards to be read, and broken connections whose peer may be gone.
+    probes: Vec<Probe>,
+    probing: usize,
+    is_closed: bool,
+    /// Of broken connections that are fenced, by whom their writes were to be read.
+    pulling: HashMap<u64, Arc<Neighbour>>,
+}
+
+/// A peer that this process reads from, or is going to.
+#[derive(Debug)]
+struct Reader {
+    path: PathId,
+    number: u32,
+    /// Drawn for each offer.
+    connection: u64,
+    /// None: it has not accepted yet, or its card has not been read.
+    neighbour: Option<Arc<Neighbour>>,
+    /// A post was handed back, since what the peer has registered is not known yet.
+    awaits_keys: bool,
+}
+
+#[derive(Debug)]
+struct Posted {
+    peer: PeerId,
+    what: Asked,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    /// The peer reads.
+    Pull,
+    /// The bytes went with the words.
+    Inline,
+    /// This process reads.
+    Read(CopyId),
+}
+
+/// A copy under way.
+#[derive(Debug)]
+struct Copying {
+    begun: Begun,
+    whose: Whose,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Whose {
+    /// A read of ours.
+    Ours(Token),
+    /// A write of a neighbour's, over this connection of its.
+    Theirs { session: SessionId, owner: Owner, connection: u64, token: u64, weight: usize },
+}
+
+/// Whether a process can be read.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    what: Probed,
+    found: Option<Result<Arc<Neighbour>, ProbeError>>,
+    is_gone: bool,
+}
+
+#[derive(Debug, Clone)]
+enum Probed {
+    Peer {
+        peer: PeerId,
+        connection: u64,
+        at: Invitation,
+        identity: Identity,
+    },
+    Session {
+        session: SessionId,
+        connection: u64,
+        at: Invitation,
+        identity: Identity,
+    },
+    /// The process at the other end of a broken connection.
+    Broken {
+        connection: u64,
+        neighbour: Arc<Neighbour>,
+    },
+}
+
+impl Job for Probe {
+    fn run(&mut self) {
+        match &self.what {
+            Probed::Peer { at, identity, .. } | Probed::Session { at, identity, .. } => {
+                self.found = Some(Neighbour::probe(at.pid, at.card, *identity).map(Arc::new));
+            }
+            Probed::Broken { neighbour, .. } => self.is_gone = !neighbour.is_there(),
+        }
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+/// Notes on the card what is registered.
+#[derive(Debug)]
+struct CardRegistrar(Arc<Card>);
+
+impl Registrar for CardRegistrar {
+    fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
+        Ok(match region.memory {
+            Memory::Gpu(_) => None,
+            Memory::Host(_) => {
+                self.0.add(region.number, region.generation);
+                Some(region.address.to_le_bytes().to_vec())
+            }
+        })
+    }
+
+    fn withdraw(&self, region: &MemoryRegion) {
+        self.0.remove(region.number);
+    }
+}
+
+impl ProcessVm {
+    /// `threads`: copy at the most, whoever waits among them. `chunk_bytes`: of a usual post.
+    pub(crate) fn open(
+        me: Identity,
+        watch: Watch,
+        threads: usize,
+        chunk_bytes: u64,
+    ) -> io::Result<ProcessVm> {
+        let copies = Copies::new(threads, eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        watch.add(copies.wake(), WAKE, Interest::READS)?;
+        Ok(ProcessVm {
+            card: Arc::new(Card::new(me)),
+            copies,
+            watch,
+            read_bytes: chunk_bytes.saturating_mul(READ_CHUNKS).min(BYTES_MAX),
+            paths: Numbered::default(),
+            peers: Numbered::default(),
+            posted: Numbered::default(),
+            serving: Numbered::default(),
+            copying: Numbered::default(),
+            probes: Vec::new(),
+            probing: 0,
+            is_closed: false,
+            pulling: HashMap::new(),
+        })
+    }
+
+    fn invitation(&self) -> Invitation {
+        Invitation { card: self.card.address(), pid: std::process::id() }
+    }
+
+    fn probe(&mut self, what: Probed) {
+        self.probes.push(Probe { what, found: None, is_gone: false });
+    }
+
+    /// A card was read, or could not be.
+    fn probed(&mut self, cx: &mut Context<'_>, probe: Probe) {
+        let Probe { what, found, is_gone } = probe;
+        match (what, found) {
+            (Probed::Peer { peer, connection, .. }, Some(found)) => {
+                let Some(reader) = self.peers.get_mut(&peer).filter(|reader| reader.connection == connection)
+                else {
+                    return;
+                };
+                match found {
+                    Ok(neighbour) => {
+                        reader.neighbour = Some(neighbour);
+                        cx.up(reader.path, reader.number);
+                    }
+                    Err(error) => self.give_up(cx, peer, trouble(&error)),
+                }
+            }
+            (Probed::Session { session, connection, .. }, Some(Ok(neighbour))) => {
+                let Some(owner) = cx.owner(session) else { return };
+                self.serving.insert(session, Serving::new(owner, connection, neighbour));
+                let answer = self.invitation().encode();
+                cx.accept(session, answer);
+            }
+            (Probed::Session { session, .. }, Some(Err(error))) => {
+                tracing::debug!(?session, %error, "a peer's memory cannot be read");
+                cx.refuse(session, &refusal(error.errno()));
+            }
+            (Probed::Broken { connection, .. }, _) if is_gone => cx.fenced(connection),
+            _ => {}
+        }
+    }
+
+    /// There is no way to a peer until its next control connection.
+    fn give_up(&mut self, cx: &mut Context<'_>, peer: PeerId, why: String) {
+        self.end(cx, peer, &why);
+        self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
+        cx.cannot_reach(peer, why);
+    }
+
+    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
+        let Some(Reader { path, number, connection, neighbour, .. }) = self.peers.remove(&peer) else {
+            return;
+        };
+        cx.broke(path, number, why);
+        let of_peer = self.posted.iter().filter(|(_, posted)| posted.peer == peer);
+        let mut of_peer: Vec<(Token, Asked)> = of_peer.map(|(token, posted)| (*token, posted.what)).collect();
+        of_peer.sort_unstable_by_key(|(token, _)| *token);
+        let (mut pulled, mut inline) = (Vec::new(), Vec::new());
+        for (token, what) in of_peer {
+            match what {
+                Asked::Pull => pulled.push(token),
+                Asked::Inline => inline.push(token),
+                // Over when the copy is.
+                Asked::Read(copy) => {
+                    self.copying.get(&copy).iter().for_each(|copying| copying.begun.give_up());
+                    continue;
+                }
+            }
+            self.posted.remove(&token);
+        }
+        if !pulled.is_empty() {
+            self.pulling.extend(neighbour.map(|neighbour| (connection, neighbour)));
+            cx.fence(peer, connection, pulled, None);
+        }
+        if !inline.is_empty() {
+            cx.fence(peer, connection, inline, Some(LEASE));
+        }
+    }
+
+    /// A part of a transfer. Its runs are in the host's memory on both sides.
+    fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        let CarrierPost { peer, token, op, runs, .. } = *post;
+        let reader = self.peers.get_mut(&peer).ok_or(NotNow)?;
+        let neighbour = reader.neighbour.clone().ok_or(NotNow)?;
+        let bytes: u64 = runs.iter().map(|run| run.len).sum();
+        let what = match op {
+            Op::Write => {
+                let wire = runs.iter().map(|run| WireRun {
+                    region: run.region,
+                    generation: run.generation,
+                    offset: run.offset,
+                    len: run.len,
+                });
+                let (what, words) = if bytes < PULLED_BYTES_MIN {
+                    // SAFETY: the memory belongs to the post.
+                    (Asked::Inline, unsafe { Words::inline(token.number(), wire, runs) })
+                } else {
+                    (Asked::Pull, Words::pull(token.number(), bytes, wire, runs))
+                };
+                cx.say(Party::Peer(peer), words);
+                what
+            }
+            Op::Read => {
+                let mut regions = Vec::new();
+                let mut ranges = Vec::with_capacity(runs.len());
+                for run in runs {
+                    let base = match cx.key(peer, run.region, run.generation) {
+                        RemoteKey::Known(key) => key.try_into().map(u64::from_le_bytes).ok(),
+                        RemoteKey::None => None,
+                        RemoteKey::NotYet => {
+                            reader.awaits_keys = true;
+                            return Err(NotNow);
+                        }
+                    };
+                    let from = base.and_then(|base| base.checked_add(run.offset));
+                    let Some(from) = from else {
+                        cx.completed(token, Completion::Refused);
+                        return Ok(());
+                    };
+                    if !regions.contains(&(run.region, run.generation)) {
+                        regions.push((run.region, run.generation));
+                    }
+                    ranges.push(PulledRange { to: run.local.piece, from });
+                }
+                let regions: Option<Generations> = Some(regions.into());
+                // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
+                let begun = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
+                let copy = begun.id();
+                self.copying.insert(copy, Copying { begun, whose: Whose::Ours(token) });
+                Asked::Read(copy)
+            }
+        };
+        self.posted.insert(token, Posted { peer, what });
+        Ok(())
+    }
+
+    /// Copies that are over. Whether there were any.
+    fn take_ended(&mut self, cx: &mut Context<'_>) -> bool {
+        let ended = self.copies.take_ended();
+        let any = !ended.is_empty();
+        if self.is_closed && self.copying.len() == ended.len() {
+            // Whoever finds nobody here any more knows that nothing of its own is read.
+            self.card.clear();
+        }
+        for (copy, outcome) in ended {
+            let Some(Copying { whose, .. }) = self.copying.remove(&copy) else { continue };
+            cx.note_let_go();
+            match whose {
+                Whose::Ours(token) => {
+                    let Some(Posted { peer, .. }) = self.posted.remove(&token) else { continue };
+                    let is_connected = self.peers.get(&peer).is_some_and(|reader| reader.neighbour.is_some());
+                    match outcome {
+                        _ if !is_connected => cx.completed(token, Completion::Unknown),
+                        Ok(()) => cx.completed(token, Completion::Placed),
+                        Err(PullError::Refused) => cx.completed(token, Completion::Refused),
+                        Err(error) => {
+                            cx.completed(token, Completion::Unknown);
+                            self.end(cx, peer, &error.to_string());
+                        }
+                    }
+                }
+                Whose::Theirs { session, connection, token, weight, .. } => {
+                    self.pull_is_over(cx, session, connection, token, weight, outcome);
+                }
+            }
+        }
+        any
+    }
+}
+
+impl Carrier for ProcessVm {
+    fn name(&self) -> &'static str {
+        "cma"
+    }
+
+    fn code(&self) -> u8 {
+        3
+    }
+
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        Some(Arc::new(CardRegistrar(Arc::clone(&self.card))))
+    }
+
+    fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        cx.add_path(
+            peer,
+            PathSpec { read_bytes: Some(self.read_bytes), ..PathSpec::new(Reach::HOSTS, 0) },
+            0,
+        );
+    }
+
+    fn connect(&mut self, cx: &mut Context<'_>, path: PathId, number: u32, peer: PeerId, _: u64) {
+        let connection = match random() {
+            Ok(connection) => connection,
+            Err(error) => return cx.broke(path, number, error),
+        };
+        self.paths.insert(peer, path);
+        let reader = Reader { path, number, connection, neighbour: None, awaits_keys: false };
+        self.peers.insert(peer, reader);
+        let offer = Offer { connection, at: self.invitation() };
+        cx.offer(peer, offer.encode());
+    }
+
+    fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, offer: &[u8]) -> Result<(), BadWords> {
+        let Offer { connection, at } = Offer::decode(offer)?;
+        let Some(Owner(identity)) = cx.owner(session) else { return Ok(()) };
+        self.stop_serving(session);
+        self.probe(Probed::Session { session, connection, at, identity });
+        Ok(())
+    }
+
+    fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
+        let at = Invitation::decode(answer)?;
+        let identity = cx.peers.get(&peer).and_then(|peer| peer.whom.identity);
+        let connection = self.peers.get(&peer).map(|reader| reader.connection);
+        if let (Some(identity), Some(connection)) = (identity, connection) {
+            self.probe(Probed::Peer { peer, connection, at, identity });
+        }
+        Ok(())
+    }
+
+    fn refused(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
+        self.give_up(cx, peer, why.to_owned());
+    }
+
+    fn control_lost(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.end(cx, peer, "the control connection broke");
+        self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
+    }
+
+    fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.end(cx, peer, "the peer was removed");
+        self.paths.remove(&peer);
+    }
+
+    fn session_ended(&mut self, _: &mut Context<'_>, session: SessionId) {
+        self.stop_serving(session);
+    }
+
+    fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        if let Some(reader) = self.peers.get_mut(&peer)
+            && std::mem::take(&mut reader.awaits_keys)
+        {
+            cx.ready(reader.path);
+        }
+    }
+
+    fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
+        match (from, Words::decode(words)?) {
+            (Party::Session(session), Words::Pull { token, runs, addresses }) => {
+                self.pull(cx, session, token, &runs, &addresses)
+            }
+            (Party::Session(session), Words::Inline { token, runs, bytes }) => {
+                self.place(cx, session, token, &runs, bytes)
+            }
+            (Party::Peer(peer), Words::Done(outcomes)) => {
+                for outcome in outcomes {
+                    let token = Token::from_number(outcome.token);
+                    let is_asked = |posted: &&Posted| {
+                        posted.peer == peer && matches!(posted.what, Asked::Pull | Asked::Inline)
+                    };
+                    if self.posted.get(&token).filter(is_asked).is_some() {
+                        self.posted.remove(&token);
+                        cx.completed(token, outcome.fate.into());
+                    }
+                }
+                Ok(())
+            }
+            _ => Err(BadWords("words that are not their side's")),
+        }
+    }
+
+    fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
+        let is_it = |reader: &Reader| (reader.path, reader.number) == (path, connection);
+        let peer = self.peers.iter().find(|(_, reader)| is_it(reader)).map(|(peer, _)| *peer);
+        peer.into_iter()
+            .for_each(|peer| self.end(cx, peer, "a part of a transfer took too long, or it is not wanted"));
+    }
+
+    fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        self.send(cx, post)
+    }
+
+    fn descriptor_ready(&mut self, _: &mut Context<'_>, _: u64) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(self.copies.wake(), &mut count);
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> bool {
+        let any = self.take_ended(cx);
+        self.say_done(cx);
+        any
+    }
+
+    fn next_tick(&self, _: Duration) -> Option<Duration> {
+        (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO)
+    }
+
+    fn is_expecting(&self) -> bool {
+        !self.posted.is_empty()
+    }
+
+    fn take_job(&mut self) -> Option<Box<dyn Job>> {
+        if let Some(probe) = self.probes.pop() {
+            self.probing += 1;
+            return Some(Box::new(probe));
+        }
+        self.copies.take_turn().map(|turn| Box::new(turn) as Box<dyn Job>)
+    }
+
+    fn put_back(&mut self, cx: &mut Context<'_>, job: Box<dyn Job>) {
+        match job.into_any().downcast::<Probe>() {
+            Ok(probe) => {
+                self.probing -= 1;
+                cx.note_let_go();
+                self.probed(cx, *probe);
+            }
+            Err(other) => {
+                debug_assert!(other.is::<CopyTurn>());
+                self.take_ended(cx);
+                self.say_done(cx);
+            }
+        }
+    }
+
+    fn prepare_to_sleep(&mut self) -> bool {
+        self.copies.prepare_to_sleep()
+    }
+
+    fn woken(&mut self) {
+        self.copies.woken();
+    }
+
+    fn fence(&mut self, _: &mut Context<'_>, from: Owner, connection: u64) -> bool {
+        let is_it = |serving: &Serving| serving.owner == from && serving.connection == connection;
+        let sessions = self.serving.iter().filter(|(_, serving)| is_it(serving)).map(|(session, _)| *session);
+        sessions.collect::<Vec<_>>().into_iter().for_each(|session| self.stop_serving(session));
+        let is_of_it = |whose: &Whose| matches!(whose, Whose::Theirs { owner, connection: c, .. } if (*owner, *c) == (from, connection));
+        !self.copying.values().any(|copying| is_of_it(&copying.whose))
+    }
+
+    fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
+        self.pulling.remove(&connection);
+        cx.process.news.change = true;
+        tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
+    }
+
+    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+        if let Some(neighbour) = self.pulling.get(&connection).cloned() {
+            self.probe(Probed::Broken { connection, neighbour });
+        }
+    }
+
+    fn touches(&self, Touched(memory): Touched) -> bool {
+        let Spot { piece, gpu: None } = memory else { return false };
+        self.copying.values().any(|copying| copying.begun.touches(piece))
+    }
+
+    fn let_go(&mut self, _: &mut Context<'_>, Touched(memory): Touched) {
+        for Copying { begun, .. } in
+            self.copying.values().filter(|copying| copying.begun.touches(memory.piece))
+        {
+            begun.give_up();
+        }
+    }
+
+    fn close_all(&mut self, cx: &mut Context<'_>) {
+        let peers: Vec<PeerId> = self.peers.keys().copied().collect();
+        peers.into_iter().for_each(|peer| self.end(cx, peer, "the engine was closed"));
+        let sessions: Vec<SessionId> = self.serving.keys().copied().collect();
+        sessions.into_iter().for_each(|session| self.stop_serving(session));
+        self.is_closed = true;
+        self.take_ended(cx);
+        self.watch.remove(self.copies.wake());
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.copying.is_empty() || self.probing > 0
+    }
+}
+
+/// In words: why this process cannot read the peer.
+fn trouble(error: &ProbeError) -> String {
+    match error {
+        ProbeError::NotPermitted { errno, hint } => {
+            format!("this process may not read the peer's memory: {errno} ({hint})")
+        }
+        ProbeError::Unsupported(errno) => format!("this process cannot read the peer's memory: {errno}"),
+        ProbeError::WrongNonce | ProbeError::Gone => {
+            "this process does not see the peer: it is on another host, or in another container".into()
+        }
+    }
+}
+
+/// In words, for the peer: why this process cannot read it.
+fn refusal(errno: Errno) -> String {
+    match errno {
+        Errno::PERM | Errno::ACCESS => {
+            "the peer may not read this process's memory: another user, Yama's ptrace_scope, or a container's rules"
+                .into()
+        }
+        Errno::FAULT | Errno::SRCH => {
+            "the peer does not see this process: it is on another host, or in another container".into()
+        }
+        errno => format!("the peer cannot read this process's memory: {errno}"),
+    }
+}

@@ -1,0 +1,156 @@
+//! What neighbours ask this process to read.
+
+use std::sync::Arc;
+
+use super::copies::NewCopy;
+use super::neighbour::{Neighbour, PullError, PulledRange};
+use super::words::Words;
+use super::{Copying, ProcessVm, Whose};
+use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
+use crate::regions::Piece;
+use crate::tcp::{Fate, Outcome, WireRun};
+
+/// What a request takes beside its ranges, as a number of them.
+const REQUEST_RANGES: usize = 4;
+/// Ranges that a neighbour may have asked this process to read at a time, 24 bytes each.
+const RANGES_QUEUED_MAX: usize = 1 << 20;
+/// Outcomes that are said at once.
+const OUTCOMES_AT_ONCE: usize = 1024;
+
+/// A neighbour whose writes this process reads.
+#[derive(Debug)]
+pub(super) struct Serving {
+    pub(super) owner: Owner,
+    /// As the neighbour has drawn it.
+    pub(super) connection: u64,
+    neighbour: Arc<Neighbour>,
+    /// What it has asked for counts so much until it is over.
+    queued: usize,
+    outcomes: Vec<Outcome>,
+}
+
+impl Serving {
+    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> Serving {
+        Serving { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
+    }
+}
+
+impl ProcessVm {
+    /// A neighbour's write is to be read from there.
+    pub(super) fn pull(
+        &mut self,
+        cx: &mut Context<'_>,
+        session: SessionId,
+        token: u64,
+        runs: &[WireRun],
+        addresses: &[u64],
+    ) -> Result<(), BadWords> {
+        let Some(serving) = self.serving.get_mut(&session) else {
+            return Err(BadWords("a request of a neighbour that is none"));
+        };
+        let Some(pieces) = pieces(cx, runs) else {
+            serving.outcomes.push(Outcome { token, fate: Fate::Refused });
+            return Ok(());
+        };
+        let weight = runs.len() + REQUEST_RANGES;
+        serving.queued += weight;
+        if serving.queued > RANGES_QUEUED_MAX {
+            return Err(BadWords("too much at a time"));
+        }
+        let ranges = pieces.into_iter().zip(addresses).map(|(to, from)| PulledRange { to, from: *from });
+        let copy =
+            NewCopy { neighbour: Arc::clone(&serving.neighbour), ranges: ranges.collect(), regions: None };
+        let (owner, connection) = (serving.owner, serving.connection);
+        // SAFETY: the destinations are registered memory: a region is not given back before no copy touches it.
+        let begun = unsafe { self.copies.begin(copy) };
+        let whose = Whose::Theirs { session, owner, connection, token, weight };
+        self.copying.insert(begun.id(), Copying { begun, whose });
+        Ok(())
+    }
+
+    /// A neighbour's write that came with its bytes: less than a page.
+    pub(super) fn place(
+        &mut self,
+        cx: &mut Context<'_>,
+        session: SessionId,
+        token: u64,
+        runs: &[WireRun],
+        mut bytes: &[u8],
+    ) -> Result<(), BadWords> {
+        let Some(serving) = self.serving.get_mut(&session) else {
+            return Err(BadWords("a request of a neighbour that is none"));
+        };
+        let pieces = pieces(cx, runs);
+        let fate = Fate::of(pieces.is_none());
+        for Piece { address, len } in pieces.unwrap_or_default() {
+            let Some((first, rest)) = bytes.split_at_checked(len) else { break };
+            bytes = rest;
+            // The peer counts on this.
+            if !cx.may_place() {
+                return Err(BadWords("it has said back nothing new for too long to place its bytes"));
+            }
+            // SAFETY: the piece lies in a registered region, which is valid for writes of `len` bytes until it is given back,
+            // for which the engine's lock is needed that this thread holds. Others write it only as such memory may be.
+            unsafe {
+                let to = std::ptr::with_exposed_provenance_mut(address);
+                std::ptr::copy_nonoverlapping(first.as_ptr(), to, len);
+            }
+        }
+        serving.outcomes.push(Outcome { token, fate });
+        Ok(())
+    }
+
+    /// A copy for a neighbour is over.
+    pub(super) fn pull_is_over(
+        &mut self,
+        cx: &mut Context<'_>,
+        session: SessionId,
+        connection: u64,
+        token: u64,
+        weight: usize,
+        outcome: Result<(), PullError>,
+    ) {
+        let Some(serving) = self.serving.get_mut(&session).filter(|serving| serving.connection == connection)
+        else {
+            return;
+        };
+        serving.queued -= weight;
+        match outcome {
+            Ok(()) => serving.outcomes.push(Outcome { token, fate: Fate::Placed }),
+            Err(PullError::Refused) => serving.outcomes.push(Outcome { token, fate: Fate::Refused }),
+            // Nothing is known of this write. If the neighbour is still there, it takes another way.
+            Err(error) => {
+                tracing::debug!(?session, %error, "a neighbour's memory cannot be read any more");
+                cx.refuse(session, &error.to_string());
+                self.stop_serving(session);
+            }
+        }
+    }
+
+    /// Says what has become of neighbours' writes.
+    pub(super) fn say_done(&mut self, cx: &mut Context<'_>) {
+        for (session, serving) in &mut self.serving {
+            for outcomes in std::mem::take(&mut serving.outcomes).chunks(OUTCOMES_AT_ONCE) {
+                cx.say(Party::Session(*session), Words::done(outcomes));
+            }
+        }
+    }
+
+    /// Nothing more is read for a session, but what is under way.
+    pub(super) fn stop_serving(&mut self, session: SessionId) {
+        self.serving.remove(&session);
+        let is_of_it = |whose: &Whose| matches!(whose, Whose::Theirs { session: of, .. } if *of == session);
+        let of_session = self.copying.values().filter(|copying| is_of_it(&copying.whose));
+        of_session.for_each(|copying| copying.begun.give_up());
+    }
+}
+
+/// Where these bytes belong; None: they are refused.
+fn pieces(cx: &Context<'_>, runs: &[WireRun]) -> Option<Vec<Piece>> {
+    let piece = |run: &WireRun| {
+        let WireRun { region, generation, offset, len } = *run;
+        let spot = cx.process.regions.for_peer(region, generation, offset, len, true)?;
+        spot.gpu.is_none().then_some(spot.piece)
+    };
+    runs.iter().map(piece).collect()
+}

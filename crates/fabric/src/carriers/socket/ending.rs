@@ -1,0 +1,87 @@
+//! Connections that end, and what was under way on them.
+
+use std::io;
+use std::time::Duration;
+
+use rustix::net::sockopt;
+
+use super::{Asked, Posted, Role, SocketCarrier};
+use crate::carrier::{Context, Touched};
+use crate::control::sockets::SILENT;
+use crate::fences::LEASE;
+use crate::links::LinkId;
+use crate::regions::Spot;
+use crate::tcp::{Ended, Head};
+use crate::transfers::{Completion, Token};
+
+impl SocketCarrier {
+    /// A connection is over.
+    pub(super) fn end(&mut self, cx: &mut Context<'_>, id: LinkId, why: Ended) {
+        let Some((role, link, why)) = self.links.end(id, why) else { return };
+        cx.note_let_go();
+        let peer = link.socket().peer_addr().ok();
+        let is_ours = matches!(role, Role::Up { .. });
+        match role {
+            Role::Serving { .. } => {
+                tracing::debug!(?peer, %why, "a peer's connection ended");
+                drop(link);
+                self.slots.leave(id, |_| None);
+            }
+            Role::Dialling { path, number, .. } => {
+                tracing::debug!(?peer, %why, "a connection failed");
+                self.paths.remove(&path);
+                cx.broke(path, number, why);
+            }
+            Role::Up { path, number, peer: whose, connection, .. } => {
+                tracing::info!(?peer, %why, "a path broke");
+                self.paths.remove(&path);
+                // Closed first: nothing of ours is read or written any more. What the kernel has not sent, it is not to send:
+                // without this it would go on behind our back for as long as the network takes.
+                let _ = sockopt::set_socket_linger(&*link, Some(Duration::ZERO));
+                drop(link);
+                self.slots.leave(id, |token| is_ours.then(|| Token::from_number(token)));
+                let is_write = |posted: &Posted| matches!(posted.what, Asked::Write(_));
+                let of_link = self.posted.iter().filter(|(_, posted)| posted.link == id);
+                let mut broken: Vec<(Token, bool)> =
+                    of_link.map(|(token, posted)| (*token, is_write(posted))).collect();
+                broken.sort_unstable_by_key(|(token, _)| *token);
+                broken.iter().for_each(|(token, _)| drop(self.posted.remove(token)));
+                cx.broke(path, number, why);
+                let (writes, others): (Vec<_>, Vec<_>) =
+                    broken.into_iter().partition(|(_, is_write)| *is_write);
+                self.give_back(cx, others.into_iter().map(|(token, _)| token).collect());
+                let writes: Vec<Token> = writes.into_iter().map(|(token, _)| token).collect();
+                if !writes.is_empty() {
+                    cx.fence(whose, connection, writes, Some(LEASE));
+                }
+            }
+        }
+    }
+
+    /// Nothing touches the memory of these posts any more, but a GPU that still copies: then that is told when it is done.
+    pub(super) fn give_back(&mut self, cx: &mut Context<'_>, tokens: Vec<Token>) {
+        for token in tokens.into_iter().filter(|token| !self.slots.holds(*token)) {
+            cx.completed(token, Completion::Unknown);
+        }
+    }
+
+    /// Ends connections that say nothing, unless nobody has listened, and says something where nobody else does.
+    pub(super) fn look(&mut self, now: Duration, is_late: bool) {
+        let silent = |heard: Duration| !is_late && now.saturating_sub(heard) >= SILENT;
+        for id in self.links.find(|entry| silent(entry.heard)) {
+            self.links.fail(id, Ended::Io(io::ErrorKind::TimedOut.into()));
+        }
+        let stamp = |role: &Role| if let Role::Up { stamp, .. } = role { Some(*stamp) } else { None };
+        let up: Vec<(LinkId, u64)> =
+            self.links.iter().filter_map(|(id, entry)| Some((id, stamp(&entry.role)?))).collect();
+        up.into_iter().for_each(|(id, stamp)| self.links.say(id, Head::Ping { stamp }.encode().to_vec()));
+    }
+
+    pub(super) fn links_that_touch(&self, Touched(memory): Touched) -> Vec<LinkId> {
+        let mut busy = self.slots.links_that_touch(memory);
+        if let Spot { piece, gpu: None } = memory {
+            busy.extend(self.links.touching(piece));
+        }
+        busy
+    }
+}

@@ -1,0 +1,426 @@
+//! Bytes through sockets of their own, beside the control connection.
+//!
+//! There are two of these: "tcp" between the memory of hosts, which sockets read and write in place; and "tcp-slots" where a
+//! GPU is on either side, whose bytes pass through slots of pinned memory ([`crate::carriers::slots`]).
+//!
+//! ```text
+//!  connecting side                                      listening side
+//!   connect: greeted with the purpose Bytes(code) ----> greeted: served
+//!   post:  Write, runs, bytes -------------------------> into the runs
+//!          <------------------------------ Ack ---------
+//!          Read, runs ---------------------------------> out of the runs
+//!          <------------------------------ Data, bytes -
+//! ```
+//! When a connection breaks that carried writes, its peer may still have bytes of them to place. They count as given back
+//! only when the peer has said that it reads the broken connection no more (a fence), or when its lease is over
+//! ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
+
+mod ending;
+mod posting;
+mod serving;
+mod staged;
+
+use std::any::Any;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::staged::StagedRead;
+use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Registrar, SessionId, Touched};
+use crate::carriers::slots::{SlotJob, Slots};
+use crate::control::sockets::LOOK;
+use crate::greeted::Greeted;
+use crate::lease::Lease;
+use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
+use crate::numbered::Numbered;
+use crate::provider::NotNow;
+use crate::regions::Piece;
+use crate::tcp::{Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
+use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
+use crate::watch::Watch;
+
+/// Addresses of one peer that are used.
+const ADDRESSES_MAX: usize = 16;
+/// Paths of this kind carry what nothing better reaches.
+const CLASS: u8 = 1;
+
+/// What makes the two of them different.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Tcp,
+    TcpSlots,
+}
+
+#[derive(Debug)]
+pub(crate) struct SocketCarrier {
+    kind: Kind,
+    me: Identity,
+    /// With these all connections are encrypted.
+    credentials: Option<Arc<Credentials>>,
+    /// Where this process is reached.
+    addresses: Vec<SocketAddr>,
+    /// Paths to each address of a peer.
+    connections: usize,
+    links: Links<Role>,
+    peers: Numbered<PeerId, Known>,
+    paths: Numbered<PathId, LinkId>,
+    posted: Numbered<Token, Posted>,
+    /// What goes to and from the memory of GPUs; nothing of the kind that does not reach it.
+    slots: Slots,
+    /// Whether it was said that a transfer goes through slots.
+    has_told_of_gpus: bool,
+    look_at: Duration,
+}
+
+/// A peer that has accepted the offer.
+#[derive(Debug)]
+struct Known {
+    addresses: Vec<SocketAddr>,
+    has_paths: bool,
+}
+
+#[derive(Debug)]
+enum Role {
+    /// Ours, on its way.
+    Dialling { path: PathId, number: u32, peer: PeerId, dialling: Dialling },
+    /// Ours; the read whose bytes are coming, and the latest stamp that the peer sent.
+    Up { path: PathId, number: u32, peer: PeerId, connection: u64, body: Option<Token>, stamp: u64 },
+    /// Of a peer that is served; and the write whose bytes are coming, with whether it is refused.
+    Serving { from: Identity, connection: u64, body: Option<(u64, bool)>, acks: Vec<Outcome> },
+}
+
+#[derive(Debug)]
+struct Posted {
+    link: LinkId,
+    what: Asked,
+}
+
+#[derive(Debug)]
+enum Asked {
+    /// And what the link has written when its bytes have left.
+    Write(u64),
+    /// A write of bytes that are being copied out of a GPU's memory: nothing was sent yet.
+    Staged,
+    /// And where what has not begun to come belongs.
+    Read(Vec<Piece>),
+    /// A read into a GPU's memory.
+    ReadStaged(Box<StagedRead>),
+}
+
+/// What a [`SocketCarrier`] is opened with.
+#[derive(Debug)]
+pub(crate) struct SocketOptions {
+    pub(crate) me: Identity,
+    pub(crate) credentials: Option<Arc<Credentials>>,
+    pub(crate) addresses: Vec<SocketAddr>,
+    pub(crate) connections: usize,
+    pub(crate) slots: Slots,
+}
+
+impl SocketCarrier {
+    /// Between the memory of hosts.
+    pub(crate) fn tcp(watch: Watch, options: SocketOptions) -> SocketCarrier {
+        SocketCarrier::new(Kind::Tcp, watch, options)
+    }
+
+    /// Where a GPU is on either side.
+    pub(crate) fn tcp_slots(watch: Watch, options: SocketOptions) -> SocketCarrier {
+        SocketCarrier::new(Kind::TcpSlots, watch, options)
+    }
+
+    fn new(kind: Kind, watch: Watch, options: SocketOptions) -> SocketCarrier {
+        let SocketOptions { me, credentials, addresses, connections, slots } = options;
+        SocketCarrier {
+            kind,
+            me,
+            credentials,
+            addresses,
+            connections: connections.max(1),
+            links: if kind == Kind::TcpSlots { Links::in_parts(watch) } else { Links::new(watch) },
+            peers: Numbered::default(),
+            paths: Numbered::default(),
+            posted: Numbered::default(),
+            slots,
+            has_told_of_gpus: false,
+            look_at: LOOK,
+        }
+    }
+
+    fn spec(&self) -> PathSpec {
+        let reach = match self.kind {
+            Kind::Tcp => Reach::HOSTS,
+            Kind::TcpSlots => Reach::of(&[Route::HostToGpu, Route::GpuToHost, Route::GpuToGpu]),
+        };
+        PathSpec::new(reach, CLASS)
+    }
+
+    /// Adds the paths to a peer, where they are any use.
+    fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        let spec = self.spec();
+        let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
+        let has_gpus =
+            || cx.process.regions.has_gpus() || cx.peers.get(&peer).is_some_and(|peer| peer.has_gpus());
+        if self.kind == Kind::TcpSlots && !has_gpus() {
+            return;
+        }
+        known.has_paths = true;
+        for name in 0..known.addresses.len() * self.connections {
+            let address = known.addresses[name % known.addresses.len()];
+            cx.add_path_to(peer, spec, name as u64, Some(address));
+        }
+        if self.kind == Kind::TcpSlots && !std::mem::replace(&mut self.has_told_of_gpus, true) {
+            tracing::info!(
+                "transfers of GPUs' memory go through pinned memory and sockets: nothing else here reaches it"
+            );
+        }
+    }
+
+    /// A connection is greeted by its peer.
+    fn go_on(&mut self, cx: &mut Context<'_>, id: LinkId, greeting: &[u8]) -> Result<(), Ended> {
+        let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
+        let Role::Dialling { path, number, peer, dialling } = &mut entry.role else { return Ok(()) };
+        let (path, number, peer, connection) = (*path, *number, *peer, dialling.connection);
+        let Some(known) = cx.peers.get(&peer) else { return Err(Ended::Closed) };
+        match dialling.take(greeting, self.me, &known.whom, || None)? {
+            Dialled::Say(bytes, next) => {
+                self.links.say(id, bytes);
+                self.links.want(id, Wants::Greeting(next));
+            }
+            Dialled::Welcome(_) => {
+                entry.role = Role::Up { path, number, peer, connection, body: None, stamp: 0 };
+                self.links.want(id, Wants::Frames);
+                cx.up(path, number);
+            }
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, cx: &mut Context<'_>, id: LinkId, arrived: Arrived) -> Result<(), Ended> {
+        match arrived {
+            Arrived::Connected => {
+                self.links.want(id, Wants::Greeting(Dialling::FIRST));
+                Ok(())
+            }
+            Arrived::Greeting(bytes) => self.go_on(cx, id, &bytes),
+            Arrived::Frame(head, entries) => self.take_frame(cx, id, head, &entries),
+            Arrived::Body => self.take_body(cx, id),
+        }
+    }
+
+    fn link_is_back(&mut self, cx: &mut Context<'_>, job: LinkJob) {
+        let id = job.id;
+        let Some(Back { arrived, outcome }) = self.links.put_back(cx.now, job) else { return };
+        cx.note_let_go();
+        for arrived in arrived {
+            if let Err(ended) = self.arrive(cx, id, arrived) {
+                return self.end(cx, id, ended);
+            }
+        }
+        if let Err(ended) = outcome {
+            return self.end(cx, id, ended);
+        }
+        self.answer(id);
+        self.links.settle(id);
+    }
+}
+
+impl Carrier for SocketCarrier {
+    fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Tcp => "tcp",
+            Kind::TcpSlots => "tcp-slots",
+        }
+    }
+
+    fn code(&self) -> u8 {
+        match self.kind {
+            Kind::Tcp => 1,
+            Kind::TcpSlots => 2,
+        }
+    }
+
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        None
+    }
+
+    fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        cx.offer(peer, Vec::new());
+    }
+
+    /// Answers where this process is reached, one address a line.
+    fn consider(&mut self, cx: &mut Context<'_>, session: SessionId, _: &[u8]) -> Result<(), BadWords> {
+        let addresses: Vec<String> =
+            self.addresses.iter().take(ADDRESSES_MAX).map(SocketAddr::to_string).collect();
+        cx.accept(session, addresses.join("\n").into_bytes());
+        Ok(())
+    }
+
+    /// Where the peer is reached its descriptor has said; of one that is known by an address only, this says it.
+    fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
+        let Some(known) = cx.peers.get(&peer) else { return Ok(()) };
+        let mut addresses = known.whom.addresses.clone();
+        if known.is_known_by_address {
+            let text = std::str::from_utf8(answer).map_err(|_| BadWords("addresses that are no text"))?;
+            let told: Vec<SocketAddr> =
+                text.lines().filter_map(|line| line.parse().ok()).take(ADDRESSES_MAX).collect();
+            // Else it is reached by way of something that it knows nothing of.
+            if addresses.iter().all(|address| told.contains(address)) {
+                addresses = told;
+            }
+        }
+        addresses.truncate(ADDRESSES_MAX);
+        self.peers.entry(peer).or_insert(Known { addresses, has_paths: false });
+        self.add_paths(cx, peer);
+        Ok(())
+    }
+
+    fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.peers.remove(&peer);
+        // Links of paths that were still connecting.
+        let of_peer = |role: &Role| matches!(role, Role::Dialling { peer: of, .. } if *of == peer);
+        for id in self.links.find(|entry| of_peer(&entry.role)) {
+            self.end(cx, id, Ended::Closed);
+        }
+    }
+
+    fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.add_paths(cx, peer);
+    }
+
+    fn connect(&mut self, cx: &mut Context<'_>, path: PathId, number: u32, peer: PeerId, name: u64) {
+        let Some(known) = self.peers.get(&peer) else { return cx.broke(path, number, "the peer is gone") };
+        let address = known.addresses[name as usize % known.addresses.len()];
+        let opened = Dialling::new(Purpose::Bytes(self.code())).and_then(|dialling| {
+            let role = Role::Dialling { path, number, peer, dialling };
+            self.links.open(cx.now, address, self.credentials.as_deref(), role)
+        });
+        match opened {
+            Ok(link) => {
+                self.look_at = self.look_at.min(cx.now + LOOK);
+                self.paths.insert(path, link);
+            }
+            Err(error) => {
+                tracing::debug!(?peer, %address, %error, "cannot connect");
+                cx.broke(path, number, error);
+            }
+        }
+    }
+
+    fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
+        let Some(link) = self.paths.get(&path).copied() else { return };
+        let is_it = match self.links.get(link).map(|entry| &entry.role) {
+            Some(Role::Up { number, .. } | Role::Dialling { number, .. }) => *number == connection,
+            _ => false,
+        };
+        if is_it {
+            self.end(cx, link, Ended::NotWanted);
+        }
+    }
+
+    fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        self.send(cx, post)
+    }
+
+    fn descriptor_ready(&mut self, _: &mut Context<'_>, tag: u64) {
+        self.links.note_ready(tag);
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> bool {
+        if cx.now >= self.look_at {
+            let is_late = cx.now >= self.look_at + LOOK;
+            self.look_at = cx.now + LOOK;
+            self.look(cx.now, is_late);
+        }
+        self.see_to_slots(cx)
+    }
+
+    fn next_tick(&self, now: Duration) -> Option<Duration> {
+        if self.links.has_due() || self.slots.has_job() {
+            return Some(Duration::ZERO);
+        }
+        let look = (!self.links.is_empty()).then_some(self.look_at);
+        let copies = self.is_expecting().then(|| now + staged::LOOK_AT_COPIES);
+        [look, copies].into_iter().flatten().min()
+    }
+
+    fn is_expecting(&self) -> bool {
+        self.slots.is_copying()
+    }
+
+    fn take_job(&mut self) -> Option<Box<dyn Job>> {
+        match self.links.take_job() {
+            Some(job) => Some(Box::new(job)),
+            None => self.slots.take_job().map(|job| Box::new(job) as Box<dyn Job>),
+        }
+    }
+
+    fn put_back(&mut self, cx: &mut Context<'_>, job: Box<dyn Job>) {
+        match job.into_any().downcast::<LinkJob>() {
+            Ok(job) => self.link_is_back(cx, *job),
+            Err(other) => {
+                if let Ok(job) = other.downcast::<SlotJob>() {
+                    self.slots.put_back(*job);
+                }
+            }
+        }
+    }
+
+    fn fence(&mut self, cx: &mut Context<'_>, from: Owner, connection: u64) -> bool {
+        let is_it = |role: &Role| matches!(role, Role::Serving { from: f, connection: c, .. } if (*f, *c) == (from.0, connection));
+        for id in self.links.find(|entry| is_it(&entry.role)) {
+            self.end(cx, id, Ended::Closed);
+        }
+        // Of one that a job has the end waits.
+        self.links.iter().all(|(_, entry)| !is_it(&entry.role)) && !self.slots.places_for(from.0, connection)
+    }
+
+    fn fence_over(&mut self, cx: &mut Context<'_>, _: u64, tokens: Vec<Token>) {
+        self.give_back(cx, tokens);
+    }
+
+    fn touches(&self, memory: Touched) -> bool {
+        !self.links_that_touch(memory).is_empty() || self.slots.is_touched_by_orphans(memory.0)
+    }
+
+    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched) {
+        for id in self.links_that_touch(memory) {
+            self.end(cx, id, Ended::TooSlow);
+        }
+    }
+
+    fn greeted(&mut self, cx: &mut Context<'_>, greeted: Greeted) {
+        let Greeted { link, lease, from, connection } = greeted;
+        let role = Role::Serving { from, connection, body: None, acks: Vec::new() };
+        if let Err(error) = self.links.adopt(cx.now, link, lease, role) {
+            tracing::debug!(%error, "a peer's connection cannot be served");
+        }
+        self.look_at = self.look_at.min(cx.now + LOOK);
+    }
+
+    fn close_all(&mut self, cx: &mut Context<'_>) {
+        for id in self.links.find(|_| true) {
+            self.end(cx, id, Ended::Closed);
+        }
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.links.is_empty() || self.slots.is_copying()
+    }
+}
+
+impl Job for LinkJob {
+    fn run(&mut self) {
+        LinkJob::run(self);
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+impl SocketCarrier {
+    /// The lease of a connection that is served.
+    fn lease(&self, id: LinkId) -> Option<Lease> {
+        self.links.get(id)?.lease()
+    }
+}

@@ -1,0 +1,46 @@
+//! Parts of transfers go out.
+
+use super::{Asked, Posted, Role, SocketCarrier};
+use crate::carrier::{CarrierPost, Context, PostedRun};
+use crate::provider::NotNow;
+use crate::tcp::{Head, WireRun};
+use crate::transfers::Op;
+
+impl SocketCarrier {
+    pub(super) fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        let CarrierPost { path, token, op, runs, .. } = post;
+        let link = *self.paths.get(path).ok_or(NotNow)?;
+        let Some(Role::Up { stamp, .. }) = self.links.get(link).map(|entry| &entry.role) else {
+            return Err(NotNow);
+        };
+        let stamp = *stamp;
+        if runs.iter().any(|run| run.local.gpu.is_some()) {
+            self.post_staged(cx, link, post);
+            return Ok(());
+        }
+        let (number, count) = (token.number(), runs.len());
+        let bytes = runs.iter().map(|run| run.len).sum();
+        let head = match op {
+            Op::Write => Head::Write { token: number, runs: count, bytes, stamp },
+            Op::Read => Head::Read { token: number, runs: count, bytes },
+        };
+        let mut frame = head.encode().to_vec();
+        runs.iter().for_each(|run| wire_run(run).encode(&mut frame));
+        self.links.say(link, frame);
+        let pieces = runs.iter().map(|run| run.local.piece);
+        let what = match op {
+            Op::Write => {
+                pieces.for_each(|piece| self.links.say_memory(link, piece));
+                Asked::Write(self.links.mark(link))
+            }
+            Op::Read => Asked::Read(pieces.collect()),
+        };
+        self.posted.insert(*token, Posted { link, what });
+        Ok(())
+    }
+}
+
+pub(super) fn wire_run(run: &PostedRun) -> WireRun {
+    let PostedRun { region, generation, offset, len, .. } = *run;
+    WireRun { region, generation, offset, len }
+}

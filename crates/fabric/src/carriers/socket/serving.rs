@@ -1,0 +1,177 @@
+//! What peers ask for, and what they answer.
+
+use super::{Asked, Posted, Role, SocketCarrier};
+use crate::carrier::Context;
+use crate::lease;
+use crate::links::LinkId;
+use crate::regions::{Piece, Regions, Spot};
+use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Outcome, WireRun};
+use crate::transfers::{Completion, Token};
+
+impl SocketCarrier {
+    pub(super) fn take_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+        id: LinkId,
+        head: Head,
+        entries: &[u8],
+    ) -> Result<(), Ended> {
+        let lease = self.lease(id);
+        let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
+        let has_slots = self.slots.reach_gpus();
+        match (&mut entry.role, head) {
+            (Role::Serving { .. }, Head::Ping { stamp }) => {
+                if let Some(mut lease) = lease {
+                    lease.renew(stamp)?;
+                    self.links.set_lease(id, lease);
+                }
+                self.links.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
+            }
+            (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
+            (Role::Serving { body, .. }, Head::Write { token, bytes, stamp, .. }) => {
+                let runs = WireRun::decode_all(entries, bytes)?;
+                let spots = spots_for_peer(&cx.process.regions, &runs, true, has_slots);
+                let is_staged = spots.as_ref().is_some_and(|spots| any_on_gpu(spots));
+                if !is_staged {
+                    *body = Some((token, spots.is_none()));
+                }
+                if let Some(mut lease) = lease {
+                    lease.renew(stamp)?;
+                    self.links.set_lease(id, lease);
+                }
+                match spots {
+                    Some(spots) if is_staged => self.receive_staged(id, token, spots),
+                    Some(spots) => self.links.expect(id, pieces(spots), 0),
+                    None => self.links.expect(id, Vec::new(), bytes),
+                }
+            }
+            (Role::Serving { acks, .. }, Head::Read { token, bytes, .. }) => {
+                let runs = WireRun::decode_all(entries, bytes)?;
+                match spots_for_peer(&cx.process.regions, &runs, false, has_slots) {
+                    None => acks.push(Outcome { token, fate: Fate::Refused }),
+                    Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
+                    Some(spots) => {
+                        self.links.say(id, Head::Data { token, bytes }.encode().to_vec());
+                        pieces(spots).into_iter().for_each(|piece| self.links.say_memory(id, piece));
+                    }
+                }
+            }
+            (Role::Up { body, .. }, Head::Data { token, bytes }) => {
+                let number = token;
+                let token = Token::from_number(token);
+                let found = match self.posted.get_mut(&token).filter(|posted| posted.link == id) {
+                    Some(Posted { what: Asked::Read(pieces), .. }) => take_pieces(pieces, bytes),
+                    Some(Posted { what: Asked::ReadStaged(_), .. }) => {
+                        return self.take_staged_data(id, number, bytes);
+                    }
+                    _ => return Err(BadFrame("an answer to nothing").into()),
+                };
+                *body = Some(token);
+                self.links.expect(id, found.ok_or(BadFrame("an answer of other bytes"))?, 0);
+            }
+            (Role::Up { stamp, .. }, Head::Ack { stamp: new, .. }) => {
+                *stamp = new;
+                self.take_outcomes(cx, id, entries)?;
+            }
+            _ => return Err(BadFrame("a frame that is not its side's").into()),
+        }
+        Ok(())
+    }
+
+    fn take_outcomes(&mut self, cx: &mut Context<'_>, id: LinkId, entries: &[u8]) -> Result<(), Ended> {
+        let Some(entry) = self.links.get(id) else { return Ok(()) };
+        let mut staged = Vec::new();
+        for Outcome { token, fate } in Outcome::decode_all(entries) {
+            let token = Token::from_number(token);
+            let Some(posted) = self.posted.get(&token).filter(|posted| posted.link == id) else { continue };
+            let may_be = match &posted.what {
+                Asked::Write(mark) => entry.has_written(*mark),
+                Asked::Read(_) | Asked::ReadStaged(_) => fate != Fate::Placed,
+                Asked::Staged => false,
+            };
+            if !may_be {
+                return Err(BadFrame("an answer before it can be known").into());
+            }
+            if matches!(posted.what, Asked::ReadStaged(_)) {
+                staged.push((token, fate.into()));
+                continue;
+            }
+            self.posted.remove(&token);
+            cx.completed(token, fate.into());
+        }
+        for (token, completion) in staged {
+            self.end_staged_read(cx, token, completion);
+        }
+        Ok(())
+    }
+
+    /// All bytes of the last frame are in place.
+    pub(super) fn take_body(&mut self, cx: &mut Context<'_>, id: LinkId) -> Result<(), Ended> {
+        if !self.slots.is_idle() && self.take_staged_body(id)? {
+            return Ok(());
+        }
+        let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
+        match &mut entry.role {
+            Role::Serving { body, acks, .. } => {
+                if let Some((token, refused)) = body.take() {
+                    acks.push(Outcome { token, fate: Fate::of(refused) });
+                }
+            }
+            Role::Up { body, .. } => {
+                let Some(token) = body.take() else { return Ok(()) };
+                // Memory of a GPU comes in parts.
+                let is_part = |posted: &Posted| matches!(&posted.what, Asked::Read(left) if !left.is_empty());
+                if !self.posted.get(&token).is_some_and(is_part) {
+                    self.posted.remove(&token);
+                    cx.completed(token, Completion::Placed);
+                }
+            }
+            Role::Dialling { .. } => {}
+        }
+        Ok(())
+    }
+
+    /// Sends what is known of a peer's requests by now.
+    pub(super) fn answer(&mut self, id: LinkId) {
+        let Some(Role::Serving { acks, .. }) = self.links.get_mut(id).map(|entry| &mut entry.role) else {
+            return;
+        };
+        if acks.is_empty() {
+            return;
+        }
+        for outcomes in std::mem::take(acks).chunks(ENTRIES_MAX) {
+            let head = Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() };
+            let mut frame = head.encode().to_vec();
+            outcomes.iter().for_each(|outcome| outcome.encode(&mut frame));
+            self.links.say(id, frame);
+        }
+    }
+}
+
+fn any_on_gpu(spots: &[Spot]) -> bool {
+    spots.iter().any(|spot| spot.gpu.is_some())
+}
+
+fn pieces(spots: Vec<Spot>) -> Vec<Piece> {
+    spots.into_iter().map(|spot| spot.piece).collect()
+}
+
+/// The first of these, of so many bytes together; None if they have fewer.
+fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
+    if pieces.iter().map(|piece| piece.len as u64).sum::<u64>() == bytes {
+        return Some(std::mem::take(pieces));
+    }
+    let mut spots: Vec<Spot> = pieces.iter().map(|piece| Spot { piece: *piece, gpu: None }).collect();
+    let taken = crate::carriers::slots::take_bytes(&mut spots, bytes)?;
+    *pieces = self::pieces(spots);
+    Some(self::pieces(taken))
+}
+
+/// Where these bytes are that a peer asks for; None: it is refused.
+fn spots_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool, has_slots: bool) -> Option<Vec<Spot>> {
+    let spot = |run: &WireRun| {
+        let spot = regions.for_peer(run.region, run.generation, run.offset, run.len, is_write)?;
+        (spot.gpu.is_none() || has_slots).then_some(spot)
+    };
+    runs.iter().map(spot).collect()
+}

@@ -1,0 +1,339 @@
+//! Who does an engine's work: whoever waits for something, and else the thread behind.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvlane_memory::{Forked, OwnProcess};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use rustix::event::epoll::Event;
+
+use super::{FabricError, Handle, Transfer};
+use crate::carrier::Registrar;
+use crate::carriers::slots::SlotPool;
+use crate::hub::SocketHub;
+use crate::inbox::Message;
+use crate::process::BothSides;
+use crate::shape::Pieces;
+use crate::transfers::{PeerId, Request, Stretch};
+
+/// How long whoever waits looks again and again before it sleeps. A sleeper is woken within a few times as much.
+const SPIN: Duration = Duration::from_micros(50);
+/// The same while a carrier expects something of which nothing is heard before its end: a neighbour that reads what this
+/// process has written reports after whole parts, 0.2 ms for each half a mebibyte, and a GPU's copy reports nothing.
+const SPIN_FOR_CARRIERS: Duration = Duration::from_micros(500);
+/// Of that, how long it keeps its processor to itself. Where there are fewer of them than there is work, the peer may need
+/// it to answer; while bytes are streaming, the next ones come sooner than this.
+const KEEP: Duration = Duration::from_micros(10);
+/// How long the thread behind leaves the work to those who wait, before it looks whether they still do.
+const PARK: Duration = Duration::from_micros(200);
+/// Jobs that whoever begins something does before it goes on: what it has begun is then mostly written, or read.
+const JOBS_AT_ONCE: usize = 8;
+const EVENTS: usize = 64;
+/// A transfer is checked against what both sides have registered without the lock. So often that may change meanwhile.
+const CHECKS_MAX: usize = 4;
+
+pub(crate) type Hold<'a> = MutexGuard<'a, SocketHub>;
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Where all of this may be used.
+    pub(super) own: OwnProcess,
+    pub(super) hub: Mutex<SocketHub>,
+    /// What carriers do when memory is registered: outside of the lock.
+    pub(super) registrars: Registrars,
+    /// Slots for the memory of GPUs; none where nothing reaches it.
+    pub(super) slots: Option<Arc<SlotPool>>,
+    /// Something that a sleeper may wait for has happened.
+    changed: Condvar,
+    /// How many wait and do the work; the thread behind rests until there are none.
+    pollers: AtomicUsize,
+    sleepers: AtomicUsize,
+    /// How often somebody who waits has done some work. Not in the hub: whoever asks for that would stand in line for it, and
+    /// be let in between two turns of the work.
+    polls: AtomicU64,
+    pub(super) stop: AtomicBool,
+}
+
+/// Each with the code of its carrier.
+pub(super) struct Registrars(pub(super) Vec<(u8, Arc<dyn Registrar>)>);
+
+impl std::fmt::Debug for Registrars {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|(code, _)| code)).finish()
+    }
+}
+
+impl Shared {
+    pub(super) fn new(hub: SocketHub, registrars: Registrars, slots: Option<Arc<SlotPool>>) -> Shared {
+        Shared {
+            own: OwnProcess::this(),
+            hub: Mutex::new(hub),
+            registrars,
+            slots,
+            changed: Condvar::new(),
+            pollers: AtomicUsize::new(0),
+            sleepers: AtomicUsize::new(0),
+            polls: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    /// All that the engine has. Only in its own process: in a forked one the lock may be held by a thread that is not there.
+    pub(crate) fn try_hub(&self) -> Result<Hold<'_>, FabricError> {
+        self.own.check()?;
+        Ok(self.hub.lock())
+    }
+
+    /// The same for calls that return no such error.
+    ///
+    /// # Panics
+    /// In another process than the engine's.
+    pub(crate) fn hub(&self) -> Hold<'_> {
+        assert!(self.is_here(), "{Forked}");
+        self.hub.lock()
+    }
+
+    /// Whether this is the engine's own process.
+    pub(crate) fn is_here(&self) -> bool {
+        self.own.is_this()
+    }
+
+    /// What both sides have registered now.
+    pub(crate) fn both_sides(&self, peer: PeerId) -> Result<BothSides, FabricError> {
+        self.try_hub()?.hub.both_sides(peer).ok_or(FabricError::NoSuchPeer)
+    }
+
+    /// Checks what a transfer moves, and begins it. The lock is not held while it is checked.
+    pub(crate) fn begin(
+        self: &Arc<Shared>,
+        peer: PeerId,
+        transfer: &Transfer,
+    ) -> Result<Handle, FabricError> {
+        for _ in 0..CHECKS_MAX {
+            let sides = self.both_sides(peer)?;
+            let checked = self.check(&sides, peer, transfer)?;
+            let mut hub = self.try_hub()?;
+            if let Some(handle) = self.submit(&mut hub, checked)? {
+                self.set_going(&mut hub);
+                return Ok(handle);
+            }
+        }
+        Err(FabricError::Changing)
+    }
+
+    /// What a transfer moves, checked against the memory of both sides.
+    pub(crate) fn check(
+        &self,
+        sides: &BothSides,
+        peer: PeerId,
+        transfer: &Transfer,
+    ) -> Result<Checked, FabricError> {
+        self.check_pieces(sides, peer, &transfer.pieces).map(|(stretches, used)| Checked {
+            request: Request {
+                peer,
+                op: transfer.op,
+                stretches,
+                immediate: transfer.immediate,
+                deadline: transfer.timeout,
+                priority: transfer.priority,
+            },
+            used,
+        })
+    }
+
+    fn check_pieces(
+        &self,
+        sides: &BothSides,
+        peer: PeerId,
+        pieces: &Pieces,
+    ) -> Result<(Vec<Stretch>, crate::process::Used), FabricError> {
+        let runs = pieces.runs(sides)?;
+        let used = sides.used_by(peer, &runs);
+        let stretches = sides.stretches(runs);
+        if self.slots.is_none() && stretches.iter().any(|stretch| stretch.between.has_gpus()) {
+            return Err(FabricError::NoWayToGpus);
+        }
+        Ok((stretches, used))
+    }
+
+    /// Whether what a transfer was checked against is still so.
+    pub(crate) fn is_current(&self, hub: &SocketHub, checked: &Checked) -> bool {
+        hub.hub.both_sides(checked.used.peer).is_some_and(|sides| sides.still_have(&checked.used))
+    }
+
+    /// Makes a transfer that was checked. It is begun by [`Shared::set_going`]. None: what is registered has changed since.
+    pub(crate) fn submit(
+        self: &Arc<Shared>,
+        hub: &mut Hold<'_>,
+        checked: Checked,
+    ) -> Result<Option<Handle>, FabricError> {
+        let Checked { mut request, used } = checked;
+        let now = hub.hub.now();
+        request.deadline = request.deadline.map(|timeout| now.saturating_add(timeout));
+        let submitted = hub.hub.submit(request, used).map_err(|full| FabricError::Full(full.0))?;
+        Ok(submitted.map(|ticket| Handle { shared: Arc::clone(self), ticket }))
+    }
+
+    /// Does what was asked for since, and tells those who wait for it.
+    pub(crate) fn set_going(&self, hub: &mut Hold<'_>) {
+        hub.pump();
+        self.work(hub);
+        self.tell(hub);
+        self.wake_if_needed(hub);
+    }
+
+    /// Does a few jobs, without the lock. Whether there were any.
+    fn work(&self, hub: &mut Hold<'_>) -> bool {
+        for done in 0..JOBS_AT_ONCE {
+            let Some(mut work) = hub.take_job() else { return done > 0 };
+            MutexGuard::unlocked(hub, || work.run());
+            hub.put_back(work);
+            hub.pump();
+        }
+        true
+    }
+
+    /// Waits until `found` finds something, and does the engine's work meanwhile. None: not by the deadline.
+    pub(crate) fn wait<T>(
+        &self,
+        hub: &mut Hold<'_>,
+        deadline: Option<Instant>,
+        mut found: impl FnMut(&mut SocketHub) -> Option<T>,
+    ) -> Option<T> {
+        if let Some(found) = found(hub) {
+            return Some(found);
+        }
+        let mut events = Vec::<Event>::with_capacity(EVENTS);
+        self.pollers.fetch_add(1, Ordering::AcqRel);
+        let mut spin_until = Instant::now() + SPIN;
+        let answer = loop {
+            self.polls.fetch_add(1, Ordering::Relaxed);
+            let any = hub.poll(&mut events);
+            if self.work(hub) || any {
+                spin_until = Instant::now() + SPIN;
+            }
+            self.tell(hub);
+            if let Some(found) = found(hub) {
+                break Some(found);
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                break None;
+            }
+            let is_expecting =
+                now >= spin_until && now < spin_until + SPIN_FOR_CARRIERS && hub.is_expecting();
+            if now < spin_until || is_expecting {
+                // Others may begin transfers meanwhile.
+                if now + SPIN < spin_until + KEEP {
+                    MutexGuard::bump(hub);
+                } else {
+                    MutexGuard::unlocked(hub, std::thread::yield_now);
+                }
+                continue;
+            }
+            // The thread behind goes on.
+            self.pollers.fetch_sub(1, Ordering::AcqRel);
+            self.sleepers.fetch_add(1, Ordering::AcqRel);
+            self.wake_if_needed(hub);
+            match deadline {
+                Some(deadline) => drop(self.changed.wait_until(hub, deadline)),
+                None => self.changed.wait(hub),
+            }
+            self.sleepers.fetch_sub(1, Ordering::AcqRel);
+            if let Some(found) = found(hub) {
+                return Some(found);
+            }
+            self.pollers.fetch_add(1, Ordering::AcqRel);
+            spin_until = Instant::now() + SPIN;
+        };
+        self.pollers.fetch_sub(1, Ordering::AcqRel);
+        self.wake_if_needed(hub);
+        answer
+    }
+
+    /// Wakes those who sleep, and tasks, if anything happened that they may wait for.
+    pub(crate) fn tell(&self, hub: &mut Hold<'_>) {
+        let outcomes = &mut hub.hub.outcomes;
+        if outcomes.take_changed() && self.sleepers.load(Ordering::Acquire) > 0 {
+            self.changed.notify_all();
+        }
+        let wakers = outcomes.take_wakers();
+        if !wakers.is_empty() {
+            // They may ask for what this guards.
+            MutexGuard::unlocked(hub, || wakers.into_iter().for_each(std::task::Waker::wake));
+        }
+    }
+
+    /// Wakes the thread behind if something is due before it looks by itself.
+    pub(crate) fn wake_if_needed(&self, hub: &SocketHub) {
+        if hub.asleep_until.is_some_and(|until| hub.next_tick() < until) {
+            hub.wake();
+        }
+    }
+
+    /// What the thread behind does.
+    pub(super) fn serve(&self) {
+        let watch = self.hub.lock().watch();
+        let mut events = Vec::<Event>::with_capacity(EVENTS);
+        let mut busy_until = Instant::now();
+        while !self.stop.load(Ordering::Acquire) {
+            if self.pollers.load(Ordering::Acquire) > 0 {
+                // They do the work, unless they have no CPU to do it on.
+                let before = self.polls.load(Ordering::Relaxed);
+                std::thread::sleep(PARK);
+                if self.polls.load(Ordering::Relaxed) != before {
+                    continue;
+                }
+            }
+            // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
+            // caches: one turn may take longer than this thread rests.
+            let hub = match self.pollers.load(Ordering::Acquire) {
+                0 => Some(self.hub.lock()),
+                _ => self.hub.try_lock(),
+            };
+            let Some(mut hub) = hub else { continue };
+            let any = hub.poll(&mut events);
+            if self.work(&mut hub) || any {
+                busy_until = Instant::now() + SPIN;
+            }
+            self.tell(&mut hub);
+            let now = Instant::now();
+            if now < busy_until {
+                drop(hub);
+                if now + SPIN >= busy_until + KEEP {
+                    std::thread::yield_now();
+                }
+                continue;
+            }
+            let until = hub.next_tick();
+            let timeout = until.saturating_sub(hub.hub.now());
+            if !hub.prepare_to_sleep() {
+                hub.woken();
+                continue;
+            }
+            hub.asleep_until = Some(until);
+            drop(hub);
+            watch.wait(&mut events, timeout);
+            // What has come is asked for again, under the lock.
+            events.clear();
+            let mut hub = self.hub.lock();
+            hub.asleep_until = None;
+            hub.woken();
+        }
+    }
+}
+
+/// A transfer that fits the memory of both sides, as it was when it was checked.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    /// Its deadline is a time from now.
+    request: Request,
+    used: crate::process::Used,
+}
+
+/// A message that has arrived; Some(None): there will be none any more.
+pub(super) fn next_message(hub: &mut SocketHub) -> Option<Option<Message>> {
+    let message = hub.hub.outside.process.inbox.take();
+    (message.is_some() || hub.hub.is_closed).then_some(message)
+}

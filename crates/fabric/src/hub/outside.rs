@@ -1,0 +1,428 @@
+//! What carries out what was decided: control connections, carriers, and the process that they belong to.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use crate::carrier::{Carrier, CarrierPost, Context, NewFence, NewPath, Outbox, Owner, PostedRun};
+use crate::control::{ChannelId, Control, ControlEvent};
+use crate::fences::{Broken, Fences};
+use crate::frames::Frame;
+use crate::lease::Lease;
+use crate::numbered::Numbered;
+use crate::peers::{Peer, Peers};
+use crate::process::{BothSides, Process};
+use crate::provider::{Event, NotNow, Provider};
+use crate::served::SessionsServed;
+use crate::tcp::Identity;
+use crate::transfers::{Completion, PathId, PeerId, Post, Route, Token, Work};
+
+#[derive(Debug)]
+pub(crate) struct Outside<C> {
+    begun: Instant,
+    pub(crate) process: Process,
+    pub(crate) control: C,
+    pub(super) carriers: Vec<Box<dyn Carrier>>,
+    pub(super) peers: Peers,
+    pub(super) sessions: SessionsServed,
+    /// Control connections of ours that are up.
+    pub(super) channels: Numbered<ChannelId, PeerId>,
+    pub(super) channel_of: Numbered<PeerId, ChannelId>,
+    pub(super) paths: Numbered<PathId, PathAt>,
+    /// Immediates and messages under way, and over which connection.
+    pub(super) posted: Numbered<Token, ChannelId>,
+    pub(super) fences: Fences,
+    pub(super) outbox: Outbox,
+}
+
+#[derive(Debug)]
+pub(super) struct PathAt {
+    pub(super) peer: PeerId,
+    /// None: it carries immediates and messages.
+    pub(super) carrier: Option<u8>,
+    /// What the carrier calls it.
+    name: u64,
+    pub(super) address: Option<SocketAddr>,
+    /// Why it is not up, or was not the last time.
+    pub(super) trouble: Option<String>,
+}
+
+impl<C: Control> Outside<C> {
+    pub(crate) fn new(process: Process, control: C, carriers: Vec<Box<dyn Carrier>>) -> Outside<C> {
+        Outside {
+            begun: Instant::now(),
+            process,
+            control,
+            carriers,
+            peers: Peers::default(),
+            sessions: SessionsServed::default(),
+            channels: Numbered::default(),
+            channel_of: Numbered::default(),
+            paths: Numbered::default(),
+            posted: Numbered::default(),
+            fences: Fences::default(),
+            outbox: Outbox::default(),
+        }
+    }
+
+    pub(crate) fn now(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Calls a carrier.
+    pub(super) fn with<T>(
+        &mut self,
+        place: u8,
+        call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
+    ) -> Option<T> {
+        self.with_lease(place, None, call)
+    }
+
+    pub(super) fn with_lease<T>(
+        &mut self,
+        place: u8,
+        lease: Option<Lease>,
+        call: impl FnOnce(&mut dyn Carrier, &mut Context<'_>) -> T,
+    ) -> Option<T> {
+        let now = self.now();
+        let carrier = self.carriers.get_mut(usize::from(place))?;
+        let mut context = Context {
+            now,
+            place,
+            code: carrier.code(),
+            process: &mut self.process,
+            peers: &self.peers,
+            sessions: &self.sessions,
+            outbox: &mut self.outbox,
+            lease,
+        };
+        Some(call(&mut **carrier, &mut context))
+    }
+
+    pub(super) fn each(&mut self, mut call: impl FnMut(&mut dyn Carrier, &mut Context<'_>)) {
+        for place in 0..self.carriers.len() as u8 {
+            self.with(place, |carrier, cx| call(carrier, cx));
+        }
+    }
+
+    /// The place of the carrier with this code.
+    pub(super) fn place_of(&self, code: u8) -> Option<u8> {
+        (0..).zip(&self.carriers).find(|(_, carrier)| carrier.code() == code).map(|(place, _)| place)
+    }
+
+    pub(super) fn add_peer(&mut self, peer: PeerId, known: Peer) {
+        let at = PathAt { peer, carrier: None, name: 0, address: None, trouble: None };
+        self.paths.insert(known.control, at);
+        self.peers.insert(peer, known);
+    }
+
+    pub(crate) fn peers(&self) -> Vec<PeerId> {
+        self.peers.keys().copied().collect()
+    }
+
+    pub(crate) fn peer(&self, peer: PeerId) -> Option<&Peer> {
+        self.peers.get(&peer)
+    }
+
+    pub(crate) fn peer_mut(&mut self, peer: PeerId) -> Option<&mut Peer> {
+        self.peers.get_mut(&peer)
+    }
+
+    pub(crate) fn both_sides(&self, peer: PeerId) -> Option<BothSides> {
+        let theirs = self.peers.get(&peer)?.shapes();
+        Some(BothSides { own: self.process.regions.shapes(), theirs })
+    }
+
+    /// What this process has registered, or not any more, is told to all who are connected.
+    pub(crate) fn tell_region(&mut self, number: u32) {
+        let Some(news) = self.process.regions.news_of(number) else { return };
+        for bytes in crate::tcp::encode_regions(&[news]) {
+            for channel in self.sessions.keys() {
+                self.control.say(*channel, Frame::Regions(bytes.clone()));
+            }
+        }
+        for peer in self.peers() {
+            self.each(|carrier, cx| carrier.regions_changed(cx, peer));
+        }
+    }
+
+    /// Takes what control connections have brought, and what carriers have asked for. Whether there was anything.
+    pub(super) fn settle(&mut self) -> bool {
+        let mut any = false;
+        loop {
+            let mut more = false;
+            while let Some(event) = self.control.next_event() {
+                more = true;
+                self.take(event);
+            }
+            while let Some((to, frame)) = self.outbox.letters.pop_front() {
+                more = true;
+                self.deliver(to, frame);
+            }
+            for (path, why) in std::mem::take(&mut self.outbox.troubles) {
+                if let Some(at) = self.paths.get_mut(&path) {
+                    at.trouble = Some(why);
+                }
+            }
+            for (peer, code, why) in std::mem::take(&mut self.outbox.refusals) {
+                self.note_refusal(peer, code, why);
+            }
+            for fence in std::mem::take(&mut self.outbox.fences) {
+                more = true;
+                self.begin_fence(fence);
+            }
+            for broken in std::mem::take(&mut self.outbox.fenced) {
+                more = true;
+                self.fence_answered(broken, true);
+            }
+            more |= self.see_to_fences();
+            any |= more;
+            if !more {
+                return any;
+            }
+        }
+    }
+
+    fn note_refusal(&mut self, peer: PeerId, code: u8, why: String) {
+        let name = self.place_of(code).map_or("?", |place| self.carriers[usize::from(place)].name());
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.refusals.retain(|(of, before)| *of != code || *before != why);
+        let is_news = !known.refusals.iter().any(|(of, _)| *of == code);
+        if is_news {
+            tracing::info!(?peer, carrier = name, %why, "a carrier cannot reach a peer: others are used");
+        }
+        known.refusals.retain(|(of, _)| *of != code);
+        known.refusals.push((code, why));
+    }
+
+    fn begin_fence(&mut self, fence: NewFence) {
+        let NewFence { code, connection, peer, whom, tokens, lease } = fence;
+        // After the connection was closed: until then its bytes went out, and this thread may have been stopped.
+        let now = self.now();
+        self.fences.add(now, (code, connection), peer, whom, tokens, lease);
+    }
+
+    /// Asks what is to be asked by now. Whether there was anything.
+    fn see_to_fences(&mut self) -> bool {
+        let now = self.now();
+        if self.fences.next_tick().is_none_or(|at| at > now) {
+            return false;
+        }
+        for (broken, tokens) in self.fences.take_over(now) {
+            self.end_fence(broken, tokens);
+        }
+        for question in self.fences.take_due(now) {
+            let (code, connection) = question.broken;
+            match (self.channel_of.get(&question.peer), self.fences.whom(question.broken)) {
+                (Some(channel), _) if !question.is_insisted => {
+                    self.control.say(*channel, Frame::Fence { code, connection })
+                }
+                (_, Some(whom)) => {
+                    let whom = whom.clone();
+                    self.control.ask_fence(now, question, &whom);
+                }
+                (_, None) => {}
+            }
+        }
+        true
+    }
+
+    pub(super) fn end_fence(&mut self, broken: Broken, tokens: Vec<Token>) {
+        let (code, connection) = broken;
+        let place = self.place_of(code);
+        place.map(|place| self.with(place, |carrier, cx| carrier.fence_over(cx, connection, tokens)));
+    }
+
+    /// A peer has confirmed that it places nothing more of a broken connection, or could not.
+    pub(super) fn fence_answered(&mut self, broken: Broken, is_over: bool) {
+        if is_over {
+            let tokens = self.fences.confirmed(broken);
+            return self.end_fence(broken, tokens);
+        }
+        let now = self.now();
+        self.fences.failed(now, broken);
+        let (code, connection) = broken;
+        let place = self.place_of(code);
+        place.map(|place| self.with(place, |carrier, cx| carrier.see_whether_gone(cx, connection)));
+    }
+
+    /// A process wants nothing more to be placed of a connection of its.
+    pub(super) fn fence(&mut self, from: Identity, (code, connection): Broken) -> bool {
+        let Some(place) = self.place_of(code) else { return true };
+        self.with(place, |carrier, cx| carrier.fence(cx, Owner(from), connection)).unwrap_or(true)
+    }
+
+    fn take(&mut self, event: ControlEvent) {
+        match event {
+            ControlEvent::Up { path, number, channel, from } => {
+                self.control_is_up(path, number, channel, from)
+            }
+            ControlEvent::Broke { path, number, channel } => self.control_broke(path, number, channel),
+            ControlEvent::Session { channel, served } => {
+                self.sessions.insert(channel, served);
+                let news = self.process.regions.news();
+                // Also where there are none: that is known then.
+                let frames = crate::tcp::encode_regions(&news);
+                let frames = if frames.is_empty() { vec![Vec::new()] } else { frames };
+                frames.into_iter().for_each(|bytes| self.control.say(channel, Frame::Regions(bytes)));
+            }
+            ControlEvent::SessionEnded { channel } => {
+                self.sessions.remove(&channel);
+                self.each(|carrier, cx| carrier.session_ended(cx, crate::carrier::SessionId(channel)));
+            }
+            ControlEvent::Heard { channel, frame, lease } => match self.channels.get(&channel).copied() {
+                Some(peer) => self.hear_peer(channel, peer, frame),
+                None => self.hear_session(channel, frame, lease),
+            },
+            ControlEvent::Greeted { code, greeted } => {
+                let place = self.place_of(code);
+                place.map(|place| self.with(place, |carrier, cx| carrier.greeted(cx, greeted)));
+            }
+            ControlEvent::FenceAsked { channel, from, broken } => {
+                let (is_over, now) = (self.fence(from, broken), self.now());
+                self.control.answer_fence(now, channel, is_over);
+            }
+            ControlEvent::FenceAnswered { broken, is_over } => self.fence_answered(broken, is_over),
+        }
+    }
+
+    fn control_is_up(&mut self, path: PathId, number: u32, channel: ChannelId, from: Identity) {
+        let Some(peer) = self.paths.get(&path).map(|at| at.peer) else { return };
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.whom.identity = Some(from);
+        known.refusals.clear();
+        self.channels.insert(channel, peer);
+        self.channel_of.insert(peer, channel);
+        self.outbox.events.push_back(Event::Up { path, connection: number });
+        self.each(|carrier, cx| carrier.control_up(cx, peer));
+    }
+
+    fn control_broke(&mut self, path: PathId, number: u32, channel: Option<ChannelId>) {
+        if let Some(channel) = channel
+            && let Some(peer) = self.channels.remove(&channel)
+        {
+            self.channel_of.remove(&peer);
+            let of_channel = self.posted.iter().filter(|(_, of)| **of == channel).map(|(token, _)| *token);
+            let mut tokens: Vec<Token> = of_channel.collect();
+            tokens.sort_unstable();
+            for token in tokens {
+                self.posted.remove(&token);
+                self.outbox.events.push_back(Event::Completed(token, Completion::Unknown));
+            }
+            if let Some(known) = self.peers.get_mut(&peer) {
+                known.forget_keys();
+            }
+            let now = self.now();
+            self.fences.ask_again(now, peer);
+            self.each(|carrier, cx| carrier.control_lost(cx, peer));
+        }
+        self.outbox.events.push_back(Event::Broke { path, connection: number });
+    }
+
+    /// Says what a carrier has to say.
+    fn deliver(&mut self, to: crate::carrier::Party, frame: Frame<std::sync::Arc<[u8]>>) {
+        let channel = match to {
+            crate::carrier::Party::Peer(peer) => self.channel_of.get(&peer).copied(),
+            crate::carrier::Party::Session(session) => Some(session.0),
+        };
+        // What is said to whoever is gone is lost, as the carrier is told.
+        channel.into_iter().for_each(|channel| self.control.say(channel, frame.clone()));
+    }
+
+    fn post_to_carrier(
+        &mut self,
+        place: u8,
+        post: &Post,
+        op: crate::transfers::Op,
+        runs: &[crate::runs::Run],
+    ) -> Result<(), NotNow> {
+        let Post { path, token, ticket, .. } = *post;
+        let mut posted = Vec::with_capacity(runs.len());
+        let mut peer = None;
+        for run in runs {
+            let local = self.process.regions.own(run.local.region, run.local.offset, run.len);
+            let theirs = self.process.used_generation(ticket, run.remote.region);
+            let (Some(local), Some((whose, generation))) = (local, theirs) else {
+                self.outbox.events.push_back(Event::Completed(token, Completion::Refused));
+                return Ok(());
+            };
+            peer = Some(whose);
+            let (region, offset, len) = (run.remote.region, run.remote.offset, run.len);
+            posted.push(PostedRun { local, region, generation, offset, len });
+        }
+        let Some(peer) = peer else { return Err(NotNow) };
+        let post = CarrierPost { path, peer, token, ticket, op, runs: &posted };
+        self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
+    }
+
+    fn new_path(&mut self, label: u64) -> Option<NewPath> {
+        let index = self.outbox.new_paths.iter().position(|new| new.label == label)?;
+        Some(self.outbox.new_paths.swap_remove(index))
+    }
+}
+
+impl<C: Control> Provider for Outside<C> {
+    fn came(&mut self, path: Option<PathId>, label: u64) {
+        let (Some(NewPath { peer, place, name, address, .. }), Some(path)) = (self.new_path(label), path)
+        else {
+            return;
+        };
+        self.paths.insert(path, PathAt { peer, carrier: Some(place), name, address, trouble: None });
+    }
+
+    fn connect(&mut self, now: Duration, path: PathId, connection: u32) {
+        let Some(PathAt { peer, carrier, name, .. }) = self.paths.get(&path) else { return };
+        let (peer, carrier, name) = (*peer, *carrier, *name);
+        match (carrier, self.peers.get(&peer)) {
+            (Some(place), _) => {
+                self.with(place, |carrier, cx| carrier.connect(cx, path, connection, peer, name));
+            }
+            (None, Some(known)) => {
+                let whom = known.whom.clone();
+                self.control.connect(now, path, connection, &whom);
+            }
+            (None, None) => {}
+        }
+    }
+
+    fn close(&mut self, now: Duration, path: PathId, connection: u32) {
+        match self.paths.get(&path).map(|at| at.carrier) {
+            Some(Some(place)) => {
+                self.with(place, |carrier, cx| carrier.close(cx, path, connection));
+            }
+            Some(None) => self.control.close(now, path, connection),
+            None => {}
+        }
+    }
+
+    fn post(&mut self, _: Duration, post: Post) -> Result<(), NotNow> {
+        let at = self.paths.get(&post.path).ok_or(NotNow)?;
+        let token = post.token;
+        let frame = match (&post.work, at.carrier) {
+            (Work::Move { op, runs, .. }, Some(place)) => {
+                return self.post_to_carrier(place, &post, *op, runs);
+            }
+            (Work::Tell { number, counter, generation }, None) => {
+                let (number, counter, generation) = (*number, *counter, *generation);
+                Frame::Tell { token: token.number(), number, counter, generation }
+            }
+            (Work::Say { number, bytes }, None) => {
+                Frame::Message { token: token.number(), number: *number, bytes: bytes.clone() }
+            }
+            _ => return Err(NotNow),
+        };
+        let channel = *self.channel_of.get(&at.peer).ok_or(NotNow)?;
+        self.posted.insert(token, channel);
+        self.control.say(channel, frame);
+        Ok(())
+    }
+
+    fn lost(&mut self, _: Duration, peer: PeerId, route: Route) {
+        if route == Route::Words {
+            tracing::warn!(?peer, "a peer cannot be reached any more");
+        }
+    }
+
+    fn next_event(&mut self) -> Option<Event> {
+        self.outbox.events.pop_front()
+    }
+}

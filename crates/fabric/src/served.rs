@@ -1,0 +1,14 @@
+//! Processes that have connected to this one.
+
+use crate::numbered::Numbered;
+use crate::tcp::Identity;
+
+/// By the number of their control connection.
+pub(crate) type SessionsServed = Numbered<u64, Served>;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Served {
+    pub(crate) from: Identity,
+    /// What the connecting side calls all of its connections to us as this peer.
+    pub(crate) session: u128,
+}

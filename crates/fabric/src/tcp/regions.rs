@@ -1,0 +1,165 @@
+//! What a process has registered, as it tells whoever is connected to it.
+//!
+//! ```text
+//!  | number u32 | generation u32 | kind u8 | access u8 | memory u16 | keys u8 | 0 x 3 | len u64 | keys... |
+//!  kind:      0 the host's memory, 1 a CUDA GPU's, 255 it is not registered any more: nothing else counts then
+//!  memory:    the NUMA node, or the number of the GPU at its owner
+//!  each key:  | carrier u8 | len u8 | what only that carrier understands |
+//! ```
+//! All numbers are little-endian. Keys are told after the proof only, and never in a descriptor.
+
+use super::frame::{BadFrame, WORDS_BYTES_MAX};
+use crate::descriptor::{Access, MemoryKind, RegionDescriptor};
+use crate::transfers::Memory;
+
+const HEAD_BYTES: usize = 24;
+const GONE: u8 = 255;
+/// Most bytes of a key.
+pub(crate) const KEY_BYTES_MAX: usize = 255;
+/// Most keys of a region: each carrier has one at the most.
+pub(crate) const KEYS_MAX: usize = 16;
+
+/// What one carrier has to know of a region, by that carrier's code.
+pub(crate) type Keys = Vec<(u8, Box<[u8]>)>;
+
+/// News of a region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum RegionNews {
+    /// It is registered.
+    Here { region: RegionDescriptor, memory: Memory, keys: Keys },
+    /// This generation of it is not any more.
+    Gone { number: u32, generation: u32 },
+}
+
+/// As the bodies of so many frames as it takes.
+pub(crate) fn encode_regions(news: &[RegionNews]) -> Vec<Vec<u8>> {
+    let mut frames = Vec::new();
+    let mut frame = Vec::new();
+    for news in news {
+        let bytes = news.encode();
+        if frame.len() + bytes.len() > WORDS_BYTES_MAX {
+            frames.push(std::mem::take(&mut frame));
+        }
+        frame.extend(bytes);
+    }
+    if !frame.is_empty() {
+        frames.push(frame);
+    }
+    frames
+}
+
+/// From a peer that has proved the secret, and may say anything.
+pub(crate) fn decode_regions(mut bytes: &[u8]) -> Result<Vec<RegionNews>, BadFrame> {
+    let mut news = Vec::new();
+    while !bytes.is_empty() {
+        let (one, rest) = RegionNews::decode(bytes)?;
+        news.push(one);
+        bytes = rest;
+    }
+    Ok(news)
+}
+
+impl RegionNews {
+    fn encode(&self) -> Vec<u8> {
+        let (region, memory, keys) = match self {
+            RegionNews::Here { region, memory, keys } => (*region, *memory, keys.as_slice()),
+            RegionNews::Gone { number, generation } => {
+                let mut bytes = number.to_le_bytes().to_vec();
+                bytes.extend(generation.to_le_bytes());
+                bytes.push(GONE);
+                bytes.resize(HEAD_BYTES, 0);
+                return bytes;
+            }
+        };
+        debug_assert!(keys.len() <= KEYS_MAX && keys.iter().all(|(_, key)| key.len() <= KEY_BYTES_MAX));
+        let mut bytes = region.number.to_le_bytes().to_vec();
+        bytes.extend(region.generation.to_le_bytes());
+        bytes.push(u8::from(region.kind == MemoryKind::Cuda));
+        bytes.push(u8::from(region.access == Access::ReadWrite));
+        let (Memory::Host(memory) | Memory::Gpu(memory)) = memory;
+        bytes.extend(memory.to_le_bytes());
+        bytes.extend([keys.len() as u8, 0, 0, 0]);
+        bytes.extend(region.len.to_le_bytes());
+        for (code, key) in keys {
+            bytes.extend([*code, key.len() as u8]);
+            bytes.extend(key);
+        }
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Result<(RegionNews, &[u8]), BadFrame> {
+        const CUT: BadFrame = BadFrame("a list of regions that is cut off");
+        let (head, mut rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(CUT)?;
+        let short = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let (number, generation) = (short(0), short(4));
+        let node = u16::from_le_bytes([head[10], head[11]]);
+        let (kind, memory) = match head[8] {
+            0 => (MemoryKind::Host, Memory::Host(node)),
+            1 => (MemoryKind::Cuda, Memory::Gpu(node)),
+            GONE => return Ok((RegionNews::Gone { number, generation }, rest)),
+            _ => return Err(BadFrame("a region of no known kind")),
+        };
+        let access = match head[9] {
+            0 => Access::Read,
+            1 => Access::ReadWrite,
+            _ => return Err(BadFrame("a region of no known access")),
+        };
+        let count = usize::from(head[12]);
+        if count > KEYS_MAX {
+            return Err(BadFrame("a region with too many keys"));
+        }
+        let mut keys = Keys::with_capacity(count);
+        for _ in 0..count {
+            let ([code, len], behind) = rest.split_first_chunk::<2>().ok_or(CUT)?;
+            let (key, behind) = behind.split_at_checked(usize::from(*len)).ok_or(CUT)?;
+            keys.push((*code, key.into()));
+            rest = behind;
+        }
+        let len = super::frame::word(head, 16);
+        let region = RegionDescriptor { number, generation, kind, access, len };
+        Ok((RegionNews::Here { region, memory, keys }, rest))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn news() -> impl Strategy<Value = RegionNews> {
+        let key = (any::<u8>(), vec(any::<u8>(), 0..40).prop_map(Vec::into_boxed_slice));
+        let here = (any::<(u32, u32, u64)>(), any::<(bool, bool, u16)>(), vec(key, 0..=KEYS_MAX)).prop_map(
+            |((number, generation, len), (is_gpu, may_write, memory), keys)| {
+                let kind = if is_gpu { MemoryKind::Cuda } else { MemoryKind::Host };
+                let access = if may_write { Access::ReadWrite } else { Access::Read };
+                let memory = if is_gpu { Memory::Gpu(memory) } else { Memory::Host(memory) };
+                let region = RegionDescriptor { number, generation, kind, access, len };
+                RegionNews::Here { region, memory, keys }
+            },
+        );
+        let gone =
+            any::<(u32, u32)>().prop_map(|(number, generation)| RegionNews::Gone { number, generation });
+        prop_oneof![here, gone]
+    }
+
+    proptest! {
+        #[test]
+        fn news_of_regions_are_read_as_they_were_written(news in vec(news(), 0..400)) {
+            let frames = encode_regions(&news);
+            prop_assert!(frames.iter().all(|frame| (1..=WORDS_BYTES_MAX).contains(&frame.len())));
+            let read: Vec<RegionNews> =
+                frames.iter().flat_map(|frame| decode_regions(frame).unwrap_or_default()).collect();
+            prop_assert_eq!(read, news);
+        }
+
+        #[test]
+        fn any_bytes_are_news_of_regions_or_none(bytes in vec(prop_oneof![0..2u8, any::<u8>()], 0..200)) {
+            if let Ok(news) = decode_regions(&bytes) {
+                let again = encode_regions(&news).concat();
+                prop_assert_eq!(decode_regions(&again), Ok(news));
+            }
+        }
+    }
+}
