@@ -1,5 +1,6 @@
 //! Copy plans: which contiguous bytes move between an engine and the pool.
 
+use crate::contiguous::{Contiguous, push_run};
 use crate::layout::{LayoutError, Region, shard_bytes};
 
 /// Bytes that are contiguous on both sides.
@@ -11,6 +12,23 @@ pub struct Run {
     pub pool_offset: u64,
     /// Bytes; never 0.
     pub len: u64,
+}
+
+impl Contiguous for Run {
+    type One = u64;
+    type Other = u64;
+
+    fn begin(&self) -> (u64, u64) {
+        (self.engine_addr, self.pool_offset)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn with_bytes(self, len: u64) -> Run {
+        Run { len, ..self }
+    }
 }
 
 /// The copies that move `blocks`, pairs of block id and pool offset of its extent, in order.
@@ -33,7 +51,7 @@ pub fn plan(regions: &[Region], blocks: &[(u32, u64)]) -> Result<Vec<Run>, Layou
         for region in regions {
             let block = region.base + u64::from(block_id) * region.block_stride;
             for offset in &region.piece_offsets {
-                push(
+                push_run(
                     &mut runs,
                     Run { engine_addr: block + offset, pool_offset: next_offset, len: region.piece_bytes },
                 );
@@ -42,17 +60,6 @@ pub fn plan(regions: &[Region], blocks: &[(u32, u64)]) -> Result<Vec<Run>, Layou
         }
     }
     Ok(runs)
-}
-
-fn push(runs: &mut Vec<Run>, next: Run) {
-    if let Some(last) = runs.last_mut()
-        && last.engine_addr + last.len == next.engine_addr
-        && last.pool_offset + last.len == next.pool_offset
-    {
-        last.len += next.len;
-    } else {
-        runs.push(next);
-    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,8 @@
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+use kvlane_block::Contiguous;
+
 use crate::error::GpuError;
 
 /// What another process needs to open memory or an event: opaque, valid on this host while the exporter lives.
@@ -34,6 +36,23 @@ pub struct Copy {
     pub src: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl Contiguous for Copy {
+    type One = u64;
+    type Other = u64;
+
+    fn begin(&self) -> (u64, u64) {
+        (self.dst, self.src)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn with_bytes(self, len: u64) -> Copy {
+        Copy { len, ..self }
+    }
 }
 
 /// An entry of the table that the copy kernel reads. The addresses and the length are multiples of 16.

@@ -1,5 +1,7 @@
 //! Which copies go which way: pure.
 
+use kvlane_block::merge;
+
 use crate::driver::{Copy, CopyMethods, TableEntry};
 
 /// What the kernel loads and stores at once, in bytes; its addresses and lengths are multiples of this.
@@ -87,7 +89,7 @@ pub struct Plan {
 pub fn plan(copies: &[Copy], methods: &CopyMethods, thresholds: &Thresholds, seams: &[u64]) -> Plan {
     let mut plan = Plan::default();
     let kernel_below = thresholds.kernel_below(methods);
-    for run in runs(copies) {
+    for run in merge(copies.iter().copied()) {
         let aligned = (run.dst | run.src | run.len).is_multiple_of(KERNEL_ALIGNMENT);
         if methods.kernel && aligned && run.len < kernel_below {
             pieces(run, thresholds.piece_bytes, &mut plan.kernel);
@@ -102,24 +104,6 @@ pub fn plan(copies: &[Copy], methods: &CopyMethods, thresholds: &Thresholds, sea
         plan.singles.append(&mut plan.batch);
     }
     plan
-}
-
-/// The copies as runs: neighbours of the list that continue each other on both sides are one, empty ones are none.
-fn runs(copies: &[Copy]) -> Vec<Copy> {
-    let mut runs: Vec<Copy> = Vec::with_capacity(copies.len());
-    for copy in copies.iter().filter(|copy| copy.len > 0) {
-        match runs.last_mut() {
-            Some(last) if continues(last, copy) => last.len += copy.len,
-            _ => runs.push(*copy),
-        }
-    }
-    runs
-}
-
-fn continues(last: &Copy, next: &Copy) -> bool {
-    last.dst.checked_add(last.len) == Some(next.dst)
-        && last.src.checked_add(last.len) == Some(next.src)
-        && last.len.checked_add(next.len).is_some()
 }
 
 /// Cuts a run wherever its source or destination crosses a seam.

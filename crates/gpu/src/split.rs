@@ -1,5 +1,7 @@
 //! Which link moves what of a load: pure.
 
+use kvlane_block::{Contiguous, push_run};
+
 use crate::driver::Copy;
 use crate::plan::KERNEL_ALIGNMENT;
 
@@ -40,16 +42,13 @@ impl Chunk {
     /// Appends a copy of at most a slot; gives it back where the slot has no room for it.
     fn push(&mut self, copy: Copy, slot_bytes: u64) -> Option<Copy> {
         let used = self.gather.last().map_or(0, |run| run.dst + run.len);
-        let follows = self.gather.last().is_some_and(|run| run.src + run.len == copy.src);
+        let follows = self.gather.last().is_some_and(|run| run.is_continued_by(&Copy { dst: used, ..copy }));
         // Where a run begins is aligned, so that the kernel can read the copies of an aligned source.
         let place = if follows { used } else { used.next_multiple_of(KERNEL_ALIGNMENT) };
         if place + copy.len > slot_bytes {
             return Some(copy);
         }
-        match self.gather.last_mut() {
-            Some(run) if follows => run.len += copy.len,
-            _ => self.gather.push(Copy { dst: place, ..copy }),
-        }
+        push_run(&mut self.gather, Copy { dst: place, ..copy });
         self.scatter.push(Copy { src: place, ..copy });
         None
     }
