@@ -1,5 +1,8 @@
 //! Ranges that are contiguous on both sides.
 
+pub(crate) use kvlane_block::push_run as append;
+use kvlane_block::{Contiguous, Position};
+
 /// A byte in registered memory: of which region, and how far from its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Place {
@@ -24,9 +27,28 @@ impl Place {
     fn moved(self, by: u64) -> Place {
         Place { offset: self.offset + by, ..self }
     }
+}
 
-    fn continues(self, before: Place, len: u64) -> bool {
-        self.region == before.region && Some(self.offset) == before.offset.checked_add(len)
+impl Position for Place {
+    fn after(self, bytes: u64) -> Option<Place> {
+        Some(Place { offset: self.offset.checked_add(bytes)?, ..self })
+    }
+}
+
+impl Contiguous for Run {
+    type One = Place;
+    type Other = Place;
+
+    fn begin(&self) -> (Place, Place) {
+        (self.local, self.remote)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    fn with_bytes(self, len: u64) -> Run {
+        Run { len, ..self }
     }
 }
 
@@ -39,22 +61,5 @@ impl Run {
         assert!(len <= self.len, "{len} bytes of {}", self.len);
         let rest = Run { local: self.local.moved(len), remote: self.remote.moved(len), len: self.len - len };
         (Run { len, ..self }, rest)
-    }
-}
-
-/// Appends a run; it becomes one with the last where it continues that on both sides. Empty ones are left out.
-pub(crate) fn append(runs: &mut Vec<Run>, run: Run) {
-    if run.len == 0 {
-        return;
-    }
-    match runs.last_mut() {
-        Some(last)
-            if run.local.continues(last.local, last.len)
-                && run.remote.continues(last.remote, last.len)
-                && last.len.checked_add(run.len).is_some() =>
-        {
-            last.len += run.len;
-        }
-        _ => runs.push(run),
     }
 }

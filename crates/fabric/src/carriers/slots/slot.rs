@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvlane_block::merge;
 use kvlane_gpu::{Copy, Gpu, GpuError, HostBuffer, Priority, Stream};
 
 use crate::regions::{Piece, Spot};
@@ -84,7 +85,7 @@ impl Slot {
         let places = self.host_pieces(spots);
         for (number, gpu) in gpus.iter().enumerate() {
             let of_gpu = spots.iter().zip(&places).filter(|(spot, _)| spot.gpu == Some(number));
-            let copies = join(of_gpu.map(|(spot, place)| copy_of(spot.piece, *place, way)));
+            let copies = merge(of_gpu.map(|(spot, place)| copy_of(spot.piece, *place, way)));
             if copies.is_empty() {
                 continue;
             }
@@ -161,20 +162,6 @@ fn copy_of(on_gpu: Piece, place: Piece, way: Way) -> Copy {
     }
 }
 
-/// Copies that continue each other on both sides become one.
-fn join(copies: impl Iterator<Item = Copy>) -> Vec<Copy> {
-    let mut joined: Vec<Copy> = Vec::new();
-    for copy in copies {
-        match joined.last_mut() {
-            Some(last) if last.dst + last.len == copy.dst && last.src + last.len == copy.src => {
-                last.len += copy.len;
-            }
-            _ => joined.push(copy),
-        }
-    }
-    joined
-}
-
 /// # Safety
 /// As for [`Stream::copy`], for each.
 unsafe fn enqueue(stream: &Stream, copies: &[Copy]) -> Result<(), GpuError> {
@@ -190,16 +177,4 @@ unsafe fn enqueue(stream: &Stream, copies: &[Copy]) -> Result<(), GpuError> {
     }
     // SAFETY: the caller's promise is passed on.
     copies.iter().try_for_each(|copy| unsafe { stream.copy(*copy) })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn copies_that_continue_each_other_on_both_sides_are_one() {
-        let copy = |dst, src, len| Copy { dst, src, len };
-        let joined = join([copy(0, 100, 4), copy(4, 104, 4), copy(8, 200, 4), copy(16, 204, 4)].into_iter());
-        assert_eq!(joined, [copy(0, 100, 8), copy(8, 200, 4), copy(16, 204, 4)]);
-    }
 }
