@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from tensors import Tensor, strided
 
 from kvlane.connector.cross_layers import layer_caches
-from kvlane.connector.layout import GroupLayout, Region, block_runs, group_layout, layer_hints
+from kvlane.connector.layout import GroupLayout, group_layout, layer_hints, run_lengths
 from kvlane.testing import read_block, write_block
 
 # vLLM's names for the order of layers (0), blocks (1), heads (2), tokens (3) and content (4) in memory.
@@ -32,6 +34,7 @@ CROSS_LAYERS = {
     "heads before layers, halves": ("LB2NHD", (1, 4, 0, 2, 3, 5)),
     "latent": ("LBNC", (1, 0, 2, 3)),
 }
+CASES = json.loads((Path(__file__).parents[2] / "crates/block/tests/cases/runs.json").read_text())
 SIZES = st.fixed_dictionaries(
     {name: st.integers(1, 4) for name in "LHN"} | {"C": st.integers(1, 5), "B": st.sampled_from([5, 7, 11])}
 )
@@ -49,25 +52,6 @@ def layout_of(caches: dict[str, Any], blocks: int, config: Any = None) -> GroupL
 def by_layer(memory: np.ndarray[Any, Any]) -> dict[str, Any]:
     """What vLLM registers from 0.29 on: a view a layer."""
     return {name: Tensor(memory[number]) for number, name in enumerate(names(len(memory)))}
-
-
-def runs(regions: list[Region], blocks: list[int]) -> list[int]:
-    """Lengths of the copies of these blocks, whose extents follow each other in the pool."""
-    pieces = [
-        (address + block * stride + offset, piece)
-        for block in blocks
-        for address, stride, _, piece, offsets in regions
-        for offset in offsets
-    ]
-    found: list[int] = []
-    end = None
-    for address, piece in pieces:
-        if address == end:
-            found[-1] += piece
-        else:
-            found.append(piece)
-        end = address + piece
-    return found
 
 
 @settings(max_examples=200, deadline=None)
@@ -114,9 +98,9 @@ def test_neighbouring_blocks_are_one_run(chosen: list[int]) -> None:
     together = layout_of(by_layer(strided((3, 11, 2, 4, 8), LAYOUTS["BLHNC"])), 11)
     apart = layout_of(by_layer(strided((3, 11, 2, 4, 8), LAYOUTS["LBHNC"])), 11)
     rows = 1 + sum(after != before + 1 for before, after in itertools.pairwise(chosen))
-    assert len(runs(together.regions, chosen)) == rows
-    assert sum(runs(together.regions, chosen)) == len(chosen) * together.block_bytes
-    assert len(runs(apart.regions, chosen)) == 3 * len(chosen)
+    assert len(run_lengths(together.regions, chosen)) == rows
+    assert sum(run_lengths(together.regions, chosen)) == len(chosen) * together.block_bytes
+    assert len(run_lengths(apart.regions, chosen)) == 3 * len(chosen)
 
 
 @pytest.mark.parametrize("name", ["BLHNC", "BLNHC"])
@@ -127,12 +111,13 @@ def test_the_parts_of_an_early_load_are_long_runs_too(name: str) -> None:
     assert (layout.block_bytes, layout.runs) == (2 << 20, 1)
     assert [layout.last_region[layer] for layer in names(32)] == list(range(32))
     for first in range(0, 32, 4):
-        assert runs(layout.regions[first : first + 4], [0, 1]) == [256 << 10] * 2
+        assert run_lengths(layout.regions[first : first + 4], [0, 1]) == [256 << 10] * 2
 
 
-def test_runs_of_a_block_whose_halves_lie_apart() -> None:
-    assert block_runs([(0, 8, 4, 8, [0, 32]), (64, 8, 4, 8, [0, 32])]) == [8, 8, 8, 8]
-    assert block_runs([(0, 16, 4, 8, [0, 8]), (16, 16, 4, 8, [0])]) == [24]
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_runs_are_those_that_the_core_copies(case: dict[str, Any]) -> None:
+    """crates/block/tests/runs_match_a_byte_model.rs plans the same cases."""
+    assert run_lengths(case["regions"], case["blocks"]) == case["lengths"]
 
 
 def cross_layer_config(page: int, layers: int) -> Any:

@@ -98,3 +98,33 @@ proptest! {
         }
     }
 }
+
+/// The connector counts the runs of a block by itself, for its log; tests/connector/test_layout_block_major.py has the same
+/// cases.
+#[test]
+fn the_connector_expects_the_runs_that_are_planned() {
+    let cases: Vec<serde_json::Value> = serde_json::from_str(include_str!("cases/runs.json")).unwrap();
+    for case in &cases {
+        let numbers = |value: &serde_json::Value| {
+            value.as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect()
+        };
+        let region = |value: &serde_json::Value| {
+            let field = |index: usize| value[index].as_u64().unwrap();
+            Region {
+                base: field(0),
+                block_stride: field(1),
+                blocks: field(2),
+                piece_bytes: field(3),
+                piece_offsets: numbers(&value[4]),
+            }
+        };
+        let regions: Vec<Region> = case["regions"].as_array().unwrap().iter().map(region).collect();
+        regions.iter().for_each(|region| region.validate().unwrap());
+        let ids: Vec<u64> = numbers(&case["blocks"]);
+        let extents = (0..).step_by(shard_bytes(&regions) as usize);
+        let blocks: Vec<(u32, u64)> = ids.iter().map(|id| *id as u32).zip(extents).collect();
+        let planned = plan(&regions, &blocks).unwrap();
+        let lengths: Vec<u64> = planned.iter().map(|run| run.len).collect();
+        assert_eq!(lengths, numbers(&case["lengths"]), "{}", case["name"]);
+    }
+}

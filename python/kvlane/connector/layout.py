@@ -122,22 +122,26 @@ def group_layout(
         digest=digest16(["layout", 1, which, description]),
         block_bytes=block_bytes,
         last_region=last_region,
-        runs=len(block_runs(regions)),
+        runs=len(run_lengths(regions)),
         replicas=replicas,
     )
 
 
-def block_runs(regions: Iterable[Region]) -> list[int]:
-    """The lengths of the contiguous runs that a block is copied in: pieces that follow each other are one."""
+def run_lengths(regions: Iterable[Region], blocks: Iterable[int] = (0,)) -> list[int]:
+    """The lengths of the contiguous runs that blocks are copied in, whose extents follow each other in the pool: pieces
+    that follow each other are one. The core's `plan` cuts them so; both are tested with the same cases."""
+    regions = list(regions)
     runs: list[int] = []
     end = None
-    for address, _, _, piece, offsets in regions:
-        for offset in offsets:
-            if address + offset == end:
-                runs[-1] += piece
-            else:
-                runs.append(piece)
-            end = address + offset + piece
+    for block in blocks:
+        for address, block_stride, _, piece, offsets in regions:
+            for offset in offsets:
+                start = address + block * block_stride + offset
+                if start == end:
+                    runs[-1] += piece
+                else:
+                    runs.append(piece)
+                end = start + piece
     return runs
 
 
