@@ -1,7 +1,9 @@
 //! A request's bytes, through the decoder and every check that the daemon does before it touches its state.
 #![no_main]
 
-use kvlane_block::{BlockHash, LayoutDigest, Namespace, Region, parse_hashes, plan, shard_bytes};
+use kvlane_block::{
+    BlockHash, BlockId, LayoutDigest, Namespace, PoolOffset, Region, parse_hashes, plan, shard_bytes,
+};
 use kvlane_proto::{Message, WIRE_MAX, WIRE_MIN, encode_frame, negotiate, v1, v1::request::Body as Ask};
 use libfuzzer_sys::fuzz_target;
 
@@ -40,7 +42,7 @@ fn shard(regions: Vec<v1::Region>) {
     // Whatever passed the check has a plan, and the plan moves exactly the shard's bytes.
     let last = regions.iter().map(|region| region.blocks).min().unwrap_or(0).saturating_sub(1);
     if let (false, Ok(id), true) = (regions.is_empty(), u32::try_from(last), bytes < 1 << 40)
-        && let Ok(runs) = plan(&regions, &[(0, 0), (id, bytes)])
+        && let Ok(runs) = plan(&regions, &[(BlockId(0), PoolOffset(0)), (BlockId(id), PoolOffset(bytes))])
     {
         assert_eq!(runs.iter().map(|run| run.len).sum::<u64>(), 2 * bytes);
         assert!(runs.iter().all(|run| run.engine_addr.checked_add(run.len).is_some()));

@@ -20,6 +20,8 @@
 
 use thiserror::Error;
 
+use crate::numbers::{BlockId, PoolOffset};
+
 /// Most pieces that one region may have.
 pub const MAX_PIECES: usize = 65536;
 
@@ -87,7 +89,7 @@ pub enum LayoutError {
     #[error("block id {block_id} is out of range: the region has {blocks} blocks")]
     NoSuchBlock {
         /// The id asked for.
-        block_id: u32,
+        block_id: BlockId,
         /// Blocks of the smallest region.
         blocks: u64,
     },
@@ -103,7 +105,7 @@ pub enum LayoutError {
     #[error("an extent at pool offset {pool_offset} of {shard_bytes} bytes ends beyond 2^64")]
     PoolOffset {
         /// Start of the extent.
-        pool_offset: u64,
+        pool_offset: PoolOffset,
         /// Its length.
         shard_bytes: u64,
     },

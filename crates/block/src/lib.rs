@@ -6,11 +6,13 @@
 pub mod contiguous;
 pub mod hash;
 pub mod layout;
+pub mod numbers;
 pub mod runs;
 pub mod slices;
 
 pub use contiguous::{Contiguous, Position, merge, push_run};
 pub use hash::{BlockHash, Cut, CutDigest, HashError, LayoutDigest, Namespace, parse_hashes};
 pub use layout::{LayoutError, MAX_PIECES, Region, shard_bytes};
+pub use numbers::{BlockId, PoolOffset};
 pub use runs::{Run, plan};
 pub use slices::{SLICE_STEP, slice};

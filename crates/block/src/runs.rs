@@ -1,24 +1,25 @@
 //! Copy plans: which contiguous bytes move between an engine and the pool.
 
-use crate::contiguous::{Contiguous, push_run};
+use crate::contiguous::{Contiguous, Position, push_run};
 use crate::layout::{LayoutError, Region, shard_bytes};
+use crate::numbers::{BlockId, PoolOffset};
 
 /// Bytes that are contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// Address in the engine's process.
     pub engine_addr: u64,
-    /// Offset from the start of the pool, in bytes.
-    pub pool_offset: u64,
+    /// Where the bytes begin in the pool.
+    pub pool_offset: PoolOffset,
     /// Bytes; never 0.
     pub len: u64,
 }
 
 impl Contiguous for Run {
     type One = u64;
-    type Other = u64;
+    type Other = PoolOffset;
 
-    fn begin(&self) -> (u64, u64) {
+    fn begin(&self) -> (u64, PoolOffset) {
         (self.engine_addr, self.pool_offset)
     }
 
@@ -31,31 +32,31 @@ impl Contiguous for Run {
     }
 }
 
-/// The copies that move `blocks`, pairs of block id and pool offset of its extent, in order.
+/// The copies that move `blocks` between the engine and their extents in the pool, in order.
 ///
 /// Neighbours that are adjacent on both sides are one run: a whole block where the engine holds it contiguously, and
 /// several blocks where neighbouring ids also lie in neighbouring extents. The regions must be valid
 /// ([`Region::validate`]); an unknown block id is an error and nothing is planned.
-pub fn plan(regions: &[Region], blocks: &[(u32, u64)]) -> Result<Vec<Run>, LayoutError> {
+pub fn plan(regions: &[Region], blocks: &[(BlockId, PoolOffset)]) -> Result<Vec<Run>, LayoutError> {
     let shard_bytes = shard_bytes(regions);
     let known_blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);
     let mut runs: Vec<Run> = Vec::with_capacity(blocks.len() * regions.len());
     for &(block_id, pool_offset) in blocks {
-        if u64::from(block_id) >= known_blocks {
+        if u64::from(block_id.0) >= known_blocks {
             return Err(LayoutError::NoSuchBlock { block_id, blocks: known_blocks });
         }
-        if pool_offset.checked_add(shard_bytes).is_none() {
+        if pool_offset.after(shard_bytes).is_none() {
             return Err(LayoutError::PoolOffset { pool_offset, shard_bytes });
         }
         let mut next_offset = pool_offset;
         for region in regions {
-            let block = region.base + u64::from(block_id) * region.block_stride;
+            let block = region.base + u64::from(block_id.0) * region.block_stride;
             for offset in &region.piece_offsets {
                 push_run(
                     &mut runs,
                     Run { engine_addr: block + offset, pool_offset: next_offset, len: region.piece_bytes },
                 );
-                next_offset += region.piece_bytes;
+                next_offset.0 += region.piece_bytes;
             }
         }
     }
@@ -65,6 +66,10 @@ pub fn plan(regions: &[Region], blocks: &[(u32, u64)]) -> Result<Vec<Run>, Layou
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn extent((id, offset): (u32, u64)) -> (BlockId, PoolOffset) {
+        (BlockId(id), PoolOffset(offset))
+    }
 
     #[test]
     fn a_contiguous_block_is_one_run_and_so_are_neighbours_in_both_spaces() {
@@ -77,13 +82,14 @@ mod tests {
             piece_offsets: (0..32).map(|piece| piece * 4096).collect(),
         };
         let block = region.block_stride;
-        let runs = plan(std::slice::from_ref(&region), &[(7, 0), (8, block), (9, 5 * block)]).unwrap();
+        let extents = [(7, 0), (8, block), (9, 5 * block)].map(extent);
+        let runs = plan(std::slice::from_ref(&region), &extents).unwrap();
         let at = |id: u64| region.base + id * block;
         assert_eq!(
             runs,
             [
-                Run { engine_addr: at(7), pool_offset: 0, len: 2 * block },
-                Run { engine_addr: at(9), pool_offset: 5 * block, len: block },
+                Run { engine_addr: at(7), pool_offset: PoolOffset(0), len: 2 * block },
+                Run { engine_addr: at(9), pool_offset: PoolOffset(5 * block), len: block },
             ]
         );
     }
@@ -92,11 +98,11 @@ mod tests {
     fn the_smallest_region_bounds_the_block_ids() {
         let region =
             |blocks| Region { base: 0, block_stride: 16, blocks, piece_bytes: 16, piece_offsets: vec![0] };
-        let error = plan(&[region(8), region(4)], &[(3, 0), (4, 32)]).unwrap_err();
-        assert_eq!(error, LayoutError::NoSuchBlock { block_id: 4, blocks: 4 });
+        let error = plan(&[region(8), region(4)], &[(3, 0), (4, 32)].map(extent)).unwrap_err();
+        assert_eq!(error, LayoutError::NoSuchBlock { block_id: BlockId(4), blocks: 4 });
         assert!(error.to_string().contains("block id 4"));
-        assert!(matches!(plan(&[region(8)], &[(0, u64::MAX)]), Err(LayoutError::PoolOffset { .. })));
-        assert!(matches!(plan(&[], &[(0, 0)]), Err(LayoutError::NoSuchBlock { .. })));
+        assert!(matches!(plan(&[region(8)], &[extent((0, u64::MAX))]), Err(LayoutError::PoolOffset { .. })));
+        assert!(matches!(plan(&[], &[extent((0, 0))]), Err(LayoutError::NoSuchBlock { .. })));
         assert_eq!(plan(&[region(8)], &[]).unwrap(), []);
     }
 }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use kvlane_block::{Region, plan, shard_bytes};
+use kvlane_block::{BlockId, PoolOffset, Region, plan, shard_bytes};
 use proptest::prelude::*;
 
 /// A valid region: pieces in slots of a block, in any order, with gaps, or in rows behind each other.
@@ -42,20 +42,23 @@ proptest! {
         let known = regions.iter().map(|region| region.blocks).min().unwrap();
         let shard = shard_bytes(&regions);
         let count = ids.len() as u64;
-        let blocks: Vec<(u32, u64)> = ids
+        let blocks: Vec<(BlockId, PoolOffset)> = ids
             .iter()
             .enumerate()
             // Extents in order, or all in reverse.
-            .map(|(i, id)| (id % known as u32, if order % 2 == 0 { i as u64 } else { count - 1 - i as u64 } * shard))
+            .map(|(i, id)| {
+                let extent = if order % 2 == 0 { i as u64 } else { count - 1 - i as u64 };
+                (BlockId(id % known as u32), PoolOffset(extent * shard))
+            })
             .collect();
 
         let mut model = BTreeMap::new();
         for &(id, extent) in &blocks {
-            let mut pool = extent;
+            let mut pool = extent.0;
             for region in &regions {
                 for offset in &region.piece_offsets {
                     for byte in 0..region.piece_bytes {
-                        model.insert(pool, region.base + u64::from(id) * region.block_stride + offset + byte);
+                        model.insert(pool, region.base + u64::from(id.0) * region.block_stride + offset + byte);
                         pool += 1;
                     }
                 }
@@ -67,14 +70,14 @@ proptest! {
         for run in &runs {
             prop_assert!(run.len > 0);
             for byte in 0..run.len {
-                let twice = copied.insert(run.pool_offset + byte, run.engine_addr + byte);
-                prop_assert!(twice.is_none(), "pool byte {} is written twice", run.pool_offset + byte);
+                let twice = copied.insert(run.pool_offset.0 + byte, run.engine_addr + byte);
+                prop_assert!(twice.is_none(), "pool byte {} is written twice", run.pool_offset.0 + byte);
             }
         }
         prop_assert_eq!(copied, model);
         for pair in runs.windows(2) {
             let adjacent = pair[0].engine_addr + pair[0].len == pair[1].engine_addr
-                && pair[0].pool_offset + pair[0].len == pair[1].pool_offset;
+                && pair[0].pool_offset.0 + pair[0].len == pair[1].pool_offset.0;
             prop_assert!(!adjacent, "{:?} should be one run", pair);
         }
     }
@@ -121,8 +124,8 @@ fn the_connector_expects_the_runs_that_are_planned() {
         let regions: Vec<Region> = case["regions"].as_array().unwrap().iter().map(region).collect();
         regions.iter().for_each(|region| region.validate().unwrap());
         let ids: Vec<u64> = numbers(&case["blocks"]);
-        let extents = (0..).step_by(shard_bytes(&regions) as usize);
-        let blocks: Vec<(u32, u64)> = ids.iter().map(|id| *id as u32).zip(extents).collect();
+        let extents = (0..).step_by(shard_bytes(&regions) as usize).map(PoolOffset);
+        let blocks: Vec<_> = ids.iter().map(|id| BlockId(*id as u32)).zip(extents).collect();
         let planned = plan(&regions, &blocks).unwrap();
         let lengths: Vec<u64> = planned.iter().map(|run| run.len).collect();
         assert_eq!(lengths, numbers(&case["lengths"]), "{}", case["name"]);

@@ -1,7 +1,7 @@
 //! Slices hold each byte of a block once, in the order of the whole.
 #![allow(clippy::unwrap_used)]
 
-use kvlane_block::{Region, Run, SLICE_STEP, plan, shard_bytes, slice};
+use kvlane_block::{BlockId, PoolOffset, Region, SLICE_STEP, merge, plan, shard_bytes, slice};
 use proptest::prelude::*;
 
 /// Valid regions of pieces in any order, with gaps, or in rows behind each other.
@@ -20,28 +20,11 @@ fn regions() -> impl Strategy<Value = Vec<Region>> {
     })
 }
 
-/// Runs that follow each other on both sides as one.
-fn joined(runs: impl IntoIterator<Item = Run>) -> Vec<Run> {
-    let mut all: Vec<Run> = Vec::new();
-    for run in runs {
-        match all.last_mut() {
-            Some(last)
-                if last.engine_addr + last.len == run.engine_addr
-                    && last.pool_offset + last.len == run.pool_offset =>
-            {
-                last.len += run.len;
-            }
-            _ => all.push(run),
-        }
-    }
-    all
-}
-
 proptest! {
     #[test]
     fn slices_are_the_block_cut_into_even_parts(regions in regions(), count in 1usize..9, id in 0u32..9) {
         let bytes = shard_bytes(&regions);
-        let id = id % regions.iter().map(|region| region.blocks).min().unwrap() as u32;
+        let id = BlockId(id % regions.iter().map(|region| region.blocks).min().unwrap() as u32);
         let sliced = slice(&regions, count);
         prop_assert_eq!(sliced.is_ok(), bytes / SLICE_STEP >= count as u64);
         let Ok(slices) = sliced else { return Ok(()) };
@@ -53,9 +36,9 @@ proptest! {
             part.iter().try_for_each(Region::validate).unwrap();
             let share = bytes.abs_diff(shard_bytes(part) * count as u64);
             prop_assert!(!part.is_empty() && share <= SLICE_STEP * count as u64, "{} of {}", shard_bytes(part), bytes);
-            runs.extend(plan(part, &[(id, at)]).unwrap());
+            runs.extend(plan(part, &[(id, PoolOffset(at))]).unwrap());
             at += shard_bytes(part);
         }
-        prop_assert_eq!(joined(runs), joined(plan(&regions, &[(id, 0)]).unwrap()));
+        prop_assert_eq!(merge(runs), merge(plan(&regions, &[(id, PoolOffset(0))]).unwrap()));
     }
 }

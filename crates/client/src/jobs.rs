@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockId};
 pub use kvlane_engine_memory::{Copied, LoadGroup, WorkerGroupSpec};
 
 use crate::{boot::BootId, links::ids::JobKey};
@@ -42,7 +42,7 @@ pub struct SaveGroupSpec {
     /// Their hashes.
     pub hashes: Vec<BlockHash>,
     /// Their block ids in the engine.
-    pub block_ids: Vec<u32>,
+    pub block_ids: Vec<BlockId>,
 }
 
 /// When the request of a load may compute.

@@ -8,7 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_engine_memory::{ChunkBatch, Copied, EVENTS, LoadGroup, OwnCopies, OwnError, Places, WorkerFence};
+use kvlane_engine_memory::{
+    BlockPages, ChunkBatch, Copied, EVENTS, LoadGroup, OwnCopies, OwnError, WorkerFence,
+};
 use kvlane_memory::{PeerCredentials, allow_ptrace_by};
 use kvlane_proto::{v1, v1::request::Body as Ask};
 use rustix::event::{PollFd, PollFlags};
@@ -228,7 +230,7 @@ impl Mover<'_> {
     }
 
     /// To the mapped pool of the present boot.
-    fn copy_out(&self, places: &[(u32, Places)]) -> Result<Copied, NotCopied> {
+    fn copy_out(&self, places: &[(u32, BlockPages)]) -> Result<Copied, NotCopied> {
         let pool = self.pools.present().and_then(|pool| pool.writing.as_ref());
         Ok(self.copies.save(places, pool.ok_or(OwnError::NotWritable)?)?)
     }

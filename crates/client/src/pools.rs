@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
+use kvlane_block::PoolOffset;
 use kvlane_memory::PoolView;
 
 use crate::{boot::BootId, links::worker::failures::NotMapped};
@@ -84,7 +85,7 @@ impl MappedPools {
             return false;
         }
         for view in std::iter::once(&pool.reading).chain(&pool.writing) {
-            if let Err(error) = view.prefault(pool.prefaulted, length) {
+            if let Err(error) = view.prefault(PoolOffset(pool.prefaulted), length) {
                 tracing::debug!(%error, "the kernel does not fill page tables ahead; loads fault page by page");
                 pool.prefaulted = pool.reading.bytes();
                 return false;

@@ -3,6 +3,7 @@
 use std::{io, time::Duration};
 
 use bytes::Bytes;
+use kvlane_block::PoolOffset;
 use kvlane_memory::{PoolView, random};
 use kvlane_proto::{Address, WIRE_MAX, WIRE_MIN, v1, v1::reply::Body as Answer, v1::request::Body as Ask};
 use thiserror::Error;
@@ -152,7 +153,7 @@ impl Tool {
     ///
     /// # Errors
     /// [`ToolError::Pool`] when the range is not in the pool.
-    pub fn read_pool(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, ToolError> {
+    pub fn read_pool(&mut self, offset: PoolOffset, length: u64) -> Result<Vec<u8>, ToolError> {
         let pool = self.pool(offset, length)?;
         let mut bytes = vec![0; length as usize];
         pool.read(offset, &mut bytes).map_err(|error| ToolError::Pool(error.to_string()))?;
@@ -163,12 +164,12 @@ impl Tool {
     ///
     /// # Errors
     /// [`ToolError::Pool`] when the range is not in the pool.
-    pub fn write_pool(&mut self, offset: u64, bytes: &[u8]) -> Result<(), ToolError> {
+    pub fn write_pool(&mut self, offset: PoolOffset, bytes: &[u8]) -> Result<(), ToolError> {
         let pool = self.pool(offset, bytes.len() as u64)?;
         pool.write(offset, bytes).map_err(|error| ToolError::Pool(error.to_string()))
     }
 
-    fn pool(&mut self, offset: u64, length: u64) -> Result<&PoolView, ToolError> {
+    fn pool(&mut self, offset: PoolOffset, length: u64) -> Result<&PoolView, ToolError> {
         if self.pool.is_none() {
             let Answer::PoolDescriptor(described) =
                 self.call(Ask::MapPool(v1::MapPool { writable: true }), self.timeout)?
@@ -183,7 +184,7 @@ impl Tool {
             self.pool = Some(view);
         }
         match &self.pool {
-            Some(pool) if offset.checked_add(length).is_some_and(|end| end <= pool.bytes()) => Ok(pool),
+            Some(pool) if offset.end_inside(length, pool.bytes()).is_some() => Ok(pool),
             _ => Err(ToolError::Pool(format!("{length} bytes at {offset} are not inside the pool"))),
         }
     }

@@ -11,12 +11,12 @@ use std::{
 };
 
 use bytes::Bytes;
-use kvlane_block::{BlockHash, Region};
+use kvlane_block::{BlockHash, BlockId, PoolOffset, Region};
 use kvlane_client::{
     DaemonUser, Finished, GroupSpec, Hit, JobKind, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod,
     Scheduler, SchedulerOptions, Worker, WorkerGroupSpec, WorkerOptions,
 };
-use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, send_with_fds};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolPage, send_with_fds};
 use kvlane_proto::{
     Address, FrameReader, encode_frame,
     v1::{self, refused::Reason, register_worker::Method, reply::Body as Answer, request::Body as Ask},
@@ -500,12 +500,17 @@ impl Rank {
     fn save(&self, job: u64, block_ids: &[u32]) {
         let hashes = hashes(block_ids.len() as u8 + 1)[1..].to_vec();
         let parent = Some(BlockHash([1; 16]));
-        let group = SaveGroupSpec { group: 0, parent, hashes, block_ids: block_ids.to_vec() };
+        let group = SaveGroupSpec {
+            group: 0,
+            parent,
+            hashes,
+            block_ids: block_ids.iter().map(|id| BlockId(*id)).collect(),
+        };
         self.worker.save(job, vec![group]);
     }
 
     fn load(&self, job: u64, boot: [u8; 16], block: u32, page: u32) {
-        let group = LoadGroup { group: 0, block_ids: vec![block], pages: vec![page] };
+        let group = LoadGroup { group: 0, block_ids: vec![BlockId(block)], pages: vec![PoolPage(page)] };
         self.worker.load(job, boot, vec![group]);
     }
 
@@ -546,7 +551,7 @@ fn pool() -> Arena {
 
 fn page_holds(pool: &Arena, page: u64, byte: u8) -> bool {
     // SAFETY: the page is in the pool, and the worker that writes it has told that it is done.
-    unsafe { pool.bytes_at(page * BLOCK as u64, BLOCK as u64) }.iter().all(|found| *found == byte)
+    unsafe { pool.bytes_at(PoolOffset(page * BLOCK as u64), BLOCK as u64) }.iter().all(|found| *found == byte)
 }
 
 /// 0 is a block that is claimed, at the page of the same place; others are as the wire numbers them.

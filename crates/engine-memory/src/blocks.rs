@@ -1,6 +1,7 @@
 //! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
 
-use kvlane_block::{LayoutError, Region, shard_bytes, slice};
+use kvlane_block::{BlockId, LayoutError, Region, shard_bytes, slice};
+use kvlane_memory::PoolPage;
 use thiserror::Error;
 
 /// This rank's part of one KV cache group.
@@ -22,11 +23,11 @@ pub struct WorkerGroupSpec {
 pub struct LoadGroup {
     /// Index of the group.
     pub group: u32,
-    /// Block ids in the engine.
-    pub block_ids: Vec<u32>,
+    /// The engine's blocks that are written.
+    pub block_ids: Vec<BlockId>,
     /// Pool pages, one a block. Of blocks that several ranks hold, those of the first rank's slices, then those of the
     /// second's, and so on.
-    pub pages: Vec<u32>,
+    pub pages: Vec<PoolPage>,
 }
 
 /// A load whose block ids and pages do not fit together.
@@ -54,8 +55,8 @@ pub struct GroupMemory {
     own: usize,
 }
 
-/// Where the blocks of a load go, and where one slice of each lies: block id and pool page.
-pub type Places = Vec<(u32, u32)>;
+/// Blocks of the engine, each with the first page of the extent that one slice of it has in the pool.
+pub type BlockPages = Vec<(BlockId, PoolPage)>;
 
 impl GroupMemory {
     /// Of rank `rank`.
@@ -104,7 +105,7 @@ impl GroupMemory {
     }
 
     /// Each slice's regions and places, for a load.
-    pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], Places)>, WrongPages> {
+    pub fn places(&self, group: &LoadGroup) -> Result<Vec<(&[Region], BlockPages)>, WrongPages> {
         let (blocks, pages, slices) = (group.block_ids.len(), group.pages.len(), self.slices.len());
         if pages != blocks * slices {
             return Err(WrongPages { blocks, slices, pages });
@@ -154,11 +155,14 @@ mod tests {
         let second = memory(5, 2, 3);
         assert_eq!((shard_bytes(second.shard()), second.block_bytes()), (2560, 5120));
         assert_eq!(second.shard()[0].piece_offsets, [512], "the second half of layer 2");
-        let load = LoadGroup { group: 0, block_ids: vec![4, 6], pages: vec![10, 11, 20, 21] };
+        let pages = |numbers: &[u32]| numbers.iter().copied().map(PoolPage).collect::<Vec<_>>();
+        let at = |block, page| (BlockId(block), PoolPage(page));
+        let block_ids = vec![BlockId(4), BlockId(6)];
+        let load = LoadGroup { group: 0, block_ids, pages: pages(&[10, 11, 20, 21]) };
         let places = second.places(&load).unwrap();
-        assert_eq!(places[0].1, [(4, 10), (6, 11)]);
-        assert_eq!(places[1], (second.shard(), vec![(4, 20), (6, 21)]));
-        let short = LoadGroup { pages: vec![10, 11], ..load };
+        assert_eq!(places[0].1, [at(4, 10), at(6, 11)]);
+        assert_eq!(places[1], (second.shard(), vec![at(4, 20), at(6, 21)]));
+        let short = LoadGroup { pages: pages(&[10, 11]), ..load };
         assert!(second.places(&short).unwrap_err().to_string().contains("2 slices"));
     }
 

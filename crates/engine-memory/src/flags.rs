@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvlane_block::{Region, shard_bytes};
+use kvlane_block::{BlockId, PoolOffset, Region, shard_bytes};
 use kvlane_gpu::{AddressMap, GpuError};
 use kvlane_memory::Arena;
 use thiserror::Error;
@@ -25,8 +25,8 @@ const _: () = assert!(FLAGS_OFFSET == 65_536 && FLAGS_END == 327_680, "as the di
 /// Most flags that a load may be asked for with.
 const FLAGS_ASKED_MAX: usize = 4096;
 
-/// Where the blocks of a load go, and where one slice of each lies in the pool: block id and byte offset.
-pub type PoolPlaces = Vec<(u32, u64)>;
+/// Blocks of an engine, each with the place in the pool where one slice of it lies.
+pub type BlockOffsets = Vec<(BlockId, PoolOffset)>;
 
 /// Where the word of a flag stands, of a load that waits for an event; `first_word` is that of event 0.
 pub const fn word_address(first_word: u64, event: u32, flag: u32) -> u64 {
@@ -135,7 +135,7 @@ pub enum FlagsError {
 /// [`FlagsError`].
 pub fn parts_of(
     slices: &[Vec<Region>],
-    places: &[PoolPlaces],
+    places: &[BlockOffsets],
     flags: Option<&AskedFlags>,
     pool: &Arc<Arena>,
 ) -> Result<Vec<Part>, FlagsError> {
@@ -162,7 +162,7 @@ pub fn parts_of(
 /// The runs of these regions, counted over all slices.
 fn runs_of(
     slices: &[Vec<Region>],
-    places: &[PoolPlaces],
+    places: &[BlockOffsets],
     wanted: Range<usize>,
     pool: &Arc<Arena>,
 ) -> Result<Runs, PlanError> {
@@ -174,8 +174,8 @@ fn runs_of(
         if first < end {
             let offset = shard_bytes(&slice[..first]);
             // Beyond the address space is outside the pool too.
-            let moved: PoolPlaces =
-                places.iter().map(|(id, extent)| (*id, extent.saturating_add(offset))).collect();
+            let inside = |extent: PoolOffset| PoolOffset(extent.0.saturating_add(offset));
+            let moved: BlockOffsets = places.iter().map(|(id, extent)| (*id, inside(*extent))).collect();
             runs.extend(&slice[first..end], &moved)?;
         }
         before += slice.len();
@@ -197,6 +197,10 @@ mod tests {
         Arc::new(Arena::create(&options, &|_| {}).unwrap())
     }
 
+    fn places(places: &[(u32, u64)]) -> BlockOffsets {
+        places.iter().map(|(id, offset)| (BlockId(*id), PoolOffset(*offset))).collect()
+    }
+
     fn layers(count: u64) -> Vec<Region> {
         let layer = |layer: u64| Region {
             base: 0x10000 * (layer + 1),
@@ -215,7 +219,7 @@ mod tests {
 
     #[test]
     fn parts_are_the_same_bytes_as_the_whole() {
-        let (regions, places) = ([layers(5)], [vec![(3, 0), (1, 8192)]]);
+        let (regions, places) = ([layers(5)], [places(&[(3, 0), (1, 8192)])]);
         let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 2, 5] };
         let parts = parts_of(&regions, &places, Some(&flags), &pool()).unwrap();
         let flagged: Vec<_> = parts.iter().map(|part| part.flag).collect();
@@ -254,7 +258,7 @@ mod tests {
         // 2560 bytes each: two layers and a half.
         let slices = slice(&layers, 2).unwrap();
         assert_eq!(slices.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3]);
-        let places = [vec![(3, 0), (1, 4096)], vec![(3, 40960), (1, 8192)]];
+        let places = [places(&[(3, 0), (1, 4096)]), places(&[(3, 40960), (1, 8192)])];
         // After layer 1, and after layer 3, of which there are two halves before.
         let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 5, 6] };
         let parts = parts_of(&slices, &places, Some(&flags), &pool()).unwrap();
@@ -264,8 +268,13 @@ mod tests {
         assert_eq!(layers_of(&parts[0]), [(1, 1024), (1, 1024), (2, 1024), (2, 1024)]);
         assert_eq!(layers_of(&parts[1]), [(3, 512), (3, 512), (3, 512), (3, 512), (4, 1024), (4, 1024)]);
         assert_eq!(layers_of(&parts[2]), [(5, 1024), (5, 1024)]);
-        let halves: Vec<u64> =
-            parts[1].runs.as_slice().iter().filter(|run| run.len == 512).map(|run| run.pool_offset).collect();
+        let halves: Vec<u64> = parts[1]
+            .runs
+            .as_slice()
+            .iter()
+            .filter(|run| run.len == 512)
+            .map(|run| run.pool_offset.0)
+            .collect();
         assert_eq!(halves, [2048, 4096 + 2048, 40960, 8192], "the end of slice 0, the start of slice 1");
     }
 }

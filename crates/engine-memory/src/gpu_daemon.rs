@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_block::{Region, Run};
+use kvlane_block::{Position, Region, Run};
 use kvlane_gpu::{
     AddressMap, Calibration, Copy, Direction, Event, Export, GpuError, Imported, ImportedChunks, Loader,
     Loading, Mapped, Priority, Stream, Thresholds, Together,
@@ -323,7 +323,7 @@ impl GpuMemory {
     fn copies(&self, runs: &[Run], pool: u64, way: &Way) -> Result<Vec<Copy>, GpuError> {
         let copy = |run: &Run| {
             let (engine, pool, len) =
-                (self.map.local(run.engine_addr, run.len)?, pool + run.pool_offset, run.len);
+                (self.map.local(run.engine_addr, run.len)?, pool + run.pool_offset.0, run.len);
             Ok(match way {
                 Way::Out => Copy { dst: pool, src: engine, len },
                 Way::In { .. } => Copy { dst: engine, src: pool, len },
@@ -429,6 +429,7 @@ impl GpuMemory {
 
 /// In how many ranges of the pool these runs lie, taken in their order.
 fn pool_runs(runs: &[Run]) -> usize {
-    let breaks = runs.windows(2).filter(|pair| pair[0].pool_offset + pair[0].len != pair[1].pool_offset);
+    let breaks =
+        runs.windows(2).filter(|pair| pair[0].pool_offset.after(pair[0].len) != Some(pair[1].pool_offset));
     breaks.count() + usize::from(!runs.is_empty())
 }

@@ -200,7 +200,7 @@ impl WorkerGpu {
             self.stream.wait(&self.events[event as usize])?;
         }
         let enqueue = |run: &Run| {
-            let copy = Copy { dst: run.engine_addr, src: base + run.pool_offset, len: run.len };
+            let copy = Copy { dst: run.engine_addr, src: base + run.pool_offset.0, len: run.len };
             // SAFETY: the caller's promise; the stream is synchronized below, also after an error.
             unsafe { self.stream.copy(copy) }
         };

@@ -198,7 +198,7 @@ impl Cursor {
                 break;
             }
             let bytes = (run.len - done).min(room);
-            let pool_offset = run.pool_offset + done;
+            let pool_offset = run.pool_offset.0 + done;
             remote.push(range(
                 std::ptr::without_provenance_mut((run.engine_addr + done) as usize),
                 bytes as usize,
@@ -227,10 +227,12 @@ impl Cursor {
 
 #[cfg(test)]
 mod tests {
+    use kvlane_block::PoolOffset;
+
     use super::*;
 
     fn run(engine_addr: u64, pool_offset: u64, len: u64) -> Run {
-        Run { engine_addr, pool_offset, len }
+        Run { engine_addr, pool_offset: PoolOffset(pool_offset), len }
     }
 
     /// Every batch of a list of runs, as (engine address, length) and the number of local ranges, when each call

@@ -50,12 +50,12 @@ mod peer;
 mod runs;
 mod worker_fence;
 
-pub use blocks::{GroupMemory, LoadGroup, Places, WorkerGroupSpec, WrongPages};
+pub use blocks::{BlockPages, GroupMemory, LoadGroup, WorkerGroupSpec, WrongPages};
 pub use chunks::SharedChunks;
 pub use exported::{Allocation, ChunkShare, Exported};
 pub use fence::{FENCE_BYTES, FenceValue};
 pub use flags::{
-    AskedFlags, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, Part, PoolPlaces, parts_of, word_address,
+    AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, Part, parts_of, word_address,
 };
 pub use gpu_daemon::{GpuCopyError, GpuMemory};
 pub use gpu_pool::Gpus;

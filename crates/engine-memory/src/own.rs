@@ -4,12 +4,12 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{LayoutError, Region, Run};
+use kvlane_block::{BlockId, LayoutError, PoolOffset, Region, Run};
 use kvlane_gpu::GpuError;
-use kvlane_memory::{PAGE_BYTES, PoolView};
+use kvlane_memory::{PoolPage, PoolView};
 use thiserror::Error;
 
-use crate::blocks::{GroupMemory, LoadGroup, Places, WorkerGroupSpec, WrongPages};
+use crate::blocks::{BlockPages, GroupMemory, LoadGroup, WorkerGroupSpec, WrongPages};
 use crate::gpu_worker::WorkerGpu;
 use crate::own_copies::OwnMemory;
 use crate::runs::{PlanError, plan_inside};
@@ -134,7 +134,7 @@ impl OwnCopies {
     ///
     /// # Errors
     /// [`OwnError`]; then what the pages hold is worth nothing.
-    pub fn save(&self, places: &[(u32, Places)], view: &PoolView) -> Result<Copied, OwnError> {
+    pub fn save(&self, places: &[(u32, BlockPages)], view: &PoolView) -> Result<Copied, OwnError> {
         if self.gpu.is_some() {
             return Err(OwnError::OnGpu);
         }
@@ -158,8 +158,11 @@ impl OwnCopies {
     }
 }
 
-fn plan_in_view(regions: &[Region], places: &[(u32, u32)], view: &PoolView) -> Result<Vec<Run>, PlanError> {
-    let blocks: Vec<(u32, u64)> =
-        places.iter().map(|&(id, page)| (id, u64::from(page) * PAGE_BYTES)).collect();
+fn plan_in_view(
+    regions: &[Region],
+    places: &[(BlockId, PoolPage)],
+    view: &PoolView,
+) -> Result<Vec<Run>, PlanError> {
+    let blocks: Vec<(BlockId, PoolOffset)> = places.iter().map(|(id, page)| (*id, page.offset())).collect();
     plan_inside(regions, &blocks, view.bytes())
 }

@@ -23,7 +23,7 @@ impl OwnMemory {
                 let engine = std::ptr::with_exposed_provenance::<u8>(run.engine_addr as usize);
                 std::ptr::copy_nonoverlapping(
                     engine,
-                    pool_base.add(run.pool_offset as usize),
+                    pool_base.add(run.pool_offset.0 as usize),
                     run.len as usize,
                 );
             }
@@ -42,7 +42,7 @@ impl OwnMemory {
             unsafe {
                 let engine = std::ptr::with_exposed_provenance_mut::<u8>(run.engine_addr as usize);
                 std::ptr::copy_nonoverlapping(
-                    pool_base.add(run.pool_offset as usize),
+                    pool_base.add(run.pool_offset.0 as usize),
                     engine,
                     run.len as usize,
                 );
@@ -53,6 +53,8 @@ impl OwnMemory {
 
 #[cfg(test)]
 mod tests {
+    use kvlane_block::PoolOffset;
+
     use super::*;
 
     #[test]
@@ -63,7 +65,7 @@ mod tests {
         let runs = |base: u64| {
             [(16, 200, 8), (0, 0, 16), (128, 64, 100)].map(|(from, to, len)| Run {
                 engine_addr: base + from,
-                pool_offset: to,
+                pool_offset: PoolOffset(to),
                 len,
             })
         };

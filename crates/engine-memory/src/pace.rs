@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kvlane_block::Run;
+use kvlane_block::{PoolOffset, Run};
 
 /// Bytes between two rests: 75 us of a link of 55 GB/s, which is the longest that a small copy then waits. On an H200, with a
 /// third of the link, 99th percentile of an engine's gaps between tokens as a multiple of the gaps without: 1.004 beside
@@ -53,7 +53,7 @@ pub(crate) fn cut(runs: &[Run]) -> Vec<Run> {
         let run = *run;
         (0..run.len).step_by(PART_BYTES as usize).map(move |at| Run {
             engine_addr: run.engine_addr + at,
-            pool_offset: run.pool_offset + at,
+            pool_offset: PoolOffset(run.pool_offset.0 + at),
             len: PART_BYTES.min(run.len - at),
         })
     };
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     fn run(at: u64, len: u64) -> Run {
-        Run { engine_addr: 1 << 40 | at, pool_offset: at, len }
+        Run { engine_addr: 1 << 40 | at, pool_offset: PoolOffset(at), len }
     }
 
     #[test]

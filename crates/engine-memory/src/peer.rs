@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::Region;
+use kvlane_block::{BlockId, PoolOffset, Region};
 use kvlane_memory::Arena;
 use thiserror::Error;
 
@@ -68,7 +68,7 @@ impl PeerBlocks {
     pub fn copy_out(
         &self,
         from: &[Region],
-        places: &[(u32, u64)],
+        places: &[(BlockId, PoolOffset)],
         pool: &Arc<Arena>,
         asked: Asked,
         pace: &Pace<'_>,

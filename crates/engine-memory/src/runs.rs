@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{LayoutError, Region, Run, plan};
+use kvlane_block::{BlockId, LayoutError, PoolOffset, Region, Run, plan};
 use kvlane_memory::Arena;
 use thiserror::Error;
 
@@ -15,9 +15,9 @@ pub enum PlanError {
     /// A place that is not in the pool.
     #[error("{bytes} bytes at {offset} are not inside the pool")]
     OutsidePool {
-        /// In the pool.
-        offset: u64,
-        /// From there.
+        /// Where they were to begin.
+        offset: PoolOffset,
+        /// How many bytes were to be copied from there on, or to there.
         bytes: u64,
     },
 }
@@ -28,11 +28,11 @@ pub enum PlanError {
 /// [`PlanError`]; then nothing is planned.
 pub(crate) fn plan_inside(
     regions: &[Region],
-    places: &[(u32, u64)],
+    places: &[(BlockId, PoolOffset)],
     pool_bytes: u64,
 ) -> Result<Vec<Run>, PlanError> {
     let runs = plan(regions, places)?;
-    match runs.iter().find(|run| run.pool_offset.checked_add(run.len).is_none_or(|end| end > pool_bytes)) {
+    match runs.iter().find(|run| run.pool_offset.end_inside(run.len, pool_bytes).is_none()) {
         Some(run) => Err(PlanError::OutsidePool { offset: run.pool_offset, bytes: run.len }),
         None => Ok(runs),
     }
@@ -47,11 +47,15 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// What moves these blocks of the regions: block id, and offset in the pool.
+    /// What moves these blocks of the regions from or to their places in the pool.
     ///
     /// # Errors
     /// [`PlanError`]; then nothing is planned.
-    pub fn plan(regions: &[Region], places: &[(u32, u64)], pool: &Arc<Arena>) -> Result<Self, PlanError> {
+    pub fn plan(
+        regions: &[Region],
+        places: &[(BlockId, PoolOffset)],
+        pool: &Arc<Arena>,
+    ) -> Result<Self, PlanError> {
         let mut all = Self::none(pool);
         all.extend(regions, places)?;
         Ok(all)
@@ -66,7 +70,7 @@ impl Runs {
     ///
     /// # Errors
     /// As for [`Self::plan`].
-    pub fn extend(&mut self, regions: &[Region], places: &[(u32, u64)]) -> Result<(), PlanError> {
+    pub fn extend(&mut self, regions: &[Region], places: &[(BlockId, PoolOffset)]) -> Result<(), PlanError> {
         self.runs.extend(plan_inside(regions, places, self.pool.bytes())?);
         Ok(())
     }
@@ -101,11 +105,15 @@ mod tests {
             piece_offsets: vec![0],
         };
         let regions = [region];
-        let planned = |place| Runs::plan(&regions, &[(0, 0), place], &pool).map(|runs| runs.runs.len());
+        let planned = |(id, offset)| {
+            let places = [(BlockId(0), PoolOffset(0)), (BlockId(id), PoolOffset(offset))];
+            Runs::plan(&regions, &places, &pool).map(|runs| runs.runs.len())
+        };
+        let outside = |offset| PlanError::OutsidePool { offset: PoolOffset(offset), bytes: 4096 };
         let end = pool.bytes();
         assert_eq!(planned((2, end - 4096)), Ok(2), "up to its last byte");
-        assert_eq!(planned((2, end - 4095)), Err(PlanError::OutsidePool { offset: end - 4095, bytes: 4096 }));
-        assert_eq!(planned((2, end)), Err(PlanError::OutsidePool { offset: end, bytes: 4096 }));
+        assert_eq!(planned((2, end - 4095)), Err(outside(end - 4095)));
+        assert_eq!(planned((2, end)), Err(outside(end)));
         assert!(matches!(planned((2, u64::MAX - 1)), Err(PlanError::Layout(_))));
         assert!(matches!(planned((4, 0)), Err(PlanError::Layout(_))));
     }

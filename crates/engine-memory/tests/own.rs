@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use kvlane_block::Region;
+use kvlane_block::{BlockId, Region};
 use kvlane_engine_memory::{Copied, LoadGroup, OwnBlocks, OwnError, WorkerGpu, WorkerGroupSpec};
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Driver, Gpu};
-use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolView};
+use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PoolPage, PoolView};
 
 /// What a GPU's blocks hold is the daemon's to copy: this process would read addresses of the GPU as its own.
 #[test]
@@ -31,7 +31,7 @@ fn a_worker_on_a_gpu_loads_by_itself_and_saves_nothing() {
     let pool = Arena::create(&options, &|_| {}).unwrap();
     let view = PoolView::map(pool.descriptor(true).unwrap(), pool.bytes(), true).unwrap();
 
-    let load = LoadGroup { group: 0, block_ids: vec![2], pages: vec![5] };
+    let load = LoadGroup { group: 0, block_ids: vec![BlockId(2)], pages: vec![PoolPage(5)] };
     assert_eq!(copies.load(&[load], None, &view), Ok(Copied { blocks: 1, bytes: 4096 }));
-    assert_eq!(copies.save(&[(0, vec![(2, 5)])], &view), Err(OwnError::OnGpu));
+    assert_eq!(copies.save(&[(0, vec![(BlockId(2), PoolPage(5))])], &view), Err(OwnError::OnGpu));
 }

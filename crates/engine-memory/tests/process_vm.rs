@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 
-use kvlane_block::Region;
+use kvlane_block::{BlockId, PoolOffset, Region};
 use kvlane_engine_memory::{CopyError, HostFence, ProcessVm, Runs};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, ProbeError, pidfd_exited};
 use rustix::event::{PollFd, PollFlags};
@@ -186,7 +186,7 @@ fn be_copier() {
     let process = ProcessVm::probe(target, pidfd(target), number("FENCE").unwrap(), NONCE).unwrap();
     let pool = pool();
     // That runs share pool bytes only leaves open which copy wins, and all hold the same bytes.
-    let forever = vec![(0, 0); 2_000_000];
+    let forever = vec![(BlockId(0), PoolOffset(0)); 2_000_000];
     let runs = Runs::plan(&[pieces(number("DATA").unwrap(), DATA_BYTES, 1, 0)], &forever, &pool).unwrap();
     let ended = std::thread::scope(|scope| {
         let copier = scope.spawn(|| process.copy_out(&runs, EPOCH));
@@ -252,7 +252,7 @@ impl Engine {
 
     /// All of its bytes, to the beginning of the pool.
     fn all(&self, pool: &Arc<Arena>) -> Runs {
-        Runs::plan(&[pieces(self.data, DATA_BYTES, 1, 0)], &[(0, 0)], pool).unwrap()
+        Runs::plan(&[pieces(self.data, DATA_BYTES, 1, 0)], &[(BlockId(0), PoolOffset(0))], pool).unwrap()
     }
 }
 
@@ -299,7 +299,8 @@ fn a_live_process_is_read() {
     assert_eq!((process.pid(), process.fence()), (engine.pid, Ok(EPOCH)));
     let pool = pool();
     // Scattered pieces in more than one batch, backwards in the engine, then one long run.
-    let places: Vec<(u32, u64)> = (0..3000).map(|i| (2999 - i, u64::from(i) * 350)).collect();
+    let place = |i: u32| (BlockId(2999 - i), PoolOffset(u64::from(i) * 350));
+    let places: Vec<_> = (0..3000).map(place).collect();
     let scattered = Runs::plan(&[pieces(engine.data, 350, 3000, 700)], &places, &pool).unwrap();
     assert_eq!(scattered.as_slice().len(), 3000);
     process.copy_out(&scattered, EPOCH).unwrap();
@@ -318,7 +319,7 @@ fn a_wrong_address_fails_the_copy_and_not_the_process() {
     let engine = Engine::start(&[]);
     let process = engine.probe().unwrap();
     let regions = [pieces(engine.data, 4096, 1, 0), pieces(4096, 4096, 1, 0)];
-    let runs = Runs::plan(&regions, &[(0, 0)], &pool()).unwrap();
+    let runs = Runs::plan(&regions, &[(BlockId(0), PoolOffset(0))], &pool()).unwrap();
     let error = process.copy_out(&runs, EPOCH).unwrap_err();
     assert_eq!(error, CopyError::Refused { pid: engine.pid, address: 4096, errno: rustix::io::Errno::FAULT });
     assert!(error.to_string().contains("0x1000"), "{error}");
@@ -364,7 +365,7 @@ fn a_given_up_copy_is_cancelled_before_it_starts() {
     let source = [1u8; 64];
     let pool = pool();
     let source = source.as_ptr().expose_provenance() as u64;
-    let runs = Runs::plan(&[pieces(source, 64, 1, 0)], &[(0, 0)], &pool).unwrap();
+    let runs = Runs::plan(&[pieces(source, 64, 1, 0)], &[(BlockId(0), PoolOffset(0))], &pool).unwrap();
     assert_eq!(process.copy_out(&runs, EPOCH), Err(CopyError::Cancelled { asked: EPOCH, found: EPOCH + 1 }));
     assert!((0..64).all(|at| byte(&pool, at) == 0), "nothing was copied");
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use bytesize::ByteSize;
+use kvlane_block::PoolOffset;
 use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -349,15 +350,14 @@ impl Arena {
     ///
     /// # Panics
     /// If the range is not inside the arena.
-    pub unsafe fn bytes_at(&self, offset: u64, len: u64) -> &[u8] {
-        let end = offset.checked_add(len);
+    pub unsafe fn bytes_at(&self, offset: PoolOffset, len: u64) -> &[u8] {
         assert!(
-            end.is_some_and(|end| end <= self.bytes()),
+            offset.end_inside(len, self.bytes()).is_some(),
             "{len} bytes at {offset} are not inside {} bytes",
             self.bytes()
         );
         // SAFETY: the range is inside the mapping, which lives as long as self, and by the caller's promise nobody
         // writes it meanwhile. Every page is faulted in and the size is sealed, so reading cannot fault.
-        unsafe { std::slice::from_raw_parts(self.base().add(offset as usize), len as usize) }
+        unsafe { std::slice::from_raw_parts(self.base().add(offset.0 as usize), len as usize) }
     }
 }

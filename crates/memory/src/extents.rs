@@ -13,8 +13,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
-/// Bytes of a page, the unit of extents.
-pub const PAGE_BYTES: u64 = 4096;
+use crate::pool_page::{PAGE_BYTES, PoolPage};
 
 /// Pages of a slab in a large pool: 2 MiB.
 const SLAB_PAGES: u32 = 512;
@@ -134,7 +133,7 @@ impl ExtentAllocator {
     ///
     /// # Panics
     /// If `bytes` is 0 or there is no such node.
-    pub fn alloc(&mut self, bytes: u64, node: Option<usize>) -> Option<u32> {
+    pub fn alloc(&mut self, bytes: u64, node: Option<usize>) -> Option<PoolPage> {
         let pages = pages_of(bytes)?;
         let order = self.node_order(node);
         let (snug, least) = (self.snug_run(pages), pages.div_ceil(self.slab_pages));
@@ -146,14 +145,14 @@ impl ExtentAllocator {
             })
             // Rather waste the end of a run than memory that lies free.
             .or_else(|| order.iter().find_map(|&node| Some((self.open_run(pages, least, node)?, node))))?;
-        Some(self.take(head, node))
+        Some(PoolPage(self.take(head, node)))
     }
 
     /// Gives an extent back.
     ///
     /// # Panics
     /// If `page` does not begin an extent of `bytes` bytes that is taken: a double free, or another's extent.
-    pub fn free(&mut self, page: u32, bytes: u64) {
+    pub fn free(&mut self, PoolPage(page): PoolPage, bytes: u64) {
         let node = self.nodes.partition_point(|node| node.first_page <= page).wrapping_sub(1);
         let slab_of = |node: &Node| {
             let slab = (page - node.first_page) / self.slab_pages;
@@ -201,20 +200,20 @@ impl ExtentAllocator {
 
     /// The pages to empty so that an extent of `bytes` can be had with the fewest extents lost. None if the extent
     /// would not fit into an empty pool.
-    pub fn cheapest_slab(&self, bytes: u64) -> Option<Range<u32>> {
+    pub fn cheapest_slab(&self, bytes: u64) -> Option<Range<PoolPage>> {
         self.emptyable(bytes).into_iter().min_by_key(|(extents, _)| *extents).map(|(_, pages)| pages)
     }
 
     /// All page ranges of which each, if emptied, makes room for an extent of `bytes`; those with the fewest extents
     /// first. For a caller that cannot empty the cheapest, because something in it is leased. They may overlap.
-    pub fn cheapest_slabs(&self, bytes: u64) -> Vec<Range<u32>> {
+    pub fn cheapest_slabs(&self, bytes: u64) -> Vec<Range<PoolPage>> {
         let mut all = self.emptyable(bytes);
         all.sort_by_key(|(extents, _)| *extents);
         all.into_iter().map(|(_, pages)| pages).collect()
     }
 
     /// Windows of whole runs and free slabs that are just long enough for one extent, with the extents in them.
-    fn emptyable(&self, bytes: u64) -> Vec<(u32, Range<u32>)> {
+    fn emptyable(&self, bytes: u64) -> Vec<(u32, Range<PoolPage>)> {
         let Some(pages) = pages_of(bytes) else { return Vec::new() };
         let needed = pages.div_ceil(self.slab_pages);
         let mut windows = Vec::new();
@@ -231,7 +230,8 @@ impl ExtentAllocator {
                 end += slabs;
                 extents += used;
                 while end - start >= needed {
-                    windows.push((extents, self.first_page(index, start)..self.first_page(index, end)));
+                    let page = |slab| PoolPage(self.first_page(index, slab));
+                    windows.push((extents, page(start)..page(end)));
                     let (slabs, used) = unit(start);
                     start += slabs;
                     extents -= used;

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
+use kvlane_block::PoolOffset;
 use rustix::mm::Advice;
 use thiserror::Error;
 
@@ -13,9 +14,9 @@ use crate::mapping::Mapping;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("{bytes} bytes at {offset} are not inside the pool")]
 pub struct OutsidePool {
-    /// From the start of the pool.
-    pub offset: u64,
-    /// From there.
+    /// Where the bytes were to begin.
+    pub offset: PoolOffset,
+    /// How many bytes were to be touched from there on.
     pub bytes: u64,
 }
 
@@ -66,12 +67,12 @@ impl PoolView {
     }
 
     /// Reads bytes as they are now, whoever owns them: what is written meanwhile can be torn.
-    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), OutsidePool> {
+    pub fn read(&self, offset: PoolOffset, into: &mut [u8]) -> Result<(), OutsidePool> {
         self.check(offset, into.len())?;
         // SAFETY: the range was checked, and the view is mapped while this lives; `into` is the caller's alone. Concurrent
         // writes can tear what is read, and bytes have no invalid values.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.base().add(offset as usize), into.as_mut_ptr(), into.len());
+            std::ptr::copy_nonoverlapping(self.base().add(offset.0 as usize), into.as_mut_ptr(), into.len());
         }
         Ok(())
     }
@@ -80,21 +81,20 @@ impl PoolView {
     ///
     /// # Panics
     /// If the view is not writable.
-    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), OutsidePool> {
+    pub fn write(&self, offset: PoolOffset, bytes: &[u8]) -> Result<(), OutsidePool> {
         assert!(self.writable, "this view of the pool is read-only");
         self.check(offset, bytes.len())?;
         // SAFETY: the range was checked, and the view is mapped writable while this lives; no Rust reference to its bytes
         // is given out.
         unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base().add(offset as usize), bytes.len());
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base().add(offset.0 as usize), bytes.len());
         }
         Ok(())
     }
 
-    fn check(&self, offset: u64, bytes: usize) -> Result<(), OutsidePool> {
+    fn check(&self, offset: PoolOffset, bytes: usize) -> Result<(), OutsidePool> {
         let bytes = bytes as u64;
-        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes());
-        if inside { Ok(()) } else { Err(OutsidePool { offset, bytes }) }
+        offset.end_inside(bytes, self.bytes()).map(drop).ok_or(OutsidePool { offset, bytes })
     }
 
     /// Enters a range into this process's page tables, so that the first copies out of it do not fault page by page.
@@ -102,18 +102,21 @@ impl PoolView {
     ///
     /// # Panics
     /// If the range is not inside the view.
-    pub fn prefault(&self, offset: u64, len: u64) -> io::Result<()> {
-        let end = offset.checked_add(len);
+    pub fn prefault(&self, offset: PoolOffset, len: u64) -> io::Result<()> {
         assert!(
-            end.is_some_and(|end| end <= self.bytes()),
+            offset.end_inside(len, self.bytes()).is_some(),
             "{len} bytes at {offset} are not inside {} bytes",
             self.bytes()
         );
-        let start = offset / HUGE_ALIGN * HUGE_ALIGN;
+        let start = offset.0 / HUGE_ALIGN * HUGE_ALIGN;
         // SAFETY: the range lies inside the mapping and starts on a page; reading pages in changes no byte.
         unsafe {
             let address = self.base().add(start as usize);
-            rustix::mm::madvise(address.cast(), (offset - start + len) as usize, Advice::LinuxPopulateRead)?;
+            rustix::mm::madvise(
+                address.cast(),
+                (offset.0 - start + len) as usize,
+                Advice::LinuxPopulateRead,
+            )?;
         }
         Ok(())
     }

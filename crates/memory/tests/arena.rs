@@ -4,6 +4,7 @@
 use std::os::fd::AsFd;
 use std::sync::Mutex;
 
+use kvlane_block::PoolOffset;
 use kvlane_memory::{
     Arena, ArenaError, ArenaOptions, HugePages, Numa, OutsidePool, PoolView, available_memory,
 };
@@ -53,14 +54,14 @@ fn a_view_reads_and_writes_inside_the_pool_and_nowhere_else() {
     let arena = arena(4 * MIB);
     let view = PoolView::map(arena.descriptor(true).unwrap(), arena.bytes(), true).unwrap();
     let (end, mut found) = (arena.bytes(), [0; 4]);
-    view.write(end - 4, b"last").unwrap();
-    view.read(end - 4, &mut found).unwrap();
+    view.write(PoolOffset(end - 4), b"last").unwrap();
+    view.read(PoolOffset(end - 4), &mut found).unwrap();
     assert_eq!(&found, b"last");
-    for outside in [end - 3, end, u64::MAX - 1] {
-        assert_eq!(view.write(outside, b"last"), Err(OutsidePool { offset: outside, bytes: 4 }));
-        assert_eq!(view.read(outside, &mut found), Err(OutsidePool { offset: outside, bytes: 4 }));
+    for offset in [end - 3, end, u64::MAX - 1].map(PoolOffset) {
+        assert_eq!(view.write(offset, b"last"), Err(OutsidePool { offset, bytes: 4 }));
+        assert_eq!(view.read(offset, &mut found), Err(OutsidePool { offset, bytes: 4 }));
     }
-    view.read(0, &mut found).unwrap();
+    view.read(PoolOffset(0), &mut found).unwrap();
     assert_eq!(found, [0; 4]);
 }
 
@@ -70,11 +71,11 @@ fn views_see_what_the_arena_holds_and_outlive_it() {
     let writable = PoolView::map(arena.descriptor(true).unwrap(), arena.bytes(), true).unwrap();
     let read_only = PoolView::map(arena.descriptor(false).unwrap(), arena.bytes(), false).unwrap();
     assert!(writable.writable() && !read_only.writable());
-    read_only.prefault(3 * MIB - 5, 10).unwrap();
+    read_only.prefault(PoolOffset(3 * MIB - 5), 10).unwrap();
     // SAFETY: both bytes lie inside the mappings, and only this thread touches them.
     unsafe {
         writable.base().add(3 * MIB as usize).write(42);
-        assert_eq!(arena.bytes_at(3 * MIB, 1), [42]);
+        assert_eq!(arena.bytes_at(PoolOffset(3 * MIB), 1), [42]);
         assert_eq!(read_only.base().add(3 * MIB as usize).read(), 42);
     }
     drop((arena, writable));
@@ -164,7 +165,7 @@ fn demanded_huge_pages_are_used_or_the_setting_is_named() {
             assert_eq!((arena.page_size(), arena.bytes()), ("2 MB (hugetlb)", 4 * MIB));
             assert_eq!(resident(&arena), arena.bytes());
             let view = PoolView::map(arena.descriptor(false).unwrap(), arena.bytes(), false).unwrap();
-            view.prefault(MIB, MIB).unwrap();
+            view.prefault(PoolOffset(MIB), MIB).unwrap();
         }
         Err(error) => assert!(matches!(error, ArenaError::NoHugePages { needed: 2, .. }), "{error:?}"),
     }

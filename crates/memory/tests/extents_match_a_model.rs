@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
+use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone)]
@@ -54,7 +54,7 @@ impl Model {
     }
 
     fn alloc(&mut self, bytes: u64, node: Option<usize>) -> bool {
-        let Some(page) = self.allocator.alloc(bytes, node) else { return false };
+        let Some(PoolPage(page)) = self.allocator.alloc(bytes, node) else { return false };
         let end = page + pages(bytes);
         assert!(
             self.nodes.iter().any(|node| node.start <= page && end <= node.end),
@@ -71,13 +71,13 @@ impl Model {
 
     fn free(&mut self, page: u32) {
         let bytes = self.live.remove(&page).unwrap();
-        self.allocator.free(page, bytes);
+        self.allocator.free(PoolPage(page), bytes);
         self.used -= u64::from(pages(bytes)) * PAGE_BYTES;
         self.check();
     }
 
-    fn free_inside(&mut self, range: &Range<u32>) -> usize {
-        let inside: Vec<u32> = self.live.range(range.clone()).map(|(page, _)| *page).collect();
+    fn free_inside(&mut self, range: &Range<PoolPage>) -> usize {
+        let inside: Vec<u32> = self.live.range(range.start.0..range.end.0).map(|(page, _)| *page).collect();
         inside.iter().for_each(|page| self.free(*page));
         inside.len()
     }
@@ -117,7 +117,7 @@ proptest! {
                 }
                 Step::MakeRoom { bytes } => {
                     let ranges = model.allocator.cheapest_slabs(bytes);
-                    let inside = |range: &Range<u32>| model.live.range(range.clone()).count();
+                    let inside = |range: &Range<PoolPage>| model.live.range(range.start.0..range.end.0).count();
                     prop_assert!(ranges.windows(2).all(|pair| inside(&pair[0]) <= inside(&pair[1])));
                     let cheapest = model.allocator.cheapest_slab(bytes);
                     prop_assert_eq!(cheapest.as_ref().map(inside), ranges.first().map(inside));
@@ -132,7 +132,7 @@ proptest! {
                 }
             }
         }
-        model.free_inside(&(0..total));
+        model.free_inside(&(PoolPage(0)..PoolPage(total)));
         prop_assert_eq!(model.allocator.used_bytes(), 0);
         let mut fresh = Model::new(total, nodes);
         prop_assert_eq!(fill(&mut model, last), fill(&mut fresh, last), "full capacity for {} bytes", last);
@@ -152,16 +152,16 @@ fn a_pool_of_16_mib_is_nearly_all_usable_at_any_size() {
 #[test]
 fn extents_that_follow_each_other_are_neighbours() {
     let mut allocator = ExtentAllocator::new(1 << 20, &[0..1 << 20]);
-    let pages: Vec<u32> = (0..1000).map(|_| allocator.alloc(2 << 20, None).unwrap()).collect();
-    assert!(pages.windows(2).all(|pair| pair[1] == pair[0] + 512));
+    let pages: Vec<PoolPage> = (0..1000).map(|_| allocator.alloc(2 << 20, None).unwrap()).collect();
+    assert!(pages.windows(2).all(|pair| pair[1].0 == pair[0].0 + 512));
 }
 
 #[test]
 fn a_node_is_preferred_and_not_insisted_on() {
     let mut allocator = ExtentAllocator::new(8192, &[0..4096, 4096..8192]);
     let half = 4096 / 512;
-    let on_second = |page: u32| page >= 4096;
-    let first: Vec<u32> = (0..half).map(|_| allocator.alloc(2 << 20, Some(1)).unwrap()).collect();
+    let on_second = |page: PoolPage| page >= PoolPage(4096);
+    let first: Vec<PoolPage> = (0..half).map(|_| allocator.alloc(2 << 20, Some(1)).unwrap()).collect();
     assert!(first.iter().all(|page| on_second(*page)));
     assert!(!on_second(allocator.alloc(2 << 20, Some(1)).unwrap()), "the other node has room");
     allocator.free(first[0], 2 << 20);
@@ -175,13 +175,13 @@ fn too_large_is_none() {
     assert_eq!(allocator.alloc((16 << 20) + 1, None), None);
     assert_eq!(allocator.cheapest_slab((16 << 20) + 1), None);
     assert_eq!(allocator.alloc(u64::MAX, None), None);
-    assert_eq!(allocator.alloc(16 << 20, None), Some(0));
+    assert_eq!(allocator.alloc(16 << 20, None), Some(PoolPage(0)));
     assert_eq!(ExtentAllocator::new(0, &[]).alloc(1, None), None);
 }
 
 #[test]
 fn wrong_frees_are_caught() {
-    let caught = |misuse: &dyn Fn(&mut ExtentAllocator, u32)| {
+    let caught = |misuse: &dyn Fn(&mut ExtentAllocator, PoolPage)| {
         let mut allocator = ExtentAllocator::new(4096, &[0..4096]);
         let page = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
         let _neighbour = allocator.alloc(3 * PAGE_BYTES, None).unwrap();
@@ -193,7 +193,7 @@ fn wrong_frees_are_caught() {
         allocator.free(page, 3 * PAGE_BYTES);
     }));
     assert!(caught(&|allocator, page| allocator.free(page, 4 * PAGE_BYTES)));
-    assert!(caught(&|allocator, page| allocator.free(page + 1, 3 * PAGE_BYTES)));
-    assert!(caught(&|allocator, _| allocator.free(4000, 3 * PAGE_BYTES)));
-    assert!(caught(&|allocator, _| allocator.free(5000, 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, page| allocator.free(PoolPage(page.0 + 1), 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, _| allocator.free(PoolPage(4000), 3 * PAGE_BYTES)));
+    assert!(caught(&|allocator, _| allocator.free(PoolPage(5000), 3 * PAGE_BYTES)));
 }

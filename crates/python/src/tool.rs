@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kvlane_block::PoolOffset;
 use kvlane_client::{Tool, ToolError};
 use parking_lot::Mutex;
 use pyo3::{
@@ -113,11 +114,11 @@ impl PyTool {
     }
 
     fn read_pool<'py>(&self, py: Python<'py>, offset: u64, length: u64) -> PyResult<Bound<'py, PyBytes>> {
-        self.with(py, |tool| tool.read_pool(offset, length)).map(|bytes| PyBytes::new(py, &bytes))
+        self.with(py, |tool| tool.read_pool(PoolOffset(offset), length)).map(|bytes| PyBytes::new(py, &bytes))
     }
 
     fn write_pool(&self, py: Python<'_>, offset: u64, data: &[u8]) -> PyResult<()> {
-        self.with(py, |tool| tool.write_pool(offset, data))
+        self.with(py, |tool| tool.write_pool(PoolOffset(offset), data))
     }
 
     fn close(&self, py: Python<'_>) {

@@ -2,11 +2,12 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockId};
 use kvlane_client::{
     EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
     Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
+use kvlane_memory::PoolPage;
 use kvlane_proto::packed::Pages;
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
@@ -195,6 +196,7 @@ impl PyWorker {
                     let message = format!("{} hashes came with {} block ids", hashes.len(), block_ids.len());
                     return Err(value_error(message));
                 }
+                let block_ids = block_ids.into_iter().map(BlockId).collect();
                 Ok(SaveGroupSpec { group, parent, hashes, block_ids })
             })
             .collect::<PyResult<_>>()?;
@@ -226,7 +228,8 @@ impl PyWorker {
             .into_iter()
             .map(|(group, block_ids, pages)| {
                 let pages = Pages::parse(&pages).map_err(|error| value_error(error.to_string()))?;
-                Ok(LoadGroup { group, block_ids, pages: pages.iter().collect() })
+                let block_ids = block_ids.into_iter().map(BlockId).collect();
+                Ok(LoadGroup { group, block_ids, pages: pages.iter().map(PoolPage).collect() })
             })
             .collect::<PyResult<_>>()?;
         self.0.get()?.read().load_after(job, boot, groups, &engine_stream(stream), release);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -213,7 +213,7 @@ impl Bench {
     }
 
     fn slot(&self, number: u64) -> Extent {
-        Extent { offset: number * self.block_bytes, bytes: self.block_bytes }
+        Extent { offset: PoolOffset(number * self.block_bytes), bytes: self.block_bytes }
     }
 
     fn reader(&self, among: u64, count: u64, depth: u64) -> Result<Arc<Reader>, BenchError> {

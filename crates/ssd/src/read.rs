@@ -29,7 +29,7 @@ pub(crate) unsafe fn verify(
     for ((_, crc), extent) in header.shards.iter().zip(into) {
         // SAFETY: inside of the memory, which is mapped, and not written, by the caller's promise.
         let bytes = unsafe {
-            std::slice::from_raw_parts(memory.base().add(extent.offset as usize), extent.bytes as usize)
+            std::slice::from_raw_parts(memory.base().add(extent.offset.0 as usize), extent.bytes as usize)
         };
         if crc32c::crc32c(bytes) != *crc {
             return ReadEnd::Miss(Miss::Damaged);

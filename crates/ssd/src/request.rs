@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use thiserror::Error;
 
 /// Blocks that engines share: a namespace with one cut.
@@ -28,9 +28,9 @@ pub struct Key {
 /// Bytes of the pool. A transfer touches all pages that they lie in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// From the start of the pool; a multiple of 4096.
-    pub offset: u64,
-    /// Length; above 0.
+    /// Where they begin: on a page.
+    pub offset: PoolOffset,
+    /// How many there are; above 0.
     pub bytes: u64,
 }
 
@@ -179,9 +179,9 @@ pub enum Refused {
     /// An extent is empty, does not begin a page, or ends outside of the pool; or a block has no shards.
     #[error("{bytes} bytes at offset {offset} are not an extent of the pool")]
     BadExtent {
-        /// Where it begins.
-        offset: u64,
-        /// Its length.
+        /// Where it was to begin.
+        offset: PoolOffset,
+        /// How long it was to be.
         bytes: u64,
     },
     /// The tier is closed.

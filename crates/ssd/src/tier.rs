@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, Namespace};
+use kvlane_block::{BlockHash, Namespace, PoolOffset};
 use parking_lot::Mutex;
 
 use crate::device::{Device, Start};
@@ -482,10 +482,8 @@ impl Tier {
         let bytes = self.memory.bytes();
         let bad = |extent: &Extent| {
             let end = extent.bytes.checked_next_multiple_of(PAGE_BYTES);
-            let end = end.and_then(|length| extent.offset.checked_add(length));
-            extent.bytes == 0
-                || !extent.offset.is_multiple_of(PAGE_BYTES)
-                || end.is_none_or(|end| end > bytes)
+            let end = end.and_then(|length| extent.offset.end_inside(length, bytes));
+            extent.bytes == 0 || !extent.offset.0.is_multiple_of(PAGE_BYTES) || end.is_none()
         };
         let mut any = false;
         let wrong = extents.find(|extent| {
@@ -494,7 +492,7 @@ impl Tier {
         });
         match wrong {
             Some(extent) => Err(Refused::BadExtent { offset: extent.offset, bytes: extent.bytes }),
-            None if !any => Err(Refused::BadExtent { offset: 0, bytes: 0 }),
+            None if !any => Err(Refused::BadExtent { offset: PoolOffset(0), bytes: 0 }),
             None => Ok(()),
         }
     }

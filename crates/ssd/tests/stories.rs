@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use kvlane_block::PoolOffset;
 use kvlane_ssd::{
     DeviceOptions, Extent, Key, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused, Shard,
     Space, Superblock, Tier, WriteEnd,
@@ -92,11 +93,11 @@ fn calls_that_cannot_be_carried_out_are_refused_and_do_nothing() {
     let tier = open(small(&directory.path().join("tier")), &pool);
     let pool_bytes = pool.arena.bytes();
     let bad = [
-        Extent { offset: 0, bytes: 0 },
-        Extent { offset: 100, bytes: 4096 },
-        Extent { offset: pool_bytes - 4096, bytes: 4097 },
-        Extent { offset: u64::MAX - 4095, bytes: 4096 },
-        Extent { offset: 4096, bytes: u64::MAX },
+        Extent { offset: PoolOffset(0), bytes: 0 },
+        Extent { offset: PoolOffset(100), bytes: 4096 },
+        Extent { offset: PoolOffset(pool_bytes - 4096), bytes: 4097 },
+        Extent { offset: PoolOffset(u64::MAX - 4095), bytes: 4096 },
+        Extent { offset: PoolOffset(4096), bytes: u64::MAX },
     ];
     let key = Block::new(1, &[1]).key;
     for extent in bad {

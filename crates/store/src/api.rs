@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvlane_block::BlockHash;
+use kvlane_memory::PoolPage;
 use kvlane_policy::Choice;
 
 /// How long what was promised is kept, and what goes when room is needed.
@@ -53,7 +54,7 @@ pub enum Chain {
     Unchained,
 }
 
-/// One shard of a block to write: `shard_bytes` bytes at `page * 4096` of the pool.
+/// One shard of a block to write: `shard_bytes` bytes from `page` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardClaim {
     /// The store's number for the block.
@@ -62,8 +63,8 @@ pub struct ShardClaim {
     pub generation: u32,
     /// Which shard of the block.
     pub shard: u32,
-    /// First pool page of the shard's extent.
-    pub page: u32,
+    /// First page of the shard's extent.
+    pub page: PoolPage,
 }
 
 /// What became of one block of a claim.
@@ -113,5 +114,5 @@ pub struct HitGroup {
     /// lease is on the latter.
     pub stored_blocks: u64,
     /// First pool page of each extent, block-major: `pages[block * shards + shard]`.
-    pub pages: Vec<u32>,
+    pub pages: Vec<PoolPage>,
 }

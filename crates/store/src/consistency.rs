@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use kvlane_memory::{PAGE_BYTES, PoolPage};
+
 use crate::entries::{NONE, State};
 use crate::index::Index;
 
@@ -11,7 +13,7 @@ impl Index {
     pub fn check_consistency(&self) -> Result<(), String> {
         let mut children: HashMap<u32, u32> = HashMap::new();
         let mut leases: HashMap<(u32, u32), u32> = HashMap::new();
-        let mut extents: Vec<(u32, u64)> = Vec::new();
+        let mut extents: Vec<(PoolPage, u64)> = Vec::new();
         let mut rows: HashMap<(usize, u32), u32> = HashMap::new();
         for (number, space) in self.spaces.numbered() {
             rows.extend(space.rows.iter().map(|(slot, row)| ((number as usize, row), slot)));
@@ -69,13 +71,13 @@ impl Index {
         extents.sort_unstable();
         let limbo: u64 = self.limbo.iter().map(|extent| extent.bytes).sum();
         expect(limbo == self.limbo.bytes(), || format!("{limbo} in limbo, not {}", self.limbo.bytes()))?;
-        let whole_pages = |bytes: u64| bytes.next_multiple_of(kvlane_memory::PAGE_BYTES);
+        let whole_pages = |bytes: u64| bytes.next_multiple_of(PAGE_BYTES);
         let used: u64 = extents.iter().map(|&(_, bytes)| whole_pages(bytes)).sum();
         let allocated = self.extents.used_bytes();
         expect(used == allocated, || format!("{used} bytes in extents, {allocated} allocated"))?;
         for pair in extents.windows(2) {
-            let end = u64::from(pair[0].0) + whole_pages(pair[0].1) / kvlane_memory::PAGE_BYTES;
-            expect(end <= u64::from(pair[1].0), || format!("extents overlap: {pair:?}"))?;
+            let end = pair[0].0.offset().0 + whole_pages(pair[0].1);
+            expect(end <= pair[1].0.offset().0, || format!("extents overlap: {pair:?}"))?;
         }
         Ok(())
     }

@@ -3,6 +3,8 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
+use kvlane_memory::PoolPage;
+
 use crate::api::SpaceId;
 use crate::entries::{NONE, State};
 use crate::index::Index;
@@ -32,7 +34,7 @@ impl Effort {
 
 impl Index {
     /// An extent for each shard of a block of `space`, or none at all.
-    pub(crate) fn allocate_block(&mut self, space: SpaceId, effort: &mut Effort) -> Option<Vec<u32>> {
+    pub(crate) fn allocate_block(&mut self, space: SpaceId, effort: &mut Effort) -> Option<Vec<PoolPage>> {
         let space = space.0 as usize;
         if self.spaces[space].block_bytes() > self.pool_bytes {
             return None;
@@ -96,7 +98,7 @@ impl Index {
 
     /// All blocks that have an extent in these pages, and what continues them wherever it lies. None if one of them
     /// cannot be evicted now.
-    fn blocks_in_and_below(&self, slab: Range<u32>) -> Option<HashSet<u32>> {
+    fn blocks_in_and_below(&self, slab: Range<PoolPage>) -> Option<HashSet<u32>> {
         if self.limbo.iter().any(|Extent { page, .. }| slab.contains(&page)) {
             return None;
         }

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
-use kvlane_memory::PAGE_BYTES;
 use kvlane_policy::longest_hit;
 use parking_lot::Mutex;
 
@@ -310,10 +309,8 @@ impl Store {
             let index = self.index.lock();
             let (namespace, cut) = index.names(read.space);
             let bytes = index.shard_bytes(read.space);
-            let extent = |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent {
-                offset: u64::from(claim.page) * PAGE_BYTES,
-                bytes,
-            };
+            let extent =
+                |(claim, &bytes): (&ShardClaim, &u64)| PoolExtent { offset: claim.page.offset(), bytes };
             let extents: Vec<PoolExtent> = read.claims.iter().zip(bytes).map(extent).collect();
             (BlockKey { namespace, cut, hash: read.hash }, extents)
         };

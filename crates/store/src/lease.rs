@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
+use kvlane_memory::PoolPage;
+
 use crate::api::{LeaseId, OwnerId, SpaceId};
 use crate::entries::State;
 use crate::index::Index;
@@ -78,7 +80,7 @@ impl Index {
         space: SpaceId,
         slots: &[u32],
         leased: &mut Vec<(u32, u32)>,
-    ) -> Vec<u32> {
+    ) -> Vec<PoolPage> {
         let space = &self.spaces[space.0 as usize];
         let mut pages = Vec::with_capacity(slots.len() * space.shards());
         leased.reserve(slots.len());

@@ -2,12 +2,14 @@
 
 use std::collections::HashMap;
 
+use kvlane_memory::PoolPage;
+
 use crate::api::WriterId;
 
 /// Contiguous pool bytes of one shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    pub(crate) page: u32,
+    pub(crate) page: PoolPage,
     pub(crate) bytes: u64,
 }
 

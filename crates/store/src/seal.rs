@@ -1,6 +1,7 @@
 //! Checks: what the background reads outside the lock, to seal a block or to verify it.
 
 use kvlane_block::{BlockHash, Namespace};
+use kvlane_memory::PoolPage;
 
 use crate::entries::{Entry, State};
 use crate::index::Index;
@@ -21,7 +22,7 @@ pub struct Check {
 
 impl Check {
     /// First pool page, bytes and stored crc32c of each shard; the latter means nothing before the block is sealed.
-    pub fn shards(&self) -> impl Iterator<Item = (u32, u64, u32)> {
+    pub fn shards(&self) -> impl Iterator<Item = (PoolPage, u64, u32)> {
         self.shards.iter().map(|&(extent, crc)| (extent.page, extent.bytes, crc))
     }
 

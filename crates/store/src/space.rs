@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::{Index, IndexMut};
 
 use kvlane_block::{CutDigest, Namespace};
+use kvlane_memory::PoolPage;
 
 use crate::entries::NONE;
 
@@ -97,7 +98,7 @@ impl Rows {
     }
 
     /// Stores the pages of a block's shards; the checksums are 0 until they are set.
-    pub(crate) fn insert(&mut self, slot: u32, pages: &[u32]) -> u32 {
+    pub(crate) fn insert(&mut self, slot: u32, pages: &[PoolPage]) -> u32 {
         if self.free == NONE {
             self.grow();
         }
@@ -105,8 +106,8 @@ impl Rows {
         let words = self.words_mut(row);
         let next_free = words[1];
         words[0] = slot;
-        for (pair, &page) in words[1..].chunks_exact_mut(2).zip(pages) {
-            pair.copy_from_slice(&[page, 0]);
+        for (pair, page) in words[1..].chunks_exact_mut(2).zip(pages) {
+            pair.copy_from_slice(&[page.0, 0]);
         }
         self.free = next_free;
         self.used += 1;
@@ -127,12 +128,12 @@ impl Rows {
     }
 
     /// Page and crc32c of each shard.
-    pub(crate) fn shards(&self, row: u32) -> impl Iterator<Item = (u32, u32)> {
-        self.words(row)[1..].chunks_exact(2).map(|pair| (pair[0], pair[1]))
+    pub(crate) fn shards(&self, row: u32) -> impl Iterator<Item = (PoolPage, u32)> {
+        self.words(row)[1..].chunks_exact(2).map(|pair| (PoolPage(pair[0]), pair[1]))
     }
 
-    pub(crate) fn page(&self, row: u32, shard: usize) -> u32 {
-        self.words(row)[1 + 2 * shard]
+    pub(crate) fn page(&self, row: u32, shard: usize) -> PoolPage {
+        PoolPage(self.words(row)[1 + 2 * shard])
     }
 
     pub(crate) fn set_crc(&mut self, row: u32, shard: usize, crc: u32) {

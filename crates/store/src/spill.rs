@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlane_memory::PAGE_BYTES;
+use kvlane_memory::PoolPage;
 
 use crate::entries::{Entry, State};
 use crate::index::Index;
@@ -35,8 +35,8 @@ impl Spill {
 
     /// Where its shards are, and their checksums.
     pub fn shards(&self) -> Vec<SealedShard> {
-        let shard = |(page, bytes, crc32c)| {
-            let at = PoolExtent { offset: u64::from(page) * PAGE_BYTES, bytes };
+        let shard = |(page, bytes, crc32c): (PoolPage, u64, u32)| {
+            let at = PoolExtent { offset: page.offset(), bytes };
             SealedShard { at, crc32c }
         };
         self.check.shards().map(shard).collect()

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ExtentAllocator, PAGE_BYTES};
 use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
@@ -340,11 +340,11 @@ impl Store {
 
     /// crc32c of each shard as it is in the pool.
     fn crcs(&self, check: &Check) -> Vec<u32> {
-        check.shards().map(|(page, bytes, _)| self.crc(u64::from(page) * PAGE_BYTES, bytes)).collect()
+        check.shards().map(|(page, bytes, _)| self.crc(page.offset(), bytes)).collect()
     }
 
     #[allow(unsafe_code, reason = "the one place that reads the pool")]
-    fn crc(&self, offset: u64, bytes: u64) -> u32 {
+    fn crc(&self, offset: PoolOffset, bytes: u64) -> u32 {
         // SAFETY: A `Check` names only blocks whose shards were all committed, so no writer has them any more, and
         // their extents are not reused before the check is given back.
         crc32c::crc32c(unsafe { self.arena.bytes_at(offset, bytes) })

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 
 /// A block's name below the pool: the same in every run of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -19,8 +19,8 @@ pub struct BlockKey {
 /// Where a shard lies in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolExtent {
-    /// From the pool's start; a multiple of 4096.
-    pub offset: u64,
+    /// Where it begins: on a page.
+    pub offset: PoolOffset,
     /// Bytes of the shard.
     pub bytes: u64,
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
-use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
+use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
     Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId,
@@ -160,14 +160,14 @@ struct LiveClaim {
     /// Slot and generation: tells it from an earlier claim of the same key.
     id: (u32, u32),
     asked: BTreeSet<u32>,
-    written: BTreeMap<u32, u32>,
+    written: BTreeMap<u32, PoolPage>,
     since: Instant,
 }
 
 struct HeldLease {
     owner: OwnerId,
     renewed: Instant,
-    blocks: Vec<(Key, Vec<u32>)>,
+    blocks: Vec<(Key, Vec<PoolPage>)>,
 }
 
 struct World {
@@ -178,7 +178,7 @@ struct World {
     writing: Vec<Writing>,
     claims: BTreeMap<Key, LiveClaim>,
     /// Fully written blocks, by all that is known: eviction may have taken them since. Pages of their shards.
-    stored: BTreeMap<Key, Vec<u32>>,
+    stored: BTreeMap<Key, Vec<PoolPage>>,
     leases: BTreeMap<LeaseId, HeldLease>,
     checks: Vec<Check>,
     /// Blocks that the tier below reads.
@@ -266,21 +266,21 @@ impl World {
         let mut pages = BTreeSet::new();
         for (key, firsts) in self.leases.values().flat_map(|lease| &lease.blocks) {
             for (first, count) in firsts.iter().zip(SPACES[key.0]) {
-                pages.extend(*first..*first + *count as u32);
+                pages.extend(first.0..first.0 + *count as u32);
             }
         }
         for (first, bytes, _) in self.checks.iter().flat_map(|check| check.shards()) {
-            pages.extend(first..first + (bytes / PAGE_BYTES) as u32);
+            pages.extend(first.0..first.0 + (bytes / PAGE_BYTES) as u32);
         }
         for shard in self.spills.iter().flat_map(Spill::shards) {
-            let first = (shard.at.offset / PAGE_BYTES) as u32;
+            let first = (shard.at.offset.0 / PAGE_BYTES) as u32;
             pages.extend(first..first + (shard.at.bytes / PAGE_BYTES) as u32);
         }
         pages
     }
 
     fn pages_of(writing: &Writing) -> Range<u32> {
-        let first = writing.shard.page;
+        let first = writing.shard.page.0;
         first..first + SPACES[writing.key.0][writing.shard.shard as usize] as u32
     }
 
@@ -389,9 +389,9 @@ impl World {
                 if let Some(spill) = self.index.take_spill() {
                     let space = (0..SPACES.len()).find(|&space| namespace(space) == spill.key.namespace);
                     let key = (space.unwrap(), spill.key.hash);
-                    let pages: Vec<u32> =
-                        spill.shards().iter().map(|shard| (shard.at.offset / PAGE_BYTES) as u32).collect();
-                    assert!(visible_before.contains(&key) && self.stored[&key] == pages, "{spill:?}");
+                    let places = spill.shards().into_iter().map(|shard| shard.at.offset);
+                    let are_its = self.stored[&key].iter().map(|page| page.offset()).eq(places);
+                    assert!(visible_before.contains(&key) && are_its, "{spill:?}");
                     self.spills.push(spill);
                 }
                 assert_eq!(self.visible(), visible_before);

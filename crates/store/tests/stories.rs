@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
-use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES};
+use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES, PoolPage};
 use kvlane_store::{
     Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Store, StoreOptions,
     WriterId,
@@ -83,8 +83,8 @@ impl Pool {
         while self.store.seal_pending() {}
     }
 
-    fn fill(&self, page: u32, pages: u64, byte: u8) {
-        let offset = page as usize * PAGE_BYTES as usize;
+    fn fill(&self, page: PoolPage, pages: u64, byte: u8) {
+        let offset = page.offset().0 as usize;
         let bytes = (pages * PAGE_BYTES) as usize;
         assert!((offset + bytes) as u64 <= self.arena.bytes());
         // SAFETY: Inside the arena, which lives; the test is the only writer and no check runs meanwhile.
@@ -122,7 +122,7 @@ fn what_was_saved_is_found_by_another_engine() {
     let hit = pool.lookup(B, space, &longer).unwrap();
     assert_eq!((hit.tokens, hit.groups[0].first_block, hit.groups[0].pages.len()), (80, 0, 5));
     // SAFETY: The blocks are sealed and leased.
-    let third = unsafe { pool.arena.bytes_at(u64::from(hit.groups[0].pages[3]) * PAGE_BYTES, PAGE_BYTES) };
+    let third = unsafe { pool.arena.bytes_at(hit.groups[0].pages[3].offset(), PAGE_BYTES) };
     assert!(third.iter().all(|&byte| byte == 3));
     assert_eq!(pool.store.stats().leased_blocks, 5);
     pool.store.release(B, hit.lease);
@@ -574,7 +574,7 @@ fn engines_at_once_read_what_was_saved() {
             let Some(hit) = pool.lookup(OwnerId(number), space, &prompt) else { continue };
             for (hash, &page) in prompt.iter().zip(&hit.groups[0].pages) {
                 // SAFETY: The block is sealed and leased, so nobody writes it.
-                let bytes = unsafe { pool.arena.bytes_at(u64::from(page) * PAGE_BYTES, 2 * PAGE_BYTES) };
+                let bytes = unsafe { pool.arena.bytes_at(page.offset(), 2 * PAGE_BYTES) };
                 assert!(bytes.iter().all(|&byte| byte == hash.0[0] * 16 + hash.0[1]), "block {hash}");
                 verified += 1;
             }

@@ -89,7 +89,7 @@ impl Shelf {
 #[allow(clippy::mut_from_ref, reason = "the pool is shared memory")]
 fn bytes_at(arena: &Arena, at: PoolExtent) -> &mut [u8] {
     // SAFETY: the test's store handed this extent out for as long as it is used here.
-    unsafe { std::slice::from_raw_parts_mut(arena.base().add(at.offset as usize), at.bytes as usize) }
+    unsafe { std::slice::from_raw_parts_mut(arena.base().add(at.offset.0 as usize), at.bytes as usize) }
 }
 
 struct ShelfTier(Arc<Shelf>);
@@ -195,8 +195,7 @@ impl Pool {
             self.store.claim(ENGINE, WORKER, self.space, shard, chain, hashes, now, &mut outcomes);
             for (outcome, hash) in outcomes.iter().zip(hashes) {
                 if let ClaimOutcome::Claimed(claim) = outcome {
-                    let at =
-                        PoolExtent { offset: u64::from(claim.page) * PAGE_BYTES, bytes: pages * PAGE_BYTES };
+                    let at = PoolExtent { offset: claim.page.offset(), bytes: pages * PAGE_BYTES };
                     bytes_at(&self.arena, at).fill(content(hash, shard));
                     claims.push(*claim);
                 }
@@ -233,7 +232,7 @@ impl Pool {
         let hashes = &hashes[group.first_block as usize..];
         for (pages, hash) in group.pages.chunks(SHARDS.len()).zip(hashes) {
             for ((shard, page), count) in (0..).zip(pages).zip(SHARDS) {
-                let at = PoolExtent { offset: u64::from(*page) * PAGE_BYTES, bytes: count * PAGE_BYTES };
+                let at = PoolExtent { offset: page.offset(), bytes: count * PAGE_BYTES };
                 let expected = content(hash, shard);
                 assert!(bytes_at(&self.arena, at).iter().all(|byte| *byte == expected), "{hash:?} {shard}");
             }

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use kvlane_block::Region;
-pub use kvlane_engine_memory::{GroupMemory, Places};
+pub use kvlane_engine_memory::{BlockPages, GroupMemory};
 use kvlane_proto::v1;
 
 /// For RegisterWorker.

@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvlane_block::BlockHash;
+use kvlane_block::{BlockHash, BlockId};
 use kvlane_client::links::ids::JobKey;
 use kvlane_client::links::promises::Promises;
 use kvlane_client::{LoadGroup, Release, SaveGroupSpec, Work};
+use kvlane_memory::PoolPage;
 use kvlane_proto::v1::{self, hello::Role, reply::Body as Answer, request::Body as Ask};
 
 use crate::copies::{BLOCKS, Known, token};
@@ -286,7 +287,7 @@ impl Engine {
                     group: group as u32,
                     parent: None,
                     hashes: hashes.into_iter().map(BlockHash).collect(),
-                    block_ids: of_group.to_vec(),
+                    block_ids: of_group.iter().map(|id| BlockId(*id)).collect(),
                 });
             }
             let key = self.know(rank, true, held, world);
@@ -331,8 +332,12 @@ impl Engine {
                     let key = ([NAMESPACES[group]; 16], hash(prompt, index as u64));
                     held.push((*block, token(&key, rank as u32)));
                 }
-                let pages = (0..found).map(page).collect();
-                groups.push(LoadGroup { group: group as u32, block_ids: of_group.to_vec(), pages });
+                let pages = (0..found).map(page).map(PoolPage).collect();
+                groups.push(LoadGroup {
+                    group: group as u32,
+                    block_ids: of_group.iter().map(|id| BlockId(*id)).collect(),
+                    pages,
+                });
             }
             let key = self.know(rank, false, held, world);
             if world.is_calm {

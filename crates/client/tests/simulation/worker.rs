@@ -393,11 +393,12 @@ impl WorkerSide {
                 world.memories[self.index].fence = epoch;
             }
             WorkerAction::CopyIn { copy, boot, groups, .. } => {
-                self.check_stream(groups[0].block_ids[0], world);
+                self.check_stream(groups[0].block_ids[0].0, world);
                 return self.copy_in(copy, boot, &groups, world);
             }
             WorkerAction::CopyOut { copy, places } => {
-                let places = places.into_iter().flat_map(|(_, places)| places).collect();
+                let places = places.into_iter().flat_map(|(_, places)| places);
+                let places = places.map(|(id, page)| (id.0, page.0)).collect();
                 let Some((_, line)) = self.line else {
                     return Some(WorkerEvent::Copied { copy, copied: Err(NotCopied::NoPool) });
                 };
@@ -511,7 +512,7 @@ impl WorkerSide {
         let run = world.processes.iter().position(|process| process.run.boot == boot).unwrap();
         if !self.mapped.contains(&boot) {
             if world.came_back.contains(&run) {
-                self.note_failure(groups[0].block_ids[0], world);
+                self.note_failure(groups[0].block_ids[0].0, world);
             } else if !self.is_closed {
                 world.is_wrong(|| format!("W3b: the pool of a promised load is not there: {:?}", self.link));
             }
@@ -525,7 +526,8 @@ impl WorkerSide {
             Cause::Answered | Cause::Other => "own copy, once more",
         });
         let places = |group: &LoadGroup| {
-            group.block_ids.iter().copied().zip(group.pages.iter().copied()).collect::<Vec<_>>()
+            let pages = group.pages.iter().map(|page| page.0);
+            group.block_ids.iter().map(|id| id.0).zip(pages).collect::<Vec<_>>()
         };
         let places: Vec<(u32, u32)> = groups.iter().flat_map(places).collect();
         if world.defect == Defect::CopiesNothing {

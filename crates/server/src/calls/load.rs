@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{Region, shard_bytes};
+use kvlane_block::{BlockId, Region, shard_bytes};
 use kvlane_engine_memory::{
-    AskedFlags, FlagsError, GpuCopyError, GpuMemory, Member, PeerBlocks, PoolPlaces, Seat, parts_of,
+    AskedFlags, BlockOffsets, FlagsError, GpuCopyError, GpuMemory, Member, PeerBlocks, Seat, parts_of,
 };
-use kvlane_memory::PAGE_BYTES;
+use kvlane_memory::PoolPage;
 use kvlane_proto::v1::{self, reply::Body as Answer};
 use thiserror::Error;
 
@@ -35,7 +35,7 @@ enum LoadError {
     #[error("{blocks} block ids of {slices} slices came with {pages} pages")]
     Pages { blocks: usize, slices: usize, pages: usize },
     #[error("a block at page {page} is not inside the pool")]
-    OutsidePool { page: u64 },
+    OutsidePool { page: PoolPage },
     #[error(transparent)]
     Flags(#[from] FlagsError),
     #[error(transparent)]
@@ -76,17 +76,17 @@ fn copy_in(
             let (pages, slices) = (group.pages.len(), slices.len());
             return Err(LoadError::Pages { blocks, slices, pages });
         }
-        let mut places: Vec<PoolPlaces> = Vec::with_capacity(slices.len());
+        let mut places: Vec<BlockOffsets> = Vec::with_capacity(slices.len());
         for (index, slice) in slices.iter().enumerate() {
-            let pages = &group.pages[index * blocks..][..blocks];
-            let offsets = pages.iter().map(|page| u64::from(*page) * PAGE_BYTES);
-            let found: PoolPlaces = group.block_ids.iter().copied().zip(offsets).collect();
             let slice_bytes = shard_bytes(slice);
-            let end = shared.arena.bytes().saturating_sub(slice_bytes);
-            if let Some((_, offset)) = found.iter().find(|(_, offset)| *offset > end) {
-                return Err(LoadError::OutsidePool { page: offset / PAGE_BYTES });
+            let is_outside =
+                |page: &PoolPage| page.offset().end_inside(slice_bytes, shared.arena.bytes()).is_none();
+            let pages = group.pages[index * blocks..][..blocks].iter().map(|page| PoolPage(*page));
+            if let Some(page) = pages.clone().find(is_outside) {
+                return Err(LoadError::OutsidePool { page });
             }
-            places.push(found);
+            let ids = group.block_ids.iter().map(|id| BlockId(*id));
+            places.push(ids.zip(pages.map(PoolPage::offset)).collect());
             result.bytes += blocks as u64 * slice_bytes;
         }
         parts.extend(parts_of(slices, &places, flags.as_ref(), &shared.arena)?);

@@ -184,7 +184,7 @@ fn look_up_ready(
         .map(|(index, group)| v1::HitGroup {
             group: index as u32,
             first_block: group.first_block,
-            pages: pack_pages(group.pages.iter().copied()),
+            pages: pack_pages(group.pages.iter().map(|page| page.0)),
             workers,
             stored_blocks: group.stored_blocks,
         })

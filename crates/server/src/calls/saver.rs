@@ -2,9 +2,8 @@
 
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, HashError, Region, parse_hashes, shard_bytes};
+use kvlane_block::{BlockHash, BlockId, HashError, Region, parse_hashes, shard_bytes};
 use kvlane_engine_memory::{Asked, Pace, PeerBlocks};
-use kvlane_memory::PAGE_BYTES;
 use kvlane_proto::{
     packed::{Outcome, pack_outcomes, pack_pages},
     v1,
@@ -33,7 +32,7 @@ pub(crate) struct Blocks {
     group: usize,
     chain: Chain,
     hashes: Vec<BlockHash>,
-    ids: Vec<u32>,
+    ids: Vec<BlockId>,
 }
 
 /// Claims that were granted to a mapped worker, to be named in its commit.
@@ -53,7 +52,7 @@ pub(crate) enum SaveRequestError {
     #[error("{hashes} hashes came with {ids} block ids")]
     Ids { hashes: usize, ids: usize },
     #[error("block id {id} is not below the {blocks} blocks that the worker registered")]
-    BlockId { id: u32, blocks: u64 },
+    NoSuchBlock { id: BlockId, blocks: u64 },
 }
 
 impl From<SaveRequestError> for Refusal {
@@ -80,15 +79,16 @@ impl Saver<'_> {
             return Err(SaveRequestError::Ids { hashes: hashes.len(), ids: group.block_ids.len() });
         }
         let blocks = regions.iter().map(|region| region.blocks).min().unwrap_or(0);
-        if let Some(id) = group.block_ids.iter().find(|id| u64::from(**id) >= blocks) {
-            return Err(SaveRequestError::BlockId { id: *id, blocks });
+        let ids: Vec<BlockId> = group.block_ids.iter().map(|id| BlockId(*id)).collect();
+        if let Some(&id) = ids.iter().find(|id| u64::from(id.0) >= blocks) {
+            return Err(SaveRequestError::NoSuchBlock { id, blocks });
         }
         let chain = match group.parent.as_ref() {
             _ if self.open[index].window_blocks > 0 => Chain::Unchained,
             [] => Chain::Start,
             bytes => Chain::After(BlockHash::from_engine(bytes)?),
         };
-        Ok(Blocks { group: index, chain, hashes, ids: group.block_ids.clone() })
+        Ok(Blocks { group: index, chain, hashes, ids })
     }
 
     /// Copies blocks out of the worker, at its epoch and after its event.
@@ -126,7 +126,7 @@ impl Saver<'_> {
         group: usize,
         chain: Chain,
         hashes: &[BlockHash],
-        ids: &[u32],
+        ids: &[BlockId],
         memory: &PeerBlocks,
         (asked, pace): (Asked, &Pace<'_>),
         result: &mut v1::SaveResult,
@@ -138,7 +138,7 @@ impl Saver<'_> {
             match outcome {
                 ClaimOutcome::Claimed(claim) => {
                     claims.push(*claim);
-                    places.push((*id, u64::from(claim.page) * PAGE_BYTES));
+                    places.push((*id, claim.page.offset()));
                 }
                 ClaimOutcome::Present => result.present += 1,
                 ClaimOutcome::InFlight => result.in_flight += 1,
@@ -176,7 +176,7 @@ impl Saver<'_> {
                 let (outcome, page) = match answer {
                     ClaimOutcome::Claimed(claim) => {
                         granted.push(claim);
-                        (Outcome::Claimed, claim.page)
+                        (Outcome::Claimed, claim.page.0)
                     }
                     ClaimOutcome::Present => (Outcome::Present, 0),
                     ClaimOutcome::InFlight => (Outcome::InFlight, 0),

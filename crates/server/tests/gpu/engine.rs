@@ -9,12 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_block::Region;
+use kvlane_block::{BlockId, Region};
 use kvlane_client::{
     EngineStream, Finished, Hit, JobKind, LoadGroup, OwnBlocks, Release, SaveGroupSpec, Scheduler, Worker,
     WorkerGpu,
 };
 use kvlane_gpu::{Chunks, Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
+use kvlane_memory::PoolPage;
 use kvlane_proto::Address;
 
 use crate::{
@@ -203,7 +204,8 @@ impl GpuEngine {
     pub fn start_save(&mut self, prompt: u64, blocks: Range<u32>) -> u64 {
         self.jobs += 1;
         let hashes = hashes(prompt, blocks.len() as u64);
-        let group = SaveGroupSpec { group: 0, parent: None, hashes, block_ids: blocks.collect() };
+        let group =
+            SaveGroupSpec { group: 0, parent: None, hashes, block_ids: blocks.map(BlockId).collect() };
         self.worker.save_after(self.jobs, vec![group], &self.engine_stream());
         self.jobs
     }
@@ -250,10 +252,11 @@ impl GpuEngine {
         blocks: impl IntoIterator<Item = u32>,
         release: Release,
     ) -> u64 {
-        let pages = hit.pages(0, 0);
-        let pages = pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect();
+        let page = |bytes: &[u8]| PoolPage(u32::from_le_bytes(bytes.try_into().unwrap()));
+        let pages = hit.pages(0, 0).chunks(4).map(page).collect();
         self.jobs += 1;
-        let groups = vec![LoadGroup { group: 0, block_ids: blocks.into_iter().collect(), pages }];
+        let groups =
+            vec![LoadGroup { group: 0, block_ids: blocks.into_iter().map(BlockId).collect(), pages }];
         // SAFETY: the caller's stream lives.
         let stream = unsafe { EngineStream::from_raw(stream) };
         self.worker.load_after(self.jobs, hit.boot, groups, &stream, release);

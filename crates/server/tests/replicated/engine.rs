@@ -6,7 +6,7 @@ use std::{
     time::Instant,
 };
 
-use kvlane_block::Region;
+use kvlane_block::{BlockId, Region};
 use kvlane_client::{
     DaemonUser, EngineStream, Finished, GroupSpec, Hit, JobKind, LoadGroup, OwnBlocks, Release,
     SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions, Worker, WorkerGpu, WorkerGroupSpec,
@@ -14,6 +14,7 @@ use kvlane_client::{
 };
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Copy, DeviceMemory, Gpu, Priority, Stream};
+use kvlane_memory::PoolPage;
 use kvlane_proto::Address;
 
 use crate::support::{PATIENCE, TOKENS, hashes};
@@ -179,7 +180,7 @@ impl Rank {
         for (index, block) in (0..).zip(blocks.clone()) {
             self.memory.write(block as usize, content(index));
         }
-        let block_ids: Vec<u32> = blocks.collect();
+        let block_ids: Vec<BlockId> = blocks.map(BlockId).collect();
         let hashes = hashes(0, block_ids.len() as u64);
         let group = SaveGroupSpec { group: 0, parent: None, hashes, block_ids };
         self.worker.save_after(job, vec![group], &self.memory.stream());
@@ -187,7 +188,11 @@ impl Rank {
 
     /// Loads blocks whose slices lie at these pages.
     pub fn load(&self, job: u64, boot: [u8; 16], blocks: Range<u32>, pages: Vec<u32>, early: bool) {
-        let groups = vec![LoadGroup { group: 0, block_ids: blocks.collect(), pages }];
+        let groups = vec![LoadGroup {
+            group: 0,
+            block_ids: blocks.map(BlockId).collect(),
+            pages: pages.into_iter().map(PoolPage).collect(),
+        }];
         let release = if early { Release::AtOnce } else { Release::AtEnd };
         self.worker.load_after(job, boot, groups, &self.memory.stream(), release);
     }

@@ -4,12 +4,12 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, Region};
+use kvlane_block::{BlockHash, BlockId, Region};
 use kvlane_client::{
     DaemonUser, GroupSpec, Hit, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions,
     Tool, Worker, WorkerGroupSpec, WorkerOptions,
 };
-use kvlane_memory::{ArenaOptions, HugePages, Numa};
+use kvlane_memory::{ArenaOptions, HugePages, Numa, PoolPage};
 use kvlane_proto::Address;
 use kvlane_server::{Daemon, ServeOptions};
 
@@ -183,18 +183,19 @@ impl Engine {
         let parent = (!first.is_multiple_of(1000)).then(|| hashes(first - 1, 1)[0]);
         let hashes = hashes(first, ids.len() as u64);
         self.next_job += 1;
-        let group = SaveGroupSpec { group: 0, parent, hashes, block_ids: ids.collect() };
+        let group = SaveGroupSpec { group: 0, parent, hashes, block_ids: ids.map(BlockId).collect() };
         self.worker.save(self.next_job, vec![group]);
         self.finished()
     }
 
     pub fn load(&mut self, hit: &Hit, ids: std::ops::Range<u32>) -> kvlane_client::Finished {
-        let pages = hit.pages(0, 0).chunks(4).map(|p| u32::from_le_bytes(p.try_into().unwrap())).collect();
+        let page = |bytes: &[u8]| PoolPage(u32::from_le_bytes(bytes.try_into().unwrap()));
+        let pages = hit.pages(0, 0).chunks(4).map(page).collect();
         self.next_job += 1;
         self.worker.load(
             self.next_job,
             hit.boot,
-            vec![LoadGroup { group: 0, block_ids: ids.collect(), pages }],
+            vec![LoadGroup { group: 0, block_ids: ids.map(BlockId).collect(), pages }],
         );
         self.finished()
     }

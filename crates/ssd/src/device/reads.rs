@@ -51,7 +51,7 @@ impl Device {
 
     pub(super) fn pool_piece(&self, extent: &Extent) -> Piece {
         let bytes = (shard_pages(extent.bytes) * PAGE_BYTES) as usize;
-        Piece { address: self.memory.base().wrapping_add(extent.offset as usize), bytes }
+        Piece { address: self.memory.base().wrapping_add(extent.offset.0 as usize), bytes }
     }
 
     pub(super) fn finish_read(&mut self, job: ReadJob, header: HeaderMemory, error: Option<io::Error>) {

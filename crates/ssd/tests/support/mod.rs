@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use kvlane_block::{BlockHash, CutDigest, Namespace};
+use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
 use kvlane_ssd::{
     DeviceOptions, Extent, Key, Options, Read, ReadEnd, Record, Refused, Shard, Space, Tier, WriteEnd,
@@ -36,7 +36,7 @@ impl Pool {
 
     pub(crate) fn extents(&mut self, lengths: &[u64]) -> Vec<Extent> {
         let take = |&bytes: &u64| {
-            let offset = self.next;
+            let offset = PoolOffset(self.next);
             self.next += bytes.next_multiple_of(4096);
             assert!(self.next <= self.arena.bytes(), "the test's pool is too small");
             Extent { offset, bytes }
@@ -49,7 +49,7 @@ impl Pool {
         // SAFETY: inside of the arena; tests touch an extent only while no transfer has it.
         unsafe {
             std::slice::from_raw_parts_mut(
-                self.arena.base().add(extent.offset as usize),
+                self.arena.base().add(extent.offset.0 as usize),
                 extent.bytes as usize,
             )
         }

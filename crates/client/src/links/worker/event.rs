@@ -6,7 +6,7 @@ use kvlane_proto::{Address, v1};
 
 use super::super::{
     flags::{FlagTable, Flags},
-    group::{GroupMemory, Places},
+    group::{BlockPages, GroupMemory},
     ids::{ConnectionId, CopyId, JobKey, Life, NotConnected, ProcessId},
     promises::Promises,
     standing::Notice,
@@ -204,7 +204,7 @@ pub enum WorkerAction {
         /// Names the copy in the answer.
         copy: CopyId,
         /// By index of the group.
-        places: Vec<(u32, Places)>,
+        places: Vec<(u32, BlockPages)>,
     },
     /// Writes all flags of a load, so that no stream waits for them.
     LiftFlags(Flags),

@@ -55,8 +55,8 @@ pub(super) fn load(
 ) -> Ask {
     let group = |group: &LoadGroup| v1::LoadGroup {
         group: group.group,
-        block_ids: group.block_ids.clone(),
-        pages: group.pages.clone(),
+        block_ids: group.block_ids.iter().map(|id| id.0).collect(),
+        pages: group.pages.iter().map(|page| page.0).collect(),
     };
     let flags = flags.map(|flags| v1::LoadFlags {
         address: flags.address,
@@ -75,6 +75,6 @@ fn save_group(group: &SaveGroupSpec) -> v1::SaveGroup {
         group: group.group,
         parent: group.parent.map_or_else(Bytes::new, |parent| Bytes::copy_from_slice(&parent.0)),
         hashes: hashes.freeze(),
-        block_ids: group.block_ids.clone(),
+        block_ids: group.block_ids.iter().map(|id| id.0).collect(),
     }
 }

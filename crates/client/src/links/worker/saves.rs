@@ -9,6 +9,7 @@
 
 use std::time::Instant;
 
+use kvlane_memory::PoolPage;
 use kvlane_proto::{
     packed::{Outcome, PackedError, Pages},
     v1,
@@ -17,7 +18,7 @@ use kvlane_proto::{
 };
 
 use super::{
-    super::{group::Places, ids::JobKey},
+    super::{group::BlockPages, ids::JobKey},
     event::{Actions, WorkerAction},
     failures::NotCopied,
     link::{WorkerLink, Write, end, end_save, warn},
@@ -170,18 +171,18 @@ enum BadClaim {
 }
 
 /// Where claimed blocks are to be written, by group, and how many the daemon has or gets from another.
-type Claimed = (Vec<(u32, Places)>, u64);
+type Claimed = (Vec<(u32, BlockPages)>, u64);
 
 fn claimed_places(groups: &[SaveGroupSpec], result: &v1::ClaimResult) -> Result<Claimed, BadClaim> {
     let pages = Pages::parse(&result.pages)?;
     let mut answers = result.outcome.iter().zip(pages.iter());
     let (mut by_group, mut present) = (Vec::new(), 0);
     for group in groups {
-        let mut places = Places::new();
+        let mut places = BlockPages::new();
         for &block_id in &group.block_ids {
             let (&outcome, page) = answers.next().ok_or(BadClaim::Short)?;
             match Outcome::try_from(outcome)? {
-                Outcome::Claimed => places.push((block_id, page)),
+                Outcome::Claimed => places.push((block_id, PoolPage(page))),
                 Outcome::Present | Outcome::InFlight => present += 1,
                 Outcome::NoRoom => {}
             }

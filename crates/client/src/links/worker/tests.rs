@@ -3,7 +3,8 @@
 use std::{collections::VecDeque, time::Duration};
 
 use bytes::Bytes;
-use kvlane_block::{BlockHash, Region};
+use kvlane_block::{BlockHash, BlockId, Region};
+use kvlane_memory::PoolPage;
 use kvlane_proto::{
     Address, packed,
     packed::Outcome,
@@ -154,13 +155,17 @@ impl Play {
             group: 0,
             parent: None,
             hashes: vec![BlockHash([4; 16]), BlockHash([5; 16])],
-            block_ids: vec![1, 2],
+            block_ids: [1, 2].map(BlockId).into(),
         };
         self.start(number, Work::Save([group].into()), None);
     }
 
     fn load(&mut self, number: u64, release: Release) {
-        let group = LoadGroup { group: 0, block_ids: vec![1, 2], pages: vec![10, 11] };
+        let group = LoadGroup {
+            group: 0,
+            block_ids: [1, 2].map(BlockId).into(),
+            pages: [10, 11].map(PoolPage).into(),
+        };
         self.start(number, Work::Load { boot: RUN, groups: [group].into(), release }, Some(3));
     }
 
@@ -307,7 +312,7 @@ fn claimed_blocks_are_written_here_and_committed() {
     play.save(1);
     play.answer(granted(&[Outcome::Claimed, Outcome::Present]));
     assert!(matches!(play.actions.back(), Some(WorkerAction::CopyOut { places, .. })
-        if places[..] == [(0, vec![(1, 20)])]));
+        if places[..] == [(0, vec![(BlockId(1), PoolPage(20))])]));
     play.copied(Ok(Copied { blocks: 1, bytes: 4096 }));
     assert!(matches!(play.sent(), Some(Ask::Commit(v1::Commit { claim: 9, written: true }))));
     play.answer(done());
