@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
-use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, Store, StoreOptions, WriterId};
+use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, Store, StoreOptions, WriterId};
 
 const BLOCK_BYTES: u64 = 1 << 20;
 const BLOCKS: u64 = 1024;
@@ -43,7 +43,16 @@ fn seal_all(arena: &Arc<Arena>, threads: usize) -> io::Result<f64> {
     let hashes: Vec<BlockHash> =
         (0..BLOCKS).map(|number| BlockHash(u128::from(number).to_le_bytes())).collect();
     let (now, mut outcomes) = (Instant::now(), Vec::new());
-    store.claim(OwnerId(1), WriterId(1), space, 0, Chain::Unchained, &hashes, now, &mut outcomes);
+    store.claim(
+        OwnerId(1),
+        WriterId(1),
+        space,
+        ShardNumber(0),
+        Chain::Unchained,
+        &hashes,
+        now,
+        &mut outcomes,
+    );
     let claimed = |outcome: &ClaimOutcome| match outcome {
         ClaimOutcome::Claimed(claim) => Some(*claim),
         _ => None,

@@ -3,7 +3,9 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
-use kvlane_store::{Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, StoreOptions, WriterId};
+use kvlane_store::{
+    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, StoreOptions, WriterId,
+};
 
 const BLOCKS: u64 = 1_000_000;
 const PROMPT: u64 = 625;
@@ -22,7 +24,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
 fn save(index: &mut Index, space: kvlane_store::SpaceId, hashes: &[BlockHash]) -> Duration {
     let now = Instant::now();
     let mut outcomes = Vec::new();
-    index.claim(OwnerId(1), WriterId(1), space, 0, Chain::Start, hashes, now, &mut outcomes);
+    index.claim(OwnerId(1), WriterId(1), space, ShardNumber(0), Chain::Start, hashes, now, &mut outcomes);
     let took = now.elapsed();
     let claimed = |outcome: &ClaimOutcome| match outcome {
         ClaimOutcome::Claimed(claim) => Some(*claim),

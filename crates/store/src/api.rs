@@ -1,5 +1,6 @@
 //! The words of the store's interface.
 
+use std::fmt;
 use std::time::Duration;
 
 use kvlane_block::BlockHash;
@@ -43,6 +44,37 @@ pub struct LeaseId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SpaceId(pub(crate) u32);
 
+/// Which shard of a block; below the number of shards that the space's blocks have.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShardNumber(pub u32);
+
+impl ShardNumber {
+    pub(crate) fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// All of a block that has so many, in order.
+    pub(crate) fn all(count: usize) -> impl Iterator<Item = ShardNumber> {
+        (0..count as u32).map(ShardNumber)
+    }
+}
+
+impl fmt::Display for ShardNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A block in the store, from its claim to its end. What names one that has ended is known to be stale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StoredBlock {
+    /// Where the store keeps it, and what the policy calls it. Used again when the block has ended.
+    pub slot: u32,
+    /// How many blocks had ended in this slot before.
+    pub generation: u32,
+}
+
 /// What comes before the first block of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chain {
@@ -57,12 +89,10 @@ pub enum Chain {
 /// One shard of a block to write: `shard_bytes` bytes from `page` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardClaim {
-    /// The store's number for the block.
-    pub slot: u32,
-    /// Tells this use of the slot from earlier and later ones.
-    pub generation: u32,
-    /// Which shard of the block.
-    pub shard: u32,
+    /// The block, or what was to become one.
+    pub block: StoredBlock,
+    /// Which shard of it.
+    pub shard: ShardNumber,
     /// First page of the shard's extent.
     pub page: PoolPage,
 }

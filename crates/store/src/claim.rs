@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use kvlane_block::BlockHash;
 
-use crate::api::{Chain, ClaimOutcome, OwnerId, ShardClaim, SpaceId, WriterId};
+use crate::api::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, SpaceId, StoredBlock, WriterId};
 use crate::entries::{NONE, State};
 use crate::evict::Effort;
 use crate::index::Index;
@@ -18,11 +18,11 @@ pub(crate) struct Claim {
     owner: OwnerId,
     /// Of the claim or its last commit.
     since: Instant,
-    shards: Box<[Shard]>,
+    shards: Box<[ShardState]>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Shard {
+enum ShardState {
     Waiting,
     Writing(WriterId),
     Written,
@@ -35,24 +35,24 @@ impl Claim {
     }
 
     /// Who may be writing this shard.
-    pub(crate) fn writer(&self, shard: u32) -> Option<WriterId> {
-        match self.shards.get(shard as usize) {
-            Some(&Shard::Writing(writer)) => Some(writer),
+    pub(crate) fn writer(&self, shard: ShardNumber) -> Option<WriterId> {
+        match self.shards.get(shard.index()) {
+            Some(&ShardState::Writing(writer)) => Some(writer),
             _ => None,
         }
     }
 
     /// Its worker has claimed this shard.
-    pub(crate) fn is_asked(&self, shard: u32) -> bool {
-        self.shards.get(shard as usize).is_some_and(|&shard| shard != Shard::Waiting)
+    pub(crate) fn is_asked(&self, shard: ShardNumber) -> bool {
+        self.shards.get(shard.index()).is_some_and(|&shard| shard != ShardState::Waiting)
     }
 
     fn is_being_written(&self) -> bool {
-        self.shards.iter().any(|shard| matches!(shard, Shard::Writing(_)))
+        self.shards.iter().any(|shard| matches!(shard, ShardState::Writing(_)))
     }
 
     fn is_written(&self) -> bool {
-        self.shards.iter().all(|&shard| shard == Shard::Written)
+        self.shards.iter().all(|&shard| shard == ShardState::Written)
     }
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct Caller {
     pub(crate) owner: OwnerId,
     pub(crate) writer: WriterId,
     pub(crate) space: SpaceId,
-    pub(crate) shard: u32,
+    pub(crate) shard: ShardNumber,
     pub(crate) now: Instant,
 }
 
@@ -104,7 +104,7 @@ impl Index {
         owner: OwnerId,
         writer: WriterId,
         space: SpaceId,
-        shard: u32,
+        shard: ShardNumber,
         chain: Chain,
         hashes: &[BlockHash],
         now: Instant,
@@ -125,14 +125,14 @@ impl Index {
         out: &mut Vec<ClaimOutcome>,
     ) {
         let Caller { space, shard, .. } = *caller;
-        let shards = self.spaces[space.0 as usize].shards();
-        assert!((shard as usize) < shards, "shard {shard} of a block with {shards} shards");
+        let shards = self.spaces[space].shards();
+        assert!(shard.index() < shards, "shard {shard} of a block with {shards} shards");
         let evicted_before = self.counters.evicted_blocks;
         let mut effort = Effort::new(is_worth_victims);
         let is_chained = chain != Chain::Unchained;
         let mut parent = match chain {
             Chain::Start | Chain::Unchained => Parent::None,
-            Chain::After(hash) => match self.entries.find(space.0, &hash) {
+            Chain::After(hash) => match self.entries.find(space, &hash) {
                 Some(slot) if self.entries.at(slot).state != State::Gap => Parent::At(slot),
                 _ => Parent::Missing,
             },
@@ -148,7 +148,7 @@ impl Index {
                 ClaimOutcome::NoRoom => self.counters.not_admitted += 1,
                 ClaimOutcome::Claimed(_) => {}
             }
-            self.asked(caller.owner, (space.0, *hash), shard, &outcome, caller.now);
+            self.asked(caller.owner, (space, *hash), shard, &outcome, caller.now);
             out.push(outcome);
             match block {
                 Some(Found::New(slot)) => self.add_to_run(slot, is_chained),
@@ -199,7 +199,7 @@ impl Index {
         hash: BlockHash,
         effort: &mut Effort,
     ) -> (ClaimOutcome, Option<Found>) {
-        let slot = match self.entries.find(caller.space.0, &hash) {
+        let slot = match self.entries.find(caller.space, &hash) {
             Some(slot) => match self.entries.at(slot).state {
                 State::Gap => slot,
                 State::Claimed => return (self.join(caller, slot), Some(Found::Old(slot))),
@@ -207,8 +207,8 @@ impl Index {
             },
             None => match parent {
                 Parent::Missing => return (ClaimOutcome::NoRoom, None),
-                Parent::None => self.entries.insert(caller.space.0, hash, NONE),
-                Parent::At(parent) => self.entries.insert(caller.space.0, hash, parent),
+                Parent::None => self.entries.insert(caller.space, hash, NONE),
+                Parent::At(parent) => self.entries.insert(caller.space, hash, parent),
             },
         };
         // A gap hangs where it was first put; that parent counts.
@@ -223,8 +223,8 @@ impl Index {
             self.entries.prune(slot);
             return (ClaimOutcome::NoRoom, None);
         };
-        self.entries.at_mut(slot).row = self.spaces[caller.space.0 as usize].rows.insert(slot, &pages);
-        let shards = vec![Shard::Waiting; pages.len()].into_boxed_slice();
+        self.entries.at_mut(slot).row = self.spaces[caller.space].rows.insert(slot, &pages);
+        let shards = vec![ShardState::Waiting; pages.len()].into_boxed_slice();
         self.claims.insert(slot, Claim { owner: caller.owner, since: caller.now, shards });
         (self.join(caller, slot), Some(Found::New(slot)))
     }
@@ -235,17 +235,16 @@ impl Index {
         if claim.owner != caller.owner {
             return ClaimOutcome::InFlight;
         }
-        let shard = &mut claim.shards[caller.shard as usize];
-        if *shard != Shard::Waiting {
+        let shard = &mut claim.shards[caller.shard.index()];
+        if *shard != ShardState::Waiting {
             return ClaimOutcome::Present;
         }
-        *shard = Shard::Writing(caller.writer);
+        *shard = ShardState::Writing(caller.writer);
         let entry = self.entries.at(slot);
         ClaimOutcome::Claimed(ShardClaim {
-            slot,
-            generation: entry.generation,
+            block: StoredBlock { slot, generation: entry.generation },
             shard: caller.shard,
-            page: self.spaces[entry.space as usize].rows.page(entry.row, caller.shard as usize),
+            page: self.spaces[entry.space].rows.page(entry.row, caller.shard),
         })
     }
 
@@ -258,15 +257,15 @@ impl Index {
                 self.writer_done(shard);
                 continue;
             };
-            claim.shards[shard.shard as usize] = Shard::Written;
+            claim.shards[shard.shard.index()] = ShardState::Written;
             claim.since = now;
             let is_written = claim.is_written();
-            let entry = self.entries.at(shard.slot);
+            let entry = self.entries.at(shard.block.slot);
             self.watches.committed((entry.space, entry.hash));
             if is_written {
-                self.claims.remove(&shard.slot);
-                self.entries.at_mut(shard.slot).state = State::Committed;
-                self.seal_queue.push_back((shard.slot, shard.generation));
+                self.claims.remove(&shard.block.slot);
+                self.entries.at_mut(shard.block.slot).state = State::Committed;
+                self.seal_queue.push_back(shard.block);
                 self.seals_asked += 1;
             }
         }
@@ -276,18 +275,18 @@ impl Index {
     /// crc32c: it becomes visible at once. A dead claim is counted; its memory is free from here on.
     pub fn restore(&mut self, claims: &[ShardClaim], crcs: &[u32]) {
         assert!(claims.len() == crcs.len(), "{} checksums for {} shards", crcs.len(), claims.len());
-        let Some(&ShardClaim { slot, generation, .. }) = claims.first() else { return };
-        if self.entries.current(slot, generation).is_none() || self.claims.remove(&slot).is_none() {
+        let Some(&ShardClaim { block, .. }) = claims.first() else { return };
+        if self.entries.current(block).is_none() || self.claims.remove(&block.slot).is_none() {
             self.counters.stale_commits += claims.len() as u64;
             return claims.iter().for_each(|shard| self.writer_done(shard));
         }
-        let entry = self.entries.at_mut(slot);
+        let entry = self.entries.at_mut(block.slot);
         entry.state = State::Sealed;
         let (number, hash) = (entry.space, entry.hash);
-        let space = &mut self.spaces[number as usize];
+        let space = &mut self.spaces[number];
         assert!(claims.len() == space.shards(), "{} of {} shards", claims.len(), space.shards());
         for (claim, &crc) in claims.iter().zip(crcs) {
-            space.rows.set_crc(entry.row, claim.shard as usize, crc);
+            space.rows.set_crc(entry.row, claim.shard, crc);
         }
         space.sealed += 1;
         self.counters.fetched_blocks += 1;
@@ -305,8 +304,8 @@ impl Index {
     pub fn abort(&mut self, claims: &[ShardClaim], now: Instant) {
         for shard in claims {
             if let Some(claim) = self.writing(shard) {
-                claim.shards[shard.shard as usize] = Shard::Waiting;
-                self.drop_claimed(shard.slot, [shard.shard], now);
+                claim.shards[shard.shard.index()] = ShardState::Waiting;
+                self.drop_claimed(shard.block.slot, [shard.shard], now);
             } else {
                 self.writer_done(shard);
             }
@@ -317,10 +316,12 @@ impl Index {
     pub fn writer_gone(&mut self, writer: WriterId, now: Instant) {
         let mut dying = Vec::new();
         for (&slot, claim) in &mut self.claims {
-            for (number, shard) in
-                (0..).zip(&mut claim.shards).filter(|(_, shard)| **shard == Shard::Writing(writer))
+            for (number, shard) in (0..)
+                .map(ShardNumber)
+                .zip(&mut claim.shards)
+                .filter(|(_, shard)| **shard == ShardState::Writing(writer))
             {
-                *shard = Shard::Waiting;
+                *shard = ShardState::Waiting;
                 dying.push((slot, number));
             }
         }
@@ -337,19 +338,19 @@ impl Index {
         let expired = |claim: &Claim| {
             !claim.is_being_written() && now.saturating_duration_since(claim.since) > claim_ttl
         };
-        let shards = |(&slot, claim): (&u32, &Claim)| (slot, claim.shards.len() as u32);
-        let dying: Vec<(u32, u32)> =
+        let shards = |(&slot, claim): (&u32, &Claim)| (slot, claim.shards.len());
+        let dying: Vec<(u32, usize)> =
             self.claims.iter().filter(|(_, claim)| expired(claim)).map(shards).collect();
         self.counters.expired_claims += dying.len() as u64;
         for (slot, shards) in dying {
             // Those that never came may come late; those that were written do not come again.
-            self.drop_claimed(slot, 0..shards, now);
+            self.drop_claimed(slot, ShardNumber::all(shards), now);
         }
         self.not_saved.expire(now);
     }
 
     /// A claim dies, for want of these shards: whoever was saving the block has no reason to do so again.
-    fn drop_claimed(&mut self, slot: u32, shards: impl IntoIterator<Item = u32>, now: Instant) {
+    fn drop_claimed(&mut self, slot: u32, shards: impl IntoIterator<Item = ShardNumber>, now: Instant) {
         let entry = self.entries.at(slot);
         let key = (entry.space, entry.hash);
         if let Some(claim) = self.claims.get(&slot) {
@@ -360,14 +361,14 @@ impl Index {
 
     /// A shard of a dead claim is written no more.
     fn writer_done(&mut self, shard: &ShardClaim) {
-        let unused = self.limbo.writer_done(shard.slot, shard.generation, shard.shard);
+        let unused = self.limbo.writer_done(shard.block, shard.shard);
         self.free(unused);
     }
 
     /// The claim that this shard is being written for, unless it died.
     fn writing(&mut self, shard: &ShardClaim) -> Option<&mut Claim> {
-        self.entries.current(shard.slot, shard.generation)?;
-        let claim = self.claims.get_mut(&shard.slot)?;
+        self.entries.current(shard.block)?;
+        let claim = self.claims.get_mut(&shard.block.slot)?;
         claim.writer(shard.shard).is_some().then_some(claim)
     }
 }

@@ -4,21 +4,23 @@ use std::collections::HashMap;
 
 use kvlane_memory::{PAGE_BYTES, PoolPage};
 
+use crate::api::{SpaceId, StoredBlock};
 use crate::entries::{NONE, State};
 use crate::index::Index;
+use crate::space::Row;
 
 impl Index {
     /// Checks everything that the index keeps twice: links, counts, order, extents, leases. Walks all of it. The
     /// error says what disagrees.
     pub fn check_consistency(&self) -> Result<(), String> {
         let mut children: HashMap<u32, u32> = HashMap::new();
-        let mut leases: HashMap<(u32, u32), u32> = HashMap::new();
+        let mut leases: HashMap<StoredBlock, u32> = HashMap::new();
         let mut extents: Vec<(PoolPage, u64)> = Vec::new();
-        let mut rows: HashMap<(usize, u32), u32> = HashMap::new();
-        for (number, space) in self.spaces.numbered() {
-            rows.extend(space.rows.iter().map(|(slot, row)| ((number as usize, row), slot)));
+        let mut rows: HashMap<(SpaceId, Row), u32> = HashMap::new();
+        for (id, space) in self.spaces.with_ids() {
+            rows.extend(space.rows.iter().map(|(slot, row)| ((id, row), slot)));
         }
-        let mut sealed: HashMap<u32, u64> = HashMap::new();
+        let mut sealed: HashMap<SpaceId, u64> = HashMap::new();
         let (mut blocks, mut leased, mut claimed) = (0, 0, 0);
         for block in self.leases.iter().flat_map(|lease| &lease.blocks) {
             *leases.entry(*block).or_default() += 1;
@@ -33,7 +35,7 @@ impl Index {
             }
             let found = self.entries.find(entry.space, &entry.hash);
             expect(found == Some(slot), || format!("slot {slot} is found as {found:?}"))?;
-            let named = leases.remove(&(slot, entry.generation)).unwrap_or(0);
+            let named = leases.remove(&self.entries.block(slot)).unwrap_or(0);
             expect(entry.leases == named, || format!("{named} leases name {entry:?}"))?;
             let is_block = entry.state != State::Gap;
             expect(self.policy.contains(slot) == is_block, || format!("the policy and {entry:?}"))?;
@@ -43,13 +45,14 @@ impl Index {
             let has_claim = self.claims.contains_key(&slot);
             expect(has_claim == (entry.state == State::Claimed), || format!("claims and {entry:?}"))?;
             if entry.state == State::Gap {
-                let idle = entry.row == NONE && entry.children > 0 && entry.checks == 0 && entry.leases == 0;
+                let idle =
+                    entry.row == Row::NONE && entry.children > 0 && entry.checks == 0 && entry.leases == 0;
                 expect(idle, || format!("gap at slot {slot}: {entry:?}"))?;
                 continue;
             }
-            let space = &self.spaces[entry.space as usize];
-            let of = rows.remove(&(entry.space as usize, entry.row));
-            expect(of == Some(slot), || format!("row {} of slot {slot} is of {of:?}", entry.row))?;
+            let space = &self.spaces[entry.space];
+            let of = rows.remove(&(entry.space, entry.row));
+            expect(of == Some(slot), || format!("{:?} of slot {slot} is of {of:?}", entry.row))?;
             let pages = space.rows.shards(entry.row).map(|(page, _)| page);
             extents.extend(pages.zip(space.shard_bytes.iter().copied()));
             *sealed.entry(entry.space).or_default() += u64::from(entry.state == State::Sealed);
@@ -62,8 +65,8 @@ impl Index {
         expect(self.policy.len() == blocks, || format!("the policy has {} of {blocks}", self.policy.len()))?;
         expect(self.leases.blocks() == leased, || format!("{leased} leased, not {}", self.leases.blocks()))?;
         expect(self.claims.len() == claimed, || format!("{claimed} claimed, not {}", self.claims.len()))?;
-        for (number, space) in self.spaces.numbered() {
-            let blocks = sealed.get(&number).copied().unwrap_or(0);
+        for (id, space) in self.spaces.with_ids() {
+            let blocks = sealed.get(&id).copied().unwrap_or(0);
             expect(space.sealed == blocks, || format!("{blocks} sealed, not {}", space.sealed))?;
         }
 

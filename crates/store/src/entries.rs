@@ -3,6 +3,9 @@
 use hashbrown::HashTable;
 use kvlane_block::BlockHash;
 
+use crate::api::{SpaceId, StoredBlock};
+use crate::space::Row;
+
 /// "No slot" and "no row".
 pub(crate) const NONE: u32 = u32::MAX;
 
@@ -28,7 +31,7 @@ pub(crate) enum State {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) hash: BlockHash,
-    pub(crate) space: u32,
+    pub(crate) space: SpaceId,
     /// Slot of the parent, `NONE` for a root or an unchained block. In a free slot: the next free one.
     pub(crate) parent: u32,
     /// Entries whose parent this is, gaps included.
@@ -37,8 +40,8 @@ pub(crate) struct Entry {
     pub(crate) leases: u32,
     /// Raised when the slot's block dies, so that what refers to it is known to be stale.
     pub(crate) generation: u32,
-    /// Where its space keeps its extents; `NONE` in a gap.
-    pub(crate) row: u32,
+    /// Where its space keeps its extents; [`Row::NONE`] in a gap.
+    pub(crate) row: Row,
     pub(crate) state: State,
     /// Background threads that read its bytes outside the lock.
     pub(crate) checks: u8,
@@ -47,17 +50,17 @@ pub(crate) struct Entry {
 impl Entry {
     const FREE: Self = Self {
         hash: BlockHash([0; 16]),
-        space: 0,
+        space: SpaceId(0),
         parent: NONE,
         children: 0,
         leases: 0,
         generation: 0,
-        row: NONE,
+        row: Row::NONE,
         state: State::Free,
         checks: 0,
     };
 
-    pub(crate) fn is(&self, space: u32, hash: &BlockHash) -> bool {
+    pub(crate) fn is(&self, space: SpaceId, hash: &BlockHash) -> bool {
         self.hash == *hash && self.space == space && self.state != State::Free
     }
 }
@@ -88,21 +91,26 @@ impl Entries {
         &mut self.chunks[slot as usize / CHUNK][slot as usize % CHUNK]
     }
 
-    /// The entry if `slot` still holds the block it held at `generation`.
-    pub(crate) fn current(&self, slot: u32, generation: u32) -> Option<&Entry> {
+    /// The entry if its slot still holds this block.
+    pub(crate) fn current(&self, StoredBlock { slot, generation }: StoredBlock) -> Option<&Entry> {
         let chunk = self.chunks.get(slot as usize / CHUNK)?;
         let entry = &chunk[slot as usize % CHUNK];
         (entry.generation == generation && entry.state != State::Free).then_some(entry)
     }
 
-    pub(crate) fn find(&self, space: u32, hash: &BlockHash) -> Option<u32> {
+    /// The block that the slot holds now.
+    pub(crate) fn block(&self, slot: u32) -> StoredBlock {
+        StoredBlock { slot, generation: self.at(slot).generation }
+    }
+
+    pub(crate) fn find(&self, space: SpaceId, hash: &BlockHash) -> Option<u32> {
         let key = fingerprint(space, hash);
         let table = &self.tables[table_of(key)];
         table.find(key, |&slot| at(&self.chunks, slot).is(space, hash)).copied()
     }
 
     /// Like `find`, after looking at `guess`.
-    pub(crate) fn find_near(&self, guess: u32, space: u32, hash: &BlockHash) -> Option<u32> {
+    pub(crate) fn find_near(&self, guess: u32, space: SpaceId, hash: &BlockHash) -> Option<u32> {
         let guessed = self.chunks.get(guess as usize / CHUNK).map(|chunk| &chunk[guess as usize % CHUNK]);
         match guessed {
             Some(entry) if entry.is(space, hash) => Some(guess),
@@ -111,7 +119,7 @@ impl Entries {
     }
 
     /// Adds a gap for a key that has no entry, as a child of `parent`.
-    pub(crate) fn insert(&mut self, space: u32, hash: BlockHash, parent: u32) -> u32 {
+    pub(crate) fn insert(&mut self, space: SpaceId, hash: BlockHash, parent: u32) -> u32 {
         if self.free == NONE {
             self.grow();
         }
@@ -181,9 +189,9 @@ fn at(chunks: &[Box<[Entry]>], slot: u32) -> &Entry {
 
 /// A key in 64 bits, for the tables and for the policy. Block hashes are uniform already when they come from a real
 /// engine; one multiplication spreads those that are not, and keeps spaces apart.
-pub(crate) fn fingerprint(space: u32, hash: &BlockHash) -> u64 {
+pub(crate) fn fingerprint(space: SpaceId, hash: &BlockHash) -> u64 {
     let bits = u128::from_le_bytes(hash.0);
-    let folded = (bits as u64) ^ ((bits >> 64) as u64).rotate_left(29) ^ u64::from(space).rotate_left(47);
+    let folded = (bits as u64) ^ ((bits >> 64) as u64).rotate_left(29) ^ u64::from(space.0).rotate_left(47);
     let product = u128::from(folded) * 0x9E37_79B9_7F4A_7C15;
     (product as u64) ^ ((product >> 64) as u64)
 }

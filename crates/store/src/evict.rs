@@ -35,7 +35,6 @@ impl Effort {
 impl Index {
     /// An extent for each shard of a block of `space`, or none at all.
     pub(crate) fn allocate_block(&mut self, space: SpaceId, effort: &mut Effort) -> Option<Vec<PoolPage>> {
-        let space = space.0 as usize;
         if self.spaces[space].block_bytes() > self.pool_bytes {
             return None;
         }
@@ -72,7 +71,7 @@ impl Index {
     }
 
     fn evict(&mut self, slot: u32) {
-        let space = self.entries.at(slot).space as usize;
+        let space = self.entries.at(slot).space;
         self.counters.evicted_blocks += 1;
         self.counters.evicted_bytes += self.spaces[space].block_bytes();
         self.drop_block(slot);

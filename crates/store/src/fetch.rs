@@ -9,7 +9,7 @@ use kvlane_block::BlockHash;
 use kvlane_policy::longest_hit;
 use parking_lot::Mutex;
 
-use crate::api::{Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, SpaceId, WriterId};
+use crate::api::{Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
 use crate::claim::Caller;
 use crate::needs::needs;
 use crate::store::Store;
@@ -255,9 +255,8 @@ impl Store {
         let shards = self.index.lock().shards_of(space);
         let mut claims: Vec<Vec<ShardClaim>> = hashes.iter().map(|_| Vec::with_capacity(shards)).collect();
         let mut outcomes = Vec::new();
-        for shard in 0..shards {
+        for shard in ShardNumber::all(shards) {
             outcomes.clear();
-            let shard = shard as u32;
             let fetcher = Caller { owner: FETCHER, writer: FETCHING, space, shard, now };
             // Not judged: somebody waits for these, and the tier gives them only by way of the pool.
             self.claim_in_parts(&fetcher, chain, hashes, false, &mut outcomes);
@@ -270,9 +269,7 @@ impl Store {
         let mut whole = Vec::with_capacity(hashes.len());
         for (hash, of_block) in hashes.iter().zip(claims) {
             // One of another life was claimed after the first had died.
-            let is_one = |pair: &[ShardClaim]| {
-                (pair[0].slot, pair[0].generation) == (pair[1].slot, pair[1].generation)
-            };
+            let is_one = |pair: &[ShardClaim]| pair[0].block == pair[1].block;
             if of_block.len() == shards && of_block.windows(2).all(is_one) {
                 whole.push((*hash, of_block));
             } else if !of_block.is_empty() {

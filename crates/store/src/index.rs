@@ -6,15 +6,15 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
 use kvlane_policy::ReplacementPolicy;
 
-use crate::api::{SpaceId, StoreOptions};
+use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
 use crate::claim::Claim;
-use crate::entries::{Entries, NONE, State};
+use crate::entries::{Entries, State};
 use crate::journal::{Change, Journal, JournalEntry, JournalRead, Medium};
 use crate::lease::Leases;
 use crate::limbo::{Extent, Limbo};
 use crate::not_saved::NotSaved;
 use crate::replacement::Refusals;
-use crate::space::{Rows, Space, Spaces};
+use crate::space::{Row, Rows, Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
 use crate::watch::Watches;
 
@@ -38,14 +38,14 @@ pub struct Index {
     /// By slot; exactly the claimed blocks.
     pub(crate) claims: HashMap<u32, Claim>,
     pub(crate) limbo: Limbo,
-    /// Slot and generation of committed blocks, in order of commit. May name blocks that died since.
-    pub(crate) seal_queue: VecDeque<(u32, u32)>,
+    /// Committed blocks, in order of commit. May name blocks that died since.
+    pub(crate) seal_queue: VecDeque<StoredBlock>,
     pub(crate) seals_asked: u64,
     /// Seals that were begun and are not over, by their number: several threads seal.
     pub(crate) sealing: BTreeSet<u64>,
-    /// Slot and generation of blocks that became visible and that the tier below is to get, in that order. May name blocks
+    /// Blocks that became visible and that the tier below is to get, in that order. May name blocks
     /// that died since.
-    pub(crate) spill_queue: VecDeque<(u32, u32)>,
+    pub(crate) spill_queue: VecDeque<StoredBlock>,
     /// Blocks that may be in it.
     pub(crate) spill_limit: usize,
     /// Blocks that have left it, and the numbers of those that the tier below reads now.
@@ -107,7 +107,7 @@ impl Index {
         if let Some(&space) = self.space_ids.get(&key) {
             return space;
         }
-        let id = SpaceId(self.spaces.add(Space {
+        let id = self.spaces.add(Space {
             namespace,
             name: name.to_owned(),
             cut,
@@ -116,7 +116,7 @@ impl Index {
             sealed: 0,
             hit_blocks: 0,
             missed_blocks: 0,
-        }));
+        });
         self.space_ids.insert(key, id);
         if self.capacity == 0 {
             self.set_first_capacity(shard_bytes);
@@ -136,71 +136,71 @@ impl Index {
 
     /// The spaces that are in nobody's use, those that were made first before others.
     pub fn unused_spaces(&self, in_use: &HashSet<SpaceId>) -> Vec<SpaceId> {
-        let all = self.spaces.numbered().map(|(number, _)| SpaceId(number));
+        let all = self.spaces.with_ids().map(|(id, _)| id);
         all.filter(|space| !in_use.contains(space)).collect()
     }
 
     /// Forgets a space that nobody uses, if it has no block, not even one that is being saved. Its id means nothing from
     /// then on; the same namespace and cut get another one. False if there is a block.
     pub fn forget_space(&mut self, space: SpaceId) -> bool {
-        if !self.spaces[space.0 as usize].rows.is_empty() {
+        if !self.spaces[space].rows.is_empty() {
             return false;
         }
-        if let Some(Space { namespace, cut, shard_bytes, .. }) = self.spaces.remove(space.0) {
+        if let Some(Space { namespace, cut, shard_bytes, .. }) = self.spaces.remove(space) {
             self.space_ids.remove(&(namespace, cut, shard_bytes));
         }
         true
     }
 
-    /// Slot and generation of all blocks of a space, those being saved included.
-    pub fn blocks_in(&self, space: SpaceId) -> Vec<(u32, u32)> {
-        let rows = self.spaces[space.0 as usize].rows.iter();
-        rows.map(|(slot, _)| (slot, self.entries.at(slot).generation)).collect()
+    /// All blocks of a space, those being saved included.
+    pub fn blocks_in(&self, space: SpaceId) -> Vec<StoredBlock> {
+        let rows = self.spaces[space].rows.iter();
+        rows.map(|(slot, _)| self.entries.block(slot)).collect()
     }
 
     /// Whether nobody needs these blocks now: they are complete, and neither leased nor being checked.
-    pub fn can_lose(&self, blocks: &[(u32, u32)]) -> bool {
-        blocks.iter().all(|&(slot, _)| {
-            let entry = self.entries.at(slot);
+    pub fn can_lose(&self, blocks: &[StoredBlock]) -> bool {
+        blocks.iter().all(|block| {
+            let entry = self.entries.at(block.slot);
             entry.state == State::Sealed && entry.leases == 0 && entry.checks == 0
         })
     }
 
     /// Namespace and cut of a space.
     pub(crate) fn names(&self, space: SpaceId) -> (Namespace, CutDigest) {
-        let space = &self.spaces[space.0 as usize];
+        let space = &self.spaces[space];
         (space.namespace, space.cut)
     }
 
     /// Shards that a block of a space has.
     pub(crate) fn shards_of(&self, space: SpaceId) -> usize {
-        self.spaces[space.0 as usize].shards()
+        self.spaces[space].shards()
     }
 
     /// Bytes of each shard of a space's blocks.
     pub(crate) fn shard_bytes(&self, space: SpaceId) -> &[u64] {
-        &self.spaces[space.0 as usize].shard_bytes
+        &self.spaces[space].shard_bytes
     }
 
     /// True when a lookup could answer this block.
     pub fn is_visible(&self, space: SpaceId, hash: &BlockHash) -> bool {
-        self.entries.find(space.0, hash).is_some_and(|slot| self.entries.at(slot).state == State::Sealed)
+        self.entries.find(space, hash).is_some_and(|slot| self.entries.at(slot).state == State::Sealed)
     }
 
-    /// Slot and generation of all blocks of a namespace, those being saved included.
-    pub fn blocks_of(&self, namespace: Namespace) -> Vec<(u32, u32)> {
+    /// All blocks of a namespace, those being saved included.
+    pub fn blocks_of(&self, namespace: Namespace) -> Vec<StoredBlock> {
         let spaces = self.spaces.iter().filter(|space| space.namespace == namespace);
         let slots = spaces.flat_map(|space| space.rows.iter());
-        slots.map(|(slot, _)| (slot, self.entries.at(slot).generation)).collect()
+        slots.map(|(slot, _)| self.entries.block(slot)).collect()
     }
 
     /// Drops blocks: invisible at once, freed when their leases and writers are done. Answers how many of them were
     /// still there.
-    pub fn drop_blocks(&mut self, blocks: &[(u32, u32)]) -> u64 {
+    pub fn drop_blocks(&mut self, blocks: &[StoredBlock]) -> u64 {
         let mut dropped = 0;
-        for &(slot, generation) in blocks {
-            if self.entries.current(slot, generation).is_some_and(|entry| entry.row != NONE) {
-                self.drop_block(slot);
+        for &block in blocks {
+            if self.entries.current(block).is_some_and(|entry| entry.row != Row::NONE) {
+                self.drop_block(block.slot);
                 dropped += 1;
             }
         }
@@ -226,8 +226,8 @@ impl Index {
     }
 
     /// Tells the journal's readers what became of a block in the pool. The one place that writes it.
-    pub(crate) fn note_change(&mut self, change: Change, space: u32, hash: BlockHash) {
-        let entry = JournalEntry { change, medium: Medium::Ram, space: SpaceId(space), hash };
+    pub(crate) fn note_change(&mut self, change: Change, space: SpaceId, hash: BlockHash) {
+        let entry = JournalEntry { change, medium: Medium::Ram, space, hash };
         self.counters.journal_entries += u64::from(self.journal.note(entry));
     }
 
@@ -268,10 +268,10 @@ impl Index {
     pub(crate) fn drop_block(&mut self, slot: u32) {
         let entry = self.entries.at_mut(slot);
         let before = *entry;
-        assert!(before.row != NONE, "slot {slot} holds no block");
+        assert!(before.row != Row::NONE, "slot {slot} holds no block");
         entry.generation = before.generation.wrapping_add(1);
         entry.state = State::Gap;
-        entry.row = NONE;
+        entry.row = Row::NONE;
         entry.leases = 0;
         entry.checks = 0;
 
@@ -285,7 +285,7 @@ impl Index {
         }
         let was_visible = before.state == State::Sealed;
         self.watches.died((before.space, before.hash), was_visible, claim.as_ref().map(Claim::owner));
-        let space = &mut self.spaces[before.space as usize];
+        let space = &mut self.spaces[before.space];
         if was_visible {
             space.sealed -= 1;
         }
@@ -297,12 +297,15 @@ impl Index {
                 self.extents.free(extent.page, extent.bytes);
             }
         } else {
-            let writer = |shard: u32| claim.as_ref().and_then(|claim| claim.writer(shard));
-            let shards = (0u32..).zip(extents).map(|(shard, extent)| (shard, extent, writer(shard)));
-            let unused = self.limbo.insert(slot, before.generation, readers, shards);
+            let writer = |shard| claim.as_ref().and_then(|claim| claim.writer(shard));
+            let shards = ShardNumber::all(space.shards())
+                .zip(extents)
+                .map(|(shard, extent)| (shard, extent, writer(shard)));
+            let unused =
+                self.limbo.insert(StoredBlock { slot, generation: before.generation }, readers, shards);
             self.free(unused);
         }
-        self.spaces[before.space as usize].rows.remove(before.row);
+        self.spaces[before.space].rows.remove(before.row);
         self.note_change(Change::Gone, before.space, before.hash);
         self.entries.prune(slot);
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvlane_memory::PoolPage;
 
-use crate::api::{LeaseId, OwnerId, SpaceId};
+use crate::api::{LeaseId, OwnerId, SpaceId, StoredBlock};
 use crate::entries::State;
 use crate::index::Index;
 
@@ -13,8 +13,8 @@ pub(crate) struct Lease {
     owner: OwnerId,
     /// When it was taken or last named by a heartbeat.
     renewed: Instant,
-    /// Slot and generation of each block; within a group, the prompt's order.
-    pub(crate) blocks: Vec<(u32, u32)>,
+    /// Within a group, in the prompt's order.
+    pub(crate) blocks: Vec<StoredBlock>,
 }
 
 /// All leases, by id and by owner.
@@ -46,7 +46,7 @@ impl Leases {
     }
 
     /// A lease on blocks that were leased by [`Index::lease_blocks`].
-    pub(crate) fn insert(&mut self, owner: OwnerId, now: Instant, blocks: Vec<(u32, u32)>) -> LeaseId {
+    pub(crate) fn insert(&mut self, owner: OwnerId, now: Instant, blocks: Vec<StoredBlock>) -> LeaseId {
         self.last_id += 1;
         let id = LeaseId(self.last_id);
         self.by_owner.entry(owner).or_default().push(id);
@@ -79,9 +79,9 @@ impl Index {
         &mut self,
         space: SpaceId,
         slots: &[u32],
-        leased: &mut Vec<(u32, u32)>,
+        leased: &mut Vec<StoredBlock>,
     ) -> Vec<PoolPage> {
-        let space = &self.spaces[space.0 as usize];
+        let space = &self.spaces[space];
         let mut pages = Vec::with_capacity(slots.len() * space.shards());
         leased.reserve(slots.len());
         for &slot in slots {
@@ -89,7 +89,7 @@ impl Index {
             assert!(entry.state == State::Sealed, "only visible blocks are leased");
             self.leases.blocks += u64::from(entry.leases == 0);
             entry.leases += 1;
-            leased.push((slot, entry.generation));
+            leased.push(StoredBlock { slot, generation: entry.generation });
             pages.extend(space.rows.shards(entry.row).map(|(page, _)| page));
         }
         pages
@@ -99,13 +99,13 @@ impl Index {
     pub fn release(&mut self, owner: OwnerId, lease: LeaseId) {
         let Some(lease) = self.leases.remove(owner, lease) else { return };
         self.counters.ended_leases += 1;
-        for (slot, generation) in lease.blocks {
-            if self.entries.current(slot, generation).is_none() {
-                let unused = self.limbo.reader_done(slot, generation);
+        for block in lease.blocks {
+            if self.entries.current(block).is_none() {
+                let unused = self.limbo.reader_done(block);
                 self.free(unused);
                 continue;
             }
-            let entry = self.entries.at_mut(slot);
+            let entry = self.entries.at_mut(block.slot);
             entry.leases -= 1;
             if entry.leases == 0 {
                 self.leases.blocks -= 1;

@@ -42,8 +42,8 @@ mod watch;
 mod watching;
 
 pub use api::{
-    Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions,
-    WriterId,
+    Chain, ClaimOutcome, Hit, HitGroup, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId,
+    StoreOptions, StoredBlock, WriterId,
 };
 pub use auto::PolicyReport;
 pub use background::Background;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use kvlane_memory::PoolPage;
 
-use crate::api::WriterId;
+use crate::api::{ShardNumber, StoredBlock, WriterId};
 
 /// Contiguous pool bytes of one shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,16 +20,16 @@ struct Remains {
 }
 
 struct Remnant {
-    shard: u32,
+    shard: ShardNumber,
     extent: Extent,
     writer: Option<WriterId>,
 }
 
-/// What remains of dead blocks, by slot and the generation they had. The functions answer the extents that nobody
+/// What remains of dead blocks. The functions answer the extents that nobody
 /// uses any more.
 #[derive(Default)]
 pub(crate) struct Limbo {
-    blocks: HashMap<(u32, u32), Remains>,
+    blocks: HashMap<StoredBlock, Remains>,
     bytes: u64,
 }
 
@@ -46,51 +46,50 @@ impl Limbo {
     /// Takes over a dead block: shard number, extent and writer of each shard. Answers what can be freed at once.
     pub(crate) fn insert(
         &mut self,
-        slot: u32,
-        generation: u32,
+        block: StoredBlock,
         readers: u32,
-        shards: impl Iterator<Item = (u32, Extent, Option<WriterId>)>,
+        shards: impl Iterator<Item = (ShardNumber, Extent, Option<WriterId>)>,
     ) -> Vec<Extent> {
         let extents: Vec<Remnant> =
             shards.map(|(shard, extent, writer)| Remnant { shard, extent, writer }).collect();
         self.bytes += extents.iter().map(|remnant| remnant.extent.bytes).sum::<u64>();
-        self.blocks.insert((slot, generation), Remains { readers, extents });
-        self.sweep(slot, generation)
+        self.blocks.insert(block, Remains { readers, extents });
+        self.sweep(block)
     }
 
     /// One lease or check on the dead block ended.
-    pub(crate) fn reader_done(&mut self, slot: u32, generation: u32) -> Vec<Extent> {
-        if let Some(remains) = self.blocks.get_mut(&(slot, generation)) {
+    pub(crate) fn reader_done(&mut self, block: StoredBlock) -> Vec<Extent> {
+        if let Some(remains) = self.blocks.get_mut(&block) {
             remains.readers = remains.readers.saturating_sub(1);
         }
-        self.sweep(slot, generation)
+        self.sweep(block)
     }
 
     /// The writer of this shard is done with it.
-    pub(crate) fn writer_done(&mut self, slot: u32, generation: u32, shard: u32) -> Vec<Extent> {
-        if let Some(remains) = self.blocks.get_mut(&(slot, generation)) {
+    pub(crate) fn writer_done(&mut self, block: StoredBlock, shard: ShardNumber) -> Vec<Extent> {
+        if let Some(remains) = self.blocks.get_mut(&block) {
             for remnant in remains.extents.iter_mut().filter(|remnant| remnant.shard == shard) {
                 remnant.writer = None;
             }
         }
-        self.sweep(slot, generation)
+        self.sweep(block)
     }
 
     /// The writer can no longer write anything.
     pub(crate) fn writer_gone(&mut self, writer: WriterId) -> Vec<Extent> {
         let mut touched = Vec::new();
-        for (&key, remains) in &mut self.blocks {
+        for (&block, remains) in &mut self.blocks {
             for remnant in remains.extents.iter_mut().filter(|remnant| remnant.writer == Some(writer)) {
                 remnant.writer = None;
-                touched.push(key);
+                touched.push(block);
             }
         }
-        touched.into_iter().flat_map(|(slot, generation)| self.sweep(slot, generation)).collect()
+        touched.into_iter().flat_map(|block| self.sweep(block)).collect()
     }
 
-    fn sweep(&mut self, slot: u32, generation: u32) -> Vec<Extent> {
+    fn sweep(&mut self, block: StoredBlock) -> Vec<Extent> {
         let mut unused = Vec::new();
-        if let Some(remains) = self.blocks.get_mut(&(slot, generation))
+        if let Some(remains) = self.blocks.get_mut(&block)
             && remains.readers == 0
         {
             remains.extents.retain(|remnant| {
@@ -100,7 +99,7 @@ impl Limbo {
                 remnant.writer.is_some()
             });
             if remains.extents.is_empty() {
-                self.blocks.remove(&(slot, generation));
+                self.blocks.remove(&block);
             }
         }
         self.bytes -= unused.iter().map(|extent| extent.bytes).sum::<u64>();

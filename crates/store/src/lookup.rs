@@ -28,7 +28,7 @@ impl Index {
         let (mut last, mut guess) = (NONE, NONE);
         let tokens = longest_hit(&needs, max_tokens, |group, block| {
             let LookupGroup { space, hashes, .. } = groups[group];
-            let Some(slot) = entries.find_near(guess, space.0, &hashes[block as usize]) else { return false };
+            let Some(slot) = entries.find_near(guess, space, &hashes[block as usize]) else { return false };
             if entries.at(slot).state != State::Sealed {
                 return false;
             }
@@ -39,7 +39,7 @@ impl Index {
 
         for (group, need) in groups.iter().zip(&needs) {
             let hit_blocks = tokens / u64::from(need.tokens_per_block);
-            let space = &mut self.spaces[group.space.0 as usize];
+            let space = &mut self.spaces[group.space];
             space.hit_blocks += hit_blocks;
             space.missed_blocks += need.blocks - hit_blocks;
         }
@@ -73,7 +73,7 @@ impl Index {
         for (group, need) in groups.iter().zip(needs) {
             let end = (tokens / u64::from(need.tokens_per_block)) as usize;
             let beyond = group.hashes.get(end..).unwrap_or_default();
-            self.policy.missed(&mut beyond.iter().map(|hash| fingerprint(group.space.0, hash)));
+            self.policy.missed(&mut beyond.iter().map(|hash| fingerprint(group.space, hash)));
         }
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 
-use crate::api::OwnerId;
+use crate::api::{OwnerId, ShardNumber};
 use crate::entries::fingerprint;
 use crate::fetch::FETCHER;
 use crate::watch::Key;
@@ -31,7 +31,7 @@ const EXPIRED_A_CALL: usize = 1024;
 struct Note {
     key: Key,
     owner: OwnerId,
-    shard: u32,
+    shard: ShardNumber,
     at: Instant,
 }
 
@@ -58,7 +58,7 @@ impl NotSaved {
     }
 
     /// `owner` does not save this shard of a block, although it has asked to. Of what was fetched nobody waits for a saver.
-    pub(crate) fn note(&mut self, key: Key, owner: OwnerId, shard: u32, now: Instant) {
+    pub(crate) fn note(&mut self, key: Key, owner: OwnerId, shard: ShardNumber, now: Instant) {
         if owner == FETCHER {
             return;
         }
@@ -77,7 +77,7 @@ impl NotSaved {
     }
 
     /// `owner` saves that shard now.
-    pub(crate) fn forget(&mut self, key: Key, owner: OwnerId, shard: u32) {
+    pub(crate) fn forget(&mut self, key: Key, owner: OwnerId, shard: ShardNumber) {
         if self.counts.is_empty() {
             return;
         }
@@ -88,12 +88,12 @@ impl NotSaved {
     }
 
     /// Whether `owner` has tried to save any of the block's `shards` a short while ago, in vain.
-    pub(crate) fn has(&self, key: Key, owner: OwnerId, shards: u32, now: Instant) -> bool {
+    pub(crate) fn has(&self, key: Key, owner: OwnerId, shards: usize, now: Instant) -> bool {
         if self.counts.is_empty() {
             return false;
         }
         let note = |number: &u64| &self.notes[(number - self.first) as usize];
-        (0..shards).any(|shard| {
+        ShardNumber::all(shards).any(|shard| {
             let found =
                 self.counts.find(hash(key, owner, shard), |number| note(number).is(key, owner, shard));
             found.is_some_and(|number| note(number).is_fresh(now))
@@ -120,7 +120,7 @@ impl NotSaved {
 }
 
 impl Note {
-    fn is(&self, key: Key, owner: OwnerId, shard: u32) -> bool {
+    fn is(&self, key: Key, owner: OwnerId, shard: ShardNumber) -> bool {
         self.key == key && self.owner == owner && self.shard == shard
     }
 
@@ -133,8 +133,8 @@ impl Note {
     }
 }
 
-fn hash((space, block): Key, owner: OwnerId, shard: u32) -> u64 {
-    let saver = owner.0.rotate_left(32) ^ u64::from(shard);
+fn hash((space, block): Key, owner: OwnerId, shard: ShardNumber) -> u64 {
+    let saver = owner.0.rotate_left(32) ^ u64::from(shard.0);
     fingerprint(space, &block).wrapping_add(saver.wrapping_mul(0x9E37_79B9_7F4A_7C15))
 }
 
@@ -146,6 +146,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::api::SpaceId;
 
     const P: OwnerId = OwnerId(1);
     const X: OwnerId = OwnerId(2);
@@ -153,34 +154,34 @@ mod tests {
     const OTHER: OwnerId = OwnerId(3);
 
     fn key(block: u32) -> Key {
-        (block % 2, BlockHash(u128::from(block / 2).to_le_bytes()))
+        (SpaceId(block % 2), BlockHash(u128::from(block / 2).to_le_bytes()))
     }
 
     fn add_others(of: &mut NotSaved, count: u32, now: Instant) {
-        (0..count).for_each(|block| of.note(key(block), OTHER, block % 3, now));
+        (0..count).for_each(|block| of.note(key(block), OTHER, ShardNumber(block % 3), now));
     }
 
     #[test]
     fn it_is_known_of_that_engine_for_a_while() {
         let (mut all, start) = (NotSaved::default(), Instant::now());
-        all.note(key(1), P, 1, start);
+        all.note(key(1), P, ShardNumber(1), start);
         assert!(all.has(key(1), P, 2, start) && all.has(key(1), P, 2, start + KEPT));
         assert!(!all.has(key(1), P, 2, start + KEPT + Duration::from_nanos(1)));
         assert!(!all.has(key(0), P, 2, start) && !all.has(key(1), X, 2, start));
         // Once more: from then on.
-        all.note(key(1), P, 1, start + KEPT);
+        all.note(key(1), P, ShardNumber(1), start + KEPT);
         assert!(all.has(key(1), P, 2, start + 2 * KEPT));
-        all.forget(key(1), X, 1);
-        all.forget(key(1), P, 0);
+        all.forget(key(1), X, ShardNumber(1));
+        all.forget(key(1), P, ShardNumber(0));
         assert!(all.has(key(1), P, 2, start + KEPT), "another engine, and another shard");
-        all.forget(key(1), P, 1);
+        all.forget(key(1), P, ShardNumber(1));
         assert!(!all.has(key(1), P, 2, start + KEPT));
     }
 
     #[test]
     fn what_is_fetched_is_not_noted() {
         let (mut all, start) = (NotSaved::default(), Instant::now());
-        all.note(key(1), FETCHER, 0, start);
+        all.note(key(1), FETCHER, ShardNumber(0), start);
         assert!(!all.has(key(1), FETCHER, 1, start) && all.notes.is_empty());
     }
 
@@ -196,8 +197,8 @@ mod tests {
     fn the_oldest_leave_first_and_nothing_is_left_of_what_is_too_old() {
         const MOST: u32 = 3000;
         let (mut all, start) = (NotSaved::new(MOST as usize), Instant::now());
-        all.note(key(1), P, 0, start);
-        all.note(key(2), P, 0, start);
+        all.note(key(1), P, ShardNumber(0), start);
+        all.note(key(2), P, ShardNumber(0), start);
         add_others(&mut all, MOST - 2, start);
         assert!(all.has(key(1), P, 1, start) && all.has(key(2), P, 1, start));
         add_others(&mut all, 1, start);
@@ -249,11 +250,11 @@ mod tests {
                     Op::Note(block, owner, shard) => {
                         model.values_mut().for_each(|(_, after)| *after += 1);
                         model.insert((block, owner, shard), (now, 0));
-                        all.note(key(block), owner, shard, now);
+                        all.note(key(block), owner, ShardNumber(shard), now);
                     }
                     Op::Forget(block, owner, shard) => {
                         model.remove(&(block, owner, shard));
-                        all.forget(key(block), owner, shard);
+                        all.forget(key(block), owner, ShardNumber(shard));
                     }
                     Op::Others(count) => {
                         model.values_mut().for_each(|(_, after)| *after += count);

@@ -9,7 +9,7 @@ use kvlane_block::BlockHash;
 use kvlane_memory::PAGE_BYTES;
 use kvlane_policy::{Blocks, PolicyKind};
 
-use crate::api::{OwnerId, SpaceId};
+use crate::api::{OwnerId, ShardNumber, SpaceId};
 use crate::claim::Caller;
 use crate::entries::{Entries, State, fingerprint};
 use crate::index::Index;
@@ -45,7 +45,7 @@ struct Refusal {
     space: SpaceId,
     first: BlockHash,
     /// Whose workers were told.
-    shards: BTreeSet<u32>,
+    shards: BTreeSet<ShardNumber>,
 }
 
 impl Refusals {
@@ -55,7 +55,7 @@ impl Refusals {
         &mut self,
         owner: OwnerId,
         space: SpaceId,
-        shard: u32,
+        shard: ShardNumber,
         shards: usize,
         first: BlockHash,
     ) -> bool {
@@ -69,7 +69,7 @@ impl Refusals {
         is_new
     }
 
-    fn insert(&mut self, owner: OwnerId, space: SpaceId, shard: u32, first: BlockHash) {
+    fn insert(&mut self, owner: OwnerId, space: SpaceId, shard: ShardNumber, first: BlockHash) {
         if self.0.len() == REFUSALS_KEPT {
             self.0.pop_front();
         }
@@ -85,7 +85,7 @@ impl Index {
 
     /// A block as the policy sees it.
     pub fn fingerprint(space: SpaceId, hash: &BlockHash) -> u64 {
-        fingerprint(space.0, hash)
+        fingerprint(space, hash)
     }
 
     /// Goes on with another policy, which takes over what is resident, in order.
@@ -125,7 +125,7 @@ impl Index {
         if !self.policy.has_gate() {
             return true;
         }
-        let shard_bytes = &self.spaces[space.0 as usize].shard_bytes;
+        let shard_bytes = &self.spaces[space].shard_bytes;
         let shards = shard_bytes.len();
         let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
         let free_bytes = self.extents.free_bytes();
@@ -136,10 +136,10 @@ impl Index {
             return false;
         }
         let is_missing = |hash: &&BlockHash| {
-            self.entries.find(space.0, hash).is_none_or(|slot| self.entries.at(slot).state == State::Gap)
+            self.entries.find(space, hash).is_none_or(|slot| self.entries.at(slot).state == State::Gap)
         };
         let missing: Vec<u64> =
-            hashes.iter().filter(is_missing).map(|hash| fingerprint(space.0, hash)).collect();
+            hashes.iter().filter(is_missing).map(|hash| fingerprint(space, hash)).collect();
         let lacking = (missing.len() as u64 * block_bytes).saturating_sub(free_bytes);
         if lacking == 0 {
             return true;

@@ -3,6 +3,7 @@
 use kvlane_block::{BlockHash, Namespace};
 use kvlane_memory::PoolPage;
 
+use crate::api::{ShardNumber, StoredBlock};
 use crate::entries::{Entry, State};
 use crate::index::Index;
 use crate::journal::Change;
@@ -12,8 +13,7 @@ use crate::limbo::Extent;
 /// memory is not reused, even if the block dies.
 #[derive(Debug)]
 pub struct Check {
-    pub(crate) slot: u32,
-    pub(crate) generation: u32,
+    pub(crate) block: StoredBlock,
     /// Of a seal: the how many-th to be asked for, from 0 on.
     seal: Option<u64>,
     /// Extent and checksum of each shard.
@@ -54,12 +54,12 @@ impl Index {
         let mut bytes = 0;
         while bytes < max_bytes
             && checks.len() < max_blocks
-            && let Some((slot, generation)) = self.seal_queue.pop_front()
+            && let Some(block) = self.seal_queue.pop_front()
         {
-            if self.entries.current(slot, generation).is_some() {
+            if self.entries.current(block).is_some() {
                 let number = self.seals_asked - self.seal_queue.len() as u64 - 1;
                 self.sealing.insert(number);
-                let check = Check { seal: Some(number), ..self.start_check(slot) };
+                let check = Check { seal: Some(number), ..self.start_check(block.slot) };
                 bytes += check.bytes();
                 checks.push(check);
             }
@@ -87,19 +87,19 @@ impl Index {
         if !self.end_check(&check) {
             return;
         }
-        let entry = self.entries.at_mut(check.slot);
+        let entry = self.entries.at_mut(check.block.slot);
         assert!(entry.state == State::Committed, "sealed twice");
         entry.state = State::Sealed;
         let (number, hash) = (entry.space, entry.hash);
-        let space = &mut self.spaces[number as usize];
-        for (shard, &crc) in crcs.iter().enumerate() {
+        let space = &mut self.spaces[number];
+        for (shard, &crc) in ShardNumber::all(crcs.len()).zip(crcs) {
             space.rows.set_crc(entry.row, shard, crc);
         }
         space.sealed += 1;
         self.counters.sealed_blocks += 1;
         self.watches.sealed((number, hash));
         self.note_change(Change::Visible, number, hash);
-        self.queue_spill(check.slot, check.generation);
+        self.queue_spill(check.block);
     }
 
     /// The next visible block at or after slot `cursor`, which moves behind it; looks at up to `steps` slots. None
@@ -123,29 +123,29 @@ impl Index {
         if !self.end_check(&check) || intact {
             return None;
         }
-        let Entry { space, hash, .. } = *self.entries.at(check.slot);
+        let Entry { space, hash, .. } = *self.entries.at(check.block.slot);
         self.counters.scrub_bad += 1;
-        self.drop_block(check.slot);
-        Some(Damaged { namespace: self.spaces[space as usize].namespace, hash })
+        self.drop_block(check.block.slot);
+        Some(Damaged { namespace: self.spaces[space].namespace, hash })
     }
 
     pub(crate) fn start_check(&mut self, slot: u32) -> Check {
         let entry = self.entries.at_mut(slot);
         entry.checks += 1;
-        let space = &self.spaces[entry.space as usize];
+        let space = &self.spaces[entry.space];
         let shards = space.rows.shards(entry.row).zip(&space.shard_bytes);
         let shards = shards.map(|((page, crc), &bytes)| (Extent { page, bytes }, crc)).collect();
-        Check { slot, generation: entry.generation, seal: None, shards }
+        Check { block: StoredBlock { slot, generation: entry.generation }, seal: None, shards }
     }
 
     /// True when the block still lives.
     pub(crate) fn end_check(&mut self, check: &Check) -> bool {
-        if self.entries.current(check.slot, check.generation).is_none() {
-            let unused = self.limbo.reader_done(check.slot, check.generation);
+        if self.entries.current(check.block).is_none() {
+            let unused = self.limbo.reader_done(check.block);
             self.free(unused);
             return false;
         }
-        self.entries.at_mut(check.slot).checks -= 1;
+        self.entries.at_mut(check.block.slot).checks -= 1;
         true
     }
 }

@@ -6,6 +6,7 @@ use std::ops::{Index, IndexMut};
 use kvlane_block::{CutDigest, Namespace};
 use kvlane_memory::PoolPage;
 
+use crate::api::{ShardNumber, SpaceId};
 use crate::entries::NONE;
 
 /// A namespace with one cut.
@@ -31,24 +32,24 @@ impl Space {
     }
 }
 
-/// All spaces that are alive, by their number. The number of one that was forgotten is never given to another one.
+/// All spaces that are alive. The id of one that was forgotten is never given to another one.
 #[derive(Default)]
 pub(crate) struct Spaces {
-    living: BTreeMap<u32, Space>,
+    living: BTreeMap<SpaceId, Space>,
     next: u32,
 }
 
 impl Spaces {
-    /// Adds a space and answers its number.
-    pub(crate) fn add(&mut self, space: Space) -> u32 {
-        let number = self.next;
-        self.next = number.checked_add(1).unwrap_or_else(|| unreachable!("four billion spaces"));
-        self.living.insert(number, space);
-        number
+    /// Adds a space.
+    pub(crate) fn add(&mut self, space: Space) -> SpaceId {
+        let id = SpaceId(self.next);
+        self.next = self.next.checked_add(1).unwrap_or_else(|| unreachable!("four billion spaces"));
+        self.living.insert(id, space);
+        id
     }
 
-    pub(crate) fn remove(&mut self, number: u32) -> Option<Space> {
-        self.living.remove(&number)
+    pub(crate) fn remove(&mut self, id: SpaceId) -> Option<Space> {
+        self.living.remove(&id)
     }
 
     /// In order of creation.
@@ -56,32 +57,41 @@ impl Spaces {
         self.living.values()
     }
 
-    /// The same with their numbers.
-    pub(crate) fn numbered(&self) -> impl Iterator<Item = (u32, &Space)> {
-        self.living.iter().map(|(number, space)| (*number, space))
+    /// The same with their ids.
+    pub(crate) fn with_ids(&self) -> impl Iterator<Item = (SpaceId, &Space)> {
+        self.living.iter().map(|(id, space)| (*id, space))
     }
 }
 
-/// Of a space that is alive; who holds the number of one sees to that it stays so.
-impl Index<usize> for Spaces {
+/// Of a space that is alive; who holds the id of one sees to that it stays so.
+impl Index<SpaceId> for Spaces {
     type Output = Space;
 
-    fn index(&self, number: usize) -> &Space {
-        &self.living[&(number as u32)]
+    fn index(&self, id: SpaceId) -> &Space {
+        &self.living[&id]
     }
 }
 
-impl IndexMut<usize> for Spaces {
-    fn index_mut(&mut self, number: usize) -> &mut Space {
-        match self.living.get_mut(&(number as u32)) {
+impl IndexMut<SpaceId> for Spaces {
+    fn index_mut(&mut self, id: SpaceId) -> &mut Space {
+        match self.living.get_mut(&id) {
             Some(space) => space,
-            None => unreachable!("space {number} was forgotten and is still in use"),
+            None => unreachable!("{id:?} was forgotten and is still in use"),
         }
     }
 }
 
 /// Rows a chunk holds.
 const CHUNK: usize = 256;
+
+/// Which of the rows of a space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Row(u32);
+
+impl Row {
+    /// Of what has no extents.
+    pub(crate) const NONE: Row = Row(NONE);
+}
 
 /// One row a block: its slot, then page and crc32c of each shard; 4 + 8 bytes a shard, in chunks that never move.
 pub(crate) struct Rows {
@@ -98,11 +108,11 @@ impl Rows {
     }
 
     /// Stores the pages of a block's shards; the checksums are 0 until they are set.
-    pub(crate) fn insert(&mut self, slot: u32, pages: &[PoolPage]) -> u32 {
+    pub(crate) fn insert(&mut self, slot: u32, pages: &[PoolPage]) -> Row {
         if self.free == NONE {
             self.grow();
         }
-        let row = self.free;
+        let row = Row(self.free);
         let words = self.words_mut(row);
         let next_free = words[1];
         words[0] = slot;
@@ -114,12 +124,12 @@ impl Rows {
         row
     }
 
-    pub(crate) fn remove(&mut self, row: u32) {
+    pub(crate) fn remove(&mut self, row: Row) {
         let free = self.free;
         let words = self.words_mut(row);
         words[0] = NONE;
         words[1] = free;
-        self.free = row;
+        self.free = row.0;
         self.used -= 1;
         if self.used == 0 {
             self.chunks = Vec::new();
@@ -128,22 +138,22 @@ impl Rows {
     }
 
     /// Page and crc32c of each shard.
-    pub(crate) fn shards(&self, row: u32) -> impl Iterator<Item = (PoolPage, u32)> {
+    pub(crate) fn shards(&self, row: Row) -> impl Iterator<Item = (PoolPage, u32)> {
         self.words(row)[1..].chunks_exact(2).map(|pair| (PoolPage(pair[0]), pair[1]))
     }
 
-    pub(crate) fn page(&self, row: u32, shard: usize) -> PoolPage {
-        PoolPage(self.words(row)[1 + 2 * shard])
+    pub(crate) fn page(&self, row: Row, shard: ShardNumber) -> PoolPage {
+        PoolPage(self.words(row)[1 + 2 * shard.index()])
     }
 
-    pub(crate) fn set_crc(&mut self, row: u32, shard: usize, crc: u32) {
-        self.words_mut(row)[2 + 2 * shard] = crc;
+    pub(crate) fn set_crc(&mut self, row: Row, shard: ShardNumber, crc: u32) {
+        self.words_mut(row)[2 + 2 * shard.index()] = crc;
     }
 
     /// Slot and row of each block.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, u32)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, Row)> {
         let rows = self.chunks.iter().flat_map(|chunk| chunk.chunks_exact(self.width));
-        (0u32..).zip(rows).filter(|(_, words)| words[0] != NONE).map(|(row, words)| (words[0], row))
+        (0u32..).zip(rows).filter(|(_, words)| words[0] != NONE).map(|(row, words)| (words[0], Row(row)))
     }
 
     /// Whether there is no row.
@@ -163,12 +173,12 @@ impl Rows {
         self.free = first;
     }
 
-    fn words(&self, row: u32) -> &[u32] {
+    fn words(&self, Row(row): Row) -> &[u32] {
         let start = row as usize % CHUNK * self.width;
         &self.chunks[row as usize / CHUNK][start..start + self.width]
     }
 
-    fn words_mut(&mut self, row: u32) -> &mut [u32] {
+    fn words_mut(&mut self, Row(row): Row) -> &mut [u32] {
         let start = row as usize % CHUNK * self.width;
         &mut self.chunks[row as usize / CHUNK][start..start + self.width]
     }

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use kvlane_memory::PoolPage;
 
+use crate::api::StoredBlock;
 use crate::entries::{Entry, State};
 use crate::index::Index;
 use crate::seal::Check;
@@ -58,19 +59,17 @@ impl Index {
 
     /// The block that has waited the longest for the tier, if it is still there.
     pub fn take_spill(&mut self) -> Option<Spill> {
-        while let Some((slot, generation)) = self.spill_queue.pop_front() {
+        while let Some(block) = self.spill_queue.pop_front() {
             let number = self.spills_taken;
             self.spills_taken += 1;
-            let Some(&Entry { space, hash, state: State::Sealed, .. }) =
-                self.entries.current(slot, generation)
-            else {
+            let Some(&Entry { space, hash, state: State::Sealed, .. }) = self.entries.current(block) else {
                 self.counters.unspilled_blocks += 1;
                 continue;
             };
-            let space = &self.spaces[space as usize];
+            let space = &self.spaces[space];
             let key = BlockKey { namespace: space.namespace, cut: space.cut, hash };
             self.spilling.insert(number);
-            return Some(Spill { key, check: self.start_check(slot), number });
+            return Some(Spill { key, check: self.start_check(block.slot), number });
         }
         None
     }
@@ -87,7 +86,7 @@ impl Index {
 
     /// Whether the block is still what it was when it was taken.
     pub fn is_current(&self, spill: &Spill) -> bool {
-        self.entries.current(spill.check.slot, spill.check.generation).is_some()
+        self.entries.current(spill.check.block).is_some()
     }
 
     /// How many blocks were queued for the tier so far.
@@ -100,7 +99,7 @@ impl Index {
         self.spills_taken >= goal && self.spilling.first().is_none_or(|first| *first >= goal)
     }
 
-    pub(crate) fn queue_spill(&mut self, slot: u32, generation: u32) {
+    pub(crate) fn queue_spill(&mut self, block: StoredBlock) {
         if self.spill_limit == 0 {
             return;
         }
@@ -109,7 +108,7 @@ impl Index {
             self.spills_taken += 1;
             self.counters.unspilled_blocks += 1;
         }
-        self.spill_queue.push_back((slot, generation));
+        self.spill_queue.push_back(block);
     }
 }
 

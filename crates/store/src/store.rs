@@ -10,7 +10,8 @@ use kvlane_policy::Choice;
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::api::{
-    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, StoreOptions, WriterId,
+    Chain, ClaimOutcome, Hit, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, StoreOptions,
+    WriterId,
 };
 use crate::auto::AutoPolicy;
 use crate::claim::Caller;
@@ -178,7 +179,7 @@ impl Store {
         owner: OwnerId,
         writer: WriterId,
         space: SpaceId,
-        shard: u32,
+        shard: ShardNumber,
         chain: Chain,
         hashes: &[BlockHash],
         now: Instant,

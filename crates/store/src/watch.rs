@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 use kvlane_block::BlockHash;
 
-use crate::api::{ClaimOutcome, OwnerId};
+use crate::api::{ClaimOutcome, OwnerId, SpaceId};
 
 /// Blocks that are watched, over all watches: some 100 bytes each.
 const BLOCKS_MAX: usize = 1 << 18;
@@ -36,7 +36,7 @@ pub type Stirred = Box<dyn Fn(Stir) + Send>;
 pub(crate) struct WatchId(u64);
 
 /// A block's space and hash.
-pub(crate) type Key = (u32, BlockHash);
+pub(crate) type Key = (SpaceId, BlockHash);
 
 /// How far a block is when it begins to be watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use kvlane_block::BlockHash;
 use kvlane_policy::longest_hit;
 use parking_lot::MutexGuard;
 
-use crate::api::{ClaimOutcome, LeaseId, LookupGroup, OwnerId, SpaceId};
+use crate::api::{ClaimOutcome, LeaseId, LookupGroup, OwnerId, ShardNumber, SpaceId};
 use crate::entries::{NONE, State};
 use crate::index::Index;
 use crate::needs::needs;
@@ -96,7 +96,14 @@ impl Store {
 
     /// A worker of an engine has asked to save its shard of these blocks, and was refused before any of them was claimed. Who
     /// waits for them is told, and who comes to wait for them within some seconds.
-    pub fn not_saved(&self, owner: OwnerId, space: SpaceId, shard: u32, hashes: &[BlockHash], now: Instant) {
+    pub fn not_saved(
+        &self,
+        owner: OwnerId,
+        space: SpaceId,
+        shard: ShardNumber,
+        hashes: &[BlockHash],
+        now: Instant,
+    ) {
         for part in hashes.chunks(BLOCKS_A_HOLD) {
             let mut index = self.index.lock();
             part.iter().for_each(|hash| index.not_saved(owner, space, shard, hash, now));
@@ -141,16 +148,16 @@ impl Index {
     }
 
     fn visible(&self, space: SpaceId, hash: &BlockHash) -> Option<u32> {
-        self.entries.find(space.0, hash).filter(|slot| self.entries.at(*slot).state == State::Sealed)
+        self.entries.find(space, hash).filter(|slot| self.entries.at(*slot).state == State::Sealed)
     }
 
     fn watch_block(&mut self, watch: WatchId, space: SpaceId, hash: &BlockHash, now: Instant) -> bool {
-        let key = (space.0, *hash);
+        let key = (space, *hash);
         let saver = self.watches.saver(watch);
-        let slot = self.entries.find(space.0, hash);
+        let slot = self.entries.find(space, hash);
         let state = slot.map(|slot| self.entries.at(slot).state);
         let claimed_by = slot.and_then(|slot| self.claims.get(&slot)).map(|claim| claim.owner());
-        let shards = self.shards_of(space) as u32;
+        let shards = self.shards_of(space);
         let was_refused = saver.is_some_and(|saver| self.not_saved.has(key, saver, shards, now));
         let is_claimed_by_saver = claimed_by.is_some() && claimed_by == saver;
         let is_asked = match state {
@@ -169,7 +176,7 @@ impl Index {
         &mut self,
         owner: OwnerId,
         key: Key,
-        shard: u32,
+        shard: ShardNumber,
         outcome: &ClaimOutcome,
         now: Instant,
     ) {
@@ -181,8 +188,15 @@ impl Index {
         self.watches.asked(owner, key, outcome);
     }
 
-    fn not_saved(&mut self, owner: OwnerId, space: SpaceId, shard: u32, hash: &BlockHash, now: Instant) {
-        let slot = self.entries.find(space.0, hash);
+    fn not_saved(
+        &mut self,
+        owner: OwnerId,
+        space: SpaceId,
+        shard: ShardNumber,
+        hash: &BlockHash,
+        now: Instant,
+    ) {
+        let slot = self.entries.find(space, hash);
         let is_stored = |slot| matches!(self.entries.at(slot).state, State::Committed | State::Sealed);
         let outcome = match slot.map(|slot| (slot, self.claims.get(&slot))) {
             Some((_, Some(claim))) if claim.owner() != owner => ClaimOutcome::InFlight,
@@ -190,6 +204,6 @@ impl Index {
             Some((slot, None)) if is_stored(slot) => ClaimOutcome::Present,
             _ => ClaimOutcome::NoRoom,
         };
-        self.asked(owner, (space.0, *hash), shard, &outcome, now);
+        self.asked(owner, (space, *hash), shard, &outcome, now);
     }
 }

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES};
 use kvlane_store::{
-    Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId, SpaceId,
-    StoreOptions, WriterId,
+    Chain, Change, ClaimOutcome, Index, Journal, JournalEntry, JournalRead, Medium, OwnerId, ShardNumber,
+    SpaceId, StoreOptions, WriterId,
 };
 use proptest::prelude::*;
 
@@ -157,7 +157,16 @@ fn a_read_among_entries_of_others_goes_on_where_it_ended() {
 fn claim(index: &mut Index, space: SpaceId, chain: Chain, number: u8) -> ClaimOutcome {
     let mut outcomes = Vec::new();
     let now = std::time::Instant::now();
-    index.claim(OwnerId(1), WriterId(1), space, 0, chain, &[BlockHash([number; 16])], now, &mut outcomes);
+    index.claim(
+        OwnerId(1),
+        WriterId(1),
+        space,
+        ShardNumber(0),
+        chain,
+        &[BlockHash([number; 16])],
+        now,
+        &mut outcomes,
+    );
     outcomes[0]
 }
 

@@ -9,8 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{ExtentAllocator, PAGE_BYTES, PoolPage};
 use kvlane_policy::{Choice, PolicyKind};
 use kvlane_store::{
-    Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId,
-    Spill, StoreOptions, WriterId,
+    Chain, Change, Check, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber,
+    SpaceId, Spill, StoreOptions, StoredBlock, WriterId,
 };
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -157,8 +157,8 @@ struct Writing {
 /// A claim that lives: which shards were asked for and written, and where they are.
 struct LiveClaim {
     owner: OwnerId,
-    /// Slot and generation: tells it from an earlier claim of the same key.
-    id: (u32, u32),
+    /// Tells it from an earlier claim of the same key.
+    id: StoredBlock,
     asked: BTreeSet<u32>,
     written: BTreeMap<u32, PoolPage>,
     since: Instant,
@@ -281,7 +281,7 @@ impl World {
 
     fn pages_of(writing: &Writing) -> Range<u32> {
         let first = writing.shard.page.0;
-        first..first + SPACES[writing.key.0][writing.shard.shard as usize] as u32
+        first..first + SPACES[writing.key.0][writing.shard.shard.0 as usize] as u32
     }
 
     /// Nobody is told to write where another reads or writes.
@@ -322,7 +322,7 @@ impl World {
                 if !self.writing.is_empty() {
                     let writing = self.writing.swap_remove(pick % self.writing.len());
                     self.index.abort(&[writing.shard], self.now);
-                    let id = (writing.shard.slot, writing.shard.generation);
+                    let id = writing.shard.block;
                     self.claims.retain(|&key, claim| key != writing.key || claim.id != id);
                 }
             }
@@ -332,7 +332,7 @@ impl World {
                 let (died, rest): (Vec<_>, Vec<_>) =
                     self.writing.iter().partition(|writing| writing.writer == gone);
                 self.writing = rest;
-                let ids: BTreeSet<_> = died.iter().map(|w| (w.shard.slot, w.shard.generation)).collect();
+                let ids: BTreeSet<_> = died.iter().map(|w| w.shard.block).collect();
                 self.claims.retain(|_, claim| !ids.contains(&claim.id));
             }
             Op::StartSeal => self.checks.extend(self.index.take_unsealed(u64::MAX, 2)),
@@ -411,7 +411,7 @@ impl World {
                 let in_flight = |id| {
                     let shards = fetching.iter().flat_map(|(_, shards)| shards);
                     let mut shards = writing.iter().map(|other| &other.shard).chain(shards);
-                    shards.any(|shard| (shard.slot, shard.generation) == id)
+                    shards.any(|shard| shard.block == id)
                 };
                 self.claims.retain(|_, claim| now - claim.since <= TTL || in_flight(claim.id));
             }
@@ -484,7 +484,7 @@ impl World {
         let writer = writer(owner.0, shard);
         let mut outcomes = Vec::new();
         let (id, now) = (self.spaces[space], self.now);
-        self.index.claim(owner, writer, id, shard, chain, &hashes, now, &mut outcomes);
+        self.index.claim(owner, writer, id, ShardNumber(shard), chain, &hashes, now, &mut outcomes);
         assert_eq!(outcomes.len(), hashes.len());
         let visible = self.visible();
         for (hash, outcome) in hashes.into_iter().zip(outcomes) {
@@ -503,12 +503,12 @@ impl World {
                     self.seen.filled_gaps += u64::from(space != WINDOW_SPACE && visible.contains(&child));
                     let claim = self.claims.entry(key).or_insert(LiveClaim {
                         owner,
-                        id: (claimed.slot, claimed.generation),
+                        id: claimed.block,
                         asked: BTreeSet::new(),
                         written: BTreeMap::new(),
                         since: now,
                     });
-                    assert_eq!(claim.id, (claimed.slot, claimed.generation), "one claim of {key:?}");
+                    assert_eq!(claim.id, claimed.block, "one claim of {key:?}");
                     self.seen.joined_claims += u64::from(!claim.asked.is_empty());
                     claim.asked.insert(shard);
                 }
@@ -556,9 +556,9 @@ impl World {
         let Writing { key, shard, .. } = self.writing.remove(pick % self.writing.len());
         self.index.commit(&[shard], self.now);
         if let Some(claim) = self.claims.get_mut(&key)
-            && claim.id == (shard.slot, shard.generation)
+            && claim.id == shard.block
         {
-            claim.written.insert(shard.shard, shard.page);
+            claim.written.insert(shard.shard.0, shard.page);
             claim.since = self.now;
             if claim.written.len() == SPACES[key.0].len() {
                 let pages = claim.written.values().copied().collect();
@@ -596,7 +596,7 @@ impl World {
             return;
         }
         let (key, claims) = self.fetching.swap_remove(pick % self.fetching.len());
-        let id = (claims[0].slot, claims[0].generation);
+        let id = claims[0].block;
         let lives = self.claims.get(&key).is_some_and(|claim| claim.id == id);
         if lives {
             self.claims.remove(&key);

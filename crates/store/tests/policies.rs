@@ -9,7 +9,8 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES};
 use kvlane_policy::{CacheModel, Choice, PolicyKind};
 use kvlane_store::{
-    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, SpaceId, Store, StoreOptions, WriterId,
+    Chain, ClaimOutcome, Index, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store, StoreOptions,
+    WriterId,
 };
 
 const ENGINE: OwnerId = OwnerId(1);
@@ -64,7 +65,16 @@ impl Engine {
         let chain = from.checked_sub(1).map_or(Chain::Start, |before| Chain::After(prompt[before]));
         let mut outcomes = Vec::new();
         let writer = WriterId(WORKER.0 + u64::from(shard));
-        self.index.claim(ENGINE, writer, self.space, shard, chain, &prompt[from..], self.now, &mut outcomes);
+        self.index.claim(
+            ENGINE,
+            writer,
+            self.space,
+            ShardNumber(shard),
+            chain,
+            &prompt[from..],
+            self.now,
+            &mut outcomes,
+        );
         outcomes
     }
 
@@ -226,7 +236,7 @@ fn auto_leaves_lru_where_prompts_that_never_come_back_displace_what_is_used() {
         let hit = hit.map_or(0, |hit| hit.tokens as usize);
         let chain = hit.checked_sub(1).map_or(Chain::Start, |before| Chain::After(prompt[before]));
         let mut outcomes = Vec::new();
-        store.claim(ENGINE, WORKER, space, 0, chain, &prompt[hit..], now, &mut outcomes);
+        store.claim(ENGINE, WORKER, space, ShardNumber(0), chain, &prompt[hit..], now, &mut outcomes);
         store.commit(&claimed(&outcomes), now);
         while store.seal_pending() {}
         hit

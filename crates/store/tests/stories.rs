@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, ExtentAllocator, HugePages, Numa, PAGE_BYTES, PoolPage};
 use kvlane_store::{
-    Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, SpaceId, Store, StoreOptions,
-    WriterId,
+    Chain, ClaimOutcome, Hit, Index, LeaseId, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, Store,
+    StoreOptions, WriterId,
 };
 
 const A: OwnerId = OwnerId(1);
@@ -60,7 +60,7 @@ impl Pool {
         hashes: &[BlockHash],
     ) -> Vec<ClaimOutcome> {
         let mut out = Vec::new();
-        self.store.claim(owner, writer, space, shard, chain, hashes, self.now, &mut out);
+        self.store.claim(owner, writer, space, ShardNumber(shard), chain, hashes, self.now, &mut out);
         out
     }
 
@@ -448,7 +448,7 @@ fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
         };
         let hashes: Vec<BlockHash> = (0..count).map(hash).collect();
         let mut outcomes = Vec::new();
-        index.claim(A, WORKER, space, 0, Chain::Start, &hashes, now, &mut outcomes);
+        index.claim(A, WORKER, space, ShardNumber(0), Chain::Start, &hashes, now, &mut outcomes);
         let shards = claimed(&outcomes);
         index.commit(&shards, now);
         for check in index.take_unsealed(u64::MAX, usize::MAX) {
@@ -458,7 +458,7 @@ fn a_block_that_is_being_checked_does_not_keep_its_prompt_from_being_evicted() {
     };
     let oldest = save(&mut index, 1, 900);
     save(&mut index, 2, 124);
-    let mut at_its_tail = oldest[899].slot;
+    let mut at_its_tail = oldest[899].block.slot;
     let check = index.next_scrub(&mut at_its_tail, 1).unwrap();
     assert_eq!(save(&mut index, 3, 20).len(), 20, "room for all");
     index.check_consistency().unwrap();
@@ -476,13 +476,13 @@ fn a_seal_that_ends_before_an_earlier_one_does_not_count_for_it() {
     let mut index = Index::new(extents, 64 * PAGE_BYTES, StoreOptions::default());
     let space = index.space(MODEL, "a model", CutDigest([5; 16]), &[PAGE_BYTES]);
     let mut outcomes = Vec::new();
-    index.claim(A, WORKER, space, 0, Chain::Unchained, &hashes(0, 4), now, &mut outcomes);
+    index.claim(A, WORKER, space, ShardNumber(0), Chain::Unchained, &hashes(0, 4), now, &mut outcomes);
     let shards = claimed(&outcomes);
     index.commit(&shards, now);
     let [first] = index.take_unsealed(1, 1).try_into().unwrap();
     let [second] = index.take_unsealed(1, 1).try_into().unwrap();
     // The third one dies while it waits.
-    index.drop_blocks(&[(shards[2].slot, shards[2].generation)]);
+    index.drop_blocks(&[shards[2].block]);
     assert!(index.stats().seal_queue >= 3);
     index.finish_seal(second, &[0]);
     assert_eq!(index.sealed_through(), 0);

@@ -10,7 +10,7 @@ use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
 use kvlane_store::{
     BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone, SealedShard,
-    ShardClaim, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
+    ShardClaim, ShardNumber, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
 };
 use parking_lot::{Condvar, Mutex};
 use proptest::prelude::*;
@@ -192,7 +192,16 @@ impl Pool {
         for (shard, pages) in (0..).zip(SHARDS) {
             let mut outcomes = Vec::new();
             let now = Instant::now();
-            self.store.claim(ENGINE, WORKER, self.space, shard, chain, hashes, now, &mut outcomes);
+            self.store.claim(
+                ENGINE,
+                WORKER,
+                self.space,
+                ShardNumber(shard),
+                chain,
+                hashes,
+                now,
+                &mut outcomes,
+            );
             for (outcome, hash) in outcomes.iter().zip(hashes) {
                 if let ClaimOutcome::Claimed(claim) = outcome {
                     let at = PoolExtent { offset: claim.page.offset(), bytes: pages * PAGE_BYTES };
@@ -380,7 +389,16 @@ fn memory_that_the_tier_still_writes_is_not_given_to_others() {
     assert_eq!(pool.store.drop_namespace(MODEL).blocks, 6);
     let mut outcomes = Vec::new();
     let others = hashes(2, 1);
-    pool.store.claim(ENGINE, WORKER, pool.space, 0, Chain::Start, &others, Instant::now(), &mut outcomes);
+    pool.store.claim(
+        ENGINE,
+        WORKER,
+        pool.space,
+        ShardNumber(0),
+        Chain::Start,
+        &others,
+        Instant::now(),
+        &mut outcomes,
+    );
     assert_eq!(outcomes, [ClaimOutcome::NoRoom]);
     shelf.let_through(6);
     done.recv_timeout(PATIENCE).unwrap();
@@ -401,7 +419,7 @@ fn memory_that_the_tier_still_reads_is_not_given_to_others() {
         ENGINE,
         WORKER,
         pool.space,
-        0,
+        ShardNumber(0),
         Chain::Start,
         &hashes(2, 1),
         Instant::now(),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvlane_block::parse_hashes;
 use kvlane_engine_memory::{Asked, Pace};
 use kvlane_proto::v1::{self, reply::Body as Answer};
-use kvlane_store::WriterId;
+use kvlane_store::{ShardNumber, WriterId};
 
 use super::{
     context::{Answered, Context, done, not_admitted},
@@ -161,7 +161,13 @@ fn not_saved(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1
             if let (Some(of_engine), Ok(hashes)) =
                 (open.get(group.group as usize), parse_hashes(&group.hashes))
             {
-                shared.store.not_saved(worker.owner, of_engine.space, worker.rank, &hashes, Instant::now());
+                shared.store.not_saved(
+                    worker.owner,
+                    of_engine.space,
+                    ShardNumber(worker.rank),
+                    &hashes,
+                    Instant::now(),
+                );
             }
         }
     });

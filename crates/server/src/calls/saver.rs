@@ -8,7 +8,7 @@ use kvlane_proto::{
     packed::{Outcome, pack_outcomes, pack_pages},
     v1,
 };
-use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, WriterId};
+use kvlane_store::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, WriterId};
 use thiserror::Error;
 
 use crate::{engines::OpenGroup, refusal::Refusal, save_gate::Inside, shared::Shared};
@@ -107,7 +107,13 @@ impl Saver<'_> {
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
                     let space = self.open[blocks.group].space;
-                    self.shared.store.not_saved(self.owner, space, self.rank, hashes, Instant::now());
+                    self.shared.store.not_saved(
+                        self.owner,
+                        space,
+                        ShardNumber(self.rank),
+                        hashes,
+                        Instant::now(),
+                    );
                     result.failed += hashes.len() as u64;
                     continue;
                 }
@@ -193,7 +199,16 @@ impl Saver<'_> {
     fn claim_shards(&self, group: usize, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
         let mut outcomes = Vec::with_capacity(hashes.len());
         let (space, now) = (self.open[group].space, Instant::now());
-        self.shared.store.claim(self.owner, self.writer, space, self.rank, chain, hashes, now, &mut outcomes);
+        self.shared.store.claim(
+            self.owner,
+            self.writer,
+            space,
+            ShardNumber(self.rank),
+            chain,
+            hashes,
+            now,
+            &mut outcomes,
+        );
         outcomes
     }
 }
