@@ -13,6 +13,6 @@ pub mod slices;
 pub use contiguous::{Contiguous, Position, merge, push_run};
 pub use hash::{BlockHash, Cut, CutDigest, HashError, LayoutDigest, Namespace, parse_hashes};
 pub use layout::{LayoutError, MAX_PIECES, Region, shard_bytes};
-pub use numbers::{BlockId, PoolOffset};
+pub use numbers::{BlockId, PoolOffset, Rank};
 pub use runs::{Run, plan};
 pub use slices::{SLICE_STEP, slice};

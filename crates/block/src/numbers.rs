@@ -30,6 +30,29 @@ number! {
     PoolOffset(u64)
 }
 
+number! {
+    /// A worker of an engine, by the place that vLLM gives it among all of them: below their number, not twice in one engine.
+    Rank(u32)
+}
+
+impl Rank {
+    /// Which slice of a block this rank saves, where every `holders` consecutive ranks hold the same blocks.
+    ///
+    /// # Panics
+    /// If `holders` is 0.
+    pub fn slice_of(self, holders: usize) -> usize {
+        self.0 as usize % holders
+    }
+
+    /// The first of the ranks that hold the same blocks as this one.
+    ///
+    /// # Panics
+    /// As for [`Self::slice_of`].
+    pub fn first_of(self, holders: usize) -> Rank {
+        Rank(self.0 - self.slice_of(holders) as u32)
+    }
+}
+
 impl Position for PoolOffset {
     fn after(self, bytes: u64) -> Option<PoolOffset> {
         self.0.checked_add(bytes).map(PoolOffset)

@@ -1,6 +1,7 @@
 //! What a lookup found.
 
 use bytes::Bytes;
+use kvlane_block::Rank;
 use kvlane_proto::{
     packed::{PAGE_NUMBER_BYTES, Pages},
     v1,
@@ -139,16 +140,16 @@ impl Hit {
 
     /// Pool pages of one rank's shards, little-endian `u32` a block, from the group's first block on. Empty when
     /// the hit has no such group or rank. Those of several ranks one after the other load a block that they share.
-    pub fn pages(&self, group: u32, rank: u32) -> Vec<u8> {
+    pub fn pages(&self, group: u32, rank: Rank) -> Vec<u8> {
         let Some(group) = self.groups.iter().find(|g| g.index == group) else { return Vec::new() };
         let Ok(pages) = Pages::parse(&group.pages) else { return Vec::new() };
-        pages.column(rank as usize, group.workers).flat_map(u32::to_le_bytes).collect()
+        pages.column(rank.0 as usize, group.workers).flat_map(u32::to_le_bytes).collect()
     }
 
     /// The same for some blocks, named by their numbers in the prompt. None if one of them is not in the hit.
-    pub fn pages_of(&self, group: u32, rank: u32, blocks: &[u64]) -> Option<Vec<u8>> {
+    pub fn pages_of(&self, group: u32, rank: Rank, blocks: &[u64]) -> Option<Vec<u8>> {
         let group = self.groups.iter().find(|g| g.index == group)?;
-        let (pages, rank) = (Pages::parse(&group.pages).ok()?, rank as usize);
+        let (pages, rank) = (Pages::parse(&group.pages).ok()?, rank.0 as usize);
         let mut found = Vec::with_capacity(blocks.len() * PAGE_NUMBER_BYTES);
         for block in blocks {
             let row = usize::try_from(block.checked_sub(group.first_block)?).ok()?;
@@ -173,20 +174,20 @@ mod tests {
             v1::LookupResult { tokens: 96, lease: 1, groups: vec![group], ready: true },
         );
         let of = |rank| -> Vec<u32> {
-            hit.pages(3, rank).chunks(4).map(|p| u32::from_le_bytes(p.try_into().unwrap())).collect()
+            hit.pages(3, Rank(rank)).chunks(4).map(|p| u32::from_le_bytes(p.try_into().unwrap())).collect()
         };
         assert_eq!((of(0), of(1), of(2)), (vec![10, 11, 12], vec![20, 21, 22], vec![]));
         let some = |rank, blocks: &[u64]| {
-            let pages = hit.pages_of(3, rank, blocks)?;
+            let pages = hit.pages_of(3, Rank(rank), blocks)?;
             Some(Pages::parse(&pages).unwrap().iter().collect::<Vec<_>>())
         };
         assert_eq!((some(1, &[7, 5]), some(0, &[])), (Some(vec![22, 20]), Some(vec![])));
         // Before and behind the hit, a rank that is not, a group that is not.
         assert_eq!([some(0, &[4]), some(0, &[8]), some(2, &[5]), some(0, &[u64::MAX])], [const { None }; 4]);
-        assert_eq!(hit.pages_of(0, 0, &[5]), None);
+        assert_eq!(hit.pages_of(0, Rank(0), &[5]), None);
         assert_eq!(hit.groups().collect::<Vec<_>>(), [(3, 5)]);
         assert_eq!((hit.stored_blocks(3), hit.stored_blocks(0)), (9, 0));
-        assert!(hit.pages(0, 0).is_empty());
+        assert!(hit.pages(0, Rank(0)).is_empty());
     }
 
     /// An engine with a group that needs all blocks, and one with a window of two and larger blocks.

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc, time::Duration};
 
+use kvlane_block::Rank;
 use kvlane_engine_memory::{OwnBlocks, WorkerGpu};
 use kvlane_proto::Address;
 use parking_lot::{Condvar, Mutex};
@@ -23,8 +24,8 @@ pub struct WorkerOptions {
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
-    /// This worker's shard.
-    pub rank: u32,
+    /// Which of the engine's workers this is.
+    pub rank: Rank,
     /// Number of the engine's workers.
     pub workers: u32,
     /// The engine's blocks, their groups in the scheduler's order.

@@ -349,7 +349,10 @@ fn a_scheduler_asks_leases_cancels_and_reconnects_in_this_order() {
             let found = answer(&mut scheduler, "a hit");
             assert_eq!((found.tokens, found.lease, found.boot), (32, 7, FIRST));
             assert_eq!(found.groups().collect::<Vec<_>>(), [(0, 0), (1, 1)]);
-            assert_eq!((found.stored_blocks(0), found.pages(1, 1)), (3, 3u32.to_le_bytes().to_vec()));
+            assert_eq!(
+                (found.stored_blocks(0), found.pages(1, kvlane_block::Rank(1))),
+                (3, 3u32.to_le_bytes().to_vec())
+            );
             ask(&mut scheduler, "a miss after a while");
             assert_eq!(answer(&mut scheduler, "a miss after a while").tokens, 0);
             ask(&mut scheduler, "refused");
@@ -487,7 +490,7 @@ impl Rank {
             daemon_user: DaemonUser::default(),
             engine_id: "e".into(),
             client: "talk".into(),
-            rank: 0,
+            rank: kvlane_block::Rank(0),
             workers: 1,
             blocks,
             save_method,

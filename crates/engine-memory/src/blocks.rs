@@ -1,6 +1,6 @@
 //! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
 
-use kvlane_block::{BlockId, LayoutError, Region, shard_bytes, slice};
+use kvlane_block::{BlockId, LayoutError, Rank, Region, shard_bytes, slice};
 use kvlane_memory::PoolPage;
 use thiserror::Error;
 
@@ -59,11 +59,11 @@ pub struct GroupMemory {
 pub type BlockPages = Vec<(BlockId, PoolPage)>;
 
 impl GroupMemory {
-    /// Of rank `rank`.
+    /// The group as this rank has it: it saves the slice that is its own.
     ///
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, or too small to be shared.
-    pub fn new(spec: WorkerGroupSpec, rank: u32) -> Result<Self, LayoutError> {
+    pub fn new(spec: WorkerGroupSpec, rank: Rank) -> Result<Self, LayoutError> {
         let WorkerGroupSpec { namespace, layout, regions, replicas } = spec;
         regions.iter().try_for_each(Region::validate)?;
         let count = replicas.max(1) as usize;
@@ -71,7 +71,7 @@ impl GroupMemory {
             1 => vec![regions.clone()],
             _ => slice(&regions, count)?,
         };
-        Ok(Self { namespace, layout, regions, slices, own: rank as usize % count })
+        Ok(Self { namespace, layout, regions, slices, own: rank.slice_of(count) })
     }
 
     /// As the scheduler names it.
@@ -147,7 +147,7 @@ mod tests {
         };
         let regions = (0..layers).map(layer).collect();
         let spec = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas };
-        GroupMemory::new(spec, rank).unwrap()
+        GroupMemory::new(spec, Rank(rank)).unwrap()
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_block::Run;
+use kvlane_block::{Rank, Run};
 use parking_lot::{Condvar, Mutex};
 
 use crate::flags::Part;
@@ -42,11 +42,11 @@ pub struct Seat {
     /// The engine.
     pub engine_id: String,
     /// The first of these ranks.
-    pub first: u32,
+    pub first: Rank,
     /// How many they are.
     pub ranks: u32,
     /// This one.
-    pub rank: u32,
+    pub rank: Rank,
 }
 
 /// The meetings that others may still join.

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{BlockId, LayoutError, PoolOffset, Region, Run};
+use kvlane_block::{BlockId, LayoutError, PoolOffset, Rank, Region, Run};
 use kvlane_gpu::GpuError;
 use kvlane_memory::{PoolPage, PoolView};
 use thiserror::Error;
@@ -42,11 +42,11 @@ impl OwnBlocks {
         self.gpu.as_ref()
     }
 
-    /// The copies that rank `rank` does by itself. For the thread that copies: it drops this after its last copy.
+    /// The copies that a rank does by itself. For the thread that copies: it drops this after its last copy.
     ///
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, or too small to be shared.
-    pub fn of_rank(&self, rank: u32) -> Result<OwnCopies, LayoutError> {
+    pub fn of_rank(&self, rank: Rank) -> Result<OwnCopies, LayoutError> {
         let groups = self.groups.iter().map(|group| GroupMemory::new(group.clone(), rank));
         Ok(OwnCopies { groups: groups.collect::<Result<_, _>>()?, gpu: self.gpu.clone() })
     }

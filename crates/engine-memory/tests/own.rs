@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{BlockId, Region};
+use kvlane_block::{BlockId, Rank, Region};
 use kvlane_engine_memory::{Copied, LoadGroup, OwnBlocks, OwnError, WorkerGpu, WorkerGroupSpec};
 use kvlane_fake_gpu::{FakeDriver, FakeOptions};
 use kvlane_gpu::{Driver, Gpu};
@@ -26,7 +26,7 @@ fn a_worker_on_a_gpu_loads_by_itself_and_saves_nothing() {
     let group = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions: vec![region], replicas: 1 };
     // SAFETY: the memory lives to the end of the test, and nobody else uses its blocks.
     let blocks = unsafe { OwnBlocks::new(vec![group], Some(Arc::new(worker))) };
-    let copies = blocks.of_rank(0).unwrap();
+    let copies = blocks.of_rank(Rank(0)).unwrap();
     let options = ArenaOptions { bytes: 64 << 10, hugepages: HugePages::Off, numa: Numa::Off, threads: 1 };
     let pool = Arena::create(&options, &|_| {}).unwrap();
     let view = PoolView::map(pool.descriptor(true).unwrap(), pool.bytes(), true).unwrap();

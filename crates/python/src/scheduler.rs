@@ -2,6 +2,7 @@
 
 use std::{collections::HashMap, time::Duration};
 
+use kvlane_block::Rank;
 use kvlane_client::{BlockChange, GroupSpec, HandOff, Hit, Scheduler, SchedulerOptions};
 use parking_lot::Mutex;
 use pyo3::{
@@ -50,7 +51,7 @@ impl PyHit {
     }
 
     fn pages<'py>(&self, py: Python<'py>, group: u32, rank: u32) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.0.pages(group, rank))
+        PyBytes::new(py, &self.0.pages(group, Rank(rank)))
     }
 
     fn pages_of<'py>(
@@ -60,7 +61,7 @@ impl PyHit {
         rank: u32,
         blocks: Vec<u64>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let pages = self.0.pages_of(group, rank, &blocks);
+        let pages = self.0.pages_of(group, Rank(rank), &blocks);
         let pages = pages.ok_or_else(|| value_error("not all of these blocks are in the hit"))?;
         Ok(PyBytes::new(py, &pages))
     }

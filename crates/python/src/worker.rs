@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use kvlane_block::{BlockHash, BlockId};
+use kvlane_block::{BlockHash, BlockId, Rank};
 use kvlane_client::{
     EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
     Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
@@ -149,7 +149,7 @@ impl PyWorker {
             daemon_user: self::daemon_user(daemon_user)?,
             engine_id,
             client,
-            rank,
+            rank: Rank(rank),
             workers,
             blocks,
             save_method,

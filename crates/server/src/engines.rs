@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use kvlane_block::{Cut, CutDigest, LayoutDigest, Namespace, Region, shard_bytes};
+use kvlane_block::{Cut, CutDigest, LayoutDigest, Namespace, Rank, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -38,7 +38,7 @@ pub(crate) enum EngineError {
     #[error(
         "rank {rank} is not below the engine's {workers} workers, of which 1 to {WORKERS_MAX} are possible"
     )]
-    Rank { rank: u32, workers: u32 },
+    NoSuchRank { rank: Rank, workers: u32 },
     #[error("{0} groups were opened; 1 to {GROUPS_MAX} are possible")]
     Groups(usize),
     #[error("group {group} has {tokens} tokens a block")]
@@ -93,7 +93,7 @@ struct Engine {
     workers_expected: u32,
     scheduler: Option<SessionId>,
     groups: Vec<GroupSpec>,
-    workers: HashMap<u32, WorkerSlot>,
+    workers: HashMap<Rank, WorkerSlot>,
     open: Opened,
 }
 
@@ -131,12 +131,12 @@ impl Engine {
     }
 
     /// Ranks that share their blocks must cut them alike: each reads what the others saved.
-    fn check_slices(&self, index: usize, rank: u32, part: &WorkerGroup) -> Result<(), EngineError> {
+    fn check_slices(&self, index: usize, rank: Rank, part: &WorkerGroup) -> Result<(), EngineError> {
         if part.slices.len() < 2 {
             return Ok(());
         }
-        let first = rank - rank % part.slices.len() as u32;
-        for (peer, slice) in (first..).zip(&part.slices) {
+        let first = rank.first_of(part.slices.len());
+        for (peer, slice) in (first.0..).map(Rank).zip(&part.slices) {
             let other = self.workers.get(&peer).and_then(|worker| worker.groups.get(index));
             let agrees = |other: &WorkerGroup| {
                 other.slices.len() == part.slices.len()
@@ -256,7 +256,7 @@ impl Engines {
         store: &Store,
     ) -> Result<(OwnerId, bool), EngineError> {
         if workers == 0 || workers > WORKERS_MAX {
-            return Err(EngineError::Rank { rank: 0, workers });
+            return Err(EngineError::NoSuchRank { rank: Rank(0), workers });
         }
         if groups.is_empty() || groups.len() > GROUPS_MAX {
             return Err(EngineError::Groups(groups.len()));
@@ -288,13 +288,13 @@ impl Engines {
         &self,
         id: &str,
         session: SessionId,
-        rank: u32,
+        rank: Rank,
         workers: u32,
         groups: Vec<WorkerGroup>,
         store: &Store,
     ) -> Result<OwnerId, EngineError> {
-        if workers == 0 || workers > WORKERS_MAX || rank >= workers {
-            return Err(EngineError::Rank { rank, workers });
+        if workers == 0 || workers > WORKERS_MAX || rank.0 >= workers {
+            return Err(EngineError::NoSuchRank { rank, workers });
         }
         if groups.is_empty() || groups.len() > GROUPS_MAX {
             return Err(EngineError::Groups(groups.len()));
@@ -441,10 +441,10 @@ mod tests {
     #[test]
     fn an_engine_is_ready_when_every_worker_has_mapped_the_pool() {
         let (engines, store) = (Engines::default(), store());
-        engines.register("e", 1, 0, 2, vec![worker_group(4096)], &store).unwrap();
+        engines.register("e", 1, Rank(0), 2, vec![worker_group(4096)], &store).unwrap();
         let (_, ready) = engines.open("e", 2, 2, vec![scheduler_group()], 0, &store).unwrap();
         assert!(!ready);
-        engines.register("e", 3, 1, 2, vec![worker_group(4096)], &store).unwrap();
+        engines.register("e", 3, Rank(1), 2, vec![worker_group(4096)], &store).unwrap();
         engines.mapped("e", 1);
         assert!(engines.with_ready("e", |_, _| ()).is_none());
         engines.mapped("e", 3);
@@ -458,12 +458,13 @@ mod tests {
     #[test]
     fn a_second_engine_with_the_same_id_is_refused_and_the_first_goes_on() {
         let (engines, store) = (Engines::default(), store());
-        engines.register("e", 1, 0, 1, vec![worker_group(4096)], &store).unwrap();
+        engines.register("e", 1, Rank(0), 1, vec![worker_group(4096)], &store).unwrap();
         engines.open("e", 2, 1, vec![scheduler_group()], 0, &store).unwrap();
         engines.mapped("e", 1);
-        let other = engines.register("e", 7, 0, 1, vec![worker_group(2048)], &store).unwrap_err().to_string();
+        let other =
+            engines.register("e", 7, Rank(0), 1, vec![worker_group(2048)], &store).unwrap_err().to_string();
         assert!(other.contains("'e'") && other.contains("rank 0"), "{other}");
-        let workers = engines.register("e", 7, 1, 2, vec![worker_group(2048)], &store).unwrap_err();
+        let workers = engines.register("e", 7, Rank(1), 2, vec![worker_group(2048)], &store).unwrap_err();
         assert!(matches!(workers, EngineError::Workers { now: 2, before: 1, .. }));
         assert!(engines.with_ready("e", |_, _| ()).is_some());
     }
@@ -484,8 +485,8 @@ mod tests {
         for (second, sentence) in cases {
             let (engines, store) = (Engines::default(), store());
             engines.open("e", 9, 2, vec![scheduler_group()], 0, &store).unwrap();
-            engines.register("e", 1, 0, 2, vec![shared(0, [4096, 2048])], &store).unwrap();
-            let registered = engines.register("e", 2, 1, 2, vec![second], &store);
+            engines.register("e", 1, Rank(0), 2, vec![shared(0, [4096, 2048])], &store).unwrap();
+            let registered = engines.register("e", 2, Rank(1), 2, vec![second], &store);
             match sentence {
                 None => assert!(registered.is_ok()),
                 Some(sentence) => assert!(registered.unwrap_err().to_string().contains(sentence)),
@@ -502,7 +503,7 @@ mod tests {
     fn come(engines: &Engines, store: &Store, number: u64) -> Result<SpaceId, EngineError> {
         let (id, namespace, session) = (number.to_string(), named(number), number * 2 + 1);
         let worker = WorkerGroup { namespace, ..worker_group(4096) };
-        engines.register(&id, session, 0, 1, vec![worker], store)?;
+        engines.register(&id, session, Rank(0), 1, vec![worker], store)?;
         engines.open(&id, session + 1, 1, vec![GroupSpec { namespace, ..scheduler_group() }], 0, store)?;
         engines.mapped(&id, session);
         Ok(engines.ready(&id).unwrap().0[0].space)
@@ -564,7 +565,7 @@ mod tests {
         let (engines, store) = (Engines::default(), store());
         let mut foreign = worker_group(4096);
         foreign.namespace = Namespace([9; 16]);
-        engines.register("e", 1, 0, 1, vec![foreign], &store).unwrap();
+        engines.register("e", 1, Rank(0), 1, vec![foreign], &store).unwrap();
         let error = engines.open("e", 2, 1, vec![scheduler_group()], 0, &store).unwrap_err().to_string();
         assert!(error.contains("group 0"), "{error}");
     }

@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, atomic::AtomicU64},
 };
 
-use kvlane_block::Region;
+use kvlane_block::{Rank, Region};
 use kvlane_engine_memory::{PeerBlocks, SharedChunks};
 use kvlane_store::OwnerId;
 
@@ -43,7 +43,7 @@ pub(crate) struct WorkerState {
 /// What a worker registered.
 pub(crate) struct Registered {
     pub(crate) owner: OwnerId,
-    pub(crate) rank: u32,
+    pub(crate) rank: Rank,
     /// Of its shards, group by group.
     pub(crate) regions: Vec<Vec<Region>>,
     /// What a load brings, group by group.

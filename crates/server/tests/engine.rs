@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_block::Position;
+use kvlane_block::{Position, Rank};
 use kvlane_client::{SaveMethod, Tool};
 use kvlane_memory::PoolPage;
 use kvlane_proto::{
@@ -186,7 +186,7 @@ fn a_block_whose_bytes_changed_in_the_pool_is_dropped_by_the_scrub() {
     engine.save(0, 0..4);
     settle(&address);
     let hit = engine.look_up(0, 4);
-    let page = PoolPage(u32::from_le_bytes(hit.pages(0, 0)[8..12].try_into().unwrap()));
+    let page = PoolPage(u32::from_le_bytes(hit.pages(0, Rank(0))[8..12].try_into().unwrap()));
     engine.scheduler.release(hit.boot, hit.lease);
     let inside = page.offset().after(77).unwrap();
     Tool::connect(&address, PATIENCE).unwrap().write_pool(inside, b"!").unwrap();

@@ -48,7 +48,7 @@ impl FlagTable {
 
 #[cfg(test)]
 mod tests {
-    use kvlane_block::Region;
+    use kvlane_block::{Rank, Region};
 
     use super::*;
     use crate::jobs::WorkerGroupSpec;
@@ -62,8 +62,11 @@ mod tests {
             piece_offsets: vec![0],
         };
         let regions = (0..layers).map(layer).collect();
-        GroupMemory::new(WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas: 1 }, 0)
-            .unwrap()
+        GroupMemory::new(
+            WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas: 1 },
+            Rank(0),
+        )
+        .unwrap()
     }
 
     #[test]

@@ -32,6 +32,8 @@ fn wire_regions(regions: &[Region]) -> Vec<v1::Region> {
 
 #[cfg(test)]
 mod tests {
+    use kvlane_block::Rank;
+
     use super::*;
     use crate::jobs::WorkerGroupSpec;
 
@@ -47,7 +49,7 @@ mod tests {
         let wire = |replicas| {
             let regions = (0..5).map(layer).collect();
             let spec = WorkerGroupSpec { namespace: [1; 16], layout: [2; 16], regions, replicas };
-            to_wire(&GroupMemory::new(spec, 3).unwrap())
+            to_wire(&GroupMemory::new(spec, Rank(3)).unwrap())
         };
         let shared = wire(2);
         assert_eq!((shared.slices.len(), &shared.slices[1].regions), (2, &shared.regions));

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use kvlane_block::Rank;
 use kvlane_client::links::ids::{ConnectionId, ProcessId};
 use kvlane_client::links::scheduler::{
     BlockChange, BlockChanges, LookupState, SchedulerAction, SchedulerEvent, SchedulerLink,
@@ -622,7 +623,7 @@ impl SchedulerSide {
         let groups: Vec<_> = hit.groups().collect();
         let whole = groups.len() == NAMESPACES.len()
             && groups.iter().all(|(group, first)| {
-                (0..2).all(|rank| hit.pages(*group, rank).len() as u64 == (end - first) * 4)
+                (0..2).all(|rank| hit.pages(*group, Rank(rank)).len() as u64 == (end - first) * 4)
             });
         if !whole {
             world.is_wrong(|| "S3: a hit does not have the pages of its blocks".into());

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use kvlane_block::Region;
+use kvlane_block::{Rank, Region};
 use kvlane_client::links::flags::{FlagTable, Flags};
 use kvlane_client::links::group::GroupMemory;
 use kvlane_client::links::ids::{ConnectionId, CopyId, JobKey, ProcessId};
@@ -104,7 +104,7 @@ impl WorkerSide {
             };
             let (namespace, layout) = ([NAMESPACES[group]; 16], [2; 16]);
             let spec = WorkerGroupSpec { namespace, layout, regions: vec![region], replicas: 1 };
-            GroupMemory::new(spec, rank as u32).unwrap()
+            GroupMemory::new(spec, Rank(rank as u32)).unwrap()
         };
         let index = worker_index(engine, rank);
         let options = WorkerLinkOptions {
@@ -112,7 +112,7 @@ impl WorkerSide {
             engine_id: engine_id(engine),
             client: "simulation".into(),
             nonce: worker_nonce(index),
-            rank: rank as u32,
+            rank: Rank(rank as u32),
             workers: ranks as u32,
             groups: (0..groups).map(group).collect(),
             save_method: method,

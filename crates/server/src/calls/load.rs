@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{BlockId, Region, shard_bytes};
+use kvlane_block::{BlockId, Rank, Region, shard_bytes};
 use kvlane_engine_memory::{
     AskedFlags, BlockOffsets, FlagsError, GpuCopyError, GpuMemory, Member, PeerBlocks, Seat, parts_of,
 };
@@ -52,7 +52,7 @@ impl From<LoadError> for Refusal {
 /// Copies leased blocks into the GPU of a rank of an engine. `slices` are the worker's, group by group.
 fn copy_in(
     shared: &Shared,
-    (engine_id, rank): (&str, u32),
+    (engine_id, rank): (&str, Rank),
     slices: &[Vec<Vec<Region>>],
     memory: &Arc<GpuMemory>,
     load: &v1::Load,
@@ -95,7 +95,7 @@ fn copy_in(
     let ranks = ranks_that_share(slices, &load.groups);
     let seat = memory.may_share(result.bytes, ranks).then(|| Seat {
         engine_id: engine_id.to_owned(),
-        first: rank - rank % ranks as u32,
+        first: rank.first_of(ranks),
         ranks: ranks as u32,
         rank,
     });

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use kvlane_block::{LayoutDigest, Namespace, Region, shard_bytes};
+use kvlane_block::{LayoutDigest, Namespace, Rank, Region, shard_bytes};
 use kvlane_engine_memory::{GpuMemory, Pace, PeerBlocks, ProcessVm, SharedChunks};
 use kvlane_proto::v1::{self, hello::Role, register_worker::Method, reply::Body as Answer};
 
@@ -78,7 +78,8 @@ pub(crate) fn register_worker(
     greeted.worker = None;
     let chunks = std::mem::take(&mut greeted.chunks);
     let method = register.method();
-    let group = |group| worker_group(group, register.rank, register.workers);
+    let rank = Rank(register.rank);
+    let group = |group| worker_group(group, rank, register.workers);
     let groups = register.groups.into_iter().map(group).collect::<Result<Vec<_>, Refusal>>()?;
     let pool_bytes = shared.arena.bytes();
     if let Some(bytes) = groups.iter().map(|g| shard_bytes(&g.regions)).find(|bytes| *bytes > pool_bytes) {
@@ -118,7 +119,7 @@ pub(crate) fn register_worker(
     };
     let owner = shared
         .engines
-        .register(&greeted.info.engine_id, greeted.id, register.rank, register.workers, groups, &shared.store)
+        .register(&greeted.info.engine_id, greeted.id, rank, register.workers, groups, &shared.store)
         .map_err(Refusal::conflict)?;
     let (method, name) = match &memory {
         Some(PeerBlocks::Gpu(_)) => (Method::Gpu, "gpu"),
@@ -128,7 +129,7 @@ pub(crate) fn register_worker(
     tracing::info!(
         session = greeted.id,
         engine = greeted.info.engine_id,
-        rank = register.rank,
+        rank = rank.0,
         method = name,
         reason,
         "worker registered"
@@ -136,7 +137,7 @@ pub(crate) fn register_worker(
     shared.sessions.set_method(greeted.id, name, &reason);
     shared.metrics.worker_registered(name);
     let on_gpu = matches!(memory, Some(PeerBlocks::Gpu(_)));
-    let registered = Arc::new(Registered { owner, rank: register.rank, regions, slices, memory });
+    let registered = Arc::new(Registered { owner, rank, regions, slices, memory });
     let start = || {
         let (engine, worker) = (greeted.info.engine_id.clone(), Arc::clone(&registered));
         let (id, of_daemon, of_engine) = (greeted.id, Arc::clone(shared), engine.clone());
@@ -150,7 +151,7 @@ pub(crate) fn register_worker(
     Ok(Answer::WorkerRegistered(v1::WorkerRegistered { method: method.into(), reason }))
 }
 
-fn worker_group(group: v1::WorkerGroup, rank: u32, workers: u32) -> Result<WorkerGroup, Refusal> {
+fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<WorkerGroup, Refusal> {
     let layout: [u8; 16] = group.layout.as_ref().try_into().map_err(|_| {
         Refusal::invalid(format!("a layout digest has 16 bytes, this one {}", group.layout.len()))
     })?;
@@ -162,7 +163,7 @@ fn worker_group(group: v1::WorkerGroup, rank: u32, workers: u32) -> Result<Worke
         count if !(workers as usize).is_multiple_of(count) => {
             return Err(Refusal::invalid(format!("{workers} workers cannot share blocks of {count} slices")));
         }
-        count if slices[rank as usize % count] != regions => {
+        count if slices[rank.slice_of(count)] != regions => {
             return Err(Refusal::invalid(format!(
                 "the shard of rank {rank} is none of the {count} slices in its place"
             )));
@@ -240,9 +241,9 @@ mod tests {
             regions: slice(own).regions,
             slices: slices.iter().map(|bytes| slice(*bytes)).collect(),
         };
-        let shared = worker_group(group(2048, &[4096, 2048]), 3, 4).unwrap();
+        let shared = worker_group(group(2048, &[4096, 2048]), Rank(3), 4).unwrap();
         assert_eq!(shared.slices.len(), 2);
-        assert_eq!(worker_group(group(2048, &[]), 3, 4).unwrap().slices, [shared.regions]);
+        assert_eq!(worker_group(group(2048, &[]), Rank(3), 4).unwrap().slices, [shared.regions]);
         let cases = [
             (group(2048, &[4096, 2048]), 1, 3, "3 workers cannot share blocks of 2 slices"),
             (group(2048, &[4096, 2048]), 2, 4, "rank 2 is none of the 2 slices"),
@@ -255,7 +256,7 @@ mod tests {
             ),
         ];
         for (group, rank, workers, sentence) in cases {
-            let Refusal { reason, sentence: found } = worker_group(group, rank, workers).unwrap_err();
+            let Refusal { reason, sentence: found } = worker_group(group, Rank(rank), workers).unwrap_err();
             assert!(reason == Reason::Invalid && found.contains(sentence), "{found}");
         }
     }

@@ -164,7 +164,7 @@ fn not_saved(shared: &Shared, engine_id: &str, worker: &Registered, groups: &[v1
                 shared.store.not_saved(
                     worker.owner,
                     of_engine.space,
-                    ShardNumber(worker.rank),
+                    ShardNumber(worker.rank.0),
                     &hashes,
                     Instant::now(),
                 );

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvlane_block::{BlockHash, BlockId, HashError, Region, parse_hashes, shard_bytes};
+use kvlane_block::{BlockHash, BlockId, HashError, Rank, Region, parse_hashes, shard_bytes};
 use kvlane_engine_memory::{Asked, Pace, PeerBlocks};
 use kvlane_proto::{
     packed::{Outcome, pack_outcomes, pack_pages},
@@ -18,7 +18,7 @@ pub(crate) struct Saver<'a> {
     pub(crate) shared: &'a Shared,
     pub(crate) owner: OwnerId,
     pub(crate) writer: WriterId,
-    pub(crate) rank: u32,
+    pub(crate) rank: Rank,
     /// The worker's regions, group by group.
     pub(crate) regions: &'a [Vec<Region>],
     /// The engine's groups.
@@ -107,13 +107,7 @@ impl Saver<'_> {
             for (hashes, ids) in blocks.hashes.chunks(step).zip(blocks.ids.chunks(step)) {
                 if self.inside.is_cancelled() {
                     let space = self.open[blocks.group].space;
-                    self.shared.store.not_saved(
-                        self.owner,
-                        space,
-                        ShardNumber(self.rank),
-                        hashes,
-                        Instant::now(),
-                    );
+                    self.shared.store.not_saved(self.owner, space, self.shard(), hashes, Instant::now());
                     result.failed += hashes.len() as u64;
                     continue;
                 }
@@ -196,6 +190,11 @@ impl Saver<'_> {
         (v1::ClaimResult { outcome, pages, claim: 0 }, granted)
     }
 
+    /// A rank saves the shard of its number.
+    fn shard(&self) -> ShardNumber {
+        ShardNumber(self.rank.0)
+    }
+
     fn claim_shards(&self, group: usize, chain: Chain, hashes: &[BlockHash]) -> Vec<ClaimOutcome> {
         let mut outcomes = Vec::with_capacity(hashes.len());
         let (space, now) = (self.open[group].space, Instant::now());
@@ -203,7 +202,7 @@ impl Saver<'_> {
             self.owner,
             self.writer,
             space,
-            ShardNumber(self.rank),
+            self.shard(),
             chain,
             hashes,
             now,

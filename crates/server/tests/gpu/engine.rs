@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvlane_block::{BlockId, Region};
+use kvlane_block::{BlockId, Rank, Region};
 use kvlane_client::{
     EngineStream, Finished, Hit, JobKind, LoadGroup, OwnBlocks, Release, SaveGroupSpec, Scheduler, Worker,
     WorkerGpu,
@@ -253,7 +253,7 @@ impl GpuEngine {
         release: Release,
     ) -> u64 {
         let page = |bytes: &[u8]| PoolPage(u32::from_le_bytes(bytes.try_into().unwrap()));
-        let pages = hit.pages(0, 0).chunks(4).map(page).collect();
+        let pages = hit.pages(0, Rank(0)).chunks(4).map(page).collect();
         self.jobs += 1;
         let groups =
             vec![LoadGroup { group: 0, block_ids: blocks.into_iter().map(BlockId).collect(), pages }];

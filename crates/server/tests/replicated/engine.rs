@@ -166,7 +166,7 @@ impl Rank {
             daemon_user: DaemonUser::default(),
             engine_id: id.into(),
             client: "test".into(),
-            rank,
+            rank: kvlane_block::Rank(rank),
             workers,
             blocks,
             save_method,
@@ -299,7 +299,9 @@ impl Engine {
     /// The pages of all slices that a rank loads.
     pub fn pages(&self, hit: &Hit, rank: u32) -> Vec<u32> {
         let first = rank / self.replicas * self.replicas;
-        let pages = (first..first + self.replicas).flat_map(|peer| hit.pages(0, peer)).collect::<Vec<u8>>();
+        let pages = (first..first + self.replicas)
+            .flat_map(|peer| hit.pages(0, kvlane_block::Rank(peer)))
+            .collect::<Vec<u8>>();
         pages.chunks(4).map(|page| u32::from_le_bytes(page.try_into().unwrap())).collect()
     }
 

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_block::{BlockHash, BlockId, Region};
+use kvlane_block::{BlockHash, BlockId, Rank, Region};
 use kvlane_client::{
     DaemonUser, GroupSpec, Hit, LoadGroup, OwnBlocks, SaveGroupSpec, SaveMethod, Scheduler, SchedulerOptions,
     Tool, Worker, WorkerGroupSpec, WorkerOptions,
@@ -64,7 +64,7 @@ pub fn worker_options(
         daemon_user: DaemonUser::default(),
         engine_id: id.into(),
         client: "test".into(),
-        rank: 0,
+        rank: Rank(0),
         workers: 1,
         blocks,
         save_method: SaveMethod::Auto,
@@ -190,7 +190,7 @@ impl Engine {
 
     pub fn load(&mut self, hit: &Hit, ids: std::ops::Range<u32>) -> kvlane_client::Finished {
         let page = |bytes: &[u8]| PoolPage(u32::from_le_bytes(bytes.try_into().unwrap()));
-        let pages = hit.pages(0, 0).chunks(4).map(page).collect();
+        let pages = hit.pages(0, Rank(0)).chunks(4).map(page).collect();
         self.next_job += 1;
         self.worker.load(
             self.next_job,

@@ -2,6 +2,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
+use kvlane_block::Rank;
 use kvlane_proto::{Address, v1};
 
 use super::super::{
@@ -28,8 +29,8 @@ pub struct WorkerLinkOptions {
     pub client: String,
     /// Names this process, in the greeting and in the fence.
     pub nonce: [u8; 16],
-    /// This worker's shard.
-    pub rank: u32,
+    /// Which of the engine's workers this is.
+    pub rank: Rank,
     /// Number of the engine's workers.
     pub workers: u32,
     /// Groups in the scheduler's order.

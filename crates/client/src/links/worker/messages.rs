@@ -29,7 +29,7 @@ pub(super) fn register(options: &WorkerLinkOptions) -> Ask {
         SaveMethod::Gpu => v1::register_worker::Method::Gpu,
     };
     Ask::RegisterWorker(v1::RegisterWorker {
-        rank: options.rank,
+        rank: options.rank.0,
         workers: options.workers,
         groups: options.groups.iter().map(group::to_wire).collect(),
         fence_address: options.fence_address,

@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, time::Duration};
 
 use bytes::Bytes;
-use kvlane_block::{BlockHash, BlockId, Region};
+use kvlane_block::{BlockHash, BlockId, Rank, Region};
 use kvlane_memory::PoolPage;
 use kvlane_proto::{
     Address, packed,
@@ -61,9 +61,9 @@ impl Play {
             engine_id: "engine".into(),
             client: "test".into(),
             nonce: [1; 16],
-            rank: 0,
+            rank: Rank(0),
             workers: 1,
-            groups: vec![GroupMemory::new(spec, 0).unwrap()],
+            groups: vec![GroupMemory::new(spec, Rank(0)).unwrap()],
             save_method: if card.is_some() { SaveMethod::Gpu } else { SaveMethod::Auto },
             save_timeout: SAVE_TIMEOUT,
             fence_address: 0x40,
