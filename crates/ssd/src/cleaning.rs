@@ -5,6 +5,7 @@
 //! that each cleaning gives at least three quarters of a segment of room, whatever is read.
 
 use crate::index::Live;
+use crate::layout::SegmentNumber;
 
 /// How much of a segment may be copied on: one part of so many.
 pub(crate) const KEPT_PART: u32 = 4;
@@ -34,7 +35,10 @@ impl Worth {
 
 /// The segment to empty: of the oldest ones the one of which the least was reused. `sealed` are generations and numbers
 /// of all segments that may be chosen.
-pub(crate) fn choose(sealed: &mut [(u64, u32)], mut worth: impl FnMut(u32) -> Worth) -> Option<u32> {
+pub(crate) fn choose(
+    sealed: &mut [(u64, SegmentNumber)],
+    mut worth: impl FnMut(SegmentNumber) -> Worth,
+) -> Option<SegmentNumber> {
     sealed.sort_unstable();
     let window = (sealed.len() / WINDOW_PART).clamp(1, WINDOW);
     let oldest = sealed.iter().take(window).map(|&(_, segment)| segment);
@@ -73,11 +77,13 @@ mod tests {
 
     #[test]
     fn the_oldest_segment_goes_first_unless_a_younger_old_one_was_reused_less() {
-        let mut few = [(9, 0), (3, 1), (5, 2)];
-        assert_eq!(choose(&mut few, |_| Worth::default()), Some(1));
-        let mut many: Vec<(u64, u32)> = (0..64).map(|number| (100 - u64::from(number), number)).collect();
-        let worth = |segment| Worth { reused_pages: u64::from(segment > 60), live_pages: 10 };
-        assert_eq!(choose(&mut many, worth), Some(60));
+        let mut few =
+            [(9, 0), (3, 1), (5, 2)].map(|(generation, number)| (generation, SegmentNumber(number)));
+        assert_eq!(choose(&mut few, |_| Worth::default()), Some(SegmentNumber(1)));
+        let aged = |number: u32| (100 - u64::from(number), SegmentNumber(number));
+        let mut many: Vec<_> = (0..64).map(aged).collect();
+        let worth = |segment| Worth { reused_pages: u64::from(segment > SegmentNumber(60)), live_pages: 10 };
+        assert_eq!(choose(&mut many, worth), Some(SegmentNumber(60)));
         assert_eq!(choose(&mut [], |_| Worth::default()), None);
     }
 

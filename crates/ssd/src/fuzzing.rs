@@ -13,8 +13,8 @@ use crate::drops::DropTable;
 use crate::file::TierFile;
 use crate::index::Index;
 use crate::layout::{
-    Drops, FORMAT_VERSION, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table,
-    TableRecord, header_pages, table_bytes,
+    Drops, FORMAT_VERSION, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
+    Superblock, Table, TableRecord, header_pages, table_bytes,
 };
 use crate::log::{For, Log, largest_record};
 use crate::recover::recover;
@@ -57,7 +57,7 @@ fn decode_all(bytes: &[u8]) {
             again(&found.encode());
             assert!(found.segment_bytes.is_multiple_of(PAGE_BYTES) && found.segment_pages() >= 4);
             let end = found.file_bytes().expect("it was checked");
-            let last = found.segments.saturating_sub(1);
+            let last = SegmentNumber(found.segments.saturating_sub(1));
             assert!(found.segments == 0 || found.offset(last, found.segment_pages() - 1) + PAGE_BYTES == end);
         }
     }
@@ -81,7 +81,7 @@ fn decode_all(bytes: &[u8]) {
         decoded += 1;
         assert_eq!(written.len() as u64, header_pages(found.shards.len()) * PAGE_BYTES);
         assert_eq!(RecordHeader::claimed_pages(bytes), Some(header_pages(found.shards.len())));
-        let shards: u64 = found.shards.iter().map(|(bytes, _)| u64::from(*bytes).div_ceil(PAGE_BYTES)).sum();
+        let shards: u64 = found.shards.iter().map(|shard| u64::from(shard.bytes).div_ceil(PAGE_BYTES)).sum();
         let pages = header_pages(found.shards.len()) + shards;
         assert_eq!(found.pages().map(u64::from), u32::try_from(pages).is_ok().then_some(pages));
     }
@@ -125,7 +125,7 @@ pub fn file(tape: &[u8]) {
     assert_eq!(keys.len(), index.blocks());
     for key in keys {
         let location = index.find(&key).expect("it is in the index");
-        assert!(location.device == 0 && location.segment < SEGMENTS);
+        assert!(location.device == 0 && location.segment < SegmentNumber(SEGMENTS));
         // Between the head and the foot.
         let end = location.page.checked_add(location.pages).expect("a record that has an end");
         assert!(location.page >= 1 && location.pages >= 1 && end < PAGES, "{location:?}");
@@ -154,7 +154,7 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
     while let Some(kind) = tape.next() {
         let mut number = |below: u32| u32::from(tape.next().unwrap_or(1)) % below;
         // Numbers around the limits, and sometimes any.
-        let (segment, page) = (number(SEGMENTS), number(PAGES));
+        let (segment, page) = (SegmentNumber(number(SEGMENTS)), number(PAGES));
         let generation = match number(16) {
             0 => u64::MAX - u64::from(number(3)),
             small => u64::from(small % 5),
@@ -165,7 +165,7 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
             1 => number(12),
             _ => usual,
         };
-        let named = field(segment);
+        let named = SegmentNumber(field(segment.0));
         let space = |number: u8| Space { namespace: Namespace([number; 16]), cut: CutDigest([1; 16]) };
         let mut offset = superblock.offset(segment, page);
         let bytes = match kind % 8 {
@@ -193,7 +193,9 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
             }
             4 | 5 => {
                 let key = Key { space: space(field(1) as u8), hash: BlockHash([field(3) as u8; 16]) };
-                let shards = (0..=field(0).min(600)).map(|at| (field(4096).max(1), at)).collect();
+                let shards = (0..=field(0).min(600))
+                    .map(|at| ShardSum { bytes: field(4096).max(1), crc: at })
+                    .collect();
                 let page = field(page);
                 RecordHeader { device_id, generation, segment: named, page, key, shards }.encode()
             }
@@ -201,7 +203,7 @@ fn play(tape: &[u8], file: &File, superblock: &Superblock) {
                 let mut drops = Drops { device_id, sequence: generation, ..Drops::none(device_id) };
                 drops.all_up_to = u64::from(field(0).min(5));
                 drops.namespaces.insert(Namespace([field(1) as u8; 16]), generation);
-                offset = Drops::COPIES[named as usize % 2];
+                offset = Drops::COPIES[named.index() % 2];
                 drops.encode()
             }
             _ => {

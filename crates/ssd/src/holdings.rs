@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 
 use kvlane_block::Namespace;
 
+use crate::layout::SegmentNumber;
+
 /// Of one file.
 #[derive(Debug)]
 pub(crate) struct Holdings {
@@ -42,12 +44,12 @@ impl Holdings {
     /// The file was opened: the segment has records of these, and where it `is_open` perhaps of others.
     pub(crate) fn found(
         &mut self,
-        segment: u32,
+        segment: SegmentNumber,
         generation: u64,
         namespaces: BTreeSet<Namespace>,
         is_open: bool,
     ) {
-        self.segments[segment as usize].now = Layer { generation, namespaces, is_open };
+        self.segments[segment.index()].now = Layer { generation, namespaces, is_open };
     }
 
     /// A segment could not be read when the file was opened.
@@ -56,13 +58,13 @@ impl Holdings {
     }
 
     /// The segment's former records are void for good.
-    pub(crate) fn erased(&mut self, segment: u32, generation: u64) {
-        self.segments[segment as usize] = Held { now: Layer { generation, ..Layer::default() }, next: None };
+    pub(crate) fn erased(&mut self, segment: SegmentNumber, generation: u64) {
+        self.segments[segment.index()] = Held { now: Layer { generation, ..Layer::default() }, next: None };
     }
 
     /// The segment gets a new head, which is not written yet.
-    pub(crate) fn opened(&mut self, segment: u32, generation: u64) {
-        let held = &mut self.segments[segment as usize];
+    pub(crate) fn opened(&mut self, segment: SegmentNumber, generation: u64) {
+        let held = &mut self.segments[segment.index()];
         if let Some(failed) = held.next.take() {
             // Of a head that could not be written nobody knows whether it is there.
             held.now.generation = held.now.generation.min(failed.generation);
@@ -73,22 +75,22 @@ impl Holdings {
     }
 
     /// The head is on the device: what the segment held before does not count any more.
-    pub(crate) fn head_written(&mut self, segment: u32) {
-        let held = &mut self.segments[segment as usize];
+    pub(crate) fn head_written(&mut self, segment: SegmentNumber) {
+        let held = &mut self.segments[segment.index()];
         if let Some(next) = held.next.take() {
             held.now = next;
         }
     }
 
     /// A record of the namespace goes to the segment.
-    pub(crate) fn appended(&mut self, segment: u32, namespace: Namespace) {
-        let Held { now, next } = &mut self.segments[segment as usize];
+    pub(crate) fn appended(&mut self, segment: SegmentNumber, namespace: Namespace) {
+        let Held { now, next } = &mut self.segments[segment.index()];
         next.as_mut().unwrap_or(now).namespaces.insert(namespace);
     }
 
     /// What a segment may hold, and whether that is all.
-    pub(crate) fn namespaces(&self, segment: u32) -> (BTreeSet<Namespace>, bool) {
-        let Held { now, next } = &self.segments[segment as usize];
+    pub(crate) fn namespaces(&self, segment: SegmentNumber) -> (BTreeSet<Namespace>, bool) {
+        let Held { now, next } = &self.segments[segment.index()];
         let layer = next.as_ref().unwrap_or(now);
         (layer.namespaces.clone(), !layer.is_open)
     }
@@ -113,28 +115,28 @@ mod tests {
     #[test]
     fn what_a_segment_held_counts_until_its_next_head_is_written() {
         let mut holdings = Holdings::new(2);
-        holdings.found(0, 3, BTreeSet::from([ONE]), false);
+        holdings.found(SegmentNumber(0), 3, BTreeSet::from([ONE]), false);
         assert!(holdings.may_hold(&ONE, 3) && !holdings.may_hold(&ONE, 2));
-        holdings.opened(0, 5);
-        holdings.appended(0, TWO);
+        holdings.opened(SegmentNumber(0), 5);
+        holdings.appended(SegmentNumber(0), TWO);
         assert!(holdings.may_hold(&ONE, 3) && holdings.may_hold(&TWO, 5) && !holdings.may_hold(&TWO, 4));
-        holdings.head_written(0);
+        holdings.head_written(SegmentNumber(0));
         assert!(!holdings.may_hold(&ONE, u64::MAX) && holdings.may_hold(&TWO, u64::MAX));
-        assert_eq!(holdings.namespaces(0), (BTreeSet::from([TWO]), true));
-        holdings.erased(0, 6);
+        assert_eq!(holdings.namespaces(SegmentNumber(0)), (BTreeSet::from([TWO]), true));
+        holdings.erased(SegmentNumber(0), 6);
         assert!(!holdings.may_hold(&TWO, u64::MAX));
     }
 
     #[test]
     fn where_a_head_failed_either_may_be_there() {
         let mut holdings = Holdings::new(1);
-        holdings.found(0, 3, BTreeSet::from([ONE]), false);
-        holdings.opened(0, 5);
-        holdings.appended(0, TWO);
+        holdings.found(SegmentNumber(0), 3, BTreeSet::from([ONE]), false);
+        holdings.opened(SegmentNumber(0), 5);
+        holdings.appended(SegmentNumber(0), TWO);
         // It failed, and the segment is used again.
-        holdings.opened(0, 6);
+        holdings.opened(SegmentNumber(0), 6);
         assert!(holdings.may_hold(&ONE, 3) && holdings.may_hold(&TWO, 5));
-        holdings.head_written(0);
+        holdings.head_written(SegmentNumber(0));
         assert!(!holdings.may_hold(&ONE, u64::MAX) && !holdings.may_hold(&TWO, u64::MAX));
     }
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use hashbrown::HashTable;
 use kvlane_block::BlockHash;
 
+use crate::layout::SegmentNumber;
 use crate::request::{Key, Space};
 
 /// Entries a chunk holds. Chunks never move, so that growing copies nothing.
@@ -12,13 +13,13 @@ const CHUNK: usize = 4096;
 /// A table that grows rehashes at once; with so many, millions of blocks rehash in small steps.
 const TABLES: usize = 256;
 /// Segment of an entry that is none.
-const FREE: u32 = u32::MAX;
+const FREE: SegmentNumber = SegmentNumber(u32::MAX);
 
 /// Where a record is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Location {
     pub(crate) device: u8,
-    pub(crate) segment: u32,
+    pub(crate) segment: SegmentNumber,
     /// First page in its segment.
     pub(crate) page: u32,
     pub(crate) pages: u32,
@@ -38,7 +39,7 @@ pub(crate) struct Live {
 struct Entry {
     hash: BlockHash,
     space: u32,
-    segment: u32,
+    segment: SegmentNumber,
     page: u32,
     pages: u32,
     device: u8,
@@ -212,8 +213,8 @@ impl Index {
     }
 
     /// The records of a segment that count, in the order of their pages.
-    pub(crate) fn live(&self, device: u8, segment: u32) -> Vec<Live> {
-        let slots = &self.segments[usize::from(device)][segment as usize];
+    pub(crate) fn live(&self, device: u8, segment: SegmentNumber) -> Vec<Live> {
+        let slots = &self.segments[usize::from(device)][segment.index()];
         let mut live: Vec<Live> = slots
             .iter()
             .map(|&slot| self.at(slot))
@@ -234,13 +235,14 @@ impl Index {
     /// Removes all blocks of a device; returns how many.
     pub(crate) fn remove_device(&mut self, device: u8) -> usize {
         let segments = self.segments[usize::from(device)].len() as u32;
-        let blocks: Vec<Live> = (0..segments).flat_map(|segment| self.live(device, segment)).collect();
+        let blocks: Vec<Live> =
+            (0..segments).flat_map(|number| self.live(device, SegmentNumber(number))).collect();
         blocks.iter().filter(|live| self.remove(&live.key).is_some()).count()
     }
 
     /// Forgets what was ever put into a segment. Its blocks must have left before.
-    pub(crate) fn segment_emptied(&mut self, device: u8, segment: u32) {
-        self.segments[usize::from(device)][segment as usize] = Vec::new();
+    pub(crate) fn segment_emptied(&mut self, device: u8, segment: SegmentNumber) {
+        self.segments[usize::from(device)][segment.index()] = Vec::new();
     }
 
     /// Bytes of memory, about.
@@ -258,7 +260,7 @@ impl Index {
         self.pages += u64::from(pages);
         let space = self.at(slot).space;
         self.spaces[space as usize].pages += u64::from(pages);
-        self.segments[usize::from(device)][segment as usize].push(slot);
+        self.segments[usize::from(device)][segment.index()].push(slot);
     }
 
     fn key(&self, entry: &Entry) -> Key {
@@ -340,7 +342,8 @@ mod tests {
         let mut index = Index::new();
         index.add_device(1000);
         for number in 0..1_000_000u32 {
-            let location = Location { device: 0, segment: number / 1000, page: number % 1000 + 1, pages: 1 };
+            let segment = SegmentNumber(number / 1000);
+            let location = Location { device: 0, segment, page: number % 1000 + 1, pages: 1 };
             index.insert(&key(0, number.wrapping_mul(0x9E37_79B1)), location);
         }
         let each = index.memory_bytes() as f64 / 1e6;
@@ -357,7 +360,7 @@ mod tests {
             index.add_device(4);
             let mut model: BTreeMap<Key, (Location, u8)> = BTreeMap::new();
             for (step, space, hash, device, segment, page) in steps {
-                let key = key(space, hash);
+                let (key, segment) = (key(space, hash), SegmentNumber(segment));
                 // A page of a segment holds one record: who is there leaves.
                 let location = Location { device, segment, page, pages: hash % 3 + 1 };
                 match step {
@@ -402,7 +405,7 @@ mod tests {
                 prop_assert!(index.spaces.len() <= 2, "numbers are used again");
             }
             for device in 0..2 {
-                for segment in 0..4 {
+                for segment in (0..4).map(SegmentNumber) {
                     let live = index.live(device, segment);
                     let mut expected: Vec<Live> = model
                         .iter()

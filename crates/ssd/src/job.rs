@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::headers::HeaderMemory;
 use crate::index::{Live, Location};
 use crate::io::{Op, OpKind, Piece};
-use crate::layout::SegmentFoot;
+use crate::layout::{SegmentFoot, SegmentNumber};
 use crate::pages::Pages;
 use crate::request::{Extent, Key, ReadEnd, Record, WriteEnd};
 use crate::shared::Accepted;
@@ -93,16 +93,16 @@ pub(crate) enum What {
         records: Vec<Written>,
     },
     Head {
-        segment: u32,
+        segment: SegmentNumber,
         page: Pages,
     },
     Table {
-        segment: u32,
+        segment: SegmentNumber,
         foot: SegmentFoot,
         pages: Pages,
     },
     Foot {
-        segment: u32,
+        segment: SegmentNumber,
         page: Pages,
     },
     Sync,

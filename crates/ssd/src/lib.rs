@@ -48,7 +48,8 @@ mod turns;
 pub use error::OpenError;
 pub use io::{Ended, Io, Op, OpKind, Piece, Waker, WrapIo};
 pub use layout::{
-    Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table, TableRecord,
+    Drops, LayoutError, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum,
+    Superblock, Table, TableRecord,
 };
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use crate::index::Live;
-use crate::layout::{PAGE_BYTES, table_bytes};
+use crate::layout::{PAGE_BYTES, SegmentNumber, table_bytes};
 use crate::request::Space;
 
 /// Cleaning begins when only so many segments are free; fewer in a small file.
@@ -33,7 +33,7 @@ pub(crate) enum Head {
 /// A segment that is written.
 #[derive(Debug)]
 pub(crate) struct Open {
-    pub(crate) segment: u32,
+    pub(crate) segment: SegmentNumber,
     pub(crate) generation: u64,
     pub(crate) head: Head,
     /// First page that is not given to anybody.
@@ -53,7 +53,7 @@ pub(crate) struct Open {
 /// A segment that is emptied.
 #[derive(Debug)]
 pub(crate) struct Cleaning {
-    pub(crate) segment: u32,
+    pub(crate) segment: SegmentNumber,
     /// Records to copy on.
     pub(crate) left: VecDeque<Live>,
     /// One is being copied.
@@ -72,7 +72,7 @@ pub(crate) enum For {
 pub(crate) struct Log {
     segment_pages: u32,
     states: Vec<(State, u64)>,
-    free: VecDeque<u32>,
+    free: VecDeque<SegmentNumber>,
     pub(crate) open: Option<Open>,
     /// Full; wait for what is in flight, then for their tables.
     pub(crate) finishing: Vec<Open>,
@@ -86,7 +86,7 @@ impl Log {
         Log {
             segment_pages,
             states: vec![(State::Free, 0); segments as usize],
-            free: (0..segments).collect(),
+            free: (0..segments).map(SegmentNumber).collect(),
             open: None,
             finishing: Vec::new(),
             cleaning: None,
@@ -95,10 +95,9 @@ impl Log {
     }
 
     /// A segment that holds records from before. With `tail`, the end of them, its table is missing and will be written.
-    pub(crate) fn found(&mut self, segment: u32, generation: u64, tail: Option<u32>) {
+    pub(crate) fn found(&mut self, segment: SegmentNumber, generation: u64, tail: Option<u32>) {
         self.free.retain(|free| *free != segment);
-        self.states[segment as usize] =
-            (if tail.is_some() { State::Busy } else { State::Sealed }, generation);
+        self.states[segment.index()] = (if tail.is_some() { State::Busy } else { State::Sealed }, generation);
         self.generation_seen(generation);
         if let Some(tail) = tail {
             self.finishing.push(Open {
@@ -118,9 +117,9 @@ impl Log {
 
     /// Of a segment it could not be read which generation it has. A new head might get the same one, and would make its old
     /// records count again: so it is left alone until a start can read it.
-    pub(crate) fn unread(&mut self, segment: u32) {
+    pub(crate) fn unread(&mut self, segment: SegmentNumber) {
         self.free.retain(|free| *free != segment);
-        self.states[segment as usize] = (State::Unread, 0);
+        self.states[segment.index()] = (State::Unread, 0);
     }
 
     /// Later segments get higher generations.
@@ -139,8 +138,8 @@ impl Log {
         self.next_generation - 1
     }
 
-    pub(crate) fn generation(&self, segment: u32) -> u64 {
-        self.states[segment as usize].1
+    pub(crate) fn generation(&self, segment: SegmentNumber) -> u64 {
+        self.states[segment.index()].1
     }
 
     pub(crate) fn free_segments(&self) -> u32 {
@@ -148,7 +147,7 @@ impl Log {
     }
 
     /// Opens a segment; its head is to be written. None if there is no room for that.
-    pub(crate) fn open_segment(&mut self, whom: For) -> Option<(u32, u64)> {
+    pub(crate) fn open_segment(&mut self, whom: For) -> Option<(SegmentNumber, u64)> {
         // The last free segment is kept for copies: without it nothing could be emptied any more.
         let kept = match whom {
             For::Writes => 1,
@@ -160,7 +159,7 @@ impl Log {
         let segment = self.free.pop_front()?;
         let generation = self.next_generation;
         self.next_generation += 1;
-        self.states[segment as usize] = (State::Busy, generation);
+        self.states[segment.index()] = (State::Busy, generation);
         self.open = Some(Open {
             segment,
             generation,
@@ -177,7 +176,7 @@ impl Log {
     }
 
     /// Room for a record in the open segment: its segment and first page. None if it does not fit in there.
-    pub(crate) fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(u32, u32)> {
+    pub(crate) fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
         // What is copied from the last segment that can be emptied must find its room.
         if whom == For::Writes && self.cleaning.is_some() && self.free.is_empty() {
             return None;
@@ -205,12 +204,12 @@ impl Log {
     }
 
     /// A segment that is written or waits for its table.
-    pub(crate) fn written(&mut self, segment: u32) -> Option<&mut Open> {
+    pub(crate) fn written(&mut self, segment: SegmentNumber) -> Option<&mut Open> {
         self.open.iter_mut().chain(&mut self.finishing).find(|open| open.segment == segment)
     }
 
     /// The head of a segment was written, or could not be.
-    pub(crate) fn head_ended(&mut self, segment: u32, head: Head) {
+    pub(crate) fn head_ended(&mut self, segment: SegmentNumber, head: Head) {
         if let Some(open) = self.written(segment) {
             open.head = head;
         }
@@ -220,7 +219,7 @@ impl Log {
     }
 
     /// A record is not in flight any more.
-    pub(crate) fn record_ended(&mut self, segment: u32, page: u32, stored: bool) {
+    pub(crate) fn record_ended(&mut self, segment: SegmentNumber, page: u32, stored: bool) {
         if let Some(open) = self.written(segment) {
             open.in_flight.remove(&page);
             open.changed |= stored;
@@ -244,12 +243,12 @@ impl Log {
 
     /// Full segments in which nothing is in flight any more. Those whose head failed are free at once; the others, given
     /// out once, need their tables.
-    pub(crate) fn finished(&mut self) -> Option<u32> {
+    pub(crate) fn finished(&mut self) -> Option<SegmentNumber> {
         while let Some(index) =
             self.finishing.iter().position(|open| open.head == Head::Failed && open.in_flight.is_empty())
         {
             let open = self.finishing.swap_remove(index);
-            self.states[open.segment as usize].0 = State::Free;
+            self.states[open.segment.index()].0 = State::Free;
             self.free.push_back(open.segment);
         }
         let ready = |open: &&mut Open| open.head == Head::Written && open.in_flight.is_empty() && !open.table;
@@ -259,37 +258,37 @@ impl Log {
     }
 
     /// The table of a segment was written, or could not be; then the segment's headers stand for it.
-    pub(crate) fn table_ended(&mut self, segment: u32) {
+    pub(crate) fn table_ended(&mut self, segment: SegmentNumber) {
         if let Some(index) = self.finishing.iter().position(|open| open.segment == segment && open.sealing) {
             self.finishing.swap_remove(index);
-            self.states[segment as usize].0 = State::Sealed;
+            self.states[segment.index()].0 = State::Sealed;
         } else if let Some(open) = self.written(segment) {
             open.table = false;
         }
     }
 
     /// Generations and numbers of the segments that may be emptied, if one should be.
-    pub(crate) fn to_clean(&self) -> Option<Vec<(u64, u32)>> {
+    pub(crate) fn to_clean(&self) -> Option<Vec<(u64, SegmentNumber)>> {
         let enough = if self.states.len() >= SMALL_FILE { FREE_SEGMENTS } else { FREE_SEGMENTS / 2 };
         if self.cleaning.is_some() || self.free.len() > enough {
             return None;
         }
         let sealed = self.states.iter().enumerate().filter(|(_, (state, _))| *state == State::Sealed);
-        let sealed: Vec<(u64, u32)> =
-            sealed.map(|(segment, &(_, generation))| (generation, segment as u32)).collect();
+        let sealed: Vec<_> =
+            sealed.map(|(segment, &(_, generation))| (generation, SegmentNumber(segment as u32))).collect();
         (!sealed.is_empty()).then_some(sealed)
     }
 
     /// A segment is emptied from now on.
-    pub(crate) fn clean(&mut self, segment: u32, kept: Vec<Live>) {
-        self.states[segment as usize].0 = State::Cleaned;
+    pub(crate) fn clean(&mut self, segment: SegmentNumber, kept: Vec<Live>) {
+        self.states[segment.index()].0 = State::Cleaned;
         self.cleaning = Some(Cleaning { segment, left: kept.into(), copying: false });
     }
 
     /// The segment being emptied is empty.
     pub(crate) fn cleaned(&mut self) {
         if let Some(cleaning) = self.cleaning.take() {
-            self.states[cleaning.segment as usize].0 = State::Free;
+            self.states[cleaning.segment.index()].0 = State::Free;
             self.free.push_back(cleaning.segment);
         }
     }
@@ -351,11 +350,14 @@ mod tests {
         }
         assert_eq!(log.open_segment(For::Writes), None);
         let sealed = log.to_clean().unwrap();
-        assert_eq!(sealed, [(1, 0), (2, 1), (3, 2)]);
-        log.clean(0, Vec::new());
+        assert_eq!(
+            sealed,
+            [(1, 0), (2, 1), (3, 2)].map(|(generation, number)| (generation, SegmentNumber(number)))
+        );
+        log.clean(SegmentNumber(0), Vec::new());
         assert_eq!(log.to_clean(), None);
         let (segment, generation) = log.open_segment(For::Copies).unwrap();
-        assert_eq!((segment, generation), (3, 4));
+        assert_eq!((segment, generation), (SegmentNumber(3), 4));
         assert!(log.append(3, &SPACE, For::Writes).is_none(), "copies come first");
         assert!(log.append(3, &SPACE, For::Copies).is_some());
         log.cleaned();
@@ -382,7 +384,7 @@ mod tests {
         log.open_segment(For::Writes).unwrap();
         log.append(1, &SPACE, For::Writes).unwrap();
         assert_eq!(log.checkpoint_room(), Some(2));
-        assert_eq!(log.append(1, &SPACE, For::Writes), Some((0, 3)));
+        assert_eq!(log.append(1, &SPACE, For::Writes), Some((SegmentNumber(0), 3)));
         assert_eq!(log.checkpoint_room(), Some(4));
         assert_eq!(log.checkpoint_room(), Some(5));
         assert_eq!(log.checkpoint_room(), None);
@@ -392,11 +394,11 @@ mod tests {
     #[test]
     fn what_was_found_is_not_free_and_generations_go_on() {
         let mut log = Log::new(4, 16);
-        log.found(2, 7, None);
-        log.found(0, 9, Some(5));
+        log.found(SegmentNumber(2), 7, None);
+        log.found(SegmentNumber(0), 9, Some(5));
         log.generation_seen(12);
         assert_eq!(log.free_segments(), 2);
-        assert_eq!(log.finished(), Some(0));
-        assert_eq!(log.open_segment(For::Writes), Some((1, 13)));
+        assert_eq!(log.finished(), Some(SegmentNumber(0)));
+        assert_eq!(log.open_segment(For::Writes), Some((SegmentNumber(1), 13)));
     }
 }

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "checksums are taken of the pool's bytes")]
 
 use crate::index::Location;
-use crate::layout::{RecordHeader, Superblock};
+use crate::layout::{RecordHeader, ShardSum, Superblock};
 use crate::memory::Memory;
 use crate::request::{Extent, Key, Miss, ReadEnd};
 
@@ -22,11 +22,11 @@ pub(crate) unsafe fn verify(
     let Some(header) = identify(superblock, generation, location, key, header) else {
         return ReadEnd::Miss(Miss::Damaged);
     };
-    let lengths = header.shards.iter().map(|(bytes, _)| u64::from(*bytes));
+    let lengths = header.shards.iter().map(|shard| u64::from(shard.bytes));
     if !lengths.eq(into.iter().map(|extent| extent.bytes)) {
         return ReadEnd::Miss(Miss::Lengths);
     }
-    for ((_, crc), extent) in header.shards.iter().zip(into) {
+    for (ShardSum { crc, .. }, extent) in header.shards.iter().zip(into) {
         // SAFETY: inside of the memory, which is mapped, and not written, by the caller's promise.
         let bytes = unsafe {
             std::slice::from_raw_parts(memory.base().add(extent.offset.0 as usize), extent.bytes as usize)
@@ -35,7 +35,7 @@ pub(crate) unsafe fn verify(
             return ReadEnd::Miss(Miss::Damaged);
         }
     }
-    ReadEnd::Found { crcs: header.shards.iter().map(|(_, crc)| *crc).collect() }
+    ReadEnd::Found { crcs: header.shards.iter().map(|shard| shard.crc).collect() }
 }
 
 /// The header, if it is the one that was written here for this block.
@@ -59,7 +59,7 @@ pub(crate) fn identify(
 /// Whether the shards that follow each other in `bytes`, each on pages of its own, are those that the header names.
 pub(crate) fn shards_are_right(header: &RecordHeader, bytes: &[u8]) -> bool {
     let mut rest = bytes;
-    header.shards.iter().all(|&(length, crc)| {
+    header.shards.iter().all(|&ShardSum { bytes: length, crc }| {
         let pages = crate::layout::shard_pages(u64::from(length)) * crate::PAGE_BYTES;
         let Some((shard, behind)) = rest.split_at_checked(pages as usize) else { return false };
         rest = behind;

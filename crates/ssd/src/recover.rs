@@ -10,7 +10,9 @@ use crate::drops::DropTable;
 use crate::file::{TierFile, read_full, write_full};
 use crate::holdings::Holdings;
 use crate::index::{Index, Location};
-use crate::layout::{Drops, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, Superblock, Table};
+use crate::layout::{
+    Drops, PAGE_BYTES, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, Superblock, Table,
+};
 use crate::log::Log;
 use crate::pages::Pages;
 use crate::request::Key;
@@ -32,17 +34,26 @@ pub(crate) struct Found {
     /// Those of them whose generation is not known.
     pub(crate) unread: u32,
     /// Segments that may hold records, none of which counts.
-    pub(crate) void: Vec<u32>,
+    pub(crate) void: Vec<SegmentNumber>,
     /// What the segments may hold, whether or not it counts.
     pub(crate) holdings: Holdings,
+}
+
+/// A record that a table or a header names.
+#[derive(Debug, Clone, Copy)]
+struct FoundRecord {
+    key: Key,
+    /// The first of its pages in the segment.
+    page: u32,
+    pages: u32,
 }
 
 /// The records of one segment.
 #[derive(Debug, Default)]
 struct Contents {
     from_table: usize,
-    /// In the order of their pages: key, first page, pages.
-    records: Vec<(Key, u32, u32)>,
+    /// In the order of their pages.
+    records: Vec<FoundRecord>,
     /// Of all records that may be there, those that are in no table among them.
     namespaces: BTreeSet<Namespace>,
     /// There may be records of others, too.
@@ -71,7 +82,7 @@ pub(crate) fn begin(
         for segment in std::mem::take(&mut found.void) {
             let generation = log.take_generation();
             if let Err(error) = erase(file, segment, generation) {
-                tracing::warn!(path = %file.path.display(), segment, %error, "what was dropped cannot be erased");
+                tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "what was dropped cannot be erased");
                 break;
             }
             found.holdings.erased(segment, generation);
@@ -103,15 +114,15 @@ pub(crate) fn recover(
     let holdings = Holdings::new(superblock.segments);
     let mut found =
         Found { from_tables: 0, by_scan: 0, unreadable: 0, unread: 0, void: Vec::new(), holdings };
-    let all: Vec<u32> = (0..superblock.segments).collect();
-    let mut generations: Vec<(u64, u32)> = Vec::new();
+    let all: Vec<SegmentNumber> = (0..superblock.segments).map(SegmentNumber).collect();
+    let mut generations: Vec<(u64, SegmentNumber)> = Vec::new();
     for (segment, generation) in all.iter().zip(in_parallel(&all, |segment| generation(file, *segment))) {
         match generation {
             Ok(Some(generation)) => generations.push((generation, *segment)),
             Ok(None) => {}
             Err(error) => {
                 tracing::warn!(
-                    path = %file.path.display(), segment, %error,
+                    path = %file.path.display(), segment = segment.0, %error,
                     "a segment cannot be read and is left alone until a start of the daemon can read it; if none can, mend the \
                      device, or remove the file to use all of it again"
                 );
@@ -127,14 +138,14 @@ pub(crate) fn recover(
         let contents = in_parallel(batch, |&(generation, segment)| contents(file, segment, generation));
         for (&(generation, segment), contents) in batch.iter().zip(contents) {
             let mut contents = contents.unwrap_or_else(|error| {
-                tracing::warn!(path = %file.path.display(), segment, %error, "a segment cannot be read and counts as empty");
+                tracing::warn!(path = %file.path.display(), segment = segment.0, %error, "a segment cannot be read and counts as empty");
                 found.unreadable += 1;
                 Contents { is_open: true, ..Contents::default() }
             });
             let namespaces = std::mem::take(&mut contents.namespaces);
             found.holdings.found(segment, generation, namespaces, contents.is_open);
             let all = contents.records.len();
-            contents.records.retain(|(key, ..)| drops.counts(&key.space.namespace, generation));
+            contents.records.retain(|record| drops.counts(&record.key.space.namespace, generation));
             // Which of them came from the table does not matter any more.
             contents.from_table = contents.from_table.saturating_sub(all - contents.records.len());
             if contents.records.is_empty() {
@@ -144,8 +155,8 @@ pub(crate) fn recover(
             }
             found.from_tables += contents.from_table as u64;
             found.by_scan += (contents.records.len() - contents.from_table) as u64;
-            for (key, page, pages) in &contents.records {
-                index.insert(key, Location { device, segment, page: *page, pages: *pages });
+            for &FoundRecord { key, page, pages } in &contents.records {
+                index.insert(&key, Location { device, segment, page, pages });
             }
             log.found(segment, generation, contents.tail);
         }
@@ -181,7 +192,7 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> 
 }
 
 /// The generation of a segment that may hold something.
-fn generation(file: &TierFile, segment: u32) -> io::Result<Option<u64>> {
+fn generation(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<u64>> {
     let superblock = &file.superblock;
     let mut page = Pages::new(PAGE_BYTES as usize);
     read(file, &mut page, PAGE_BYTES as usize, superblock.offset(segment, 0))?;
@@ -201,7 +212,7 @@ fn generation(file: &TierFile, segment: u32) -> io::Result<Option<u64>> {
 }
 
 /// Makes void for good what is in a segment of which nothing counts: its head gets a generation of its own, its foot goes.
-fn erase(file: &TierFile, segment: u32, generation: u64) -> io::Result<()> {
+fn erase(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Result<()> {
     let superblock = &file.superblock;
     let head = SegmentHead { device_id: superblock.device_id, segment, generation };
     let last_page = superblock.segment_pages() - 1;
@@ -210,7 +221,7 @@ fn erase(file: &TierFile, segment: u32, generation: u64) -> io::Result<()> {
     write_full(&file.file, nothing.bytes(), superblock.offset(segment, last_page))
 }
 
-fn foot(file: &TierFile, segment: u32) -> io::Result<Option<SegmentFoot>> {
+fn foot(file: &TierFile, segment: SegmentNumber) -> io::Result<Option<SegmentFoot>> {
     let superblock = &file.superblock;
     let mut page = Pages::new(PAGE_BYTES as usize);
     let last_page = superblock.segment_pages() - 1;
@@ -219,7 +230,7 @@ fn foot(file: &TierFile, segment: u32) -> io::Result<Option<SegmentFoot>> {
     Ok(foot.filter(|foot| superblock.is_of(&foot.device_id) && foot.segment == segment))
 }
 
-fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Contents> {
+fn contents(file: &TierFile, segment: SegmentNumber, generation: u64) -> io::Result<Contents> {
     let superblock = &file.superblock;
     let last_page = superblock.segment_pages() - 1;
     let foot = foot(file, segment)?.filter(|foot| foot.generation == generation);
@@ -237,7 +248,8 @@ fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Conten
             .filter(|record| inside(record.page, record.pages))
             .map(|record| {
                 let space = table.spaces[record.space as usize];
-                (Key { space, hash: record.hash }, record.page, record.pages)
+                let key = Key { space, hash: record.hash };
+                FoundRecord { key, page: record.page, pages: record.pages }
             })
             .collect();
         contents.from_table = contents.records.len();
@@ -250,16 +262,16 @@ fn contents(file: &TierFile, segment: u32, generation: u64) -> io::Result<Conten
         let table_end = foot
             .map_or(1, |foot| foot.table_page.saturating_add(foot.table_bytes.div_ceil(PAGE_BYTES as u32)));
         let mut scanned = scan(file, superblock, segment, generation, scan_from)?;
-        scanned.retain(|(_, page, _)| contents.records.iter().all(|(_, known, _)| known != page));
-        contents.namespaces.extend(scanned.iter().map(|(key, ..)| key.space.namespace));
+        scanned.retain(|found| contents.records.iter().all(|known| known.page != found.page));
+        contents.namespaces.extend(scanned.iter().map(|record| record.key.space.namespace));
         contents.records.extend(scanned);
-        let end = contents.records.iter().map(|(_, page, pages)| page + pages).max().unwrap_or(1);
+        let end = contents.records.iter().map(|record| record.page + record.pages).max().unwrap_or(1);
         contents.tail = Some(end.max(table_end.min(last_page)));
     }
     Ok(contents)
 }
 
-fn table(file: &TierFile, segment: u32, foot: &SegmentFoot) -> io::Result<Option<Table>> {
+fn table(file: &TierFile, segment: SegmentNumber, foot: &SegmentFoot) -> io::Result<Option<Table>> {
     let superblock = &file.superblock;
     let pages = foot.table_bytes.div_ceil(PAGE_BYTES as u32);
     let end = foot.table_page.checked_add(pages);
@@ -278,10 +290,10 @@ fn table(file: &TierFile, segment: u32, foot: &SegmentFoot) -> io::Result<Option
 fn scan(
     file: &TierFile,
     superblock: &Superblock,
-    segment: u32,
+    segment: SegmentNumber,
     generation: u64,
     from: u32,
-) -> io::Result<Vec<(Key, u32, u32)>> {
+) -> io::Result<Vec<FoundRecord>> {
     let last_page = superblock.segment_pages() - 1;
     let mut window = Pages::new((WINDOW_PAGES as u64 * PAGE_BYTES) as usize);
     let (mut start, mut end) = (0, 0);
@@ -299,7 +311,7 @@ fn scan(
         let bytes = &window.bytes()[at..(end - start) as usize * PAGE_BYTES as usize];
         match header(file, superblock, segment, page, bytes)? {
             Some((header, pages)) if header.generation == generation => {
-                records.push((header.key, page, pages));
+                records.push(FoundRecord { key: header.key, page, pages });
                 page += pages;
                 missed = false;
             }
@@ -316,7 +328,7 @@ fn scan(
 fn header(
     file: &TierFile,
     superblock: &Superblock,
-    segment: u32,
+    segment: SegmentNumber,
     page: u32,
     bytes: &[u8],
 ) -> io::Result<Option<(RecordHeader, u32)>> {
@@ -355,13 +367,13 @@ mod tests {
     use kvlane_block::{BlockHash, CutDigest};
 
     use super::*;
-    use crate::layout::{FORMAT_VERSION, TableRecord, table_bytes};
+    use crate::layout::{FORMAT_VERSION, ShardSum, TableRecord, table_bytes};
     use crate::request::Space;
 
     /// How many blocks are found in a segment without a head, whose foot and table are of generation 3 and whose first record
     /// is of generation `first`.
     fn found_by_foot(first: u64) -> usize {
-        let (device_id, segment, segment_bytes) = ([7; 16], 0, 8 * PAGE_BYTES);
+        let (device_id, segment, segment_bytes) = ([7; 16], SegmentNumber(0), 8 * PAGE_BYTES);
         let superblock = Superblock { version: FORMAT_VERSION, device_id, segment_bytes, segments: 1 };
         let memory: File =
             rustix::fs::memfd_create("kvlane-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap().into();
@@ -372,7 +384,7 @@ mod tests {
         let table = Table { device_id, generation: 3, spaces: vec![space], records: vec![record] };
         let (table_page, table_bytes) = (4, table_bytes(1, 1) as u32);
         let foot = SegmentFoot { device_id, segment, generation: 3, table_page, table_bytes, scan_from: 7 };
-        let (page, shards) = (1, vec![(100, 0)]);
+        let (page, shards) = (1, vec![ShardSum { bytes: 100, crc: 0 }]);
         let header = RecordHeader { device_id, generation: first, segment, page, key, shards };
         for (page, bytes) in [(1, header.encode()), (4, table.encode()), (7, foot.encode())] {
             write_full(&memory, &bytes, superblock.offset(segment, page)).unwrap();
@@ -411,10 +423,10 @@ mod tests {
         let all = superblock.file_bytes().unwrap();
         let file = in_memory(superblock, all);
         let space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
-        for segment in 0..segments {
-            let (generation, page) = (u64::from(segment) + 1, 1);
-            let key = Key { space, hash: BlockHash([segment as u8; 16]) };
-            let shards = vec![(100, 0)];
+        for number in 0..segments {
+            let (segment, generation, page) = (SegmentNumber(number), u64::from(number) + 1, 1);
+            let key = Key { space, hash: BlockHash([number as u8; 16]) };
+            let shards = vec![ShardSum { bytes: 100, crc: 0 }];
             let header = RecordHeader { device_id, generation, segment, page, key, shards };
             let head = SegmentHead { device_id, segment, generation };
             write_full(&file.file, &head.encode(), superblock.offset(segment, 0)).unwrap();
@@ -422,7 +434,7 @@ mod tests {
         }
         DropTable::read(&file).unwrap().drop_namespace(space.namespace, |_, _| true).unwrap();
         // Behind its end nothing of a file can be read.
-        let (mut bytes, end) = (vec![0; all as usize], superblock.offset(2, 0));
+        let (mut bytes, end) = (vec![0; all as usize], superblock.offset(SegmentNumber(2), 0));
         read_full(&file.file, &mut bytes, 0).unwrap();
         file.file.set_len(end).unwrap();
         let (blocks, free) = found_in(&file);
@@ -444,12 +456,18 @@ mod tests {
         for (spaces, may_hold) in [(vec![space], true), (vec![space, Table::NAMES_ALL], false)] {
             let file = in_memory(superblock, superblock.file_bytes().unwrap());
             let (table_page, table_bytes) = (4, table_bytes(1, spaces.len()) as u32);
-            let foot =
-                SegmentFoot { device_id, segment: 0, generation: 1, table_page, table_bytes, scan_from: 7 };
+            let foot = SegmentFoot {
+                device_id,
+                segment: SegmentNumber(0),
+                generation: 1,
+                table_page,
+                table_bytes,
+                scan_from: 7,
+            };
             let table = Table { device_id, generation: 1, spaces, records: vec![record] };
-            let head = SegmentHead { device_id, segment: 0, generation: 1 };
+            let head = SegmentHead { device_id, segment: SegmentNumber(0), generation: 1 };
             for (page, bytes) in [(0, head.encode()), (4, table.encode()), (7, foot.encode())] {
-                write_full(&file.file, &bytes, superblock.offset(0, page)).unwrap();
+                write_full(&file.file, &bytes, superblock.offset(SegmentNumber(0), page)).unwrap();
             }
             let (mut index, mut log) = (Index::new(), Log::new(1, 8));
             index.add_device(1);

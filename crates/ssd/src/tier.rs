@@ -272,7 +272,7 @@ impl Tier {
         }
         stored.index.touch(&key);
         // Under the lock: a segment is emptied by taking its blocks out of the index first.
-        let pin = &device.pins[location.segment as usize];
+        let pin = &device.pins[location.segment.index()];
         pin.fetch_add(1, Ordering::Acquire);
         drop(stored);
         device.reads.fetch_add(1, Ordering::Relaxed);

@@ -3,7 +3,8 @@
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_ssd::{
-    Key, LayoutError, RecordHeader, SegmentFoot, SegmentHead, Space, Superblock, Table, TableRecord,
+    Key, LayoutError, RecordHeader, SegmentFoot, SegmentHead, SegmentNumber, ShardSum, Space, Superblock,
+    Table, TableRecord,
 };
 use proptest::prelude::*;
 
@@ -13,13 +14,14 @@ fn space() -> impl Strategy<Value = Space> {
 }
 
 fn header() -> impl Strategy<Value = RecordHeader> {
-    let shards = prop::collection::vec((1u32.., any::<u32>()), 1..1500);
+    let shard = (1u32.., any::<u32>()).prop_map(|(bytes, crc)| ShardSum { bytes, crc });
+    let shards = prop::collection::vec(shard, 1..1500);
     let place = (any::<[u8; 16]>(), any::<u64>(), any::<u32>(), any::<u32>());
     (place, space(), any::<[u8; 16]>(), shards).prop_map(
         |((device_id, generation, segment, page), space, hash, shards)| RecordHeader {
             device_id,
             generation,
-            segment,
+            segment: SegmentNumber(segment),
             page,
             key: Key { space, hash: BlockHash(hash) },
             shards,
@@ -99,6 +101,7 @@ proptest! {
     ) {
         let [segment, table_page, table_bytes, scan_from] = numbers;
         let superblock = Superblock { version: 1, device_id, segment_bytes: pages * 4096, segments: segment >> 4 };
+        let segment = SegmentNumber(segment);
         prop_assert_eq!(Superblock::decode(&superblock.encode()), Ok(superblock));
         let head = SegmentHead { device_id, segment, generation };
         prop_assert_eq!(SegmentHead::decode(&head.encode()), Ok(head));
@@ -144,9 +147,15 @@ fn fields_that_contradict_each_other_are_an_error() {
     let table = Table { device_id: [0; 16], generation: 1, spaces: vec![space], records: vec![record] };
     assert_eq!(Table::decode(&table.encode()), Err(LayoutError::Fields));
     let key = Key { space, hash: BlockHash([3; 16]) };
-    let header =
-        |shards| RecordHeader { device_id: [0; 16], generation: 1, segment: 0, page: 1, key, shards };
-    for shards in [vec![], vec![(0, 5)]] {
+    let header = |shards| RecordHeader {
+        device_id: [0; 16],
+        generation: 1,
+        segment: SegmentNumber(0),
+        page: 1,
+        key,
+        shards,
+    };
+    for shards in [vec![], vec![ShardSum { bytes: 0, crc: 5 }]] {
         assert_eq!(RecordHeader::decode(&header(shards).encode()), Err(LayoutError::Fields));
     }
     for segment_bytes in [0, 4096, 16_385, u64::MAX] {

@@ -55,7 +55,7 @@ impl Device {
             self.start(id, What::CopyIn { live, from, buffer }, offset, &[piece]);
             return;
         }
-        if self.device.pins[segment as usize].load(Ordering::Acquire) == 0 {
+        if self.device.pins[segment.index()].load(Ordering::Acquire) == 0 {
             self.shared.index.lock().index.segment_emptied(self.number, segment);
             self.log.cleaned();
             Counters::add(&self.shared.counters.segments_cleaned, 1);

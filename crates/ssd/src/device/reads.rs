@@ -88,7 +88,7 @@ impl Device {
                 self.shared.index.lock().index.remove_at(&job.key, job.location);
                 tracing::warn!(
                     path = %self.device.facts.path.display(), hash = %job.key.hash,
-                    segment = job.location.segment, page = job.location.page,
+                    segment = job.location.segment.0, page = job.location.page,
                     "a block is damaged and was dropped"
                 );
             }
@@ -99,7 +99,7 @@ impl Device {
     }
 
     pub(super) fn end_read(&self, job: ReadJob, end: ReadEnd) {
-        self.device.pins[job.location.segment as usize].fetch_sub(1, Ordering::Release);
+        self.device.pins[job.location.segment.index()].fetch_sub(1, Ordering::Release);
         self.device.reads.fetch_sub(1, Ordering::Relaxed);
         (job.done)(end);
     }

@@ -7,7 +7,7 @@ use kvlane_block::CutDigest;
 
 use super::Device;
 use crate::job::What;
-use crate::layout::{PAGE_BYTES, SegmentFoot, Table, TableRecord, table_bytes};
+use crate::layout::{PAGE_BYTES, SegmentFoot, SegmentNumber, Table, TableRecord, table_bytes};
 use crate::log::Head;
 use crate::pages::Pages;
 use crate::request::Space;
@@ -60,7 +60,13 @@ impl Device {
         !self.log.finishing.is_empty() || self.log.open.as_ref().is_some_and(|open| open.table)
     }
 
-    pub(super) fn write_table(&mut self, segment: u32, generation: u64, table_page: u32, scan_from: u32) {
+    pub(super) fn write_table(
+        &mut self,
+        segment: SegmentNumber,
+        generation: u64,
+        table_page: u32,
+        scan_from: u32,
+    ) {
         let live = self.shared.index.lock().index.live(self.number, segment);
         let (held, is_all) = self.device.holdings.lock().namespaces(segment);
         let mut spaces: Vec<Space> = Vec::new();
@@ -100,7 +106,7 @@ impl Device {
         self.start(id, What::Table { segment, foot, pages }, offset, &[piece]);
     }
 
-    pub(super) fn table_ended(&mut self, segment: u32, foot: SegmentFoot, failed: bool) {
+    pub(super) fn table_ended(&mut self, segment: SegmentNumber, foot: SegmentFoot, failed: bool) {
         if failed {
             self.log.table_ended(segment);
             return;

@@ -8,7 +8,7 @@ use super::Device;
 use crate::index::Location;
 use crate::io::Piece;
 use crate::job::{Batch, Transfer, What, WriteJob, Written};
-use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead};
+use crate::layout::{PAGE_BYTES, RecordHeader, SegmentHead, SegmentNumber, ShardSum};
 use crate::log::{For, Head};
 use crate::pages::Pages;
 use crate::request::{Space, WriteEnd};
@@ -42,7 +42,11 @@ impl Device {
                 segment,
                 page,
                 key: record.key,
-                shards: record.shards.iter().map(|shard| (shard.extent.bytes as u32, shard.crc)).collect(),
+                shards: record
+                    .shards
+                    .iter()
+                    .map(|shard| ShardSum { bytes: shard.extent.bytes as u32, crc: shard.crc })
+                    .collect(),
             };
             let header = Pages::with(&header.encode());
             let shards: Vec<Piece> =
@@ -62,7 +66,7 @@ impl Device {
     }
 
     /// Room at the log's end, in the next segment if there is not enough in this one.
-    pub(super) fn place(&mut self, pages: u32, space: &Space, whom: For) -> Option<(u32, u32)> {
+    pub(super) fn place(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
         if let Some(found) = self.append(pages, space, whom) {
             return Some(found);
         }
@@ -82,7 +86,7 @@ impl Device {
         self.append(pages, space, whom)
     }
 
-    fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(u32, u32)> {
+    fn append(&mut self, pages: u32, space: &Space, whom: For) -> Option<(SegmentNumber, u32)> {
         let (segment, page) = self.log.append(pages, space, whom)?;
         self.device.holdings.lock().appended(segment, space.namespace);
         Some((segment, page))
@@ -141,7 +145,7 @@ impl Device {
         (job.done)(end);
     }
 
-    pub(super) fn head_ended(&mut self, segment: u32, error: Option<&io::Error>) {
+    pub(super) fn head_ended(&mut self, segment: SegmentNumber, error: Option<&io::Error>) {
         let head = if error.is_none() { Head::Written } else { Head::Failed };
         if head == Head::Written {
             self.device.holdings.lock().head_written(segment);

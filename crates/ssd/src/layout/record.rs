@@ -3,7 +3,7 @@
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 
 use super::fields::{Reader, Writer, claimed_length};
-use super::{LayoutError, PAGE_BYTES};
+use super::{LayoutError, PAGE_BYTES, SegmentNumber};
 use crate::request::{Key, Space};
 
 const KIND: &[u8; 8] = b"kvlnBLCK";
@@ -15,6 +15,15 @@ const FIXED: u64 = 120;
 /// Bytes of each shard in that list: length and crc32c.
 const SHARD: u64 = 8;
 
+/// By what a shard of a record is recognized.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShardSum {
+    /// Its length in bytes; above 0 in a header that counts.
+    pub bytes: u32,
+    /// crc32c of these bytes.
+    pub crc: u32,
+}
+
 /// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
@@ -23,24 +32,24 @@ pub struct RecordHeader {
     /// Of the segment's head. With the page it numbers the file's records in the order in which they were written.
     pub generation: u64,
     /// The segment it stands in.
-    pub segment: u32,
+    pub segment: SegmentNumber,
     /// The page it begins at.
     pub page: u32,
     /// The block.
     pub key: Key,
-    /// Bytes and crc32c of each shard.
-    pub shards: Vec<(u32, u32)>,
+    /// What each shard's bytes are, in the order in which they follow the header.
+    pub shards: Vec<ShardSum>,
 }
 
 impl RecordHeader {
     /// As it stands in the file, in whole pages.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(KIND);
-        out.raw(&self.device_id).u64(self.generation).u32(self.segment).u32(self.page);
+        out.raw(&self.device_id).u64(self.generation).u32(self.segment.0).u32(self.page);
         out.raw(&self.key.space.namespace.0).raw(&self.key.space.cut.0).raw(&self.key.hash.0);
         out.raw(&[0; UNUSED]);
         out.u32(self.shards.len() as u32);
-        for (bytes, crc) in &self.shards {
+        for ShardSum { bytes, crc } in &self.shards {
             out.u32(*bytes).u32(*crc);
         }
         let mut bytes = out.finish();
@@ -52,20 +61,21 @@ impl RecordHeader {
     pub fn decode(bytes: &[u8]) -> Result<RecordHeader, LayoutError> {
         let mut fields = Reader::new(KIND, bytes)?;
         let (device_id, generation) = (fields.array::<16>()?, fields.u64()?);
-        let (segment, page) = (fields.u32()?, fields.u32()?);
+        let (segment, page) = (SegmentNumber(fields.u32()?), fields.u32()?);
         let namespace = Namespace(fields.array()?);
         let space = Space { namespace, cut: CutDigest(fields.array()?) };
         let key = Key { space, hash: BlockHash(fields.array()?) };
         let unused = fields.array::<UNUSED>()?;
         let shards = fields.u32()?;
         let shards = fields.items::<8>(shards)?.iter();
-        let shards: Vec<(u32, u32)> = shards
-            .map(|[a, b, c, d, e, f, g, h]| {
-                (u32::from_le_bytes([*a, *b, *c, *d]), u32::from_le_bytes([*e, *f, *g, *h]))
+        let shards: Vec<ShardSum> = shards
+            .map(|[a, b, c, d, e, f, g, h]| ShardSum {
+                bytes: u32::from_le_bytes([*a, *b, *c, *d]),
+                crc: u32::from_le_bytes([*e, *f, *g, *h]),
             })
             .collect();
         fields.end()?;
-        if unused != [0; UNUSED] || shards.is_empty() || shards.iter().any(|(bytes, _)| *bytes == 0) {
+        if unused != [0; UNUSED] || shards.is_empty() || shards.iter().any(|shard| shard.bytes == 0) {
             return Err(LayoutError::Fields);
         }
         Ok(RecordHeader { device_id, generation, segment, page, key, shards })
@@ -78,7 +88,7 @@ impl RecordHeader {
 
     /// Pages of the whole record; None if they have no number.
     pub fn pages(&self) -> Option<u32> {
-        record_pages(self.shards.iter().map(|(bytes, _)| u64::from(*bytes)))
+        record_pages(self.shards.iter().map(|shard| u64::from(shard.bytes)))
     }
 }
 

@@ -3,7 +3,7 @@
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 
 use super::fields::{Reader, Writer};
-use super::{GENERATIONS, LayoutError, PAGE_BYTES};
+use super::{GENERATIONS, LayoutError, PAGE_BYTES, SegmentNumber};
 use crate::request::Space;
 
 const HEAD: &[u8; 8] = b"kvlnHEAD";
@@ -20,7 +20,7 @@ pub struct SegmentHead {
     /// Of the superblock.
     pub device_id: [u8; 16],
     /// Which segment this is.
-    pub segment: u32,
+    pub segment: SegmentNumber,
     /// How many segments were opened in this file before this one, plus 1.
     pub generation: u64,
 }
@@ -31,7 +31,7 @@ pub struct SegmentFoot {
     /// Of the superblock.
     pub device_id: [u8; 16],
     /// Which segment this is.
-    pub segment: u32,
+    pub segment: SegmentNumber,
     /// Of the head.
     pub generation: u64,
     /// First page of the table.
@@ -72,7 +72,7 @@ impl SegmentHead {
     /// As it stands in a page.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(HEAD);
-        out.raw(&self.device_id).u32(self.segment).u64(self.generation);
+        out.raw(&self.device_id).u32(self.segment.0).u64(self.generation);
         page(out)
     }
 
@@ -81,7 +81,7 @@ impl SegmentHead {
         let mut fields = Reader::new(HEAD, page)?;
         let head = SegmentHead {
             device_id: fields.array::<16>()?,
-            segment: fields.u32()?,
+            segment: SegmentNumber(fields.u32()?),
             generation: fields.u64()?,
         };
         fields.end()?;
@@ -93,7 +93,7 @@ impl SegmentFoot {
     /// As it stands in a page.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Writer::new(FOOT);
-        out.raw(&self.device_id).u32(self.segment).u64(self.generation);
+        out.raw(&self.device_id).u32(self.segment.0).u64(self.generation);
         out.u32(self.table_page).u32(self.table_bytes).u32(self.scan_from);
         page(out)
     }
@@ -103,7 +103,7 @@ impl SegmentFoot {
         let mut fields = Reader::new(FOOT, page)?;
         let foot = SegmentFoot {
             device_id: fields.array::<16>()?,
-            segment: fields.u32()?,
+            segment: SegmentNumber(fields.u32()?),
             generation: fields.u64()?,
             table_page: fields.u32()?,
             table_bytes: fields.u32()?,

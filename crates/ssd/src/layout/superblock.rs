@@ -1,7 +1,7 @@
 //! The first two pages of a file: whose it is and how it is cut. Written once, when the file is made.
 
 use super::fields::{Reader, Writer};
-use super::{DeviceId, LayoutError, PAGE_BYTES};
+use super::{DeviceId, LayoutError, PAGE_BYTES, SegmentNumber};
 
 const KIND: &[u8; 8] = b"kvlnSSD\0";
 
@@ -69,8 +69,8 @@ impl Superblock {
     }
 
     /// Offset of a page of a segment in the file.
-    pub(crate) fn offset(&self, segment: u32, page: u32) -> u64 {
-        Self::SEGMENTS_START + u64::from(segment) * self.segment_bytes + u64::from(page) * PAGE_BYTES
+    pub(crate) fn offset(&self, segment: SegmentNumber, page: u32) -> u64 {
+        Self::SEGMENTS_START + u64::from(segment.0) * self.segment_bytes + u64::from(page) * PAGE_BYTES
     }
 
     /// What must be the same in every structure of this file.
