@@ -28,7 +28,7 @@ pub struct SsdOptions {
 
 /// The running tier.
 pub(crate) struct Ssd {
-    pub(crate) tier: Arc<kvlane_ssd::Tier>,
+    pub(crate) tier: Arc<kvlane_ssd::SsdTier>,
     /// [`SsdOptions::wait`]
     pub(crate) wait: Duration,
 }
@@ -37,7 +37,7 @@ impl Ssd {
     /// Reads the index back; that takes a moment where there are many blocks.
     pub(crate) fn open(options: &SsdOptions, arena: &Arc<Arena>) -> Result<Self, OpenError> {
         let of_tier = Options { write_rate: options.write_rate, ..Options::new(options.devices.clone()) };
-        let tier = kvlane_ssd::Tier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
+        let tier = kvlane_ssd::SsdTier::open(of_tier, Arc::clone(arena) as Arc<dyn kvlane_ssd::Memory>)?;
         Ok(Self { tier: Arc::new(tier), wait: options.wait })
     }
 
@@ -88,7 +88,7 @@ impl Ssd {
 }
 
 /// The tier as the store knows it.
-struct Below(Arc<kvlane_ssd::Tier>);
+struct Below(Arc<kvlane_ssd::SsdTier>);
 
 /// Calls `done` with `refused` if nobody else calls it: the tier drops what it refuses.
 struct Once<F: FnOnce(T), T> {

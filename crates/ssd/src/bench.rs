@@ -21,7 +21,7 @@ use crate::layout::{PAGE_BYTES, Superblock, header_pages, shard_pages};
 use crate::options::{DeviceOptions, Options};
 use crate::request::{Extent, Key, Read, ReadEnd, Record, Refused, Shard, Space, WriteEnd};
 use crate::stats::{DeviceStatus, Stats};
-use crate::tier::Tier;
+use crate::tier::SsdTier;
 
 const SPACE: Space = Space { namespace: Namespace([1; 16]), cut: CutDigest([1; 16]) };
 /// Nothing takes longer but a device that hangs.
@@ -64,7 +64,7 @@ pub struct Measured {
 /// A tier that is measured. Its files are removed with it.
 pub struct Bench {
     /// None when it is closed.
-    tier: Option<Arc<Tier>>,
+    tier: Option<Arc<SsdTier>>,
     paths: Vec<PathBuf>,
     arena: Arc<Arena>,
     block_bytes: u64,
@@ -109,7 +109,7 @@ impl Bench {
         let options = Options::new(paths.iter().map(device).collect());
         let backlog_bytes = options.backlog_bytes.min(capacity / 8);
         let options = Options { threads, backlog_bytes, ..options };
-        let tier = Tier::open(options, arena.clone());
+        let tier = SsdTier::open(options, arena.clone());
         // An error removes what was made.
         let mut bench = Bench { tier: None, paths, arena, block_bytes, crc, written: 0 };
         bench.tier = Some(Arc::new(tier?));
@@ -203,7 +203,7 @@ impl Bench {
         }
     }
 
-    fn tier(&self) -> Result<&Arc<Tier>, BenchError> {
+    fn tier(&self) -> Result<&Arc<SsdTier>, BenchError> {
         self.tier.as_ref().ok_or_else(|| BenchError::Answer("the benchmark is closed".into()))
     }
 
@@ -271,7 +271,7 @@ pub fn restart(path: PathBuf, blocks: u64, headers_too: bool) -> Result<(f64, Op
     let open = |bench: &mut Bench| {
         let device = DeviceOptions { path: path.clone(), capacity: None };
         let began = Instant::now();
-        let tier = Tier::open(Options::new(vec![device]), arena.clone())?;
+        let tier = SsdTier::open(Options::new(vec![device]), arena.clone())?;
         let (seconds, found) = (began.elapsed().as_secs_f64(), tier.stats().blocks);
         // With it, an error removes the file too.
         bench.tier = Some(Arc::new(tier));
@@ -336,7 +336,7 @@ fn key(number: u64) -> Key {
 }
 
 struct Writer {
-    tier: Arc<Tier>,
+    tier: Arc<SsdTier>,
     shard: Shard,
 }
 
@@ -378,7 +378,7 @@ impl Writer {
 
 /// Reads that keep themselves going.
 struct Reader {
-    tier: Arc<Tier>,
+    tier: Arc<SsdTier>,
     /// Number of the first block, and how many there are to choose from.
     first: u64,
     among: u64,

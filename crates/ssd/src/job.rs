@@ -147,8 +147,8 @@ impl Transfer {
     }
 }
 
-/// An operation, as far as it is not done yet.
-pub(crate) struct Part {
+/// An operation, or what is left of it after an attempt that did not do all of it.
+pub(crate) struct UnfinishedOp {
     pub(crate) transfer: u64,
     pub(crate) kind: OpKind,
     pub(crate) offset: u64,
@@ -157,7 +157,7 @@ pub(crate) struct Part {
     pub(crate) stalls: u32,
 }
 
-impl Part {
+impl UnfinishedOp {
     pub(crate) fn bytes(&self) -> u64 {
         self.pieces.iter().map(|piece| piece.bytes as u64).sum()
     }
@@ -187,7 +187,7 @@ pub(crate) fn cut_record(
     header: Piece,
     shards: &[Piece],
     registered: bool,
-) -> Vec<Part> {
+) -> Vec<UnfinishedOp> {
     let is_one_run = shards.windows(2).all(|pair| ends_at(&pair[0], &pair[1]));
     if registered && is_one_run {
         let mut parts = cut(transfer, kind, offset, &[header]);
@@ -202,8 +202,8 @@ fn ends_at(piece: &Piece, next: &Piece) -> bool {
 }
 
 /// Cuts contiguous bytes of the file, whose memory is these pieces, into operations.
-pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<Part> {
-    let mut parts: Vec<Part> = Vec::new();
+pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) -> Vec<UnfinishedOp> {
+    let mut parts: Vec<UnfinishedOp> = Vec::new();
     // Of equal size, so that a header does not leave a page for an operation of its own.
     let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
     let count = ((bytes + OP_BYTES / 2) / OP_BYTES).max(1);
@@ -212,7 +212,7 @@ pub(crate) fn cut(transfer: u64, kind: OpKind, offset: u64, pieces: &[Piece]) ->
     for piece in pieces {
         let mut rest = *piece;
         while rest.bytes > 0 {
-            let new_part = || Part { transfer, kind, offset: at, pieces: Vec::new(), stalls: 0 };
+            let new_part = || UnfinishedOp { transfer, kind, offset: at, pieces: Vec::new(), stalls: 0 };
             if room == 0 {
                 parts.push(new_part());
                 room = part_bytes;
@@ -242,7 +242,7 @@ mod tests {
 
     use super::*;
 
-    fn flat(parts: &[Part]) -> Vec<(u64, usize)> {
+    fn flat(parts: &[UnfinishedOp]) -> Vec<(u64, usize)> {
         let mut pages = Vec::new();
         for part in parts {
             let mut at = part.offset;

@@ -1,6 +1,6 @@
 //! The SSD tier: sealed blocks, kept in log-structured files, and found again after a restart.
 //!
-//! [`Tier`] is what a daemon uses. A file is cut into segments; records, a header page and the shards of one block each,
+//! [`SsdTier`] is what a daemon uses. A file is cut into segments; records, a header page and the shards of one block each,
 //! are appended to one open segment. docs/ssd.md draws every byte. What holds, whatever happens to the process or the
 //! machine:
 //!
@@ -38,12 +38,12 @@ mod rate;
 mod read;
 mod recover;
 mod request;
-mod ring;
 mod shared;
 mod stats;
 mod threads;
 mod tier;
 mod turns;
+mod uring;
 
 pub use error::OpenError;
 pub use io::{Ended, Io, Op, OpKind, Piece, Waker, WrapIo};
@@ -57,6 +57,6 @@ pub use request::{
     Dropped, Extent, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space, SpaceUse,
     WriteEnd,
 };
-pub use ring::try_io_uring;
 pub use stats::{DeviceStatus, Stats};
-pub use tier::Tier;
+pub use tier::SsdTier;
+pub use uring::try_io_uring;

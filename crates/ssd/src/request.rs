@@ -105,7 +105,7 @@ pub struct Dropped {
     /// Blocks that were found before.
     pub blocks: u64,
     /// Files that could not note it: a restart would bring back what they have of it. The tier tries again when
-    /// [`Tier::note_missing`](crate::Tier::note_missing) is called.
+    /// [`SsdTier::note_missing`](crate::SsdTier::note_missing) is called.
     pub not_noted: Vec<NotNoted>,
 }
 

@@ -24,10 +24,10 @@ use crate::recover::begin;
 use crate::request::{
     Dropped, Extent, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
 };
-use crate::ring::Ring;
 use crate::shared::{Accepted, DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
 use crate::threads::Threads;
+use crate::uring::UringQueue;
 
 /// Reads that each device accepts beyond those it has ended.
 const READS: u64 = 8192;
@@ -36,8 +36,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Keys that are collected under one lock.
 const KEYS: u32 = 4096;
 
-/// Blocks on SSDs. Thread-safe; no call but [`Tier::open`] and [`Tier::close`] waits for a device.
-pub struct Tier {
+/// Blocks on SSDs. Thread-safe; no call but [`SsdTier::open`] and [`SsdTier::close`] waits for a device.
+pub struct SsdTier {
     memory: Arc<dyn Memory>,
     shared: Arc<Shared>,
     devices: Vec<Arc<DeviceShared>>,
@@ -54,12 +54,12 @@ struct Opened {
     waker: crate::io::Waker,
 }
 
-impl Tier {
+impl SsdTier {
     /// Opens the files, makes those that are missing, and reads their index back. Blocks go from and to `memory`.
     ///
     /// # Errors
     /// [`OpenError`] says what is wrong with a file and what to do. No file is changed then.
-    pub fn open(options: Options, memory: Arc<dyn Memory>) -> Result<Tier, OpenError> {
+    pub fn open(options: Options, memory: Arc<dyn Memory>) -> Result<SsdTier, OpenError> {
         if options.devices.is_empty() || options.devices.len() > usize::from(u8::MAX) {
             return Err(OpenError::DeviceCount(options.devices.len()));
         }
@@ -86,7 +86,7 @@ impl Tier {
             }),
             counters: Counters::default(),
         });
-        let mut tier = Tier {
+        let mut tier = SsdTier {
             memory,
             shared,
             devices: Vec::new(),
@@ -498,7 +498,7 @@ impl Tier {
     }
 }
 
-impl Drop for Tier {
+impl Drop for SsdTier {
     fn drop(&mut self) {
         // Who dropped it last may be a `done`: then its thread ends a moment later.
         let on_own_thread = self.devices.iter().any(|device| device.is_own_thread());
@@ -528,7 +528,7 @@ fn open_io(
         notes.push("no io_uring, a few threads transfer: it is switched off".to_owned());
     } else {
         let pool = Piece { address: memory.base(), bytes: memory.bytes() as usize };
-        match Ring::new(file.try_clone()?, &[pool, headers.memory()]) {
+        match UringQueue::new(file.try_clone()?, &[pool, headers.memory()]) {
             Ok((ring, not_registered)) => {
                 let opened = Opened {
                     io: "io_uring",

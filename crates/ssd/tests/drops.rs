@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use failing::Failing;
 use kvlane_block::{CutDigest, Namespace};
-use kvlane_ssd::{Drops, Key, Options, Space, Tier, WriteEnd};
+use kvlane_ssd::{Drops, Key, Options, Space, SsdTier, WriteEnd};
 use proptest::prelude::*;
 use support::*;
 
@@ -27,13 +27,13 @@ fn of_other(number: u64) -> Block {
     Block { key: Key { space: OTHER, hash: hash(number) }, ..block(number) }
 }
 
-fn found(tier: &Tier, pool: &mut Pool) -> (usize, usize) {
+fn found(tier: &SsdTier, pool: &mut Pool) -> (usize, usize) {
     let ours = (0..8).filter(|number| is_found(tier, pool, &block(*number))).count();
     (ours, (0..8).filter(|number| is_found(tier, pool, &of_other(*number))).count())
 }
 
 /// Eight blocks of each namespace are stored, and one of them is dropped.
-fn dropped(path: &Path, pool: &mut Pool) -> Tier {
+fn dropped(path: &Path, pool: &mut Pool) -> SsdTier {
     let tier = open(small(path), pool);
     for number in 0..8 {
         store(&tier, pool, &block(number));

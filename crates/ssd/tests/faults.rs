@@ -10,12 +10,12 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use failing::Failing;
-use kvlane_ssd::{Miss, OpKind, Options, Read, ReadEnd, Refused, Tier, WriteEnd};
+use kvlane_ssd::{Miss, OpKind, Options, Read, ReadEnd, Refused, SsdTier, WriteEnd};
 use rustix::io::Errno;
 use support::*;
 
 struct Bench {
-    tier: Tier,
+    tier: SsdTier,
     pool: Pool,
     failing: Failing,
     directory: tempfile::TempDir,
@@ -91,7 +91,7 @@ fn whichever_write_fails_what_counts_as_stored_is_found_after_a_restart() {
             }
         }
         pool.reset();
-        let check = |tier: &Tier, pool: &mut Pool| {
+        let check = |tier: &SsdTier, pool: &mut Pool| {
             for number in 0..30 {
                 assert_eq!(
                     is_found(tier, pool, &block(number)),
@@ -384,7 +384,7 @@ fn an_operation_that_fails_takes_its_own_records_with_it_and_no_others() {
     let (Bench { tier, mut pool, failing, directory }, blocks, ends) = waiting_together(true);
     let stored: Vec<bool> = ends.iter().map(|end| *end == WriteEnd::Stored).collect();
     assert_eq!(stored, [[false; 4], [true; 4], [true; 4]].concat());
-    let found = |tier: &Tier, pool: &mut Pool| -> Vec<bool> {
+    let found = |tier: &SsdTier, pool: &mut Pool| -> Vec<bool> {
         blocks.iter().map(|block| is_found(tier, pool, block)).collect()
     };
     assert_eq!(found(&tier, &mut pool), stored);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvlane_block::PoolOffset;
 use kvlane_ssd::{
     DeviceOptions, Extent, Key, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused, Shard,
-    Space, Superblock, Tier, WriteEnd,
+    Space, SsdTier, Superblock, WriteEnd,
 };
 use support::*;
 
@@ -22,7 +22,7 @@ fn directory() -> tempfile::TempDir {
 }
 
 fn refuse(options: Options, pool: &Pool) -> OpenError {
-    match Tier::open(options, pool.arena.clone()) {
+    match SsdTier::open(options, pool.arena.clone()) {
         Ok(_) => panic!("the tier opened"),
         Err(error) => error,
     }

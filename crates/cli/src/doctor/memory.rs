@@ -61,7 +61,7 @@ impl Locked {
     }
 }
 
-/// The daemon of an SSD tier registers its pool with io_uring (crates/ssd/src/ring.rs). Nothing else is locked: the driver
+/// The daemon of an SSD tier registers its pool with io_uring (crates/ssd/src/uring.rs). Nothing else is locked: the driver
 /// that pins the pool for GPUs does not count it.
 pub(crate) fn judge_locked(locked: &Locked, pool: Size) -> Finding {
     let bytes = locked.soft.as_deref().map(|soft| soft.parse::<u64>().ok());

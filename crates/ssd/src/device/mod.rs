@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::headers::Headers;
 use crate::io::{Ended, Io};
-use crate::job::{Part, ReadJob, Transfer, WriteJob};
+use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
 use crate::layout::Superblock;
 use crate::log::Log;
 use crate::memory::Memory;
@@ -36,9 +36,9 @@ pub(crate) struct Device {
     headers: Headers,
     transfers: HashMap<u64, Transfer>,
     /// Operations in flight.
-    parts: HashMap<u64, Part>,
-    ready_reads: VecDeque<Part>,
-    ready_writes: VecDeque<Part>,
+    parts: HashMap<u64, UnfinishedOp>,
+    ready_reads: VecDeque<UnfinishedOp>,
+    ready_writes: VecDeque<UnfinishedOp>,
     queued_reads: HashMap<u64, ReadJob>,
     read_order: VecDeque<u64>,
     deadlines: BinaryHeap<Reverse<(Instant, u64)>>,

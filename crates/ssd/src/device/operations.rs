@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::Device;
 use crate::io::{Ended, Op, OpKind, Piece};
-use crate::job::{Part, Transfer, What, cut};
+use crate::job::{Transfer, UnfinishedOp, What, cut};
 use crate::stats::Counters;
 
 /// Attempts of an operation that moves nothing.
@@ -17,21 +17,21 @@ impl Device {
         let kind = what.kind();
         let parts = match kind {
             OpKind::Sync => {
-                vec![Part { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
+                vec![UnfinishedOp { transfer: id, kind, offset, pieces: Vec::new(), stalls: 0 }]
             }
             _ => cut(id, kind, offset, pieces),
         };
         self.start_parts(id, what, parts);
     }
 
-    pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<Part>) {
+    pub(super) fn start_parts(&mut self, id: u64, what: What, parts: Vec<UnfinishedOp>) {
         // Copies stand behind writes, though they read.
         let is_read = matches!(what, What::Read { .. });
         self.transfers.insert(id, Transfer { what, operations: parts.len(), error: None });
         if is_read {
             self.ready_reads.extend(parts);
         } else {
-            self.writes_ahead += parts.iter().map(Part::bytes).sum::<u64>();
+            self.writes_ahead += parts.iter().map(UnfinishedOp::bytes).sum::<u64>();
             self.ready_writes.extend(parts);
         }
     }
@@ -67,7 +67,7 @@ impl Device {
         None
     }
 
-    pub(super) fn post_part(&mut self, part: Part) {
+    pub(super) fn post_part(&mut self, part: UnfinishedOp) {
         let id = self.id();
         let op = Op { id, kind: part.kind, offset: part.offset, pieces: part.pieces.clone() };
         self.parts.insert(id, part);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
 use kvlane_ssd::{
-    DeviceOptions, Extent, Key, Options, Read, ReadEnd, Record, Refused, Shard, Space, Tier, WriteEnd,
+    DeviceOptions, Extent, Key, Options, Read, ReadEnd, Record, Refused, Shard, Space, SsdTier, WriteEnd,
 };
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -114,29 +114,29 @@ pub(crate) fn small(path: &Path) -> Options {
     Options { segment_bytes: Some(256 * KIB), ..Options::new(vec![device(path, 4 * MIB + 64 * KIB)]) }
 }
 
-pub(crate) fn open(options: Options, pool: &Pool) -> Tier {
-    Tier::open(options, pool.arena.clone()).unwrap()
+pub(crate) fn open(options: Options, pool: &Pool) -> SsdTier {
+    SsdTier::open(options, pool.arena.clone()).unwrap()
 }
 
-pub(crate) fn start_write(tier: &Tier, record: Record) -> Result<Receiver<WriteEnd>, Refused> {
+pub(crate) fn start_write(tier: &SsdTier, record: Record) -> Result<Receiver<WriteEnd>, Refused> {
     let (end, ends) = channel();
     tier.write(record, move |how| end.send(how).unwrap_or(()))?;
     Ok(ends)
 }
 
-pub(crate) fn write(tier: &Tier, pool: &mut Pool, block: &Block) -> WriteEnd {
+pub(crate) fn write(tier: &SsdTier, pool: &mut Pool, block: &Block) -> WriteEnd {
     let record = pool.record(block);
     start_write(tier, record).unwrap().recv_timeout(PATIENCE).unwrap()
 }
 
 /// Writes a block in memory that is given back.
-pub(crate) fn store(tier: &Tier, pool: &mut Pool, block: &Block) {
+pub(crate) fn store(tier: &SsdTier, pool: &mut Pool, block: &Block) {
     let mark = pool.next;
     assert_eq!(write(tier, pool, block), WriteEnd::Stored);
     pool.next = mark;
 }
 
-pub(crate) fn start_read(tier: &Tier, key: Key, into: Vec<Extent>) -> Result<Receiver<ReadEnd>, Refused> {
+pub(crate) fn start_read(tier: &SsdTier, key: Key, into: Vec<Extent>) -> Result<Receiver<ReadEnd>, Refused> {
     let (end, ends) = channel();
     let read = Read { key, into, deadline: None };
     tier.read(read, move |how| end.send(how).unwrap_or(()))?;
@@ -144,7 +144,7 @@ pub(crate) fn start_read(tier: &Tier, key: Key, into: Vec<Extent>) -> Result<Rec
 }
 
 /// Reads a block and, if it is found, checks its bytes. None if the tier says that it has not got it.
-pub(crate) fn fetch(tier: &Tier, pool: &mut Pool, block: &Block) -> Option<ReadEnd> {
+pub(crate) fn fetch(tier: &SsdTier, pool: &mut Pool, block: &Block) -> Option<ReadEnd> {
     let mark = pool.next;
     let into = pool.extents(&block.lengths);
     for extent in &into {
@@ -162,10 +162,10 @@ pub(crate) fn fetch(tier: &Tier, pool: &mut Pool, block: &Block) -> Option<ReadE
     end
 }
 
-pub(crate) fn is_found(tier: &Tier, pool: &mut Pool, block: &Block) -> bool {
+pub(crate) fn is_found(tier: &SsdTier, pool: &mut Pool, block: &Block) -> bool {
     matches!(fetch(tier, pool, block), Some(ReadEnd::Found { .. }))
 }
 
-pub(crate) fn close(tier: Tier) {
+pub(crate) fn close(tier: SsdTier) {
     assert!(tier.close(PATIENCE));
 }

@@ -19,8 +19,8 @@ const REGISTERED_BYTES: usize = 1 << 30;
 /// The operation that waits for the waker.
 const WAKE: u64 = u64::MAX;
 
-/// A ring on one file.
-pub(crate) struct Ring {
+/// Operations on one file that are in flight by io_uring.
+pub(crate) struct UringQueue {
     ring: IoUring,
     file: File,
     /// Operations in flight and the vectors the kernel reads; their index is their user data.
@@ -35,7 +35,7 @@ pub(crate) struct Ring {
 }
 
 // SAFETY: the iovecs in `slots` are addresses for the kernel; this type never looks behind them.
-unsafe impl Send for Ring {}
+unsafe impl Send for UringQueue {}
 
 fn make_ring() -> io::Result<IoUring> {
     let new = || {
@@ -66,10 +66,10 @@ pub fn try_io_uring() -> io::Result<()> {
     make_ring().map(drop)
 }
 
-impl Ring {
+impl UringQueue {
     /// A ring for this thread. The second value says why memory could not be registered, if it could not: then every
     /// transfer pins its pages anew.
-    pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(Ring, Option<String>)> {
+    pub(crate) fn new(file: File, memory: &[Piece]) -> io::Result<(UringQueue, Option<String>)> {
         let ring = make_ring()?;
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         // SAFETY: a system call without addresses.
@@ -79,7 +79,7 @@ impl Ring {
         }
         // SAFETY: the descriptor was just made and nobody else has it.
         let wake_fd = Arc::new(unsafe { OwnedFd::from_raw_fd(event) });
-        let mut ring = Ring {
+        let mut ring = UringQueue {
             ring,
             file,
             slots: (0..ENTRIES).map(|_| None).collect(),
@@ -194,7 +194,7 @@ impl Ring {
     }
 }
 
-impl Io for Ring {
+impl Io for UringQueue {
     unsafe fn post(&mut self, op: Op) {
         assert!(!self.free.is_empty(), "more operations are posted than there is room for");
         let entry = self.entry(op);
@@ -239,7 +239,7 @@ impl Io for Ring {
     }
 }
 
-impl Drop for Ring {
+impl Drop for UringQueue {
     fn drop(&mut self) {
         // The kernel uses the memory of what is in flight; and the wake-up writes into this value.
         (self.waker())();
