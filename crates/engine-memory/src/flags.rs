@@ -90,9 +90,9 @@ impl Flag {
     }
 }
 
-/// Runs that are followed by a flag.
+/// Runs of a load that are copied together: what a flag stands behind, or all of them.
 #[derive(Debug)]
-pub struct Part {
+pub struct LoadPart {
     /// What is copied.
     pub runs: Runs,
     /// What is written after it.
@@ -138,10 +138,10 @@ pub fn parts_of(
     places: &[BlockOffsets],
     flags: Option<&AskedFlags>,
     pool: &Arc<Arena>,
-) -> Result<Vec<Part>, FlagsError> {
+) -> Result<Vec<LoadPart>, FlagsError> {
     let regions: usize = slices.iter().map(Vec::len).sum();
     let Some(AskedFlags { address, value, region_ends }) = flags else {
-        return Ok(vec![Part { runs: runs_of(slices, places, 0..regions, pool)?, flag: None }]);
+        return Ok(vec![LoadPart { runs: runs_of(slices, places, 0..regions, pool)?, flag: None }]);
     };
     let last = region_ends.last().map(|end| *end as usize);
     if last != Some(regions) || region_ends.len() > FLAGS_ASKED_MAX || !region_ends.is_sorted() {
@@ -153,7 +153,7 @@ pub fn parts_of(
         let end = end as usize;
         let word = address.checked_add(index * WORD_BYTES).ok_or(FlagsError::Address)?;
         let runs = runs_of(slices, places, first..end, pool)?;
-        parts.push(Part { runs, flag: Some(Flag { word, value: *value }) });
+        parts.push(LoadPart { runs, flag: Some(Flag { word, value: *value }) });
         first = end;
     }
     Ok(parts)
@@ -262,7 +262,7 @@ mod tests {
         // After layer 1, and after layer 3, of which there are two halves before.
         let flags = AskedFlags { address: 100, value: 7, region_ends: vec![2, 5, 6] };
         let parts = parts_of(&slices, &places, Some(&flags), &pool()).unwrap();
-        let layers_of = |part: &Part| -> Vec<(u64, u64)> {
+        let layers_of = |part: &LoadPart| -> Vec<(u64, u64)> {
             sorted(part.runs.as_slice().to_vec()).iter().map(|run| (run.engine_addr >> 16, run.len)).collect()
         };
         assert_eq!(layers_of(&parts[0]), [(1, 1024), (1, 1024), (2, 1024), (2, 1024)]);

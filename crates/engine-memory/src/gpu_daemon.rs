@@ -19,7 +19,7 @@ use thiserror::Error;
 use crate::chunks::SharedChunks;
 use crate::exported::{Allocation, Exported};
 use crate::fence::FENCE_BYTES;
-use crate::flags::{Flag, Part};
+use crate::flags::{Flag, LoadPart};
 use crate::gpu_pool::{Gpus, PinnedPool};
 use crate::lane::{FENCE_AFTER, FENCE_BEFORE, Lane};
 use crate::meetings::Member;
@@ -315,7 +315,7 @@ impl GpuMemory {
     }
 
     /// The words of the parts' flags, by the addresses of this process.
-    fn words(&self, parts: &[Part]) -> Result<Vec<Option<Flag>>, GpuError> {
+    fn words(&self, parts: &[LoadPart]) -> Result<Vec<Option<Flag>>, GpuError> {
         parts.iter().map(|part| part.flag.map(|flag| flag.local(&self.map)).transpose()).collect()
     }
 

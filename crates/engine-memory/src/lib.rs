@@ -55,7 +55,7 @@ pub use chunks::SharedChunks;
 pub use exported::{Allocation, ChunkShare, Exported};
 pub use fence::{FENCE_BYTES, FenceValue};
 pub use flags::{
-    AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, Part, parts_of, word_address,
+    AskedFlags, BlockOffsets, EVENTS, FLAGS_MAX, Flag, Flags, FlagsError, LoadPart, parts_of, word_address,
 };
 pub use gpu_daemon::{GpuCopyError, GpuMemory};
 pub use gpu_pool::Gpus;

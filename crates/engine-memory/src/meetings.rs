@@ -17,7 +17,7 @@ use std::{
 use kvlane_block::{Rank, Run};
 use parking_lot::{Condvar, Mutex};
 
-use crate::flags::Part;
+use crate::flags::LoadPart;
 use crate::gpu_daemon::{GpuCopyError, GpuMemory};
 
 /// A load that one rank was asked for.
@@ -26,7 +26,7 @@ pub struct Member {
     /// Where it goes.
     pub memory: Arc<GpuMemory>,
     /// What is to be copied, in this order.
-    pub parts: Vec<Part>,
+    pub parts: Vec<LoadPart>,
     /// Of the request.
     pub epoch: u64,
     /// The engine computes for other requests meanwhile.
@@ -166,9 +166,9 @@ impl State {
 }
 
 /// Whether two loads bring the same bytes of the pool in the same parts.
-fn bring_the_same(one: &[Part], other: &[Part]) -> bool {
+fn bring_the_same(one: &[LoadPart], other: &[LoadPart]) -> bool {
     let bytes = |run: &Run| (run.pool_offset, run.len);
-    let the_same = |(one, other): (&Part, &Part)| {
+    let the_same = |(one, other): (&LoadPart, &LoadPart)| {
         one.flag.is_some() == other.flag.is_some()
             && one.runs.as_slice().iter().map(bytes).eq(other.runs.as_slice().iter().map(bytes))
     };

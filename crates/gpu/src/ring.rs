@@ -41,14 +41,14 @@ pub(crate) struct Rail {
 enum State {
     Unused,
     /// No work on it is under way.
-    Ready(Box<Ring>),
+    Ready(Box<GpuRing>),
     /// In use while it is locked; else something failed, and it is not used any more.
     Taken,
 }
 
 /// Fields are dropped in order: the memory last.
 #[derive(Debug)]
-struct Ring {
+struct GpuRing {
     /// By the ordinal of the GPU that reads.
     pulls: HashMap<u32, Pull>,
     up: Copier,
@@ -103,7 +103,7 @@ impl Rail {
         let ring = match std::mem::replace(&mut *state, State::Taken) {
             State::Taken => return None,
             State::Ready(ring) => ring,
-            State::Unused => match Ring::new(self, making) {
+            State::Unused => match GpuRing::new(self, making) {
                 Ok(ring) => Box::new(ring),
                 Err(error) => {
                     self.warn(&error);
@@ -140,8 +140,8 @@ impl Rail {
     }
 }
 
-impl Ring {
-    fn new(rail: &Rail, making: Making<'_>) -> Result<Ring, GpuError> {
+impl GpuRing {
+    fn new(rail: &Rail, making: Making<'_>) -> Result<GpuRing, GpuError> {
         let RailOptions { slot_bytes, slots, .. } = *making.options;
         let memory = rail.gpu.alloc(slot_bytes * slots as u64)?;
         let words = Words::new(&rail.gpu, slots * (1 + READERS_MAX))?;
@@ -149,7 +149,7 @@ impl Ring {
         let stream = Arc::new(Stream::new(&rail.gpu, Priority::Normal)?);
         let options =
             CopierOptions { use_kernel: false, seams: making.seams.to_vec(), ..CopierOptions::default() };
-        Ok(Ring { pulls: HashMap::new(), up: Copier::new(stream, options)?, words, memory })
+        Ok(GpuRing { pulls: HashMap::new(), up: Copier::new(stream, options)?, words, memory })
     }
 }
 
@@ -179,7 +179,7 @@ impl Pull {
 pub(crate) struct Lent<'a> {
     rail: &'a Rail,
     state: MutexGuard<'a, State>,
-    ring: Box<Ring>,
+    ring: Box<GpuRing>,
     /// One for each target.
     pulls: Vec<Pull>,
     looks: Looks,

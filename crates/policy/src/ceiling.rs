@@ -98,12 +98,12 @@ impl WindowCount {
 }
 
 /// A window's slots, each with the number of its stretch of time since the epoch.
-struct Ring {
+struct WindowSlots {
     window: Window,
     slots: Vec<(u64, WindowCount)>,
 }
 
-impl Ring {
+impl WindowSlots {
     fn new(window: Window) -> Self {
         Self { window, slots: (0..window.slots()).map(|_| (0, WindowCount::default())).collect() }
     }
@@ -134,9 +134,9 @@ impl Ring {
 
 /// The three windows of one stream of references. At most [`Ceiling::MAX_BYTES`].
 pub struct Ceiling {
-    minutes: Ring,
-    five_minutes: Ring,
-    hours: Ring,
+    minutes: WindowSlots,
+    five_minutes: WindowSlots,
+    hours: WindowSlots,
     /// The minute being counted; not yet in the longer windows.
     present: u64,
 }
@@ -155,9 +155,9 @@ impl Ceiling {
     /// Nothing counted.
     pub fn new() -> Self {
         Self {
-            minutes: Ring::new(Window::QuarterHour),
-            five_minutes: Ring::new(Window::Hour),
-            hours: Ring::new(Window::Day),
+            minutes: WindowSlots::new(Window::QuarterHour),
+            five_minutes: WindowSlots::new(Window::Hour),
+            hours: WindowSlots::new(Window::Day),
             present: 0,
         }
     }

@@ -14,8 +14,9 @@ const GAP: u64 = 256;
 /// A source full of a pattern, a poisoned destination, and the copies from the one to the other.
 pub(super) struct Laid {
     plan: Pieces,
-    places: Places,
-    staging: HostBuffer,
+    ends: CopyEnds,
+    /// What both are filled from, and what arrived.
+    host: HostBuffer,
     pub(super) copies: Vec<Copy>,
 }
 
@@ -28,22 +29,22 @@ impl Laid {
         stream: &Stream,
     ) -> Result<Laid, GpuError> {
         let plan = Pieces::new(shape, method)?;
-        let places = Places::new(gpu, shape, plan.extent())?;
-        let staging = HostBuffer::new(gpu, plan.extent())?;
+        let ends = CopyEnds::new(gpu, shape, plan.extent())?;
+        let host = HostBuffer::new(gpu, plan.extent())?;
         let whole = |dst, src| Copy { dst, src, len: plan.extent() };
         // SAFETY: all three ranges have the extent's length, and each copy is waited for before they are used otherwise.
         unsafe {
-            write_pattern(&staging);
-            run(stream, whole(places.source(), staging.address()))?;
-            poison(&staging);
-            run(stream, whole(places.destination(), staging.address()))?;
+            write_pattern(&host);
+            run(stream, whole(ends.source(), host.address()))?;
+            poison(&host);
+            run(stream, whole(ends.destination(), host.address()))?;
         }
-        let copies = plan.copies(places.destination(), places.source());
-        Ok(Laid { plan, places, staging, copies })
+        let copies = plan.copies(ends.destination(), ends.source());
+        Ok(Laid { plan, ends, host, copies })
     }
 
     pub(super) fn direction(&self) -> Direction {
-        self.places.direction
+        self.ends.direction
     }
 
     /// Bytes of all copies.
@@ -53,20 +54,19 @@ impl Laid {
 
     /// Whether every piece arrived, and nothing else was written. What was enqueued is over.
     pub(super) fn check(&self, stream: &Stream) -> Result<(), GpuError> {
-        let back =
-            Copy { dst: self.staging.address(), src: self.places.destination(), len: self.plan.extent() };
+        let back = Copy { dst: self.host.address(), src: self.ends.destination(), len: self.plan.extent() };
         // SAFETY: both ranges have the extent's length; the stream is idle before and after.
         unsafe {
-            poison(&self.staging);
+            poison(&self.host);
             run(stream, back)?;
-            let arrived = std::slice::from_raw_parts(self.staging.as_ptr(), self.plan.extent() as usize);
+            let arrived = std::slice::from_raw_parts(self.host.as_ptr(), self.plan.extent() as usize);
             self.plan.check(arrived)
         }
     }
 }
 
-/// Source and destination.
-struct Places {
+/// The memory that is copied from, and that it is copied to.
+struct CopyEnds {
     direction: Direction,
     source: Memory,
     destination: Memory,
@@ -86,8 +86,8 @@ impl Memory {
     }
 }
 
-impl Places {
-    fn new(gpu: &Gpu, shape: &Shape, bytes: u64) -> Result<Places, GpuError> {
+impl CopyEnds {
+    fn new(gpu: &Gpu, shape: &Shape, bytes: u64) -> Result<CopyEnds, GpuError> {
         let host = || HostBuffer::new(gpu, bytes).map(Memory::Host);
         let device = |gpu: &Gpu| gpu.alloc(bytes).map(Memory::Device);
         let (source, destination) = match &shape.path {
@@ -98,7 +98,7 @@ impl Places {
                 (device(gpu)?, device(peer)?)
             }
         };
-        Ok(Places { direction: shape.path.direction(), source, destination })
+        Ok(CopyEnds { direction: shape.path.direction(), source, destination })
     }
 
     fn source(&self) -> u64 {
