@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 /// Prints an error for a person, and answers the exit code.
-pub(crate) fn tell(error: &anyhow::Error) -> ExitCode {
+pub(crate) fn print_error(error: &anyhow::Error) -> ExitCode {
     eprintln!("kvlane: {}", sentence(error));
     ExitCode::FAILURE
 }

@@ -77,6 +77,6 @@ pub fn main(drivers: Drivers) -> ExitCode {
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => errors::tell(&error),
+        Err(error) => errors::print_error(&error),
     }
 }

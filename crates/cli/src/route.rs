@@ -198,7 +198,7 @@ pub(crate) fn run(command: RouteCommand) -> ExitCode {
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => errors::tell(&error),
+        Err(error) => errors::print_error(&error),
     }
 }
 

@@ -28,7 +28,7 @@ const DESCRIPTORS_A_SESSION: u64 = 6;
 pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
     let mut options = match args.resolve(drivers) {
         Ok(options) => options,
-        Err(error) => return errors::tell(&error),
+        Err(error) => return errors::print_error(&error),
     };
     logging::start(std::mem::take(&mut options.log), options.log_format);
     match serve(&options) {
@@ -38,7 +38,7 @@ pub(crate) fn run(args: ServeArgs, drivers: Drivers) -> ExitCode {
             tracing::error!("{}", errors::sentence(&error));
             ExitCode::FAILURE
         }
-        Err(error) => errors::tell(&error),
+        Err(error) => errors::print_error(&error),
     }
 }
 

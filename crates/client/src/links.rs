@@ -6,7 +6,7 @@
 //! Rules between a link and its driver:
 //!
 //! 1. Actions are carried out in the order in which they were given. One that ends at once is over before the next begins:
-//!    above all raising the fence (with the GPU's memory written), lifting flags, and sending (handed to the connection, not
+//!    above all raising the fence (with the GPU's memory written), writing flags, and sending (handed to the connection, not
 //!    necessarily out).
 //! 2. Copies of this process and mappings answer by an event. They may take any time; the link does not rely on their being
 //!    over. (The drivers carry them out at once, and hand the event in.)

@@ -21,7 +21,7 @@ use crate::{
     links::{
         flags::FlagTable,
         ids::{ConnectionId, ProcessId},
-        standing::tell,
+        standing::log_notice,
         worker::{
             WorkerLink,
             event::{Card, Peer, WorkerAction, WorkerEvent, WorkerLinkOptions},
@@ -179,9 +179,9 @@ impl Mover<'_> {
                 let copied = self.copy_out(&places);
                 return Some(WorkerEvent::Copied { copy, copied });
             }
-            WorkerAction::LiftFlags(flags) => {
+            WorkerAction::WriteFlags(flags) => {
                 if let Some(gpu) = self.options.blocks.gpu() {
-                    gpu.lift(&flags);
+                    gpu.write_flags(&flags);
                 }
             }
             WorkerAction::Release { key, told, flags } => self.shared.release(key, told, flags),
@@ -194,7 +194,7 @@ impl Mover<'_> {
             WorkerAction::Refused(sentence) => self.shared.refused(sentence),
             WorkerAction::CountTimeouts(saves) => self.shared.state.lock().stats.save_timeouts += saves,
             WorkerAction::Close(connection) => self.hang_up(connection),
-            WorkerAction::Tell(notice) => tell(Some(notice)),
+            WorkerAction::Log(notice) => log_notice(Some(notice)),
         }
         None
     }

@@ -25,7 +25,7 @@ use crate::{
             BlockChanges, LookupState, SchedulerAction, SchedulerEvent, SchedulerLink, SchedulerLinkOptions,
             SchedulerStats,
         },
-        standing::tell,
+        standing::log_notice,
     },
     processes::Processes,
 };
@@ -332,8 +332,8 @@ impl Scheduler {
                 self.connection.take_if(|(id, _)| *id == connection);
                 None
             }
-            SchedulerAction::Tell(notice) => {
-                tell(Some(notice));
+            SchedulerAction::Log(notice) => {
+                log_notice(Some(notice));
                 None
             }
         }

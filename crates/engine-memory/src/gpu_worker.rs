@@ -125,7 +125,7 @@ impl WorkerGpu {
     ///
     /// # Panics
     /// For flags of another worker.
-    pub fn lift(&self, flags: &Flags) {
+    pub fn write_flags(&self, flags: &Flags) {
         // SAFETY: the word is ours, and lives as long as this.
         let write = |word| unsafe { self.stream.write_word(self.own_word(word), flags.value) };
         let written = flags.words().try_for_each(write).and_then(|()| self.stream.synchronize());

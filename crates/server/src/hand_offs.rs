@@ -44,12 +44,12 @@ impl Signal {
 
     /// The saves go on.
     pub(crate) fn progress(&self) {
-        self.tell(|news| news.has_progressed = true);
+        self.note(|news| news.has_progressed = true);
     }
 
     /// It is over. The first end counts.
     pub(crate) fn end(&self, end: End) {
-        self.tell(|news| news.end = news.end.or(Some(end)));
+        self.note(|news| news.end = news.end.or(Some(end)));
     }
 
     /// Whether there was progress, and how it ended if it has. What comes after wakes anew.
@@ -59,7 +59,7 @@ impl Signal {
         (std::mem::take(&mut news.has_progressed), news.end)
     }
 
-    fn tell(&self, what: impl FnOnce(&mut News)) {
+    fn note(&self, what: impl FnOnce(&mut News)) {
         let mut news = self.news.lock();
         what(&mut news);
         if !std::mem::replace(&mut news.is_awake, true) {

@@ -227,7 +227,7 @@ impl Session {
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
     pub fn subscribe(&mut self, topic: &[u8]) -> Result<(), ProtocolError> {
-        self.tell_topic(1, "SUBSCRIBE", topic)
+        self.send_topic(1, "SUBSCRIBE", topic)
     }
 
     /// Takes a subscription back.
@@ -235,10 +235,10 @@ impl Session {
     /// # Errors
     /// [`ProtocolError::OutOfTurn`] before [`Event::Ready`].
     pub fn cancel(&mut self, topic: &[u8]) -> Result<(), ProtocolError> {
-        self.tell_topic(0, "CANCEL", topic)
+        self.send_topic(0, "CANCEL", topic)
     }
 
-    fn tell_topic(&mut self, mark: u8, name: &str, topic: &[u8]) -> Result<(), ProtocolError> {
+    fn send_topic(&mut self, mark: u8, name: &str, topic: &[u8]) -> Result<(), ProtocolError> {
         if self.peer_minor == 0 {
             return self.send(&[[&[mark], topic].concat()]);
         }

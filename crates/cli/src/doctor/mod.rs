@@ -54,7 +54,7 @@ pub(crate) struct DoctorArgs {
 pub(crate) fn run(args: &DoctorArgs, drivers: Drivers) -> ExitCode {
     let address = match args.daemon.address() {
         Ok(address) => address,
-        Err(error) => return errors::tell(&error),
+        Err(error) => return errors::print_error(&error),
     };
     let daemon = daemon::read(&address, args.daemon.user());
     let pool = args.pool_size.unwrap_or(Size(DEFAULT_POOL));

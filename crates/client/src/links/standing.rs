@@ -25,12 +25,12 @@ pub enum Urgency {
 pub struct Notice {
     /// How urgent it is.
     pub urgency: Urgency,
-    /// What to tell.
+    /// What stands in the log.
     pub sentence: String,
 }
 
-/// Gives a sentence to the log, if there is one.
-pub fn tell(notice: Option<Notice>) {
+/// Writes a notice to the log, if there is one.
+pub fn log_notice(notice: Option<Notice>) {
     match notice {
         Some(Notice { urgency: Urgency::Info, sentence }) => tracing::info!("{sentence}"),
         Some(Notice { urgency: Urgency::Warning, sentence }) => tracing::warn!("{sentence}"),

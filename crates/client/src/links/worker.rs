@@ -26,7 +26,7 @@ use kvlane_proto::{v1, v1::refused::Reason, v1::reply::Body as Answer, v1::reque
 pub use self::link::WorkerLink;
 use self::{
     event::{Actions, Peer, WorkerAction, WorkerEvent},
-    link::{end, end_save, tell},
+    link::{end, end_save, log},
     load::Loading,
     up::{Asked, Misfit, Stage, Up},
 };
@@ -164,7 +164,7 @@ impl WorkerLink {
         }
         match why {
             NotConnected::Absent(sentence) => {
-                tell(self.standing.absent(sentence), actions);
+                log(self.standing.absent(sentence), actions);
                 self.note_refusal(sentence, actions);
             }
             NotConnected::Refused(sentence) => self.refuse(sentence, now, actions),
@@ -195,7 +195,7 @@ impl WorkerLink {
             if refused.reason() != Reason::Cancelled && self.note_refusal(&refused.sentence, actions) {
                 let (address, sentence) = (&self.options.address, &refused.sentence);
                 let sentence = format!("kvlane: the daemon at {address} refused a request: {sentence}");
-                tell(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
+                log(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
             }
         }
         let fits = match self.up().and_then(|up| up.asked.remove(&id)) {
@@ -284,7 +284,7 @@ impl WorkerLink {
         up.asked.into_values().for_each(|asked| end_save(asked, "the daemon went away", now, actions));
         actions.push_back(WorkerAction::Close(up.id));
         self.backoff.failed(now);
-        tell(if was_open { self.standing.lost(why, now) } else { self.standing.broken_off(why) }, actions);
+        log(if was_open { self.standing.lost(why, now) } else { self.standing.broken_off(why) }, actions);
         let unmapped = self.pools.lost();
         actions.extend(unmapped.into_iter().map(WorkerAction::Unmap));
         self.round_at = now + ROUND;
@@ -335,7 +335,7 @@ impl WorkerLink {
 
     /// This daemon cannot be used.
     fn refuse(&mut self, sentence: &str, now: Instant, actions: &mut Actions) {
-        tell(self.standing.refused(sentence, now), actions);
+        log(self.standing.refused(sentence, now), actions);
         self.note_refusal(sentence, actions);
     }
 

@@ -29,10 +29,10 @@ pub(crate) enum Defect {
     EndsWithItsConnection,
     /// The fence stays as it is.
     LowFence,
-    /// Flags are not lifted.
+    /// Flags are not written.
     KeepsFlags,
-    /// Flags are lifted after the copies that were asked for behind them.
-    LiftsLate,
+    /// Flags are written after the copies that were asked for behind them.
+    WritesFlagsLate,
     /// With a connection, writes of a worker count as over.
     WritesGoOn,
     /// Pools stay mapped.

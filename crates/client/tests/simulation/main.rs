@@ -234,7 +234,7 @@ fn a_stream_that_waits_for_ever_is_caught() {
 
 #[test]
 fn a_copy_that_waits_for_a_stream_that_waits_for_it_is_caught() {
-    caught(Half::Workers, Defect::LiftsLate, "W10: ");
+    caught(Half::Workers, Defect::WritesFlagsLate, "W10: ");
 }
 
 #[test]

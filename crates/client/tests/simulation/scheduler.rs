@@ -426,7 +426,7 @@ impl SchedulerSide {
                 }
                 None
             }
-            SchedulerAction::Tell(_) => None,
+            SchedulerAction::Log(_) => None,
         }
     }
 

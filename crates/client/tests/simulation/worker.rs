@@ -404,13 +404,13 @@ impl WorkerSide {
                 };
                 self.copy(copy, world.run_of(line), places, true, world);
             }
-            WorkerAction::LiftFlags(flags)
-                if world.defect == Defect::LiftsLate
+            WorkerAction::WriteFlags(flags)
+                if world.defect == Defect::WritesFlagsLate
                     && self.actions.iter().any(|next| matches!(next, WorkerAction::CopyIn { .. })) =>
             {
-                self.actions.push_back(WorkerAction::LiftFlags(flags));
+                self.actions.push_back(WorkerAction::WriteFlags(flags));
             }
-            WorkerAction::LiftFlags(flags) if world.defect != Defect::KeepsFlags => {
+            WorkerAction::WriteFlags(flags) if world.defect != Defect::KeepsFlags => {
                 world.memories[self.index].flags.insert(flags.address, flags.value);
             }
             WorkerAction::Release { key, told, flags } => self.released(key, &told, flags, world),
@@ -428,7 +428,7 @@ impl WorkerSide {
                 self.failures = 0;
                 world.seen.push("registered");
             }
-            WorkerAction::Tell(notice) if notice.sentence.contains("carries out its load itself") => {
+            WorkerAction::Log(notice) if notice.sentence.contains("carries out its load itself") => {
                 self.cause = Cause::Silent;
             }
             WorkerAction::Unregistered { was_open } => {
@@ -540,7 +540,7 @@ impl WorkerSide {
     /// W10. The copy of the load that holds this block waits for its event, and that may stand behind flags.
     fn check_stream(&self, block: u32, world: &mut World) {
         let Some(key) = world.memories[self.index].cells[block as usize].pin else { return };
-        // Where no flags are lifted at all, W6 is to find it.
+        // Where no flags are written at all, W6 is to find it.
         if world.defect != Defect::KeepsFlags && self.flags_before(key, world).is_some() {
             world.is_wrong(|| format!("W10: the copy of {key:?} waits for a stream that waits for flags"));
         }

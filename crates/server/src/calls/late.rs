@@ -97,7 +97,7 @@ pub(crate) trait Answering: Send + 'static {
     /// Looks up what RAM has now, and sends it.
     fn answer(&self, late: Late);
     /// Says that an answer takes longer.
-    fn tell_pending(&self, id: u64, wait_ms: u32);
+    fn send_pending(&self, id: u64, wait_ms: u32);
 }
 
 /// Answers the late lookups of one session.
@@ -186,7 +186,7 @@ impl Waiting {
         }
         late.fetch_until.take_if(|_| is_fetched);
         if let Some(wait_ms) = late.turn(now) {
-            answering.tell_pending(late.id, wait_ms);
+            answering.send_pending(late.id, wait_ms);
         }
         if !late.is_over() {
             self.wakes.extend(late.wake_at().map(|at| (at, number)));

@@ -128,7 +128,7 @@ impl Answering for LateAnswers {
         }
     }
 
-    fn tell_pending(&self, id: u64, wait_ms: u32) {
+    fn send_pending(&self, id: u64, wait_ms: u32) {
         // As above.
         let _ = self.replies.send(id, Answer::LookupPending(v1::LookupPending { wait_ms }), None);
     }

@@ -344,7 +344,7 @@ impl GpuEngine {
 impl Drop for GpuEngine {
     fn drop(&mut self) {
         self.scheduler.close();
-        // Lifts what the stream may be waiting for.
+        // Writes the words that the stream may be waiting for.
         self.worker.close();
         let _ = self.stream.synchronize();
     }

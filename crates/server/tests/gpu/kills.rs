@@ -103,7 +103,7 @@ fn killed_while_hanging(ask: impl FnOnce(&mut crate::process::Process, &Daemon))
     daemon.stop();
 }
 
-/// The event of the second load stands behind the flags of the first one. The worker used to wait for it before it lifted these, and
+/// The event of the second load stands behind the flags of the first one. The worker used to wait for it before it wrote these, and
 /// the engine stood still for ever.
 #[test]
 fn a_daemon_that_is_killed_in_the_middle_of_two_loads_does_not_stop_the_engine() {

@@ -12,7 +12,7 @@ use super::{
     event::SchedulerAction,
     link::SchedulerLink,
     lookups::Unsent,
-    up::{HEARTBEAT, Stage, Up, send, tell},
+    up::{HEARTBEAT, Stage, Up, log, send},
 };
 use crate::{
     boot::BootId,
@@ -67,9 +67,9 @@ impl SchedulerLink {
         self.connection = Connection::Down;
         self.backoff.failed(now);
         match why {
-            NotConnected::Absent(sentence) => tell(self.standing.absent(&sentence), actions),
+            NotConnected::Absent(sentence) => log(self.standing.absent(&sentence), actions),
             NotConnected::Refused(sentence) => {
-                tell(self.standing.refused(&sentence, now), actions);
+                log(self.standing.refused(&sentence, now), actions);
                 self.refusal = Some(sentence);
             }
         }
@@ -103,7 +103,7 @@ impl SchedulerLink {
                 up.boot = boot;
                 self.former.welcome(&boot);
                 self.leases.keep_only(&boot);
-                tell(self.journal.greeted(boot, welcome.wire, &up.daemon, now), actions);
+                log(self.journal.greeted(boot, welcome.wire, &up.daemon, now), actions);
                 let open = self.options.open_engine(self.cancelled_below);
                 let open = send(&mut self.last_request, up.id, open, actions);
                 up.stage = Stage::Opening { open };
@@ -114,7 +114,7 @@ impl SchedulerLink {
                 self.backoff.opened(now);
                 self.stats.connects += 1;
                 self.refusal = None;
-                tell(self.standing.connected(&up.daemon, now), actions);
+                log(self.standing.connected(&up.daemon, now), actions);
                 // Before anything can be saved over this connection.
                 self.journal.ask(up.id, &mut self.last_request, now, actions);
                 for (request, Unsent { ask, until, timeout }) in self.lookups.take_unsent() {
@@ -199,11 +199,11 @@ impl SchedulerLink {
             if self.refusal.as_ref() != Some(&sentence) {
                 let address = &self.options.address;
                 let told = format!("kvlane: the daemon at {address} refused a request: {sentence}");
-                tell(Some(Notice { urgency: Urgency::Warning, sentence: told }), actions);
+                log(Some(Notice { urgency: Urgency::Warning, sentence: told }), actions);
             }
             self.answered(asked, Hit::default(), now, actions);
         } else {
-            tell(self.standing.refused(&sentence, now), actions);
+            log(self.standing.refused(&sentence, now), actions);
             self.leave(now);
             actions.push_back(SchedulerAction::Close(connection));
             self.backoff.failed(now);
@@ -226,7 +226,7 @@ impl SchedulerLink {
             Stage::Open => self.standing.lost(why, now),
             Stage::Greeting { .. } | Stage::Opening { .. } => self.standing.broken_off(why),
         };
-        tell(told, actions);
+        log(told, actions);
         self.leave(now);
         self.stats.losses += 1;
         self.backoff.failed(now);

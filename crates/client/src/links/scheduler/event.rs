@@ -100,7 +100,7 @@ pub enum SchedulerAction {
     /// The connection is not needed any more; nothing is told of it afterwards.
     Close(ConnectionId),
     /// A sentence for the log.
-    Tell(Notice),
+    Log(Notice),
 }
 
 /// What becomes of a lookup.

@@ -149,7 +149,7 @@ impl Play {
     /// Sentences told since the last look.
     fn told(&mut self) -> String {
         let told = self.actions.drain(..).filter_map(|action| match action {
-            SchedulerAction::Tell(notice) => Some(notice.sentence),
+            SchedulerAction::Log(notice) => Some(notice.sentence),
             _ => None,
         });
         told.collect()
@@ -308,7 +308,7 @@ fn an_open_engine_is_told_counted_and_asked_what_waited() {
     assert!(matches!(play.sent()[..], [Ask::OpenEngine(_)]));
     play.answer(play.last_request(), RUN, opened(false));
     assert!(play.actions.iter().any(
-        |action| matches!(action, SchedulerAction::Tell(told) if told.sentence.contains("is connected"))
+        |action| matches!(action, SchedulerAction::Log(told) if told.sentence.contains("is connected"))
     ));
     assert!(matches!(play.sent()[..], [Ask::Lookup(_), Ask::CancelSaves(_)]));
     assert!(play.link.is_connected() && !play.link.is_ready());

@@ -160,6 +160,6 @@ pub(super) fn send(
     *last_request
 }
 
-pub(super) fn tell(notice: Option<Notice>, actions: &mut VecDeque<SchedulerAction>) {
-    actions.extend(notice.map(SchedulerAction::Tell));
+pub(super) fn log(notice: Option<Notice>, actions: &mut VecDeque<SchedulerAction>) {
+    actions.extend(notice.map(SchedulerAction::Log));
 }

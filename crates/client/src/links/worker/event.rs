@@ -208,7 +208,7 @@ pub enum WorkerAction {
         places: Vec<(u32, BlockPages)>,
     },
     /// Writes all flags of a load, so that no stream waits for them.
-    LiftFlags(Flags),
+    WriteFlags(Flags),
     /// The request of a load may compute. With flags, streams are to wait for them.
     Release {
         /// The load.
@@ -244,7 +244,7 @@ pub enum WorkerAction {
     /// Hangs up.
     Close(ConnectionId),
     /// A sentence for the log.
-    Tell(Notice),
+    Log(Notice),
 }
 
 /// What is to be done, in that order.

@@ -8,7 +8,7 @@ use super::{
     super::{ids::ConnectionId, standing::describe},
     event::{Actions, WorkerAction},
     failures::NotMapped,
-    link::{WorkerLink, tell},
+    link::{WorkerLink, log},
     messages,
     up::{Misfit, Stage},
 };
@@ -116,7 +116,7 @@ impl WorkerLink {
         let (method, reason) = (up.method, up.reason.clone());
         let how = format!("{}, saves by {} ({reason})", up.daemon, method.name());
         self.backoff.opened(now);
-        tell(self.standing.connected(&how, now), actions);
+        log(self.standing.connected(&how, now), actions);
         self.refusal.clear();
         actions.push_back(WorkerAction::Registered { method, reason });
     }

@@ -137,10 +137,10 @@ pub(super) fn end_save(asked: Asked, why: &str, now: Instant, actions: &mut Acti
     }
 }
 
-pub(super) fn tell(notice: Option<Notice>, actions: &mut Actions) {
-    actions.extend(notice.map(WorkerAction::Tell));
+pub(super) fn log(notice: Option<Notice>, actions: &mut Actions) {
+    actions.extend(notice.map(WorkerAction::Log));
 }
 
 pub(super) fn warn(sentence: String, actions: &mut Actions) {
-    tell(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
+    log(Some(Notice { urgency: Urgency::Warning, sentence }), actions);
 }

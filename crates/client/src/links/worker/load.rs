@@ -88,8 +88,8 @@ impl Loading {
 
     /// What the engine asked for later may stand behind the flags of this load, which nobody has written yet.
     pub(super) fn holds_up_the_stream(&self) -> bool {
-        let is_lifted = matches!(self.own, Own::Done(_));
-        self.release == ReleaseAt::Released && self.flags.is_some() && !is_lifted
+        let are_written = matches!(self.own, Own::Done(_));
+        self.release == ReleaseAt::Released && self.flags.is_some() && !are_written
     }
 
     pub(super) fn needs(&self, process: ProcessId) -> bool {

@@ -11,7 +11,7 @@
 //!
 //! On a GPU a copy waits for the load's event, and the event may stand behind flags: the engine's stream waits for those of
 //! loads that were released before. So this process copies one load after the other, in the order in which they were
-//! queued, and lifts the flags of one before it begins the next. Those that hold up the stream are copied too, although
+//! queued, and writes the flags of one before it begins the next. Those that hold up the stream are copied too, although
 //! the daemon may still write them: a thread that waits for an event cannot see the daemon die.
 
 use std::time::{Duration, Instant};
@@ -126,7 +126,7 @@ impl WorkerLink {
         match (copied, &load.daemon) {
             (_, Daemon::Done { .. }) => load.own = Own::Failed,
             (Ok(Copied { blocks, bytes }), _) => {
-                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                actions.extend(load.flags.clone().map(WorkerAction::WriteFlags));
                 load.own = Own::Done(Finished { ok: true, blocks, bytes, ..load.job.failed("", now) });
                 let has_daemon = !matches!(load.daemon, Daemon::Out);
                 if has_daemon && load.release != ReleaseAt::Released {
@@ -135,7 +135,7 @@ impl WorkerLink {
             }
             (Err(why), Daemon::Out) => {
                 // Whatever came of it: a stream that waits for ever would stop the engine.
-                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                actions.extend(load.flags.clone().map(WorkerAction::WriteFlags));
                 end(&load.job, &why.to_string(), now, actions);
                 self.loads.remove(&key);
             }
@@ -168,7 +168,7 @@ impl WorkerLink {
                 self.loads.remove(&key);
             }
             (Daemon::Out, Own::Due(_) | Own::Waiting | Own::Failed) if self.is_closing => {
-                actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+                actions.extend(load.flags.clone().map(WorkerAction::WriteFlags));
                 end(&load.job, "the worker is closed", now, actions);
                 self.loads.remove(&key);
             }
@@ -296,7 +296,7 @@ impl WorkerLink {
                 return true;
             }
             // Whatever comes of it: a stream that waits for ever would stop the engine.
-            actions.extend(load.flags.clone().map(WorkerAction::LiftFlags));
+            actions.extend(load.flags.clone().map(WorkerAction::WriteFlags));
             let may_write = matches!(load.daemon, Daemon::Leaving { .. });
             if !may_write {
                 end(&load.job, "the worker is closed", now, actions);

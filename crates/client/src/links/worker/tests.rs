@@ -192,7 +192,7 @@ impl Play {
             WorkerAction::RaiseFence { epoch } => format!("fence {epoch}"),
             WorkerAction::CopyIn { .. } => "copy in".into(),
             WorkerAction::CopyOut { .. } => "copy out".into(),
-            WorkerAction::LiftFlags(_) => "lift".into(),
+            WorkerAction::WriteFlags(_) => "write flags".into(),
             WorkerAction::Unmap(_) => "unmap".into(),
             WorkerAction::Connect(_) => "connect".into(),
             WorkerAction::Close(_) => "close".into(),
@@ -425,7 +425,7 @@ fn a_refused_load_is_carried_out_here_and_a_stream_never_waits_for_ever() {
         play.pass(Duration::ZERO);
         play.answer(refused());
         play.copied(copied);
-        assert_eq!(play.told(), ["Load", "release 1 with flags", "copy in", "lift", end]);
+        assert_eq!(play.told(), ["Load", "release 1 with flags", "copy in", "write flags", end]);
     }
     assert!(play.link.at_rest());
 }
@@ -439,14 +439,14 @@ fn a_load_of_a_lost_daemon_ends_when_its_process_has() {
     play.lose();
     assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
     play.copied(COPIED);
-    assert_eq!(play.told(), ["lift"], "the daemon may still write into the blocks");
+    assert_eq!(play.told(), ["write flags"], "the daemon may still write into the blocks");
     assert!(play.link.needs(PROCESS));
     play.feed(WorkerEvent::ProcessEnded(PROCESS));
     assert_eq!(play.told(), ["end 1"]);
 }
 
 #[test]
-fn flags_of_a_load_are_lifted_before_the_next_copy_waits_for_its_event() {
+fn flags_of_a_load_are_written_before_the_next_copy_waits_for_its_event() {
     let mut play = Play::open(Method::Gpu);
     play.load(1, Release::AtOnce);
     play.pass(Duration::ZERO);
@@ -456,7 +456,7 @@ fn flags_of_a_load_are_lifted_before_the_next_copy_waits_for_its_event() {
     play.lose();
     assert_eq!(play.told(), ["fence 2", "unregistered", "copy in", "close"]);
     play.copied(COPIED);
-    assert_eq!(play.told(), ["lift", "copy in"]);
+    assert_eq!(play.told(), ["write flags", "copy in"]);
     play.copied(COPIED);
     play.feed(WorkerEvent::ProcessEnded(PROCESS));
     assert_eq!(play.told(), ["release 2", "end 1", "end 2"]);
@@ -474,7 +474,7 @@ fn a_load_that_holds_up_the_stream_is_carried_out_before_one_whose_time_comes_fi
     play.answer(refused());
     assert_eq!(play.told(), ["copy in"]);
     play.copied(COPIED);
-    assert_eq!(play.told(), ["lift", "copy in"]);
+    assert_eq!(play.told(), ["write flags", "copy in"]);
     play.copied(COPIED);
     assert_eq!(play.told(), ["end 2"]);
     // Where 1 cannot be copied here, 2 waits until the daemon has brought it.
@@ -554,11 +554,11 @@ fn closing_ends_everything_and_says_goodbye_after_our_own_copy() {
     play.feed(WorkerEvent::Close);
     assert_eq!(play.told(), ["fence 2", "fail 3"], "the copy is under way");
     play.copied(COPIED);
-    assert_eq!(play.told(), ["lift", "Bye"]);
+    assert_eq!(play.told(), ["write flags", "Bye"]);
     play.save(4);
     assert_eq!(play.told(), ["fail 4"]);
     play.answer(done());
-    assert_eq!(play.told(), ["close", "lift", "fail 1", "fail 2"]);
+    assert_eq!(play.told(), ["close", "write flags", "fail 1", "fail 2"]);
     assert!(play.link.is_over());
 }
 
@@ -577,7 +577,7 @@ fn a_closed_worker_keeps_the_blocks_of_loads_while_a_daemon_that_is_lost_may_wri
     assert_eq!(play.told(), ["fence 2", "close"], "our own copy of the first goes on, and none is begun");
     play.copied(COPIED);
     play.pass(Duration::from_secs(9));
-    assert_eq!(play.told(), ["lift"]);
+    assert_eq!(play.told(), ["write flags"]);
     assert!(!play.link.is_over() && play.link.needs(PROCESS));
     play.feed(WorkerEvent::ProcessEnded(PROCESS));
     assert_eq!(play.told(), ["end 1", "fail 2"]);
