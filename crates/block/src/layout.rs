@@ -32,7 +32,7 @@ pub struct Region {
     pub base: u64,
     /// Bytes from one block to the next.
     pub block_stride: u64,
-    /// Number of blocks.
+    /// How many blocks it has, at most 2^32. Block ids are below this.
     pub blocks: u64,
     /// Bytes of every piece.
     pub piece_bytes: u64,
@@ -68,7 +68,7 @@ pub enum LayoutError {
     Overflow {
         /// Address of the tensor.
         base: u64,
-        /// Number of blocks.
+        /// How many blocks the region was said to have.
         blocks: u64,
         /// Bytes from one block to the next.
         block_stride: u64,
@@ -98,7 +98,7 @@ pub enum LayoutError {
     TooSmall {
         /// Bytes of the block.
         bytes: u64,
-        /// Slices asked for.
+        /// How many slices it was to be cut into: one for each rank that holds the block.
         slices: usize,
     },
     /// An extent would end beyond the pool's address space.
@@ -106,7 +106,7 @@ pub enum LayoutError {
     PoolOffset {
         /// Start of the extent.
         pool_offset: PoolOffset,
-        /// Its length.
+        /// Bytes of one block in all regions, which the extent has to hold.
         shard_bytes: u64,
     },
 }

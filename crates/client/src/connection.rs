@@ -38,9 +38,9 @@ pub enum ConnectError {
     /// Nobody answers there.
     #[error("{}", describe_refusal(address, error))]
     Refused {
-        /// Where.
+        /// Where the daemon was looked for.
         address: Address,
-        /// The kernel's reason.
+        /// Why: most often that there is no socket, or that nobody accepts.
         error: io::Error,
     },
     /// The folder of the default socket may be a stranger's. Nothing was said to whoever listens there.
@@ -49,17 +49,17 @@ pub enum ConnectError {
     /// Somebody else than the daemon that is wanted. Nothing was said to them.
     #[error("{address} is not used: {stranger}")]
     Stranger {
-        /// Where.
+        /// Where the daemon was looked for.
         address: Address,
-        /// Who listens.
+        /// Whose process listens instead, and whose would be trusted.
         stranger: Stranger,
     },
     /// The daemon refused the greeting, in its own words.
     #[error("the daemon at {address} refused: {sentence}")]
     Turned {
-        /// Where.
+        /// Where it listens.
         address: Address,
-        /// The daemon's sentence.
+        /// Why, in a sentence of the daemon that says what to do.
         sentence: String,
     },
 }

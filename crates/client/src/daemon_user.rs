@@ -25,7 +25,7 @@ impl FromStr for DaemonUser {
 /// Somebody else listens there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stranger {
-    /// Who listens.
+    /// The user whose process listens at the address.
     pub uid: u32,
     /// Who runs this process.
     pub own: u32,

@@ -5,7 +5,7 @@
 pub struct GroupSpec {
     /// Digest of what the group's content means.
     pub namespace: [u8; 16],
-    /// For people.
+    /// For logs and lists of spaces; two groups may have the same.
     pub name: String,
     /// Tokens that one block holds.
     pub tokens_per_block: u32,

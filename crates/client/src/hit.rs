@@ -35,7 +35,7 @@ pub enum Misfit {
     /// One group is not as it follows from the tokens.
     #[error("group {index}: {what}")]
     Group {
-        /// Which one.
+        /// Index of the group, as the daemon named it.
         index: u32,
         /// What is wrong with it.
         what: &'static str,

@@ -39,7 +39,7 @@ pub struct SaveGroupSpec {
     pub group: u32,
     /// Hash of the block before the first one.
     pub parent: Option<BlockHash>,
-    /// Their hashes.
+    /// One hash a block, in the order of the prompt.
     pub hashes: Vec<BlockHash>,
     /// Their block ids in the engine.
     pub block_ids: Vec<BlockId>,
@@ -72,17 +72,17 @@ pub enum JobKind {
 /// The end of a job; exactly one comes for each. Before that of a load that is released, one of [`JobKind::Released`] comes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finished {
-    /// The caller's number.
+    /// As [`Job::number`] was given.
     pub job: u64,
-    /// What it was.
+    /// Whether this ends a save or a load, or only lets its request compute.
     pub kind: JobKind,
     /// Load: every byte arrived. Save: it was carried out, whatever was already there.
     pub ok: bool,
-    /// Blocks copied.
+    /// Blocks that were copied, of all groups together.
     pub blocks: u64,
     /// Save: blocks that the pool had, or that another engine was saving.
     pub present: u64,
-    /// Bytes copied.
+    /// Bytes of those blocks, of this rank alone.
     pub bytes: u64,
     /// From queueing to the end.
     pub seconds: f64,
@@ -120,7 +120,7 @@ impl Work {
 pub struct Job {
     /// Tells it apart in this process.
     pub key: JobKey,
-    /// The caller's number.
+    /// Given by the caller, and told at the end of the job.
     pub number: u64,
     /// When it was asked for.
     pub queued: Instant,

@@ -46,7 +46,7 @@ pub struct SchedulerOptions {
     pub engine_id: String,
     /// Name and version for the daemon's logs.
     pub client: String,
-    /// The engine's groups.
+    /// The index of a group in this list is its number everywhere.
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,

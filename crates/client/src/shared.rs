@@ -30,7 +30,7 @@ pub struct WorkerOptions {
     pub workers: u32,
     /// The engine's blocks, their groups in the scheduler's order.
     pub blocks: OwnBlocks,
-    /// How saves travel.
+    /// As the user wants it; `Auto` lets the daemon probe.
     pub save_method: SaveMethod,
     /// A save without an answer for so long is given up.
     pub save_timeout: Duration,
@@ -41,7 +41,7 @@ pub struct WorkerOptions {
 pub struct WorkerStats {
     /// Registrations with a daemon.
     pub connects: u64,
-    /// Connections lost.
+    /// Registrations that ended, whoever ended them.
     pub losses: u64,
     /// Saves given up because the daemon was silent.
     pub save_timeouts: u64,

@@ -34,11 +34,11 @@ pub struct LoadGroup {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{blocks} block ids of {slices} slices came with {pages} pages")]
 pub struct WrongPages {
-    /// Block ids.
+    /// How many block ids the load names.
     pub blocks: usize,
     /// Slices of each block.
     pub slices: usize,
-    /// Pages.
+    /// How many pages it names, which should be blocks times slices.
     pub pages: usize,
 }
 

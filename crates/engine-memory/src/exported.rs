@@ -5,7 +5,7 @@ use kvlane_gpu::IpcHandle;
 /// A worker's GPU memory, as the worker exports it and the daemon imports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exported {
-    /// Of the device.
+    /// UUID of the GPU that the memory is on, the same in every process of the host.
     pub device_uuid: [u8; 16],
     /// What the regions lie in.
     pub allocations: Vec<Allocation>,
@@ -20,7 +20,7 @@ pub struct Exported {
 pub struct Allocation {
     /// First address in the worker.
     pub base: u64,
-    /// Its size.
+    /// Bytes of the allocation, from its base on.
     pub bytes: u64,
     /// By which it is mapped as a whole; None for what was shared chunk by chunk before ([`ChunkShare`]).
     pub handle: Option<IpcHandle>,
@@ -29,7 +29,7 @@ pub struct Allocation {
 /// The next chunks of a range of GPU memory; a descriptor comes with each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkShare {
-    /// Of the device.
+    /// UUID of the GPU that the memory is on, the same in every process of the host.
     pub device_uuid: [u8; 16],
     /// First address of the range in the worker.
     pub base: u64,

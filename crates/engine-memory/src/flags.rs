@@ -93,7 +93,7 @@ impl Flag {
 /// Runs of a load that are copied together: what a flag stands behind, or all of them.
 #[derive(Debug)]
 pub struct LoadPart {
-    /// What is copied.
+    /// None, where a flag follows no region of its own.
     pub runs: Runs,
     /// What is written after it.
     pub flag: Option<Flag>,
@@ -104,7 +104,7 @@ pub struct LoadPart {
 pub struct AskedFlags {
     /// Of the first word; the others follow, 4 bytes each.
     pub address: u64,
-    /// What is written.
+    /// What every one of the words becomes. Waits end at higher values too.
     pub value: u32,
     /// Flag i is written when the group's first `region_ends[i]` regions are there, counted over all its slices.
     pub region_ends: Vec<u32>,

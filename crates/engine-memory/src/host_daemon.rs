@@ -34,7 +34,7 @@ pub enum CopyError {
     /// The process is no more, or another one has its pid.
     #[error("the engine's process {pid} has exited")]
     Gone {
-        /// Its process id.
+        /// Process id of the worker.
         pid: u32,
     },
     /// The engine gave the copy up and may have reused its blocks.
@@ -48,7 +48,7 @@ pub enum CopyError {
     /// The kernel refused: an address that is not mapped, or a permission that was taken away.
     #[error("the engine's process {pid} cannot be copied at {address:#x}: {errno}")]
     Refused {
-        /// Its process id.
+        /// Process id of the worker.
         pid: u32,
         /// Address of the run that failed.
         address: u64,

@@ -23,11 +23,11 @@ use crate::gpu_daemon::{GpuCopyError, GpuMemory};
 /// A load that one rank was asked for.
 #[derive(Debug)]
 pub struct Member {
-    /// Where it goes.
+    /// The memory of the worker that the load is for.
     pub memory: Arc<GpuMemory>,
     /// What is to be copied, in this order.
     pub parts: Vec<LoadPart>,
-    /// Of the request.
+    /// Of the worker's fence, as its request named it: when another one is found there, the load was given up.
     pub epoch: u64,
     /// The engine computes for other requests meanwhile.
     pub beside_compute: bool,
@@ -39,13 +39,13 @@ pub type Answer = Option<Result<(), GpuCopyError>>;
 /// A rank among those of its engine that hold the same blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seat {
-    /// The engine.
+    /// Ranks of other engines never meet, whatever their numbers.
     pub engine_id: String,
     /// The first of these ranks.
     pub first: Rank,
     /// How many they are.
     pub ranks: u32,
-    /// This one.
+    /// The rank that sits here; one of `first` and the `ranks - 1` after it.
     pub rank: Rank,
 }
 

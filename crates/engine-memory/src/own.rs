@@ -57,7 +57,7 @@ impl OwnBlocks {
 pub struct Copied {
     /// Blocks of whichever groups.
     pub blocks: u64,
-    /// Their bytes.
+    /// Of this rank's part of those blocks.
     pub bytes: u64,
 }
 

@@ -37,13 +37,13 @@ pub struct Asked {
 /// Why a save is worth nothing.
 #[derive(Debug, Error)]
 pub enum SaveError {
-    /// Nothing was copied.
+    /// The blocks or their places do not exist; nothing was copied.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// Host memory.
+    /// Of a worker in host memory: given up, gone, or not readable.
     #[error(transparent)]
     Process(#[from] CopyError),
-    /// GPU memory.
+    /// Of a worker on a GPU: given up, gone, or an error of the driver.
     #[error(transparent)]
     Gpu(#[from] GpuCopyError),
 }

@@ -23,7 +23,7 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// A process's engine, as it tells of itself in its descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EngineId {
-    /// The engine.
+    /// The engine's number in its descriptor.
     pub engine_id: u128,
     /// Another one each time that it starts.
     pub boot_nonce: u64,
@@ -47,7 +47,7 @@ pub struct Message {
 /// How much waits for whoever receives messages.
 #[derive(Debug, Clone)]
 pub struct InboxOptions {
-    /// Most messages.
+    /// Messages that wait at most, of all senders together; a sender of more tries again.
     pub messages: usize,
     /// Most bytes of them together; at least [`MESSAGE_BYTES_MAX`].
     pub bytes: usize,
@@ -80,7 +80,7 @@ pub struct Inbox {
     waiting: VecDeque<(u128, Message)>,
     /// Messages of each sender that wait or are coming, and their bytes; none without any.
     of: HashMap<u128, (usize, usize)>,
-    /// Who may send.
+    /// Peers that may send at present: each has an equal part of what may wait.
     senders: usize,
     /// Messages that wait or are coming, and their bytes.
     held: usize,

@@ -22,13 +22,13 @@ pub struct Pages {
 /// What a transfer moves. Lists have any length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pieces {
-    /// One range.
+    /// One range, contiguous on both sides.
     Contiguous(Run),
     /// The n-th page here is the n-th page there, `page_bytes` each.
     Paged {
         /// Bytes of a page.
         page_bytes: u64,
-        /// The pages here.
+        /// Whose n-th page is moved from or to the n-th page of `remote`.
         local: Pages,
         /// The pages at the peer.
         remote: Pages,
@@ -52,17 +52,17 @@ pub enum ShapeError {
     /// The two page lists pair nothing.
     #[error("{local} pages here and {remote} at the peer; each page needs its counterpart")]
     UnequalPages {
-        /// How many here.
+        /// Pages in the list of this side.
         local: usize,
-        /// How many there.
+        /// Pages in the list of the peer's side.
         remote: usize,
     },
-    /// Nobody registered this.
+    /// A region that is not, or not any more, registered on its side.
     #[error("region {region} of the {side:?} side is not registered")]
     NoSuchRegion {
-        /// Whose.
+        /// On which side it was looked for.
         side: Side,
-        /// Its number.
+        /// The number under which it was looked for.
         region: u32,
     },
     /// Bytes beyond the region's end, or the address space's.
@@ -70,15 +70,15 @@ pub enum ShapeError {
         "{len} bytes from byte {offset} of region {region} of the {side:?} side, which has {region_bytes} bytes"
     )]
     OutOfBounds {
-        /// Whose.
+        /// On which side they would lie.
         side: Side,
-        /// Its number.
+        /// The region that they would lie in.
         region: u32,
         /// Where the bytes begin.
         offset: u64,
-        /// How many.
+        /// Bytes that were to be moved from `offset` on.
         len: u64,
-        /// The region's length.
+        /// Bytes that the region has.
         region_bytes: u64,
     },
 }

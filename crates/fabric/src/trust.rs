@@ -106,7 +106,7 @@ impl From<Errno> for NoSecret {
 /// What this process proves to its peers.
 #[derive(Debug)]
 pub(crate) struct Proofs {
-    /// For the descriptor.
+    /// Whom this engine trusts, as its descriptor says to peers.
     pub(crate) trust: Trust,
     /// Of whoever connects to us.
     pub(crate) own: Key,

@@ -49,7 +49,7 @@ pub fn driver_named(name: Option<&str>) -> Result<Arc<dyn Driver>, NoDriver> {
 /// What a fake host looks like.
 #[derive(Debug, Clone)]
 pub struct FakeOptions {
-    /// GPUs.
+    /// How many GPUs the driver has; their ordinals count from 0.
     pub devices: u32,
     /// Memory of each, in bytes; only what is written to costs anything.
     pub device_bytes: u64,
@@ -84,7 +84,7 @@ pub struct LoggedCopy {
     pub device: u32,
     /// Raw handle of the stream.
     pub stream: u64,
-    /// What was called.
+    /// By which call of the driver the copies were enqueued.
     pub method: Method,
     /// Copies in this call.
     pub copies: u64,

@@ -32,7 +32,7 @@ const DIRECTIONS: [Direction; 2] = [Direction::HostToDevice, Direction::DeviceTo
 /// How fast pieces of one length were.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rate {
-    /// Which way.
+    /// From the host or to it; what is between GPUs is not measured.
     pub direction: Direction,
     /// Bytes of a piece.
     pub piece_bytes: u64,

@@ -11,7 +11,7 @@ use crate::import::Mapped;
 /// Chunks that follow each other in the addresses of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkRange {
-    /// First address.
+    /// Address of its first byte in the process that shares it.
     pub base: u64,
     /// Bytes of each chunk.
     pub chunks: Vec<u64>,

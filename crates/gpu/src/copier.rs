@@ -101,9 +101,9 @@ impl AddAssign for Amount {
 /// What a list of copies became.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Enqueued {
-    /// Single copies.
+    /// What went by a call for each run.
     pub single: Amount,
-    /// Batch calls.
+    /// What went by calls for many runs.
     pub batch: Amount,
     /// Launches of the kernel.
     pub kernel: Amount,

@@ -34,7 +34,7 @@ pub struct Copy {
     pub dst: u64,
     /// First source address.
     pub src: u64,
-    /// Bytes.
+    /// How many bytes; plans leave out copies of 0.
     pub len: u64,
 }
 
@@ -63,7 +63,7 @@ pub struct TableEntry {
     pub dst: u64,
     /// First source address.
     pub src: u64,
-    /// Bytes.
+    /// How many bytes, above 0.
     pub len: u64,
 }
 

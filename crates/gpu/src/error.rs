@@ -10,7 +10,7 @@ pub enum GpuError {
     Cuda {
         /// The call that reported it.
         operation: &'static str,
-        /// The driver's number.
+        /// CUresult of the call.
         code: u32,
         /// The driver's name of it, such as `CUDA_ERROR_INVALID_VALUE`.
         name: String,
@@ -20,7 +20,7 @@ pub enum GpuError {
     Unsupported {
         /// The call that is missing.
         operation: &'static str,
-        /// Why.
+        /// What the driver or the device lacks, in words.
         reason: String,
     },
     /// No device has this ordinal or UUID.

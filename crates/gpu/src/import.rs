@@ -83,11 +83,11 @@ impl Drop for Imported {
 /// A range of another process's addresses and where it is here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mapped {
-    /// First address there.
+    /// Address of its first byte in the engine's process.
     pub engine_base: u64,
-    /// First address here.
+    /// Address of its first byte in this process.
     pub local_base: u64,
-    /// Length of both.
+    /// Bytes that are mapped, the same on both sides.
     pub bytes: u64,
 }
 

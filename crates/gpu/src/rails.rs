@@ -83,7 +83,7 @@ impl RailChoice {
 /// How rails are used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RailOptions {
-    /// Which GPUs.
+    /// Which GPUs may lend their links.
     pub choice: RailChoice,
     /// Bytes of a slot, a multiple of [`KERNEL_ALIGNMENT`].
     pub slot_bytes: u64,

@@ -21,13 +21,13 @@ pub enum Wrong {
     /// Bytes follow the message's one value.
     #[error("{bytes} bytes follow the message")]
     Surplus {
-        /// How many.
+        /// Bytes behind the value.
         bytes: usize,
     },
     /// A value is of another type.
     #[error("{expected} was expected, not a value with the MessagePack marker {marker:#04x}")]
     Type {
-        /// What was expected.
+        /// The type that the field has, in words.
         expected: &'static str,
         /// The value's first byte.
         marker: u8,
@@ -35,7 +35,7 @@ pub enum Wrong {
     /// A number is negative or too large.
     #[error("the number is not within what {expected} can hold")]
     Range {
-        /// What was expected.
+        /// The type that the number would have to fit.
         expected: &'static str,
     },
     /// A text is not UTF-8.
@@ -44,7 +44,7 @@ pub enum Wrong {
     /// A hash is neither 16 nor 32 bytes long.
     #[error("a block's hash has {bytes} bytes, not 16 or 32")]
     HashLength {
-        /// The hash's bytes.
+        /// Bytes that the hash has.
         bytes: usize,
     },
     /// There is more of something than allowed.
@@ -60,7 +60,7 @@ pub enum Wrong {
     /// A field that has no default is not there.
     #[error("the field {field} is missing")]
     Missing {
-        /// The field's name.
+        /// By its name in the events.
         field: &'static str,
     },
 }

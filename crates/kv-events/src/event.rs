@@ -58,7 +58,7 @@ pub struct BlockStored {
 /// Blocks are gone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockRemoved {
-    /// The blocks.
+    /// vLLM's own hashes of the blocks that went, in no order.
     pub hashes: Vec<ExternalHash>,
     /// Where they lay, as "GPU".
     pub medium: Option<String>,

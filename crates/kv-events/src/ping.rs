@@ -58,7 +58,7 @@ pub enum PingError {
     /// The message is too long.
     #[error("a ping has {bytes} bytes, more than the {MOST_PING_BYTES} that are allowed")]
     TooLong {
-        /// The message's bytes.
+        /// Bytes of the whole message.
         bytes: usize,
     },
     /// The message is no MessagePack map of texts.
@@ -67,13 +67,13 @@ pub enum PingError {
     /// A key is not there.
     #[error("a ping has no {key}")]
     Missing {
-        /// The key.
+        /// By the name that the ping's sender would use.
         key: &'static str,
     },
     /// A key is there twice.
     #[error("a ping has {key} twice")]
     Twice {
-        /// The key.
+        /// By the name that the ping's sender uses.
         key: &'static str,
     },
     /// The type is unknown.
@@ -85,13 +85,13 @@ pub enum PingError {
     /// A text is too long.
     #[error("a ping's {key} has more than {MOST_WORD_BYTES} bytes")]
     LongWord {
-        /// The text's key.
+        /// Under which the text stands.
         key: &'static str,
     },
     /// An address is not `host:port`.
     #[error("a ping has the {key} {found:?}, which is no host:port")]
     Address {
-        /// The address's key.
+        /// Under which the address stands.
         key: &'static str,
         /// The address, at most 32 characters of it.
         found: String,

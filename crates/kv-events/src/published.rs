@@ -18,7 +18,7 @@ pub struct Published<'a> {
 pub enum Replayed<'a> {
     /// A message that was published before.
     Batch {
-        /// Its number.
+        /// As it was when the message was published.
         sequence: u64,
         /// What [`crate::decode_batch`] reads.
         payload: &'a [u8],
@@ -45,7 +45,7 @@ pub enum FramesError {
     /// The number is negative, and not -1.
     #[error("a message's number is {value}")]
     Negative {
-        /// The number.
+        /// As eight bytes of two's complement say it.
         value: i64,
     },
     /// An answer does not begin with an empty frame.

@@ -55,9 +55,9 @@ pub enum Numa {
 pub struct ArenaOptions {
     /// Size in bytes; rounded up to the page size in use.
     pub bytes: u64,
-    /// Page size.
+    /// Whether it is made of pages of 2 MB, which take fewer page faults and table walks.
     pub hugepages: HugePages,
-    /// Placement.
+    /// On which NUMA nodes its parts lie.
     pub numa: Numa,
     /// Threads that fault the arena in; 0 counts as 1.
     pub threads: usize,
@@ -75,7 +75,7 @@ pub enum ArenaError {
         people(*asked), people(*available)
     )]
     LargerThanMemory {
-        /// Bytes asked for.
+        /// Bytes that the pool was to have.
         asked: u64,
         /// Bytes that can be had.
         available: u64,
@@ -103,7 +103,7 @@ pub enum ArenaError {
     /// The kernel refused to make or map the memory.
     #[error("the pool of {} cannot be made: {call}: {source}", people(*bytes))]
     Refused {
-        /// The system call.
+        /// The system call, by name.
         call: &'static str,
         /// Bytes of the pool.
         bytes: u64,

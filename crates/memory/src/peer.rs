@@ -16,9 +16,9 @@ const SO_PEERPIDFD: libc::c_int = 77;
 pub struct PeerCredentials {
     /// Process id in this process's pid namespace; 0 if it is not visible from here.
     pub pid: u32,
-    /// User id.
+    /// Effective user id of the process when it connected.
     pub uid: u32,
-    /// Group id.
+    /// Effective group id of the process when it connected.
     pub gid: u32,
 }
 

@@ -28,7 +28,7 @@ pub enum ProbeError {
     NotPermitted {
         /// What the kernel said.
         errno: Errno,
-        /// The likely reason.
+        /// What most likely forbids it on this host, and how to change that.
         hint: String,
     },
     /// What the process announced to be at an address is not there: another process, or a peer that says wrong things.

@@ -25,7 +25,7 @@ pub struct RuntimeFolder(PathBuf);
     path.display(), why.remedy(path)
 )]
 pub struct FolderRefused {
-    /// The runtime folder.
+    /// Where the folder was looked for, whether or not it is there.
     pub path: PathBuf,
     /// What is wrong with it.
     pub why: FolderFault,
@@ -42,7 +42,7 @@ pub enum FolderFault {
     NoFolder,
     /// It is somebody else's.
     Owner {
-        /// Whose it is.
+        /// User id of the folder's owner.
         owner: u32,
         /// Who runs this process.
         own: u32,
@@ -53,9 +53,9 @@ pub enum FolderFault {
     Around {
         /// The folder around it.
         folder: PathBuf,
-        /// Whose that is.
+        /// User id of its owner.
         owner: u32,
-        /// Its permission bits.
+        /// Its permission bits, as chmod takes them.
         mode: u32,
     },
     /// The kernel does not let it be looked at, or made.

@@ -26,9 +26,9 @@ pub enum BadSketch {
     /// A register has a value that no key gives.
     #[error("register {register} is {value}, above {MAX_RANK}")]
     Register {
-        /// Which.
+        /// The register's number, from 0.
         register: usize,
-        /// Its value.
+        /// The rank that it holds.
         value: u8,
     },
 }

@@ -12,7 +12,7 @@ const STEP: usize = 256;
 /// The cache of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
-    /// Its policy.
+    /// Which blocks make room for others.
     pub policy: Choice,
     /// Blocks that fit into RAM.
     pub capacity: usize,
@@ -24,7 +24,7 @@ pub struct Setup {
 /// What a replay counted, in block references.
 #[derive(Clone, Debug, Default)]
 pub struct Replayed {
-    /// All.
+    /// References that were replayed, hits or not.
     pub references: usize,
     /// Hits in RAM as part of a prefix: from a request's first block on, up to the first that is not there.
     pub prefix_hits: usize,
@@ -75,11 +75,11 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
 /// What the sketches of the longest window say of a trace, beside the exact count of the same stretch.
 #[derive(Clone)]
 pub struct EstimatedCeiling {
-    /// By the sketches.
+    /// References and distinct blocks as the sketches count them.
     pub estimated: WindowCount,
-    /// Exactly.
+    /// References of the same stretch, counted one by one.
     pub references: usize,
-    /// Exactly.
+    /// Different blocks in them, counted one by one.
     pub distinct: usize,
 }
 

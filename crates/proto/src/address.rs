@@ -27,7 +27,7 @@ pub enum AddressError {
         "'{path}' is too long for a socket: it has {length} bytes, and the kernel allows {UNIX_PATH_MAX}; choose a shorter path"
     )]
     PathTooLong {
-        /// The path.
+        /// The path as it was given, longer than a socket's address can be.
         path: String,
         /// Its length in bytes.
         length: usize,

@@ -17,9 +17,9 @@ pub enum FrameError {
         "a frame announces {announced} bytes, more than the {most} that are allowed: is this a kvlane peer?"
     )]
     TooLong {
-        /// Bytes announced.
+        /// Bytes that the frame says it has, its length field left out.
         announced: u64,
-        /// Bytes allowed here.
+        /// Bytes that a frame may have over this transport.
         most: usize,
     },
     /// The message does not parse.
@@ -27,7 +27,7 @@ pub enum FrameError {
     Malformed {
         /// Length of the frame.
         bytes: usize,
-        /// The decoder's reason.
+        /// What the protobuf decoder says.
         reason: String,
     },
 }

@@ -131,11 +131,11 @@ pub enum ChangeKind {
 /// One line of the daemon's journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
-    /// What happened.
+    /// Whether the block is to be found from now on, and on which medium.
     pub kind: ChangeKind,
     /// In which group of the engine.
     pub group: u8,
-    /// To which block.
+    /// The hash under which the block is stored: the first 16 bytes of the engine's.
     pub hash: [u8; 16],
 }
 

@@ -42,7 +42,7 @@ const CLOSING: Duration = Duration::from_secs(2);
 /// What a daemon needs to know.
 #[derive(Debug, Clone)]
 pub struct ServeOptions {
-    /// The pool.
+    /// Size and placement of the pool.
     pub arena: ArenaOptions,
     /// Where engines and tools connect.
     pub listen: Vec<Address>,
@@ -76,7 +76,7 @@ pub struct ServeOptions {
 /// Why a daemon does not start. Each names the offending value.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// The pool.
+    /// The pool cannot be made as it was asked for.
     #[error(transparent)]
     Arena(#[from] ArenaError),
     /// A socket or port.
@@ -85,7 +85,7 @@ pub enum StartError {
     /// A thread or descriptor.
     #[error("cannot start: {0}")]
     Io(#[from] std::io::Error),
-    /// The SSD tier.
+    /// The SSD tier cannot be opened.
     #[error("the SSD tier: {0}")]
     Ssd(#[from] OpenError),
     /// The pool could not be pinned for the GPUs.

@@ -26,9 +26,9 @@ pub enum ListenError {
     /// Some program has the port.
     #[error("{flag} {at}: another program uses this port; stop it, or choose another one")]
     PortInUse {
-        /// What named it.
+        /// The option that names the port, with its dashes.
         flag: &'static str,
-        /// Where.
+        /// The address with the port that is in use.
         at: SocketAddr,
     },
     /// The folder of the default socket may be a stranger's.
@@ -40,9 +40,9 @@ pub enum ListenError {
     /// The kernel refuses.
     #[error("cannot listen at {address}: {error}; choose another place")]
     Refused {
-        /// Where.
+        /// The address as the user named it.
         address: String,
-        /// Why.
+        /// What the kernel said to socket, bind or listen.
         error: io::Error,
     },
 }

@@ -42,7 +42,7 @@ pub enum OpenError {
         exact(*capacity), exact(*least)
     )]
     TooSmall {
-        /// The file.
+        /// The file that was to be made.
         path: PathBuf,
         /// Bytes asked for, or 80 % of those free.
         capacity: u64,
@@ -58,9 +58,9 @@ pub enum OpenError {
         exact(*capacity), people(*free)
     )]
     NoSpace {
-        /// The file.
+        /// The file that was to be made, or to grow.
         path: PathBuf,
-        /// Bytes asked for.
+        /// Bytes that the file was to have.
         capacity: u64,
         /// Bytes that are free.
         free: u64,
@@ -70,19 +70,19 @@ pub enum OpenError {
         "{path} is not a file of kvlane's SSD tier and is left alone; name another path, or remove it if nobody needs it"
     )]
     NotOurs {
-        /// The file.
+        /// The file as it was named.
         path: PathBuf,
     },
     /// The path is neither a file nor a directory.
     #[error("{path} is neither a file nor a directory; name one of these")]
     NotAFile {
-        /// The path.
+        /// What was named as a device of the tier.
         path: PathBuf,
     },
     /// Both copies of the superblock are damaged.
     #[error("{path}: both copies of the superblock are damaged; remove the file to start with an empty tier")]
     Damaged {
-        /// The file.
+        /// The file as it was named.
         path: PathBuf,
     },
     /// A newer kvlane wrote the file.
@@ -90,7 +90,7 @@ pub enum OpenError {
         "{path} has format version {found}, this build knows {known}; use a newer kvlane, or remove the file to start with an empty tier"
     )]
     OtherVersion {
-        /// The file.
+        /// The file as it was named.
         path: PathBuf,
         /// Version of the file.
         found: u32,
@@ -103,31 +103,31 @@ pub enum OpenError {
         exact(*found), exact(*asked)
     )]
     OtherGeometry {
-        /// The file.
+        /// The file as it was named.
         path: PathBuf,
         /// "of capacity" or "a segment".
         of: &'static str,
         /// Bytes of the file.
         found: u64,
-        /// Bytes asked for.
+        /// Bytes that the options ask for.
         asked: u64,
     },
     /// Another process has the file open.
     #[error("{path} is in use by another daemon; stop it or name another path")]
     InUse {
-        /// The file.
+        /// The file that is locked.
         path: PathBuf,
     },
     /// The same file was named twice.
     #[error("{path} is named twice; name each file once")]
     Twice {
-        /// The file.
+        /// The file that two of the names lead to.
         path: PathBuf,
     },
     /// The folder that the file is to be in is not there.
     #[error("the folder {folder} does not exist; make it, or name another path")]
     NoFolder {
-        /// The folder.
+        /// The folder that is missing; it is not made.
         folder: PathBuf,
     },
     /// This process may not write there.
@@ -136,7 +136,7 @@ pub enum OpenError {
          another path"
     )]
     NotWritable {
-        /// The file.
+        /// The file that was to be opened or made.
         path: PathBuf,
         /// Who runs this process.
         uid: u32,
@@ -146,7 +146,7 @@ pub enum OpenError {
     /// The system refused.
     #[error("{path}: {what}: {source}")]
     Io {
-        /// The file.
+        /// The file that the step was for.
         path: PathBuf,
         /// The step that failed.
         what: &'static str,

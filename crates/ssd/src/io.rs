@@ -33,7 +33,7 @@ pub enum OpKind {
 pub struct Op {
     /// The poster's number for it, not in use by another one in flight.
     pub id: u64,
-    /// What it does.
+    /// Whether it reads, writes or flushes.
     pub kind: OpKind,
     /// Where in the file; a multiple of 4096.
     pub offset: u64,
@@ -54,7 +54,7 @@ impl Op {
 /// An operation that is over: nobody touches its memory any more.
 #[derive(Debug)]
 pub struct Ended {
-    /// Of the operation.
+    /// The number that the operation was posted with.
     pub id: u64,
     /// Bytes moved from its start; fewer than asked for are possible, and 0 at the end of the file.
     pub result: io::Result<usize>,

@@ -19,9 +19,9 @@ pub struct Space {
 /// A block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
-    /// Where it belongs.
+    /// The namespace and cut that it belongs to.
     pub space: Space,
-    /// The engine's hash.
+    /// The engine's hash, unique within the space.
     pub hash: BlockHash,
 }
 
@@ -37,7 +37,7 @@ pub struct Extent {
 /// A shard to be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// Where it lies.
+    /// Where its bytes lie in the pool until they are written.
     pub extent: Extent,
     /// The crc32c of its bytes, from the seal.
     pub crc: u32,
@@ -46,7 +46,7 @@ pub struct Shard {
 /// A block to be written. Nobody may change its bytes before `done` is called.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// Which block.
+    /// The name under which the block is found again.
     pub key: Key,
     /// Its shards, in the order of the cut.
     pub shards: Vec<Shard>,
@@ -54,7 +54,7 @@ pub struct Record {
 
 /// A block to be read. The extents are the tier's, and the kernel's, until `done` is called.
 pub struct Read {
-    /// Which block.
+    /// The name under which the block was written.
     pub key: Key,
     /// Where each shard goes.
     pub into: Vec<Extent>,
@@ -120,9 +120,9 @@ impl Dropped {
 #[derive(Debug, Error)]
 #[error("the SSD file {path} could not note it: {why}")]
 pub struct NotNoted {
-    /// The file.
+    /// The file that lacks the note.
     pub path: PathBuf,
-    /// Why.
+    /// Whether it has no room for the note, or the device failed.
     pub why: NoteError,
 }
 
@@ -134,7 +134,7 @@ pub enum NoteError {
         "it has blocks of {0} other namespaces that were dropped, the most it can name; restart the daemon, which erases what it can, or stop it and remove the file"
     )]
     Full(usize),
-    /// The device.
+    /// The device failed.
     #[error(transparent)]
     Io(io::Error),
 }
@@ -142,9 +142,9 @@ pub enum NoteError {
 /// A namespace and cut of which something is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpaceUse {
-    /// Which.
+    /// What the blocks are of.
     pub space: Space,
-    /// Blocks stored.
+    /// Blocks that can be read, on all devices together.
     pub blocks: u64,
     /// Bytes of their records.
     pub bytes: u64,

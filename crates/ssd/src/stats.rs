@@ -78,13 +78,13 @@ impl Counters {
 /// What a device looks like now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceStatus {
-    /// The file.
+    /// The file as it was named, which stands for its device.
     pub path: PathBuf,
     /// Its size in bytes.
     pub capacity: u64,
     /// Bytes of a segment: no block can be larger.
     pub segment_bytes: u64,
-    /// Segments.
+    /// How many segments the file has, free ones included.
     pub segments: u32,
     /// Segments that hold nothing.
     pub free_segments: u32,

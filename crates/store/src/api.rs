@@ -114,7 +114,7 @@ pub enum ClaimOutcome {
 /// The blocks of a prompt in one group.
 #[derive(Clone, Copy, Debug)]
 pub struct LookupGroup<'a> {
-    /// Where to look.
+    /// The space that the group's blocks belong to.
     pub space: SpaceId,
     /// Tokens a block covers. 0 makes the lookup a miss.
     pub tokens_per_block: u32,

@@ -21,7 +21,7 @@ const WAITING_BLOCKS_MAX: usize = 1 << 17;
 pub struct PolicyReport {
     /// What was asked for.
     pub choice: Choice,
-    /// What decides now.
+    /// The policy that decides now.
     pub active: PolicyKind,
     /// With `auto`, the recent prefix hit rate of each policy's shadow cache, 0 to 1; empty before the first lookup.
     pub shadow_hit_rates: Vec<(PolicyKind, f64)>,

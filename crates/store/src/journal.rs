@@ -46,7 +46,7 @@ pub enum Medium {
 pub struct JournalEntry {
     /// What became of the block.
     pub change: Change,
-    /// Where.
+    /// Where the block came to be, or was.
     pub medium: Medium,
     /// Which space it is of.
     pub space: SpaceId,

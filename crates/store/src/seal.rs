@@ -35,9 +35,9 @@ impl Check {
 /// A block that was dropped because its bytes were not those that were sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damaged {
-    /// Where it was.
+    /// The namespace that it belonged to.
     pub namespace: Namespace,
-    /// Which it was.
+    /// The engine's hash of it.
     pub hash: BlockHash,
 }
 

@@ -12,17 +12,17 @@ pub struct StoreStats {
     pub used_bytes: u64,
     /// Bytes of dead blocks that a lease or a writer still holds. Part of `used_bytes`.
     pub limbo_bytes: u64,
-    /// Visible blocks.
+    /// Blocks that lookups find.
     pub blocks: u64,
     /// Visible blocks under at least one lease.
     pub leased_blocks: u64,
-    /// Blocks being saved.
+    /// Blocks that are claimed and not yet written whole.
     pub claimed_blocks: u64,
     /// Blocks committed and not yet visible.
     pub seal_queue: u64,
     /// Visible blocks that wait for the tier below.
     pub spill_queue: u64,
-    /// Leases held.
+    /// Leases that nobody has given back.
     pub leases: u64,
     /// What decides which blocks are evicted now.
     pub policy: PolicyKind,
@@ -35,7 +35,7 @@ pub struct StoreStats {
 pub struct Counters {
     /// Blocks evicted to make room.
     pub evicted_blocks: u64,
-    /// Their bytes.
+    /// Bytes of the evicted blocks, without what rounds them up to pages.
     pub evicted_bytes: u64,
     /// Blocks that became visible.
     pub sealed_blocks: u64,
@@ -45,11 +45,11 @@ pub struct Counters {
     pub unspilled_blocks: u64,
     /// Blocks that came back from the tier below.
     pub fetched_blocks: u64,
-    /// Their bytes.
+    /// Bytes of those blocks, without what rounds them up to pages.
     pub fetched_bytes: u64,
     /// Blocks that were to come back and did not: the tier had lost them, or could not read them in time.
     pub failed_fetches: u64,
-    /// Claims answered "present".
+    /// Claims answered "present": the block was there, or this shard of it was being written or was.
     pub dedup_present: u64,
     /// Claims answered "in flight".
     pub dedup_in_flight: u64,
@@ -82,13 +82,13 @@ pub struct Counters {
 pub struct SpaceStats {
     /// What the content means.
     pub namespace: Namespace,
-    /// For people.
+    /// As the first engine of the space named it; not unique.
     pub name: String,
     /// How the content is cut into shards.
     pub cut: CutDigest,
     /// Shards of a block.
     pub shards: u32,
-    /// Visible blocks.
+    /// Blocks that lookups find.
     pub blocks: u64,
     /// Bytes of the visible blocks.
     pub bytes: u64,

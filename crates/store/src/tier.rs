@@ -28,9 +28,9 @@ pub struct PoolExtent {
 /// A shard whose bytes are in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SealedShard {
-    /// Where.
+    /// The shard's extent, which nobody changes before the tier is done.
     pub at: PoolExtent,
-    /// Of its bytes.
+    /// Taken when the block was sealed.
     pub crc32c: u32,
 }
 

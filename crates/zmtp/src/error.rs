@@ -38,9 +38,9 @@ pub enum ProtocolError {
     /// One frame is too long.
     #[error("a frame announces {announced} bytes, more than the {most} that are allowed")]
     FrameTooLong {
-        /// Bytes announced.
+        /// Bytes that the frame says it has.
         announced: u64,
-        /// Bytes allowed.
+        /// Bytes that a frame may have, by [`Limits`](crate::Limits).
         most: usize,
     },
     /// The frames of one message are too long together.
@@ -48,7 +48,7 @@ pub enum ProtocolError {
     MessageTooLong {
         /// Bytes of the frames that came, with what the next announces.
         announced: u64,
-        /// Bytes allowed.
+        /// Bytes that a message may have, by [`Limits`](crate::Limits).
         most: usize,
     },
     /// A message has too many frames.
@@ -56,15 +56,15 @@ pub enum ProtocolError {
     TooManyFrames {
         /// Frames with the one that has begun.
         frames: usize,
-        /// Frames allowed.
+        /// Frames that a message may have, by [`Limits`](crate::Limits).
         most: usize,
     },
     /// One command is too long.
     #[error("a command announces {announced} bytes, more than the {most} that are allowed")]
     CommandTooLong {
-        /// Bytes announced.
+        /// Bytes that the command says it has.
         announced: u64,
-        /// Bytes allowed.
+        /// Bytes that a command may have.
         most: usize,
     },
     /// A command's body does not parse.
@@ -78,7 +78,7 @@ pub enum ProtocolError {
     /// Something else than READY came first, or READY came twice, or a message was to be sent before READY.
     #[error("{what} came before or after its time in the handshake")]
     OutOfTurn {
-        /// What came.
+        /// The command or message, by its kind.
         what: &'static str,
     },
     /// The peer's socket is of a type that we do not talk to.
@@ -86,7 +86,7 @@ pub enum ProtocolError {
     SocketType {
         /// The type that the peer named, at most 16 characters; what is no printable ASCII is escaped.
         peer: String,
-        /// Our type.
+        /// The type of the socket at our end.
         ours: &'static str,
     },
     /// The identity is longer than the RFC allows, or begins with the zero that marks made-up ones.

@@ -14,7 +14,7 @@ use kvlane_proto::{Address, v1};
 /// How urgent a sentence is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Urgency {
-    /// All is well.
+    /// Something that works, or works again.
     Info,
     /// Somebody may want to do something.
     Warning,

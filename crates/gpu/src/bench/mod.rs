@@ -52,7 +52,7 @@ pub struct Shape {
     pub joined: u64,
     /// Whether neighbouring pieces of the one side are far apart on the other.
     pub shuffled: bool,
-    /// Between what.
+    /// Where the bytes come from and where they go.
     pub path: Path,
 }
 
@@ -61,11 +61,11 @@ pub struct Shape {
 pub enum CopyMethod {
     /// One call a piece.
     CopyEngine,
-    /// Batch calls.
+    /// Calls of many pieces each, by copy engines.
     Batch,
-    /// The kernel.
+    /// The copy kernel.
     Kernel {
-        /// Its thread blocks.
+        /// How many thread blocks it is launched with.
         blocks: u32,
     },
     /// All bytes as one piece, by a copy engine: what the link can do.

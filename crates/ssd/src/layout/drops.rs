@@ -14,7 +14,7 @@ const ENTRY: usize = 24;
 /// What of a file does not count. It stands twice between the superblock and the segments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Drops {
-    /// Of the superblock.
+    /// As in the superblock: drops of another file do not count.
     pub device_id: [u8; 16],
     /// Of two copies the one with the higher number counts.
     pub sequence: u64,

@@ -27,7 +27,7 @@ pub struct ShardSum {
 /// The header of a record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// Of the superblock.
+    /// As in the superblock: a record of another file does not count.
     pub device_id: [u8; 16],
     /// Of the segment's head. With the page it numbers the file's records in the order in which they were written.
     pub generation: u64,
@@ -35,7 +35,7 @@ pub struct RecordHeader {
     pub segment: SegmentNumber,
     /// The page it begins at.
     pub page: u32,
-    /// The block.
+    /// Which block the record holds.
     pub key: Key,
     /// What each shard's bytes are, in the order in which they follow the header.
     pub shards: Vec<ShardSum>,

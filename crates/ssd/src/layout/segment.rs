@@ -17,7 +17,7 @@ const SPACE: usize = 32;
 /// Makes what stood in the segment before void: only structures of this generation count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentHead {
-    /// Of the superblock.
+    /// As in the superblock: a head of another file does not count.
     pub device_id: [u8; 16],
     /// Which segment this is.
     pub segment: SegmentNumber,
@@ -28,11 +28,11 @@ pub struct SegmentHead {
 /// Where the segment's table is. Written when the segment is full, and at every checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SegmentFoot {
-    /// Of the superblock.
+    /// As in the superblock: a foot of another file does not count.
     pub device_id: [u8; 16],
     /// Which segment this is.
     pub segment: SegmentNumber,
-    /// Of the head.
+    /// As in the segment's head: of another one the foot is left over from before.
     pub generation: u64,
     /// First page of the table.
     pub table_page: u32,
@@ -45,7 +45,7 @@ pub struct SegmentFoot {
 /// One record of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableRecord {
-    /// Of the block.
+    /// The engine's hash of the block.
     pub hash: BlockHash,
     /// Index into the table's spaces.
     pub space: u32,
@@ -58,9 +58,9 @@ pub struct TableRecord {
 /// The records of a segment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// Of the superblock.
+    /// As in the superblock: a table of another file does not count.
     pub device_id: [u8; 16],
-    /// Of the head.
+    /// As in the segment's head: of another one the table is left over from before.
     pub generation: u64,
     /// Spaces that the records are of.
     pub spaces: Vec<Space>,

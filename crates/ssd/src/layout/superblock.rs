@@ -11,7 +11,7 @@ pub(crate) const FORMAT_VERSION: u32 = 1;
 /// Identity and geometry of a file. It stands in page 0 and, again, in page 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Superblock {
-    /// Format version.
+    /// Which format the file has; of another one nothing else is read.
     pub version: u32,
     /// Random; every structure in the file repeats it.
     pub device_id: [u8; 16],

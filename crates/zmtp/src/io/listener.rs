@@ -52,14 +52,14 @@ pub struct Received {
     /// What the peer calls itself: a claim, and two may claim the same. A peer without an identity gets one of five bytes
     /// that begins with a zero, as no claimed one does.
     pub identity: Bytes,
-    /// The message's frames.
+    /// At least one; together no longer than the limits of the connection.
     pub frames: Vec<Bytes>,
 }
 
 /// What became of a listener's connections so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Connections taken.
+    /// Connections that were taken in; those that were closed again are counted below too.
     pub accepted: u64,
     /// Connections closed at once, since there were as many as may be.
     pub refused: u64,
@@ -71,7 +71,7 @@ pub struct Counts {
     pub handshakes_late: u64,
     /// Connections closed since nothing came for too long.
     pub idle: u64,
-    /// Accepts that failed.
+    /// Calls of accept that the kernel failed, such as for want of descriptors.
     pub accepts_failed: u64,
 }
 

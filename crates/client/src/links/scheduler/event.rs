@@ -35,14 +35,14 @@ pub enum SchedulerEvent {
     },
     /// The daemon answered.
     Reply {
-        /// Over which connection.
+        /// The one that the reply came over: one of a former connection is left alone.
         connection: ConnectionId,
-        /// The answer.
+        /// Its id says which question it is the answer to.
         reply: v1::Reply,
     },
     /// A connection ended.
     Lost {
-        /// Which one.
+        /// The one that ended: that of a former one changes nothing.
         connection: ConnectionId,
         /// A sentence for the log.
         why: String,
@@ -71,7 +71,7 @@ pub enum SchedulerEvent {
     Release {
         /// The run that gave it.
         boot: BootId,
-        /// Its number.
+        /// As the daemon named it in the hit.
         lease: u64,
     },
     /// No save below this job may become a block any more; [`cancelled`](super::SchedulerLink::cancelled) answers.
@@ -92,7 +92,7 @@ pub enum SchedulerAction {
     Connect(ConnectionId),
     /// A failure is told by `Lost`.
     Send {
-        /// Over which connection.
+        /// The link's present one.
         connection: ConnectionId,
         /// The request, with its id.
         request: v1::Request,

@@ -33,7 +33,7 @@ const MOST: u32 = 4096;
 /// A block came or went.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockChange {
-    /// The engine's group.
+    /// Index of the group among the engine's.
     pub group: u32,
     /// As it was saved.
     pub hash: [u8; 16],

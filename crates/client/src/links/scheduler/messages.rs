@@ -21,7 +21,7 @@ pub struct SchedulerLinkOptions {
     pub client: String,
     /// Random; names this process and role over all its connections.
     pub nonce: [u8; 16],
-    /// The engine's groups.
+    /// The index of a group in this list is its number everywhere.
     pub groups: Vec<GroupSpec>,
     /// Number of the engine's workers.
     pub workers: u32,

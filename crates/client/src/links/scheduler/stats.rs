@@ -3,7 +3,7 @@
 /// Counters since the last [`take_stats`](super::SchedulerLink::take_stats).
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct SchedulerStats {
-    /// Lookups asked.
+    /// Lookups that the engine asked for, those without a daemon included.
     pub lookups: u64,
     /// Lookups answered with at least one block.
     pub hits: u64,
@@ -13,9 +13,9 @@ pub struct SchedulerStats {
     pub timeouts: u64,
     /// Lookups that were misses because there is no connection.
     pub unavailable: u64,
-    /// Connections opened.
+    /// Times that the daemon took the engine in.
     pub connects: u64,
-    /// Connections lost.
+    /// Connections that ended, greeted or not, otherwise than by our goodbye.
     pub losses: u64,
     /// Seconds from asking to answer, over answered lookups.
     pub lookup_seconds: f64,

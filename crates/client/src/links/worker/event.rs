@@ -35,7 +35,7 @@ pub struct WorkerLinkOptions {
     pub workers: u32,
     /// Groups in the scheduler's order.
     pub groups: Vec<GroupMemory>,
-    /// How saves travel.
+    /// As the user wants it: probed at each registration where that is `Auto`.
     pub save_method: SaveMethod,
     /// A save without an answer for so long is given up.
     pub save_timeout: Duration,
@@ -84,28 +84,28 @@ pub enum WorkerEvent {
     Start(Job),
     /// The answer to [`WorkerAction::Connect`].
     Connected {
-        /// As asked for.
+        /// The number that the action named.
         connection: ConnectionId,
-        /// Who listens.
+        /// The process at the other end, as far as the kernel names it.
         peer: Peer,
     },
     /// The other answer to [`WorkerAction::Connect`].
     NotConnected {
-        /// As asked for.
+        /// The number that the action named.
         connection: ConnectionId,
-        /// The reason.
+        /// Whether nobody answers, or somebody else than the daemon that is wanted.
         why: NotConnected,
     },
     /// The daemon has answered.
     Reply {
-        /// Over which connection.
+        /// The one that the reply came over: one of a former connection is left alone.
         connection: ConnectionId,
-        /// Its answer.
+        /// Its id says which question it is the answer to.
         reply: v1::Reply,
     },
     /// The connection has ended, or could not take a request.
     Lost {
-        /// Which one.
+        /// The one that ended: that of a former one changes nothing.
         connection: ConnectionId,
         /// The reason, for people.
         why: String,
@@ -119,7 +119,7 @@ pub enum WorkerEvent {
     },
     /// The answer to [`WorkerAction::MapPool`].
     Mapped {
-        /// As asked for.
+        /// The number that the action named.
         connection: ConnectionId,
         /// Whose pool it is. The connection may be over by now.
         boot: BootId,
@@ -128,7 +128,7 @@ pub enum WorkerEvent {
     },
     /// The answer to [`WorkerAction::CopyIn`] and [`WorkerAction::CopyOut`].
     Copied {
-        /// Which copy.
+        /// As the action named it. Each is answered once.
         copy: CopyId,
         /// What it brought, or why it did not.
         copied: Result<Copied, NotCopied>,
@@ -150,24 +150,24 @@ pub enum WorkerAction {
     Connect(ConnectionId),
     /// A failure is told by `Lost`.
     Send {
-        /// Over which connection.
+        /// The link's present one.
         connection: ConnectionId,
-        /// What.
+        /// With the id by which its reply is known.
         request: v1::Request,
     },
     /// Exports a batch of chunks and sends it under this number, with its descriptors. Where they cannot be exported,
     /// `NotShared` tells so.
     ShareChunks {
-        /// Over which connection.
+        /// The link's present one, whose descriptors these become.
         connection: ConnectionId,
-        /// Of the request.
+        /// The number that the request gets, and its reply has.
         id: u64,
         /// Index of the batch.
         batch: usize,
     },
     /// Lets the daemon's process read this one, where the kernel wants that to be said. Before `RegisterWorker`.
     AllowReads {
-        /// The daemon's.
+        /// Process id of the daemon, as the kernel names the peer.
         pid: u32,
     },
     /// Maps the pool whose descriptor came last, in place of a former mapping of the same boot. Answered by `Mapped`.
@@ -176,7 +176,7 @@ pub enum WorkerAction {
         connection: ConnectionId,
         /// Whose pool it is.
         boot: BootId,
-        /// Its size.
+        /// As many bytes as the daemon says that the pool has.
         bytes: u64,
         /// Whether this process writes saves into it.
         writable: bool,
@@ -186,14 +186,14 @@ pub enum WorkerAction {
     /// From here on no copy that was asked for under a former epoch can be committed. Over when it returns, in the GPU's memory
     /// too.
     RaiseFence {
-        /// The new one.
+        /// Above all that were raised before, and named in later requests.
         epoch: u64,
     },
     /// Copies from the mapped pool of that boot into the engine. Answered by `Copied`, once every byte has arrived.
     CopyIn {
         /// Names the copy in the answer.
         copy: CopyId,
-        /// Whose pool.
+        /// The run of the daemon in whose pool the blocks lie.
         boot: BootId,
         /// What, and where to.
         groups: Arc<[LoadGroup]>,
@@ -211,7 +211,7 @@ pub enum WorkerAction {
     WriteFlags(Flags),
     /// The request of a load may compute. With flags, streams are to wait for them.
     Release {
-        /// The load.
+        /// The load that is released; its end is told later.
         key: JobKey,
         /// What the engine hears.
         told: Finished,
@@ -220,16 +220,16 @@ pub enum WorkerAction {
     },
     /// A job is over; exactly once for each. Its flags are forgotten and its event is given back.
     End {
-        /// The job.
+        /// Not used again by another job of this process.
         key: JobKey,
         /// What the engine hears.
         told: Finished,
     },
     /// The worker is registered, and the daemon serves it.
     Registered {
-        /// How saves travel.
+        /// By which of the two ways saves travel until the connection ends; never `Auto`.
         method: SaveMethod,
-        /// Why so.
+        /// The daemon's sentence where it could not take the other way; else empty.
         reason: String,
     },
     /// There is no connection any more.

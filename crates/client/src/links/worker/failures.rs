@@ -19,7 +19,7 @@ pub enum NotMapped {
     Refused {
         /// As the daemon told.
         bytes: u64,
-        /// The reason.
+        /// What the kernel or the check of the descriptor said.
         error: io::Error,
     },
 }
