@@ -25,7 +25,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvlane_gpu::{
-    Copy, CopyMethods, DeviceInfo, Driver, EventScope, GpuError, IpcHandle, NoDriver, Priority, code,
+    Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, GpuError, IpcHandle, NoDriver, Priority,
+    StreamHandle, code,
 };
 use parking_lot::Mutex;
 
@@ -83,7 +84,7 @@ pub struct LoggedCopy {
     /// Ordinal of the device.
     pub device: u32,
     /// Raw handle of the stream.
-    pub stream: u64,
+    pub stream: StreamHandle,
     /// By which call of the driver the copies were enqueued.
     pub method: Method,
     /// Copies in this call.
@@ -100,8 +101,8 @@ pub struct FakeDriver {
     next_handle: AtomicU64,
     /// How often each device is open.
     open: Mutex<HashMap<u32, u32>>,
-    streams: Mutex<HashMap<(u32, u64), Arc<Stream>>>,
-    events: Mutex<HashMap<u64, Arc<Event>>>,
+    streams: Mutex<HashMap<(u32, StreamHandle), Arc<Stream>>>,
+    events: Mutex<HashMap<EventHandle, Arc<Event>>>,
     log: Mutex<Vec<LoggedCopy>>,
 }
 
@@ -171,14 +172,19 @@ impl FakeDriver {
         self.next_handle.fetch_add(1, Ordering::Relaxed) << 4
     }
 
-    fn stream(&self, device: u32, stream: u64, operation: &'static str) -> Result<Arc<Stream>, GpuError> {
+    fn stream(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        operation: &'static str,
+    ) -> Result<Arc<Stream>, GpuError> {
         let mut streams = self.streams.lock();
         match streams.get(&(device, stream)) {
             Some(found) => Ok(Arc::clone(found)),
             // The default stream is there without being made.
-            None if stream == 0 => {
+            None if stream == StreamHandle(0) => {
                 let made = self.start_stream(device, operation)?;
-                streams.insert((device, 0), Arc::clone(&made));
+                streams.insert((device, stream), Arc::clone(&made));
                 Ok(made)
             }
             None => Err(error(operation, code::INVALID_HANDLE)),
@@ -190,12 +196,12 @@ impl FakeDriver {
         started.map(Arc::new).map_err(|_| error(operation, code::OUT_OF_MEMORY))
     }
 
-    fn event(&self, event: u64, operation: &'static str) -> Result<Arc<Event>, GpuError> {
+    fn event(&self, event: EventHandle, operation: &'static str) -> Result<Arc<Event>, GpuError> {
         self.events.lock().get(&event).cloned().ok_or_else(|| error(operation, code::INVALID_HANDLE))
     }
 
-    fn add_event(&self, event: Event) -> u64 {
-        let handle = self.new_handle();
+    fn add_event(&self, event: Event) -> EventHandle {
+        let handle = EventHandle(self.new_handle());
         self.events.lock().insert(handle, Arc::new(event));
         handle
     }
@@ -217,7 +223,7 @@ impl FakeDriver {
     fn enqueue(
         &self,
         device: u32,
-        stream: u64,
+        stream: StreamHandle,
         operation: &'static str,
         method: Method,
         copies: &[Copy],
@@ -425,15 +431,15 @@ impl Driver for FakeDriver {
         self.machine.memory.host_free(address).map_err(|code| error("cuMemFreeHost", code))
     }
 
-    fn stream_create(&self, device: u32, _priority: Priority) -> Result<u64, GpuError> {
+    fn stream_create(&self, device: u32, _priority: Priority) -> Result<StreamHandle, GpuError> {
         self.begin(device, "cuStreamCreateWithPriority")?;
         let stream = self.start_stream(device, "cuStreamCreateWithPriority")?;
-        let handle = self.new_handle();
+        let handle = StreamHandle(self.new_handle());
         self.streams.lock().insert((device, handle), stream);
         Ok(handle)
     }
 
-    unsafe fn stream_destroy(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+    unsafe fn stream_destroy(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError> {
         self.begin(device, "cuStreamDestroy")?;
         match self.streams.lock().remove(&(device, stream)) {
             Some(stream) => stream.close(),
@@ -442,7 +448,7 @@ impl Driver for FakeDriver {
         Ok(())
     }
 
-    unsafe fn stream_synchronize(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+    unsafe fn stream_synchronize(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError> {
         self.begin(device, "cuStreamSynchronize")?;
         let queue = self.stream(device, stream, "cuStreamSynchronize")?;
         queue.wait_idle();
@@ -450,7 +456,7 @@ impl Driver for FakeDriver {
         failure.map_or(Ok(()), |code| Err(error("cuStreamSynchronize", code)))
     }
 
-    unsafe fn stream_query(&self, device: u32, stream: u64) -> Result<bool, GpuError> {
+    unsafe fn stream_query(&self, device: u32, stream: StreamHandle) -> Result<bool, GpuError> {
         self.begin(device, "cuStreamQuery")?;
         let queue = self.stream(device, stream, "cuStreamQuery")?;
         let idle = queue.is_idle();
@@ -460,7 +466,12 @@ impl Driver for FakeDriver {
         }
     }
 
-    unsafe fn stream_wait_event(&self, device: u32, stream: u64, event: u64) -> Result<(), GpuError> {
+    unsafe fn stream_wait_event(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        event: EventHandle,
+    ) -> Result<(), GpuError> {
         self.begin(device, "cuStreamWaitEvent")?;
         let event = self.event(event, "cuStreamWaitEvent")?;
         let record = event.latest();
@@ -468,7 +479,7 @@ impl Driver for FakeDriver {
         Ok(())
     }
 
-    fn event_create(&self, device: u32, scope: EventScope) -> Result<u64, GpuError> {
+    fn event_create(&self, device: u32, scope: EventScope) -> Result<EventHandle, GpuError> {
         self.begin(device, "cuEventCreate")?;
         let event = match scope {
             EventScope::Process => Event::new(),
@@ -477,7 +488,7 @@ impl Driver for FakeDriver {
         Ok(self.add_event(event))
     }
 
-    unsafe fn event_destroy(&self, device: u32, event: u64) -> Result<(), GpuError> {
+    unsafe fn event_destroy(&self, device: u32, event: EventHandle) -> Result<(), GpuError> {
         self.begin(device, "cuEventDestroy")?;
         match self.events.lock().remove(&event) {
             Some(_) => Ok(()),
@@ -485,7 +496,12 @@ impl Driver for FakeDriver {
         }
     }
 
-    unsafe fn event_record(&self, device: u32, event: u64, stream: u64) -> Result<(), GpuError> {
+    unsafe fn event_record(
+        &self,
+        device: u32,
+        event: EventHandle,
+        stream: StreamHandle,
+    ) -> Result<(), GpuError> {
         self.begin(device, "cuEventRecord")?;
         let queue = self.stream(device, stream, "cuEventRecord")?;
         let event = self.event(event, "cuEventRecord")?;
@@ -494,13 +510,13 @@ impl Driver for FakeDriver {
         Ok(())
     }
 
-    unsafe fn event_query(&self, device: u32, event: u64) -> Result<bool, GpuError> {
+    unsafe fn event_query(&self, device: u32, event: EventHandle) -> Result<bool, GpuError> {
         self.begin(device, "cuEventQuery")?;
         let event = self.event(event, "cuEventQuery")?;
         Ok(event.is_done(event.latest()))
     }
 
-    unsafe fn event_synchronize(&self, device: u32, event: u64) -> Result<(), GpuError> {
+    unsafe fn event_synchronize(&self, device: u32, event: EventHandle) -> Result<(), GpuError> {
         self.begin(device, "cuEventSynchronize")?;
         let event = self.event(event, "cuEventSynchronize")?;
         let record = event.latest();
@@ -511,24 +527,29 @@ impl Driver for FakeDriver {
         Err(error("cuEventSynchronize", lost))
     }
 
-    unsafe fn event_export(&self, device: u32, event: u64) -> Result<IpcHandle, GpuError> {
+    unsafe fn event_export(&self, device: u32, event: EventHandle) -> Result<IpcHandle, GpuError> {
         self.begin(device, "cuIpcGetEventHandle")?;
         let event = self.event(event, "cuIpcGetEventHandle")?;
         event.export().map_err(|code| error("cuIpcGetEventHandle", code))
     }
 
-    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError> {
+    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<EventHandle, GpuError> {
         self.begin(device, "cuIpcOpenEventHandle")?;
         let event = Event::open(handle).map_err(|code| error("cuIpcOpenEventHandle", code))?;
         Ok(self.add_event(event))
     }
 
-    unsafe fn copy_async(&self, device: u32, stream: u64, copy: Copy) -> Result<(), GpuError> {
+    unsafe fn copy_async(&self, device: u32, stream: StreamHandle, copy: Copy) -> Result<(), GpuError> {
         self.begin(device, "cuMemcpyAsync")?;
         self.enqueue(device, stream, "cuMemcpyAsync", Method::Single, &[copy], Work::Copies(vec![copy]))
     }
 
-    unsafe fn copy_batch_async(&self, device: u32, stream: u64, copies: &[Copy]) -> Result<(), GpuError> {
+    unsafe fn copy_batch_async(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        copies: &[Copy],
+    ) -> Result<(), GpuError> {
         if !self.methods(device).batch {
             return Err(missing("cuMemcpyBatchAsync"));
         }
@@ -540,7 +561,7 @@ impl Driver for FakeDriver {
     unsafe fn launch_copy_kernel(
         &self,
         device: u32,
-        stream: u64,
+        stream: StreamHandle,
         table: u64,
         count: u32,
         blocks: u32,
@@ -557,13 +578,25 @@ impl Driver for FakeDriver {
         self.enqueue(device, stream, "cuLaunchKernel", Method::Kernel, &copies, Work::Kernel { table, count })
     }
 
-    unsafe fn write_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+    unsafe fn write_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError> {
         self.begin(device, "cuStreamWriteValue32")?;
         self.stream(device, stream, "cuStreamWriteValue32")?.push(Work::WriteWord { address, value });
         Ok(())
     }
 
-    unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+    unsafe fn wait_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError> {
         self.begin(device, "cuStreamWaitValue32")?;
         self.stream(device, stream, "cuStreamWaitValue32")?.push(Work::WaitWord { address, value });
         Ok(())

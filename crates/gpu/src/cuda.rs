@@ -12,7 +12,9 @@ use parking_lot::RwLock;
 
 use self::allocation::AllocationHandle;
 use crate::detect::NoDriver;
-use crate::driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
+use crate::driver::{
+    Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
+};
 use crate::error::{GpuError, code};
 use crate::kernel;
 
@@ -508,7 +510,7 @@ impl Driver for CudaDriver {
         self.call(device, "cuMemFreeHost", || unsafe { sys::cuMemFreeHost(handle(address)) })
     }
 
-    fn stream_create(&self, device: u32, priority: Priority) -> Result<u64, GpuError> {
+    fn stream_create(&self, device: u32, priority: Priority) -> Result<StreamHandle, GpuError> {
         let _current = self.enter(device, "cuStreamCreateWithPriority")?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the pointers are valid.
@@ -522,32 +524,37 @@ impl Driver for CudaDriver {
         // SAFETY: the pointer is valid.
         let made = unsafe { sys::cuStreamCreateWithPriority(&mut stream, STREAM_NON_BLOCKING, priority) };
         check("cuStreamCreateWithPriority", made)?;
-        Ok(number(stream))
+        Ok(StreamHandle(number(stream)))
     }
 
-    unsafe fn stream_destroy(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+    unsafe fn stream_destroy(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        self.call(device, "cuStreamDestroy", || unsafe { sys::cuStreamDestroy_v2(handle(stream)) })
+        self.call(device, "cuStreamDestroy", || unsafe { sys::cuStreamDestroy_v2(handle(stream.0)) })
     }
 
-    unsafe fn stream_synchronize(&self, device: u32, stream: u64) -> Result<(), GpuError> {
+    unsafe fn stream_synchronize(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        self.call(device, "cuStreamSynchronize", || unsafe { sys::cuStreamSynchronize(handle(stream)) })
+        self.call(device, "cuStreamSynchronize", || unsafe { sys::cuStreamSynchronize(handle(stream.0)) })
     }
 
-    unsafe fn stream_query(&self, device: u32, stream: u64) -> Result<bool, GpuError> {
+    unsafe fn stream_query(&self, device: u32, stream: StreamHandle) -> Result<bool, GpuError> {
         // SAFETY: the caller's promise.
-        self.query(device, "cuStreamQuery", || unsafe { sys::cuStreamQuery(handle(stream)) })
+        self.query(device, "cuStreamQuery", || unsafe { sys::cuStreamQuery(handle(stream.0)) })
     }
 
-    unsafe fn stream_wait_event(&self, device: u32, stream: u64, event: u64) -> Result<(), GpuError> {
+    unsafe fn stream_wait_event(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        event: EventHandle,
+    ) -> Result<(), GpuError> {
         self.call(device, "cuStreamWaitEvent", || {
             // SAFETY: the caller's promise.
-            unsafe { sys::cuStreamWaitEvent(handle(stream), handle(event), 0) }
+            unsafe { sys::cuStreamWaitEvent(handle(stream.0), handle(event.0), 0) }
         })
     }
 
-    fn event_create(&self, device: u32, scope: EventScope) -> Result<u64, GpuError> {
+    fn event_create(&self, device: u32, scope: EventScope) -> Result<EventHandle, GpuError> {
         // Who waits on the host sleeps: a load takes milliseconds, and the processors are the engine's.
         let flags = EVENT_BLOCKING_SYNC
             | EVENT_DISABLE_TIMING
@@ -558,57 +565,69 @@ impl Driver for CudaDriver {
         let mut event = ptr::null_mut();
         // SAFETY: the pointer is valid.
         self.call(device, "cuEventCreate", || unsafe { sys::cuEventCreate(&mut event, flags) })?;
-        Ok(number(event))
+        Ok(EventHandle(number(event)))
     }
 
-    unsafe fn event_destroy(&self, device: u32, event: u64) -> Result<(), GpuError> {
+    unsafe fn event_destroy(&self, device: u32, event: EventHandle) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        self.call(device, "cuEventDestroy", || unsafe { sys::cuEventDestroy_v2(handle(event)) })
+        self.call(device, "cuEventDestroy", || unsafe { sys::cuEventDestroy_v2(handle(event.0)) })
     }
 
-    unsafe fn event_record(&self, device: u32, event: u64, stream: u64) -> Result<(), GpuError> {
+    unsafe fn event_record(
+        &self,
+        device: u32,
+        event: EventHandle,
+        stream: StreamHandle,
+    ) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        self.call(device, "cuEventRecord", || unsafe { sys::cuEventRecord(handle(event), handle(stream)) })
+        self.call(device, "cuEventRecord", || unsafe {
+            sys::cuEventRecord(handle(event.0), handle(stream.0))
+        })
     }
 
-    unsafe fn event_query(&self, device: u32, event: u64) -> Result<bool, GpuError> {
+    unsafe fn event_query(&self, device: u32, event: EventHandle) -> Result<bool, GpuError> {
         // SAFETY: the caller's promise.
-        self.query(device, "cuEventQuery", || unsafe { sys::cuEventQuery(handle(event)) })
+        self.query(device, "cuEventQuery", || unsafe { sys::cuEventQuery(handle(event.0)) })
     }
 
-    unsafe fn event_synchronize(&self, device: u32, event: u64) -> Result<(), GpuError> {
+    unsafe fn event_synchronize(&self, device: u32, event: EventHandle) -> Result<(), GpuError> {
         // SAFETY: the caller's promise.
-        self.call(device, "cuEventSynchronize", || unsafe { sys::cuEventSynchronize(handle(event)) })
+        self.call(device, "cuEventSynchronize", || unsafe { sys::cuEventSynchronize(handle(event.0)) })
     }
 
-    unsafe fn event_export(&self, device: u32, event: u64) -> Result<IpcHandle, GpuError> {
+    unsafe fn event_export(&self, device: u32, event: EventHandle) -> Result<IpcHandle, GpuError> {
         let mut exported = sys::CUipcEventHandle { reserved: [0; 64] };
         self.call(device, "cuIpcGetEventHandle", || {
             // SAFETY: the pointer is valid; the rest is the caller's promise.
-            unsafe { sys::cuIpcGetEventHandle(&mut exported, handle(event)) }
+            unsafe { sys::cuIpcGetEventHandle(&mut exported, handle(event.0)) }
         })?;
         Ok(exported.reserved.map(|byte| byte as u8))
     }
 
-    fn event_open(&self, device: u32, ipc: &IpcHandle) -> Result<u64, GpuError> {
+    fn event_open(&self, device: u32, ipc: &IpcHandle) -> Result<EventHandle, GpuError> {
         let exported = sys::CUipcEventHandle { reserved: ipc.map(|byte| byte as std::ffi::c_char) };
         let mut event = ptr::null_mut();
         self.call(device, "cuIpcOpenEventHandle", || {
             // SAFETY: the pointer is valid, and the driver checks the handle.
             unsafe { sys::cuIpcOpenEventHandle(&mut event, exported) }
         })?;
-        Ok(number(event))
+        Ok(EventHandle(number(event)))
     }
 
-    unsafe fn copy_async(&self, device: u32, stream: u64, copy: Copy) -> Result<(), GpuError> {
+    unsafe fn copy_async(&self, device: u32, stream: StreamHandle, copy: Copy) -> Result<(), GpuError> {
         let Copy { dst, src, len } = copy;
         self.call(device, "cuMemcpyAsync", || {
             // SAFETY: the caller's promise.
-            unsafe { sys::cuMemcpyAsync(dst, src, len as usize, handle(stream)) }
+            unsafe { sys::cuMemcpyAsync(dst, src, len as usize, handle(stream.0)) }
         })
     }
 
-    unsafe fn copy_batch_async(&self, device: u32, stream: u64, copies: &[Copy]) -> Result<(), GpuError> {
+    unsafe fn copy_batch_async(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        copies: &[Copy],
+    ) -> Result<(), GpuError> {
         let missing = |reason: &str| GpuError::Unsupported { operation: BATCH, reason: reason.into() };
         if !self.has_batch {
             return Err(missing("the driver is older than CUDA 12.8"));
@@ -640,7 +659,7 @@ impl Driver for CudaDriver {
                     &mut from_the_first,
                     1,
                     &mut failed,
-                    handle(stream),
+                    handle(stream.0),
                 )
             }
         });
@@ -653,7 +672,7 @@ impl Driver for CudaDriver {
     unsafe fn launch_copy_kernel(
         &self,
         device: u32,
-        stream: u64,
+        stream: StreamHandle,
         table: u64,
         count: u32,
         blocks: u32,
@@ -668,7 +687,7 @@ impl Driver for CudaDriver {
         };
         let (mut table, mut count) = (table, count);
         let mut arguments: [*mut c_void; 2] = [(&raw mut table).cast(), (&raw mut count).cast()];
-        let (function, stream) = (handle(kernel.function), handle(stream));
+        let (function, stream) = (handle(kernel.function), handle(stream.0));
         let arguments = arguments.as_mut_ptr();
         self.call(device, "cuLaunchKernel", || {
             // SAFETY: the arguments are those that the kernel declares and are read during the call; table and ranges
@@ -691,17 +710,29 @@ impl Driver for CudaDriver {
         })
     }
 
-    unsafe fn write_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+    unsafe fn write_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError> {
         self.call(device, "cuStreamWriteValue32", || {
             // SAFETY: the caller's promise.
-            unsafe { sys::cuStreamWriteValue32_v2(handle(stream), address, value, WRITE_VALUE_DEFAULT) }
+            unsafe { sys::cuStreamWriteValue32_v2(handle(stream.0), address, value, WRITE_VALUE_DEFAULT) }
         })
     }
 
-    unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError> {
+    unsafe fn wait_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError> {
         self.call(device, "cuStreamWaitValue32", || {
             // SAFETY: the caller's promise.
-            unsafe { sys::cuStreamWaitValue32_v2(handle(stream), address, value, WAIT_VALUE_GEQ) }
+            unsafe { sys::cuStreamWaitValue32_v2(handle(stream.0), address, value, WAIT_VALUE_GEQ) }
         })
     }
 

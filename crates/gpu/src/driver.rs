@@ -94,6 +94,16 @@ pub enum EventScope {
     Host,
 }
 
+/// A stream, by the driver's own handle: of ours, or of another library in this process. 0 is the default stream.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StreamHandle(pub u64);
+
+/// An event, by the driver's own handle.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct EventHandle(pub u64);
+
 /// Operations on devices, by raw handles.
 ///
 /// `device` is an ordinal of [`Driver::devices`] that was opened with [`Driver::open`]. Calls may come from any thread
@@ -212,81 +222,96 @@ pub trait Driver: Send + Sync + Debug {
     unsafe fn host_free(&self, device: u32, address: u64) -> Result<(), GpuError>;
 
     /// A queue of work that runs in order, independent of the default stream.
-    fn stream_create(&self, device: u32, priority: Priority) -> Result<u64, GpuError>;
+    fn stream_create(&self, device: u32, priority: Priority) -> Result<StreamHandle, GpuError>;
 
     /// Gives a stream up; what is enqueued still runs.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn stream_destroy(&self, device: u32, stream: u64) -> Result<(), GpuError>;
+    unsafe fn stream_destroy(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError>;
 
     /// Waits for everything that is enqueued, and reports what failed.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn stream_synchronize(&self, device: u32, stream: u64) -> Result<(), GpuError>;
+    unsafe fn stream_synchronize(&self, device: u32, stream: StreamHandle) -> Result<(), GpuError>;
 
     /// Whether everything that was enqueued is done.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn stream_query(&self, device: u32, stream: u64) -> Result<bool, GpuError>;
+    unsafe fn stream_query(&self, device: u32, stream: StreamHandle) -> Result<bool, GpuError>;
 
     /// Later work of the stream starts after what was recorded last in the event; at once if nothing was.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn stream_wait_event(&self, device: u32, stream: u64, event: u64) -> Result<(), GpuError>;
+    unsafe fn stream_wait_event(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        event: EventHandle,
+    ) -> Result<(), GpuError>;
 
     /// An event without timing.
-    fn event_create(&self, device: u32, scope: EventScope) -> Result<u64, GpuError>;
+    fn event_create(&self, device: u32, scope: EventScope) -> Result<EventHandle, GpuError>;
 
     /// Gives an event up; waits that are enqueued still hold.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn event_destroy(&self, device: u32, event: u64) -> Result<(), GpuError>;
+    unsafe fn event_destroy(&self, device: u32, event: EventHandle) -> Result<(), GpuError>;
 
     /// The event now stands for all work enqueued in the stream so far. The stream may be one that another library
-    /// made in this process, or 0 for the default stream.
+    /// made in this process, or the default stream.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn event_record(&self, device: u32, event: u64, stream: u64) -> Result<(), GpuError>;
+    unsafe fn event_record(
+        &self,
+        device: u32,
+        event: EventHandle,
+        stream: StreamHandle,
+    ) -> Result<(), GpuError>;
 
     /// Whether what was recorded last is done; true if nothing was recorded.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn event_query(&self, device: u32, event: u64) -> Result<bool, GpuError>;
+    unsafe fn event_query(&self, device: u32, event: EventHandle) -> Result<bool, GpuError>;
 
     /// Waits for what was recorded last.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn event_synchronize(&self, device: u32, event: u64) -> Result<(), GpuError>;
+    unsafe fn event_synchronize(&self, device: u32, event: EventHandle) -> Result<(), GpuError>;
 
     /// A handle for an event of [`EventScope::Host`].
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn event_export(&self, device: u32, event: u64) -> Result<IpcHandle, GpuError>;
+    unsafe fn event_export(&self, device: u32, event: EventHandle) -> Result<IpcHandle, GpuError>;
 
     /// Opens an event of another process.
-    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<u64, GpuError>;
+    fn event_open(&self, device: u32, handle: &IpcHandle) -> Result<EventHandle, GpuError>;
 
     /// One copy by a copy engine, in either direction or between devices.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn copy_async(&self, device: u32, stream: u64, copy: Copy) -> Result<(), GpuError>;
+    unsafe fn copy_async(&self, device: u32, stream: StreamHandle, copy: Copy) -> Result<(), GpuError>;
 
     /// Many copies by copy engines, in no order among themselves; [`GpuError::Unsupported`] where there is no such
     /// call.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn copy_batch_async(&self, device: u32, stream: u64, copies: &[Copy]) -> Result<(), GpuError>;
+    unsafe fn copy_batch_async(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        copies: &[Copy],
+    ) -> Result<(), GpuError>;
 
     /// The copy kernel over `count` entries at `table`, with this many thread blocks; [`GpuError::Unsupported`] where
     /// it could not be loaded.
@@ -296,7 +321,7 @@ pub trait Driver: Send + Sync + Debug {
     unsafe fn launch_copy_kernel(
         &self,
         device: u32,
-        stream: u64,
+        stream: StreamHandle,
         table: u64,
         count: u32,
         blocks: u32,
@@ -306,13 +331,25 @@ pub trait Driver: Send + Sync + Debug {
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn write_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError>;
+    unsafe fn write_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError>;
 
     /// Later work starts once the word has reached a value; the comparison is cyclic, as the driver's.
     ///
     /// # Safety
     /// See [`Driver`].
-    unsafe fn wait_word(&self, device: u32, stream: u64, address: u64, value: u32) -> Result<(), GpuError>;
+    unsafe fn wait_word(
+        &self,
+        device: u32,
+        stream: StreamHandle,
+        address: u64,
+        value: u32,
+    ) -> Result<(), GpuError>;
 
     /// Whether a link of their own, such as NVLink, joins two devices: what goes over it takes nothing from the links to
     /// the host.

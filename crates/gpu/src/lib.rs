@@ -34,7 +34,9 @@ pub use chunks::{ChunkRange, Chunks, ImportedChunks};
 pub use copier::{Copier, CopierOptions, Enqueued};
 pub use detect::{DRIVER_VARIABLE, Drivers, NoDriver, detect, driver_named};
 pub use device::{DeviceMemory, Gpu, uuid_text};
-pub use driver::{Copy, CopyMethods, DeviceInfo, Driver, EventScope, IpcHandle, Priority};
+pub use driver::{
+    Copy, CopyMethods, DeviceInfo, Driver, EventHandle, EventScope, IpcHandle, Priority, StreamHandle,
+};
 pub use error::{GpuError, code};
 pub use import::{AddressMap, Export, Imported, Mapped};
 pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};

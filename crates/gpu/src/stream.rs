@@ -1,14 +1,14 @@
 //! Streams and events.
 
 use crate::device::{Gpu, warn_of};
-use crate::driver::{Copy, EventScope, IpcHandle, Priority};
+use crate::driver::{Copy, EventHandle, EventScope, IpcHandle, Priority, StreamHandle};
 use crate::error::GpuError;
 
 /// A queue of work on a GPU that runs in order. What is enqueued when this is dropped still runs.
 #[derive(Debug)]
 pub struct Stream {
     gpu: Gpu,
-    raw: u64,
+    raw: StreamHandle,
 }
 
 impl Stream {
@@ -25,7 +25,7 @@ impl Stream {
     }
 
     /// The driver's handle.
-    pub fn raw(&self) -> u64 {
+    pub fn raw(&self) -> StreamHandle {
         self.raw
     }
 
@@ -92,20 +92,20 @@ impl Drop for Stream {
 
 /// A stream that another library made, such as an engine's: its number was vouched for once.
 #[derive(Debug)]
-pub struct EngineStream(u64);
+pub struct EngineStream(StreamHandle);
 
 impl EngineStream {
     /// For work in host memory, which no stream orders; on a GPU it is the default stream.
-    pub const DEFAULT: Self = Self(0);
+    pub const DEFAULT: Self = Self(StreamHandle(0));
 
     /// # Safety
-    /// The number is 0 or names a stream in this process, which lives as long as this, of the GPU that this is used with.
-    pub unsafe fn from_raw(raw: u64) -> Self {
+    /// It is the default stream or one in this process, which lives as long as this, of the GPU that this is used with.
+    pub unsafe fn from_raw(raw: StreamHandle) -> Self {
         Self(raw)
     }
 
     /// The driver's handle.
-    pub fn raw(&self) -> u64 {
+    pub fn raw(&self) -> StreamHandle {
         self.0
     }
 }
@@ -114,7 +114,7 @@ impl EngineStream {
 #[derive(Debug)]
 pub struct Event {
     gpu: Gpu,
-    raw: u64,
+    raw: EventHandle,
 }
 
 impl Event {
@@ -140,7 +140,7 @@ impl Event {
     }
 
     /// The driver's handle.
-    pub fn raw(&self) -> u64 {
+    pub fn raw(&self) -> EventHandle {
         self.raw
     }
 
@@ -154,7 +154,7 @@ impl Event {
     ///
     /// # Safety
     /// The handle names a live stream of this GPU in this process.
-    pub unsafe fn record_raw(&self, stream: u64) -> Result<(), GpuError> {
+    pub unsafe fn record_raw(&self, stream: StreamHandle) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event lives; the caller vouches for the stream.
         unsafe { driver.event_record(device, self.raw, stream) }
@@ -164,7 +164,7 @@ impl Event {
     ///
     /// # Safety
     /// The handle names a live stream of this GPU in this process.
-    pub unsafe fn hold_up_raw(&self, stream: u64) -> Result<(), GpuError> {
+    pub unsafe fn hold_up_raw(&self, stream: StreamHandle) -> Result<(), GpuError> {
         let (driver, device) = self.gpu.raw();
         // SAFETY: the event lives; the caller vouches for the stream.
         unsafe { driver.stream_wait_event(device, stream, self.raw) }

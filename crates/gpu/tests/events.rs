@@ -3,7 +3,7 @@
 
 mod support;
 
-use kvlane_gpu::{Copy, Event, EventScope, HostBuffer};
+use kvlane_gpu::{Copy, Event, EventScope, HostBuffer, StreamHandle};
 use support::{Gate, device_memory, gpus, pattern, read, stream};
 
 const BYTES: usize = 8192;
@@ -69,7 +69,7 @@ fn a_stream_of_another_library_is_recorded_and_held_up_by_its_handle() {
     let (gpu, _) = gpus();
     let (ours, theirs) = (stream(&gpu), stream(&gpu));
     let event = Event::new(&gpu, EventScope::Process).unwrap();
-    for raw in [theirs.raw(), 0] {
+    for raw in [theirs.raw(), StreamHandle(0)] {
         // SAFETY: the streams live.
         unsafe { event.record_raw(raw).unwrap() };
         event.synchronize().unwrap();

@@ -7,6 +7,7 @@ use kvlane_client::{
     EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
     Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
 };
+use kvlane_gpu::StreamHandle;
 use kvlane_memory::PoolPage;
 use kvlane_proto::packed::Pages;
 use parking_lot::RwLock;
@@ -79,7 +80,7 @@ type PyLoadGroup = (u32, Vec<u32>, Vec<u8>);
 /// A stream that Python names.
 fn engine_stream(stream: u64) -> EngineStream {
     // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
-    unsafe { EngineStream::from_raw(stream) }
+    unsafe { EngineStream::from_raw(StreamHandle(stream)) }
 }
 
 /// One rank of an engine. `close` needs the worker alone; the other calls share it.

@@ -14,7 +14,9 @@ use kvlane_client::{
     EngineStream, Finished, Hit, JobKind, LoadGroup, OwnBlocks, Release, SaveGroupSpec, Scheduler, Worker,
     WorkerGpu,
 };
-use kvlane_gpu::{Chunks, Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream};
+use kvlane_gpu::{
+    Chunks, Copy, DeviceMemory, Driver, Gpu, GpuError, HostBuffer, Priority, Stream, StreamHandle,
+};
 use kvlane_memory::PoolPage;
 use kvlane_proto::Address;
 
@@ -247,7 +249,7 @@ impl GpuEngine {
     /// Asks for a load into blocks that only this stream, which lives, may still be using; the job.
     pub fn start_load_after(
         &mut self,
-        stream: u64,
+        stream: StreamHandle,
         hit: &Hit,
         blocks: impl IntoIterator<Item = u32>,
         release: Release,
