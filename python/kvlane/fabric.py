@@ -252,9 +252,9 @@ class Engine:
     def connect(self, peer: bytes | str, timeout: float = 5.0) -> Peer:
         """A peer, by its descriptor or by the address at which it listens, HOST:PORT.
 
-        By its descriptor this returns at once: transfers wait for the connection. ValueError for a descriptor of another
-        version of kvlane, or where only one of both engines has a token. By its address this waits until both have
-        proved the token, or their user's secret, and the peer has told what it has registered (`Peer.regions`).
+        By its descriptor this returns at once: transfers wait for the connection. ValueError for a descriptor of
+        another version of kvlane, or where only one of both engines has a token. By its address this waits until both
+        have proved the token, or their user's secret, and the peer has told what it has registered (`Peer.regions`).
         ConnectionError if that has not happened after so many seconds."""
         if isinstance(peer, str):
             return Peer(self, self._core.connect_to(peer, timeout * 1e3))
@@ -278,8 +278,8 @@ class Engine:
 
     @property
     def connections_without_rings(self) -> int:
-        """Control connections to processes of this host, ours and peers', that had to do without shared memory since the
-        engine was made; `Path.no_rings` says why."""
+        """Control connections to processes of this host, ours and peers', that had to do without shared memory since
+        the engine was made; `Path.no_rings` says why."""
         return self._core.connections_without_rings()
 
     @property
@@ -412,8 +412,8 @@ class Path(NamedTuple):
     trouble: str | None
     """Why it broke, or cannot be, the last time that it was tried."""
     no_rings: str | None = None
-    """Of "control" between processes of a host: why what is said goes through the socket, and not through shared memory.
-    None if it does not."""
+    """Of "control" between processes of a host: why what is said goes through the socket, and not through shared
+    memory. None if it does not."""
 
 
 class RemoteRegion(NamedTuple):
@@ -496,8 +496,8 @@ class Peer:
         return [RemoteRegion(*region) for region in self._engine._core.regions(self._core)]
 
     def update(self, descriptor: bytes) -> None:
-        """Take note of what the peer has registered since, before it tells by itself. KeyError if it is another process by
-        now."""
+        """Take note of what the peer has registered since, before it tells by itself. KeyError if it is another process
+        by now."""
         self._engine._core.update(self._core, descriptor)
 
     @property
@@ -663,7 +663,8 @@ class Transfer:
             if issubclass(kind, PeerLost):
                 with suppress(ValueError):  # the engine was closed
                     down = [path for path in self._peer.paths if path.trouble and not path.up]
-                    sentence = "; ".join([sentence, *(f"{path.carrier} {path.address or ''}: {path.trouble}" for path in down)])
+                    troubles = (f"{path.carrier} {path.address or ''}: {path.trouble}" for path in down)
+                    sentence = "; ".join([sentence, *troubles])
             raise kind(sentence)
 
     @property

@@ -30,10 +30,10 @@ pub enum FabricError {
     /// A GPU's driver refused.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// Memory of a GPU where nothing but [`Transport::Cma`] is wanted.
+    /// Memory of a GPU where nothing but [`crate::Transport::Cma`] is wanted.
     #[error("memory of GPUs cannot go by cma: process_vm does not reach it")]
     NoWayToGpus,
-    /// A file of [`Tls`].
+    /// A file of [`crate::Tls`].
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// What is registered here or at the peer changes all the time.
@@ -49,7 +49,7 @@ pub enum FabricError {
     /// Of the operating system.
     #[error("the fabric cannot be opened: {0}")]
     Io(#[from] io::Error),
-    /// After [`Engine::close`].
+    /// After [`crate::Engine::close`].
     #[error("the engine is closed")]
     Closed,
     /// In a process that was forked from the engine's.

@@ -108,7 +108,7 @@ impl Drop for Handle {
     }
 }
 
-/// A message to come, of [`Engine::receiving`]; None once the engine is closed and nothing is left. It can be asked again
+/// A message to come, of [`crate::Engine::receiving`]; None once the engine is closed and nothing is left. It can be asked again
 /// for the next one.
 #[derive(Debug)]
 pub struct Receiving {
