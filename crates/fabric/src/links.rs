@@ -379,6 +379,8 @@ impl<R> Links<R> {
     pub(crate) fn note_ready(&mut self, id: LinkId) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         (entry.reads, entry.is_told) = (true, true);
+        // Whoever takes the wake has to see to it that there is another one for whoever sleeps.
+        self.has_news_of_rings |= self.rings.contains(&id);
         self.make_due(id);
     }
 

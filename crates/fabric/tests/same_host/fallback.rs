@@ -79,7 +79,9 @@ fn a_process_that_may_read_others_no_more_goes_on_by_tcp() {
     forbidden.order("forbid");
     forbidden.order(&format!("read 0 {LARGE}"));
     forbidden.order(&format!("check 0 {LARGE} 9"));
-    assert!(forbidden.ask("path").starts_with("tcp this process may not read"));
+    // It finds out by a copy that fails, and then by its next try.
+    let why = forbidden.ask("path");
+    assert!(why.starts_with("tcp ") && why.contains("read"), "{why}");
     // What it asks of us, it cannot do itself any more.
     let peer = here.meet(&forbidden.descriptor());
     done(&here.write(peer, 0, LARGE));
