@@ -35,6 +35,7 @@ use crate::fences::Whom;
 use crate::frames::Frame;
 use crate::greeted::Greeted;
 use crate::lease::Lease;
+use crate::numbered::Numbered;
 use crate::peers::{Peers, RemoteKey};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
@@ -305,6 +306,7 @@ pub struct Context<'a> {
     pub(crate) code: u8,
     pub(crate) process: &'a mut Process,
     pub(crate) peers: &'a Peers,
+    pub(crate) leaving: &'a Numbered<PeerId, Whom>,
     pub(crate) sessions: &'a crate::served::SessionsServed,
     pub(crate) outbox: &'a mut Outbox,
     /// Of the session that is heard right now.
@@ -453,10 +455,13 @@ impl Context<'_> {
     /// peer has confirmed that it does not ([`Carrier::fence`] there, [`Carrier::fence_over`] here), or after `lease`, if
     /// time can tell.
     pub fn fence(&mut self, peer: PeerId, connection: u64, tokens: Vec<Token>, lease: Option<Duration>) {
-        let Some(known) = self.peers.get(&peer).filter(|_| !tokens.is_empty()) else {
+        let known = self.peers.get(&peer).map(|known| &known.whom).or_else(|| self.leaving.get(&peer));
+        // A peer is remembered while anything of it is under way.
+        let Some(whom) = known.filter(|_| !tokens.is_empty()).cloned() else {
+            debug_assert!(tokens.is_empty(), "{peer:?} is not known");
             return tokens.into_iter().for_each(|token| self.completed(token, Completion::Unknown));
         };
-        let (code, whom) = (self.code, known.whom.clone());
+        let code = self.code;
         self.outbox.fences.push(NewFence { code, connection, peer, whom, tokens, lease });
     }
 

@@ -44,6 +44,8 @@ use crate::watch::Watch;
 
 /// How long memory that is given back may still be read or written for peers, before their connections are ended.
 const LET_GO: Duration = Duration::from_secs(1);
+/// How long after that it is looked at what still touches it.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Addresses of one peer that are used.
 const ADDRESSES_MAX: usize = 16;
 
@@ -214,12 +216,12 @@ impl Engine {
         hub.hub.outside.process.letting_go += 1;
         let deadline = Instant::now() + LET_GO;
         let is_free = |hub: &mut SocketHub| (!hub.hub.outside.is_touched(region)).then_some(());
-        if self.shared.wait(&mut hub, Some(deadline), is_free).is_none() {
+        let mut let_go = self.shared.wait(&mut hub, Some(deadline), is_free);
+        // A driver cannot be told to stop; and what a job has is looked at when it is back.
+        while let_go.is_none() {
             hub.hub.outside.let_go(region);
-            hub.pump();
-            self.shared.tell(&mut hub);
-            // A driver cannot be told to stop.
-            self.shared.wait(&mut hub, None, is_free);
+            self.shared.set_going(&mut hub);
+            let_go = self.shared.wait(&mut hub, Some(Instant::now() + LOOK_AGAIN), is_free);
         }
         hub.hub.outside.process.letting_go -= 1;
         drop(hub);
@@ -290,6 +292,8 @@ impl Engine {
     pub fn update(&self, peer: PeerId, descriptor: &Descriptor) -> Result<(), FabricError> {
         let mut hub = self.shared.try_hub()?;
         let known = hub.hub.outside.peer_mut(peer).is_some_and(|known| known.describe(descriptor));
+        hub.hub.outside.peer_has_changed(peer);
+        self.shared.set_going(&mut hub);
         known.then_some(()).ok_or(FabricError::NoSuchPeer)
     }
 

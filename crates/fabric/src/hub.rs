@@ -56,6 +56,7 @@ impl<C: Control> Hub<C> {
                 });
             any |= more;
             if !more || runs == 0 {
+                self.forget_peers();
                 self.take_news();
                 return any;
             }
@@ -89,6 +90,12 @@ impl<C: Control> Hub<C> {
         self.pump_all();
         self.outside.remove_peer(peer);
         self.pump_all();
+    }
+
+    /// Forgets removed peers of which nothing is under way any more.
+    fn forget_peers(&mut self) {
+        let transfers = &self.transfers;
+        self.outside.leaving.retain(|peer, _| transfers.has_peer(*peer));
     }
 
     /// Begins a transfer whose request was checked against what both sides had registered. None: that has changed.

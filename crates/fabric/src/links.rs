@@ -443,7 +443,7 @@ impl<R> Links<R> {
     /// A job is done. [`Links::settle`] has to follow, when its owner has looked at what came. None: the link is not wanted
     /// any more, and is over.
     pub(crate) fn put_back(&mut self, now: Duration, job: LinkJob) -> Option<Back> {
-        let LinkJob { id, mut link, wants, received, arrived, mut outcome, has_more, .. } = job;
+        let LinkJob { id, mut link, wants, received, mut arrived, mut outcome, has_more, .. } = job;
         let entry = self.entries.get_mut(&id)?;
         entry.written = link.written();
         let (own_bytes, waiting) = link.backlog();
@@ -461,6 +461,8 @@ impl<R> Links<R> {
             self.has_news_of_rings = true;
         }
         if let Some(why) = entry.ending.take() {
+            // What came meanwhile is not wanted any more.
+            arrived.clear();
             outcome = Err(why);
         }
         entry.link = Some(link);
@@ -548,9 +550,14 @@ impl<R> Links<R> {
         std::mem::take(&mut self.has_news_of_rings)
     }
 
-    /// Links that may read or write this memory.
+    /// Whether any link may read or write this memory. Of one that a job has nobody knows.
+    pub(crate) fn may_touch(&self, memory: Piece) -> bool {
+        self.entries.values().any(|entry| entry.link.is_none() || entry.touches(memory))
+    }
+
+    /// Links that are going to read or write this memory, but those that a job has.
     pub(crate) fn touching(&self, memory: Piece) -> Vec<LinkId> {
-        self.find(|entry| entry.may_touch(memory))
+        self.find(|entry| entry.link.is_some() && entry.touches(memory))
     }
 }
 
@@ -583,12 +590,12 @@ impl<R> Entry<R> {
         self.is_held || self.own_bytes > OWN_BYTES_MAX || self.waiting > ENTRIES_MAX
     }
 
-    /// While a job has it nobody knows.
-    fn may_touch(&self, memory: Piece) -> bool {
+    /// As far as it is known: what a job has is not.
+    fn touches(&self, memory: Piece) -> bool {
         let is_expected = |to: &[Piece]| to.iter().any(|piece| piece.overlaps(memory));
         self.said.iter().any(|out| out.touches(memory))
             || self.expected.as_ref().is_some_and(|(to, _)| is_expected(to))
-            || self.link.as_ref().is_none_or(|link| link.touches(memory))
+            || self.link.as_ref().is_some_and(|link| link.touches(memory))
     }
 }
 

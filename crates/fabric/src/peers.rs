@@ -28,10 +28,13 @@ pub(crate) struct Peer {
     regions: HashMap<u32, RegionDescriptor>,
     /// By region: the generation, and what each carrier has to know of it.
     keys: HashMap<u32, (u32, Keys)>,
+    has_had_gpus: bool,
     /// It has told its regions since its control connection is up.
     pub(crate) has_told: bool,
     /// Why a carrier cannot reach it, by the carrier's code.
     pub(crate) refusals: Vec<(u8, String)>,
+    /// Of those, what the log has said.
+    pub(crate) said_refusals: Vec<(u8, String)>,
 }
 
 /// What a carrier has to know of a peer's region.
@@ -55,8 +58,10 @@ impl Peer {
             shapes: Arc::default(),
             regions: HashMap::new(),
             keys: HashMap::new(),
+            has_had_gpus: false,
             has_told: false,
             refusals: Vec::new(),
+            said_refusals: Vec::new(),
         }
     }
 
@@ -67,7 +72,11 @@ impl Peer {
         {
             return false;
         }
-        self.regions = descriptor.regions.iter().map(|region| (region.number, *region)).collect();
+        // What the peer itself has told counts more, unless the descriptor is of a later moment.
+        let is_news = |region: &&RegionDescriptor| {
+            let known = self.shapes.get(&region.number);
+            !self.has_told || known.is_none_or(|known| known.generation < region.generation)
+        };
         let shape = |region: &RegionDescriptor| {
             let (generation, len) = (region.generation, region.len);
             // Which node or GPU it is, the peer tells.
@@ -75,17 +84,33 @@ impl Peer {
             let unknown = if region.kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
             (region.number, Shape { generation, len, memory: known.map_or(unknown, |known| known.memory) })
         };
-        self.shapes = Arc::new(descriptor.regions.iter().map(shape).collect());
+        let mut shapes = if self.has_told { Shapes::clone(&self.shapes) } else { Shapes::default() };
+        let news: Vec<&RegionDescriptor> = descriptor.regions.iter().filter(is_news).collect();
+        shapes.extend(news.iter().copied().map(shape));
+        if !self.has_told {
+            self.regions.clear();
+        }
+        self.regions.extend(news.iter().map(|region| (region.number, **region)));
+        self.shapes = Arc::new(shapes);
+        self.has_had_gpus |= descriptor.regions.iter().any(|region| region.kind == MemoryKind::Cuda);
         true
     }
 
-    /// The peer has told.
+    /// The peer has told; nothing: that was all that it had registered when its connection came.
     pub(crate) fn take_news(&mut self, news: Vec<RegionNews>) {
+        if news.is_empty() && !std::mem::replace(&mut self.has_told, true) {
+            let keys = &self.keys;
+            let is_told = |number: &u32| keys.contains_key(number);
+            // What a descriptor has said is not so any more.
+            Arc::make_mut(&mut self.shapes).retain(|number, _| is_told(number));
+            self.regions.retain(|number, _| is_told(number));
+        }
         let shapes = Arc::make_mut(&mut self.shapes);
         for news in news {
             match news {
                 RegionNews::Here { region, memory, keys } => {
                     let (generation, len) = (region.generation, region.len);
+                    self.has_had_gpus |= region.kind == MemoryKind::Cuda;
                     shapes.insert(region.number, Shape { generation, len, memory });
                     self.regions.insert(region.number, region);
                     self.keys.insert(region.number, (generation, keys));
@@ -101,7 +126,6 @@ impl Peer {
                 }
             }
         }
-        self.has_told = true;
     }
 
     /// Its control connection is gone: what it tells over the next one counts.
@@ -121,8 +145,9 @@ impl Peer {
         Arc::clone(&self.shapes)
     }
 
-    pub(crate) fn has_gpus(&self) -> bool {
-        self.shapes.values().any(|shape| matches!(shape.memory, Memory::Gpu(_)))
+    /// Whether memory of a GPU is registered there, or ever was: a transfer of it may be waiting for its path still.
+    pub(crate) fn has_had_gpus(&self) -> bool {
+        self.has_had_gpus
     }
 
     /// What the carrier of this code has to know of a region's generation.
@@ -142,4 +167,78 @@ impl Peer {
 
 pub(crate) fn identity(descriptor: &Descriptor) -> Identity {
     Identity { engine: descriptor.engine_id, boot: descriptor.boot_nonce }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::descriptor::Access;
+    use crate::tcp::Key;
+
+    const OWN: u8 = 3;
+
+    fn region(number: u32, generation: u32) -> RegionDescriptor {
+        RegionDescriptor { number, generation, kind: MemoryKind::Host, access: Access::Read, len: 10 }
+    }
+
+    fn here(number: u32, generation: u32) -> RegionNews {
+        let keys = vec![(OWN, [generation as u8].into())];
+        RegionNews::Here { region: region(number, generation), memory: Memory::Host(0), keys }
+    }
+
+    fn described(regions: Vec<RegionDescriptor>) -> (Peer, Descriptor) {
+        let identity = Identity { engine: 1, boot: 2 };
+        let addresses = Vec::new();
+        let whom = Whom { identity: Some(identity), session: 3, key: Key::new(b"secret"), addresses };
+        let (boot_nonce, engine_id, addresses) = (identity.boot, identity.engine, Vec::new());
+        let descriptor = Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions };
+        let mut peer = Peer::new(whom, Trust::Token, PathId::from_number(0));
+        assert!(peer.describe(&descriptor));
+        (peer, descriptor)
+    }
+
+    fn generations(peer: &Peer) -> Vec<(u32, u32)> {
+        let known: Vec<_> =
+            peer.descriptors().iter().map(|region| (region.number, region.generation)).collect();
+        let shapes = peer.shapes();
+        assert!(known.iter().all(|(number, generation)| shapes[number].generation == *generation));
+        assert_eq!(shapes.len(), known.len());
+        known
+    }
+
+    /// A descriptor may be old. A transfer of what it names and nobody has any more would wait for a key for ever.
+    #[test]
+    fn what_a_peer_has_not_told_it_does_not_have_whatever_its_descriptor_said() {
+        let (mut peer, old) = described(vec![region(0, 0), region(1, 0), region(2, 0)]);
+        assert_eq!(generations(&peer), [(0, 0), (1, 0), (2, 0)]);
+        assert_eq!(peer.key(OWN, 1, 0), RemoteKey::NotYet);
+        peer.take_news(vec![here(0, 0)]);
+        peer.take_news(vec![here(2, 1)]);
+        assert_eq!(peer.key(OWN, 1, 0), RemoteKey::NotYet, "there may be more");
+        peer.take_news(Vec::new());
+        assert_eq!(generations(&peer), [(0, 0), (2, 1)]);
+        assert_eq!(peer.key(OWN, 0, 0), RemoteKey::Known(&[0]));
+        assert_eq!((peer.key(OWN, 1, 0), peer.key(OWN, 2, 0)), (RemoteKey::None, RemoteKey::None));
+        assert_eq!(peer.key(9, 0, 0), RemoteKey::None, "nothing for this carrier");
+        // The old one once more brings back what is gone, for which its owner refuses it, but no former generation.
+        assert!(peer.describe(&old));
+        assert_eq!(generations(&peer), [(0, 0), (1, 0), (2, 1)]);
+        peer.take_news(vec![
+            RegionNews::Gone { number: 0, generation: 0 },
+            RegionNews::Gone { number: 2, generation: 0 },
+        ]);
+        assert_eq!(generations(&peer), [(1, 0), (2, 1)]);
+    }
+
+    #[test]
+    fn after_another_connection_the_peer_tells_anew() {
+        let (mut peer, _) = described(Vec::new());
+        peer.take_news(vec![here(0, 0), here(1, 0)]);
+        peer.take_news(Vec::new());
+        peer.forget_keys();
+        assert_eq!(peer.key(OWN, 0, 0), RemoteKey::NotYet);
+        peer.take_news(vec![here(1, 0)]);
+        peer.take_news(Vec::new());
+        assert_eq!(generations(&peer), [(1, 0)]);
+    }
 }

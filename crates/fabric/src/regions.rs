@@ -79,8 +79,7 @@ pub(crate) struct Regions {
     shapes: Arc<Shapes>,
     generations: Vec<u32>,
     free: Vec<u32>,
-    /// Those on GPUs.
-    on_gpus: usize,
+    has_had_gpus: bool,
 }
 
 /// Memory that is to be registered.
@@ -112,7 +111,7 @@ impl Regions {
         let generation = self.generations[number as usize];
         let is_gpu = matches!(memory, Memory::Gpu(_));
         let kind = if is_gpu { MemoryKind::Cuda } else { MemoryKind::Host };
-        self.on_gpus += usize::from(is_gpu);
+        self.has_had_gpus |= is_gpu;
         let descriptor = RegionDescriptor { number, generation, kind, access, len };
         let known = Known { descriptor, base, memory, keys, uses: 0, is_served: true };
         self.known.insert(number, known);
@@ -127,9 +126,7 @@ impl Regions {
 
     /// The number is used again, with the next generation.
     pub(crate) fn remove(&mut self, number: u32) {
-        if let Some(known) = self.known.remove(&number) {
-            self.on_gpus -= usize::from(matches!(known.memory, Memory::Gpu(_)));
-        }
+        self.known.remove(&number);
         let generation = &mut self.generations[number as usize];
         // A number whose generations are used up is not used again.
         if let Some(next) = generation.checked_add(1) {
@@ -187,9 +184,9 @@ impl Regions {
         }
     }
 
-    /// Whether any region is on a GPU.
-    pub(crate) fn has_gpus(&self) -> bool {
-        self.on_gpus > 0
+    /// Whether any region is on a GPU, or ever was: a transfer of it may be waiting for its path still.
+    pub(crate) fn has_had_gpus(&self) -> bool {
+        self.has_had_gpus
     }
 
     /// All bytes of a region.

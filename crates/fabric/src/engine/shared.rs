@@ -177,7 +177,10 @@ impl Shared {
 
     /// Does what was asked for since, and tells those who wait for it.
     pub(crate) fn set_going(&self, hub: &mut Hold<'_>) {
-        hub.pump();
+        while hub.pump() {
+            // Others have their turn.
+            MutexGuard::bump(hub);
+        }
         self.work(hub);
         self.tell(hub);
         self.wake_if_needed(hub);

@@ -23,7 +23,7 @@ impl<C: Control> Outside<C> {
                         known.take_news(news);
                     }
                     self.process.news.change = true;
-                    self.each(|carrier, cx| carrier.regions_changed(cx, peer));
+                    self.peer_has_changed(peer);
                 }
                 Err(bad) => self.end_channel(channel, bad.0),
             },

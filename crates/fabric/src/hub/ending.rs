@@ -11,6 +11,7 @@ impl<C: Control> Outside<C> {
         self.each(|carrier, cx| carrier.peer_removed(cx, peer));
         if let Some(known) = self.peers.remove(&peer) {
             self.control.forget(known.control);
+            self.leaving.insert(peer, known.whom);
         }
         self.paths.retain(|_, path| path.peer != peer);
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::carrier::{Carrier, CarrierPost, Context, NewFence, NewPath, Outbox, Owner, PostedRun};
 use crate::control::{ChannelId, Control, ControlEvent};
-use crate::fences::{Broken, Fences};
+use crate::fences::{Broken, Fences, Whom};
 use crate::frames::Frame;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
@@ -16,6 +16,9 @@ use crate::served::SessionsServed;
 use crate::tcp::Identity;
 use crate::transfers::{Completion, PathId, PeerId, Post, Route, Token, Work};
 
+/// Reasons that the log names for one peer.
+const REFUSALS_SAID_MAX: usize = 16;
+
 #[derive(Debug)]
 pub(crate) struct Outside<C> {
     begun: Instant,
@@ -23,6 +26,8 @@ pub(crate) struct Outside<C> {
     pub(crate) control: C,
     pub(super) carriers: Vec<Box<dyn Carrier>>,
     pub(super) peers: Peers,
+    /// Peers that were removed, while something of theirs is under way: whom to ask for fences.
+    pub(super) leaving: Numbered<PeerId, Whom>,
     pub(super) sessions: SessionsServed,
     /// Control connections of ours that are up.
     pub(super) channels: Numbered<ChannelId, PeerId>,
@@ -54,6 +59,7 @@ impl<C: Control> Outside<C> {
             control,
             carriers,
             peers: Peers::default(),
+            leaving: Numbered::default(),
             sessions: SessionsServed::default(),
             channels: Numbered::default(),
             channel_of: Numbered::default(),
@@ -91,6 +97,7 @@ impl<C: Control> Outside<C> {
             code: carrier.code(),
             process: &mut self.process,
             peers: &self.peers,
+            leaving: &self.leaving,
             sessions: &self.sessions,
             outbox: &mut self.outbox,
             lease,
@@ -140,9 +147,12 @@ impl<C: Control> Outside<C> {
                 self.control.say(*channel, Frame::Regions(bytes.clone()));
             }
         }
-        for peer in self.peers() {
-            self.each(|carrier, cx| carrier.regions_changed(cx, peer));
-        }
+        self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
+    }
+
+    /// What this process or a peer has registered is known to be another by now.
+    pub(crate) fn peer_has_changed(&mut self, peer: PeerId) {
+        self.each(|carrier, cx| carrier.regions_changed(cx, peer));
     }
 
     /// Takes what control connections have brought, and what carriers have asked for. Whether there was anything.
@@ -185,13 +195,14 @@ impl<C: Control> Outside<C> {
     fn note_refusal(&mut self, peer: PeerId, code: u8, why: String) {
         let name = self.place_of(code).map_or("?", |place| self.carriers[usize::from(place)].name());
         let Some(known) = self.peers.get_mut(&peer) else { return };
-        known.refusals.retain(|(of, before)| *of != code || *before != why);
-        let is_news = !known.refusals.iter().any(|(of, _)| *of == code);
-        if is_news {
-            tracing::info!(?peer, carrier = name, %why, "a carrier cannot reach a peer: others are used");
-        }
         known.refusals.retain(|(of, _)| *of != code);
-        known.refusals.push((code, why));
+        known.refusals.push((code, why.clone()));
+        // After each of its connections the same peer is refused for the same reason.
+        let is_said = known.said_refusals.iter().any(|said| *said == (code, why.clone()));
+        if !is_said && known.said_refusals.len() < REFUSALS_SAID_MAX {
+            tracing::info!(?peer, carrier = name, %why, "a carrier cannot reach a peer; said once");
+            known.said_refusals.push((code, why));
+        }
     }
 
     fn begin_fence(&mut self, fence: NewFence) {
@@ -259,10 +270,9 @@ impl<C: Control> Outside<C> {
             ControlEvent::Broke { path, number, channel } => self.control_broke(path, number, channel),
             ControlEvent::Session { channel, served } => {
                 self.sessions.insert(channel, served);
-                let news = self.process.regions.news();
-                // Also where there are none: that is known then.
-                let frames = crate::tcp::encode_regions(&news);
-                let frames = if frames.is_empty() { vec![Vec::new()] } else { frames };
+                let mut frames = crate::tcp::encode_regions(&self.process.regions.news());
+                // That was all.
+                frames.push(Vec::new());
                 frames.into_iter().for_each(|bytes| self.control.say(channel, Frame::Regions(bytes)));
             }
             ControlEvent::SessionEnded { channel } => {

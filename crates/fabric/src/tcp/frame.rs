@@ -35,7 +35,8 @@
 //!          refused, 3 anything else
 //!  Fence   token: a connection of the side that connected; more: its carrier's code    -> Fenced
 //!  Fenced  token, more: as asked; bytes: 1 nothing of it is placed any more, 0 something may be: to be asked again
-//!  Regions bytes follow: what the listening side has registered, or not any more ([`super::regions`])
+//!  Regions bytes follow: what the listening side has registered, or not any more ([`super::regions`]); without any: that was
+//!          all that it had when the connection came
 //!
 //!  run:      | region u32 | generation u32 | offset u64 | len u64 |
 //!  outcome:  | token u64  | fate u32: 0 placed, 1 refused, 2 the driver of a GPU failed | 0 u32 |

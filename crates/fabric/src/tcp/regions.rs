@@ -10,6 +10,7 @@
 
 use super::frame::{BadFrame, WORDS_BYTES_MAX};
 use crate::descriptor::{Access, MemoryKind, RegionDescriptor};
+use crate::regions::REGIONS_MAX;
 use crate::transfers::Memory;
 
 const HEAD_BYTES: usize = 24;
@@ -92,6 +93,10 @@ impl RegionNews {
         let (head, mut rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or(CUT)?;
         let short = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let (number, generation) = (short(0), short(4));
+        // It bounds how much whoever tells can make this side remember.
+        if number >= REGIONS_MAX {
+            return Err(BadFrame("a region of too high a number"));
+        }
         let node = u16::from_le_bytes([head[10], head[11]]);
         let (kind, memory) = match head[8] {
             0 => (MemoryKind::Host, Memory::Host(node)),
@@ -130,17 +135,18 @@ mod tests {
 
     fn news() -> impl Strategy<Value = RegionNews> {
         let key = (any::<u8>(), vec(any::<u8>(), 0..40).prop_map(Vec::into_boxed_slice));
-        let here = (any::<(u32, u32, u64)>(), any::<(bool, bool, u16)>(), vec(key, 0..=KEYS_MAX)).prop_map(
-            |((number, generation, len), (is_gpu, may_write, memory), keys)| {
-                let kind = if is_gpu { MemoryKind::Cuda } else { MemoryKind::Host };
-                let access = if may_write { Access::ReadWrite } else { Access::Read };
-                let memory = if is_gpu { Memory::Gpu(memory) } else { Memory::Host(memory) };
-                let region = RegionDescriptor { number, generation, kind, access, len };
-                RegionNews::Here { region, memory, keys }
-            },
-        );
+        let number = || 0..REGIONS_MAX;
+        let here =
+            ((number(), any::<u32>(), any::<u64>()), any::<(bool, bool, u16)>(), vec(key, 0..=KEYS_MAX))
+                .prop_map(|((number, generation, len), (is_gpu, may_write, memory), keys)| {
+                    let kind = if is_gpu { MemoryKind::Cuda } else { MemoryKind::Host };
+                    let access = if may_write { Access::ReadWrite } else { Access::Read };
+                    let memory = if is_gpu { Memory::Gpu(memory) } else { Memory::Host(memory) };
+                    let region = RegionDescriptor { number, generation, kind, access, len };
+                    RegionNews::Here { region, memory, keys }
+                });
         let gone =
-            any::<(u32, u32)>().prop_map(|(number, generation)| RegionNews::Gone { number, generation });
+            (number(), any::<u32>()).prop_map(|(number, generation)| RegionNews::Gone { number, generation });
         prop_oneof![here, gone]
     }
 

@@ -130,6 +130,11 @@ impl Transfers {
         self.forget(peer);
     }
 
+    /// Whether a peer is known: one that was removed is while anything of it is under way.
+    pub fn has_peer(&self, peer: PeerId) -> bool {
+        self.peers.contains_key(&peer)
+    }
+
     /// The paths of a peer.
     pub fn paths(&self, peer: PeerId) -> &[PathId] {
         self.peers.get(&peer).map_or(&[], |peer| &peer.paths)

@@ -13,6 +13,13 @@ use crate::runs::Run;
 pub struct PeerId(pub(super) u32);
 
 #[cfg(test)]
+impl PathId {
+    pub(crate) fn from_number(number: u32) -> PathId {
+        PathId(number)
+    }
+}
+
+#[cfg(test)]
 impl PeerId {
     pub(crate) fn from_number(number: u32) -> PeerId {
         PeerId(number)

@@ -112,3 +112,35 @@ fn what_a_slow_connection_holds_back_does_not_arrive_after_its_address_refuses_c
     assert_eq!(held.there.memory.other_than(0, HELD, 7), None);
     held.deliver_late(&proxies[0]);
 }
+
+/// A thread may have the connection in hand when its peer is removed. Its writes came back without a fence then.
+#[test]
+fn what_is_under_way_when_a_peer_is_disconnected_does_not_arrive_after_its_write_is_over() {
+    const BYTES: usize = 8 * MIB;
+    let (here, there) = (Side::of(BYTES), Side::of(BYTES));
+    for round in 0..60u8 {
+        let peer = here.meet(&there.descriptor());
+        here.memory.fill(0, BYTES, 1 + round % 2);
+        done(&here.post(peer));
+        let handles: Vec<Handle> = (0..4).map(|_| here.write(peer, 0, BYTES)).collect();
+        std::thread::scope(|scope| {
+            // Whoever waits does the engine's work.
+            let waits = scope.spawn(|| handles[0].wait(Some(PATIENCE)));
+            there.memory.wait_for(BYTES / 8);
+            here.engine.disconnect(peer.id);
+            assert!(waits.join().unwrap().is_some());
+        });
+        for handle in &handles {
+            assert!(
+                matches!(handle.wait(Some(PATIENCE)), Some(Ok(()) | Err(Failure::PeerLost))),
+                "round {round}"
+            );
+        }
+        there.memory.fill(0, BYTES, CANARY);
+        let again = here.meet(&there.descriptor());
+        done(&here.post(again));
+        assert_eq!(there.memory.other_than(0, BYTES, CANARY), None, "a late write in round {round}");
+        here.engine.disconnect(again.id);
+        there.memory.fill(0, BYTES, 0);
+    }
+}

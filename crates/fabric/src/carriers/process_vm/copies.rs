@@ -276,7 +276,7 @@ impl Shared {
             // Others have their turn.
             state.waiting.push_back(lane);
         }
-        let mut made = Ok(());
+        let mut made = Err(PullError::GivenUp);
         if is_wanted {
             self.at_work.fetch_add(1, Ordering::AcqRel);
             // SAFETY: whoever began the copy keeps its memory for it until it is over. Two calls write the same bytes only where
@@ -359,4 +359,131 @@ fn cut(ranges: Vec<PulledRange>) -> Vec<Vec<PulledRange>> {
         lists.push(list);
     }
     lists
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::carriers::process_vm::Card;
+    use crate::tcp::Identity;
+
+    const ME: Identity = Identity { engine: 7, boot: 9 };
+
+    fn copies(threads: usize) -> Copies {
+        Copies::new(threads, rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap())
+    }
+
+    fn neighbour(card: &Card) -> Arc<Neighbour> {
+        Arc::new(Neighbour::probe(std::process::id(), card.address(), ME).unwrap())
+    }
+
+    /// Makes calls until a copy is over, and answers what came of it.
+    fn outcome_of(copies: &Copies, begun: &Begun) -> Result<(), PullError> {
+        loop {
+            if let Some(mut turn) = copies.take_turn() {
+                turn.run();
+            }
+            if let Some((id, outcome)) = copies.take_ended().pop() {
+                assert_eq!(id, begun.id());
+                return outcome;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Ranges from the end of one piece of memory to the other way round in another.
+    fn ranges(lens: &[usize], from: &mut [u8], to: &mut [u8]) -> Vec<PulledRange> {
+        let (from_base, to_base) =
+            (from.as_mut_ptr().expose_provenance(), to.as_mut_ptr().expose_provenance());
+        let mut at = from.len();
+        let range = |len: &usize| {
+            at -= len;
+            PulledRange { to: Piece { address: to_base + at, len: *len }, from: (from_base + at) as u64 }
+        };
+        lens.iter().map(range).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_lost_where_ranges_are_cut(lens in vec(0usize..300_000, 0..20), short in vec(1usize..3, 0..1200)) {
+            let mut at = 0;
+            let range = |len: &usize| {
+                at += len;
+                PulledRange { to: Piece { address: at, len: *len }, from: 2 * at as u64 }
+            };
+            let ranges: Vec<PulledRange> = lens.iter().chain(&short).map(range).collect();
+            // Neighbouring ranges that continue each other are the same bytes as one.
+            let joined = |ranges: &[PulledRange]| {
+                let mut joined: Vec<PulledRange> = Vec::new();
+                for range in ranges.iter().filter(|range| range.to.len > 0) {
+                    match joined.last_mut() {
+                        Some(last) if last.to.address + last.to.len == range.to.address
+                            && last.from + last.to.len as u64 == range.from => last.to.len += range.to.len,
+                        _ => joined.push(*range),
+                    }
+                }
+                joined
+            };
+            let lists = cut(ranges.clone());
+            prop_assert_eq!(joined(&lists.concat()), joined(&ranges));
+            for list in &lists {
+                let bytes: usize = list.iter().map(|range| range.to.len).sum();
+                prop_assert!((1..=CALL_BYTES).contains(&bytes) && list.len() <= RANGES_MAX);
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn as_many_threads_as_you_like_read_the_same(
+            threads in 1usize..5,
+            lens in vec(prop_oneof![Just(0), 1usize..9000, 100_000usize..700_000], 1..8),
+            by_regions: bool,
+        ) {
+            let card = Card::new(ME);
+            card.add(3, 1);
+            let mut theirs: Vec<u8> = (0..lens.iter().sum::<usize>()).map(|at| (at / 251) as u8 ^ (at % 251) as u8).collect();
+            let mut mine = vec![0xee; theirs.len()];
+            let ranges = ranges(&lens, &mut theirs, &mut mine);
+            let regions = by_regions.then(|| [(3, 1)].into());
+            let mut copies = copies(threads);
+            // SAFETY: the ranges lie in `mine`, each elsewhere, until the copy is over.
+            let begun = unsafe { copies.begin(NewCopy { neighbour: neighbour(&card), ranges, regions }) };
+            prop_assert_eq!(outcome_of(&copies, &begun), Ok(()));
+            prop_assert!(mine == theirs);
+        }
+    }
+
+    /// It was taken for one that had read all its bytes.
+    #[test]
+    fn a_copy_that_is_given_up_is_not_done() {
+        let card = Card::new(ME);
+        let lens = [4 * CALL_BYTES];
+        let (mut theirs, mut mine) = (vec![3; lens[0]], vec![0; lens[0]]);
+        let ranges = ranges(&lens, &mut theirs, &mut mine);
+        let mut copies = copies(1);
+        // SAFETY: as above.
+        let begun = unsafe { copies.begin(NewCopy { neighbour: neighbour(&card), ranges, regions: None }) };
+        begun.give_up();
+        assert_eq!(outcome_of(&copies, &begun), Err(PullError::GivenUp));
+        assert!(mine.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn what_is_refused_refuses_the_whole_and_reads_no_more() {
+        let card = Card::new(ME);
+        let lens = [8 * CALL_BYTES];
+        let (mut theirs, mut mine) = (vec![3; lens[0]], vec![0; lens[0]]);
+        let ranges = ranges(&lens, &mut theirs, &mut mine);
+        let mut copies = copies(2);
+        let regions = Some([(5, 0)].into());
+        // SAFETY: as above.
+        let begun = unsafe { copies.begin(NewCopy { neighbour: neighbour(&card), ranges, regions }) };
+        assert_eq!(outcome_of(&copies, &begun), Err(PullError::Refused), "nobody registered it");
+    }
 }

@@ -6,7 +6,7 @@
 //! ```text
 //!  connecting side                                            listening side
 //!   connect: offer: connection, pid, card ------------------> reads the card: can it be read?
-//!   reads the card <--------- accepted: pid, card ----------- or refused: why not
+//!   reads the card <--------- accepted: the same of this side - or refused: why not
 //!   up
 //!   READ:  reads the bytes, then the card
 //!   WRITE: Pull: token, runs, addresses --------------------> reads the bytes
@@ -16,7 +16,7 @@
 //! The bytes of words, all little-endian:
 //!
 //! ```text
-//!  offer:     | connection u64 | card u64 | pid u32 |            accepted:  | card u64 | pid u32 |
+//!  offer:     | connection u64 | card u64 | pid u32 |            accepted: as the offer, with its connection
 //!  Pull:      | 1 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | count addresses u64 |
 //!  Inline:    | 2 u8 | 0 x 3 | count u32 | token u64 | bytes u64 | count runs | the bytes |
 //!  Done:      | 3 u8 | 0 x 3 | count u32 | count outcomes |
@@ -68,6 +68,8 @@ use crate::watch::{Interest, Watch};
 const READ_CHUNKS: u64 = 4;
 /// Writes of fewer bytes, less than a page, go with the words that ask for them.
 const PULLED_BYTES_MIN: u64 = 4096;
+/// What a descriptor says of a region the peer tells too, about as soon. If it has not after so long, it never will.
+const KEYS_PATIENCE: Duration = Duration::from_secs(1);
 /// The tag of the descriptor that tells that copies are over.
 const WAKE: u64 = 0;
 
@@ -100,8 +102,17 @@ struct Reader {
     connection: u64,
     /// None: it has not accepted yet, or its card has not been read.
     neighbour: Option<Arc<Neighbour>>,
-    /// A post was handed back, since what the peer has registered is not known yet.
-    awaits_keys: bool,
+    awaits: Awaits,
+}
+
+/// Whether a post was handed back, since the peer has not told of its region yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Awaits {
+    Nothing,
+    /// Since then.
+    Keys(Duration),
+    /// For so long that the next such post is refused.
+    NoMore,
 }
 
 #[derive(Debug)]
@@ -129,8 +140,8 @@ struct Copying {
 
 #[derive(Debug, Clone, Copy)]
 enum Whose {
-    /// A read of ours.
-    Ours(Token),
+    /// A read of ours, over this connection.
+    Ours { token: Token, connection: u64 },
     /// A write of a neighbour's, over this connection of its.
     Theirs { session: SessionId, owner: Owner, connection: u64, token: u64, weight: usize },
 }
@@ -199,6 +210,15 @@ impl Registrar for CardRegistrar {
     }
 }
 
+impl Awaits {
+    fn until(self) -> Option<Duration> {
+        match self {
+            Awaits::Keys(since) => Some(since + KEYS_PATIENCE),
+            Awaits::Nothing | Awaits::NoMore => None,
+        }
+    }
+}
+
 impl ProcessVm {
     /// `threads`: copy at the most, whoever waits among them. `chunk_bytes`: of a usual post.
     pub(crate) fn open(
@@ -254,8 +274,8 @@ impl ProcessVm {
             (Probed::Session { session, connection, .. }, Some(Ok(neighbour))) => {
                 let Some(owner) = cx.owner(session) else { return };
                 self.serving.insert(session, Serving::new(owner, connection, neighbour));
-                let answer = self.invitation().encode();
-                cx.accept(session, answer);
+                let answer = Offer { connection, at: self.invitation() };
+                cx.accept(session, answer.encode());
             }
             (Probed::Session { session, .. }, Some(Err(error))) => {
                 tracing::debug!(?session, %error, "a peer's memory cannot be read");
@@ -308,6 +328,7 @@ impl ProcessVm {
     fn send(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
         let CarrierPost { peer, token, op, runs, .. } = *post;
         let reader = self.peers.get_mut(&peer).ok_or(NotNow)?;
+        let connection = reader.connection;
         let neighbour = reader.neighbour.clone().ok_or(NotNow)?;
         let bytes: u64 = runs.iter().map(|run| run.len).sum();
         let what = match op {
@@ -335,7 +356,15 @@ impl ProcessVm {
                         RemoteKey::Known(key) => key.try_into().map(u64::from_le_bytes).ok(),
                         RemoteKey::None => None,
                         RemoteKey::NotYet => {
-                            reader.awaits_keys = true;
+                            match reader.awaits {
+                                Awaits::Nothing => reader.awaits = Awaits::Keys(cx.now),
+                                Awaits::Keys(_) => {}
+                                Awaits::NoMore => {
+                                    reader.awaits = Awaits::Nothing;
+                                    cx.completed(token, Completion::Refused);
+                                    return Ok(());
+                                }
+                            }
                             return Err(NotNow);
                         }
                     };
@@ -349,11 +378,12 @@ impl ProcessVm {
                     }
                     ranges.push(PulledRange { to: run.local.piece, from });
                 }
+                reader.awaits = Awaits::Nothing;
                 let regions: Option<Generations> = Some(regions.into());
                 // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
                 let begun = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
                 let copy = begun.id();
-                self.copying.insert(copy, Copying { begun, whose: Whose::Ours(token) });
+                self.copying.insert(copy, Copying { begun, whose: Whose::Ours { token, connection } });
                 Asked::Read(copy)
             }
         };
@@ -373,9 +403,11 @@ impl ProcessVm {
             let Some(Copying { whose, .. }) = self.copying.remove(&copy) else { continue };
             cx.note_let_go();
             match whose {
-                Whose::Ours(token) => {
+                Whose::Ours { token, connection } => {
                     let Some(Posted { peer, .. }) = self.posted.remove(&token) else { continue };
-                    let is_connected = self.peers.get(&peer).is_some_and(|reader| reader.neighbour.is_some());
+                    // Of a connection that has ended nobody knows what else came of it.
+                    let is_of = |reader: &Reader| reader.connection == connection;
+                    let is_connected = self.peers.get(&peer).is_some_and(is_of);
                     match outcome {
                         _ if !is_connected => cx.completed(token, Completion::Unknown),
                         Ok(()) => cx.completed(token, Completion::Placed),
@@ -422,7 +454,7 @@ impl Carrier for ProcessVm {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let reader = Reader { path, number, connection, neighbour: None, awaits_keys: false };
+        let reader = Reader { path, number, connection, neighbour: None, awaits: Awaits::Nothing };
         self.peers.insert(peer, reader);
         let offer = Offer { connection, at: self.invitation() };
         cx.offer(peer, offer.encode());
@@ -432,15 +464,20 @@ impl Carrier for ProcessVm {
         let Offer { connection, at } = Offer::decode(offer)?;
         let Some(Owner(identity)) = cx.owner(session) else { return Ok(()) };
         self.stop_serving(session);
+        // Of several offers of one session the last counts.
+        let is_its =
+            |probe: &Probe| matches!(probe.what, Probed::Session { session: of, .. } if of == session);
+        self.probes.retain(|probe| !is_its(probe));
         self.probe(Probed::Session { session, connection, at, identity });
         Ok(())
     }
 
     fn accepted(&mut self, cx: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
-        let at = Invitation::decode(answer)?;
+        let Offer { connection: offered, at } = Offer::decode(answer)?;
         let identity = cx.peers.get(&peer).and_then(|peer| peer.whom.identity);
         let connection = self.peers.get(&peer).map(|reader| reader.connection);
-        if let (Some(identity), Some(connection)) = (identity, connection) {
+        // An answer to an earlier offer says nothing of this one.
+        if let (Some(identity), Some(connection)) = (identity, connection.filter(|it| *it == offered)) {
             self.probe(Probed::Peer { peer, connection, at, identity });
         }
         Ok(())
@@ -466,8 +503,9 @@ impl Carrier for ProcessVm {
 
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         if let Some(reader) = self.peers.get_mut(&peer)
-            && std::mem::take(&mut reader.awaits_keys)
+            && reader.awaits != Awaits::Nothing
         {
+            // Whether this was what it waits for is seen when it is posted again. Its time goes on.
             cx.ready(reader.path);
         }
     }
@@ -516,11 +554,18 @@ impl Carrier for ProcessVm {
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         let any = self.take_ended(cx);
         self.say_done(cx);
+        for reader in self.peers.values_mut() {
+            if reader.awaits.until().is_some_and(|until| until <= cx.now) {
+                reader.awaits = Awaits::NoMore;
+                cx.ready(reader.path);
+            }
+        }
         any
     }
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
-        (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO)
+        let now = (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO);
+        now.or_else(|| self.peers.values().filter_map(|reader| reader.awaits.until()).min())
     }
 
     fn is_expecting(&self) -> bool {
@@ -584,11 +629,9 @@ impl Carrier for ProcessVm {
     }
 
     fn let_go(&mut self, _: &mut Context<'_>, Touched(memory): Touched) {
-        for Copying { begun, .. } in
-            self.copying.values().filter(|copying| copying.begun.touches(memory.piece))
-        {
-            begun.give_up();
-        }
+        let Spot { piece, gpu: None } = memory else { return };
+        let touching = self.copying.values().filter(|copying| copying.begun.touches(piece));
+        touching.for_each(|copying| copying.begun.give_up());
     }
 
     fn close_all(&mut self, cx: &mut Context<'_>) {

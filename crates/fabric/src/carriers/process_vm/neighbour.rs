@@ -37,6 +37,9 @@ pub(crate) enum PullError {
     /// Memory that is not registered, or not there, or another generation.
     #[error("not the peer's registered memory")]
     Refused,
+    /// Nobody wanted the bytes any more before all were read.
+    #[error("the copy was given up")]
+    GivenUp,
     /// This says nothing of the memory: the process may not be read any more, or not now.
     #[error("the peer's memory cannot be read any more: {0}")]
     Failed(Errno),

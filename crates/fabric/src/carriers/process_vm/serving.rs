@@ -117,7 +117,10 @@ impl ProcessVm {
         serving.queued -= weight;
         match outcome {
             Ok(()) => serving.outcomes.push(Outcome { token, fate: Fate::Placed }),
-            Err(PullError::Refused) => serving.outcomes.push(Outcome { token, fate: Fate::Refused }),
+            // Given up where the memory is not registered any more.
+            Err(PullError::Refused | PullError::GivenUp) => {
+                serving.outcomes.push(Outcome { token, fate: Fate::Refused });
+            }
             // Nothing is known of this write. If the neighbour is still there, it takes another way.
             Err(error) => {
                 tracing::debug!(?session, %error, "a neighbour's memory cannot be read any more");

@@ -70,6 +70,7 @@ pub(crate) struct SocketCarrier {
     /// Whether it was said that a transfer goes through slots.
     has_told_of_gpus: bool,
     look_at: Duration,
+    is_closed: bool,
 }
 
 /// A peer that has accepted the offer.
@@ -143,6 +144,7 @@ impl SocketCarrier {
             slots,
             has_told_of_gpus: false,
             look_at: LOOK,
+            is_closed: false,
         }
     }
 
@@ -158,8 +160,9 @@ impl SocketCarrier {
     fn add_paths(&mut self, cx: &mut Context<'_>, peer: PeerId) {
         let spec = self.spec();
         let Some(known) = self.peers.get_mut(&peer).filter(|known| !known.has_paths) else { return };
-        let has_gpus =
-            || cx.process.regions.has_gpus() || cx.peers.get(&peer).is_some_and(|peer| peer.has_gpus());
+        let has_gpus = || {
+            cx.process.regions.has_had_gpus() || cx.peers.get(&peer).is_some_and(|peer| peer.has_had_gpus())
+        };
         if self.kind == Kind::TcpSlots && !has_gpus() {
             return;
         }
@@ -379,7 +382,9 @@ impl Carrier for SocketCarrier {
     }
 
     fn touches(&self, memory: Touched) -> bool {
-        !self.links_that_touch(memory).is_empty() || self.slots.is_touched_by_orphans(memory.0)
+        let Touched(spot) = memory;
+        let by_links = spot.gpu.is_none() && self.links.may_touch(spot.piece);
+        by_links || !self.slots.links_that_touch(spot).is_empty() || self.slots.is_touched_by_orphans(spot)
     }
 
     fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched) {
@@ -390,6 +395,9 @@ impl Carrier for SocketCarrier {
 
     fn greeted(&mut self, cx: &mut Context<'_>, greeted: Greeted) {
         let Greeted { link, lease, from, connection } = greeted;
+        if self.is_closed {
+            return;
+        }
         let role = Role::Serving { from, connection, body: None, acks: Vec::new() };
         if let Err(error) = self.links.adopt(cx.now, link, lease, role) {
             tracing::debug!(%error, "a peer's connection cannot be served");
@@ -398,6 +406,7 @@ impl Carrier for SocketCarrier {
     }
 
     fn close_all(&mut self, cx: &mut Context<'_>) {
+        self.is_closed = true;
         for id in self.links.find(|_| true) {
             self.end(cx, id, Ended::Closed);
         }
