@@ -4,7 +4,10 @@
 use kvlane_block::{
     BlockHash, BlockId, LayoutDigest, Namespace, PoolOffset, Region, parse_hashes, plan, shard_bytes,
 };
-use kvlane_proto::{Message, WIRE_MAX, WIRE_MIN, encode_frame, negotiate, v1, v1::request::Body as Ask};
+use kvlane_proto::{
+    Message, WIRE_MAX, WIRE_MIN, encode_frame, negotiate, shard_layout::decode_shard_layout, v1,
+    v1::request::Body as Ask,
+};
 use libfuzzer_sys::fuzz_target;
 
 fn hashes(bytes: &[u8]) {
@@ -22,6 +25,7 @@ fn save_groups(groups: &[v1::SaveGroup]) {
 
 fn worker_group(group: v1::WorkerGroup) {
     let _ = (Namespace::from_bytes(&group.namespace), LayoutDigest::from_bytes(&group.layout));
+    let _ = decode_shard_layout(&group.described);
     shard(group.regions);
     group.slices.into_iter().for_each(|slice| shard(slice.regions));
 }

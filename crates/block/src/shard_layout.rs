@@ -264,8 +264,8 @@ impl LayerLayout {
     }
 
     fn checked_bytes(&self) -> Option<u64> {
-        let sizes = self.dimensions.iter().map(|dimension| u64::from(dimension.size));
-        sizes.fold(Some(u64::from(self.element_bytes)), |bytes, size| bytes?.checked_mul(size))
+        let mut sizes = self.dimensions.iter().map(|dimension| u64::from(dimension.size));
+        sizes.try_fold(u64::from(self.element_bytes), u64::checked_mul)
     }
 
     /// Its dimensions' letters, the outermost in memory first: "NHC" has tokens outside of heads.

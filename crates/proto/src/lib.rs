@@ -7,6 +7,7 @@
 mod address;
 mod frame;
 pub mod packed;
+pub mod shard_layout;
 mod version;
 
 pub use address::{Address, AddressError};

@@ -230,7 +230,7 @@ fn register(method: Method, at: &Place) -> Ask {
         namespace: vec![3; 16].into(),
         layout: vec![4; 16].into(),
         regions: vec![region],
-        slices: Vec::new(),
+        ..Default::default()
     };
     Ask::RegisterWorker(v1::RegisterWorker {
         rank: 0,

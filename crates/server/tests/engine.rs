@@ -284,7 +284,7 @@ fn a_claim_that_was_cancelled_cannot_be_committed() {
         namespace: vec![3; 16].into(),
         layout: vec![4; 16].into(),
         regions: vec![region],
-        slices: Vec::new(),
+        ..Default::default()
     };
     let register = v1::RegisterWorker {
         workers: 1,

@@ -201,7 +201,7 @@ fn register(layout: u8) -> Ask {
         namespace: vec![3; 16].into(),
         layout: vec![layout; 16].into(),
         regions: vec![region],
-        slices: Vec::new(),
+        ..Default::default()
     };
     let method = Method::Mapped.into();
     Ask::RegisterWorker(v1::RegisterWorker { workers: 1, groups: vec![group], method, ..Default::default() })

@@ -132,7 +132,7 @@ fn register() -> Ask {
         namespace: vec![namespace; 16].into(),
         layout: vec![9; 16].into(),
         regions: vec![region.clone()],
-        slices: Vec::new(),
+        ..Default::default()
     };
     Ask::RegisterWorker(v1::RegisterWorker {
         rank: 0,

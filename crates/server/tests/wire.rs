@@ -12,7 +12,7 @@ use std::{
 
 use bytes::Bytes;
 use kvlane_client::{SaveMethod, Tool};
-use kvlane_proto::{Address, FrameReader, encode_frame, v1, v1::request::Body as Ask};
+use kvlane_proto::{Address, FrameReader, Message, encode_frame, v1, v1::request::Body as Ask};
 use proptest::{prelude::*, sample::select};
 use support::*;
 
@@ -98,9 +98,30 @@ fn region() -> impl Strategy<Value = v1::Region> {
     prop_oneof![4 => good, 1 => wild]
 }
 
+/// A layout: none, one of a layer that mostly is of the region's size, or any bytes.
+fn described() -> impl Strategy<Value = Bytes> {
+    let told = (any::<u8>(), 0u32..3, prop_oneof![2 => Just(4096), 1 => any::<u32>()]).prop_map(
+        |(name, index, size)| {
+            let layer = v1::LayerLayout {
+                name: format!("l.{}", name % 4),
+                dtype: "torch.uint8".into(),
+                element_bytes: 1,
+                dimensions: vec![v1::Dimension { size, ..Default::default() }],
+                ..Default::default()
+            };
+            let layers = vec![layer];
+            let layout =
+                v1::ShardLayout { index, holders: 1, tensor_parallel: 2, pipeline_parallel: 1, layers };
+            layout.encode_to_vec().into()
+        },
+    );
+    let wild = proptest::collection::vec(any::<u8>(), 0..40).prop_map(Bytes::from);
+    prop_oneof![3 => Just(Bytes::new()), 2 => told, 1 => wild]
+}
+
 fn register_worker() -> impl Strategy<Value = Ask> {
-    let group = (name(), name(), proptest::collection::vec(region(), 0..3)).prop_flat_map(
-        |(namespace, layout, regions)| {
+    let group = (name(), name(), described(), proptest::collection::vec(region(), 0..3)).prop_flat_map(
+        |(namespace, layout, described, regions)| {
             let slices = proptest::collection::vec(region(), 0..2).prop_map(|regions| v1::Slice { regions });
             // Often its own regions for a slice, as it should be.
             let own = v1::Slice { regions: regions.clone() };
@@ -110,6 +131,7 @@ fn register_worker() -> impl Strategy<Value = Ask> {
                 layout: layout.clone(),
                 regions: regions.clone(),
                 slices,
+                described: described.clone(),
             })
         },
     );

@@ -16,6 +16,7 @@ pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
             1 => Vec::new(),
             _ => group.slices().iter().map(slice).collect(),
         },
+        described: Bytes::new(),
     }
 }
 

@@ -240,6 +240,7 @@ mod tests {
             layout: vec![2; 16].into(),
             regions: slice(own).regions,
             slices: slices.iter().map(|bytes| slice(*bytes)).collect(),
+            ..Default::default()
         };
         let shared = worker_group(group(2048, &[4096, 2048]), Rank(3), 4).unwrap();
         assert_eq!(shared.slices.len(), 2);

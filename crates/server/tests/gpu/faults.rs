@@ -85,7 +85,7 @@ pub fn registration(gpu: &Gpu, tensors: &Memory, fence: &DeviceMemory, event: &E
             namespace: Bytes::copy_from_slice(&[3; 16]),
             layout: Bytes::copy_from_slice(&[4; 16]),
             regions: regions.collect(),
-            slices: Vec::new(),
+            ..Default::default()
         }],
         fence_address: 0,
         method: v1::register_worker::Method::Gpu.into(),

@@ -1,0 +1,27 @@
+//! What two workers tell of their shards: decoded it describes one, and compared it differs the same way from both sides.
+#![no_main]
+
+use kvlane_proto::shard_layout::{decode_shard_layout, encode_shard_layout};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|both: (&[u8], &[u8])| {
+    let Ok(here) = decode_shard_layout(both.0) else { return };
+    assert_eq!(here.check(), Ok(()));
+    assert!(!here.to_string().is_empty());
+    // What was left out may take more bytes when it is written, but never another meaning.
+    if let Ok(bytes) = encode_shard_layout(&here) {
+        assert_eq!(decode_shard_layout(&bytes).as_ref(), Ok(&here));
+    }
+    let Ok(there) = decode_shard_layout(both.1) else { return };
+    let (one, other) = (here.compare(&there), there.compare(&here));
+    assert_eq!(one.is_ok(), here == there);
+    match (one, other) {
+        (Ok(()), Ok(())) => {}
+        (Err(one), Err(other)) => {
+            assert_eq!(one.all().len(), other.all().len());
+            assert!(!one.to_string().is_empty());
+            assert_eq!(one.certain().is_some(), other.certain().is_some());
+        }
+        differing => panic!("from one side only: {differing:?}"),
+    }
+});
