@@ -1,6 +1,6 @@
 //! A worker's memory of one KV cache group: what it saves of a block, and what a load brings.
 
-use kvlane_block::{BlockId, LayoutError, Rank, Region, shard_bytes, slice};
+use kvlane_block::{BlockId, LayoutError, Rank, Region, ShardLayout, shard_bytes, slice};
 use kvlane_memory::PoolPage;
 use thiserror::Error;
 
@@ -53,6 +53,7 @@ pub struct GroupMemory {
     slices: Vec<Vec<Region>>,
     /// Which slice is saved here.
     own: usize,
+    shard_layout: Option<ShardLayout>,
 }
 
 /// Blocks of the engine, each with the first page of the extent that one slice of it has in the pool.
@@ -71,7 +72,13 @@ impl GroupMemory {
             1 => vec![regions.clone()],
             _ => slice(&regions, count)?,
         };
-        Ok(Self { namespace, layout, regions, slices, own: rank.slice_of(count) })
+        Ok(Self { namespace, layout, regions, slices, own: rank.slice_of(count), shard_layout: None })
+    }
+
+    /// The same, of which somebody tells what its shard consists of.
+    #[must_use]
+    pub fn described(self, shard_layout: Option<ShardLayout>) -> Self {
+        Self { shard_layout, ..self }
     }
 
     /// As the scheduler names it.
@@ -82,6 +89,11 @@ impl GroupMemory {
     /// Digest of the shard's shape.
     pub fn layout(&self) -> [u8; 16] {
         self.layout
+    }
+
+    /// What the shard consists of; None where nobody tells.
+    pub fn shard_layout(&self) -> Option<&ShardLayout> {
+        self.shard_layout.as_ref()
     }
 
     /// The block in the order of the ranks that save it.

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use kvlane_block::{BlockId, LayoutError, PoolOffset, Rank, Region, Run};
+use kvlane_block::{BlockId, LayoutError, PoolOffset, Rank, Region, Run, ShardLayout};
 use kvlane_gpu::GpuError;
 use kvlane_memory::{PoolPage, PoolView};
 use thiserror::Error;
@@ -18,6 +18,7 @@ use crate::runs::{PlanError, plan_inside};
 #[derive(Debug, Clone)]
 pub struct OwnBlocks {
     groups: Vec<WorkerGroupSpec>,
+    layouts: Vec<Option<ShardLayout>>,
     gpu: Option<Arc<WorkerGpu>>,
 }
 
@@ -29,7 +30,13 @@ impl OwnBlocks {
     /// there is one), readable and writable. The blocks of a save do not change, and those of a load are used by nobody
     /// else, from the call that names them to the end of their job.
     pub unsafe fn new(groups: Vec<WorkerGroupSpec>, gpu: Option<Arc<WorkerGpu>>) -> Self {
-        Self { groups, gpu }
+        Self { groups, layouts: Vec::new(), gpu }
+    }
+
+    /// What the groups' shards consist of, in the order of the groups; a group without a layout is not described.
+    #[must_use]
+    pub fn described(self, layouts: Vec<Option<ShardLayout>>) -> Self {
+        Self { layouts, ..self }
     }
 
     /// As they were described.
@@ -47,7 +54,11 @@ impl OwnBlocks {
     /// # Errors
     /// [`LayoutError`] for regions that make no sense, or too small to be shared.
     pub fn of_rank(&self, rank: Rank) -> Result<OwnCopies, LayoutError> {
-        let groups = self.groups.iter().map(|group| GroupMemory::new(group.clone(), rank));
+        let layouts = self.layouts.iter().cloned().chain(std::iter::repeat(None));
+        let group = |(spec, layout): (&WorkerGroupSpec, _)| {
+            Ok(GroupMemory::new(spec.clone(), rank)?.described(layout))
+        };
+        let groups = self.groups.iter().zip(layouts).map(group);
         Ok(OwnCopies { groups: groups.collect::<Result<_, _>>()?, gpu: self.gpu.clone() })
     }
 }

@@ -1,9 +1,9 @@
 //! A worker's group, as the daemon is told of it.
 
 use bytes::Bytes;
-use kvlane_block::Region;
+use kvlane_block::{Region, ShardLayout};
 pub use kvlane_engine_memory::{BlockPages, GroupMemory};
-use kvlane_proto::v1;
+use kvlane_proto::{shard_layout::encode_shard_layout, v1};
 
 /// For RegisterWorker.
 pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
@@ -16,8 +16,13 @@ pub fn to_wire(group: &GroupMemory) -> v1::WorkerGroup {
             1 => Vec::new(),
             _ => group.slices().iter().map(slice).collect(),
         },
-        described: Bytes::new(),
+        described: group.shard_layout().map_or_else(Bytes::new, described),
     }
+}
+
+/// Its bytes for the wire. A layout that nobody could decode is not told: the engine goes on as one that tells nothing.
+fn described(layout: &ShardLayout) -> Bytes {
+    encode_shard_layout(layout).unwrap_or_default()
 }
 
 fn wire_regions(regions: &[Region]) -> Vec<v1::Region> {
@@ -33,7 +38,8 @@ fn wire_regions(regions: &[Region]) -> Vec<v1::Region> {
 
 #[cfg(test)]
 mod tests {
-    use kvlane_block::Rank;
+    use kvlane_block::{Axis, Dimension, LayerLayout, Rank, ShardPlace};
+    use kvlane_proto::shard_layout::decode_shard_layout;
 
     use super::*;
     use crate::jobs::WorkerGroupSpec;
@@ -55,5 +61,35 @@ mod tests {
         let shared = wire(2);
         assert_eq!((shared.slices.len(), &shared.slices[1].regions), (2, &shared.regions));
         assert!(wire(1).slices.is_empty());
+    }
+
+    #[test]
+    fn a_layout_that_cannot_be_told_is_left_out() {
+        let region =
+            Region { base: 4096, block_stride: 64, blocks: 8, piece_bytes: 64, piece_offsets: vec![0] };
+        let layer = LayerLayout {
+            name: "l.0".into(),
+            part: 0,
+            dtype: "torch.uint8".into(),
+            element_bytes: 1,
+            backend: String::new(),
+            dimensions: vec![Dimension { axis: Axis::Content, index: Some(0), size: 64 }],
+            heads: None,
+            tokens: None,
+        };
+        let place = ShardPlace { index: 0, holders: 1, tensor_parallel: 1, pipeline_parallel: 1 };
+        let wire = |layers| {
+            let spec = WorkerGroupSpec {
+                namespace: [1; 16],
+                layout: [2; 16],
+                regions: vec![region.clone()],
+                replicas: 1,
+            };
+            to_wire(&GroupMemory::new(spec, 0).unwrap().described(Some(ShardLayout { place, layers })))
+                .described
+        };
+        let told = decode_shard_layout(&wire(vec![layer.clone()])).unwrap();
+        assert_eq!(told, ShardLayout { place, layers: vec![layer] });
+        assert!(wire(Vec::new()).is_empty());
     }
 }
