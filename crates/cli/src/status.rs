@@ -140,7 +140,7 @@ fn to_json(status: &Status) -> serde_json::Value {
         "namespaces": status.namespaces.iter().map(|n| json!({
             "namespace": hex(&n.namespace), "name": n.name, "shards": n.shards, "blocks": n.blocks,
             "bytes": n.bytes, "hit_blocks": n.hit_blocks, "missed_blocks": n.missed_blocks,
-            "ssd_blocks": n.ssd_blocks, "ssd_bytes": n.ssd_bytes,
+            "ssd_blocks": n.ssd_blocks, "ssd_bytes": n.ssd_bytes, "layout": n.layout,
         })).collect::<Vec<_>>(),
     })
 }
@@ -213,7 +213,23 @@ fn to_text(status: &Status) -> String {
     if namespaces.len() > 1 {
         text.push_str(SHARING);
     }
+    text.push_str(&layouts(status));
     text
+}
+
+/// The layouts of namespaces that have several; empty without any.
+fn layouts(status: &Status) -> String {
+    let named = || status.namespaces.iter().filter(|n| !n.layout.is_empty());
+    let several = named().filter(|n| named().filter(|other| other.namespace == n.namespace).count() > 1);
+    let rows: Vec<_> = several.map(|n| [hex(&n.namespace), n.shards.to_string(), n.layout.clone()]).collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let head = ["namespace", "shards", "layout"];
+    format!(
+        "\nIn one namespace engines share blocks only if their layouts are equal.\n{}",
+        table(&head, rows.into_iter())
+    )
 }
 
 /// "lru", or "auto, now arc (in their shadow caches: lru 12.0 %, arc 13.1 %, ...)"; empty from a daemon that does not say.
@@ -316,5 +332,24 @@ mod tests {
         ] {
             assert!(text.contains(wanted), "{wanted} in\n{text}");
         }
+    }
+
+    #[test]
+    fn the_layouts_of_a_namespace_are_shown_where_it_has_several() {
+        let space = |namespace: u8, shards, layout: &str| NamespaceStatus {
+            namespace: vec![namespace; 16].into(),
+            shards,
+            layout: layout.into(),
+            ..Default::default()
+        };
+        let one = vec![space(1, 1, "32 layers, HNC"), space(2, 1, "48 layers"), space(1, 4, "")];
+        let mut status = Status { namespaces: one, ..Default::default() };
+        assert!(!to_text(&status).contains("layers"), "there is nothing to explain");
+        status.namespaces.push(space(1, 2, "32 layers, NHC"));
+        let text = to_text(&status);
+        let (_, told) = text.split_once("only if their layouts are equal").unwrap();
+        assert!(told.contains("32 layers, HNC") && told.contains("32 layers, NHC"), "{text}");
+        assert!(!told.contains("48 layers"), "{text}");
+        assert_eq!(to_json(&status)["namespaces"][1]["layout"], "48 layers");
     }
 }

@@ -5,12 +5,15 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use kvlane_block::{Cut, CutDigest, LayoutDigest, Namespace, Rank, Region, shard_bytes};
+use kvlane_block::{Cut, CutDigest, LayoutDifferences, LayoutDigest, Namespace, Rank, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
 
-use crate::save_gate::SaveGate;
+use crate::{
+    descriptions::{Descriptions, Shard, contradiction},
+    save_gate::SaveGate,
+};
 
 /// One connection, unique in a run of the daemon.
 pub(crate) type SessionId = u64;
@@ -49,6 +52,10 @@ pub(crate) enum EngineError {
     Spaces,
     #[error("the worker's groups do not match those of its scheduler: {0}")]
     Mismatch(String),
+    #[error(
+        "rank {rank} says of group {group} what another worker of the same namespace and layout digest does not ({differences}): run the same version of kvlane in both engines, or give them different words for kvlane.namespace"
+    )]
+    Described { rank: u32, group: usize, differences: LayoutDifferences },
 }
 
 /// A KV cache group as the scheduler opened it.
@@ -64,7 +71,7 @@ pub(crate) struct GroupSpec {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WorkerGroup {
     pub(crate) namespace: Namespace,
-    pub(crate) layout: LayoutDigest,
+    pub(crate) shard: Shard,
     /// Of the worker's shard.
     pub(crate) regions: Vec<Region>,
     /// What a load brings: the shard alone, or the slices of all ranks that hold the same block.
@@ -140,7 +147,7 @@ impl Engine {
             let other = self.workers.get(&peer).and_then(|worker| worker.groups.get(index));
             let agrees = |other: &WorkerGroup| {
                 other.slices.len() == part.slices.len()
-                    && other.layout == part.layout
+                    && other.shard.digest == part.shard.digest
                     && shard_bytes(&other.regions) == shard_bytes(slice)
             };
             if !other.is_some_and(agrees) {
@@ -152,18 +159,50 @@ impl Engine {
         Ok(())
     }
 
+    /// Equal digests mean equal bytes only if the descriptions agree: with those of other engines, and of this one's
+    /// other ranks.
+    fn check_descriptions(&self, rank: u32, known: &Descriptions) -> Result<(), EngineError> {
+        let groups = self.workers.get(&rank).map_or(&[][..], |worker| &worker.groups);
+        for (group, part) in groups.iter().enumerate() {
+            let ranks = self.workers.iter().filter(|(other, _)| **other != rank);
+            let parts = ranks.filter_map(|(_, worker)| worker.groups.get(group));
+            let parts = parts.filter(|other| other.namespace == part.namespace);
+            let among_ranks = contradiction(&part.shard, parts.map(|other| &other.shard));
+            if let Some(differences) = known.contradiction(part.namespace, &part.shard).or(among_ranks) {
+                return Err(EngineError::Described { rank, group, differences });
+            }
+        }
+        Ok(())
+    }
+
     /// Once scheduler and all workers are there, each group's space is known: its namespace and the cut that all
     /// shards together make.
-    fn open_spaces(&mut self, store: &Store, uses: &mut Uses) -> Result<(), EngineError> {
+    fn open_spaces(
+        &mut self,
+        id: &str,
+        store: &Store,
+        uses: &mut Uses,
+        descriptions: &mut Descriptions,
+    ) -> Result<(), EngineError> {
         self.open = Opened::default();
         if self.scheduler.is_none() || self.workers.len() < self.workers_expected as usize {
             return Ok(());
         }
         let mut ranks: Vec<_> = self.workers.iter().collect();
         ranks.sort_by_key(|(rank, _)| **rank);
+        // Others may have told of equal digests since these workers registered.
+        for (rank, worker) in &ranks {
+            for (group, part) in worker.groups.iter().enumerate() {
+                if let Some(differences) = descriptions.contradiction(part.namespace, &part.shard) {
+                    return Err(EngineError::Described { rank: **rank, group, differences });
+                }
+            }
+        }
         let mut found = Vec::new();
+        let mut described = Vec::new();
         for (index, group) in self.groups.iter().enumerate() {
             let mut layouts = Vec::new();
+            let mut shards = Vec::new();
             let mut sizes = Vec::new();
             for (rank, worker) in &ranks {
                 let Some(part) = worker.groups.get(index).filter(|part| part.namespace == group.namespace)
@@ -176,14 +215,20 @@ impl Engine {
                     )));
                 };
                 self.check_slices(index, **rank, part)?;
-                layouts.push(part.layout);
+                layouts.push(part.shard.digest);
                 sizes.push(shard_bytes(&part.regions));
+                shards.push(part.shard.clone());
             }
-            found.push((group, Cut::of(&layouts, &sizes), sizes));
+            let cut = Cut::of(&layouts, &sizes);
+            found.push((group, cut, sizes));
+            described.push((group, cut, shards));
         }
         // Some of them may be there already; then a few more than needed are forgotten.
         if store.count_spaces() + found.len() > SPACES_MAX {
             store.forget_spaces(SPACES_MAX - FORGOTTEN_AT_ONCE, &uses.spaces());
+            let left: HashSet<_> =
+                store.spaces().into_iter().map(|space| (space.namespace, space.cut)).collect();
+            descriptions.retain(|namespace, cut| left.contains(&(namespace, cut)));
         }
         let is_new = |(group, cut, sizes): &&(&GroupSpec, CutDigest, Vec<u64>)| {
             !store.has_space(group.namespace, *cut, sizes)
@@ -200,6 +245,16 @@ impl Engine {
                 window_blocks: group.window_blocks,
             })
             .collect();
+        for (group, cut, shards) in described {
+            if let Some(differences) = descriptions.keep(group.namespace, cut, shards) {
+                tracing::info!(
+                    engine = id,
+                    namespace = %group.namespace,
+                    name = group.name,
+                    "the layout is not the one that came before with this namespace, and engines of different layouts share no blocks: {differences}"
+                );
+            }
+        }
         self.open = Arc::new(open);
         uses.add(&self.open);
         Ok(())
@@ -217,10 +272,15 @@ struct Inner {
     engines: HashMap<String, Engine>,
     next_owner: u64,
     uses: Uses,
+    descriptions: Descriptions,
 }
 
 impl Inner {
-    fn engine(&mut self, id: &str, workers: u32) -> Result<(&mut Engine, &mut Uses), EngineError> {
+    fn engine(
+        &mut self,
+        id: &str,
+        workers: u32,
+    ) -> Result<(&mut Engine, &mut Uses, &mut Descriptions), EngineError> {
         if !self.engines.contains_key(id) {
             self.next_owner += 1;
             let engine = Engine {
@@ -235,7 +295,9 @@ impl Inner {
             self.engines.insert(id.to_owned(), engine);
         }
         match self.engines.get_mut(id) {
-            Some(engine) if engine.workers_expected == workers => Ok((engine, &mut self.uses)),
+            Some(engine) if engine.workers_expected == workers => {
+                Ok((engine, &mut self.uses, &mut self.descriptions))
+            }
             found => {
                 let before = found.map_or(0, |engine| engine.workers_expected);
                 Err(EngineError::Workers { engine: id.into(), now: workers, before })
@@ -265,7 +327,7 @@ impl Engines {
             return Err(EngineError::Tokens { group, tokens: spec.tokens_per_block });
         }
         let mut inner = self.inner.lock();
-        let (engine, uses) = inner.engine(id, workers)?;
+        let (engine, uses, descriptions) = inner.engine(id, workers)?;
         if let Some(other) = engine.scheduler.filter(|other| *other != session) {
             return Err(EngineError::Taken {
                 engine: id.into(),
@@ -276,7 +338,7 @@ impl Engines {
         engine.scheduler = Some(session);
         engine.saves.set(cancelled_below);
         engine.groups = groups;
-        if let Err(error) = engine.open_spaces(store, uses) {
+        if let Err(error) = engine.open_spaces(id, store, uses, descriptions) {
             engine.scheduler = None;
             return Err(error);
         }
@@ -300,14 +362,16 @@ impl Engines {
             return Err(EngineError::Groups(groups.len()));
         }
         let mut inner = self.inner.lock();
-        let (engine, uses) = inner.engine(id, workers)?;
+        let (engine, uses, descriptions) = inner.engine(id, workers)?;
         if let Some(other) = engine.workers.get(&rank).filter(|slot| slot.session != session) {
             let session = other.session;
             return Err(EngineError::Taken { engine: id.into(), what: format!("rank {rank}"), session });
         }
         engine.workers.insert(rank, WorkerSlot { session, groups, mapped: false });
-        if let Err(error) = engine.open_spaces(store, uses) {
+        let checked = engine.check_descriptions(rank, descriptions);
+        if let Err(error) = checked.and_then(|()| engine.open_spaces(id, store, uses, descriptions)) {
             engine.workers.remove(&rank);
+            engine.open = Opened::default();
             return Err(error);
         }
         Ok(engine.owner)
@@ -365,6 +429,11 @@ impl Engines {
         self.inner.lock().engines.get(id).map(|engine| Arc::clone(&engine.saves))
     }
 
+    /// A space's layout in short; empty where nobody has told it.
+    pub(crate) fn layout_in_short(&self, namespace: Namespace, cut: CutDigest) -> String {
+        self.inner.lock().descriptions.in_short(namespace, cut)
+    }
+
     /// The namespaces of all engines' groups.
     pub(crate) fn all_namespaces(&self) -> HashSet<Namespace> {
         let inner = self.inner.lock();
@@ -409,8 +478,10 @@ impl Engines {
 mod tests {
     use std::sync::Arc;
 
+    use kvlane_block::{LayerLayout, LayoutDigest, ShardLayout, ShardPlace};
     use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
     use kvlane_store::StoreOptions;
+    use tracing::{Event, Metadata, field::Field, span};
 
     use super::*;
 
@@ -432,7 +503,7 @@ mod tests {
         let slices = vec![vec![region.clone()]];
         WorkerGroup {
             namespace: Namespace([1; 16]),
-            layout: LayoutDigest([2; 16]),
+            shard: Shard { digest: LayoutDigest([2; 16]), layout: None },
             regions: vec![region],
             slices,
         }
@@ -475,7 +546,10 @@ mod tests {
             let slices = bytes.map(|bytes| worker_group(bytes).regions).to_vec();
             WorkerGroup { regions: slices[rank].clone(), slices, ..worker_group(1) }
         };
-        let other_layout = WorkerGroup { layout: LayoutDigest([3; 16]), ..shared(1, [4096, 2048]) };
+        let other_layout = WorkerGroup {
+            shard: Shard { digest: LayoutDigest([3; 16]), layout: None },
+            ..shared(1, [4096, 2048])
+        };
         let cases = [
             (shared(1, [4096, 2048]), None),
             (shared(1, [4096, 1024]), Some("rank 0 shares the blocks of group 0 with rank 1")),
@@ -492,6 +566,128 @@ mod tests {
                 Some(sentence) => assert!(registered.unwrap_err().to_string().contains(sentence)),
             }
         }
+    }
+
+    /// The only worker of an engine, or one of two that hold the same.
+    fn described(digest: u8, holders: u32, dtype: &str) -> WorkerGroup {
+        let layer = LayerLayout {
+            name: "model.layers.0.attn".into(),
+            part: 0,
+            dtype: dtype.into(),
+            element_bytes: 2,
+            backend: String::new(),
+            dimensions: Vec::new(),
+            heads: None,
+            tokens: Some(16),
+        };
+        let place = ShardPlace { index: 0, holders, tensor_parallel: holders, pipeline_parallel: 1 };
+        let layout = Some(Arc::new(ShardLayout { place, layers: vec![layer] }));
+        let slices = vec![worker_group(4096).regions; holders as usize];
+        WorkerGroup {
+            shard: Shard { digest: LayoutDigest([digest; 16]), layout },
+            slices,
+            ..worker_group(4096)
+        }
+    }
+
+    #[test]
+    fn a_worker_that_describes_a_known_digest_otherwise_is_refused_and_the_others_go_on() {
+        let (engines, store) = (Engines::default(), store());
+        let start = |id: &str, session: u64, group: WorkerGroup| {
+            engines.register(id, session, 0, 1, vec![group], &store)?;
+            engines.open(id, session + 1, 1, vec![scheduler_group()], 0, &store)
+        };
+        start("first", 1, described(2, 1, "torch.bfloat16")).unwrap();
+        let refused = start("other", 3, described(2, 1, "torch.float16")).unwrap_err();
+        assert!(matches!(&refused, EngineError::Described { rank: 0, group: 0, differences }
+            if differences.all().len() == 1));
+        let sentence = refused.to_string();
+        let difference =
+            "layer model.layers.0.attn: torch.float16 of 2 bytes here, torch.bfloat16 of 2 bytes there";
+        assert!(sentence.contains(difference) && sentence.contains("kvlane.namespace"), "{sentence}");
+        // Whoever says the same, or nothing, shares.
+        start("same", 5, described(2, 1, "torch.bfloat16")).unwrap();
+        start("silent", 7, worker_group(4096)).unwrap();
+        engines.mapped("first", 1);
+        assert!(engines.with_ready("first", |_, _| ()).is_some());
+        assert_eq!(store.count_spaces(), 1);
+    }
+
+    #[test]
+    fn ranks_that_share_blocks_must_describe_them_alike() {
+        let (engines, store) = (Engines::default(), store());
+        engines.register("e", 1, 0, 2, vec![described(2, 2, "torch.bfloat16")], &store).unwrap();
+        let second = |dtype| engines.register("e", 2, 1, 2, vec![described(2, 2, dtype)], &store);
+        let refused = second("torch.float16").unwrap_err();
+        assert!(matches!(refused, EngineError::Described { rank: 1, group: 0, .. }));
+        second("torch.bfloat16").unwrap();
+    }
+
+    #[test]
+    fn of_two_engines_that_come_at_once_and_contradict_each_other_one_is_refused() {
+        let (engines, store) = (Engines::default(), store());
+        for (id, session, dtype) in [("a", 1, "torch.bfloat16"), ("b", 2, "torch.float16")] {
+            engines.register(id, session, 0, 1, vec![described(2, 1, dtype)], &store).unwrap();
+        }
+        engines.open("a", 3, 1, vec![scheduler_group()], 0, &store).unwrap();
+        let refused = engines.open("b", 4, 1, vec![scheduler_group()], 0, &store).unwrap_err();
+        assert!(matches!(refused, EngineError::Described { rank: 0, .. }));
+    }
+
+    /// Keeps the messages of this thread that say how layouts differ.
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<String>>>);
+
+    impl tracing::Subscriber for Log {
+        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+            *metadata.level() == tracing::Level::INFO
+        }
+
+        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+            span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+        fn event(&self, event: &Event<'_>) {
+            event.record(&mut |field: &Field, value: &dyn std::fmt::Debug| {
+                let text = format!("{value:?}");
+                if field.name() == "message" && text.contains("layout") {
+                    self.0.lock().push(text);
+                }
+            });
+        }
+
+        fn enter(&self, _: &span::Id) {}
+
+        fn exit(&self, _: &span::Id) {}
+    }
+
+    #[test]
+    fn why_an_engine_of_another_layout_shares_no_blocks_is_logged_once() {
+        let log = Log::default();
+        let (engines, store) = (Engines::default(), store());
+        let start = |id: &str, session: u64, group: WorkerGroup| {
+            engines.register(id, session, 0, 1, vec![group], &store).unwrap();
+            engines.open(id, session + 1, 1, vec![scheduler_group()], 0, &store).unwrap();
+            engines.leave(id, session);
+            engines.leave(id, session + 1);
+        };
+        tracing::subscriber::with_default(log.clone(), || {
+            start("first", 1, described(2, 1, "torch.bfloat16"));
+            start("same", 3, described(2, 1, "torch.bfloat16"));
+            assert_eq!(*log.0.lock(), Vec::<String>::new());
+            start("other", 5, described(3, 1, "torch.float16"));
+            start("other", 5, described(3, 1, "torch.float16"));
+            start("first", 1, described(2, 1, "torch.bfloat16"));
+        });
+        let told = log.0.lock();
+        assert_eq!(told.len(), 1, "{told:?}");
+        let difference =
+            "layer model.layers.0.attn: torch.float16 of 2 bytes here, torch.bfloat16 of 2 bytes there";
+        assert!(told[0].contains("share no blocks") && told[0].ends_with(difference), "{told:?}");
     }
 
     fn named(number: u64) -> Namespace {

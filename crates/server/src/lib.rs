@@ -4,6 +4,7 @@
 mod calls;
 mod ceilings;
 mod daemon;
+mod descriptions;
 mod door;
 mod engines;
 mod greeted;

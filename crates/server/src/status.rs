@@ -65,7 +65,8 @@ fn namespaces(shared: &Shared) -> Vec<v1::NamespaceStatus> {
     let mut all: Vec<v1::NamespaceStatus> = Vec::new();
     for space in shared.store.spaces() {
         let (ssd_blocks, ssd_bytes) = on_ssd.remove(&(space.namespace, space.cut)).unwrap_or_default();
-        all.push(v1::NamespaceStatus { ssd_blocks, ssd_bytes, ..namespace(space) });
+        let layout = shared.engines.layout_in_short(space.namespace, space.cut);
+        all.push(v1::NamespaceStatus { ssd_blocks, ssd_bytes, layout, ..namespace(space) });
     }
     let only_there = on_ssd.into_iter().map(|((namespace, _), (ssd_blocks, ssd_bytes))| {
         let namespace = Bytes::copy_from_slice(&namespace.0);
@@ -88,7 +89,6 @@ fn namespace(space: SpaceStats) -> v1::NamespaceStatus {
         shards: space.shards,
         hit_blocks: space.hit_blocks,
         missed_blocks: space.missed_blocks,
-        ssd_blocks: 0,
-        ssd_bytes: 0,
+        ..Default::default()
     }
 }

@@ -2,9 +2,12 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use kvlane_block::{LayoutDigest, Namespace, Rank, Region, shard_bytes};
+use kvlane_block::{LayoutDigest, Namespace, Rank, Region, ShardLayout, shard_bytes};
 use kvlane_engine_memory::{GpuMemory, Pace, PeerBlocks, ProcessVm, SharedChunks};
-use kvlane_proto::v1::{self, hello::Role, register_worker::Method, reply::Body as Answer};
+use kvlane_proto::{
+    shard_layout::decode_shard_layout,
+    v1::{self, hello::Role, register_worker::Method, reply::Body as Answer},
+};
 
 use super::{
     context::{Answered, Context, done},
@@ -12,6 +15,7 @@ use super::{
     save_thread::SaveThread,
 };
 use crate::{
+    descriptions::Shard,
     engines::{GroupSpec, WorkerGroup},
     greeted::{Registered, WorkerState},
     peer::Peer,
@@ -170,12 +174,40 @@ fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<Work
         }
         _ => {}
     }
+    let described = shard_layout(&group.described, rank, &slices)?;
     Ok(WorkerGroup {
         namespace: Namespace::from_bytes(&group.namespace).map_err(Refusal::invalid)?,
-        layout: LayoutDigest(layout),
+        shard: Shard { digest: LayoutDigest(layout), layout: described },
         regions,
         slices,
     })
+}
+
+/// What a worker tells of its shard; None if it tells nothing. It has to be of that rank, and of as many bytes as the slices.
+fn shard_layout(
+    described: &[u8],
+    rank: u32,
+    slices: &[Vec<Region>],
+) -> Result<Option<Arc<ShardLayout>>, Refusal> {
+    if described.is_empty() {
+        return Ok(None);
+    }
+    let layout = decode_shard_layout(described).map_err(Refusal::invalid)?;
+    let (place, holders) = (layout.place, slices.len());
+    if place.holders as usize != holders || place.index != rank / place.holders {
+        return Err(Refusal::invalid(format!(
+            "rank {rank}, whose blocks {holders} rank(s) hold, describes shard {} of {} rank(s)",
+            place.index, place.holders
+        )));
+    }
+    let bytes = slices.iter().fold(0, |sum: u64, slice| sum.saturating_add(shard_bytes(slice)));
+    if layout.block_bytes() != bytes {
+        return Err(Refusal::invalid(format!(
+            "rank {rank} describes {} bytes of a block, and its regions have {bytes}",
+            layout.block_bytes()
+        )));
+    }
+    Ok(Some(Arc::new(layout)))
 }
 
 fn valid_regions(regions: Vec<v1::Region>) -> Result<Vec<Region>, Refusal> {
@@ -219,7 +251,7 @@ pub(crate) fn pool_mapped(context: &Context<'_>) -> Result<Answer, Refusal> {
 
 #[cfg(test)]
 mod tests {
-    use kvlane_proto::v1::refused::Reason;
+    use kvlane_proto::{Message, v1::refused::Reason};
 
     use super::*;
 
@@ -259,6 +291,61 @@ mod tests {
         for (group, rank, workers, sentence) in cases {
             let Refusal { reason, sentence: found } = worker_group(group, Rank(rank), workers).unwrap_err();
             assert!(reason == Reason::Invalid && found.contains(sentence), "{found}");
+        }
+    }
+
+    #[test]
+    fn a_described_shard_has_to_be_the_one_that_is_registered() {
+        let message = |index, holders, size| {
+            let layer = v1::LayerLayout {
+                name: "l.0".into(),
+                dtype: "torch.uint8".into(),
+                element_bytes: 1,
+                dimensions: vec![v1::Dimension { size, ..Default::default() }],
+                ..Default::default()
+            };
+            let layers = vec![layer];
+            v1::ShardLayout { index, holders, tensor_parallel: 4, pipeline_parallel: 1, layers }
+                .encode_to_vec()
+        };
+        let region = |bytes| Region {
+            base: 4096,
+            block_stride: 8192,
+            blocks: 4,
+            piece_bytes: bytes,
+            piece_offsets: vec![0],
+        };
+        let (alone, both) = (vec![vec![region(4096)]], vec![vec![region(4096)], vec![region(2048)]]);
+        assert_eq!(shard_layout(&[], 3, &alone), Ok(None));
+        assert!(shard_layout(&message(3, 1, 4096), 3, &alone).unwrap().is_some());
+        assert!(shard_layout(&message(1, 2, 6144), 3, &both).unwrap().is_some());
+        let cases = [
+            (
+                message(2, 1, 4096),
+                &alone,
+                "rank 3, whose blocks 1 rank(s) hold, describes shard 2 of 1 rank(s)",
+            ),
+            (
+                message(1, 2, 4096),
+                &alone,
+                "rank 3, whose blocks 1 rank(s) hold, describes shard 1 of 2 rank(s)",
+            ),
+            (
+                message(0, 2, 6144),
+                &both,
+                "rank 3, whose blocks 2 rank(s) hold, describes shard 0 of 2 rank(s)",
+            ),
+            (
+                message(3, 1, 4095),
+                &alone,
+                "rank 3 describes 4095 bytes of a block, and its regions have 4096",
+            ),
+            (message(3, 1, 0), &alone, "a dimension's size of a described shard is 0"),
+            (vec![0xff; 9], &alone, "cannot be read"),
+        ];
+        for (described, slices, sentence) in cases {
+            let refusal = shard_layout(&described, 3, slices).unwrap_err();
+            assert!(refusal.reason == Reason::Invalid && refusal.sentence.contains(sentence), "{refusal}");
         }
     }
 }

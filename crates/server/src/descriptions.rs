@@ -1,0 +1,220 @@
+//! What the shards of each space consist of, as their workers told. It proves that equal digests mean equal bytes, and
+//! says why two engines of one namespace share no blocks.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use kvlane_block::{CutDigest, LayoutDifferences, LayoutDigest, Namespace, ShardLayout};
+
+/// Memory of all descriptions together. With more, those of the spaces that came first are forgotten; nothing but the
+/// check and the explanation is lost with them.
+const MEMORY_MAX: usize = 64 << 20;
+
+/// A shard as its worker registered it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shard {
+    pub(crate) digest: LayoutDigest,
+    pub(crate) layout: Option<Arc<ShardLayout>>,
+}
+
+/// A space of which at least one shard is described.
+#[derive(Debug)]
+struct Known {
+    namespace: Namespace,
+    cut: CutDigest,
+    /// In rank order.
+    shards: Vec<Shard>,
+}
+
+impl Known {
+    fn memory_bytes(&self) -> usize {
+        let layouts = self.shards.iter().filter_map(|shard| shard.layout.as_ref());
+        self.shards.len() * size_of::<Shard>() + layouts.map(|layout| layout.memory_bytes()).sum::<usize>()
+    }
+}
+
+/// All that is described. The space that came last stands at the end.
+#[derive(Debug, Default)]
+pub(crate) struct Descriptions {
+    known: VecDeque<Known>,
+}
+
+impl Descriptions {
+    /// Whether a shard of the same namespace and digest is known to consist of something else. What only one of them tells
+    /// is no contradiction.
+    pub(crate) fn contradiction(&self, namespace: Namespace, shard: &Shard) -> Option<LayoutDifferences> {
+        let mut of_namespace = self.known.iter().filter(|known| known.namespace == namespace);
+        of_namespace.find_map(|known| contradiction(shard, &known.shards))
+    }
+
+    /// Keeps a space's shards. Answers how they differ from those of the namespace's last space before it, once: the first
+    /// time that this one comes.
+    pub(crate) fn keep(
+        &mut self,
+        namespace: Namespace,
+        cut: CutDigest,
+        shards: Vec<Shard>,
+    ) -> Option<LayoutDifferences> {
+        if shards.iter().all(|shard| shard.layout.is_none()) {
+            return None;
+        }
+        if let Some(known) =
+            self.known.iter_mut().find(|known| (known.namespace, known.cut) == (namespace, cut))
+        {
+            // Workers of an earlier version may have opened it, which tell nothing.
+            for (known, shard) in known.shards.iter_mut().zip(shards) {
+                known.layout = known.layout.take().or(shard.layout);
+            }
+            self.forget_the_oldest();
+            return None;
+        }
+        let before = self.known.iter().rfind(|known| known.namespace == namespace);
+        let difference = before.and_then(|before| first_difference(&shards, &before.shards));
+        self.known.push_back(Known { namespace, cut, shards });
+        self.forget_the_oldest();
+        difference
+    }
+
+    /// Forgets the spaces that the daemon has forgotten.
+    pub(crate) fn retain(&mut self, is_alive: impl Fn(Namespace, CutDigest) -> bool) {
+        self.known.retain(|known| is_alive(known.namespace, known.cut));
+    }
+
+    /// A space's layout in short; empty where nobody has told it.
+    pub(crate) fn in_short(&self, namespace: Namespace, cut: CutDigest) -> String {
+        let known = self.known.iter().find(|known| (known.namespace, known.cut) == (namespace, cut));
+        let layouts = known.iter().flat_map(|known| &known.shards).filter_map(|shard| shard.layout.as_ref());
+        let mut texts = layouts.map(|layout| layout.to_string());
+        let Some(first) = texts.next() else { return String::new() };
+        if texts.all(|text| text == first) { first } else { format!("{first} in the first shard") }
+    }
+
+    fn forget_the_oldest(&mut self) {
+        let mut total = self.memory_bytes();
+        while total > MEMORY_MAX
+            && let Some(oldest) = self.known.pop_front()
+        {
+            total -= oldest.memory_bytes();
+        }
+    }
+
+    fn memory_bytes(&self) -> usize {
+        self.known.iter().map(Known::memory_bytes).sum()
+    }
+}
+
+/// What a shard and one of the same digest among these say that cannot both be. These agree with each other.
+pub(crate) fn contradiction<'a>(
+    shard: &Shard,
+    known: impl IntoIterator<Item = &'a Shard>,
+) -> Option<LayoutDifferences> {
+    let here = shard.layout.as_ref()?;
+    let same = known.into_iter().filter(|known| known.digest == shard.digest);
+    let there = same.filter_map(|known| known.layout.as_ref()).next()?;
+    here.compare(there).err()?.certain()
+}
+
+/// Of the first rank whose layouts differ; a rank that only one side has says nothing that rank 0 does not.
+fn first_difference(here: &[Shard], there: &[Shard]) -> Option<LayoutDifferences> {
+    let differ =
+        |(here, there): (&Shard, &Shard)| here.layout.as_ref()?.compare(there.layout.as_ref()?).err();
+    here.iter().zip(there).find_map(differ)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_block::{LayerLayout, ShardPlace};
+
+    use super::*;
+
+    const NAMESPACE: Namespace = Namespace([3; 16]);
+
+    fn shard(digest: u8, element_bytes: u32) -> Shard {
+        Shard {
+            digest: LayoutDigest([digest; 16]),
+            layout: Some(Arc::new(layout(element_bytes, "l.0".into()))),
+        }
+    }
+
+    fn layout(element_bytes: u32, name: String) -> ShardLayout {
+        let layer = LayerLayout {
+            name,
+            part: 0,
+            dtype: "torch.bfloat16".into(),
+            element_bytes,
+            backend: String::new(),
+            dimensions: Vec::new(),
+            heads: None,
+            tokens: Some(16),
+        };
+        let place = ShardPlace { index: 0, holders: 1, tensor_parallel: 1, pipeline_parallel: 1 };
+        ShardLayout { place, layers: vec![layer] }
+    }
+
+    fn untold(digest: u8) -> Shard {
+        Shard { layout: None, ..shard(digest, 2) }
+    }
+
+    fn cut(number: u8) -> CutDigest {
+        CutDigest([number; 16])
+    }
+
+    #[test]
+    fn a_digest_with_another_description_is_a_contradiction() {
+        let mut descriptions = Descriptions::default();
+        assert_eq!(descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2)]), None);
+        let found = descriptions.contradiction(NAMESPACE, &shard(1, 4)).unwrap().to_string();
+        assert_eq!(found, "layer l.0: torch.bfloat16 of 4 bytes here, torch.bfloat16 of 2 bytes there");
+        for fine in [shard(1, 2), shard(2, 4), untold(1)] {
+            assert_eq!(descriptions.contradiction(NAMESPACE, &fine), None);
+        }
+        assert_eq!(descriptions.contradiction(Namespace([4; 16]), &shard(1, 4)), None);
+        assert_eq!(descriptions.in_short(NAMESPACE, cut(1)), "1 layer, bfloat16, 16 tokens");
+        assert_eq!(descriptions.in_short(NAMESPACE, cut(2)), "");
+    }
+
+    #[test]
+    fn another_layout_of_a_namespace_is_explained_when_it_comes_first() {
+        let mut descriptions = Descriptions::default();
+        descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2)]);
+        let found = descriptions.keep(NAMESPACE, cut(2), vec![shard(2, 4), shard(3, 4)]).unwrap();
+        assert!(found.to_string().contains("of 4 bytes here"), "{found}");
+        for (number, shards) in [(1, vec![shard(1, 2)]), (2, vec![shard(2, 4), shard(3, 4)])] {
+            assert_eq!(descriptions.keep(NAMESPACE, cut(number), shards), None);
+        }
+        // Nothing is compared with spaces that the daemon has forgotten.
+        descriptions.retain(|namespace, known| namespace == NAMESPACE && known == cut(1));
+        assert_eq!(descriptions.contradiction(NAMESPACE, &shard(2, 2)), None);
+        descriptions.retain(|_, _| false);
+        assert_eq!(descriptions.keep(NAMESPACE, cut(3), vec![shard(4, 8)]), None);
+    }
+
+    #[test]
+    fn what_an_earlier_version_did_not_tell_a_later_one_may() {
+        let mut descriptions = Descriptions::default();
+        assert_eq!(descriptions.keep(NAMESPACE, cut(1), vec![untold(1), untold(2)]), None);
+        assert!(descriptions.known.is_empty());
+        descriptions.keep(NAMESPACE, cut(1), vec![shard(1, 2), untold(2)]);
+        descriptions.keep(NAMESPACE, cut(1), vec![untold(1), shard(2, 4)]);
+        assert!(descriptions.contradiction(NAMESPACE, &shard(1, 4)).is_some());
+        assert!(descriptions.contradiction(NAMESPACE, &shard(2, 2)).is_some());
+    }
+
+    #[test]
+    fn many_large_descriptions_push_out_the_oldest() {
+        let mut descriptions = Descriptions::default();
+        let large = |digest: u8| {
+            let layer = layout(2, String::new()).layers.remove(0);
+            let layers =
+                (0..4096).map(|number| LayerLayout { name: format!("{number:0256}"), ..layer.clone() });
+            let layout = ShardLayout { layers: layers.collect(), ..layout(2, String::new()) };
+            Shard { digest: LayoutDigest([digest; 16]), layout: Some(Arc::new(layout)) }
+        };
+        for number in 0..60 {
+            descriptions.keep(Namespace([number; 16]), cut(number), vec![large(number)]);
+            assert!(descriptions.memory_bytes() <= MEMORY_MAX);
+        }
+        assert!((20..60).contains(&descriptions.known.len()), "{}", descriptions.known.len());
+        assert_eq!(descriptions.in_short(Namespace([0; 16]), cut(0)), "", "the oldest is forgotten");
+        assert_ne!(descriptions.in_short(Namespace([59; 16]), cut(59)), "");
+    }
+}
