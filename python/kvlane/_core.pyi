@@ -3,7 +3,10 @@
 Schedulers, workers, tools and fabric engines belong to the process that made them. In a child that it forks their calls
 raise RuntimeError, and closing or dropping them does nothing."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, final
+
+from kvlane.connector.shard_layout import ShardLayout
 
 __version__: str
 WIRE_VERSION: int
@@ -145,6 +148,9 @@ class Worker:
         # it. A block has at least 512 bytes for each. None: 1, blocks of its own.
         replicas: list[int] | None = None,
         daemon_user: str | None = None,
+        # Of each group, what its layout digest stands for, so that the daemon can compare it with others. One that is
+        # beyond the daemon's bounds is not told.
+        shards: Sequence[ShardLayout | None] | None = None,
     ) -> None: ...
     def save(
         self, job: int, groups: list[tuple[int, bytes, list[bytes], list[int]]], stream: int = 0

@@ -11,8 +11,11 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheTensor
 
 from kvlane.connector import KVLaneConnector, capabilities
+from kvlane.connector.axes import layer_facts
 from kvlane.connector.cross_layers import layer_caches
+from kvlane.connector.groups import cache_groups
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
+from kvlane.connector.shard_layout import Heads
 from kvlane.testing import read_block, write_block
 
 pytestmark = pytest.mark.old_vllm
@@ -21,6 +24,11 @@ NAMED = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
 LAYERS = [f"model.layers.{number}.attn" for number in range(3)]
 BLOCKS = 6
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+ENGINE: Any = SimpleNamespace(
+    parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+    model_config=SimpleNamespace(use_mla=False),
+    speculative_config=None,
+)
 
 
 def config(**extra: Any) -> Any:
@@ -34,9 +42,11 @@ def wish(word: str) -> str | None:
 
 
 def check(caches: dict[str, Any], kv_cache_config: Any) -> GroupLayout:
-    """Every block comes back as it was, and nothing else changes; gives the layout."""
+    """Every block comes back as it was, nothing else changes, and its dimensions have names; gives the layout."""
     hints = layer_hints(config(), kv_cache_config)
-    layout = group_layout(caches, LAYERS, BLOCKS, hints, [0, 1, 1])
+    groups = cache_groups(ENGINE, kv_cache_config)
+    facts = layer_facts(ENGINE, kv_cache_config, groups, capabilities.cache_dimensions_are_named())
+    layout = group_layout(caches, LAYERS, BLOCKS, hints, [0, 1, 1], facts=facts)
     for number, cache in enumerate(caches.values()):
         cache.copy_(torch.arange(cache.numel()).reshape(cache.shape) % 251 + number)
     wanted = {name: cache.clone() for name, cache in caches.items()}
@@ -45,6 +55,12 @@ def check(caches: dict[str, Any], kv_cache_config: Any) -> GroupLayout:
         wanted[name][1] = wanted[name][4]
         assert torch.equal(cache, wanted[name])
     assert layout.block_bytes == len(LAYERS) * SPEC.page_size_bytes
+    told = layout.shard.layers[0]
+    assert (told.heads, told.tokens, told.dtype) == (Heads(2, 64, (0, 2)), 16, "torch.bfloat16")
+    sizes = {each.axis: each.size for each in told.dimensions}
+    # Before dimensions had an order of their own two heads could be the two halves.
+    wanted = {"head": 2, "token": 16, "content": 128} if NAMED else {"untold": 2, "token": 16, "content": 64}
+    assert wanted.items() <= sizes.items()
     return layout
 
 

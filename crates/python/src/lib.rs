@@ -12,6 +12,7 @@ mod gpu_memory;
 mod log;
 mod own;
 mod scheduler;
+mod shard_layout;
 mod tool;
 mod worker;
 

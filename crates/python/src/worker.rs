@@ -16,6 +16,7 @@ use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 use crate::convert::{PyRegion, address, bytes16, daemon_user, hashes, milliseconds, region, value_error};
 use crate::gpu::{driver, failed};
 use crate::own::Own;
+use crate::shard_layout::{PyShardLayout, shard_layouts};
 
 /// The end of a save or load job. Exactly one comes for each job.
 #[pyclass(name = "Finished", module = "kvlane._core", frozen)]
@@ -90,7 +91,7 @@ pub(crate) struct PyWorker(Own<RwLock<Worker>>);
 #[pymethods]
 impl PyWorker {
     #[new]
-    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None))]
+    #[pyo3(signature = (address, engine_id, client, rank, workers, groups, save_method = "auto", save_timeout_ms = 10_000.0, gpu = None, replicas = None, daemon_user = None, shards = None))]
     #[allow(clippy::too_many_arguments, reason = "keyword arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -105,12 +106,14 @@ impl PyWorker {
         gpu: Option<Vec<u8>>,
         replicas: Option<Vec<u32>>,
         daemon_user: Option<&str>,
+        shards: Option<Vec<Option<PyShardLayout>>>,
     ) -> PyResult<Self> {
         let replicas = replicas.unwrap_or_else(|| vec![1; groups.len()]);
         if replicas.len() != groups.len() {
             let message = format!("replicas of {} groups came with {} groups", replicas.len(), groups.len());
             return Err(value_error(message));
         }
+        let shards = shard_layouts(shards, groups.len())?;
         let groups: Vec<WorkerGroupSpec> = groups
             .into_iter()
             .zip(replicas)
@@ -144,7 +147,7 @@ impl PyWorker {
         };
         // SAFETY: the caller registers the engine's KV tensors, which live until the engine's shutdown has closed
         // this worker; `_core.pyi` says so.
-        let blocks = unsafe { OwnBlocks::new(groups, gpu) };
+        let blocks = unsafe { OwnBlocks::new(groups, gpu) }.described(shards);
         let options = WorkerOptions {
             address: self::address(address.as_deref())?,
             daemon_user: self::daemon_user(daemon_user)?,

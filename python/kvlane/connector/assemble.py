@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvlane import __version__
 from kvlane.connector import capabilities, events
 from kvlane.connector.adapters import Adapters, watch_loads
+from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
@@ -91,18 +92,27 @@ def build_worker_core(
     namespaces, _ = _namespaces(vllm_config, groups, settings)
     device = gpu_of(kv_caches)
     hints = layer_hints(vllm_config, kv_cache_config)
+    facts = _facts(vllm_config, kv_cache_config, groups)
     parallel = vllm_config.parallel_config
     cut = [parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
     described = []
+    shards = []
     replicas = []
     last_region: dict[str, int] = {}
     for namespace, group in zip(namespaces, groups, strict=True):
         layout = group_layout(
-            kv_caches, group.layer_names, kv_cache_config.num_blocks, hints, cut, holders(group, parallel)
+            kv_caches,
+            group.layer_names,
+            kv_cache_config.num_blocks,
+            hints,
+            cut,
+            holders(group, parallel),
+            facts,
         )
         if not layout.regions:
             raise Unsupported(f"rank {parallel.rank} has no layer of KV cache group {group.group_id}")
         described.append((namespace, layout.digest, layout.regions))
+        shards.append(layout.shard)
         _tell_layout(parallel.rank, group, layout, settings)
         replicas.append(layout.replicas)
         last_region = layout.last_region
@@ -117,6 +127,7 @@ def build_worker_core(
             gpu=device_uuid(device),
             replicas=replicas,
             daemon_user=settings.daemon_user,
+            shards=shards,
         )
         # Flags are written for the regions of one group.
         regions = last_region if len(groups) == 1 else {}
@@ -131,8 +142,21 @@ def build_worker_core(
         settings.save_method,
         replicas=replicas,
         daemon_user=settings.daemon_user,
+        shards=shards,
     )
     return core, None, replicas
+
+
+def _facts(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, groups: list[CacheGroup]
+) -> dict[str, LayerFacts]:
+    """They only explain: a vLLM that has them elsewhere is served without."""
+    try:
+        is_named = capabilities.cache_dimensions_are_named()
+        return layer_facts(vllm_config, kv_cache_config, groups, is_named)
+    except Exception as error:  # noqa: BLE001
+        logger.warning("kvlane: the daemon is not told what the dimensions of the KV caches count: %r", error)
+        return {}
 
 
 def _tell_layout(rank: int, group: CacheGroup, layout: GroupLayout, settings: Settings) -> None:

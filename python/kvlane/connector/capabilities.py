@@ -44,6 +44,15 @@ def layout_name(wanted: str) -> str | None:
     return name if name in KVCacheLayout.__members__ else None
 
 
+def cache_dimensions_are_named() -> bool:
+    """Whether each layer's cache has its dimensions in one order for all backends: blocks, heads, tokens, content."""
+    try:
+        import vllm.v1.kv_cache_layout  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def hears_cross_layer_wish() -> bool:
     """Whether a block's layers come together by `prefer_cross_layer_blocks`, as before layouts had names."""
     return hasattr(_base(), "register_cross_layers_kv_cache")

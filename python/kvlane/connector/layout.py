@@ -1,20 +1,22 @@
 """Where a KV cache group's blocks lie in this process's memory, found from the tensors' strides.
 
 A block of a group is stored as the concatenation of its layers in name order, each layer's pieces in address order.
-The digest describes that string of bytes without addresses, so engines of equal digest can read each other's blocks,
-however far apart their layers and blocks lie.
+What is told of that string of bytes (shard_layout.py), and its digest, has no addresses in it, so engines of equal
+digest can read each other's blocks, however far apart their layers and blocks lie.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvlane.connector.digest import JsonValue, digest16
+from kvlane.connector.axes import KERNEL_BLOCKS, NO_FACTS, LayerFacts, Sized, dimensions
 from kvlane.connector.groups import Unsupported
+from kvlane.connector.shard_layout import LayerLayout, ShardLayout
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,8 @@ class GroupLayout:
     """One group's part of this worker."""
 
     regions: list[Region]
-    digest: bytes
+    shard: ShardLayout
+    """What the bytes are."""
     block_bytes: int
     """Bytes of a block in this worker."""
     last_region: dict[str, int]
@@ -76,6 +79,11 @@ class GroupLayout:
     replicas: int
     """Consecutive ranks that hold the same blocks and share them: each saves a slice of a block, and loads all."""
 
+    @property
+    def digest(self) -> bytes:
+        """Of what the bytes are."""
+        return self.shard.digest()
+
 
 def group_layout(
     layers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
@@ -84,23 +92,27 @@ def group_layout(
     hints: Mapping[str, LayerHint],
     cut: Sequence[int],
     holders: int = 1,
+    facts: Mapping[str, LayerFacts] | None = None,
 ) -> GroupLayout:
     """The layout of the layers `names`. `layers` maps names to tensors, or lists of them (packed states).
 
-    `cut` says which part of the model this worker holds: its rank, and what else decides that. As many consecutive
-    ranks as `holders` says hold the same bytes.
+    `cut` says which part of the model this worker holds: its rank, and the engine's tensor- and pipeline-parallel
+    sizes. As many consecutive ranks as `holders` says hold the same bytes. `facts` is what vLLM's specification says of
+    layers.
     Raises Unsupported.
     """
+    names = sorted(names, key=natural_order)
+    together = Counter(id(layers.get(name)) for name in names)
     regions: list[Region] = []
-    description: list[JsonValue] = []
+    described: list[LayerLayout] = []
     stored: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
     last_region: dict[str, int] = {}
-    for name in sorted(names, key=natural_order):
+    for name in names:
         if name not in layers:
             raise Unsupported(f"vLLM registered no KV cache for the layer {name!r}")
         tensors = layers[name]
         parts = tensors if isinstance(tensors, list | tuple) else [tensors]
-        hint = hints.get(name, LayerHint())
+        hint, told = hints.get(name, LayerHint()), (facts or {}).get(name, NO_FACTS)
         for part, tensor in enumerate(parts):
             view = TensorView.of(tensor)
             place = (view.address, view.shape, view.strides)
@@ -111,15 +123,24 @@ def group_layout(
             found, shape = tensor_regions(view, num_blocks, hint.block_strides, f"{name}[{part}]")
             regions += found
             stored[place] = last_region[name] = len(regions) - 1
-            description.append([name, part, view.dtype, view.element_bytes, shape, hint.backend])
+            described.append(
+                LayerLayout(
+                    name,
+                    part,
+                    view.dtype,
+                    view.element_bytes,
+                    hint.backend,
+                    dimensions(shape, len(view.shape), told, together[id(tensors)]),
+                    told.heads,
+                    told.tokens,
+                )
+            )
     block_bytes = sum(piece * len(offsets) for _, _, _, piece, offsets in regions)
     replicas = holders if block_bytes >= holders * SLICE_BYTES_MIN else 1
-    rank, *rest = cut
-    # Equal in ranks that share blocks, and in nobody else.
-    which = [rank, *rest] if replicas == 1 else ["shared", rank // replicas, replicas, *rest]
+    rank, tensor_parallel, pipeline_parallel = cut
     return GroupLayout(
         regions=regions,
-        digest=digest16(["layout", 1, which, description]),
+        shard=ShardLayout(rank // replicas, replicas, tensor_parallel, pipeline_parallel, tuple(described)),
         block_bytes=block_bytes,
         last_region=last_region,
         runs=len(run_lengths(regions)),
@@ -147,7 +168,7 @@ def run_lengths(regions: Iterable[Region], blocks: Iterable[int] = (0,)) -> list
 
 def tensor_regions(
     view: TensorView, num_blocks: int, block_strides: Sequence[int], name: str
-) -> tuple[list[Region], list[tuple[int, int]]]:
+) -> tuple[list[Region], list[Sized]]:
     """The pieces of a tensor's blocks, and their dimensions in memory order as (index, size).
 
     The index counts the tensor's dimensions without that of the blocks; dimensions of size 1 are left out.
@@ -157,7 +178,7 @@ def tensor_regions(
     inner: list[tuple[int, int, int]] = []  # (stride, size, index)
     if ratio > 1:
         # The attention kernel sees each block as several smaller ones.
-        inner.append((view.strides[dim], ratio, -1))
+        inner.append((view.strides[dim], ratio, KERNEL_BLOCKS))
     index = 0
     for each, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
         if each == dim:

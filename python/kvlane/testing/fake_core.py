@@ -10,9 +10,11 @@ import itertools
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from math import lcm
 from typing import ClassVar
 
+from kvlane.connector.shard_layout import ShardLayout
 from kvlane.testing.fake_ends import FakeScheduler, FakeWorker
 from kvlane.testing.fake_records import FakeHit, OpenEngine, Region
 
@@ -84,10 +86,12 @@ class FakeCore:
         save_timeout_ms: float = 10000.0,
         replicas: list[int] | None = None,
         daemon_user: str | None = None,
+        shards: Sequence[ShardLayout | None] | None = None,
     ) -> FakeWorker:
         """See `kvlane._core.Worker`."""
         assert 0 <= rank < workers, f"rank {rank} of {workers} workers"
         replicas = replicas or [1] * len(groups)
+        assert shards is None or len(shards) == len(groups)
         assert len(replicas) == len(groups) and all(workers % each == 0 for each in replicas)
         engine = self.engines.setdefault(engine_id, OpenEngine())
         assert not engine.ranks or engine.replicas == replicas, "ranks that share blocks must agree"
