@@ -42,9 +42,7 @@ def layout(tensor_parallel: int) -> ShardLayout:
 class Told:
     """The scheduler and the first rank of an engine that tells what its blocks consist of."""
 
-    def __init__(
-        self, daemon: Daemon, name: str, shard: ShardLayout | None, digest: bytes | None = None
-    ) -> None:
+    def __init__(self, daemon: Daemon, name: str, shard: ShardLayout | None, digest: bytes) -> None:
         self._memory = mmap.mmap(-1, 8 * 4096)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.scheduler = _core.Scheduler(daemon.address, name, "test", [(NAMESPACE, "a model", 16, 0)], 1)
