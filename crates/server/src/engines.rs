@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Weak},
 };
 
-use kvlane_block::{Cut, CutDigest, LayoutDifferences, LayoutDigest, Namespace, Rank, Region, shard_bytes};
+use kvlane_block::{Cut, CutDigest, LayoutDifferences, Namespace, Rank, Region, shard_bytes};
 use kvlane_store::{OwnerId, SpaceId, Store};
 use parking_lot::Mutex;
 use thiserror::Error;
@@ -55,7 +55,7 @@ pub(crate) enum EngineError {
     #[error(
         "rank {rank} says of group {group} what another worker of the same namespace and layout digest does not ({differences}): run the same version of kvlane in both engines, or give them different words for kvlane.namespace"
     )]
-    Described { rank: u32, group: usize, differences: LayoutDifferences },
+    Described { rank: Rank, group: usize, differences: LayoutDifferences },
 }
 
 /// A KV cache group as the scheduler opened it.
@@ -161,7 +161,7 @@ impl Engine {
 
     /// Equal digests mean equal bytes only if the descriptions agree: with those of other engines, and of this one's
     /// other ranks.
-    fn check_descriptions(&self, rank: u32, known: &Descriptions) -> Result<(), EngineError> {
+    fn check_descriptions(&self, rank: Rank, known: &Descriptions) -> Result<(), EngineError> {
         let groups = self.workers.get(&rank).map_or(&[][..], |worker| &worker.groups);
         for (group, part) in groups.iter().enumerate() {
             let ranks = self.workers.iter().filter(|(other, _)| **other != rank);
@@ -594,12 +594,12 @@ mod tests {
     fn a_worker_that_describes_a_known_digest_otherwise_is_refused_and_the_others_go_on() {
         let (engines, store) = (Engines::default(), store());
         let start = |id: &str, session: u64, group: WorkerGroup| {
-            engines.register(id, session, 0, 1, vec![group], &store)?;
+            engines.register(id, session, Rank(0), 1, vec![group], &store)?;
             engines.open(id, session + 1, 1, vec![scheduler_group()], 0, &store)
         };
         start("first", 1, described(2, 1, "torch.bfloat16")).unwrap();
         let refused = start("other", 3, described(2, 1, "torch.float16")).unwrap_err();
-        assert!(matches!(&refused, EngineError::Described { rank: 0, group: 0, differences }
+        assert!(matches!(&refused, EngineError::Described { rank: Rank(0), group: 0, differences }
             if differences.all().len() == 1));
         let sentence = refused.to_string();
         let difference =
@@ -616,10 +616,10 @@ mod tests {
     #[test]
     fn ranks_that_share_blocks_must_describe_them_alike() {
         let (engines, store) = (Engines::default(), store());
-        engines.register("e", 1, 0, 2, vec![described(2, 2, "torch.bfloat16")], &store).unwrap();
-        let second = |dtype| engines.register("e", 2, 1, 2, vec![described(2, 2, dtype)], &store);
+        engines.register("e", 1, Rank(0), 2, vec![described(2, 2, "torch.bfloat16")], &store).unwrap();
+        let second = |dtype| engines.register("e", 2, Rank(1), 2, vec![described(2, 2, dtype)], &store);
         let refused = second("torch.float16").unwrap_err();
-        assert!(matches!(refused, EngineError::Described { rank: 1, group: 0, .. }));
+        assert!(matches!(refused, EngineError::Described { rank: Rank(1), group: 0, .. }));
         second("torch.bfloat16").unwrap();
     }
 
@@ -627,11 +627,11 @@ mod tests {
     fn of_two_engines_that_come_at_once_and_contradict_each_other_one_is_refused() {
         let (engines, store) = (Engines::default(), store());
         for (id, session, dtype) in [("a", 1, "torch.bfloat16"), ("b", 2, "torch.float16")] {
-            engines.register(id, session, 0, 1, vec![described(2, 1, dtype)], &store).unwrap();
+            engines.register(id, session, Rank(0), 1, vec![described(2, 1, dtype)], &store).unwrap();
         }
         engines.open("a", 3, 1, vec![scheduler_group()], 0, &store).unwrap();
         let refused = engines.open("b", 4, 1, vec![scheduler_group()], 0, &store).unwrap_err();
-        assert!(matches!(refused, EngineError::Described { rank: 0, .. }));
+        assert!(matches!(refused, EngineError::Described { rank: Rank(0), .. }));
     }
 
     /// Keeps the messages of this thread that say how layouts differ.
@@ -670,7 +670,7 @@ mod tests {
         let log = Log::default();
         let (engines, store) = (Engines::default(), store());
         let start = |id: &str, session: u64, group: WorkerGroup| {
-            engines.register(id, session, 0, 1, vec![group], &store).unwrap();
+            engines.register(id, session, Rank(0), 1, vec![group], &store).unwrap();
             engines.open(id, session + 1, 1, vec![scheduler_group()], 0, &store).unwrap();
             engines.leave(id, session);
             engines.leave(id, session + 1);

@@ -186,7 +186,7 @@ fn worker_group(group: v1::WorkerGroup, rank: Rank, workers: u32) -> Result<Work
 /// What a worker tells of its shard; None if it tells nothing. It has to be of that rank, and of as many bytes as the slices.
 fn shard_layout(
     described: &[u8],
-    rank: u32,
+    rank: Rank,
     slices: &[Vec<Region>],
 ) -> Result<Option<Arc<ShardLayout>>, Refusal> {
     if described.is_empty() {
@@ -194,7 +194,7 @@ fn shard_layout(
     }
     let layout = decode_shard_layout(described).map_err(Refusal::invalid)?;
     let (place, holders) = (layout.place, slices.len());
-    if place.holders as usize != holders || place.index != rank / place.holders {
+    if place.holders as usize != holders || place.index != rank.0 / place.holders {
         return Err(Refusal::invalid(format!(
             "rank {rank}, whose blocks {holders} rank(s) hold, describes shard {} of {} rank(s)",
             place.index, place.holders
@@ -316,9 +316,9 @@ mod tests {
             piece_offsets: vec![0],
         };
         let (alone, both) = (vec![vec![region(4096)]], vec![vec![region(4096)], vec![region(2048)]]);
-        assert_eq!(shard_layout(&[], 3, &alone), Ok(None));
-        assert!(shard_layout(&message(3, 1, 4096), 3, &alone).unwrap().is_some());
-        assert!(shard_layout(&message(1, 2, 6144), 3, &both).unwrap().is_some());
+        assert_eq!(shard_layout(&[], Rank(3), &alone), Ok(None));
+        assert!(shard_layout(&message(3, 1, 4096), Rank(3), &alone).unwrap().is_some());
+        assert!(shard_layout(&message(1, 2, 6144), Rank(3), &both).unwrap().is_some());
         let cases = [
             (
                 message(2, 1, 4096),
@@ -344,7 +344,7 @@ mod tests {
             (vec![0xff; 9], &alone, "cannot be read"),
         ];
         for (described, slices, sentence) in cases {
-            let refusal = shard_layout(&described, 3, slices).unwrap_err();
+            let refusal = shard_layout(&described, Rank(3), slices).unwrap_err();
             assert!(refusal.reason == Reason::Invalid && refusal.sentence.contains(sentence), "{refusal}");
         }
     }
