@@ -85,7 +85,7 @@ mod tests {
                 regions: vec![region.clone()],
                 replicas: 1,
             };
-            to_wire(&GroupMemory::new(spec, 0).unwrap().described(Some(ShardLayout { place, layers })))
+            to_wire(&GroupMemory::new(spec, Rank(0)).unwrap().described(Some(ShardLayout { place, layers })))
                 .described
         };
         let told = decode_shard_layout(&wire(vec![layer.clone()])).unwrap();
