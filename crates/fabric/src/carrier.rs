@@ -39,9 +39,10 @@ use crate::numbered::Numbered;
 use crate::peers::{Peers, RemoteKey};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
-use crate::regions::Spot;
+use crate::ranges::Spot;
+use crate::registrar::Registrar;
 use crate::tcp::{Identity, WordsKind};
-use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Ticket, Token};
+use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
 
 /// Most bytes that a carrier says at once: its part of the handshake, or anything else.
 pub const WORDS_BYTES_MAX: usize = crate::tcp::WORDS_BYTES_MAX;
@@ -63,54 +64,6 @@ pub enum Party {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a carrier's words do not make sense: {0}")]
 pub struct BadWords(pub &'static str);
-
-/// Why memory cannot be registered.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{carrier}: {why}")]
-pub struct RegisterError {
-    /// The carrier's name.
-    pub carrier: &'static str,
-    /// In words.
-    pub why: String,
-}
-
-/// Memory as a carrier sees it when it is registered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryRegion {
-    /// Its number, which peers name.
-    pub number: u32,
-    /// How often the number was used before.
-    pub generation: u32,
-    /// Where it begins.
-    pub address: u64,
-    /// Bytes.
-    pub len: u64,
-    /// Where it lies.
-    pub memory: Memory,
-    /// Whether peers may write it.
-    pub is_writable: bool,
-}
-
-/// What a carrier does when memory is registered and given back. It is called outside of the engine's lock, and may take its
-/// time.
-pub trait Registrar: Send + Sync {
-    /// The memory may be touched by this carrier from now on. Answers what peers have to know to reach it, if anything: at
-    /// most 255 bytes.
-    ///
-    /// # Errors
-    /// It cannot: then nothing is registered. A carrier that just does not reach this memory answers no key.
-    fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError>;
-
-    /// The region is being given back. What peers read of it on their own, and is over after this, does not count.
-    fn withdraw(&self, region: &MemoryRegion) {
-        let _ = region;
-    }
-
-    /// Nothing of the region is under way any more.
-    fn unregister(&self, region: &MemoryRegion) {
-        let _ = region;
-    }
-}
 
 /// Bytes of one post that are contiguous on both sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -21,6 +21,8 @@ use crate::trust::{SECRET_BYTES, Secret, Trust};
 
 /// Longest descriptor that is read.
 pub const DESCRIPTOR_BYTES_MAX: usize = 1 << 20;
+/// Regions that can be registered at a time; their numbers are lower.
+pub(crate) const REGIONS_MAX: u32 = 1 << 16;
 const MAGIC: [u8; 4] = *b"KVFD";
 const VERSION: u8 = 3;
 const HEAD_BYTES: usize = 36;

@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 
 use crate::descriptor::Descriptor;
 use crate::inbox::MESSAGE_BYTES_MAX;
-use crate::regions::Piece;
+use crate::ranges::Piece;
 use crate::tcp::{
     BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Key, Link, Nonces, Outcome,
     PROOF_MESSAGE_BYTES, RUN_BYTES, Stream, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,

@@ -26,7 +26,9 @@ mod peers;
 mod process;
 mod provider;
 mod random;
+mod ranges;
 mod regions;
+mod registrar;
 mod runs;
 mod served;
 mod sessions;
@@ -40,8 +42,8 @@ mod trust;
 mod watch;
 
 pub use carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, MemoryRegion, Owner, Party, PostedRun, RegisterError,
-    Registrar, SessionId, Touched, WORDS_BYTES_MAX,
+    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
+    WORDS_BYTES_MAX,
 };
 pub use carriers::slots::Staged;
 pub use descriptor::{
@@ -53,6 +55,7 @@ pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
 pub use peers::RemoteKey;
 pub use provider::{Event, NotNow, Provider, drive};
+pub use registrar::{MemoryRegion, RegisterError, Registrar};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
 pub use status::PathStatus;

@@ -22,7 +22,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::lease::Lease;
 use crate::numbered::Numbered;
-use crate::regions::Piece;
+use crate::ranges::Piece;
 use crate::shm::{Reader, Writer};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};

@@ -22,7 +22,7 @@ use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::process::Process;
-use crate::regions::Piece;
+use crate::ranges::Piece;
 use crate::served::Served;
 use crate::shm::{Segment, Side};
 use crate::tcp::{

@@ -7,8 +7,8 @@ use kvlane_gpu::GpuError;
 use kvlane_memory::Forked;
 use thiserror::Error;
 
-use crate::carrier::RegisterError;
 use crate::inbox::MESSAGE_BYTES_MAX;
+use crate::registrar::RegisterError;
 use crate::shape::ShapeError;
 use crate::tcp::TlsError;
 use crate::trust::Mistrust;

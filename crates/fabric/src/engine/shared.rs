@@ -9,11 +9,11 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::epoll::Event;
 
 use super::{FabricError, Handle, Transfer};
-use crate::carrier::Registrar;
 use crate::carriers::slots::SlotPool;
 use crate::hub::SocketHub;
 use crate::inbox::Message;
 use crate::process::BothSides;
+use crate::registrar::Registrar;
 use crate::shape::Pieces;
 use crate::transfers::{PeerId, Request, Stretch};
 

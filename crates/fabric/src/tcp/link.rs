@@ -12,7 +12,7 @@ use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
 use super::stream::{Rings, Stream};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
-use crate::regions::Piece;
+use crate::ranges::Piece;
 use crate::shm::{Reader, Writer};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.

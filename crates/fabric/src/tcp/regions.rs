@@ -9,8 +9,7 @@
 //! All numbers are little-endian. Keys are told after the proof only, and never in a descriptor.
 
 use super::frame::{BadFrame, WORDS_BYTES_MAX};
-use crate::descriptor::{Access, MemoryKind, RegionDescriptor};
-use crate::regions::REGIONS_MAX;
+use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::transfers::Memory;
 
 const HEAD_BYTES: usize = 24;

@@ -11,7 +11,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-use crate::regions::REGIONS_MAX;
+use crate::descriptor::REGIONS_MAX;
 use crate::tcp::Identity;
 
 /// Words before those of the regions.

@@ -22,7 +22,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::neighbour::{Neighbour, PullError, PulledRange, RANGES_MAX};
 use crate::carrier::Job;
-use crate::regions::Piece;
+use crate::ranges::Piece;
 
 /// Bytes of a call. A call costs a few microseconds beside its bytes.
 const CALL_BYTES: usize = 128 << 10;

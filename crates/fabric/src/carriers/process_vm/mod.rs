@@ -49,16 +49,14 @@ use self::serving::Serving;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};
-use crate::carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, MemoryRegion, Owner, Party, RegisterError, Registrar,
-    SessionId, Touched,
-};
+use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::numbered::Numbered;
 use crate::peers::RemoteKey;
 use crate::provider::NotNow;
 use crate::random::random;
-use crate::regions::Spot;
+use crate::ranges::Spot;
+use crate::registrar::{MemoryRegion, RegisterError, Registrar};
 use crate::tcp::{BYTES_MAX, Identity, WireRun};
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::{Interest, Watch};

@@ -7,7 +7,7 @@ use super::neighbour::{Neighbour, PullError, PulledRange};
 use super::words::Words;
 use super::{Copying, ProcessVm, Whose};
 use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
-use crate::regions::Piece;
+use crate::ranges::Piece;
 use crate::tcp::{Fate, Outcome, WireRun};
 
 /// What a request takes beside its ranges, as a number of them.

@@ -179,7 +179,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::regions::{Piece, Spot};
+    use crate::ranges::{Piece, Spot};
     use crate::tcp::Fate;
 
     proptest! {

@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
+use super::bytes_of;
 use super::slot::Slot;
-use super::{Spot, bytes_of};
-use crate::regions::Piece;
+use crate::ranges::{Piece, Spot};
 use crate::tcp::{Fate, Identity};
 use crate::transfers::Token;
 

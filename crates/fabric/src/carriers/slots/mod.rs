@@ -34,7 +34,7 @@ pub(crate) use self::slot::{Slot, Way};
 use crate::carrier::Job;
 use crate::links::LinkId;
 use crate::numbered::Numbered;
-use crate::regions::{Piece, Spot};
+use crate::ranges::{Piece, Spot};
 use crate::tcp::Identity;
 use crate::transfers::Token;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvlane_block::merge;
 use kvlane_gpu::{Copy, Gpu, GpuError, HostBuffer, Priority, Stream};
 
-use crate::regions::{Piece, Spot};
+use crate::ranges::{Piece, Spot};
 
 /// Which way bytes pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

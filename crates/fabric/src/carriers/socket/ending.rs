@@ -10,7 +10,7 @@ use crate::carrier::{Context, Touched};
 use crate::control::sockets::SILENT;
 use crate::fences::LEASE;
 use crate::links::LinkId;
-use crate::regions::Spot;
+use crate::ranges::Spot;
 use crate::tcp::{Ended, Head};
 use crate::transfers::{Completion, Token};
 

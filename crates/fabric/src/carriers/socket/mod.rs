@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::staged::StagedRead;
-use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Registrar, SessionId, Touched};
+use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, SessionId, Touched};
 use crate::carriers::slots::{SlotJob, Slots};
 use crate::control::sockets::LOOK;
 use crate::greeted::Greeted;
@@ -34,7 +34,8 @@ use crate::lease::Lease;
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::provider::NotNow;
-use crate::regions::Piece;
+use crate::ranges::Piece;
+use crate::registrar::Registrar;
 use crate::tcp::{Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
 use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
 use crate::watch::Watch;

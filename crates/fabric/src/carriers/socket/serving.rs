@@ -4,7 +4,8 @@ use super::{Asked, Posted, Role, SocketCarrier};
 use crate::carrier::Context;
 use crate::lease;
 use crate::links::LinkId;
-use crate::regions::{Piece, Regions, Spot};
+use crate::ranges::{Piece, Spot};
+use crate::regions::Regions;
 use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
 

@@ -9,7 +9,7 @@ use super::{Asked, Posted, Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context};
 use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way, bytes_of, take_bytes};
 use crate::links::LinkId;
-use crate::regions::Spot;
+use crate::ranges::Spot;
 use crate::tcp::{BadFrame, Ended, Fate, Head, Outcome};
 use crate::transfers::{Completion, Op, Token};
 
