@@ -29,6 +29,7 @@
 mod card;
 mod copies;
 mod neighbour;
+mod served;
 mod serving;
 mod words;
 
@@ -45,7 +46,7 @@ use rustix::io::Errno;
 pub(crate) use self::card::Card;
 use self::copies::{Begun, Copies, CopyId, CopyTurn, Generations, NewCopy};
 use self::neighbour::{Neighbour, PullError, PulledRange};
-use self::serving::Serving;
+use self::served::Serving;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;
 use self::words::{Invitation, Offer, Words};

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use super::copies::NewCopy;
-use super::neighbour::{Neighbour, PullError, PulledRange};
+use super::neighbour::{PullError, PulledRange};
 use super::words::Words;
 use super::{Copying, ProcessVm, Whose};
-use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
+use crate::carrier::{BadWords, Context, Party, SessionId};
 use crate::ranges::Piece;
 use crate::tcp::{Fate, Outcome, WireRun};
 
@@ -16,24 +16,6 @@ const REQUEST_RANGES: usize = 4;
 const RANGES_QUEUED_MAX: usize = 1 << 20;
 /// Outcomes that are said at once.
 const OUTCOMES_AT_ONCE: usize = 1024;
-
-/// A neighbour whose writes this process reads.
-#[derive(Debug)]
-pub(super) struct Serving {
-    pub(super) owner: Owner,
-    /// As the neighbour has drawn it.
-    pub(super) connection: u64,
-    neighbour: Arc<Neighbour>,
-    /// What it has asked for counts so much until it is over.
-    queued: usize,
-    outcomes: Vec<Outcome>,
-}
-
-impl Serving {
-    pub(super) fn new(owner: Owner, connection: u64, neighbour: Arc<Neighbour>) -> Serving {
-        Serving { owner, connection, neighbour, queued: 0, outcomes: Vec::new() }
-    }
-}
 
 impl ProcessVm {
     /// A neighbour's write is to be read from there.
