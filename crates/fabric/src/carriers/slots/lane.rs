@@ -2,9 +2,8 @@
 
 use std::collections::VecDeque;
 
-use super::bytes_of;
 use super::slot::Slot;
-use crate::ranges::{Piece, Spot};
+use crate::ranges::{Piece, Spot, bytes_of};
 use crate::tcp::{Fate, Identity};
 use crate::transfers::Token;
 

@@ -29,12 +29,13 @@ use kvlane_gpu::GpuError;
 use self::lane::take_part;
 pub(crate) use self::lane::{Frame, Incoming, Lane, Outgoing, SlotPart};
 pub(crate) use self::pool::SlotPool;
+pub use self::pool::Staged;
 use self::slot::Drain;
 pub(crate) use self::slot::{Slot, Way};
 use crate::carrier::Job;
 use crate::links::LinkId;
 use crate::numbered::Numbered;
-use crate::ranges::{Piece, Spot};
+use crate::ranges::Spot;
 use crate::tcp::Identity;
 use crate::transfers::Token;
 
@@ -83,18 +84,6 @@ impl Job for SlotJob {
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
     }
-}
-
-/// What has passed through pinned host memory since the engine was made, since no way of the fabric's reaches a GPU's memory
-/// itself.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Staged {
-    /// Bytes copied into the memory of GPUs.
-    pub to_gpus: u64,
-    /// Bytes copied out of it.
-    pub from_gpus: u64,
-    /// Copies that the driver reported as failed.
-    pub failed: u64,
 }
 
 impl Slots {
@@ -325,72 +314,5 @@ impl Slots {
     fn note_failure(&mut self, error: &GpuError, way: Way) {
         self.pool.iter().for_each(|pool| pool.count_failure());
         tracing::warn!(%error, ?way, "a GPU's driver could not copy bytes of a transfer");
-    }
-}
-
-/// Of all together.
-pub(crate) fn bytes_of<'a>(spots: impl IntoIterator<Item = &'a Spot>) -> u64 {
-    spots.into_iter().map(|spot| spot.piece.len as u64).sum()
-}
-
-/// The first of these, of so many bytes together; None if they have fewer.
-pub(crate) fn take_bytes(spots: &mut Vec<Spot>, bytes: u64) -> Option<Vec<Spot>> {
-    let mut left = bytes;
-    let mut taken = Vec::new();
-    while left > 0 {
-        let spot = spots.get(taken.len())?;
-        let len = (spot.piece.len as u64).min(left) as usize;
-        taken.push(Spot { piece: Piece { len, ..spot.piece }, ..*spot });
-        left -= len as u64;
-    }
-    let whole = taken.last().zip(spots.get(taken.len().wrapping_sub(1)));
-    let cut = whole.filter(|(last, spot)| last.piece.len < spot.piece.len).map(|(last, _)| last.piece.len);
-    match cut {
-        Some(by) => {
-            spots.drain(..taken.len() - 1);
-            spots[0].piece = spots[0].piece.after(by);
-        }
-        None => drop(spots.drain(..taken.len())),
-    }
-    Some(taken)
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::collection::vec;
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn what_is_taken_and_what_is_left_are_all_bytes_in_order(
-            lens in vec(1..50usize, 0..12), share in 0..1100u64,
-        ) {
-            let spot = |(number, len): (usize, usize)| {
-                Spot { piece: Piece { address: number * 100, len }, gpu: (number % 2 == 0).then_some(number % 3) }
-            };
-            let spots: Vec<Spot> = lens.into_iter().enumerate().map(spot).collect();
-            let each_byte = |spots: &[Spot]| -> Vec<(usize, Option<usize>)> {
-                let bytes = |spot: &Spot| {
-                    let gpu = spot.gpu;
-                    (spot.piece.address..spot.piece.address + spot.piece.len).map(move |byte| (byte, gpu))
-                };
-                spots.iter().flat_map(bytes).collect()
-            };
-            let (all, bytes) = (each_byte(&spots), bytes_of(&spots) * share / 1000);
-            let mut left = spots.clone();
-            match take_bytes(&mut left, bytes) {
-                Some(taken) => {
-                    prop_assert_eq!(bytes_of(&taken), bytes);
-                    prop_assert!(taken.iter().chain(&left).all(|spot| spot.piece.len > 0));
-                    prop_assert_eq!([each_byte(&taken), each_byte(&left)].concat(), all);
-                }
-                None => {
-                    prop_assert!(bytes > bytes_of(&spots));
-                    prop_assert_eq!(left, spots);
-                }
-            }
-        }
     }
 }

@@ -5,7 +5,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvlane_gpu::{Gpu, GpuError};
 use parking_lot::Mutex;
 
-use super::Staged;
 use super::slot::{Slot, Way};
 
 /// Slots of one direction.
@@ -34,6 +33,18 @@ struct OneWay {
     made: usize,
     /// Why the last one could not be made. Those that are there have to do.
     trouble: Option<GpuError>,
+}
+
+/// What has passed through pinned host memory since the engine was made, since no way of the fabric's reaches a GPU's memory
+/// itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Staged {
+    /// Bytes copied into the memory of GPUs.
+    pub to_gpus: u64,
+    /// Bytes copied out of it.
+    pub from_gpus: u64,
+    /// Copies that the driver reported as failed.
+    pub failed: u64,
 }
 
 impl SlotPool {

@@ -4,7 +4,7 @@ use super::{Asked, Posted, Role, SocketCarrier};
 use crate::carrier::Context;
 use crate::lease;
 use crate::links::LinkId;
-use crate::ranges::{Piece, Spot};
+use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
 use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
@@ -163,7 +163,7 @@ fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
         return Some(std::mem::take(pieces));
     }
     let mut spots: Vec<Spot> = pieces.iter().map(|piece| Spot { piece: *piece, gpu: None }).collect();
-    let taken = crate::carriers::slots::take_bytes(&mut spots, bytes)?;
+    let taken = take_bytes(&mut spots, bytes)?;
     *pieces = self::pieces(spots);
     Some(self::pieces(taken))
 }

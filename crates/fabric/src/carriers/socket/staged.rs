@@ -7,9 +7,9 @@ use std::time::Duration;
 use super::posting::wire_run;
 use super::{Asked, Posted, Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context};
-use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way, bytes_of, take_bytes};
+use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way};
 use crate::links::LinkId;
-use crate::ranges::Spot;
+use crate::ranges::{Spot, bytes_of, take_bytes};
 use crate::tcp::{BadFrame, Ended, Fate, Head, Outcome};
 use crate::transfers::{Completion, Op, Token};
 
