@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use rustix::net::sockopt;
 
-use super::{Asked, Posted, Role, SocketCarrier};
+use super::posted::{Asked, Posted};
+use super::{Role, SocketCarrier};
 use crate::carrier::{Context, Touched};
 use crate::control::sockets::SILENT;
 use crate::fences::LEASE;

@@ -16,6 +16,7 @@
 //! ([`crate::lease`]). Bytes that are posted again elsewhere, or memory that is used otherwise, are then not overwritten.
 
 mod ending;
+mod posted;
 mod posting;
 mod serving;
 mod staged;
@@ -25,7 +26,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::staged::StagedRead;
+use self::posted::Posted;
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, SessionId, Touched};
 use crate::carriers::slots::{SlotJob, Slots};
 use crate::control::sockets::LOOK;
@@ -34,7 +35,6 @@ use crate::lease::Lease;
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::provider::NotNow;
-use crate::ranges::Piece;
 use crate::registrar::Registrar;
 use crate::tcp::{Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
 use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
@@ -44,6 +44,8 @@ use crate::watch::Watch;
 const ADDRESSES_MAX: usize = 16;
 /// Paths of this kind carry what nothing better reaches.
 const CLASS: u8 = 1;
+/// How often a driver is asked whether it is done, by a thread that has nothing else to do.
+const LOOK_AT_COPIES: Duration = Duration::from_micros(50);
 
 /// What makes the two of them different.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,24 +91,6 @@ enum Role {
     Up { path: PathId, number: u32, peer: PeerId, connection: u64, body: Option<Token>, stamp: u64 },
     /// Of a peer that is served; and the write whose bytes are coming, with whether it is refused.
     Serving { from: Identity, connection: u64, body: Option<(u64, bool)>, acks: Vec<Outcome> },
-}
-
-#[derive(Debug)]
-struct Posted {
-    link: LinkId,
-    what: Asked,
-}
-
-#[derive(Debug)]
-enum Asked {
-    /// And what the link has written when its bytes have left.
-    Write(u64),
-    /// A write of bytes that are being copied out of a GPU's memory: nothing was sent yet.
-    Staged,
-    /// And where what has not begun to come belongs.
-    Read(Vec<Piece>),
-    /// A read into a GPU's memory.
-    ReadStaged(Box<StagedRead>),
 }
 
 /// What a [`SocketCarrier`] is opened with.
@@ -343,7 +327,7 @@ impl Carrier for SocketCarrier {
             return Some(Duration::ZERO);
         }
         let look = (!self.links.is_empty()).then_some(self.look_at);
-        let copies = self.is_expecting().then(|| now + staged::LOOK_AT_COPIES);
+        let copies = self.is_expecting().then(|| now + LOOK_AT_COPIES);
         [look, copies].into_iter().flatten().min()
     }
 

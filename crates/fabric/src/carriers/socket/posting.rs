@@ -1,6 +1,7 @@
 //! Parts of transfers go out.
 
-use super::{Asked, Posted, Role, SocketCarrier};
+use super::posted::{Asked, Posted};
+use super::{Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context, PostedRun};
 use crate::provider::NotNow;
 use crate::tcp::{Head, WireRun};

@@ -1,6 +1,7 @@
 //! What peers ask for, and what they answer.
 
-use super::{Asked, Posted, Role, SocketCarrier};
+use super::posted::{Asked, Posted};
+use super::{Role, SocketCarrier};
 use crate::carrier::Context;
 use crate::lease;
 use crate::links::LinkId;

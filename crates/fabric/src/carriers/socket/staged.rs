@@ -4,8 +4,9 @@
 
 use std::time::Duration;
 
+use super::posted::{Asked, Posted, StagedRead};
 use super::posting::wire_run;
-use super::{Asked, Posted, Role, SocketCarrier};
+use super::{Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context};
 use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way};
 use crate::links::LinkId;
@@ -13,30 +14,10 @@ use crate::ranges::{Spot, bytes_of, take_bytes};
 use crate::tcp::{BadFrame, Ended, Fate, Head, Outcome};
 use crate::transfers::{Completion, Op, Token};
 
-/// How often a driver is asked whether it is done, by a thread that has nothing else to do.
-pub(super) const LOOK_AT_COPIES: Duration = Duration::from_micros(50);
 /// What is to be copied for one connection's peer, in pieces of 40 bytes.
 const QUEUED_MAX: usize = 1 << 18;
 /// A copy to a GPU begins so long before the peer's lease is over, since it cannot be called back.
 const LEASE_MARGIN: Duration = Duration::from_secs(1);
-
-/// A read of ours into a GPU's memory.
-#[derive(Debug)]
-pub(super) struct StagedRead {
-    /// What has not begun to come.
-    left: Vec<Spot>,
-    /// Frames whose bytes are not in place.
-    coming: usize,
-    /// What was worst so far.
-    completion: Completion,
-}
-
-impl StagedRead {
-    /// Nothing more is to come.
-    fn is_over(&self) -> bool {
-        self.left.is_empty() && self.coming == 0
-    }
-}
 
 impl SocketCarrier {
     /// A part of a transfer with memory of ours on a GPU.
