@@ -18,7 +18,7 @@ use crate::descriptor::Descriptor;
 use crate::immediates::Immediates;
 
 /// Most bytes of a message.
-pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
+pub const MESSAGE_BYTES_MAX: usize = crate::tcp::MESSAGE_BYTES_MAX;
 
 /// A process's engine, as it tells of itself in its descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -45,7 +45,6 @@
 
 use thiserror::Error;
 
-use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::transfers::Completion;
 
 /// Bytes of a head.
@@ -58,6 +57,8 @@ pub(crate) const OUTCOME_BYTES: usize = 16;
 pub(crate) const ENTRIES_MAX: usize = 512;
 /// Most bytes that one frame moves.
 pub(crate) const BYTES_MAX: u64 = 64 << 20;
+/// Most bytes of a message.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// Most bytes of what a carrier says at once, and of a list of regions.
 pub(crate) const WORDS_BYTES_MAX: usize = 64 << 10;
 

@@ -14,8 +14,8 @@ pub(crate) use credentials::Credentials;
 pub use credentials::{Tls, TlsError};
 pub(crate) use dialling::{Dialled, Dialling, nonce};
 pub(crate) use frame::{
-    BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, OUTCOME_BYTES, Outcome, RUN_BYTES, WORDS_BYTES_MAX,
-    WireRun, WordsKind, word,
+    BYTES_MAX, BadFrame, ENTRIES_MAX, Fate, Head, MESSAGE_BYTES_MAX, OUTCOME_BYTES, Outcome, RUN_BYTES,
+    WORDS_BYTES_MAX, WireRun, WordsKind, word,
 };
 pub(crate) use greeting::{
     Answer, HELLO_BYTES, Hello, Identity, Key, PROOF_MESSAGE_BYTES, Purpose, RingsOffer, SessionKey, Welcome,
