@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "the kernel reads and writes registered memory")]
 
+mod beginning;
 mod error;
 mod handle;
 mod options;
@@ -17,10 +18,11 @@ use std::time::{Duration, Instant};
 use kvlane_gpu::{Gpu, GpuError};
 use kvlane_memory::RuntimeFolder;
 
+pub(crate) use self::beginning::Checked;
 pub use self::error::FabricError;
 pub use self::handle::{Handle, Receiving, SendOptions, Transfer};
 pub use self::options::{EngineOptions, Transport};
-pub(crate) use self::shared::{Checked, Shared};
+pub(crate) use self::shared::Shared;
 use self::shared::{Registrars, next_message};
 use crate::carrier::Carrier;
 use crate::carriers::process_vm::ProcessVm;
