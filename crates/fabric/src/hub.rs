@@ -6,12 +6,11 @@ mod answers;
 mod ending;
 mod outside;
 mod serving;
-mod socket_hub;
+pub(crate) mod socket_hub;
 
 use std::time::Duration;
 
 pub(crate) use self::outside::Outside;
-pub(crate) use self::socket_hub::{CONTROL, SocketHub, decode_address};
 use crate::completion::Outcomes;
 use crate::control::Control;
 use crate::fences::Whom;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::shared::{Hold, Shared};
 use super::{FabricError, Handle, Transfer};
-use crate::hub::SocketHub;
+use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};
 use crate::shape::Pieces;
 use crate::transfers::{PeerId, Request, Stretch};

@@ -10,7 +10,7 @@ use rustix::event::epoll::Event;
 
 use super::FabricError;
 use crate::carriers::slots::SlotPool;
-use crate::hub::SocketHub;
+use crate::hub::socket_hub::SocketHub;
 use crate::inbox::Message;
 use crate::registrar::Registrar;
 
