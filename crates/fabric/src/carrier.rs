@@ -36,10 +36,11 @@ use crate::frames::Frame;
 use crate::greeted::Greeted;
 use crate::lease::Lease;
 use crate::numbered::Numbered;
-use crate::peers::{Peers, RemoteKey};
+use crate::peers::{Peers, RemoteMemory};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
-use crate::ranges::Spot;
+use crate::ranges::{Spot, Spots};
+use crate::regions::Wanted;
 use crate::registrar::Registrar;
 use crate::tcp::{Identity, WordsKind};
 use crate::transfers::{Completion, Op, PathId, PathSpec, PeerId, Ticket, Token};
@@ -76,6 +77,19 @@ pub struct PostedRun {
     /// Where the bytes begin in it.
     pub offset: u64,
     /// Bytes.
+    pub len: u64,
+}
+
+/// Bytes of this process's memory that a peer asks for, by what it was told of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestedRun {
+    /// A region's number, or a window's.
+    pub region: u32,
+    /// Which one of that number.
+    pub generation: u32,
+    /// Where the bytes begin in it.
+    pub offset: u64,
+    /// How many.
     pub len: u64,
 }
 
@@ -223,12 +237,12 @@ pub trait Carrier: fmt::Debug + Send {
     fn see_whether_gone(&mut self, cx: &mut Context<'_>, connection: u64) {}
 
     /// Whether memory of this process may still be read or written for somebody else.
-    fn touches(&self, memory: Touched) -> bool {
+    fn touches(&self, memory: Touched<'_>) -> bool {
         false
     }
 
     /// Memory is to be given back, and is touched for too long.
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched) {}
+    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {}
 
     /// A connection for this carrier's bytes has been made and greeted by a peer. Only for carriers over sockets.
     #[doc(hidden)]
@@ -243,9 +257,13 @@ pub trait Carrier: fmt::Debug + Send {
     }
 }
 
-/// Memory of this process.
+/// Memory of this process that is to be given back, or not to be read by one peer any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Touched(pub(crate) Spot);
+pub struct Touched<'a> {
+    pub(crate) spots: Spots<'a>,
+    /// Only what is read for this process counts.
+    pub(crate) reader: Option<Identity>,
+}
 
 /// Who made a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -381,22 +399,27 @@ impl Context<'_> {
         self.outbox.letters.push_back((to, Frame::Words { code: self.code, kind, bytes }));
     }
 
-    /// What this carrier has to know of a peer's region, as its registrar there has answered.
-    pub fn key(&self, peer: PeerId, region: u32, generation: u32) -> RemoteKey<'_> {
-        self.peers.get(&peer).map_or(RemoteKey::None, |peer| peer.key(self.code, region, generation))
+    /// Where the bytes of a run are at the peer, with what this carrier's registrar there has answered for their regions.
+    pub fn remote_memory(&self, peer: PeerId, run: &PostedRun) -> RemoteMemory<'_> {
+        let PostedRun { region, generation, offset, len, .. } = *run;
+        let known = self.peers.get(&peer);
+        known.map_or(RemoteMemory::None, |peer| peer.memory(self.code, (region, generation), offset, len))
     }
 
-    /// Memory of this process that somebody else asks for. None: refused.
+    /// The host's memory of this process that a peer asks for, in the order of the run's bytes: where it is, and how many bytes
+    /// are there. None: it is refused.
     pub fn memory_for_peer(
         &self,
-        region: u32,
-        generation: u32,
-        offset: u64,
-        len: u64,
+        peer: Owner,
+        run: &RequestedRun,
         is_write: bool,
-    ) -> Option<*mut u8> {
-        let spot = self.process.regions.for_peer(region, generation, offset, len, is_write)?;
-        spot.gpu.is_none().then(|| spot.piece.pointer())
+    ) -> Option<Vec<(*mut u8, usize)>> {
+        let RequestedRun { region, generation, offset, len } = *run;
+        let mut spots = Vec::new();
+        let wanted = Wanted { region, generation, offset, len, is_write };
+        self.process.regions.for_peer(peer.0, wanted, &mut spots)?;
+        let on_host = |Spot { piece, gpu }: Spot| gpu.is_none().then(|| (piece.pointer(), piece.len));
+        spots.into_iter().map(on_host).collect()
     }
 
     /// Who has made a session's connection.

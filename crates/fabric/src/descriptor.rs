@@ -44,6 +44,23 @@ pub enum Access {
     Read,
     /// Read and write.
     ReadWrite,
+    /// Nothing, but read what windows show of it. A descriptor does not name such regions.
+    Windows,
+}
+
+impl Access {
+    /// As it is written.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Access::Read => 0,
+            Access::ReadWrite => 1,
+            Access::Windows => 2,
+        }
+    }
+
+    pub(crate) fn of_code(code: u8) -> Option<Access> {
+        [Access::Read, Access::ReadWrite, Access::Windows].into_iter().find(|access| access.code() == code)
+    }
 }
 
 /// How the process is reached.
@@ -139,10 +156,7 @@ impl Descriptor {
                 MemoryKind::Host => 0,
                 MemoryKind::Cuda => 1,
             });
-            bytes.push(match region.access {
-                Access::Read => 0,
-                Access::ReadWrite => 1,
-            });
+            bytes.push(region.access.code());
             bytes.extend([0; 6]);
             bytes.extend(region.len.to_le_bytes());
         }

@@ -30,7 +30,7 @@ use crate::carriers::slots::Staged;
 use crate::carriers::slots::{SlotPool, Slots};
 use crate::carriers::socket::{SocketCarrier, SocketOptions};
 use crate::control::sockets::ControlSockets;
-use crate::descriptor::{Access, Descriptor, REGIONS_MAX, RegionDescriptor};
+use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
 use crate::group::Group;
 use crate::hub::socket_hub::{CONTROL, SocketHub, decode_address};
@@ -39,12 +39,13 @@ use crate::inbox::{EngineId, MESSAGE_BYTES_MAX, Message};
 use crate::process::Process;
 use crate::random::{long_random, random};
 use crate::regions::NewRegion;
-use crate::registrar::{MemoryRegion, Registrar};
+use crate::registrar::{MemoryRegion, OpenedWindow, Registrar};
 use crate::status::PathStatus;
 use crate::tcp::{Credentials, Identity, Keys};
 use crate::transfers::{CannotSend, Memory, PeerId, Transfers};
 use crate::trust::{Proofs, Trust};
 use crate::watch::Watch;
+use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
 
 /// How long memory that is given back may still be read or written for peers, before their connections are ended.
 const LET_GO: Duration = Duration::from_secs(1);
@@ -204,7 +205,8 @@ impl Engine {
         self.shared.slots.as_ref().map_or_else(Staged::default, |slots| slots.staged())
     }
 
-    /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused.
+    /// Gives memory back: when this returns nothing touches it any more, and peers that ask for it are refused. Windows that
+    /// show bytes of it are closed.
     pub fn unregister(&self, region: u32) -> Result<(), FabricError> {
         let mut hub = self.shared.try_hub()?;
         match hub.hub.outside.process.regions.uses(region) {
@@ -216,22 +218,116 @@ impl Engine {
             return Err(FabricError::NoSuchRegion(region));
         };
         self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
-        hub.hub.outside.tell_region(region);
-        hub.hub.outside.process.letting_go += 1;
-        let deadline = Instant::now() + LET_GO;
-        let is_free = |hub: &mut SocketHub| (!hub.hub.outside.is_touched(region)).then_some(());
-        let mut let_go = self.shared.wait(&mut hub, Some(deadline), is_free);
-        // A driver cannot be told to stop; and what a job has is looked at when it is back.
-        while let_go.is_none() {
-            hub.hub.outside.let_go(region);
-            self.shared.set_going(&mut hub);
-            let_go = self.shared.wait(&mut hub, Some(Instant::now() + LOOK_AGAIN), is_free);
+        for window in hub.hub.outside.process.regions.windows_of(region) {
+            self.end_window(&mut hub, window);
         }
-        hub.hub.outside.process.letting_go -= 1;
+        hub.hub.outside.tell_region(region);
+        self.wait_until_free(
+            &mut hub,
+            |hub| !hub.hub.outside.is_touched(region),
+            |hub| hub.hub.outside.let_go(region),
+        );
         drop(hub);
         self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.unregister(&seen));
         self.shared.try_hub()?.hub.outside.process.regions.remove(region);
         Ok(())
+    }
+
+    /// Lets one peer read ranges of registered memory, until [`Engine::close_window`]. The peer reads by
+    /// [`Transfer::read_through`](crate::Transfer::read_through), with the descriptor that this answers: it travels as you like.
+    /// `peer` need not be connected now; another start of it is another peer.
+    ///
+    /// # Errors
+    /// [`FabricError::Window`] for ranges that are not registered or in several memories; [`FabricError::RegionsFull`].
+    pub fn open_window(
+        &self,
+        peer: EngineId,
+        ranges: Vec<WindowRange>,
+    ) -> Result<WindowDescriptor, FabricError> {
+        let count = ranges.len();
+        let ranges = Ranges::new(ranges).ok_or_else(|| {
+            FabricError::Window(format!("{count} ranges; 1 to {WINDOW_RANGES_MAX}, of which each has bytes"))
+        })?;
+        let not_here = || FabricError::Window("some are not registered, or in another memory".into());
+        let mut hub = self.shared.try_hub()?;
+        if hub.hub.is_closed {
+            return Err(FabricError::Closed);
+        }
+        let regions = &mut hub.hub.outside.process.regions;
+        let memory = regions.memory_of(&ranges).ok_or_else(not_here)?;
+        let (number, generation) = regions.reserve().ok_or(FabricError::RegionsFull(REGIONS_MAX as usize))?;
+        drop(hub);
+        let opened = OpenedWindow { number, generation, ranges: ranges.all(), memory };
+        self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.open_window(&opened));
+        let len = ranges.len();
+        let to = Identity { engine: peer.engine_id, boot: peer.boot_nonce };
+        let mut hub = self.shared.try_hub()?;
+        if !hub.hub.outside.process.regions.open_window(number, to, ranges) {
+            // Somebody gives a region back meanwhile.
+            self.shared
+                .registrars
+                .0
+                .iter()
+                .for_each(|(_, registrar)| registrar.close_window(number, generation));
+            hub.hub.outside.process.regions.remove(number);
+            return Err(not_here());
+        }
+        hub.hub.outside.tell_window(number, to);
+        self.shared.set_going(&mut hub);
+        let kind = if matches!(memory, Memory::Gpu(_)) { MemoryKind::Cuda } else { MemoryKind::Host };
+        Ok(WindowDescriptor { number, generation, len, kind })
+    }
+
+    /// Closes a window: when this returns, whatever is written to its memory does not reach the peer through it, whether the
+    /// peer is stopped, cut off, or in the middle of a read. A read that was not over fails there as
+    /// [`Refused`](crate::Failure::Refused). Takes a second at the most, where a peer takes no bytes that are on their way.
+    pub fn close_window(&self, window: &WindowDescriptor) -> Result<(), FabricError> {
+        let WindowDescriptor { number, generation, .. } = *window;
+        let mut hub = self.shared.try_hub()?;
+        let is_it = hub.hub.outside.process.regions.is_window(number, generation);
+        if !is_it || !self.end_window(&mut hub, number) {
+            return Err(FabricError::NoSuchWindow(number));
+        }
+        Ok(())
+    }
+
+    /// False: there is no such window, or somebody else closes it already.
+    fn end_window(&self, hub: &mut shared::Hold<'_>, number: u32) -> bool {
+        let stopped = hub.hub.outside.process.regions.stop_serving_window(number);
+        let Some((generation, to)) = stopped else { return false };
+        self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.close_window(number, generation));
+        hub.hub.outside.tell_window(number, to);
+        self.wait_until_free(
+            hub,
+            |hub| !hub.hub.outside.is_read_through(number),
+            |hub| hub.hub.outside.let_go_through(number),
+        );
+        hub.hub.outside.process.regions.remove(number);
+        true
+    }
+
+    /// Waits until memory is not touched any more, and ends what touches it for too long.
+    fn wait_until_free(
+        &self,
+        hub: &mut shared::Hold<'_>,
+        is_free: impl Fn(&SocketHub) -> bool,
+        let_go: impl Fn(&mut SocketHub),
+    ) {
+        hub.hub.outside.process.letting_go += 1;
+        let deadline = Instant::now() + LET_GO;
+        let mut free = self.shared.wait(hub, Some(deadline), |hub| is_free(hub).then_some(()));
+        // A driver cannot be told to stop; and what a job has is looked at when it is back.
+        while free.is_none() {
+            let_go(hub);
+            self.shared.set_going(hub);
+            free = self.shared.wait(hub, Some(Instant::now() + LOOK_AGAIN), |hub| is_free(hub).then_some(()));
+        }
+        hub.hub.outside.process.letting_go -= 1;
+    }
+
+    /// Windows that are open.
+    pub fn windows(&self) -> usize {
+        self.shared.hub().hub.outside.process.regions.windows()
     }
 
     /// What peers have to know of this process and all memory that is registered now.

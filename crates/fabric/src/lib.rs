@@ -40,9 +40,10 @@ mod told;
 mod transfers;
 mod trust;
 mod watch;
+mod window;
 
 pub use carrier::{
-    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, SessionId, Touched,
+    BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, PostedRun, RequestedRun, SessionId, Touched,
     WORDS_BYTES_MAX,
 };
 pub use carriers::slots::Staged;
@@ -53,9 +54,9 @@ pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOpti
 pub use group::{Group, GroupHandle, GroupPart};
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
-pub use peers::RemoteKey;
+pub use peers::{RemoteBytes, RemoteMemory};
 pub use provider::{Event, NotNow, Provider, drive};
-pub use registrar::{MemoryRegion, RegisterError, Registrar};
+pub use registrar::{MemoryRegion, OpenedWindow, RegisterError, Registrar};
 pub use runs::{Place, Run};
 pub use shape::{Pages, Pieces, RegionLengths, ShapeError, Side};
 pub use status::PathStatus;
@@ -66,3 +67,4 @@ pub use transfers::{
 };
 pub use trust::{Mistrust, Secret, Trust};
 pub use watch::{Interest, Watch};
+pub use window::{NoWindow, WINDOW_DESCRIPTOR_BYTES, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};

@@ -22,7 +22,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::lease::Lease;
 use crate::numbered::Numbered;
-use crate::ranges::Piece;
+use crate::ranges::{Piece, Spots};
 use crate::shm::{Reader, Writer};
 use crate::tcp::{Came, Credentials, Ended, Head, Link, Out, Stream};
 use crate::watch::{Interest, Watch};
@@ -550,13 +550,14 @@ impl<R> Links<R> {
         std::mem::take(&mut self.has_news_of_rings)
     }
 
-    /// Whether any link may read or write this memory. Of one that a job has nobody knows.
-    pub(crate) fn may_touch(&self, memory: Piece) -> bool {
-        self.entries.values().any(|entry| entry.link.is_none() || entry.touches(memory))
+    /// Whether any link of those that count may read or write this memory. Of one that a job has nobody knows.
+    pub(crate) fn may_touch(&self, memory: Spots<'_>, counts: impl Fn(&R) -> bool) -> bool {
+        let may = |entry: &Entry<R>| entry.link.is_none() || entry.touches(memory);
+        self.entries.values().any(|entry| counts(&entry.role) && may(entry))
     }
 
     /// Links that are going to read or write this memory, but those that a job has.
-    pub(crate) fn touching(&self, memory: Piece) -> Vec<LinkId> {
+    pub(crate) fn touching(&self, memory: Spots<'_>) -> Vec<LinkId> {
         self.find(|entry| entry.link.is_some() && entry.touches(memory))
     }
 }
@@ -591,8 +592,8 @@ impl<R> Entry<R> {
     }
 
     /// As far as it is known: what a job has is not.
-    fn touches(&self, memory: Piece) -> bool {
-        let is_expected = |to: &[Piece]| to.iter().any(|piece| piece.overlaps(memory));
+    fn touches(&self, memory: Spots<'_>) -> bool {
+        let is_expected = |to: &[Piece]| to.iter().any(|piece| memory.overlap_host(*piece));
         self.said.iter().any(|out| out.touches(memory))
             || self.expected.as_ref().is_some_and(|(to, _)| is_expected(to))
             || self.link.as_ref().is_some_and(|link| link.touches(memory))

@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::descriptor::{Descriptor, MemoryKind, RegionDescriptor};
+use crate::descriptor::{Access, Descriptor, MemoryKind, RegionDescriptor};
 use crate::fences::Whom;
 use crate::numbered::Numbered;
 use crate::regions::{Shape, Shapes};
 use crate::tcp::{Identity, Keys, RegionNews};
 use crate::transfers::{Memory, PathId, PeerId};
 use crate::trust::Trust;
+use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
 
 /// All of them.
 pub(crate) type Peers = Numbered<PeerId, Peer>;
@@ -28,6 +29,12 @@ pub(crate) struct Peer {
     regions: HashMap<u32, RegionDescriptor>,
     /// By region: the generation, and what each carrier has to know of it.
     keys: HashMap<u32, (u32, Keys)>,
+    /// What it lets this process read, by number and with the generation.
+    windows: HashMap<u32, (u32, Ranges)>,
+    /// A window of which more ranges are to be told: number, generation and what is known of it.
+    coming: Option<(u32, u32, Vec<WindowRange>)>,
+    /// Ranges of all its windows.
+    window_ranges: usize,
     has_had_gpus: bool,
     /// It has told its regions since its control connection is up.
     pub(crate) has_told: bool,
@@ -37,16 +44,30 @@ pub(crate) struct Peer {
     pub(crate) said_refusals: Vec<(u8, String)>,
 }
 
-/// What a carrier has to know of a peer's region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RemoteKey<'a> {
-    /// This.
-    Known(&'a [u8]),
+/// Where a peer's bytes are, as a carrier's like there has told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RemoteMemory<'a> {
+    /// Here, one after the other.
+    Known(Vec<RemoteBytes<'a>>),
     /// The peer has not told yet; [`crate::Carrier::regions_changed`] follows when it has.
     NotYet,
-    /// The region has another generation by now, or nothing for this carrier.
+    /// The region or window has another generation by now, or nothing for this carrier.
     None,
 }
+
+/// Bytes of one region of a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteBytes<'a> {
+    /// What the carrier's [`crate::Registrar`] at the peer has answered for the region.
+    pub key: &'a [u8],
+    /// Where the bytes begin in the region.
+    pub offset: u64,
+    /// How many.
+    pub len: u64,
+}
+
+/// Ranges that all windows of one peer have together at the most, 24 bytes each.
+const PEER_RANGES_MAX: usize = 1 << 20;
 
 impl Peer {
     pub(crate) fn new(whom: Whom, trust: Trust, control: PathId) -> Peer {
@@ -58,6 +79,9 @@ impl Peer {
             shapes: Arc::default(),
             regions: HashMap::new(),
             keys: HashMap::new(),
+            windows: HashMap::new(),
+            coming: None,
+            window_ranges: 0,
             has_had_gpus: false,
             has_told: false,
             refusals: Vec::new(),
@@ -82,7 +106,8 @@ impl Peer {
             // Which node or GPU it is, the peer tells.
             let known = self.shapes.get(&region.number).filter(|known| known.generation == generation);
             let unknown = if region.kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
-            (region.number, Shape { generation, len, memory: known.map_or(unknown, |known| known.memory) })
+            let memory = known.map_or(unknown, |known| known.memory);
+            (region.number, Shape { generation, len, memory, is_window: false })
         };
         let mut shapes = if self.has_told { Shapes::clone(&self.shapes) } else { Shapes::default() };
         let news: Vec<&RegionDescriptor> = descriptor.regions.iter().filter(is_news).collect();
@@ -96,24 +121,61 @@ impl Peer {
         true
     }
 
+    /// Takes a window's descriptor for what the peer lets this process read, until the peer tells. False: it was closed, and
+    /// its number is used otherwise.
+    pub(crate) fn describe_window(&mut self, window: &WindowDescriptor) -> bool {
+        let WindowDescriptor { number, generation, len, kind } = *window;
+        match self.shapes.get(&number) {
+            Some(known) if known.generation == generation => known.is_window && known.len == len,
+            Some(known) if known.generation > generation => false,
+            _ => {
+                // Which node or GPU it is, the peer tells.
+                let memory = if kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
+                let shape = Shape { generation, len, memory, is_window: true };
+                Arc::make_mut(&mut self.shapes).insert(number, shape);
+                self.has_had_gpus |= kind == MemoryKind::Cuda;
+                true
+            }
+        }
+    }
+
     /// The peer has told; nothing: that was all that it had registered when its connection came.
-    pub(crate) fn take_news(&mut self, news: Vec<RegionNews>) {
+    ///
+    /// # Errors
+    /// What it tells makes no sense.
+    pub(crate) fn take_news(&mut self, news: Vec<RegionNews>) -> Result<(), &'static str> {
         if news.is_empty() && !std::mem::replace(&mut self.has_told, true) {
-            let keys = &self.keys;
-            let is_told = |number: &u32| keys.contains_key(number);
+            let (keys, windows) = (&self.keys, &self.windows);
+            let is_told = |number: &u32| keys.contains_key(number) || windows.contains_key(number);
             // What a descriptor has said is not so any more.
             Arc::make_mut(&mut self.shapes).retain(|number, _| is_told(number));
             self.regions.retain(|number, _| is_told(number));
         }
-        let shapes = Arc::make_mut(&mut self.shapes);
         for news in news {
+            let shapes = Arc::make_mut(&mut self.shapes);
+            if !matches!(news, RegionNews::Window { .. }) && self.coming.take().is_some() {
+                return Err("a window of which the rest is missing");
+            }
             match news {
                 RegionNews::Here { region, memory, keys } => {
-                    let (generation, len) = (region.generation, region.len);
+                    let (number, generation, len) = (region.number, region.generation, region.len);
                     self.has_had_gpus |= region.kind == MemoryKind::Cuda;
-                    shapes.insert(region.number, Shape { generation, len, memory });
-                    self.regions.insert(region.number, region);
-                    self.keys.insert(region.number, (generation, keys));
+                    self.keys.insert(number, (generation, keys));
+                    // A descriptor may have said of a later one.
+                    if !is_later(shapes, number, generation) {
+                        if region.access == Access::Windows {
+                            // Only carriers have to know of it.
+                            shapes.remove(&number);
+                            self.regions.remove(&number);
+                        } else {
+                            shapes.insert(number, Shape { generation, len, memory, is_window: false });
+                            self.regions.insert(number, region);
+                        }
+                    }
+                    self.forget_window(number);
+                }
+                RegionNews::Window { number, generation, memory, ranges, has_more } => {
+                    self.take_window((number, generation), memory, ranges, has_more)?;
                 }
                 RegionNews::Gone { number, generation } => {
                     if shapes.get(&number).is_some_and(|shape| shape.generation == generation) {
@@ -123,14 +185,63 @@ impl Peer {
                     if self.keys.get(&number).is_some_and(|(known, _)| *known == generation) {
                         self.keys.remove(&number);
                     }
+                    if self.windows.get(&number).is_some_and(|(known, _)| *known == generation) {
+                        self.forget_window(number);
+                    }
                 }
             }
+        }
+        Ok(())
+    }
+
+    fn take_window(
+        &mut self,
+        (number, generation): (u32, u32),
+        memory: Memory,
+        ranges: Vec<WindowRange>,
+        has_more: bool,
+    ) -> Result<(), &'static str> {
+        let mut all = match self.coming.take() {
+            Some((of, its, known)) if (of, its) == (number, generation) => known,
+            Some(_) => return Err("a window of which the rest is missing"),
+            None => Vec::new(),
+        };
+        all.extend(ranges);
+        if all.len() > WINDOW_RANGES_MAX {
+            return Err("a window of too many ranges");
+        }
+        if has_more {
+            self.coming = Some((number, generation, all));
+            return Ok(());
+        }
+        let ranges = Ranges::new(all).ok_or("a window of ranges that make no sense")?;
+        self.forget_window(number);
+        self.window_ranges += ranges.all().len();
+        if self.window_ranges > PEER_RANGES_MAX {
+            return Err("windows of too many ranges");
+        }
+        self.has_had_gpus |= matches!(memory, Memory::Gpu(_));
+        let shapes = Arc::make_mut(&mut self.shapes);
+        if !is_later(shapes, number, generation) {
+            shapes.insert(number, Shape { generation, len: ranges.len(), memory, is_window: true });
+            self.regions.remove(&number);
+        }
+        self.keys.remove(&number);
+        self.windows.insert(number, (generation, ranges));
+        Ok(())
+    }
+
+    fn forget_window(&mut self, number: u32) {
+        if let Some((_, ranges)) = self.windows.remove(&number) {
+            self.window_ranges -= ranges.all().len();
         }
     }
 
     /// Its control connection is gone: what it tells over the next one counts.
     pub(crate) fn forget_keys(&mut self) {
         self.keys.clear();
+        self.windows.clear();
+        (self.coming, self.window_ranges) = (None, 0);
         self.has_told = false;
     }
 
@@ -150,19 +261,46 @@ impl Peer {
         self.has_had_gpus
     }
 
-    /// What the carrier of this code has to know of a region's generation.
-    pub(crate) fn key(&self, code: u8, region: u32, generation: u32) -> RemoteKey<'_> {
-        match self.keys.get(&region) {
-            Some((known, keys)) if *known == generation => keys
-                .iter()
-                .find(|(of, _)| *of == code)
-                .map_or(RemoteKey::None, |(_, key)| RemoteKey::Known(key)),
+    /// Where bytes of a region's, or a window's, generation are for the carrier of this code.
+    pub(crate) fn memory(
+        &self,
+        code: u8,
+        (region, generation): (u32, u32),
+        offset: u64,
+        len: u64,
+    ) -> RemoteMemory<'_> {
+        let known = self.keys.get(&region).map(|(known, _)| *known);
+        let known = known.or_else(|| self.windows.get(&region).map(|(known, _)| *known));
+        match known {
+            Some(known) if known == generation => {
+                let found = match self.windows.get(&region) {
+                    None => self.key(code, region).map(|key| vec![RemoteBytes { key, offset, len }]),
+                    Some((_, ranges)) => ranges.cut(offset, len).and_then(|parts| {
+                        let bytes = |part: WindowRange| {
+                            let key = self.key(code, part.region)?;
+                            Some(RemoteBytes { key, offset: part.offset, len: part.len })
+                        };
+                        parts.map(bytes).collect()
+                    }),
+                };
+                found.map_or(RemoteMemory::None, RemoteMemory::Known)
+            }
             // Generations count up.
-            Some((known, _)) if *known > generation => RemoteKey::None,
-            _ if self.has_told && !self.shapes.contains_key(&region) => RemoteKey::None,
-            _ => RemoteKey::NotYet,
+            Some(known) if known > generation => RemoteMemory::None,
+            _ if self.has_told && !self.shapes.contains_key(&region) => RemoteMemory::None,
+            _ => RemoteMemory::NotYet,
         }
     }
+
+    fn key(&self, code: u8, region: u32) -> Option<&[u8]> {
+        let (_, keys) = self.keys.get(&region)?;
+        keys.iter().find(|(of, _)| *of == code).map(|(_, key)| &**key)
+    }
+}
+
+/// Whether a later generation of this number is known.
+fn is_later(shapes: &Shapes, number: u32, generation: u32) -> bool {
+    shapes.get(&number).is_some_and(|known| known.generation > generation)
 }
 
 pub(crate) fn identity(descriptor: &Descriptor) -> Identity {
@@ -171,8 +309,8 @@ pub(crate) fn identity(descriptor: &Descriptor) -> Identity {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;
-    use crate::descriptor::Access;
     use crate::tcp::Key;
 
     const OWN: u8 = 3;
@@ -211,34 +349,103 @@ mod tests {
     fn what_a_peer_has_not_told_it_does_not_have_whatever_its_descriptor_said() {
         let (mut peer, old) = described(vec![region(0, 0), region(1, 0), region(2, 0)]);
         assert_eq!(generations(&peer), [(0, 0), (1, 0), (2, 0)]);
-        assert_eq!(peer.key(OWN, 1, 0), RemoteKey::NotYet);
-        peer.take_news(vec![here(0, 0)]);
-        peer.take_news(vec![here(2, 1)]);
-        assert_eq!(peer.key(OWN, 1, 0), RemoteKey::NotYet, "there may be more");
-        peer.take_news(Vec::new());
+        assert_eq!(peer.memory(OWN, (1, 0), 4, 2), RemoteMemory::NotYet);
+        peer.take_news(vec![here(0, 0)]).unwrap();
+        peer.take_news(vec![here(2, 1)]).unwrap();
+        assert_eq!(peer.memory(OWN, (1, 0), 4, 2), RemoteMemory::NotYet, "there may be more");
+        peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(0, 0), (2, 1)]);
-        assert_eq!(peer.key(OWN, 0, 0), RemoteKey::Known(&[0]));
-        assert_eq!((peer.key(OWN, 1, 0), peer.key(OWN, 2, 0)), (RemoteKey::None, RemoteKey::None));
-        assert_eq!(peer.key(9, 0, 0), RemoteKey::None, "nothing for this carrier");
+        let known = vec![RemoteBytes { key: &[0], offset: 4, len: 2 }];
+        assert_eq!(peer.memory(OWN, (0, 0), 4, 2), RemoteMemory::Known(known));
+        assert_eq!(
+            (peer.memory(OWN, (1, 0), 4, 2), peer.memory(OWN, (2, 0), 4, 2)),
+            (RemoteMemory::None, RemoteMemory::None)
+        );
+        assert_eq!(peer.memory(9, (0, 0), 4, 2), RemoteMemory::None, "nothing for this carrier");
         // The old one once more brings back what is gone, for which its owner refuses it, but no former generation.
         assert!(peer.describe(&old));
         assert_eq!(generations(&peer), [(0, 0), (1, 0), (2, 1)]);
         peer.take_news(vec![
             RegionNews::Gone { number: 0, generation: 0 },
             RegionNews::Gone { number: 2, generation: 0 },
-        ]);
+        ])
+        .unwrap();
         assert_eq!(generations(&peer), [(1, 0), (2, 1)]);
     }
 
     #[test]
     fn after_another_connection_the_peer_tells_anew() {
         let (mut peer, _) = described(Vec::new());
-        peer.take_news(vec![here(0, 0), here(1, 0)]);
-        peer.take_news(Vec::new());
+        peer.take_news(vec![here(0, 0), here(1, 0)]).unwrap();
+        peer.take_news(Vec::new()).unwrap();
         peer.forget_keys();
-        assert_eq!(peer.key(OWN, 0, 0), RemoteKey::NotYet);
-        peer.take_news(vec![here(1, 0)]);
-        peer.take_news(Vec::new());
+        assert_eq!(peer.memory(OWN, (0, 0), 4, 2), RemoteMemory::NotYet);
+        peer.take_news(vec![here(1, 0)]).unwrap();
+        peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(1, 0)]);
+    }
+
+    #[test]
+    fn a_window_is_found_by_the_keys_of_the_regions_that_it_shows() {
+        let (mut peer, _) = described(Vec::new());
+        let range = |region, offset, len| WindowRange { region, offset, len };
+        let window = |number, generation, ranges, has_more| RegionNews::Window {
+            number,
+            generation,
+            memory: Memory::Host(0),
+            ranges,
+            has_more,
+        };
+        let descriptor = WindowDescriptor { number: 9, generation: 2, len: 30, kind: MemoryKind::Host };
+        assert!(peer.describe_window(&descriptor), "it may come before the peer's own word");
+        assert_eq!(peer.memory(OWN, (9, 2), 0, 1), RemoteMemory::NotYet);
+        let shown = RegionDescriptor { access: Access::Windows, ..region(0, 0) };
+        let keys = vec![(OWN, [7].into())];
+        let only_shown = RegionNews::Here { region: shown, memory: Memory::Host(0), keys };
+        peer.take_news(vec![only_shown, here(1, 5)]).unwrap();
+        assert_eq!(peer.descriptors().len(), 1, "what only windows show cannot be named");
+        peer.take_news(vec![window(9, 2, vec![range(0, 4, 10)], true)]).unwrap();
+        assert_eq!(peer.memory(OWN, (9, 2), 0, 1), RemoteMemory::NotYet, "there is more of it");
+        peer.take_news(vec![window(9, 2, vec![range(1, 0, 20)], false)]).unwrap();
+        let found =
+            vec![RemoteBytes { key: &[7], offset: 13, len: 1 }, RemoteBytes { key: &[5], offset: 0, len: 2 }];
+        assert_eq!(peer.memory(OWN, (9, 2), 9, 3), RemoteMemory::Known(found));
+        assert_eq!(peer.memory(OWN, (9, 1), 0, 1), RemoteMemory::None, "it was another window");
+        assert_eq!(peer.memory(8, (9, 2), 0, 1), RemoteMemory::None, "nothing for this carrier");
+        assert!(peer.describe_window(&descriptor));
+        let former = WindowDescriptor { generation: 1, ..descriptor };
+        assert!(!peer.describe_window(&former), "its number is another window's by now");
+        // Its owner tells in order, and a descriptor may be faster than several windows of one number.
+        let next = WindowDescriptor { generation: 5, ..descriptor };
+        assert!(peer.describe_window(&next));
+        for generation in 2..5 {
+            peer.take_news(vec![RegionNews::Gone { number: 9, generation }]).unwrap();
+            peer.take_news(vec![window(9, generation + 1, vec![range(1, 0, 30)], false)]).unwrap();
+            let is_known = generation + 1 == 5;
+            assert_eq!(matches!(peer.memory(OWN, (9, 5), 0, 1), RemoteMemory::Known(_)), is_known);
+        }
+        peer.take_news(vec![RegionNews::Gone { number: 9, generation: 5 }]).unwrap();
+        peer.take_news(Vec::new()).unwrap();
+        assert_eq!(peer.memory(OWN, (9, 2), 0, 1), RemoteMemory::None);
+        assert_eq!(peer.window_ranges, 0);
+    }
+
+    #[test]
+    fn a_peer_that_tells_nonsense_of_windows_is_found_out() {
+        let range = WindowRange { region: 0, offset: 0, len: 1 };
+        let window = |number, ranges, has_more| {
+            let (generation, memory) = (0, Memory::Host(0));
+            RegionNews::Window { number, generation, memory, ranges, has_more }
+        };
+        let tell = |news| described(Vec::new()).0.take_news(news);
+        assert!(tell(vec![window(1, vec![range], true), window(2, vec![range], false)]).is_err());
+        assert!(tell(vec![window(1, vec![range], true), here(1, 0)]).is_err());
+        assert!(tell(vec![window(1, vec![WindowRange { len: 0, ..range }], false)]).is_err());
+        assert!(tell(vec![window(1, vec![range; WINDOW_RANGES_MAX + 1], true)]).is_err());
+        let full = |number| window(number, vec![range; WINDOW_RANGES_MAX], false);
+        let most = (PEER_RANGES_MAX / WINDOW_RANGES_MAX) as u32;
+        assert!(tell((0..most).map(full).collect()).is_ok());
+        assert!(tell((0..=most).map(full).collect()).is_err());
+        assert!(tell([0; 40].map(full).into()).is_ok(), "the same one again and again");
     }
 }

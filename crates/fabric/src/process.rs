@@ -98,6 +98,13 @@ impl Process {
     }
 }
 
+impl Used {
+    /// Regions and windows of the peer, each with its generation.
+    pub(crate) fn theirs(&self) -> &[(u32, u32)] {
+        &self.theirs
+    }
+}
+
 impl BothSides {
     /// What runs use, which were checked against both sides.
     pub(crate) fn used_by(&self, peer: PeerId, runs: &[Run]) -> Used {

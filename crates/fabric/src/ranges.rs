@@ -35,6 +35,62 @@ impl Spot {
     pub(crate) fn overlaps(&self, other: Spot) -> bool {
         self.gpu == other.gpu && self.piece.overlaps(other.piece)
     }
+
+    fn begin(&self) -> (Option<usize>, usize) {
+        (self.gpu, self.piece.address)
+    }
+
+    fn end(&self) -> (Option<usize>, usize) {
+        (self.gpu, self.piece.address + self.piece.len)
+    }
+}
+
+/// Memory in several places, none of which overlaps another, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Spots<'a>(&'a [Spot]);
+
+impl<'a> Spots<'a> {
+    /// All bytes of one.
+    pub(crate) fn one(spot: &'a Spot) -> Spots<'a> {
+        Spots(std::slice::from_ref(spot))
+    }
+
+    /// Of what [`disjoint`] has made.
+    pub(crate) fn of(disjoint: &'a [Spot]) -> Spots<'a> {
+        debug_assert!(disjoint.is_sorted_by(|one, next| one.end() <= next.begin()));
+        Spots(disjoint)
+    }
+
+    /// Whether any byte of this is among them.
+    pub(crate) fn overlap(self, spot: Spot) -> bool {
+        let first = self.0.partition_point(|known| known.end() <= spot.begin());
+        self.0.get(first).is_some_and(|known| known.overlaps(spot))
+    }
+
+    pub(crate) fn to_vec(self) -> Vec<Spot> {
+        self.0.to_vec()
+    }
+
+    /// The same of the host's memory.
+    pub(crate) fn overlap_host(self, piece: Piece) -> bool {
+        self.overlap(Spot { piece, gpu: None })
+    }
+}
+
+/// The same bytes, in order, without those that are named twice.
+pub(crate) fn disjoint(mut spots: Vec<Spot>) -> Vec<Spot> {
+    spots.sort_unstable_by_key(|spot| spot.begin());
+    let mut joined: Vec<Spot> = Vec::with_capacity(spots.len());
+    for spot in spots {
+        match joined.last_mut() {
+            Some(last) if last.gpu == spot.gpu && spot.begin() <= last.end() => {
+                let end = last.end().1.max(spot.end().1);
+                last.piece.len = end - last.piece.address;
+            }
+            _ => joined.push(spot),
+        }
+    }
+    joined
 }
 
 /// Of all together.

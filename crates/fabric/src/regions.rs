@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::numbered::Numbered;
-use crate::ranges::{Piece, Spot};
+use crate::ranges::{Piece, Spot, Spots, disjoint};
 use crate::registrar::MemoryRegion;
-use crate::tcp::{Keys, RegionNews};
+use crate::tcp::{Identity, Keys, RegionNews, WireRun, window_news};
 use crate::transfers::Memory;
+use crate::window::{Ranges, WindowRange};
 
 /// What has to be known of a region to check a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +17,8 @@ pub(crate) struct Shape {
     pub(crate) generation: u32,
     pub(crate) len: u64,
     pub(crate) memory: Memory,
+    /// Only a transfer that names this very window may touch it.
+    pub(crate) is_window: bool,
 }
 
 /// The regions of one side, by number, as they are at one moment: whoever checks a transfer holds no lock meanwhile.
@@ -38,9 +41,34 @@ struct Known {
 pub(crate) struct Regions {
     known: Numbered<u32, Known>,
     shapes: Arc<Shapes>,
+    windows: Numbered<u32, Window>,
     generations: Vec<u32>,
     free: Vec<u32>,
     has_had_gpus: bool,
+}
+
+/// What one peer may read.
+#[derive(Debug)]
+struct Window {
+    generation: u32,
+    to: Identity,
+    memory: Memory,
+    ranges: Ranges,
+    /// The same bytes, by where they are.
+    shown: Vec<Spot>,
+    /// None of its requests are served while it is being closed.
+    is_served: bool,
+}
+
+/// Bytes that a peer asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    /// Or a window.
+    pub(crate) region: u32,
+    pub(crate) generation: u32,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) is_write: bool,
 }
 
 /// Memory that is to be registered.
@@ -50,6 +78,13 @@ pub(crate) struct NewRegion {
     pub(crate) len: u64,
     pub(crate) access: Access,
     pub(crate) memory: Memory,
+}
+
+impl WireRun {
+    pub(crate) fn wanted(&self, is_write: bool) -> Wanted {
+        let WireRun { region, generation, offset, len } = *self;
+        Wanted { region, generation, offset, len, is_write }
+    }
 }
 
 impl Regions {
@@ -76,7 +111,7 @@ impl Regions {
         let descriptor = RegionDescriptor { number, generation, kind, access, len };
         let known = Known { descriptor, base, memory, keys, uses: 0, is_served: true };
         self.known.insert(number, known);
-        Arc::make_mut(&mut self.shapes).insert(number, Shape { generation, len, memory });
+        Arc::make_mut(&mut self.shapes).insert(number, Shape { generation, len, memory, is_window: false });
     }
 
     /// Requests are refused from now on. False if there is no such region, or somebody else gives it up already.
@@ -88,6 +123,7 @@ impl Regions {
     /// The number is used again, with the next generation.
     pub(crate) fn remove(&mut self, number: u32) {
         self.known.remove(&number);
+        self.windows.remove(&number);
         let generation = &mut self.generations[number as usize];
         // A number whose generations are used up is not used again.
         if let Some(next) = generation.checked_add(1) {
@@ -96,8 +132,10 @@ impl Regions {
         }
     }
 
+    /// What peers may read, or write, without a window.
     pub(crate) fn descriptors(&self) -> Vec<RegionDescriptor> {
-        let served = self.known.values().filter(|known| known.is_served);
+        let is_open = |known: &&Known| known.is_served && known.descriptor.access != Access::Windows;
+        let served = self.known.values().filter(is_open);
         let mut all: Vec<RegionDescriptor> = served.map(|known| known.descriptor).collect();
         all.sort_by_key(|region| region.number);
         all
@@ -113,9 +151,85 @@ impl Regions {
         })
     }
 
-    /// The same of all.
-    pub(crate) fn news(&self) -> Vec<RegionNews> {
-        self.descriptors().iter().filter_map(|region| self.news_of(region.number)).collect()
+    /// The same of all, for a peer: also of the windows that it may read through.
+    pub(crate) fn news(&self, peer: Identity) -> Vec<RegionNews> {
+        let mut served: Vec<u32> =
+            self.known.iter().filter(|(_, known)| known.is_served).map(|(number, _)| *number).collect();
+        served.sort_unstable();
+        let mut news: Vec<RegionNews> =
+            served.into_iter().filter_map(|number| self.news_of(number)).collect();
+        let mut open: Vec<u32> =
+            self.windows.iter().filter(|(_, window)| window.to == peer).map(|(number, _)| *number).collect();
+        open.sort_unstable();
+        news.extend(open.into_iter().flat_map(|number| self.news_of_window(number)));
+        news
+    }
+
+    /// What a window's peer is to know of it.
+    pub(crate) fn news_of_window(&self, number: u32) -> Vec<RegionNews> {
+        let Some(Window { generation, memory, ranges, is_served, .. }) = self.windows.get(&number) else {
+            return Vec::new();
+        };
+        match is_served {
+            true => window_news(number, *generation, *memory, ranges.all()),
+            false => vec![RegionNews::Gone { number, generation: *generation }],
+        }
+    }
+
+    /// Where the bytes of these ranges are. None: not all of them are registered, or they are in several memories.
+    pub(crate) fn memory_of(&self, ranges: &Ranges) -> Option<Memory> {
+        let mut memory = None;
+        for WindowRange { region, offset, len } in ranges.all() {
+            let known = self.known.get(region).filter(|known| known.is_served)?;
+            known.spot(*offset, *len)?;
+            if *memory.get_or_insert(known.memory) != known.memory {
+                return None;
+            }
+        }
+        memory
+    }
+
+    /// A peer may read these ranges from now on, under a number that was reserved. False: they are not registered any more.
+    pub(crate) fn open_window(&mut self, number: u32, to: Identity, ranges: Ranges) -> bool {
+        let Some(memory) = self.memory_of(&ranges) else { return false };
+        let generation = self.generations[number as usize];
+        let spot = |range: &WindowRange| self.known.get(&range.region)?.spot(range.offset, range.len);
+        let shown = disjoint(ranges.all().iter().filter_map(spot).collect());
+        self.windows.insert(number, Window { generation, to, memory, ranges, shown, is_served: true });
+        true
+    }
+
+    /// Requests are refused from now on. Answers generation and peer; None if there is no such window, or somebody else closes
+    /// it already.
+    pub(crate) fn stop_serving_window(&mut self, number: u32) -> Option<(u32, Identity)> {
+        let window = self.windows.get_mut(&number).filter(|window| window.is_served)?;
+        window.is_served = false;
+        Some((window.generation, window.to))
+    }
+
+    /// Whether a window of this generation is open.
+    pub(crate) fn is_window(&self, number: u32, generation: u32) -> bool {
+        self.windows.get(&number).is_some_and(|window| window.generation == generation)
+    }
+
+    /// The peer of a window, and where its bytes are.
+    pub(crate) fn shown(&self, number: u32) -> Option<(Identity, Spots<'_>)> {
+        let window = self.windows.get(&number)?;
+        Some((window.to, Spots::of(&window.shown)))
+    }
+
+    /// Windows that show bytes of a region.
+    pub(crate) fn windows_of(&self, region: u32) -> Vec<u32> {
+        let shows = |window: &Window| window.ranges.all().iter().any(|range| range.region == region);
+        let mut found: Vec<u32> =
+            self.windows.iter().filter(|(_, window)| shows(window)).map(|(number, _)| *number).collect();
+        found.sort_unstable();
+        found
+    }
+
+    /// How many windows are open.
+    pub(crate) fn windows(&self) -> usize {
+        self.windows.len()
     }
 
     /// A region as carriers see it.
@@ -161,21 +275,27 @@ impl Regions {
         self.known.get(&number)?.spot(offset, len)
     }
 
-    /// Bytes of a region that a peer asks for. None: refused.
-    pub(crate) fn for_peer(
-        &self,
-        number: u32,
-        generation: u32,
-        offset: u64,
-        len: u64,
-        is_write: bool,
-    ) -> Option<Spot> {
-        let known = self.known.get(&number).filter(|known| known.is_served)?;
-        let may = !is_write || known.descriptor.access == Access::ReadWrite;
-        if known.descriptor.generation != generation || !may {
+    /// Finds bytes that a peer asks for. None: refused, and `spots` may have some of them.
+    pub(crate) fn for_peer(&self, peer: Identity, wanted: Wanted, spots: &mut Vec<Spot>) -> Option<()> {
+        let Wanted { region, generation, offset, len, is_write } = wanted;
+        if let Some(known) = self.known.get(&region) {
+            let may = match known.descriptor.access {
+                Access::Read => !is_write,
+                Access::ReadWrite => true,
+                Access::Windows => false,
+            };
+            let is_it = known.is_served && known.descriptor.generation == generation;
+            spots.push(known.spot(offset, len).filter(|_| may && is_it)?);
+            return Some(());
+        }
+        let window = self.windows.get(&region)?;
+        if !window.is_served || window.generation != generation || window.to != peer || is_write {
             return None;
         }
-        known.spot(offset, len)
+        for part in window.ranges.cut(offset, len)? {
+            spots.push(self.known.get(&part.region)?.spot(part.offset, part.len)?);
+        }
+        Some(())
     }
 }
 
@@ -196,6 +316,8 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
     use super::*;
 
+    const PEER: Identity = Identity { engine: 1, boot: 2 };
+
     fn add(regions: &mut Regions, base: usize, len: u64, access: Access) -> u32 {
         let (number, _) = regions.reserve().unwrap();
         regions.add(number, NewRegion { base, len, access, memory: Memory::Host(0) }, Keys::new());
@@ -207,26 +329,70 @@ mod tests {
         let mut regions = Regions::default();
         let first = add(&mut regions, 0x1000, 100, Access::Read);
         let second = add(&mut regions, 0x2000, 50, Access::ReadWrite);
-        let spot = |address, len| Some(Spot { piece: Piece { address, len }, gpu: None });
-        assert_eq!(regions.for_peer(first, 0, 10, 90, false), spot(0x1000 + 10, 90));
-        assert_eq!(regions.for_peer(first, 0, 10, 91, false), None, "one byte too many");
-        assert_eq!(regions.for_peer(first, 0, u64::MAX, 2, false), None);
-        assert_eq!(regions.for_peer(first, 0, 0, 1, true), None, "it is only to be read");
-        assert_eq!(regions.for_peer(second, 1, 0, 1, true), None, "another generation");
-        assert!(regions.for_peer(second, 0, 0, 50, true).is_some());
+        let spot = |address, len| Some(vec![Spot { piece: Piece { address, len }, gpu: None }]);
+        let asked = |regions: &Regions, region, generation, offset, len, is_write| {
+            let mut spots = Vec::new();
+            let wanted = Wanted { region, generation, offset, len, is_write };
+            regions.for_peer(PEER, wanted, &mut spots).map(|()| spots)
+        };
+        assert_eq!(asked(&regions, first, 0, 10, 90, false), spot(0x1000 + 10, 90));
+        assert_eq!(asked(&regions, first, 0, 10, 91, false), None, "one byte too many");
+        assert_eq!(asked(&regions, first, 0, u64::MAX, 2, false), None);
+        assert_eq!(asked(&regions, first, 0, 0, 1, true), None, "it is only to be read");
+        assert_eq!(asked(&regions, second, 1, 0, 1, true), None, "another generation");
+        assert!(asked(&regions, second, 0, 0, 50, true).is_some());
         let before = regions.shapes();
         assert!(regions.stop_serving(second));
         assert!(!regions.stop_serving(second), "once");
         assert!(before.contains_key(&second) && !regions.shapes().contains_key(&second));
-        assert_eq!(regions.for_peer(second, 0, 0, 50, true), None);
+        assert_eq!(asked(&regions, second, 0, 0, 50, true), None);
         assert_eq!(regions.news_of(second), Some(RegionNews::Gone { number: second, generation: 0 }));
         assert!(regions.own(second, 0, 50).is_some(), "a transfer under way goes on");
         regions.remove(second);
         assert_eq!(add(&mut regions, 0x3000, 50, Access::ReadWrite), second);
-        assert_eq!(regions.for_peer(second, 0, 0, 1, true), None, "of the former region of this number");
-        assert!(regions.for_peer(second, 1, 0, 1, true).is_some());
+        assert_eq!(asked(&regions, second, 0, 0, 1, true), None, "of the former region of this number");
+        assert!(asked(&regions, second, 1, 0, 1, true).is_some());
         assert_eq!(regions.descriptors().len(), 2);
         assert_eq!(regions.shapes()[&second].generation, 1);
+    }
+
+    #[test]
+    fn only_its_peer_reads_through_a_window_until_it_is_closed() {
+        let mut regions = Regions::default();
+        let first = add(&mut regions, 0x1000, 100, Access::Windows);
+        let second = add(&mut regions, 0x2000, 50, Access::ReadWrite);
+        let range = |region, offset, len| WindowRange { region, offset, len };
+        let ranges = Ranges::new(vec![range(first, 90, 10), range(second, 5, 20)]).unwrap();
+        let (number, _) = regions.reserve().unwrap();
+        assert!(regions.open_window(number, PEER, ranges.clone()));
+        let asked = |regions: &Regions, peer, region, generation, offset, len, is_write| {
+            let mut spots = Vec::new();
+            let wanted = Wanted { region, generation, offset, len, is_write };
+            regions.for_peer(peer, wanted, &mut spots).map(|()| spots)
+        };
+        let spot = |address, len| Spot { piece: Piece { address, len }, gpu: None };
+        let read = |regions: &Regions, offset, len| asked(regions, PEER, number, 0, offset, len, false);
+        assert_eq!(read(&regions, 0, 30), Some(vec![spot(0x1000 + 90, 10), spot(0x2000 + 5, 20)]));
+        assert_eq!(read(&regions, 9, 2), Some(vec![spot(0x1000 + 99, 1), spot(0x2000 + 5, 1)]));
+        assert_eq!(read(&regions, 10, 21), None, "one byte too many");
+        assert_eq!(asked(&regions, PEER, first, 0, 90, 1, false), None, "not without the window");
+        assert_eq!(asked(&regions, PEER, number, 0, 0, 1, true), None, "it is only to be read");
+        assert_eq!(asked(&regions, PEER, number, 1, 0, 1, false), None, "another generation");
+        let other = Identity { boot: 3, ..PEER };
+        assert_eq!(asked(&regions, other, number, 0, 0, 1, false), None, "another start of the peer");
+        assert!(!regions.shapes().contains_key(&number), "it is no memory of this process's own");
+        assert_eq!(regions.windows_of(second), [number]);
+        let told = |regions: &Regions, peer| regions.news(peer).len();
+        assert_eq!((told(&regions, PEER), told(&regions, other)), (3, 2));
+        assert_eq!(regions.descriptors().len(), 1, "what only windows show has no place in a descriptor");
+        assert_eq!(regions.stop_serving_window(number), Some((0, PEER)));
+        assert_eq!(regions.stop_serving_window(number), None, "once");
+        assert_eq!(read(&regions, 0, 30), None);
+        assert_eq!(regions.news_of_window(number), [RegionNews::Gone { number, generation: 0 }]);
+        regions.remove(number);
+        assert_eq!((regions.reserve(), regions.windows()), (Some((number, 1)), 0));
+        assert!(regions.stop_serving(first));
+        assert!(!regions.open_window(number, PEER, ranges), "a range of it is being given back");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What carriers do when memory is registered and given back.
 
 use crate::transfers::Memory;
+use crate::window::WindowRange;
 
 /// Why memory cannot be registered.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -29,6 +30,19 @@ pub struct MemoryRegion {
     pub is_writable: bool,
 }
 
+/// A window as a carrier sees it when it is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OpenedWindow<'a> {
+    /// Its number, which its peer names instead of a region's.
+    pub number: u32,
+    /// How often the number was used before.
+    pub generation: u32,
+    /// What it shows of registered regions.
+    pub ranges: &'a [WindowRange],
+    /// Where these bytes lie.
+    pub memory: Memory,
+}
+
 /// What a carrier does when memory is registered and given back. It is called outside of the engine's lock, and may take its
 /// time.
 pub trait Registrar: Send + Sync {
@@ -42,6 +56,16 @@ pub trait Registrar: Send + Sync {
     /// The region is being given back. What peers read of it on their own, and is over after this, does not count.
     fn withdraw(&self, region: &MemoryRegion) {
         let _ = region;
+    }
+
+    /// Its peer may read through a window from now on.
+    fn open_window(&self, window: &OpenedWindow<'_>) {
+        let _ = window;
+    }
+
+    /// A window is being closed. What its peer reads through it on its own, and is over after this, does not count.
+    fn close_window(&self, number: u32, generation: u32) {
+        let _ = (number, generation);
     }
 
     /// Nothing of the region is under way any more.

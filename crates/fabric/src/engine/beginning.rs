@@ -6,8 +6,9 @@ use super::shared::{Hold, Shared};
 use super::{FabricError, Handle, Transfer};
 use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};
-use crate::shape::Pieces;
-use crate::transfers::{PeerId, Request, Stretch};
+use crate::shape::{Pieces, ShapeError, Side};
+use crate::transfers::{Op, PeerId, Request, Stretch};
+use crate::window::WindowDescriptor;
 
 /// A transfer is checked against what both sides have registered without the lock. So often that may change meanwhile.
 const CHECKS_MAX: usize = 4;
@@ -32,6 +33,9 @@ impl Shared {
         peer: PeerId,
         transfer: &Transfer,
     ) -> Result<Handle, FabricError> {
+        if let Some(window) = &transfer.window {
+            self.note_window(peer, window)?;
+        }
         for _ in 0..CHECKS_MAX {
             let sides = self.both_sides(peer)?;
             let checked = self.check(&sides, peer, transfer)?;
@@ -44,6 +48,13 @@ impl Shared {
         Err(FabricError::Changing)
     }
 
+    /// A window may be known to whoever got its descriptor before the peer itself has told of it.
+    fn note_window(&self, peer: PeerId, window: &WindowDescriptor) -> Result<(), FabricError> {
+        let mut hub = self.try_hub()?;
+        let known = hub.hub.outside.peer_mut(peer).ok_or(FabricError::NoSuchPeer)?;
+        known.describe_window(window).then_some(()).ok_or(FabricError::WindowClosed)
+    }
+
     /// What a transfer moves, checked against the memory of both sides.
     pub(crate) fn check(
         &self,
@@ -51,17 +62,17 @@ impl Shared {
         peer: PeerId,
         transfer: &Transfer,
     ) -> Result<Checked, FabricError> {
-        self.check_pieces(sides, peer, &transfer.pieces).map(|(stretches, used)| Checked {
-            request: Request {
-                peer,
-                op: transfer.op,
-                stretches,
-                immediate: transfer.immediate,
-                deadline: transfer.timeout,
-                priority: transfer.priority,
-            },
-            used,
-        })
+        let (stretches, used) = self.check_pieces(sides, peer, &transfer.pieces)?;
+        check_window(sides, &used, transfer)?;
+        let request = Request {
+            peer,
+            op: transfer.op,
+            stretches,
+            immediate: transfer.immediate,
+            deadline: transfer.timeout,
+            priority: transfer.priority,
+        };
+        Ok(Checked { request, used })
     }
 
     fn check_pieces(
@@ -96,4 +107,24 @@ impl Shared {
         let submitted = hub.hub.submit(request, used).map_err(|full| FabricError::Full(full.0))?;
         Ok(submitted.map(|ticket| Handle { shared: Arc::clone(self), ticket }))
     }
+}
+
+/// A window's number may be used again: a transfer means one window, and touches nothing else.
+fn check_window(sides: &BothSides, used: &Used, transfer: &Transfer) -> Result<(), FabricError> {
+    let window = transfer.window.map(|window| (window.number, window.generation));
+    if transfer.window.is_some() && transfer.op == Op::Write {
+        return Err(FabricError::WindowIsRead);
+    }
+    for (region, generation) in used.theirs() {
+        let is_window = sides.theirs.get(region).is_some_and(|shape| shape.is_window);
+        match window {
+            Some((number, its)) if number == *region && its != *generation => {
+                return Err(FabricError::WindowClosed);
+            }
+            Some((number, _)) if number == *region && is_window => {}
+            None if !is_window => {}
+            _ => return Err(ShapeError::NoSuchRegion { side: Side::Remote, region: *region }.into()),
+        }
+    }
+    Ok(())
 }

@@ -70,6 +70,18 @@ pub enum FabricError {
     /// Nobody registered this.
     #[error("region {0} is not registered")]
     NoSuchRegion(u32),
+    /// Ranges that are not registered, or of several memories, or none.
+    #[error("a window shows ranges of registered memory, all of the host or all of one GPU: {0}")]
+    Window(String),
+    /// A window that the peer has closed.
+    #[error("the peer has closed this window: ask it for another")]
+    WindowClosed,
+    /// A write to a window.
+    #[error("a window can only be read")]
+    WindowIsRead,
+    /// Nobody opened this.
+    #[error("window {0} is not open")]
+    NoSuchWindow(u32),
     /// A carrier cannot reach the memory that was to be registered.
     #[error("the memory cannot be registered: {0}")]
     Register(#[from] RegisterError),

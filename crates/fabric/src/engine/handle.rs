@@ -10,6 +10,7 @@ use super::shared::{Shared, next_message};
 use crate::inbox::Message;
 use crate::shape::Pieces;
 use crate::transfers::{Failure, Op, Priority, Ticket};
+use crate::window::WindowDescriptor;
 
 /// What to move.
 #[derive(Debug, Clone)]
@@ -24,17 +25,25 @@ pub struct Transfer {
     pub timeout: Option<Duration>,
     /// Its turn.
     pub priority: Priority,
+    /// A window of the peer's through which the bytes are read: the pieces name its number in place of a region's.
+    pub window: Option<WindowDescriptor>,
 }
 
 impl Transfer {
     /// All bytes to the peer, with no time limit.
     pub fn write(pieces: Pieces) -> Transfer {
-        Transfer { op: Op::Write, pieces, immediate: None, timeout: None, priority: Priority::High }
+        let (immediate, timeout, priority, window) = (None, None, Priority::High, None);
+        Transfer { op: Op::Write, pieces, immediate, timeout, priority, window }
     }
 
     /// All bytes from the peer, with no time limit.
     pub fn read(pieces: Pieces) -> Transfer {
         Transfer { op: Op::Read, ..Transfer::write(pieces) }
+    }
+
+    /// The same through a window of the peer's, whose number all pieces name as their region there.
+    pub fn read_through(window: WindowDescriptor, pieces: Pieces) -> Transfer {
+        Transfer { window: Some(window), ..Transfer::read(pieces) }
     }
 }
 

@@ -19,8 +19,8 @@ impl<C: Control> Outside<C> {
             Frame::Fenced { code, connection, is_over } => self.fence_answered((code, connection), is_over),
             Frame::Regions(bytes) => match decode_regions(&bytes) {
                 Ok(news) => {
-                    if let Some(known) = self.peers.get_mut(&peer) {
-                        known.take_news(news);
+                    if let Some(Err(why)) = self.peers.get_mut(&peer).map(|known| known.take_news(news)) {
+                        return self.end_channel(channel, why);
                     }
                     self.process.news.change = true;
                     self.peer_has_changed(peer);

@@ -3,6 +3,7 @@
 use super::Outside;
 use crate::carrier::Touched;
 use crate::control::Control;
+use crate::ranges::Spots;
 use crate::transfers::PeerId;
 
 impl<C: Control> Outside<C> {
@@ -19,13 +20,32 @@ impl<C: Control> Outside<C> {
     /// Whether anything may still read or write a region for somebody else.
     pub(crate) fn is_touched(&self, region: u32) -> bool {
         let Some(memory) = self.process.regions.all_of(region) else { return false };
-        self.carriers.iter().any(|carrier| carrier.touches(Touched(memory)))
+        let memory = Touched { spots: Spots::one(&memory), reader: None };
+        self.carriers.iter().any(|carrier| carrier.touches(memory))
+    }
+
+    /// Whether anything may still be read through a window.
+    pub(crate) fn is_read_through(&self, window: u32) -> bool {
+        let Some((reader, spots)) = self.process.regions.shown(window) else { return false };
+        let memory = Touched { spots, reader: Some(reader) };
+        self.carriers.iter().any(|carrier| carrier.touches(memory))
+    }
+
+    /// Ends what reads through a window for too long.
+    pub(crate) fn let_go_through(&mut self, window: u32) {
+        let Some((reader, spots)) =
+            self.process.regions.shown(window).map(|(reader, spots)| (reader, spots.to_vec()))
+        else {
+            return;
+        };
+        let memory = Touched { spots: Spots::of(&spots), reader: Some(reader) };
+        self.each(|carrier, cx| carrier.let_go(cx, memory));
     }
 
     /// Ends what touches a region for too long.
     pub(crate) fn let_go(&mut self, region: u32) {
         if let Some(memory) = self.process.regions.all_of(region) {
-            self.each(|carrier, cx| carrier.let_go(cx, Touched(memory)));
+            self.each(|carrier, cx| carrier.let_go(cx, Touched { spots: Spots::one(&memory), reader: None }));
         }
     }
 

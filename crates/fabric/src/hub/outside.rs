@@ -150,6 +150,16 @@ impl<C: Control> Outside<C> {
         self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
     }
 
+    /// A window that is open, or not any more, is told to its peer, if that is connected.
+    pub(crate) fn tell_window(&mut self, number: u32, to: Identity) {
+        let news = self.process.regions.news_of_window(number);
+        for bytes in crate::tcp::encode_regions(&news) {
+            for (channel, _) in self.sessions.iter().filter(|(_, served)| served.from == to) {
+                self.control.say(*channel, Frame::Regions(bytes.clone()));
+            }
+        }
+    }
+
     /// What this process or a peer has registered is known to be another by now.
     pub(crate) fn peer_has_changed(&mut self, peer: PeerId) {
         self.each(|carrier, cx| carrier.regions_changed(cx, peer));
@@ -270,7 +280,7 @@ impl<C: Control> Outside<C> {
             ControlEvent::Broke { path, number, channel } => self.control_broke(path, number, channel),
             ControlEvent::Session { channel, served } => {
                 self.sessions.insert(channel, served);
-                let mut frames = crate::tcp::encode_regions(&self.process.regions.news());
+                let mut frames = crate::tcp::encode_regions(&self.process.regions.news(served.from));
                 // That was all.
                 frames.push(Vec::new());
                 frames.into_iter().for_each(|bytes| self.control.say(channel, Frame::Regions(bytes)));

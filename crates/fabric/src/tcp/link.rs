@@ -12,7 +12,7 @@ use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
 use super::stream::{Rings, Stream};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
-use crate::ranges::Piece;
+use crate::ranges::{Piece, Spots};
 use crate::shm::{Reader, Writer};
 
 /// Holds every head with its entries. What comes behind a frame's bytes lands here, so that one call may bring both.
@@ -80,8 +80,8 @@ impl Out {
         }
     }
 
-    pub(crate) fn touches(&self, memory: Piece) -> bool {
-        matches!(self, Out::Memory(piece) if piece.overlaps(memory))
+    pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
+        matches!(self, Out::Memory(piece) if memory.overlap_host(*piece))
     }
 }
 
@@ -179,8 +179,8 @@ impl Link {
     }
 
     /// Whether queued memory, or memory that is being received into, overlaps this.
-    pub(crate) fn touches(&self, memory: Piece) -> bool {
-        let overlaps = |piece: &Piece| piece.overlaps(memory);
+    pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
+        let overlaps = |piece: &Piece| memory.overlap_host(*piece);
         self.out.iter().any(|out| out.touches(memory))
             || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }

@@ -22,7 +22,7 @@ pub(crate) use greeting::{
     encode_challenge, encode_refusal,
 };
 pub(crate) use link::{Came, Ended, Link, Out};
-pub(crate) use regions::{Keys, RegionNews, decode_regions, encode_regions};
+pub(crate) use regions::{Keys, RegionNews, decode_regions, encode_regions, window_news};
 pub(crate) use stream::Stream;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use {

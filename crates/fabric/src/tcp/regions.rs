@@ -3,17 +3,28 @@
 //! ```text
 //!  | number u32 | generation u32 | kind u8 | access u8 | memory u16 | keys u8 | 0 x 3 | len u64 | keys... |
 //!  kind:      0 the host's memory, 1 a CUDA GPU's, 255 it is not registered any more: nothing else counts then
+//!  access:    0 it may be read, 1 and written, 2 only read through windows
 //!  memory:    the NUMA node, or the number of the GPU at its owner
 //!  each key:  | carrier u8 | len u8 | what only that carrier understands |
+//!
+//!  a window:  | number u32 | generation u32 | kind u8: 2 the host's memory, 3 a CUDA GPU's | more u8 | memory u16 | ranges u32 |
+//!             | 0 u64 | ranges: each | region u32 | 0 u32 | offset u64 | len u64 |
+//!  more:      1 more ranges of the same window follow, at once; 0 these were the last
 //! ```
 //! All numbers are little-endian. Keys are told after the proof only, and never in a descriptor.
 
-use super::frame::{BadFrame, WORDS_BYTES_MAX};
+use super::frame::{BadFrame, WORDS_BYTES_MAX, word};
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::transfers::Memory;
+use crate::window::WindowRange;
 
 const HEAD_BYTES: usize = 24;
 const GONE: u8 = 255;
+/// Added to the kind of memory of a window.
+const WINDOW: u8 = 2;
+const RANGE_BYTES: usize = 24;
+/// Ranges that one piece of news names at the most, so that it fits a frame.
+const RANGES_AT_ONCE: usize = (WORDS_BYTES_MAX - HEAD_BYTES) / RANGE_BYTES;
 /// Most bytes of a key.
 pub(crate) const KEY_BYTES_MAX: usize = 255;
 /// Most keys of a region: each carrier has one at the most.
@@ -27,8 +38,29 @@ pub(crate) type Keys = Vec<(u8, Box<[u8]>)>;
 pub(crate) enum RegionNews {
     /// It is registered.
     Here { region: RegionDescriptor, memory: Memory, keys: Keys },
+    /// These ranges may be read through a window, and those that follow if there are more.
+    Window { number: u32, generation: u32, memory: Memory, ranges: Vec<WindowRange>, has_more: bool },
     /// This generation of it is not any more.
     Gone { number: u32, generation: u32 },
+}
+
+/// A window, as so many pieces of news as its ranges take.
+pub(crate) fn window_news(
+    number: u32,
+    generation: u32,
+    memory: Memory,
+    ranges: &[WindowRange],
+) -> Vec<RegionNews> {
+    let parts = ranges.chunks(RANGES_AT_ONCE);
+    let last = parts.len().saturating_sub(1);
+    let one = |(index, part): (usize, &[WindowRange])| RegionNews::Window {
+        number,
+        generation,
+        memory,
+        ranges: part.to_vec(),
+        has_more: index < last,
+    };
+    parts.enumerate().map(one).collect()
 }
 
 /// As the bodies of so many frames as it takes.
@@ -63,6 +95,9 @@ impl RegionNews {
     fn encode(&self) -> Vec<u8> {
         let (region, memory, keys) = match self {
             RegionNews::Here { region, memory, keys } => (*region, *memory, keys.as_slice()),
+            RegionNews::Window { number, generation, memory, ranges, has_more } => {
+                return encode_window(*number, *generation, *memory, ranges, *has_more);
+            }
             RegionNews::Gone { number, generation } => {
                 let mut bytes = number.to_le_bytes().to_vec();
                 bytes.extend(generation.to_le_bytes());
@@ -75,7 +110,7 @@ impl RegionNews {
         let mut bytes = region.number.to_le_bytes().to_vec();
         bytes.extend(region.generation.to_le_bytes());
         bytes.push(u8::from(region.kind == MemoryKind::Cuda));
-        bytes.push(u8::from(region.access == Access::ReadWrite));
+        bytes.push(region.access.code());
         let (Memory::Host(memory) | Memory::Gpu(memory)) = memory;
         bytes.extend(memory.to_le_bytes());
         bytes.extend([keys.len() as u8, 0, 0, 0]);
@@ -100,14 +135,11 @@ impl RegionNews {
         let (kind, memory) = match head[8] {
             0 => (MemoryKind::Host, Memory::Host(node)),
             1 => (MemoryKind::Cuda, Memory::Gpu(node)),
+            WINDOW | 3 => return decode_window(head, rest),
             GONE => return Ok((RegionNews::Gone { number, generation }, rest)),
             _ => return Err(BadFrame("a region of no known kind")),
         };
-        let access = match head[9] {
-            0 => Access::Read,
-            1 => Access::ReadWrite,
-            _ => return Err(BadFrame("a region of no known access")),
-        };
+        let access = Access::of_code(head[9]).ok_or(BadFrame("a region of no known access"))?;
         let count = usize::from(head[12]);
         if count > KEYS_MAX {
             return Err(BadFrame("a region with too many keys"));
@@ -119,10 +151,62 @@ impl RegionNews {
             keys.push((*code, key.into()));
             rest = behind;
         }
-        let len = super::frame::word(head, 16);
+        let len = word(head, 16);
         let region = RegionDescriptor { number, generation, kind, access, len };
         Ok((RegionNews::Here { region, memory, keys }, rest))
     }
+}
+
+fn encode_window(
+    number: u32,
+    generation: u32,
+    memory: Memory,
+    ranges: &[WindowRange],
+    has_more: bool,
+) -> Vec<u8> {
+    debug_assert!((1..=RANGES_AT_ONCE).contains(&ranges.len()));
+    let (kind, memory) = match memory {
+        Memory::Host(node) => (WINDOW, node),
+        Memory::Gpu(gpu) => (WINDOW + 1, gpu),
+    };
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + ranges.len() * RANGE_BYTES);
+    bytes.extend(number.to_le_bytes());
+    bytes.extend(generation.to_le_bytes());
+    bytes.extend([kind, u8::from(has_more)]);
+    bytes.extend(memory.to_le_bytes());
+    bytes.extend((ranges.len() as u32).to_le_bytes());
+    bytes.extend([0; 8]);
+    for WindowRange { region, offset, len } in ranges {
+        bytes.extend(region.to_le_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(offset.to_le_bytes());
+        bytes.extend(len.to_le_bytes());
+    }
+    bytes
+}
+
+fn decode_window<'a>(head: &[u8; HEAD_BYTES], rest: &'a [u8]) -> Result<(RegionNews, &'a [u8]), BadFrame> {
+    let short = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+    let node = u16::from_le_bytes([head[10], head[11]]);
+    let memory = if head[8] == WINDOW { Memory::Host(node) } else { Memory::Gpu(node) };
+    let has_more = match head[9] {
+        0 => false,
+        1 => true,
+        _ => return Err(BadFrame("a window that neither ends nor goes on")),
+    };
+    let count = short(12) as usize;
+    if !(1..=RANGES_AT_ONCE).contains(&count) {
+        return Err(BadFrame("a window of no or too many ranges at once"));
+    }
+    let (ranges, rest) =
+        rest.split_at_checked(count * RANGE_BYTES).ok_or(BadFrame("a list of regions that is cut off"))?;
+    let range = |bytes: &[u8]| WindowRange {
+        region: word(bytes, 0) as u32,
+        offset: word(bytes, 8),
+        len: word(bytes, 16),
+    };
+    let ranges = ranges.chunks_exact(RANGE_BYTES).map(range).collect();
+    Ok((RegionNews::Window { number: short(0), generation: short(4), memory, ranges, has_more }, rest))
 }
 
 #[cfg(test)]
@@ -146,7 +230,15 @@ mod tests {
                 });
         let gone =
             (number(), any::<u32>()).prop_map(|(number, generation)| RegionNews::Gone { number, generation });
-        prop_oneof![here, gone]
+        let range = (0..REGIONS_MAX, any::<u64>(), any::<u64>())
+            .prop_map(|(region, offset, len)| WindowRange { region, offset, len });
+        let window = ((number(), any::<u32>()), any::<(bool, bool, u16)>(), vec(range, 1..10)).prop_map(
+            |((number, generation), (is_gpu, has_more, memory), ranges)| {
+                let memory = if is_gpu { Memory::Gpu(memory) } else { Memory::Host(memory) };
+                RegionNews::Window { number, generation, memory, ranges, has_more }
+            },
+        );
+        prop_oneof![here, gone, window]
     }
 
     proptest! {
@@ -157,6 +249,24 @@ mod tests {
             let read: Vec<RegionNews> =
                 frames.iter().flat_map(|frame| decode_regions(frame).unwrap_or_default()).collect();
             prop_assert_eq!(read, news);
+        }
+
+        #[test]
+        fn a_window_of_many_ranges_is_told_in_parts_of_which_each_fits_a_frame(count in 1usize..9000) {
+            let ranges: Vec<WindowRange> =
+                (0..count as u64).map(|at| WindowRange { region: 3, offset: at, len: 1 }).collect();
+            let news = window_news(7, 8, Memory::Host(1), &ranges);
+            let read: Vec<RegionNews> =
+                encode_regions(&news).iter().flat_map(|frame| decode_regions(frame).unwrap_or_default()).collect();
+            prop_assert_eq!(&read, &news);
+            let parts = read.iter().map(|news| match news {
+                RegionNews::Window { ranges, has_more, .. } => (ranges.clone(), *has_more),
+                _ => (Vec::new(), true),
+            });
+            let (read, more): (Vec<_>, Vec<bool>) = parts.unzip();
+            prop_assert_eq!(read.concat(), ranges);
+            prop_assert_eq!(more.iter().filter(|more| !**more).count(), 1);
+            prop_assert_eq!(more.last(), Some(&false));
         }
 
         #[test]

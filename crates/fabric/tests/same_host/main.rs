@@ -19,6 +19,7 @@ mod side;
 mod stopped;
 #[path = "../support/mod.rs"]
 mod support;
+mod windows;
 
 use crate::role::Role;
 use crate::support::play;

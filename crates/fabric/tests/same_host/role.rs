@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use kvlane_fabric::{Access, Descriptor, EngineOptions, Handle, Op, Transport};
+use kvlane_fabric::{
+    Access, Descriptor, EngineOptions, FabricError, Failure, Handle, Op, Pieces, Transfer, Transport,
+    WindowDescriptor,
+};
 
 use crate::handicaps::{end_first_thread, forbid, forbid_process_vm};
 use crate::shapes::{image, scribbled};
@@ -73,6 +76,16 @@ impl Role {
             }
             "without-rings" => return engine.connections_without_rings().to_string(),
             "outcome" => return format!("{:?}", self.transfer.as_ref().unwrap().outcome()),
+            "know" => {
+                let descriptor = rest[0].parse().unwrap();
+                self.peer = Some(Peer { id: engine.connect(&descriptor).unwrap(), region: u32::MAX });
+            }
+            "read-through" => return self.read_through(&window(rest[0]), number(1) as u8),
+            "read-through-long" => {
+                let window = window(rest[0]);
+                self.transfer = Some(self.begin_through(&window, 128).unwrap());
+            }
+            "end" => return format!("{:?}", self.transfer.as_ref().unwrap().wait(Some(PATIENCE))),
             "lost" => lost(self.transfer.as_ref().unwrap()),
             "forbid" => forbid_process_vm(),
             "end-first-thread" => end_first_thread(),
@@ -108,6 +121,36 @@ impl Role {
         match (is_counted, is_right, engine.count(COUNTER, self.generation)) {
             (true, true, counted) if counted == count => "done".into(),
             other => format!("counted, right, count: {other:?}"),
+        }
+    }
+
+    fn begin_through(&self, window: &WindowDescriptor, times: usize) -> Result<Handle, FabricError> {
+        let peer = Peer { region: window.number, ..self.peer.unwrap() };
+        let all = self.side.run(peer, 0, 0, window.len as usize);
+        self.side.engine.begin(peer.id, Transfer::read_through(*window, Pieces::Runs(vec![all; times])))
+    }
+
+    /// Reads all that a window shows again and again, until it is closed. Answers how many reads were done, how many refused,
+    /// and how many of those that were done brought another byte.
+    fn read_through(&self, window: &WindowDescriptor, byte: u8) -> String {
+        let [mut done, mut strange] = [0; 2];
+        loop {
+            let outcome = match self.begin_through(window, 1) {
+                // Several may be under way when it is closed.
+                Ok(handle) => handle.wait(Some(PATIENCE)).unwrap(),
+                Err(FabricError::WindowClosed | FabricError::Shape(_)) => Err(Failure::Refused),
+                Err(other) => panic!("{other}"),
+            };
+            match outcome {
+                Ok(()) => done += 1,
+                Err(Failure::Refused) => return format!("{done} 1 {strange}"),
+                Err(other) => panic!("{other}"),
+            }
+            if done == 1 {
+                say("reading");
+            }
+            let found = self.side.memory.other_than(0, window.len as usize, byte);
+            strange += usize::from(found.is_some());
         }
     }
 
@@ -152,4 +195,10 @@ impl Role {
         }
         format!("{} {}", numbers(before), numbers(settled(Some(before))))
     }
+}
+
+fn window(text: &str) -> WindowDescriptor {
+    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
+    let bytes: Vec<u8> = (0..text.len()).step_by(2).map(byte).collect();
+    WindowDescriptor::from_bytes(&bytes).unwrap()
 }

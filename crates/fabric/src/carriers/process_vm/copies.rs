@@ -22,7 +22,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::neighbour::{Neighbour, PullError, PulledRange, RANGES_MAX};
 use crate::carrier::Job;
-use crate::ranges::Piece;
+use crate::ranges::Spots;
 
 /// Bytes of a call. A call costs a few microseconds beside its bytes.
 const CALL_BYTES: usize = 128 << 10;
@@ -118,8 +118,8 @@ impl Begun {
     }
 
     /// Whether it writes any of this.
-    pub(crate) fn touches(&self, memory: Piece) -> bool {
-        self.0.calls.iter().flatten().any(|range| range.to.overlaps(memory))
+    pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
+        self.0.calls.iter().flatten().any(|range| memory.overlap_host(range.to))
     }
 }
 
@@ -369,6 +369,7 @@ mod tests {
 
     use super::*;
     use crate::carriers::process_vm::Card;
+    use crate::ranges::Piece;
     use crate::tcp::Identity;
 
     const ME: Identity = Identity { engine: 7, boot: 9 };

@@ -53,11 +53,11 @@ use self::words::{Invitation, Offer, Words};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Job, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::numbered::Numbered;
-use crate::peers::RemoteKey;
+use crate::peers::{RemoteBytes, RemoteMemory};
 use crate::provider::NotNow;
 use crate::random::random;
-use crate::ranges::Spot;
-use crate::registrar::{MemoryRegion, RegisterError, Registrar};
+use crate::ranges::Piece;
+use crate::registrar::{MemoryRegion, OpenedWindow, RegisterError, Registrar};
 use crate::tcp::{BYTES_MAX, Identity, WireRun};
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
 use crate::watch::{Interest, Watch};
@@ -207,6 +207,16 @@ impl Registrar for CardRegistrar {
     fn withdraw(&self, region: &MemoryRegion) {
         self.0.remove(region.number);
     }
+
+    fn open_window(&self, window: &OpenedWindow<'_>) {
+        if let Memory::Host(_) = window.memory {
+            self.0.add(window.number, window.generation);
+        }
+    }
+
+    fn close_window(&self, number: u32, _: u32) {
+        self.0.remove(number);
+    }
 }
 
 impl Awaits {
@@ -351,10 +361,10 @@ impl ProcessVm {
                 let mut regions = Vec::new();
                 let mut ranges = Vec::with_capacity(runs.len());
                 for run in runs {
-                    let base = match cx.key(peer, run.region, run.generation) {
-                        RemoteKey::Known(key) => key.try_into().map(u64::from_le_bytes).ok(),
-                        RemoteKey::None => None,
-                        RemoteKey::NotYet => {
+                    let found = match cx.remote_memory(peer, run) {
+                        RemoteMemory::Known(found) => pulled_ranges(run.local.piece, &found),
+                        RemoteMemory::None => None,
+                        RemoteMemory::NotYet => {
                             match reader.awaits {
                                 Awaits::Nothing => reader.awaits = Awaits::Keys(cx.now),
                                 Awaits::Keys(_) => {}
@@ -367,15 +377,14 @@ impl ProcessVm {
                             return Err(NotNow);
                         }
                     };
-                    let from = base.and_then(|base| base.checked_add(run.offset));
-                    let Some(from) = from else {
+                    let Some(found) = found else {
                         cx.completed(token, Completion::Refused);
                         return Ok(());
                     };
                     if !regions.contains(&(run.region, run.generation)) {
                         regions.push((run.region, run.generation));
                     }
-                    ranges.push(PulledRange { to: run.local.piece, from });
+                    ranges.extend(found);
                 }
                 reader.awaits = Awaits::Nothing;
                 let regions: Option<Generations> = Some(regions.into());
@@ -622,14 +631,15 @@ impl Carrier for ProcessVm {
         }
     }
 
-    fn touches(&self, Touched(memory): Touched) -> bool {
-        let Spot { piece, gpu: None } = memory else { return false };
-        self.copying.values().any(|copying| copying.begun.touches(piece))
+    fn touches(&self, memory: Touched<'_>) -> bool {
+        // What a peer reads of this process's memory it reads itself.
+        let Touched { spots, reader: None } = memory else { return false };
+        self.copying.values().any(|copying| copying.begun.touches(spots))
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, Touched(memory): Touched) {
-        let Spot { piece, gpu: None } = memory else { return };
-        let touching = self.copying.values().filter(|copying| copying.begun.touches(piece));
+    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
+        let Touched { spots, reader: None } = memory else { return };
+        let touching = self.copying.values().filter(|copying| copying.begun.touches(spots));
         touching.for_each(|copying| copying.begun.give_up());
     }
 
@@ -646,6 +656,18 @@ impl Carrier for ProcessVm {
     fn is_busy(&self) -> bool {
         !self.copying.is_empty() || self.probing > 0
     }
+}
+
+/// What is to be read into a piece, from the addresses that keys say. None: a key is none of this carrier's.
+fn pulled_ranges(to: Piece, found: &[RemoteBytes<'_>]) -> Option<Vec<PulledRange>> {
+    let mut left = to;
+    let range = |bytes: &RemoteBytes<'_>| {
+        let base = u64::from_le_bytes(bytes.key.try_into().ok()?);
+        let (len, to) = (bytes.len as usize, left);
+        left = to.after(len);
+        Some(PulledRange { to: Piece { len, ..to }, from: base.checked_add(bytes.offset)? })
+    };
+    found.iter().map(range).collect()
 }
 
 /// In words: why this process cannot read the peer.

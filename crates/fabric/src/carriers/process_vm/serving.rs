@@ -6,7 +6,7 @@ use super::copies::NewCopy;
 use super::neighbour::{PullError, PulledRange};
 use super::words::Words;
 use super::{Copying, ProcessVm, Whose};
-use crate::carrier::{BadWords, Context, Party, SessionId};
+use crate::carrier::{BadWords, Context, Owner, Party, SessionId};
 use crate::ranges::Piece;
 use crate::tcp::{Fate, Outcome, WireRun};
 
@@ -30,7 +30,7 @@ impl ProcessVm {
         let Some(serving) = self.serving.get_mut(&session) else {
             return Err(BadWords("a request of a neighbour that is none"));
         };
-        let Some(pieces) = pieces(cx, runs) else {
+        let Some(pieces) = pieces(cx, serving.owner, runs) else {
             serving.outcomes.push(Outcome { token, fate: Fate::Refused });
             return Ok(());
         };
@@ -62,7 +62,7 @@ impl ProcessVm {
         let Some(serving) = self.serving.get_mut(&session) else {
             return Err(BadWords("a request of a neighbour that is none"));
         };
-        let pieces = pieces(cx, runs);
+        let pieces = pieces(cx, serving.owner, runs);
         let fate = Fate::of(pieces.is_none());
         for Piece { address, len } in pieces.unwrap_or_default() {
             let Some((first, rest)) = bytes.split_at_checked(len) else { break };
@@ -131,11 +131,10 @@ impl ProcessVm {
 }
 
 /// Where these bytes belong; None: they are refused.
-fn pieces(cx: &Context<'_>, runs: &[WireRun]) -> Option<Vec<Piece>> {
-    let piece = |run: &WireRun| {
-        let WireRun { region, generation, offset, len } = *run;
-        let spot = cx.process.regions.for_peer(region, generation, offset, len, true)?;
-        spot.gpu.is_none().then_some(spot.piece)
-    };
-    runs.iter().map(piece).collect()
+fn pieces(cx: &Context<'_>, Owner(peer): Owner, runs: &[WireRun]) -> Option<Vec<Piece>> {
+    let mut spots = Vec::with_capacity(runs.len());
+    for run in runs {
+        cx.process.regions.for_peer(peer, run.wanted(true), &mut spots)?;
+    }
+    spots.into_iter().map(|spot| spot.gpu.is_none().then_some(spot.piece)).collect()
 }

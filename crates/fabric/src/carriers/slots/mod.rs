@@ -35,7 +35,7 @@ pub(crate) use self::slot::{Slot, Way};
 use crate::carrier::Job;
 use crate::links::LinkId;
 use crate::numbered::Numbered;
-use crate::ranges::Spot;
+use crate::ranges::Spots;
 use crate::tcp::Identity;
 use crate::transfers::Token;
 
@@ -301,14 +301,14 @@ impl Slots {
     }
 
     /// Connections over which this memory is still to be read or written.
-    pub(crate) fn links_that_touch(&self, memory: Spot) -> Vec<LinkId> {
-        let touches = |lane: &Lane| lane.spots().any(|spot| spot.overlaps(memory));
+    pub(crate) fn links_that_touch(&self, memory: Spots<'_>) -> Vec<LinkId> {
+        let touches = |lane: &Lane| lane.spots().any(|spot| memory.overlap(*spot));
         self.lanes.iter().filter(|(_, lane)| touches(lane)).map(|(link, _)| *link).collect()
     }
 
     /// Whether a copy touches it whose connection has ended.
-    pub(crate) fn is_touched_by_orphans(&self, memory: Spot) -> bool {
-        self.orphans.iter().flat_map(|orphan| &orphan.part.spots).any(|spot| spot.overlaps(memory))
+    pub(crate) fn is_touched_by_orphans(&self, memory: Spots<'_>) -> bool {
+        self.orphans.iter().flat_map(|orphan| &orphan.part.spots).any(|spot| memory.overlap(*spot))
     }
 
     fn note_failure(&mut self, error: &GpuError, way: Way) {

@@ -11,7 +11,6 @@ use crate::carrier::{Context, Touched};
 use crate::control::sockets::SILENT;
 use crate::fences::LEASE;
 use crate::links::LinkId;
-use crate::ranges::Spot;
 use crate::tcp::{Ended, Head};
 use crate::transfers::{Completion, Token};
 
@@ -78,11 +77,12 @@ impl SocketCarrier {
         up.into_iter().for_each(|(id, stamp)| self.links.say(id, Head::Ping { stamp }.encode().to_vec()));
     }
 
-    pub(super) fn links_that_touch(&self, Touched(memory): Touched) -> Vec<LinkId> {
-        let mut busy = self.slots.links_that_touch(memory);
-        if let Spot { piece, gpu: None } = memory {
-            busy.extend(self.links.touching(piece));
-        }
+    pub(super) fn links_that_touch(&self, memory: Touched<'_>) -> Vec<LinkId> {
+        let Touched { spots, reader } = memory;
+        let mut busy = self.slots.links_that_touch(spots);
+        busy.extend(self.links.touching(spots));
+        let counts = |role: &Role| reader.is_none_or(|reader| role.serves(reader));
+        busy.retain(|id| self.links.get(*id).is_none_or(|entry| counts(&entry.role)));
         busy
     }
 }

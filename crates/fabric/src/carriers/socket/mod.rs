@@ -93,6 +93,13 @@ enum Role {
     Serving { from: Identity, connection: u64, body: Option<(u64, bool)>, acks: Vec<Outcome> },
 }
 
+impl Role {
+    /// Whether a process's requests are served over it.
+    fn serves(&self, reader: Identity) -> bool {
+        matches!(self, Role::Serving { from, .. } if *from == reader)
+    }
+}
+
 /// What a [`SocketCarrier`] is opened with.
 #[derive(Debug)]
 pub(crate) struct SocketOptions {
@@ -366,13 +373,18 @@ impl Carrier for SocketCarrier {
         self.give_back(cx, tokens);
     }
 
-    fn touches(&self, memory: Touched) -> bool {
-        let Touched(spot) = memory;
-        let by_links = spot.gpu.is_none() && self.links.may_touch(spot.piece);
-        by_links || !self.slots.links_that_touch(spot).is_empty() || self.slots.is_touched_by_orphans(spot)
+    fn touches(&self, memory: Touched<'_>) -> bool {
+        let Touched { spots, reader } = memory;
+        let counts = |role: &Role| reader.is_none_or(|reader| role.serves(reader));
+        let by_links = self.links.may_touch(spots, counts);
+        let of_slots = self.slots.links_that_touch(spots);
+        let by_slots =
+            of_slots.into_iter().any(|id| self.links.get(id).is_none_or(|entry| counts(&entry.role)));
+        // What has lost its connection reaches no reader any more.
+        by_links || by_slots || (reader.is_none() && self.slots.is_touched_by_orphans(spots))
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched) {
+    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         for id in self.links_that_touch(memory) {
             self.end(cx, id, Ended::TooSlow);
         }

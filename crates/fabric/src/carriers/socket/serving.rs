@@ -7,7 +7,7 @@ use crate::lease;
 use crate::links::LinkId;
 use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
-use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Outcome, WireRun};
+use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Identity, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
 
 impl SocketCarrier {
@@ -30,9 +30,9 @@ impl SocketCarrier {
                 self.links.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
             }
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
-            (Role::Serving { body, .. }, Head::Write { token, bytes, stamp, .. }) => {
+            (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
-                let spots = spots_for_peer(&cx.process.regions, &runs, true, has_slots);
+                let spots = spots_for_peer(&cx.process.regions, *from, &runs, true, has_slots);
                 let is_staged = spots.as_ref().is_some_and(|spots| any_on_gpu(spots));
                 if !is_staged {
                     *body = Some((token, spots.is_none()));
@@ -47,9 +47,9 @@ impl SocketCarrier {
                     None => self.links.expect(id, Vec::new(), bytes),
                 }
             }
-            (Role::Serving { acks, .. }, Head::Read { token, bytes, .. }) => {
+            (Role::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
-                match spots_for_peer(&cx.process.regions, &runs, false, has_slots) {
+                match spots_for_peer(&cx.process.regions, *from, &runs, false, has_slots) {
                     None => acks.push(Outcome { token, fate: Fate::Refused }),
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
                     Some(spots) => {
@@ -170,10 +170,16 @@ fn take_pieces(pieces: &mut Vec<Piece>, bytes: u64) -> Option<Vec<Piece>> {
 }
 
 /// Where these bytes are that a peer asks for; None: it is refused.
-fn spots_for_peer(regions: &Regions, runs: &[WireRun], is_write: bool, has_slots: bool) -> Option<Vec<Spot>> {
-    let spot = |run: &WireRun| {
-        let spot = regions.for_peer(run.region, run.generation, run.offset, run.len, is_write)?;
-        (spot.gpu.is_none() || has_slots).then_some(spot)
-    };
-    runs.iter().map(spot).collect()
+fn spots_for_peer(
+    regions: &Regions,
+    peer: Identity,
+    runs: &[WireRun],
+    is_write: bool,
+    has_slots: bool,
+) -> Option<Vec<Spot>> {
+    let mut spots = Vec::with_capacity(runs.len());
+    for run in runs {
+        regions.for_peer(peer, run.wanted(is_write), &mut spots)?;
+    }
+    (has_slots || !any_on_gpu(&spots)).then_some(spots)
 }
