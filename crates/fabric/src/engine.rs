@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_gpu::{Gpu, GpuError};
 use kvlane_memory::RuntimeFolder;
+use parking_lot::MutexGuard;
 
 pub(crate) use self::beginning::Checked;
 pub use self::error::FabricError;
@@ -217,7 +218,10 @@ impl Engine {
         let Some(seen) = seen.filter(|_| hub.hub.outside.process.regions.stop_serving(region)) else {
             return Err(FabricError::NoSuchRegion(region));
         };
-        self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
+        // Carriers may take their time for it. Nothing is served of the region meanwhile, and its number is not free.
+        MutexGuard::unlocked(&mut hub, || {
+            self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
+        });
         for window in hub.hub.outside.process.regions.windows_of(region) {
             self.end_window(&mut hub, window);
         }
