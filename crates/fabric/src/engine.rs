@@ -299,7 +299,10 @@ impl Engine {
     fn end_window(&self, hub: &mut shared::Hold<'_>, number: u32) -> bool {
         let stopped = hub.hub.outside.process.regions.stop_serving_window(number);
         let Some((generation, to)) = stopped else { return false };
-        self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.close_window(number, generation));
+        // The number is not free meanwhile.
+        MutexGuard::unlocked(hub, || {
+            self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.close_window(number, generation));
+        });
         hub.hub.outside.tell_window(number, to);
         self.wait_until_free(
             hub,

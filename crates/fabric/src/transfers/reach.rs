@@ -55,6 +55,7 @@ pub struct PathSpec {
     /// The routes that it serves.
     pub reach: Reach,
     /// Paths of a higher number carry nothing on a route, trials included, while one of a lower number is up that serves it.
+    /// Those of this crate have [`PathSpec::CMA`] and [`PathSpec::SOCKETS`]; there is room before, between and behind.
     pub class: u8,
     /// Most bytes of a post that writes; None for [`crate::Options::chunk_bytes`].
     pub write_bytes: Option<u64>,
@@ -158,6 +159,11 @@ impl Reach {
 }
 
 impl PathSpec {
+    /// The class of paths from memory to memory between processes of one host.
+    pub const CMA: u8 = 64;
+    /// The class of paths through sockets, which reach everybody.
+    pub const SOCKETS: u8 = 128;
+
     /// A path that serves these routes, with the usual limits.
     pub fn new(reach: Reach, class: u8) -> PathSpec {
         PathSpec { reach, class, write_bytes: None, read_bytes: None }

@@ -449,11 +449,8 @@ impl Carrier for ProcessVm {
     }
 
     fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        cx.add_path(
-            peer,
-            PathSpec { read_bytes: Some(self.read_bytes), ..PathSpec::new(Reach::HOSTS, 0) },
-            0,
-        );
+        let usual = PathSpec::new(Reach::HOSTS, PathSpec::CMA);
+        cx.add_path(peer, PathSpec { read_bytes: Some(self.read_bytes), ..usual }, 0);
     }
 
     fn connect(&mut self, cx: &mut Context<'_>, path: PathId, number: u32, peer: PeerId, _: u64) {

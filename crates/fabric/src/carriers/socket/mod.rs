@@ -42,8 +42,6 @@ use crate::watch::Watch;
 
 /// Addresses of one peer that are used.
 const ADDRESSES_MAX: usize = 16;
-/// Paths of this kind carry what nothing better reaches.
-const CLASS: u8 = 1;
 /// How often a driver is asked whether it is done, by a thread that has nothing else to do.
 const LOOK_AT_COPIES: Duration = Duration::from_micros(50);
 
@@ -145,7 +143,7 @@ impl SocketCarrier {
             Kind::Tcp => Reach::HOSTS,
             Kind::TcpSlots => Reach::of(&[Route::HostToGpu, Route::GpuToHost, Route::GpuToGpu]),
         };
-        PathSpec::new(reach, CLASS)
+        PathSpec::new(reach, PathSpec::SOCKETS)
     }
 
     /// Adds the paths to a peer, where they are any use.
