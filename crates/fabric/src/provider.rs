@@ -80,7 +80,7 @@ pub enum Event {
 }
 
 /// Does what is due: tells `transfers` what happened, and lets the provider carry out what they ask for, until there is
-/// nothing left, or so many runs are posted. `over` is told of each transfer that is over. Answers whether there was anything
+/// nothing left, or so many runs are posted that a whole post more would be too much: then `runs` is 0. `over` is told of each transfer that is over. Answers whether there was anything
 /// to do.
 pub fn drive<P: Provider>(
     transfers: &mut Transfers,
@@ -111,6 +111,9 @@ pub fn drive<P: Provider>(
         {
             more = true;
             *runs = runs.saturating_sub(post.work.runs());
+            if *runs < transfers.post_runs() {
+                *runs = 0;
+            }
             let token = post.token;
             if provider.post(now, post) == Err(NotNow) {
                 transfers.hand_back(now, token);

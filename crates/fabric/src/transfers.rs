@@ -207,6 +207,11 @@ struct Posted {
 }
 
 impl Transfers {
+    /// Most runs of a post.
+    pub(crate) fn post_runs(&self) -> usize {
+        self.options.chunk_runs
+    }
+
     /// None yet.
     ///
     /// # Panics
