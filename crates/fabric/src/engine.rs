@@ -5,6 +5,7 @@
 mod beginning;
 mod error;
 mod handle;
+mod hold;
 mod options;
 mod shared;
 
@@ -17,14 +18,15 @@ use std::time::{Duration, Instant};
 
 use kvlane_gpu::{Gpu, GpuError};
 use kvlane_memory::RuntimeFolder;
-use parking_lot::MutexGuard;
 
 pub(crate) use self::beginning::Checked;
 pub use self::error::FabricError;
 pub use self::handle::{Handle, Receiving, SendOptions, Transfer};
+use self::hold::Hold;
 pub use self::options::{EngineOptions, Transport};
 pub(crate) use self::shared::Shared;
 use self::shared::{Registrars, next_message};
+use crate::audit;
 use crate::carrier::Carrier;
 use crate::carriers::process_vm::ProcessVm;
 use crate::carriers::slots::Staged;
@@ -180,6 +182,7 @@ impl Engine {
         let seen = MemoryRegion { number, generation, address, len, memory, is_writable };
         let mut keys = Keys::new();
         let mut done: Vec<&Arc<dyn Registrar>> = Vec::new();
+        audit::takes_time("the registration of memory");
         for (code, registrar) in &self.shared.registrars.0 {
             match registrar.register(&seen) {
                 Ok(key) => keys.extend(key.map(|key| (*code, key.into_boxed_slice()))),
@@ -219,7 +222,8 @@ impl Engine {
             return Err(FabricError::NoSuchRegion(region));
         };
         // Carriers may take their time for it. Nothing is served of the region meanwhile, and its number is not free.
-        MutexGuard::unlocked(&mut hub, || {
+        hub.unlocked(|| {
+            audit::takes_time("the giving back of memory");
             self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
         });
         for window in hub.hub.outside.process.regions.windows_of(region) {
@@ -232,6 +236,7 @@ impl Engine {
             |hub| hub.hub.outside.let_go(region),
         );
         drop(hub);
+        audit::takes_time("the giving back of memory");
         self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.unregister(&seen));
         self.shared.try_hub()?.hub.outside.process.regions.remove(region);
         Ok(())
@@ -296,11 +301,12 @@ impl Engine {
     }
 
     /// False: there is no such window, or somebody else closes it already.
-    fn end_window(&self, hub: &mut shared::Hold<'_>, number: u32) -> bool {
+    fn end_window(&self, hub: &mut Hold<'_>, number: u32) -> bool {
         let stopped = hub.hub.outside.process.regions.stop_serving_window(number);
         let Some((generation, to)) = stopped else { return false };
         // The number is not free meanwhile.
-        MutexGuard::unlocked(hub, || {
+        hub.unlocked(|| {
+            audit::takes_time("the closing of a window");
             self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.close_window(number, generation));
         });
         hub.hub.outside.tell_window(number, to);
@@ -316,7 +322,7 @@ impl Engine {
     /// Waits until memory is not touched any more, and ends what touches it for too long.
     fn wait_until_free(
         &self,
-        hub: &mut shared::Hold<'_>,
+        hub: &mut Hold<'_>,
         is_free: impl Fn(&SocketHub) -> bool,
         let_go: impl Fn(&mut SocketHub),
     ) {
@@ -384,11 +390,21 @@ impl Engine {
         let trouble = hub.path_statuses(peer).into_iter().find_map(|path| path.trouble);
         let why = trouble.unwrap_or_else(|| "no answer yet".into());
         hub.hub.remove_peer(peer);
-        self.shared.tell(&mut hub);
+        self.shared.set_going(&mut hub);
         Err(FabricError::NotReached { address, why })
     }
 
-    fn add_peer(&self, hub: &mut shared::Hold<'_>, whom: Whom, trust: Trust) -> Result<PeerId, FabricError> {
+    #[cfg(test)]
+    pub(crate) fn hold(&self) -> Hold<'_> {
+        self.shared.hub()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn audit(&self) -> &audit::Audit {
+        &self.shared.audit
+    }
+
+    fn add_peer(&self, hub: &mut Hold<'_>, whom: Whom, trust: Trust) -> Result<PeerId, FabricError> {
         if hub.hub.is_closed {
             return Err(FabricError::Closed);
         }
@@ -580,8 +596,10 @@ impl Drop for Engine {
         self.close();
         let is_itself = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         if let Some(thread) = self.thread.take().filter(|thread| !is_itself(thread)) {
+            audit::takes_time("the end of a thread");
             // It does not panic; if it did, there is nothing left to end.
-            let _ = thread.join();
+            let ended = thread.join();
+            debug_assert!(ended.is_ok() || std::thread::panicking(), "the engine's thread panicked");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! All that one engine has: what decides about transfers ([`Transfers`]), and what carries out what was decided
-//! ([`Outside`]). One lock guards it. Nothing under it blocks or copies bytes of transfers: that is done by jobs
-//! ([`Outside::take_job`]), outside of the lock.
+//! ([`Outside`]). One lock guards it. Nothing under it blocks or copies bytes of transfers, but those of writes of less than a
+//! page that go with words: that is done by jobs ([`SocketHub::take_job`]), outside of the lock, as [`crate::audit`] checks.
 
 mod answers;
 mod ending;
@@ -42,8 +42,11 @@ impl<C: Control> Hub<C> {
 
     /// Does what is due now, and posts at most so many runs as one hold of the lock may. Whether there was anything.
     pub(crate) fn pump(&mut self) -> bool {
+        self.pump_within(RUNS_A_HOLD)
+    }
+
+    fn pump_within(&mut self, mut runs: usize) -> bool {
         let mut any = false;
-        let mut runs = RUNS_A_HOLD;
         loop {
             let mut more = self.outside.settle();
             let now = self.now();
@@ -86,9 +89,9 @@ impl<C: Control> Hub<C> {
     pub(crate) fn remove_peer(&mut self, peer: PeerId) {
         let now = self.now();
         self.transfers.remove_peer(now, peer);
-        self.pump_all();
+        self.settle();
         self.outside.remove_peer(peer);
-        self.pump_all();
+        self.settle();
     }
 
     /// Forgets removed peers of which nothing is under way any more.
@@ -115,9 +118,9 @@ impl<C: Control> Hub<C> {
         self.outside.both_sides(peer)
     }
 
-    /// Does all that is due, for however long that takes.
-    fn pump_all(&mut self) {
-        while self.pump() {}
+    /// Does all that is due, but posts nothing.
+    fn settle(&mut self) {
+        while self.pump_within(0) {}
     }
 
     /// Ends everything, for good, but what asks neighbours to read nothing more of this process, and what waits for a driver or
@@ -129,6 +132,6 @@ impl<C: Control> Hub<C> {
         self.outcomes.note_message();
         self.outside.peers().into_iter().for_each(|peer| self.remove_peer(peer));
         self.outside.close_carriers();
-        self.pump_all();
+        self.settle();
     }
 }

@@ -4,6 +4,7 @@
 //! [`Provider`] carries that out: an [`Engine`] has one control connection to each peer, and beside it [`Carrier`]s of bytes.
 #![deny(unsafe_code)]
 
+mod audit;
 mod carrier;
 mod carriers;
 mod completion;

@@ -144,6 +144,7 @@ impl Proofs {
 
 /// The secret of the user who runs this process: read, or made if there is none. Processes that make it at once agree on one.
 fn user_secret(folder: &RuntimeFolder) -> Result<Secret, NoSecret> {
+    crate::audit::takes_time("the reading of a file");
     let at = folder.path();
     let folder = folder.make()?;
     let found = match read(&folder) {

@@ -80,6 +80,9 @@ impl Watch {
 
     /// What has happened by now, or until the time is over.
     pub(crate) fn wait(&self, events: &mut Vec<Event>, timeout: Duration) {
+        if !timeout.is_zero() {
+            crate::audit::takes_time("a wait for descriptors");
+        }
         events.clear();
         let seconds = timeout.as_secs().min(60) as i64;
         let timeout = Timespec { tv_sec: seconds, tv_nsec: timeout.subsec_nanos().into() };

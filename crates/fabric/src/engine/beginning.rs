@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::shared::{Hold, Shared};
+use super::hold::Hold;
+use super::shared::Shared;
 use super::{FabricError, Handle, Transfer};
 use crate::hub::socket_hub::SocketHub;
 use crate::process::{BothSides, Used};

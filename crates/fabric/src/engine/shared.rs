@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvlane_memory::{Forked, OwnProcess};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::event::epoll::Event;
 
 use super::FabricError;
+use super::hold::Hold;
+use crate::audit::{self, Audit};
 use crate::carriers::slots::SlotPool;
 use crate::hub::socket_hub::SocketHub;
 use crate::inbox::Message;
@@ -28,13 +30,12 @@ const PARK: Duration = Duration::from_micros(200);
 const JOBS_AT_ONCE: usize = 8;
 const EVENTS: usize = 64;
 
-pub(crate) type Hold<'a> = MutexGuard<'a, SocketHub>;
-
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// Where all of this may be used.
     pub(super) own: OwnProcess,
-    pub(super) hub: Mutex<SocketHub>,
+    hub: Mutex<SocketHub>,
+    pub(crate) audit: Audit,
     /// What carriers do when memory is registered: outside of the lock.
     pub(super) registrars: Registrars,
     /// Slots for the memory of GPUs; none where nothing reaches it.
@@ -64,6 +65,7 @@ impl Shared {
         Shared {
             own: OwnProcess::this(),
             hub: Mutex::new(hub),
+            audit: Audit::default(),
             registrars,
             slots,
             changed: Condvar::new(),
@@ -77,7 +79,7 @@ impl Shared {
     /// All that the engine has. Only in its own process: in a forked one the lock may be held by a thread that is not there.
     pub(crate) fn try_hub(&self) -> Result<Hold<'_>, FabricError> {
         self.own.check()?;
-        Ok(self.hub.lock())
+        Ok(self.lock())
     }
 
     /// The same for calls that return no such error.
@@ -86,7 +88,11 @@ impl Shared {
     /// In another process than the engine's.
     pub(crate) fn hub(&self) -> Hold<'_> {
         assert!(self.is_here(), "{Forked}");
-        self.hub.lock()
+        self.lock()
+    }
+
+    fn lock(&self) -> Hold<'_> {
+        Hold::new(self.hub.lock(), &self.audit)
     }
 
     /// Whether this is the engine's own process.
@@ -97,8 +103,7 @@ impl Shared {
     /// Does what was asked for since, and tells those who wait for it.
     pub(crate) fn set_going(&self, hub: &mut Hold<'_>) {
         while hub.pump() {
-            // Others have their turn.
-            MutexGuard::bump(hub);
+            hub.bump();
         }
         self.work(hub);
         self.tell(hub);
@@ -109,7 +114,7 @@ impl Shared {
     fn work(&self, hub: &mut Hold<'_>) -> bool {
         for done in 0..JOBS_AT_ONCE {
             let Some(mut work) = hub.take_job() else { return done > 0 };
-            MutexGuard::unlocked(hub, || work.run());
+            hub.unlocked(|| work.run());
             hub.put_back(work);
             hub.pump();
         }
@@ -148,9 +153,9 @@ impl Shared {
             if now < spin_until || is_expecting {
                 // Others may begin transfers meanwhile.
                 if now + SPIN < spin_until + KEEP {
-                    MutexGuard::bump(hub);
+                    hub.bump();
                 } else {
-                    MutexGuard::unlocked(hub, std::thread::yield_now);
+                    hub.unlocked(std::thread::yield_now);
                 }
                 continue;
             }
@@ -158,10 +163,7 @@ impl Shared {
             self.pollers.fetch_sub(1, Ordering::AcqRel);
             self.sleepers.fetch_add(1, Ordering::AcqRel);
             self.wake_if_needed(hub);
-            match deadline {
-                Some(deadline) => drop(self.changed.wait_until(hub, deadline)),
-                None => self.changed.wait(hub),
-            }
+            hub.sleep(&self.changed, deadline);
             self.sleepers.fetch_sub(1, Ordering::AcqRel);
             if let Some(found) = found(hub) {
                 return Some(found);
@@ -183,7 +185,7 @@ impl Shared {
         let wakers = outcomes.take_wakers();
         if !wakers.is_empty() {
             // They may ask for what this guards.
-            MutexGuard::unlocked(hub, || wakers.into_iter().for_each(std::task::Waker::wake));
+            hub.unlocked(|| wakers.into_iter().for_each(std::task::Waker::wake));
         }
     }
 
@@ -196,13 +198,14 @@ impl Shared {
 
     /// What the thread behind does.
     pub(super) fn serve(&self) {
-        let watch = self.hub.lock().watch();
+        let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         let mut busy_until = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
                 // They do the work, unless they have no CPU to do it on.
                 let before = self.polls.load(Ordering::Relaxed);
+                audit::takes_time("a sleep");
                 std::thread::sleep(PARK);
                 if self.polls.load(Ordering::Relaxed) != before {
                     continue;
@@ -211,8 +214,8 @@ impl Shared {
             // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
             // caches: one turn may take longer than this thread rests.
             let hub = match self.pollers.load(Ordering::Acquire) {
-                0 => Some(self.hub.lock()),
-                _ => self.hub.try_lock(),
+                0 => Some(self.lock()),
+                _ => self.hub.try_lock().map(|hub| Hold::new(hub, &self.audit)),
             };
             let Some(mut hub) = hub else { continue };
             let any = hub.poll(&mut events);
@@ -239,7 +242,7 @@ impl Shared {
             watch.wait(&mut events, timeout);
             // What has come is asked for again, under the lock.
             events.clear();
-            let mut hub = self.hub.lock();
+            let mut hub = self.lock();
             hub.asleep_until = None;
             hub.woken();
         }

@@ -370,6 +370,7 @@ impl<C: Control> Outside<C> {
             posted.push(PostedRun { local, region, generation, offset, len });
         }
         let Some(peer) = peer else { return Err(NotNow) };
+        crate::audit::posts(posted.len());
         let post = CarrierPost { path, peer, token, ticket, op, runs: &posted };
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }

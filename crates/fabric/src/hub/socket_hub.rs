@@ -49,6 +49,7 @@ pub(crate) enum Work {
 impl Work {
     /// Does it, while nobody holds the lock for it.
     pub(crate) fn run(&mut self) {
+        crate::audit::takes_time("a job");
         match self {
             Work::Control(job) => job.run(),
             Work::Carrier(_, job) => job.run(),

@@ -190,6 +190,7 @@ impl Link {
     /// # Safety
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn flush(&mut self) -> Result<(), Ended> {
+        crate::audit::takes_time("the writing of a connection");
         let mut turn = 0;
         while !self.out.is_empty() && turn < TURN_BYTES {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
@@ -259,6 +260,7 @@ impl Link {
     /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
     /// nothing yet could else fill the buffer.
     pub(crate) fn greeting(&mut self, len: usize) -> Result<Option<Vec<u8>>, Ended> {
+        crate::audit::takes_time("the reading of a connection");
         debug_assert!(len <= BUFFER_BYTES);
         loop {
             if self.buffer[self.start..self.end].first().is_some_and(|first| is_record(*first)) {
@@ -290,6 +292,7 @@ impl Link {
     /// # Safety
     /// Expected memory is valid for writes.
     pub(crate) unsafe fn receive(&mut self, lease: Option<Lease>) -> Result<Came, Ended> {
+        crate::audit::takes_time("the reading of a connection");
         if self.body.is_some() {
             // SAFETY: the caller's promise.
             let is_whole = unsafe { self.receive_body(lease)? };

@@ -251,6 +251,7 @@ impl Drop for Copies {
         state.waiting.clear();
         drop(state);
         self.shared.begun.notify_all();
+        crate::audit::takes_time("the end of threads");
         for thread in self.threads.drain(..) {
             // It does not panic; if it did, there is nothing left to end.
             let _ = thread.join();

@@ -45,7 +45,8 @@ use rustix::io::Errno;
 
 pub(crate) use self::card::Card;
 use self::copies::{Begun, Copies, CopyId, CopyTurn, Generations, NewCopy};
-use self::neighbour::{Neighbour, PullError, PulledRange};
+pub(crate) use self::neighbour::Neighbour;
+use self::neighbour::{PullError, PulledRange};
 use self::served::Serving;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use self::words::check_words;

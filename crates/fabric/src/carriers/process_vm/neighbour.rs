@@ -56,6 +56,7 @@ pub(crate) struct Neighbour {
 impl Neighbour {
     /// Reads the card at this address of the process with this pid, by the very call that transfers will use.
     pub(crate) fn probe(pid: u32, card: u64, identity: Identity) -> Result<Neighbour, ProbeError> {
+        crate::audit::takes_time("a look into another process");
         let neighbour = Neighbour { process: RemoteProcess::open(pid)?, identity, card };
         let mut found = [0u8; IDENTITY_BYTES];
         let local = [range(found.as_mut_ptr(), IDENTITY_BYTES)];
@@ -122,6 +123,7 @@ impl Neighbour {
         found: &mut [u8],
         card: &[libc::iovec],
     ) -> Result<(), PullError> {
+        crate::audit::takes_time("a copy from another process");
         debug_assert!(parts.len() <= RANGES_MAX);
         let mut local = Vec::with_capacity(parts.len() + 1);
         let mut theirs = Vec::with_capacity(parts.len() + card.len());

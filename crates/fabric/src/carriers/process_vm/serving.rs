@@ -30,6 +30,7 @@ impl ProcessVm {
         let Some(serving) = self.serving.get_mut(&session) else {
             return Err(BadWords("a request of a neighbour that is none"));
         };
+        crate::audit::serves(runs.len());
         let Some(pieces) = pieces(cx, serving.owner, runs) else {
             serving.outcomes.push(Outcome { token, fate: Fate::Refused });
             return Ok(());
@@ -62,6 +63,8 @@ impl ProcessVm {
         let Some(serving) = self.serving.get_mut(&session) else {
             return Err(BadWords("a request of a neighbour that is none"));
         };
+        crate::audit::serves(runs.len());
+        crate::audit::copies_few(bytes.len());
         let pieces = pieces(cx, serving.owner, runs);
         let fate = Fate::of(pieces.is_none());
         for Piece { address, len } in pieces.unwrap_or_default() {

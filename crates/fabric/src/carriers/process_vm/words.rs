@@ -94,6 +94,7 @@ impl<'a> Words<'a> {
         let room = MOVE_BYTES + runs.len() * RUN_BYTES + bytes;
         debug_assert!(room <= WORDS_BYTES_MAX);
         let mut words = begin_move(INLINE, token, bytes as u64, runs, room);
+        crate::audit::copies_few(bytes);
         for run in posted {
             let (from, len, at) = (run.local.piece.pointer(), run.local.piece.len, words.len());
             words.resize(at + len, 0);

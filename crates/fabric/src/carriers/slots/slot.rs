@@ -42,6 +42,7 @@ pub(crate) struct Drain {
 impl Drain {
     /// Waits for all of it.
     pub(super) fn wait(&self) {
+        crate::audit::takes_time("a wait for a GPU");
         // The error is known.
         let _ = self.stream.synchronize();
         self.is_over.store(true, Ordering::Release);
@@ -51,6 +52,7 @@ impl Drain {
 impl Slot {
     /// With a stream for each of these GPUs.
     pub(super) fn new(gpus: &[Gpu], bytes: u64) -> Result<Option<Slot>, GpuError> {
+        crate::audit::takes_time("the making of a slot");
         let Some(first) = gpus.first() else { return Ok(None) };
         let buffer = HostBuffer::new(first, bytes)?;
         let mut slot = Slot { streams: Vec::new(), busy: Vec::new(), failed: None, drained: None, buffer };
@@ -148,6 +150,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         let busy = |number: &usize| self.busy.contains(number);
         for (_, stream) in self.streams.iter().filter(|(number, _)| busy(number)) {
+            crate::audit::takes_time("a wait for a GPU");
             // There is nobody left to tell of an error.
             let _ = stream.synchronize();
         }

@@ -32,6 +32,7 @@ impl SocketCarrier {
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
             (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
+                crate::audit::serves(runs.len());
                 let spots = spots_for_peer(&cx.process.regions, *from, &runs, true, has_slots);
                 let is_staged = spots.as_ref().is_some_and(|spots| any_on_gpu(spots));
                 if !is_staged {
@@ -49,6 +50,7 @@ impl SocketCarrier {
             }
             (Role::Serving { from, acks, .. }, Head::Read { token, bytes, .. }) => {
                 let runs = WireRun::decode_all(entries, bytes)?;
+                crate::audit::serves(runs.len());
                 match spots_for_peer(&cx.process.regions, *from, &runs, false, has_slots) {
                     None => acks.push(Outcome { token, fate: Fate::Refused }),
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
