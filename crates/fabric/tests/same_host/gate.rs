@@ -9,7 +9,8 @@ use kvlane_fabric::{Address, Descriptor};
 
 use crate::support::PATIENCE;
 
-/// Carries connections to an engine, and of the first, while it is held, nothing that the connecting side says.
+/// Carries connections to an engine, and of the first, while it is held, nothing that the connecting side says, or nothing
+/// that the engine answers.
 #[derive(Default)]
 pub(crate) struct Gate {
     state: Mutex<GateState>,
@@ -19,6 +20,7 @@ pub(crate) struct Gate {
 #[derive(Default)]
 pub(crate) struct GateState {
     pub(crate) is_held: bool,
+    pub(crate) holds_answers: bool,
     /// Bytes of the first connection.
     pub(crate) came: usize,
     pub(crate) is_first_over: bool,
@@ -38,8 +40,11 @@ impl Gate {
             move || {
                 for (number, socket) in listener.incoming().take(1_000).map_while(Result::ok).enumerate() {
                     let Ok(other) = TcpStream::connect(&target) else { return };
-                    let (mut from, mut to) = (other.try_clone().unwrap(), socket.try_clone().unwrap());
-                    std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+                    let (from, to) = (other.try_clone().unwrap(), socket.try_clone().unwrap());
+                    std::thread::spawn({
+                        let gate = Arc::clone(&gate);
+                        move || gate.answer(number, from, to)
+                    });
                     let (gate, (give, take)) = (Arc::clone(&gate), channel::<Vec<u8>>());
                     std::thread::spawn({
                         let gate = Arc::clone(&gate);
@@ -50,6 +55,18 @@ impl Gate {
             }
         });
         (gate, Descriptor { addresses: vec![Address { kind: 1, bytes }], ..descriptor.clone() })
+    }
+
+    fn answer(&self, number: usize, mut from: TcpStream, mut to: TcpStream) {
+        let mut bytes = vec![0; 64 << 10];
+        while let Ok(len @ 1..) = from.read(&mut bytes) {
+            if number == 0 {
+                self.wait(|state| !state.holds_answers);
+            }
+            if to.write_all(&bytes[..len]).is_err() {
+                return;
+            }
+        }
     }
 
     fn take_in(&self, number: usize, mut from: TcpStream, to: Sender<Vec<u8>>) {

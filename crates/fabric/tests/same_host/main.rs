@@ -12,6 +12,7 @@ mod gate;
 mod given_back;
 mod handicaps;
 mod killed;
+mod late;
 mod resources;
 mod role;
 mod shapes;
