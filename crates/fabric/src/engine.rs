@@ -307,7 +307,11 @@ impl Engine {
         // The number is not free meanwhile.
         hub.unlocked(|| {
             audit::takes_time("the closing of a window");
-            self.shared.registrars.0.iter().for_each(|(_, registrar)| registrar.close_window(number, generation));
+            self.shared
+                .registrars
+                .0
+                .iter()
+                .for_each(|(_, registrar)| registrar.close_window(number, generation));
         });
         hub.hub.outside.tell_window(number, to);
         self.wait_until_free(

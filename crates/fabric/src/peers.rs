@@ -60,6 +60,10 @@ pub enum RemoteMemory<'a> {
 pub struct RemoteBytes<'a> {
     /// What the carrier's [`crate::Registrar`] at the peer has answered for the region.
     pub key: &'a [u8],
+    /// The region's number, which is not the run's where that names a window.
+    pub region: u32,
+    /// Its generation.
+    pub generation: u32,
     /// Where the bytes begin in the region.
     pub offset: u64,
     /// How many.
@@ -274,14 +278,10 @@ impl Peer {
         match known {
             Some(known) if known == generation => {
                 let found = match self.windows.get(&region) {
-                    None => self.key(code, region).map(|key| vec![RemoteBytes { key, offset, len }]),
-                    Some((_, ranges)) => ranges.cut(offset, len).and_then(|parts| {
-                        let bytes = |part: WindowRange| {
-                            let key = self.key(code, part.region)?;
-                            Some(RemoteBytes { key, offset: part.offset, len: part.len })
-                        };
-                        parts.map(bytes).collect()
-                    }),
+                    None => self.bytes(code, WindowRange { region, offset, len }).map(|bytes| vec![bytes]),
+                    Some((_, ranges)) => ranges
+                        .cut(offset, len)
+                        .and_then(|parts| parts.map(|part| self.bytes(code, part)).collect()),
                 };
                 found.map_or(RemoteMemory::None, RemoteMemory::Known)
             }
@@ -292,9 +292,11 @@ impl Peer {
         }
     }
 
-    fn key(&self, code: u8, region: u32) -> Option<&[u8]> {
-        let (_, keys) = self.keys.get(&region)?;
-        keys.iter().find(|(of, _)| *of == code).map(|(_, key)| &**key)
+    fn bytes(&self, code: u8, range: WindowRange) -> Option<RemoteBytes<'_>> {
+        let WindowRange { region, offset, len } = range;
+        let (generation, keys) = self.keys.get(&region)?;
+        let (_, key) = keys.iter().find(|(of, _)| *of == code)?;
+        Some(RemoteBytes { key, region, generation: *generation, offset, len })
     }
 }
 
@@ -355,7 +357,7 @@ mod tests {
         assert_eq!(peer.memory(OWN, (1, 0), 4, 2), RemoteMemory::NotYet, "there may be more");
         peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(0, 0), (2, 1)]);
-        let known = vec![RemoteBytes { key: &[0], offset: 4, len: 2 }];
+        let known = vec![RemoteBytes { key: &[0], region: 0, generation: 0, offset: 4, len: 2 }];
         assert_eq!(peer.memory(OWN, (0, 0), 4, 2), RemoteMemory::Known(known));
         assert_eq!(
             (peer.memory(OWN, (1, 0), 4, 2), peer.memory(OWN, (2, 0), 4, 2)),
@@ -407,8 +409,10 @@ mod tests {
         peer.take_news(vec![window(9, 2, vec![range(0, 4, 10)], true)]).unwrap();
         assert_eq!(peer.memory(OWN, (9, 2), 0, 1), RemoteMemory::NotYet, "there is more of it");
         peer.take_news(vec![window(9, 2, vec![range(1, 0, 20)], false)]).unwrap();
-        let found =
-            vec![RemoteBytes { key: &[7], offset: 13, len: 1 }, RemoteBytes { key: &[5], offset: 0, len: 2 }];
+        let found = vec![
+            RemoteBytes { key: &[7], region: 0, generation: 0, offset: 13, len: 1 },
+            RemoteBytes { key: &[5], region: 1, generation: 5, offset: 0, len: 2 },
+        ];
         assert_eq!(peer.memory(OWN, (9, 2), 9, 3), RemoteMemory::Known(found));
         assert_eq!(peer.memory(OWN, (9, 1), 0, 1), RemoteMemory::None, "it was another window");
         assert_eq!(peer.memory(8, (9, 2), 0, 1), RemoteMemory::None, "nothing for this carrier");

@@ -6,7 +6,7 @@ use std::time::Instant;
 use parking_lot::{Condvar, MutexGuard};
 
 use crate::audit::Audit;
-use crate::hub::SocketHub;
+use crate::hub::socket_hub::SocketHub;
 
 /// The lock, in hand.
 pub(crate) struct Hold<'a> {

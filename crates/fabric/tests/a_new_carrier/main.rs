@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_fabric::{
     Access, Engine, EngineOptions, FabricError, Failure, Handle, Op, Options, PathStatus, PeerId, Pieces,
-    Place, RegisterError, Run, Transfer,
+    Place, RegisterError, Run, Transfer, WindowRange,
 };
 
 use crate::support::{MIB, Memory, PATIENCE, Random};
@@ -197,6 +197,34 @@ fn memory_that_it_cannot_reach_is_not_registered_and_nothing_of_it_is_left() {
     assert_eq!((more.other_than(0, MIB, 3), more.other_than(MIB, MIB, 0)), (None, None));
     there.engine.unregister(number).unwrap();
     assert_eq!((there.engine.describe().unwrap().regions, wire.count()), (known, laid));
+}
+
+#[test]
+fn what_a_window_shows_is_read_over_it_until_that_is_closed() {
+    let (wire, here, there, peer) = connected();
+    wire.breaks_after(1_000_000);
+    there.memory.scribble(0, 8 * MIB, 0x77);
+    let range = |offset: usize, len: usize| WindowRange {
+        region: there.region,
+        offset: offset as u64,
+        len: len as u64,
+    };
+    let window = there.engine.open_window(here.engine.id(), vec![range(MIB, 5), range(77, MIB)]).unwrap();
+    let read = || {
+        let local = Place { region: here.region, offset: 0 };
+        let run = Run { local, remote: Place { region: window.number, offset: 2 }, len: MIB as u64 };
+        here.engine.begin(peer, Transfer::read_through(window, Pieces::Contiguous(run)))
+    };
+    done(&read().unwrap());
+    let shown = [there.memory.bytes(MIB + 2, 3), there.memory.bytes(77, MIB - 3)].concat();
+    assert!(here.memory.bytes(0, MIB) == shown);
+    assert!(wire.left() < 1_000_000);
+    there.engine.close_window(&window).unwrap();
+    let refused = |handle: Handle| handle.wait(Some(PATIENCE)) == Some(Err(Failure::Refused));
+    assert!(
+        read()
+            .map_or_else(|error| matches!(error, FabricError::WindowClosed | FabricError::Shape(_)), refused)
+    );
 }
 
 #[test]

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fabric::{
-    BadWords, Carrier, CarrierPost, Completion, Context, Job, MemoryRegion, NotNow, Op, PathId, PathSpec,
-    PeerId, Reach, RegisterError, Registrar, RemoteKey, SessionId, Token,
+    BadWords, Carrier, CarrierPost, Completion, Context, Job, MemoryRegion, NotNow, Op, OpenedWindow, PathId,
+    PathSpec, PeerId, Reach, RegisterError, Registrar, RemoteMemory, SessionId, Token,
 };
 
 use crate::wire::{Part, Wire};
@@ -18,9 +18,16 @@ struct End(Arc<Wire>, u64);
 
 impl Registrar for End {
     fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
-        let laid = self.0.lay((self.1, region.number, region.generation), *region);
-        laid.map_err(|why| RegisterError { carrier: "toy", why })?;
+        self.0.lay((self.1, region.number, region.generation), *region)?;
         Ok(Some(self.1.to_le_bytes().to_vec()))
+    }
+
+    fn open_window(&self, window: &OpenedWindow<'_>) {
+        self.0.show((self.1, window.number, window.generation));
+    }
+
+    fn close_window(&self, number: u32, generation: u32) {
+        self.0.take_away((self.1, number, generation));
     }
 
     /// Waits for whoever copies right now, so that [`Carrier::touches`] has nothing to say.
@@ -42,7 +49,9 @@ struct Copying {
 
 impl Job for Copying {
     fn run(&mut self) {
-        self.completion = self.wire.carry(self.op, &self.parts);
+        if self.completion != Completion::Refused {
+            self.completion = self.wire.carry(self.op, &self.parts);
+        }
     }
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
@@ -132,22 +141,15 @@ impl Carrier for Toy {
 
     fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
         let CarrierPost { path, token, op, .. } = *post;
-        let mut parts = Vec::with_capacity(post.runs.len());
+        let (mut parts, mut completion) = (Vec::new(), Completion::Unknown);
         for run in post.runs {
-            let key = match cx.key(post.peer, run.region, run.generation) {
-                RemoteKey::Known(key) => key.try_into().ok(),
-                RemoteKey::NotYet => return Err(NotNow),
-                RemoteKey::None => None,
-            };
-            let Some(key) = key else {
-                cx.completed(token, Completion::Refused);
-                return Ok(());
-            };
-            let there = (u64::from_le_bytes(key), run.region, run.generation);
-            parts.push(Part { here: run.address().addr(), there, offset: run.offset, len: run.len });
+            match cx.remote_memory(post.peer, run) {
+                RemoteMemory::Known(found) => Part::add(&mut parts, run, &found),
+                RemoteMemory::NotYet => return Err(NotNow),
+                RemoteMemory::None => completion = Completion::Refused,
+            }
         }
-        let (wire, completion) = (Arc::clone(&self.end.0), Completion::Unknown);
-        self.waiting.push_back(Copying { wire, path, token, op, parts, completion });
+        self.waiting.push_back(Copying { wire: self.end.0.clone(), path, token, op, parts, completion });
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
-use kvlane_fabric::{Completion, MemoryRegion, Op};
+use kvlane_fabric::{Completion, MemoryRegion, Op, PostedRun, RegisterError, RemoteBytes};
 use parking_lot::RwLock;
 
 /// The end of a wire, the number of its region, and how often that was used before.
@@ -26,6 +26,7 @@ pub(crate) struct Wire {
 struct Laid {
     ends: HashSet<u64>,
     memories: HashMap<Name, MemoryRegion>,
+    windows: HashSet<Name>,
 }
 
 /// Contiguous bytes.
@@ -33,8 +34,24 @@ struct Laid {
 pub(crate) struct Part {
     pub(crate) here: usize,
     pub(crate) there: Name,
+    /// The same, or the window through which it is read.
+    pub(crate) named: Name,
     pub(crate) offset: u64,
     pub(crate) len: u64,
+}
+
+impl Part {
+    /// Those of a run, which names a region or a window.
+    pub(crate) fn add(parts: &mut Vec<Part>, run: &PostedRun, found: &[RemoteBytes<'_>]) {
+        let mut here = run.address().addr();
+        for RemoteBytes { key, region, generation, offset, len } in found.iter().copied() {
+            // As its registrar has answered.
+            let end = key.try_into().map_or(u64::MAX, u64::from_le_bytes);
+            let (there, named) = ((end, region, generation), (end, run.region, run.generation));
+            parts.push(Part { here, there, named, offset, len });
+            here += len as usize;
+        }
+    }
 }
 
 impl Wire {
@@ -82,17 +99,24 @@ impl Wire {
         end
     }
 
-    pub(crate) fn lay(&self, name: Name, region: MemoryRegion) -> Result<(), String> {
+    pub(crate) fn lay(&self, name: Name, region: MemoryRegion) -> Result<(), RegisterError> {
         let longest = self.longest.load(Ordering::SeqCst);
         if region.len > longest {
-            return Err(format!("a region of {} bytes, and {longest} are the most", region.len));
+            let why = format!("a region of {} bytes, and {longest} are the most", region.len);
+            return Err(RegisterError { carrier: "toy", why });
         }
         self.laid.write().memories.insert(name, region);
         Ok(())
     }
 
+    pub(crate) fn show(&self, name: Name) {
+        self.laid.write().windows.insert(name);
+    }
+
     pub(crate) fn take_away(&self, name: Name) {
-        self.laid.write().memories.remove(&name);
+        let mut laid = self.laid.write();
+        laid.memories.remove(&name);
+        laid.windows.remove(&name);
     }
 
     /// Takes away all of an end, unless somebody copies right now.
@@ -117,7 +141,9 @@ impl Wire {
             }
             let memory = laid.memories.get(&part.there);
             let memory = memory.filter(|memory| op == Op::Read || memory.is_writable);
-            let Some(memory) = memory.filter(|memory| part.offset + part.len <= memory.len) else {
+            let is_shown = part.named == part.there || laid.windows.contains(&part.named);
+            let Some(memory) = memory.filter(|memory| is_shown && part.offset + part.len <= memory.len)
+            else {
                 return Completion::Refused;
             };
             let there = (memory.address + part.offset) as usize;
