@@ -70,6 +70,7 @@ __all__ = [
     "StillMoving",
     "Tls",
     "Transfer",
+    "Window",
 ]
 
 _RUN = struct.Struct("<QQQ")
@@ -216,12 +217,18 @@ class Engine:
         self._owners: dict[int, Any] = {}
 
     def register(
-        self, memory: Any, length: int | None = None, writable: bool = True, device: str | None = None
+        self,
+        memory: Any,
+        length: int | None = None,
+        writable: bool = True,
+        device: str | None = None,
+        windows_only: bool = False,
     ) -> Region:
         """Let transfers touch memory: anything that can be written and has the buffer protocol (bytearray, mmap, numpy
         array), a tensor (`data_ptr()`, `nbytes` and `device`), an array of a GPU (`__cuda_array_interface__`), or an
-        address with a `length` in bytes. Peers may read it, and write it if `writable`. It is kept alive until
-        `unregister` or `close`; an address is yours to keep.
+        address with a `length` in bytes. Peers may read it, and write it if `writable`; with `windows_only` they read
+        what `open_window` shows each of them, and nothing else. It is kept alive until `unregister` or `close`; an
+        address is yours to keep.
 
         `device`: "cpu", or "cuda:N" for the N-th GPU of this process, where the memory does not say it itself. A GPU's
         bytes go through pinned memory of the host and through sockets, also between processes of one host. The engine
@@ -234,15 +241,26 @@ class Engine:
         if length is not None and length > size:
             raise ValueError(f"{length} bytes of memory that has {size}")
         size = size if length is None else length
+        access = "windows" if windows_only else "write" if writable else "read"
         if where is None:
-            number = self._core.register(address, size, writable)
+            number = self._core.register(address, size, access)
         else:
             try:
-                number = self._core.register_gpu(where, address, size, writable)
+                number = self._core.register_gpu(where, address, size, access)
             except OSError as error:
                 raise GpuError(f"memory of cuda:{where} cannot be registered: {error}") from None
         self._owners[number] = owner
         return Region(self, number, size)
+
+    def open_window(self, peer: EngineId, ranges: Iterable[tuple[Region | int, int, int]]) -> Window:
+        """Lets one peer, connected or not yet, read these ranges of registered memory, each (region, offset, length),
+        until `Window.close`. Send it `Window.descriptor` as you like; it reads by `Peer.read_window`. `peer`: its
+        `Engine.id`, which `Message.sender` and `Peer.id` say too.
+
+        ValueError for ranges that are not registered, of the host's memory and a GPU's together, or more than
+        65,536."""
+        numbers = [(_number(region), offset, length) for region, offset, length in ranges]
+        return Window(self, self._core.open_window(tuple(peer), numbers), sum(range[2] for range in numbers))
 
     def describe(self) -> bytes:
         """What a peer needs to connect and to name the memory that is registered now. Send it as you like; it is secret
@@ -392,8 +410,42 @@ class Pages:
         self, region: Region | int, indices: Iterable[int] | bytes, stride: int, offset: int = 0
     ) -> None:
         packed = indices if isinstance(indices, bytes) else array("I", indices).tobytes()
-        number = region if isinstance(region, int) else region.number
-        self._side = (number, offset, stride, packed)
+        self._side = (_number(region), offset, stride, packed)
+
+
+def _number(region: Region | int) -> int:
+    return region if isinstance(region, int) else region.number
+
+
+class Window:
+    """Ranges of our registered memory that one peer may read, made by `Engine.open_window`."""
+
+    def __init__(self, engine: Engine, descriptor: bytes, length: int) -> None:
+        self._engine = engine
+        self.descriptor = descriptor
+        """What the peer has to know to read through it."""
+        self.length = length
+        """Bytes of all ranges together."""
+
+    def close(self) -> None:
+        """Nothing more is read through it: when this returns the memory can be used for something else, and no byte of
+        that reaches the peer, also one that is stopped amid a read. A read that was not over fails there as `Refused`.
+        Takes a second at most, where the peer takes no bytes that are on their way. KeyError if it is closed
+        already."""
+        self._engine._core.close_window(self.descriptor)
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # It may have been closed before, by itself, or with its memory or its engine.
+        with suppress(KeyError, ValueError):
+            self.close()
 
 
 class Path(NamedTuple):
@@ -465,6 +517,24 @@ class Peer:
     ) -> Transfer:
         """Bytes of the peer's region into ours, otherwise as `write`."""
         return self._begin_runs(False, region, remote, runs, notify, timeout, bulk)
+
+    def read_window(
+        self,
+        region: Region,
+        window: bytes,
+        runs: Iterable[tuple[int, int, int]] | bytes,
+        notify: tuple[int, int] | None = None,
+        timeout: float | None = None,
+        bulk: bool = False,
+    ) -> Transfer:
+        """Bytes that the peer shows through a window into our region. `window`: the `Window.descriptor` that it has sent.
+        Offsets there count through the window's ranges one after the other; otherwise as `write`. `Refused`, here or
+        by `Transfer.wait`, if the peer has closed it."""
+        extras = (notify, _milliseconds(timeout), bulk)
+        core = self._engine._core.read_window(self._core, window, region.number, _packed(runs), extras)
+        if core is None:
+            raise Refused("the peer has closed this window: ask it for another")
+        return Transfer(core, self)
 
     def write_pages(self, page_bytes: int, local: Pages, remote: Pages, **how: Any) -> Transfer:
         """The n-th of our pages to the n-th of the peer's, otherwise as `write`."""

@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvlane_fabric::{
     Access, Descriptor, Engine, EngineId, EngineOptions, FabricError, Failure, Group, GroupPart, Handle,
     InboxOptions, MemoryKind, Message, Op, Pages, PathStatus, PeerId, Pieces, Place, Priority, Run,
-    SendOptions, Staged, Tls, Transfer, Transport,
+    SendOptions, Staged, Tls, Transfer, Transport, WindowDescriptor, WindowRange,
 };
 use parking_lot::Mutex;
 use pyo3::{
@@ -86,8 +86,8 @@ impl PyEngine {
     }
 
     /// The caller keeps the memory until it is unregistered or the engine is closed.
-    fn register(&self, py: Python<'_>, address: usize, length: u64, writable: bool) -> PyResult<u32> {
-        let access = if writable { Access::ReadWrite } else { Access::Read };
+    fn register(&self, py: Python<'_>, address: usize, length: u64, access: &str) -> PyResult<u32> {
+        let access = access_of(access)?;
         let engine = self.engine()?;
         let register = || {
             let memory = std::ptr::with_exposed_provenance_mut(address);
@@ -104,9 +104,9 @@ impl PyEngine {
         gpu: u32,
         address: u64,
         length: u64,
-        writable: bool,
+        access: &str,
     ) -> PyResult<u32> {
-        let access = if writable { Access::ReadWrite } else { Access::Read };
+        let access = access_of(access)?;
         let engine = self.engine()?;
         let gpu = open_gpu(gpu)?;
         // SAFETY: kvlane.fabric holds the memory's owner until then.
@@ -122,6 +122,44 @@ impl PyEngine {
     fn unregister(&self, py: Python<'_>, region: u32) -> PyResult<()> {
         let engine = self.engine()?;
         py.detach(|| engine.unregister(region)).map_err(error)
+    }
+
+    /// To the engine with this id: region, offset and length of each range. Answers the window's descriptor.
+    fn open_window<'py>(
+        &self,
+        py: Python<'py>,
+        peer: PyId,
+        ranges: Vec<(u32, u64, u64)>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let range = |(region, offset, len)| WindowRange { region, offset, len };
+        let (engine, ranges) = (self.engine()?, ranges.into_iter().map(range).collect());
+        let to = EngineId { engine_id: peer.0, boot_nonce: peer.1 };
+        let window = py.detach(|| engine.open_window(to, ranges)).map_err(error)?;
+        Ok(PyBytes::new(py, &window.to_bytes()))
+    }
+
+    fn close_window(&self, py: Python<'_>, window: &[u8]) -> PyResult<()> {
+        let (engine, window) = (self.engine()?, parse_window(window)?);
+        py.detach(|| engine.close_window(&window)).map_err(error)
+    }
+
+    /// Reads through a peer's window; runs as of `begin_runs`. None: it is closed.
+    fn read_window(
+        &self,
+        peer: &PyPeer,
+        window: &[u8],
+        local: u32,
+        runs: &[u8],
+        extras: Extras,
+    ) -> PyResult<Option<PyTransfer>> {
+        let window = parse_window(window)?;
+        let pieces = pieces_of((local, window.number), runs)?;
+        let transfer = Transfer { window: Some(window), ..transfer(false, pieces, extras)? };
+        match self.engine()?.begin(peer.0, transfer) {
+            Ok(handle) => Ok(Some(PyTransfer::new(handle))),
+            Err(FabricError::WindowClosed) => Ok(None),
+            Err(other) => Err(error(other)),
+        }
     }
 
     fn describe<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -367,17 +405,31 @@ impl PyEngine {
     }
 
     fn start(&self, peer: &PyPeer, is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<PyTransfer> {
-        let (immediate, timeout_ms, is_bulk) = extras;
-        let transfer = Transfer {
-            op: if is_write { Op::Write } else { Op::Read },
-            pieces,
-            immediate,
-            timeout: timeout_ms.map(milliseconds).transpose()?,
-            priority: priority(is_bulk),
-        };
+        let transfer = transfer(is_write, pieces, extras)?;
         // It copies a mebibyte at the most. To let the interpreter go would cost 5 ms for each thread that computes.
         self.engine()?.begin(peer.0, transfer).map(PyTransfer::new).map_err(error)
     }
+}
+
+fn transfer(is_write: bool, pieces: Pieces, extras: Extras) -> PyResult<Transfer> {
+    let (immediate, timeout_ms, is_bulk) = extras;
+    let timeout = timeout_ms.map(milliseconds).transpose()?;
+    let op = if is_write { Op::Write } else { Op::Read };
+    Ok(Transfer { op, immediate, timeout, priority: priority(is_bulk), ..Transfer::write(pieces) })
+}
+
+/// What peers may do: "write" (and read), "read", or "windows" for nothing but what windows show.
+fn access_of(name: &str) -> PyResult<Access> {
+    match name {
+        "write" => Ok(Access::ReadWrite),
+        "read" => Ok(Access::Read),
+        "windows" => Ok(Access::Windows),
+        other => Err(PyValueError::new_err(format!("access '{other}': it is write, read or windows"))),
+    }
+}
+
+fn parse_window(window: &[u8]) -> PyResult<WindowDescriptor> {
+    WindowDescriptor::from_bytes(window).map_err(|error| PyValueError::new_err(error.to_string()))
 }
 
 /// Runs of a region here and one there: offset here, offset there, length, each a little-endian u64.
@@ -467,7 +519,9 @@ fn error(error: FabricError) -> PyErr {
         FabricError::Forked(why) => forked(*why),
         FabricError::Io(_) | FabricError::Gpu(_) | FabricError::Register(_) => PyOSError::new_err(sentence),
         FabricError::NotReached { .. } => PyConnectionError::new_err(sentence),
-        FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) => PyKeyError::new_err(sentence),
+        FabricError::NoSuchPeer | FabricError::NoSuchRegion(_) | FabricError::NoSuchWindow(_) => {
+            PyKeyError::new_err(sentence)
+        }
         _ => PyValueError::new_err(sentence),
     }
 }
