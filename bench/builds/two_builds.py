@@ -2,10 +2,10 @@
 
     python bench/builds/two_builds.py --before kvlane-old.whl --after dist/kvlane-*.whl  # half an hour
 
-Runs `kvlane bench lookup`, `copy`, `hooks` and `overhead` of both wheels, each in an environment of its own that takes
-all else (vLLM, numpy) from this one. A round runs the old build, the new one and the old one once more, in an order
-that changes from round to round. How much the old build differs from itself is the control: what the new one differs
-by means something only beyond it.
+Runs `kvlane bench lookup`, `copy`, `hooks` and `overhead` of both wheels, or with --only others such as `fabric` and
+`ssd`, each in an environment of its own that takes all else (vLLM, numpy) from this one. A round runs the old build,
+the new one and the old one once more, in an order that changes from round to round. How much the old build differs
+from itself is the control: what the new one differs by means something only beyond it.
 
 A row holds when the new build is at most 3 % worse than the old one, by the median over all rounds, or no more than the
 old build's second run differs from its first. Writes builds.json and builds.png; status 1 when a row does not hold.
@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import site
 import statistics
 import subprocess
@@ -39,7 +40,10 @@ BENCHMARKS = {
     "copy": ("--mib", "256", "--rounds", "7"),
     "hooks": ("--rounds", "5"),
     "overhead": ("--engines", "1", "--pairs", "30"),
+    "fabric": ("--loopback", "--vs", "none", "--rounds", "3"),
+    "ssd": (".", "--vs", "none", "--rounds", "1", "--restart-blocks", "10000"),
 }
+USUAL = ("lookup", "copy", "hooks", "overhead")
 RUNS = ("before", "after", "before again")
 _TIMEOUT_S = 1200
 
@@ -73,7 +77,7 @@ def main() -> int:
     parser.add_argument("--before", type=Path, required=True, metavar="WHEEL", help="of the old build")
     parser.add_argument("--after", type=Path, required=True, metavar="WHEEL", help="of the new build")
     parser.add_argument("--rounds", type=int, default=7, help="default %(default)s")
-    parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), help="of the benchmarks; else all")
+    parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), help=f"else {', '.join(USUAL)}")
     parser.add_argument("--out", type=Path, default=Path("out/builds"))
     settings = parser.parse_args()
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +86,7 @@ def main() -> int:
     units: dict[str, str] = {}
     with report.CpuWatch() as watch:
         for number in range(settings.rounds):
-            for name in settings.only or BENCHMARKS:
+            for name in settings.only or USUAL:
                 for run in in_order(number):
                     report.say(f"[{number + 1}/{settings.rounds}] {name}: {run}")
                     for what, unit, value in measure(pythons[run.split()[0]], name, settings.out):
@@ -136,7 +140,10 @@ def digest(wheel: Path) -> str:
 def measure(python: Path, name: str, out: Path) -> list[tuple[str, str, float]]:
     """One run: what, unit and value of all figures that count."""
     results = out / f"{python.parents[1].name}-results"
-    command = [python, "-m", "kvlane.bench", name, *BENCHMARKS[name], "--out", results]
+    results.mkdir(exist_ok=True)
+    # The tier's file lies beside the results.
+    flags = [str(results) if flag == "." else flag for flag in BENCHMARKS[name]]
+    command = [python, "-m", "kvlane.bench", name, *flags, "--out", results]
     path = os.pathsep.join((str(python.parent), os.environ["PATH"]))
     ran = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     ran.pop("PYTHONPATH", None)
@@ -152,6 +159,8 @@ def measure(python: Path, name: str, out: Path) -> list[tuple[str, str, float]]:
 
 def figures(result: dict[str, Any]) -> list[tuple[str, str, float]]:
     """What is kvlane's own in a benchmark's result: not its yardsticks, intervals and bare loops."""
+    if result["benchmark"] == "fabric":
+        return list(map(transfer_figure, result["results"]))
     told = {each["what"]: each for each in result["figures"]}
     chosen = {
         "lookup": lambda what: "lookup" in what,
@@ -159,6 +168,7 @@ def figures(result: dict[str, Any]) -> list[tuple[str, str, float]]:
         "hooks": lambda what: "nothing to do" in what,
         # The CPU time itself and not what it is above plain vLLM's: 3 % of a difference near nothing means nothing.
         "overhead": lambda what: "above plain vLLM" in what,
+        "ssd": lambda what: re.fullmatch(r"(read|write) [0-9]+ [KM]iB", what) is not None,
     }[result["benchmark"]]
     found = []
     for what, each in told.items():
@@ -168,6 +178,15 @@ def figures(result: dict[str, Any]) -> list[tuple[str, str, float]]:
                 name, unit, value = "engine CPU time / plain vLLM's, no hits", "", 1 + value / 100
             found.append((f"{result['benchmark']}, {name}", unit, value))
     return found
+
+
+def transfer_figure(cell: dict[str, Any]) -> tuple[str, str, float]:
+    """What counts of one kind of transfer: the time of a small one, the rate of others."""
+    size = f"{cell['bytes']} B" if cell["pattern"] == "contiguous" else cell["pattern"]
+    what = f"fabric, {cell['transport']} {cell['op']} {size}"
+    if cell["pattern"] == "contiguous" and cell["bytes"] < 1 << 20:
+        return what, "us", cell["p50_us"]
+    return what, "GB/s", cell["gb_per_s"]
 
 
 def compare(values: Values, units: dict[str, str]) -> list[Row]:

@@ -527,7 +527,7 @@ class Peer:
         timeout: float | None = None,
         bulk: bool = False,
     ) -> Transfer:
-        """Bytes that the peer shows through a window into our region. `window`: the `Window.descriptor` that it has sent.
+        """Bytes that the peer shows through a window into our region. `window`: the `Window.descriptor` that it sent.
         Offsets there count through the window's ranges one after the other; otherwise as `write`. `Refused`, here or
         by `Transfer.wait`, if the peer has closed it."""
         extras = (notify, _milliseconds(timeout), bulk)
