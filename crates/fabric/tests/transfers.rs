@@ -160,6 +160,19 @@ fn a_removed_peer_is_forgotten_when_nothing_of_it_is_under_way() {
 }
 
 #[test]
+fn all_paths_of_a_removed_peer_are_closed_whether_they_were_up_or_on_their_way() {
+    let (mut transfers, peer, mut paths) = connected(Options::default(), 2);
+    paths.push(transfers.add_path(at(1), peer, PathSpec::new(Reach::ALL, 0)).unwrap());
+    assert_eq!(actions(&mut transfers), [Action::Connect(paths[2], 0)]);
+    let waiting = transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    transfers.remove_peer(at(2), peer);
+    let mut wanted = vec![Action::Over(waiting, Err(Failure::PeerLost))];
+    wanted.extend(paths.iter().map(|path| Action::Close(*path, 0)));
+    assert_eq!(actions(&mut transfers), wanted);
+    assert!(!transfers.has_peer(peer));
+}
+
+#[test]
 fn no_immediate_runs_so_far_ahead_that_the_receiver_would_forget_the_oldest() {
     const MANY: u64 = 70_000;
     let options = Options { live_max: MANY as usize, ..Options::default() };

@@ -116,23 +116,32 @@ impl Transfers {
 
     /// Gives up all transfers of a peer and closes its paths; it is forgotten when nothing is under way any more.
     pub fn remove_peer(&mut self, now: Duration, peer: PeerId) {
-        let Some(known) = self.peers.get_mut(&peer) else { return };
-        known.removed = true;
+        let Some(known) = self.peers.get(&peer) else { return };
         let (live, paths) = (known.live.clone(), known.paths.clone());
         live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
-        for path in paths {
-            if let Some(Path { state: PathState::Connecting, connection, .. }) = self.paths.get(&path) {
-                self.actions.push_back(Action::Close(path, *connection));
+        self.peers.get_mut(&peer).into_iter().for_each(|known| known.removed = true);
+        for path in &paths {
+            let Some(known) = self.paths.get_mut(path) else { continue };
+            if matches!(known.state, PathState::Up | PathState::Connecting) {
+                self.actions.push_back(Action::Close(*path, known.connection));
             }
-            self.close(now, path);
-            self.settle(now, path);
+            if known.state == PathState::Up {
+                known.state = PathState::Closing;
+            }
         }
+        // Not before all are asked to end: once it is removed it may be forgotten with the first that settles, and all its paths.
+        paths.into_iter().for_each(|path| self.settle(now, path));
         self.forget(peer);
     }
 
     /// Whether a peer is known: one that was removed is while anything of it is under way.
     pub fn has_peer(&self, peer: PeerId) -> bool {
         self.peers.contains_key(&peer)
+    }
+
+    /// The same of a path.
+    pub(crate) fn has_path(&self, path: PathId) -> bool {
+        self.paths.contains_key(&path)
     }
 
     /// The paths of a peer.
