@@ -4,6 +4,8 @@
 
 mod answers;
 mod ending;
+#[cfg(test)]
+mod leftovers;
 mod outside;
 mod serving;
 pub(crate) mod socket_hub;
@@ -58,7 +60,7 @@ impl<C: Control> Hub<C> {
                 });
             any |= more;
             if !more || runs == 0 {
-                self.forget_peers();
+                self.forget();
                 self.take_news();
                 return any;
             }
@@ -94,10 +96,11 @@ impl<C: Control> Hub<C> {
         self.settle();
     }
 
-    /// Forgets removed peers of which nothing is under way any more.
-    fn forget_peers(&mut self) {
+    /// Forgets removed peers and paths of which nothing is under way any more.
+    fn forget(&mut self) {
         let transfers = &self.transfers;
         self.outside.leaving.retain(|peer, _| transfers.has_peer(*peer));
+        self.outside.forget_paths(|path| transfers.has_path(path));
     }
 
     /// Begins a transfer whose request was checked against what both sides had registered. None: that has changed.

@@ -33,6 +33,8 @@ pub(crate) struct Outside<C> {
     pub(super) channels: Numbered<ChannelId, PeerId>,
     pub(super) channel_of: Numbered<PeerId, ChannelId>,
     pub(super) paths: Numbered<PathId, PathAt>,
+    /// Of those, what was removed: known here until nothing is under way there any more.
+    going: Vec<PathId>,
     /// Immediates and messages under way, and over which connection.
     pub(super) posted: Numbered<Token, ChannelId>,
     pub(super) fences: Fences,
@@ -64,6 +66,7 @@ impl<C: Control> Outside<C> {
             channels: Numbered::default(),
             channel_of: Numbered::default(),
             paths: Numbered::default(),
+            going: Vec::new(),
             posted: Numbered::default(),
             fences: Fences::default(),
             outbox: Outbox::default(),
@@ -375,6 +378,18 @@ impl<C: Control> Outside<C> {
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
     }
 
+    /// Forgets the paths that were removed and are not known any more.
+    pub(super) fn forget_paths(&mut self, is_known: impl Fn(PathId) -> bool) {
+        let paths = &mut self.paths;
+        self.going.retain(|path| {
+            let is_known = is_known(*path);
+            if !is_known {
+                paths.remove(path);
+            }
+            is_known
+        });
+    }
+
     fn new_path(&mut self, label: u64) -> Option<NewPath> {
         let index = self.outbox.new_paths.iter().position(|new| new.label == label)?;
         Some(self.outbox.new_paths.swap_remove(index))
@@ -444,6 +459,10 @@ impl<C: Control> Provider for Outside<C> {
     }
 
     fn next_event(&mut self) -> Option<Event> {
-        self.outbox.events.pop_front()
+        let event = self.outbox.events.pop_front();
+        if let Some(Event::Goes(path)) = event {
+            self.going.push(path);
+        }
+        event
     }
 }

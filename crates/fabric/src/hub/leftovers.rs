@@ -1,0 +1,194 @@
+//! What is left of peers that came and went, and of control connections that broke: nothing.
+
+#![allow(clippy::unwrap_used, clippy::panic, unsafe_code, reason = "tests")]
+
+use std::net::SocketAddr;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::control::Control;
+use crate::{
+    Access, Engine, EngineOptions, Handle, Op, Options, PathStatus, PeerId, Pieces, Place, Run, Transfer,
+    Transport,
+};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const BYTES: usize = 4 << 20;
+const ROUNDS: usize = 1_000;
+/// Set where the test below has a process for itself.
+const ALONE: &str = "KVLANE_TEST_ALONE";
+
+struct Side {
+    engine: Engine,
+    region: u32,
+    _memory: Vec<u8>,
+}
+
+impl Side {
+    fn new(transport: Option<Transport>) -> Side {
+        // What breaks is soon connected again.
+        let transfers = Options { backoff_max: Duration::from_millis(20), ..Options::default() };
+        let token = "of this test".into();
+        let options = EngineOptions { transport, token, transfers, ..EngineOptions::default() };
+        let engine = Engine::new(options).unwrap();
+        let mut memory = vec![0u8; BYTES];
+        // SAFETY: the engine is dropped before its memory, as the first field.
+        let region =
+            unsafe { engine.register(memory.as_mut_ptr(), BYTES as u64, Access::ReadWrite).unwrap() };
+        Side { engine, region, _memory: memory }
+    }
+
+    fn address(&self) -> SocketAddr {
+        let descriptor = self.engine.describe().unwrap();
+        String::from_utf8(descriptor.addresses[0].bytes.clone()).unwrap().parse().unwrap()
+    }
+
+    fn meet(&self, there: &Side) -> PeerId {
+        self.engine.connect(&there.engine.describe().unwrap()).unwrap()
+    }
+
+    fn begin(&self, peer: PeerId, there: &Side, op: Op, len: usize) -> Handle {
+        let place = |region| Place { region, offset: 0 };
+        let run = Run { local: place(self.region), remote: place(there.region), len: len as u64 };
+        let transfer = Transfer { op, ..Transfer::write(Pieces::Contiguous(run)) };
+        self.engine.begin(peer, transfer).unwrap()
+    }
+
+    /// Waits until all paths of a peer are up, and answers their carriers.
+    fn wait_for_paths(&self, peer: PeerId) -> Vec<&'static str> {
+        let begun = Instant::now();
+        loop {
+            let paths = self.engine.paths(peer);
+            let carriers = paths.iter().map(|path| path.carrier).collect::<Vec<_>>();
+            let is_up = |carrier| paths.iter().any(|path: &PathStatus| path.carrier == carrier && path.is_up);
+            if paths.iter().all(|path| path.is_up) && is_up("control") && is_up("tcp") {
+                return carriers;
+            }
+            assert!(begun.elapsed() < PATIENCE, "{paths:?}");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Breaks the control connection to a peer, and waits until it is gone.
+    fn cut(&self, peer: PeerId) {
+        let channel = || self.engine.hold().hub.outside.channel_of.get(&peer).copied();
+        let cut = channel().unwrap();
+        let mut hold = self.engine.hold();
+        let now = hold.hub.now();
+        hold.hub.outside.control.end(now, cut, "cut by the test");
+        drop(hold);
+        let begun = Instant::now();
+        while channel() == Some(cut) {
+            assert!(begun.elapsed() < PATIENCE);
+            std::thread::yield_now();
+        }
+    }
+
+    /// What is known of peers, sessions, paths, connections and posts: numbers of maps' entries, and in the rest of what
+    /// is printed of a part, which holds maps of its own, those of structs.
+    fn knows(&self) -> [usize; 11] {
+        let hold = self.engine.hold();
+        let outside = &hold.hub.outside;
+        let structs = |printed: String| printed.matches('{').count();
+        [
+            outside.peers.len(),
+            outside.leaving.len(),
+            outside.sessions.len(),
+            outside.channels.len(),
+            outside.channel_of.len(),
+            outside.paths.len(),
+            outside.posted.len(),
+            structs(format!("{:?}", outside.fences)),
+            structs(format!("{:?}", outside.peers)),
+            structs(format!("{:?}", hold.hub.transfers)),
+            structs(format!("{:?}", outside.carriers)),
+        ]
+    }
+}
+
+fn done(handle: &Handle) {
+    assert_eq!(handle.wait(Some(PATIENCE)), Some(Ok(())));
+}
+
+/// Of this process.
+fn descriptors_and_threads() -> [usize; 2] {
+    ["/proc/self/fd", "/proc/self/task"].map(|path| std::fs::read_dir(path).unwrap().count())
+}
+
+/// Waits until there is no more of anything than before.
+fn settles<const N: usize>(what: &str, before: [usize; N], count: impl Fn() -> [usize; N]) {
+    let begun = Instant::now();
+    loop {
+        let now = count();
+        if now.iter().zip(before).all(|(now, before)| *now <= before) {
+            return;
+        }
+        assert!(begun.elapsed() < PATIENCE / 4, "{what}: {before:?} before, {now:?} after");
+        // Nobody tells when the last connection has ended.
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_thousand_peers_that_come_and_go_leave_nothing() {
+    if std::env::var_os(ALONE).is_some() {
+        return come_and_go();
+    }
+    // The other tests here have descriptors and threads too.
+    let (_, module) = module_path!().split_once("::").unwrap();
+    let test = format!("{module}::a_thousand_peers_that_come_and_go_leave_nothing");
+    let mut alone = Command::new(std::env::current_exe().unwrap());
+    let output = alone.args(["--exact", &test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && said.contains("1 passed"),
+        "{said}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+fn come_and_go() {
+    let there = Side::new(None);
+    let sides = [Side::new(None), Side::new(Some(Transport::Tcp))];
+    // These stay, so that there is something that is not to be more.
+    let stays = sides.each_ref().map(|here| here.meet(&there));
+    for (here, peer) in sides.iter().zip(stays) {
+        here.wait_for_paths(peer);
+        for op in [Op::Write, Op::Read] {
+            done(&here.begin(peer, &there, op, BYTES));
+        }
+    }
+    let round = |round: usize| {
+        let here = &sides[round % 2];
+        let peer = match round / 2 % 2 {
+            0 => here.meet(&there),
+            _ => here.engine.connect_to(there.address(), PATIENCE).unwrap(),
+        };
+        for op in [Op::Write, Op::Read] {
+            done(&here.begin(peer, &there, op, 8192));
+        }
+        here.engine.disconnect(peer);
+    };
+    (0..20).for_each(round);
+    let all = [&there, &sides[0], &sides[1]];
+    settles("sessions", [sides.len()], || [there.engine.hold().hub.outside.sessions.len()]);
+    let (open, known) = (descriptors_and_threads(), all.map(Side::knows));
+    (0..ROUNDS).for_each(round);
+    let settle = |what: &str| {
+        for (side, before) in all.into_iter().zip(known) {
+            settles(what, before, || side.knows());
+        }
+        settles(what, open, descriptors_and_threads);
+    };
+    settle("peers");
+    for (here, peer) in sides.iter().zip(stays) {
+        let carriers = here.wait_for_paths(peer);
+        for _ in 0..100 {
+            let read = here.begin(peer, &there, Op::Read, BYTES);
+            here.cut(peer);
+            done(&read);
+            assert_eq!(here.wait_for_paths(peer).len(), carriers.len());
+        }
+    }
+    settle("control connections");
+}
