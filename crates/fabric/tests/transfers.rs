@@ -538,3 +538,35 @@ fn a_chunk_stays_within_one_memory_of_either_side() {
     wanted.sort_by_key(|stretch| stretch.between);
     assert_eq!(posted, wanted);
 }
+
+/// Found by the simulation of hubs: the control connection to a peer stayed, which nobody could use or close any more. What
+/// was under way last was a message that waited for room: with it the peer was forgotten, and with the peer its paths.
+#[test]
+fn all_paths_of_a_removed_peer_are_closed_though_nothing_is_under_way() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 3);
+    let connecting = transfers.add_path(at(0), peer, PathSpec::new(Reach::ALL, 0)).unwrap();
+    assert_eq!(actions(&mut transfers), [Action::Connect(connecting, 0)]);
+    let ticket = transfers.send(at(1), peer, vec![7].into(), at(1_000_000), Priority::High).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    transfers.complete(at(2), post.token, Completion::NoRoom);
+    transfers.remove_peer(at(3), peer);
+    let mut expected = vec![Action::Over(ticket, Err(Failure::PeerLost))];
+    expected.extend(paths.into_iter().chain([connecting]).map(|path| Action::Close(path, 0)));
+    assert_eq!(actions(&mut transfers), expected);
+    assert!(!transfers.has_peer(peer));
+}
+
+#[test]
+fn a_connection_to_a_removed_peer_that_comes_late_is_not_wanted() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 1);
+    let connecting = transfers.add_path(at(0), peer, PathSpec::new(Reach::ALL, 1)).unwrap();
+    let ticket = transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    transfers.remove_peer(at(2), peer);
+    assert!(transfers.has_peer(peer), "its last post is under way");
+    assert!(!transfers.path_up(at(3), connecting, 0));
+    transfers.path_broke(at(4), paths[0], 0);
+    transfers.complete(at(5), post.token, Completion::Unknown);
+    assert!(actions(&mut transfers).contains(&Action::Over(ticket, Err(Failure::PeerLost))));
+    assert!(!transfers.has_peer(peer));
+}

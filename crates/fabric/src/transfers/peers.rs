@@ -116,20 +116,21 @@ impl Transfers {
 
     /// Gives up all transfers of a peer and closes its paths; it is forgotten when nothing is under way any more.
     pub fn remove_peer(&mut self, now: Duration, peer: PeerId) {
-        let Some(known) = self.peers.get(&peer) else { return };
+        let Some(known) = self.peers.get_mut(&peer) else { return };
+        known.removed = true;
         let (live, paths) = (known.live.clone(), known.paths.clone());
-        live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
-        self.peers.get_mut(&peer).into_iter().for_each(|known| known.removed = true);
+        // With the last that is under way the peer is forgotten, and its paths with it.
+        let mut closes = Vec::new();
         for path in &paths {
-            let Some(known) = self.paths.get_mut(path) else { continue };
-            if matches!(known.state, PathState::Up | PathState::Connecting) {
-                self.actions.push_back(Action::Close(*path, known.connection));
-            }
-            if known.state == PathState::Up {
+            if let Some(known) = self.paths.get_mut(path)
+                && matches!(known.state, PathState::Up | PathState::Connecting)
+            {
                 known.state = PathState::Closing;
+                closes.push(Action::Close(*path, known.connection));
             }
         }
-        // Not before all are asked to end: once it is removed it may be forgotten with the first that settles, and all its paths.
+        live.into_iter().for_each(|ticket| self.give_up(now, ticket, Failure::PeerLost));
+        self.actions.extend(closes);
         paths.into_iter().for_each(|path| self.settle(now, path));
         self.forget(peer);
     }
