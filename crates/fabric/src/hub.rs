@@ -8,6 +8,8 @@ mod ending;
 mod leftovers;
 mod outside;
 mod serving;
+#[cfg(test)]
+mod simulation;
 pub(crate) mod socket_hub;
 
 use std::time::Duration;

@@ -7,6 +7,7 @@
 mod audit;
 mod carrier;
 mod carriers;
+mod clock;
 mod completion;
 mod control;
 mod descriptor;

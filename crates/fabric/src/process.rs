@@ -90,6 +90,12 @@ impl Process {
         }
     }
 
+    /// How many transfers use memory.
+    #[cfg(test)]
+    pub(crate) fn uses(&self) -> usize {
+        self.used.len()
+    }
+
     /// The generation of a peer's region with which a transfer began, and the peer.
     pub(crate) fn used_generation(&self, ticket: Ticket, region: u32) -> Option<(PeerId, u32)> {
         let used = self.used.get(&ticket)?;

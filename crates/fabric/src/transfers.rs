@@ -413,4 +413,18 @@ impl Transfers {
     pub fn room(&self) -> usize {
         self.options.live_max.saturating_sub(self.live.len())
     }
+
+    /// What is kept, by kind: nothing when all is over and all peers were removed.
+    #[cfg(test)]
+    pub(crate) fn left_over(&self) -> [(&'static str, usize); 7] {
+        [
+            ("known peers", self.peers.len()),
+            ("known paths", self.paths.len()),
+            ("transfers", self.live.len()),
+            ("posts", self.posted.len()),
+            ("timers", self.timers.len()),
+            ("actions", self.actions.len()),
+            ("bytes of messages", self.message_bytes),
+        ]
+    }
 }

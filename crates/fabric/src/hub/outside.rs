@@ -1,9 +1,10 @@
 //! What carries out what was decided: control connections, carriers, and the process that they belong to.
 
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::carrier::{Carrier, CarrierPost, Context, NewFence, NewPath, Outbox, Owner, PostedRun};
+use crate::clock::Clock;
 use crate::control::{ChannelId, Control, ControlEvent};
 use crate::fences::{Broken, Fences, Whom};
 use crate::frames::Frame;
@@ -21,7 +22,7 @@ const REFUSALS_SAID_MAX: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Outside<C> {
-    begun: Instant,
+    pub(super) clock: Clock,
     pub(crate) process: Process,
     pub(crate) control: C,
     pub(super) carriers: Vec<Box<dyn Carrier>>,
@@ -56,7 +57,7 @@ pub(super) struct PathAt {
 impl<C: Control> Outside<C> {
     pub(crate) fn new(process: Process, control: C, carriers: Vec<Box<dyn Carrier>>) -> Outside<C> {
         Outside {
-            begun: Instant::now(),
+            clock: Clock::begin(),
             process,
             control,
             carriers,
@@ -74,7 +75,7 @@ impl<C: Control> Outside<C> {
     }
 
     pub(crate) fn now(&self) -> Duration {
-        self.begun.elapsed()
+        self.clock.now()
     }
 
     /// Calls a carrier.

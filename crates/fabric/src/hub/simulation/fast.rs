@@ -1,0 +1,761 @@
+//! A simulated carrier like process_vm: it reaches the hosts' memory only, is of the better class, vanishes and returns while
+//! peers live, and needs the control connection. Who the bytes are for reads them from the other process's memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::faults::Fault;
+use super::memory::{Whose, overlaps};
+use super::network::{Network, Next, Shared};
+use crate::carrier::{
+    BadWords, Carrier, CarrierPost, Context, MemoryRegion, Owner, Party, RegisterError, Registrar, SessionId,
+    Touched,
+};
+use crate::fences::LEASE;
+use crate::peers::RemoteKey;
+use crate::provider::NotNow;
+use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
+
+pub(super) const FAST: u8 = 201;
+pub(super) const CLASS: u8 = 0;
+/// Writes of fewer bytes go with the words that ask for them.
+const PULLED_BYTES_MIN: usize = 48;
+/// Longer than any process is stopped, or any frame is under way.
+const KEYS_PATIENCE: Duration = Duration::from_secs(10);
+/// So long after the other side has lost the connection the bytes of its words may be placed.
+const PLACES_US: u64 = 2_500_000;
+/// What is asked for over a connection that is fenced.
+pub(super) const NO_NEIGHBOUR: &str = "a request of a neighbour that is none";
+
+#[derive(Debug, Default)]
+pub(super) struct Neighbours {
+    /// What was said, by its number in the words.
+    said: Vec<Said>,
+    happenings: BTreeMap<u64, Happening>,
+    /// Connections of whichever process, and when they ended at the side that made them.
+    ended: BTreeMap<u64, u64>,
+    made: u64,
+}
+
+#[derive(Debug, Clone)]
+enum Said {
+    /// Write this: its bytes are there to be read.
+    Pull {
+        token: Token,
+        whose: Whose,
+        runs: Vec<Range>,
+    },
+    /// Its bytes are these.
+    Inline {
+        token: Token,
+        whose: Whose,
+        runs: Vec<Range>,
+        bytes: Vec<Vec<u8>>,
+        connection: u64,
+    },
+    Done {
+        token: Token,
+        completion: Completion,
+    },
+}
+
+/// Bytes of a peer's region, and where the others are.
+#[derive(Debug, Clone, Copy)]
+struct Range {
+    here: usize,
+    region: u32,
+    generation: u32,
+    offset: usize,
+    len: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Happening {
+    /// Whether a session's process can be read.
+    Probed(SessionId, u64),
+    /// Whether a peer can.
+    Reached(PeerId, u64),
+    /// A call of a copy is over.
+    Copied(u64),
+    /// The card has been looked at after it.
+    Looked(u64),
+    /// There is a way to a peer again, or no more.
+    Returns(PeerId),
+    Vanishes(PeerId),
+    Gone(u64),
+    Ready(PathId),
+}
+
+/// One process's.
+#[derive(Debug)]
+pub(super) struct Fast {
+    me: usize,
+    network: Shared,
+    /// Peers whose control connection is up.
+    controls: BTreeSet<PeerId>,
+    /// Of them, those to which there is a path.
+    with_path: BTreeSet<PeerId>,
+    paths: BTreeMap<PeerId, PathId>,
+    readers: BTreeMap<PeerId, Reader>,
+    posted: BTreeMap<Token, Posted>,
+    serving: BTreeMap<SessionId, Serving>,
+    copying: BTreeMap<u64, Copying>,
+    /// Of broken connections that are fenced, whose memory it was.
+    pulling: BTreeMap<u64, usize>,
+    is_closed: bool,
+}
+
+/// A peer that this process reads from.
+#[derive(Debug)]
+struct Reader {
+    path: PathId,
+    number: u32,
+    connection: u64,
+    process: usize,
+    is_up: bool,
+    /// A post was handed back, since the peer has not told of its region yet.
+    awaits_keys_since: Option<Duration>,
+    /// For so long that the next such post is refused.
+    awaits_no_more: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Posted {
+    peer: PeerId,
+    /// This process reads, by this copy; else the peer does.
+    copy: Option<u64>,
+    is_inline: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Serving {
+    owner: Owner,
+    connection: u64,
+}
+
+#[derive(Debug)]
+struct Copying {
+    whose: CopyOf,
+    ranges: Vec<CopiedRange>,
+    next: usize,
+    is_given_up: bool,
+    is_refused: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct CopiedRange {
+    /// In this process, and in the other one.
+    to: usize,
+    from: usize,
+    region: u32,
+    generation: u32,
+    len: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum CopyOf {
+    /// A read of ours, from that process.
+    Ours { token: Token, whose: Whose, connection: u64, process: usize },
+    /// A write of a neighbour's.
+    Theirs { token: Token, whose: Whose, session: SessionId, owner: Owner, connection: u64 },
+}
+
+impl Network {
+    fn fast_later(&mut self, at: u64, process: usize, what: Happening) {
+        self.fast.made += 1;
+        let number = self.fast.made;
+        self.fast.happenings.insert(number, what);
+        self.at(at, process, Next::Carrier(FAST, number));
+    }
+
+    fn fast_soon(&mut self, process: usize, what: Happening) {
+        let at = self.now + self.delay();
+        self.fast_later(at, process, what);
+    }
+
+    fn fast_says(&mut self, said: Said) -> Vec<u8> {
+        self.fast.said.push(said);
+        (self.fast.said.len() as u64 - 1).to_le_bytes().to_vec()
+    }
+}
+
+/// Notes on the card what is registered.
+#[derive(Debug)]
+struct CardRegistrar {
+    me: usize,
+    network: Shared,
+}
+
+impl Registrar for CardRegistrar {
+    fn register(&self, region: &MemoryRegion) -> Result<Option<Vec<u8>>, RegisterError> {
+        if matches!(region.memory, Memory::Gpu(_)) {
+            return Ok(None);
+        }
+        let card = &mut self.network.lock().hosts[self.me].card;
+        card.insert(region.number, region.generation);
+        Ok(Some(region.address.to_le_bytes().to_vec()))
+    }
+
+    fn withdraw(&self, region: &MemoryRegion) {
+        self.network.lock().hosts[self.me].card.remove(&region.number);
+    }
+}
+
+impl Fast {
+    pub(super) fn new(me: usize, network: Shared) -> Fast {
+        Fast {
+            me,
+            network,
+            controls: BTreeSet::new(),
+            with_path: BTreeSet::new(),
+            paths: BTreeMap::new(),
+            readers: BTreeMap::new(),
+            posted: BTreeMap::new(),
+            serving: BTreeMap::new(),
+            copying: BTreeMap::new(),
+            pulling: BTreeMap::new(),
+            is_closed: false,
+        }
+    }
+
+    fn take(&mut self, cx: &mut Context<'_>, what: Happening) {
+        match what {
+            Happening::Probed(session, connection) => {
+                let Some(owner) = cx.owner(session) else { return };
+                if self.network.lock().goes_wrong(10) {
+                    return cx.refuse(session, "it cannot be read");
+                }
+                self.serving.insert(session, Serving { owner, connection });
+                cx.accept(session, connection.to_le_bytes().to_vec());
+            }
+            Happening::Reached(peer, connection) => self.reached(cx, peer, connection),
+            Happening::Copied(copy) => self.copied(cx, copy),
+            Happening::Looked(copy) => self.looked(cx, copy),
+            Happening::Returns(peer) => self.add_path(cx, peer),
+            Happening::Vanishes(peer) => {
+                if self.with_path.contains(&peer) && !self.network.lock().is_calm {
+                    self.network.lock().seen.vanished += 1;
+                    self.vanish(cx, peer, "it vanished");
+                }
+            }
+            Happening::Gone(connection) => cx.fenced(connection),
+            Happening::Ready(path) => cx.ready(path),
+        }
+    }
+
+    fn add_path(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        if self.controls.contains(&peer) && self.with_path.insert(peer) {
+            let is_swapped = self.network.lock().fault == Fault::ClassesSwapped;
+            let class = if is_swapped { 2 } else { CLASS };
+            cx.add_path(peer, PathSpec { read_bytes: Some(256), ..PathSpec::new(Reach::HOSTS, class) }, 0);
+        }
+    }
+
+    /// There is no way to a peer until it returns.
+    fn vanish(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
+        let ends_first = {
+            let network = &mut *self.network.lock();
+            let within = if network.dice.one_in(3) { 3_000_000 } else { 20_000 };
+            let at = network.now + network.dice.below(within);
+            network.fast_later(at, self.me, Happening::Returns(peer));
+            network.dice.one_in(2)
+        };
+        if ends_first {
+            self.end(cx, peer, why);
+        }
+        // Else its connection is closed because of that.
+        self.with_path.remove(&peer);
+        self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
+    }
+
+    fn reached(&mut self, cx: &mut Context<'_>, peer: PeerId, connection: u64) {
+        let Some(reader) = self.readers.get_mut(&peer).filter(|reader| reader.connection == connection)
+        else {
+            return;
+        };
+        let network = &mut *self.network.lock();
+        reader.is_up = true;
+        network.better.insert((self.me, peer), (reader.path, reader.number));
+        cx.up(reader.path, reader.number);
+        if network.goes_wrong(2) {
+            let at = network.now + network.dice.below(1_000_000);
+            network.fast_later(at, self.me, Happening::Vanishes(peer));
+        }
+    }
+
+    /// A connection to a peer is over. What was posted on it comes back when nothing touches its memory any more.
+    fn end(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
+        let Some(reader) = self.readers.remove(&peer) else { return };
+        let Reader { path, number, connection, process, .. } = reader;
+        let network = &mut *self.network.lock();
+        network.better.remove(&(self.me, peer));
+        network.fast.ended.insert(connection, network.now);
+        cx.broke(path, number, why);
+        let of_peer: Vec<(Token, Posted)> = self
+            .posted
+            .iter()
+            .filter(|(_, posted)| posted.peer == peer)
+            .map(|(token, posted)| (*token, *posted))
+            .collect();
+        let (mut pulled, mut inline) = (Vec::new(), Vec::new());
+        for (token, posted) in of_peer {
+            match posted.copy {
+                // Over when the copy is.
+                Some(copy) => {
+                    self.copying.get_mut(&copy).into_iter().for_each(|copy| copy.is_given_up = true);
+                    continue;
+                }
+                None if posted.is_inline => inline.push(token),
+                None => pulled.push(token),
+            }
+            self.posted.remove(&token);
+        }
+        if network.fault == Fault::LosesPosts {
+            return;
+        }
+        if !pulled.is_empty() {
+            network.seen.fences += 1;
+            self.pulling.insert(connection, process);
+            cx.fence(peer, connection, pulled, None);
+        }
+        if !inline.is_empty() {
+            cx.fence(peer, connection, inline, Some(LEASE));
+        }
+    }
+
+    fn begin_copy(&mut self, copying: Copying) -> u64 {
+        let network = &mut *self.network.lock();
+        network.fast.made += 1;
+        let copy = network.fast.made;
+        self.copying.insert(copy, copying);
+        // A thread may be stopped in the middle of a call.
+        let delay = network.long_delay();
+        network.fast_later(network.now + delay, self.me, Happening::Copied(copy));
+        copy
+    }
+
+    /// A call copies, whatever has become of what it is for.
+    fn copied(&mut self, cx: &mut Context<'_>, id: u64) {
+        let Some(copying) = self.copying.get_mut(&id) else { return };
+        let range = copying.ranges[copying.next];
+        copying.next += 1;
+        let mut network = self.network.lock();
+        let (what, memory) = ((range.region, range.generation), &mut network.memory);
+        match copying.whose {
+            CopyOf::Ours { whose, process, .. } => {
+                let bytes = memory.read_unasked(process, range.from, range.len);
+                let outcome = memory.write_own(whose, range.to, &bytes);
+                network.checked(outcome);
+                let at = network.now + network.long_delay();
+                network.fast_later(at, self.me, Happening::Looked(id));
+            }
+            CopyOf::Theirs { whose, .. } => {
+                let outcome = memory
+                    .read_own(whose, range.from, range.len)
+                    .and_then(|bytes| memory.write_region(self.me, range.to, &bytes, what, whose));
+                network.checked(outcome);
+                drop(network);
+                self.go_on(cx, id);
+            }
+        }
+    }
+
+    /// The card has been looked at after a call.
+    fn looked(&mut self, cx: &mut Context<'_>, id: u64) {
+        let Some(copying) = self.copying.get_mut(&id) else { return };
+        let CopyOf::Ours { process, .. } = copying.whose else { return };
+        let range = copying.ranges[copying.next - 1];
+        let network = self.network.lock();
+        let is_there = network.hosts[process].card.get(&range.region) == Some(&range.generation);
+        copying.is_refused |= !is_there && network.fault != Fault::CardNotRead;
+        drop(network);
+        self.go_on(cx, id);
+    }
+
+    /// The next call of a copy, or its end.
+    fn go_on(&mut self, cx: &mut Context<'_>, id: u64) {
+        let Some(copying) = self.copying.get(&id) else { return };
+        let is_over = copying.next == copying.ranges.len() || copying.is_given_up || copying.is_refused;
+        if !is_over {
+            let network = &mut *self.network.lock();
+            network.fast_soon(self.me, Happening::Copied(id));
+            return;
+        }
+        let Some(copying) = self.copying.remove(&id) else { return };
+        cx.note_let_go();
+        let is_whole = copying.next == copying.ranges.len() && !copying.is_refused;
+        match copying.whose {
+            CopyOf::Ours { token, connection, .. } => {
+                let Some(Posted { peer, .. }) = self.posted.remove(&token) else { return };
+                let is_connected =
+                    self.readers.get(&peer).is_some_and(|reader| reader.connection == connection);
+                let completion = match is_connected {
+                    false => Completion::Unknown,
+                    true if is_whole => Completion::Placed,
+                    true => Completion::Refused,
+                };
+                cx.completed(token, completion);
+            }
+            CopyOf::Theirs { token, session, connection, .. } => {
+                let completion = if is_whole { Completion::Placed } else { Completion::Refused };
+                self.done(cx, session, connection, token, completion);
+            }
+        }
+        if self.is_closed && self.copying.is_empty() {
+            self.network.lock().hosts[self.me].is_gone = true;
+        }
+    }
+
+    fn done(
+        &mut self,
+        cx: &mut Context<'_>,
+        session: SessionId,
+        connection: u64,
+        token: Token,
+        completion: Completion,
+    ) {
+        if self.serving.get(&session).is_some_and(|serving| serving.connection == connection) {
+            let words = self.network.lock().fast_says(Said::Done { token, completion });
+            cx.say(Party::Session(session), words);
+        }
+    }
+
+    fn stop_serving(&mut self, session: SessionId) {
+        self.serving.remove(&session);
+        for copying in self.copying.values_mut() {
+            if matches!(copying.whose, CopyOf::Theirs { session: of, .. } if of == session) {
+                copying.is_given_up = true;
+            }
+        }
+    }
+
+    /// A neighbour's write.
+    fn serve(&mut self, cx: &mut Context<'_>, session: SessionId, said: Said) -> Result<(), BadWords> {
+        let Some(Serving { owner, connection }) = self.serving.get(&session).copied() else {
+            return Err(BadWords(NO_NEIGHBOUR));
+        };
+        let places = |runs: &[Range]| -> Option<Vec<CopiedRange>> {
+            let place = |range: &Range| {
+                let Range { here, region, generation, offset, len } = *range;
+                let regions = &cx.process.regions;
+                let spot = regions.for_peer(region, generation, offset as u64, len as u64, true)?;
+                let to = spot.piece.address;
+                Some(CopiedRange { to, from: here, region, generation, len })
+            };
+            runs.iter().map(place).collect()
+        };
+        match said {
+            Said::Pull { token, whose, runs } => match places(&runs) {
+                Some(ranges) => {
+                    let whose = CopyOf::Theirs { token, whose, session, owner, connection };
+                    let (next, is_given_up, is_refused) = (0, false, false);
+                    self.begin_copy(Copying { whose, ranges, next, is_given_up, is_refused });
+                }
+                None => self.done(cx, session, connection, token, Completion::Refused),
+            },
+            Said::Inline { token, whose, runs, bytes, connection: of } => {
+                let completion = match places(&runs) {
+                    Some(ranges) => {
+                        let network = &mut *self.network.lock();
+                        let ended = network.fast.ended.get(&of).copied();
+                        if ended.is_some_and(|at| network.now > at + PLACES_US) {
+                            return Err(BadWords(NO_NEIGHBOUR));
+                        }
+                        for (range, bytes) in ranges.iter().zip(&bytes) {
+                            let what = (range.region, range.generation);
+                            let memory = &mut network.memory;
+                            let outcome = memory.write_region(self.me, range.to, bytes, what, whose);
+                            network.checked(outcome);
+                        }
+                        Completion::Placed
+                    }
+                    None => Completion::Refused,
+                };
+                self.done(cx, session, connection, token, completion);
+            }
+            Said::Done { .. } => return Err(BadWords("words that are not their side's")),
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        let CarrierPost { peer, token, .. } = *post;
+        let Some(reader) = self.readers.get_mut(&peer) else { return Err(NotNow) };
+        let mut ranges = Vec::new();
+        for run in post.runs {
+            let key = match cx.key(peer, run.region, run.generation) {
+                RemoteKey::Known(key) => key.try_into().ok().map(u64::from_le_bytes),
+                RemoteKey::None => None,
+                RemoteKey::NotYet => {
+                    self.network.lock().seen.waited_for_keys += 1;
+                    if !std::mem::take(&mut reader.awaits_no_more) {
+                        reader.awaits_keys_since.get_or_insert(cx.now());
+                        return Err(NotNow);
+                    }
+                    None
+                }
+            };
+            let Some(base) = key else {
+                reader.awaits_keys_since = None;
+                cx.completed(token, Completion::Refused);
+                return Ok(());
+            };
+            let (mut to, mut from, mut left) =
+                (run.address().addr(), (base + run.offset) as usize, run.len as usize);
+            while left > 0 {
+                let len = 1 + self.network.lock().dice.below(left as u64) as usize;
+                let (region, generation) = (run.region, run.generation);
+                ranges.push(CopiedRange { to, from, region, generation, len });
+                (to, from, left) = (to + len, from + len, left - len);
+            }
+        }
+        reader.awaits_keys_since = None;
+        let (connection, process) = (reader.connection, reader.process);
+        let whose = CopyOf::Ours { token, whose: (self.me, post.ticket), connection, process };
+        let (next, is_given_up, is_refused) = (0, false, false);
+        let copy = self.begin_copy(Copying { whose, ranges, next, is_given_up, is_refused });
+        self.posted.insert(token, Posted { peer, copy: Some(copy), is_inline: false });
+        Ok(())
+    }
+
+    fn write(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) {
+        let CarrierPost { peer, token, .. } = *post;
+        let Some(connection) = self.readers.get(&peer).map(|reader| reader.connection) else { return };
+        let whose = (self.me, post.ticket);
+        let range = |run: &crate::carrier::PostedRun| Range {
+            here: run.address().addr(),
+            region: run.region,
+            generation: run.generation,
+            offset: run.offset as usize,
+            len: run.len as usize,
+        };
+        let runs: Vec<Range> = post.runs.iter().map(range).collect();
+        let is_inline = runs.iter().map(|run| run.len).sum::<usize>() < PULLED_BYTES_MIN;
+        let network = &mut *self.network.lock();
+        let said = if is_inline {
+            let read = |run: &Range| network.memory.read_own(whose, run.here, run.len);
+            let bytes: Result<Vec<Vec<u8>>, String> = runs.iter().map(read).collect();
+            let bytes = network.checked(bytes).unwrap_or_default();
+            Said::Inline { token, whose, runs, bytes, connection }
+        } else {
+            Said::Pull { token, whose, runs }
+        };
+        let words = network.fast_says(said);
+        self.posted.insert(token, Posted { peer, copy: None, is_inline });
+        cx.say(Party::Peer(peer), words);
+    }
+}
+
+impl Carrier for Fast {
+    fn name(&self) -> &'static str {
+        "fast"
+    }
+
+    fn code(&self) -> u8 {
+        FAST
+    }
+
+    fn registrar(&self) -> Option<Arc<dyn Registrar>> {
+        Some(Arc::new(CardRegistrar { me: self.me, network: Arc::clone(&self.network) }))
+    }
+
+    fn control_up(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.controls.insert(peer);
+        // It may not be there when the peer comes.
+        let is_away = self.network.lock().goes_wrong(5);
+        if is_away {
+            self.network.lock().fast_soon(self.me, Happening::Returns(peer));
+        } else {
+            self.add_path(cx, peer);
+        }
+    }
+
+    fn connect(&mut self, cx: &mut Context<'_>, path: PathId, number: u32, peer: PeerId, _: u64) {
+        let network = &mut *self.network.lock();
+        let identity = cx.peers.get(&peer).and_then(|known| known.whom.identity);
+        let process = identity.and_then(|identity| network.process(identity));
+        let (Some(process), true) = (process, self.with_path.contains(&peer)) else {
+            return cx.broke(path, number, "it is gone");
+        };
+        if self.readers.contains_key(&peer) {
+            network.is_wrong("a path is connected again before its former connection is over");
+        }
+        let connection = network.dice.roll();
+        self.paths.insert(peer, path);
+        let (is_up, awaits_keys_since, awaits_no_more) = (false, None, false);
+        let reader = Reader { path, number, connection, process, is_up, awaits_keys_since, awaits_no_more };
+        self.readers.insert(peer, reader);
+        cx.offer(peer, connection.to_le_bytes().to_vec());
+    }
+
+    fn consider(&mut self, _: &mut Context<'_>, session: SessionId, offer: &[u8]) -> Result<(), BadWords> {
+        let connection = offer.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
+        self.stop_serving(session);
+        self.network.lock().fast_soon(self.me, Happening::Probed(session, connection));
+        Ok(())
+    }
+
+    fn accepted(&mut self, _: &mut Context<'_>, peer: PeerId, answer: &[u8]) -> Result<(), BadWords> {
+        let connection = answer.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
+        self.network.lock().fast_soon(self.me, Happening::Reached(peer, connection));
+        Ok(())
+    }
+
+    fn refused(&mut self, cx: &mut Context<'_>, peer: PeerId, why: &str) {
+        self.vanish(cx, peer, why);
+        cx.cannot_reach(peer, why.to_owned());
+    }
+
+    fn control_lost(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.controls.remove(&peer);
+        self.end(cx, peer, "the control connection broke");
+        self.with_path.remove(&peer);
+        self.paths.remove(&peer).into_iter().for_each(|path| cx.remove_path(path));
+    }
+
+    fn peer_removed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        self.controls.remove(&peer);
+        self.with_path.remove(&peer);
+        self.end(cx, peer, "the peer was removed");
+        self.paths.remove(&peer);
+    }
+
+    fn session_ended(&mut self, _: &mut Context<'_>, session: SessionId) {
+        self.stop_serving(session);
+    }
+
+    fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
+        if let Some(reader) = self.readers.get(&peer).filter(|reader| reader.awaits_keys_since.is_some()) {
+            cx.ready(reader.path);
+        }
+    }
+
+    fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
+        let number = words.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
+        let said = self.network.lock().fast.said[number as usize].clone();
+        match (from, said) {
+            (Party::Session(session), said) => self.serve(cx, session, said),
+            (Party::Peer(peer), Said::Done { token, completion }) => {
+                let is_asked = |posted: &&Posted| posted.peer == peer && posted.copy.is_none();
+                if self.posted.get(&token).filter(is_asked).is_some() {
+                    self.posted.remove(&token);
+                    cx.completed(token, completion);
+                }
+                Ok(())
+            }
+            _ => Err(BadWords("words that are not their side's")),
+        }
+    }
+
+    fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
+        let is_it = |reader: &Reader| (reader.path, reader.number) == (path, connection);
+        let peer = self.readers.iter().find(|(_, reader)| is_it(reader)).map(|(peer, _)| *peer);
+        peer.into_iter().for_each(|peer| self.end(cx, peer, "it is not wanted"));
+    }
+
+    fn post(&mut self, cx: &mut Context<'_>, post: &CarrierPost<'_>) -> Result<(), NotNow> {
+        let is_up = self.readers.get(&post.peer).is_some_and(|reader| reader.is_up);
+        if !is_up {
+            return Err(NotNow);
+        }
+        {
+            let network = &mut *self.network.lock();
+            if network.goes_wrong(12) {
+                network.fast_soon(self.me, Happening::Ready(post.path));
+                return Err(NotNow);
+            }
+            network.seen.fast_posts += 1;
+        }
+        match post.op {
+            Op::Read => self.read(cx, post),
+            Op::Write => {
+                self.write(cx, post);
+                Ok(())
+            }
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> bool {
+        let mut any = false;
+        for reader in self.readers.values_mut() {
+            if reader.awaits_keys_since.is_some_and(|since| since + KEYS_PATIENCE <= cx.now()) {
+                (reader.awaits_keys_since, reader.awaits_no_more) = (None, true);
+                cx.ready(reader.path);
+            }
+        }
+        loop {
+            let what = {
+                let network = &mut *self.network.lock();
+                let due = &mut network.due[self.me];
+                let index = due.iter().position(|(code, _)| *code == FAST);
+                let number = index.and_then(|index| due.remove(index)).map(|(_, number)| number);
+                number.and_then(|number| network.fast.happenings.remove(&number))
+            };
+            let Some(what) = what else { return any };
+            any = true;
+            self.take(cx, what);
+        }
+    }
+
+    fn next_tick(&self, _: Duration) -> Option<Duration> {
+        let since = self.readers.values().filter_map(|reader| reader.awaits_keys_since).min();
+        since.map(|since| since + KEYS_PATIENCE)
+    }
+
+    fn fence(&mut self, _: &mut Context<'_>, from: Owner, connection: u64) -> bool {
+        let is_it = |serving: &Serving| serving.owner == from && serving.connection == connection;
+        let sessions: Vec<SessionId> =
+            self.serving.iter().filter(|(_, serving)| is_it(serving)).map(|(session, _)| *session).collect();
+        sessions.into_iter().for_each(|session| self.stop_serving(session));
+        let is_of_it = |copying: &Copying| {
+            matches!(copying.whose, CopyOf::Theirs { owner, connection: of, .. }
+                if (owner, of) == (from, connection))
+        };
+        let is_over = !self.copying.values().any(is_of_it);
+        self.network.lock().seen.fences_denied += u64::from(!is_over);
+        is_over
+    }
+
+    fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
+        self.pulling.remove(&connection);
+        tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
+    }
+
+    fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
+        if let Some(process) = self.pulling.get(&connection) {
+            let network = &mut *self.network.lock();
+            if network.hosts[*process].is_gone {
+                network.fast_soon(self.me, Happening::Gone(connection));
+            }
+        }
+    }
+
+    fn touches(&self, memory: Touched) -> bool {
+        let ranges = self.copying.values().flat_map(|copying| &copying.ranges);
+        let is_touched = ranges.into_iter().any(|range| overlaps(memory, range.to, range.len));
+        is_touched && self.network.lock().fault != Fault::HidesTouches
+    }
+
+    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched) {
+        for copying in self.copying.values_mut() {
+            if copying.ranges.iter().any(|range| overlaps(memory, range.to, range.len)) {
+                self.network.lock().seen.let_go += 1;
+                copying.is_given_up = true;
+            }
+        }
+    }
+
+    fn close_all(&mut self, cx: &mut Context<'_>) {
+        let peers: Vec<PeerId> = self.readers.keys().copied().collect();
+        peers.into_iter().for_each(|peer| self.end(cx, peer, "the engine was closed"));
+        let sessions: Vec<SessionId> = self.serving.keys().copied().collect();
+        sessions.into_iter().for_each(|session| self.stop_serving(session));
+        self.is_closed = true;
+        self.network.lock().hosts[self.me].is_gone = self.copying.is_empty();
+    }
+
+    fn is_busy(&self) -> bool {
+        !self.copying.is_empty()
+    }
+}

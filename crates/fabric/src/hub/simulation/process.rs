@@ -1,0 +1,292 @@
+//! A process with a real hub: what its engine does with it, without threads.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use super::fast::{FAST, Fast};
+use super::memory::{AREA, Region, State};
+use super::network::Shared;
+use super::slow::Slow;
+use super::wires::SimulatedControl;
+use crate::carrier::{MemoryRegion, Registrar};
+use crate::clock::Clock;
+use crate::descriptor::{Access, Descriptor};
+use crate::fences::Whom;
+use crate::hub::{Hub, Outside};
+use crate::inbox::InboxOptions;
+use crate::process::Process;
+use crate::regions::NewRegion;
+use crate::tcp::{Identity, Key, Keys};
+use crate::transfers::{Memory as Kind, Options, PathId, PeerId, Transfers};
+use crate::trust::Trust;
+
+/// As engines have it.
+const LET_GO: Duration = Duration::from_secs(1);
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+const DESCRIPTOR_ADDRESS: u8 = 1;
+
+pub(super) struct Node {
+    pub(super) process: usize,
+    pub(super) hub: Hub<SimulatedControl>,
+    pub(super) network: Shared,
+    registrars: Vec<(u8, Arc<dyn Registrar>)>,
+    /// Peers that were added and not removed, and which process each is.
+    pub(super) peers: Vec<(PeerId, usize)>,
+    letting_go: Vec<LettingGo>,
+    /// Whoever closes it waits until then for neighbours that read.
+    closing: Option<Duration>,
+    pub(super) is_closed: bool,
+    /// It was killed.
+    pub(super) is_dead: bool,
+    /// When it looks again by itself.
+    pub(super) tick_at: Option<u64>,
+}
+
+/// Memory that somebody waits for.
+struct LettingGo {
+    region: usize,
+    seen: MemoryRegion,
+    /// When what touches it is ended.
+    at: Duration,
+}
+
+impl Node {
+    pub(super) fn new(process: usize, network: &Shared, clock: &Arc<AtomicU64>, options: Options) -> Node {
+        let identity = network.lock().hosts[process].identity;
+        let fast = Fast::new(process, Arc::clone(network));
+        let slow = Slow::new(process, Arc::clone(network));
+        let carriers: Vec<Box<dyn crate::carrier::Carrier>> = vec![Box::new(fast), Box::new(slow)];
+        let registrars = carriers.iter().filter_map(|carrier| Some((carrier.code(), carrier.registrar()?)));
+        let registrars = registrars.collect();
+        let control = SimulatedControl { process, network: Arc::clone(network) };
+        let inbox = InboxOptions { messages: 3, bytes: 64 << 10 };
+        let mut outside = Outside::new(Process::new(identity, inbox), control, carriers);
+        outside.clock = Clock::Simulated(Arc::clone(clock));
+        Node {
+            process,
+            hub: Hub::new(Transfers::new(options), outside),
+            network: Arc::clone(network),
+            registrars,
+            peers: Vec::new(),
+            letting_go: Vec::new(),
+            closing: None,
+            is_closed: false,
+            is_dead: false,
+            tick_at: None,
+        }
+    }
+
+    pub(super) fn register(&mut self, area: usize, kind: Kind, access: Access) -> Option<usize> {
+        let outside = &mut self.hub.outside;
+        let (number, generation) = outside.process.regions.reserve()?;
+        let (base, len) = (area * AREA, AREA as u64);
+        let is_writable = access == Access::ReadWrite;
+        let seen = MemoryRegion { number, generation, address: base as u64, len, memory: kind, is_writable };
+        let mut keys = Keys::new();
+        for (code, registrar) in &self.registrars {
+            let key = registrar.register(&seen).ok().flatten();
+            keys.extend(key.map(|key| (*code, key.into_boxed_slice())));
+        }
+        outside.process.regions.add(number, NewRegion { base, len, access, memory: kind }, keys);
+        outside.tell_region(number);
+        let (process, state, taken) = (self.process, State::Registered, Default::default());
+        let region = Region { process, area, number, generation, is_writable, kind, state, taken };
+        Some(self.network.lock().memory.add_region(region))
+    }
+
+    /// Begins to give memory back, unless a transfer of this process has it.
+    pub(super) fn unregister(&mut self, region: usize) {
+        let number = self.network.lock().memory.regions[region].number;
+        let outside = &mut self.hub.outside;
+        if outside.process.regions.uses(number) > 0 {
+            return;
+        }
+        let Some(seen) = outside.process.regions.seen(number) else { return };
+        if !outside.process.regions.stop_serving(number) {
+            return;
+        }
+        self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
+        outside.tell_region(number);
+        outside.process.letting_go += 1;
+        self.network.lock().memory.regions[region].state = State::LettingGo;
+        let at = outside.now() + LET_GO;
+        self.letting_go.push(LettingGo { region, seen, at });
+    }
+
+    /// Whoever gives memory back looks whether something touches it still.
+    fn let_go(&mut self) {
+        let now = self.hub.now();
+        let mut left = Vec::new();
+        for mut one in std::mem::take(&mut self.letting_go) {
+            let number = one.seen.number;
+            if one.at <= now && self.hub.outside.is_touched(number) {
+                self.hub.outside.let_go(number);
+                self.pump();
+                one.at = now + LOOK_AGAIN;
+            }
+            if self.hub.outside.is_touched(number) {
+                self.network.lock().seen.waited_to_unregister += 1;
+                left.push(one);
+                continue;
+            }
+            self.hub.outside.process.letting_go -= 1;
+            self.registrars.iter().for_each(|(_, registrar)| registrar.unregister(&one.seen));
+            self.hub.outside.process.regions.remove(number);
+            self.network.lock().memory.give_back(one.region);
+        }
+        self.letting_go.extend(left);
+    }
+
+    pub(super) fn is_letting_go(&self) -> bool {
+        !self.letting_go.is_empty()
+    }
+
+    pub(super) fn describe(&self) -> Descriptor {
+        let host = &self.network.lock().hosts[self.process];
+        let address = host.address.to_string().into_bytes();
+        Descriptor {
+            boot_nonce: host.identity.boot,
+            engine_id: host.identity.engine,
+            trust: Trust::Token,
+            addresses: vec![crate::descriptor::Address { kind: DESCRIPTOR_ADDRESS, bytes: address }],
+            regions: self.hub.outside.process.regions.descriptors(),
+        }
+    }
+
+    /// Of a peer by its descriptor, or by its address only.
+    pub(super) fn connect(&mut self, descriptor: Option<&Descriptor>, address: SocketAddr, to: usize) {
+        let identity = |known: &Descriptor| Identity { engine: known.engine_id, boot: known.boot_nonce };
+        let session = u128::from(self.network.lock().dice.roll());
+        let (identity, addresses) = (descriptor.map(identity), vec![address]);
+        let whom = Whom { identity, session, key: Key::new(b"secret"), addresses };
+        let Some(peer) = self.hub.add_peer(whom, Trust::Token) else { return };
+        if let (Some(known), Some(descriptor)) = (self.hub.outside.peer_mut(peer), descriptor) {
+            known.describe(descriptor);
+        }
+        self.peers.push((peer, to));
+    }
+
+    pub(super) fn remove_peer(&mut self, peer: PeerId) {
+        self.peers.retain(|(other, _)| *other != peer);
+        self.hub.remove_peer(peer);
+    }
+
+    pub(super) fn close(&mut self) {
+        self.hub.close();
+        self.network.lock().hosts[self.process].listens = false;
+        let ends = self.network.lock().cut_all(self.process);
+        self.end_wires(ends);
+        self.peers.clear();
+        self.closing = Some(self.hub.now() + LET_GO);
+    }
+
+    /// Connections of this process end at this end.
+    pub(super) fn end_wires(&mut self, ends: Vec<(u64, usize)>) {
+        for (wire, end) in ends {
+            let served = self.network.lock().ended(wire, end);
+            if let Some(served) = served {
+                let (now, process) = (self.hub.now(), &mut self.hub.outside.process);
+                process.sessions.leave(now, served.session);
+                process.inbox.share_among(process.sessions.connected());
+            }
+        }
+    }
+
+    /// Whoever closes goes on when nothing of this process's memory is touched any more.
+    fn go_on_closing(&mut self) {
+        let Some(until) = self.closing else { return };
+        let outside = &mut self.hub.outside;
+        let is_pulled = outside.is_pulled() && outside.now() < until;
+        if is_pulled || outside.is_ending() {
+            return;
+        }
+        let may_be_read_still = outside.is_pulled();
+        outside.end_fences();
+        self.pump();
+        (self.closing, self.is_closed) = (None, true);
+        self.network.lock().memory.close(self.process, may_be_read_still);
+    }
+
+    fn pump(&mut self) {
+        while self.hub.pump() {}
+    }
+
+    /// Takes what came, and does what is due.
+    pub(super) fn settle(&mut self) {
+        for place in 0..self.hub.outside.carriers.len() as u8 {
+            self.hub.outside.with(place, |carrier, cx| carrier.poll(cx));
+        }
+        self.pump();
+        self.let_go();
+        self.go_on_closing();
+        self.pump();
+    }
+
+    /// When there is something to do if nothing comes, and what.
+    pub(super) fn next_tick(&self) -> Option<(Duration, &'static str)> {
+        let outside = &self.hub.outside;
+        let carriers = outside.carriers.iter().filter_map(|carrier| carrier.next_tick(outside.now())).min();
+        let closing = self.closing.filter(|until| *until > outside.now());
+        let ticks = [
+            (self.hub.transfers.next_tick(), "transfers"),
+            (outside.fences.next_tick(), "fences"),
+            (carriers, "carriers"),
+            (self.letting_go.iter().map(|one| one.at).min(), "memory that is given back"),
+            (closing, "closing"),
+        ];
+        let ticks = ticks.into_iter().filter_map(|(at, what)| Some((at?, what)));
+        ticks.filter(|(at, _)| *at < Duration::MAX).min()
+    }
+
+    /// Peers to which transfers have a path of the better carrier that is up, and which connection of it.
+    pub(super) fn better_paths(&self) -> Vec<(PeerId, PathId, u32)> {
+        let network = self.network.lock();
+        let of_process = network.better.iter().filter(|((process, _), _)| *process == self.process);
+        of_process
+            .filter(|(_, (path, _))| self.hub.transfers.is_up(*path))
+            .map(|((_, peer), (path, number))| (*peer, *path, *number))
+            .collect()
+    }
+
+    /// Whether each peer's control connection and both carriers' paths are up.
+    pub(super) fn is_all_up(&self) -> bool {
+        self.peers.iter().all(|(peer, _)| {
+            let paths = self.hub.transfers.paths(*peer);
+            let fast = self.hub.outside.place_of(FAST);
+            let carried = |path: &PathId| self.hub.outside.paths.get(path).and_then(|at| at.carrier);
+            let has_fast = paths.iter().any(|path| carried(path) == fast);
+            has_fast && paths.len() >= 3 && paths.iter().all(|path| self.hub.transfers.is_up(*path))
+        })
+    }
+}
+
+impl Node {
+    /// What a hub still has when all is over: it should be nothing.
+    pub(super) fn left_over(&mut self, sessions_kept: Duration) -> Vec<String> {
+        let now = self.hub.now() + sessions_kept;
+        let Hub { transfers, outside, .. } = &mut self.hub;
+        let Process { sessions, immediates, inbox, .. } = &mut outside.process;
+        sessions.forget_old(now, |session| immediates.forget(session));
+        let outbox = &outside.outbox;
+        let counts = [
+            ("sessions remembered", usize::from(!sessions.is_empty())),
+            ("messages", inbox.held()),
+            ("memory that somebody waits for", self.letting_go.len()),
+            ("regions", outside.process.regions.descriptors().len()),
+            ("uses of memory", outside.process.uses()),
+            ("peers", outside.peers.len()),
+            ("peers that leave", outside.leaving.len()),
+            ("sessions", outside.sessions.len()),
+            ("channels", outside.channels.len() + outside.channel_of.len()),
+            ("paths", outside.paths.len()),
+            ("words under way", outside.posted.len()),
+            ("fences", usize::from(outside.fences.next_tick().is_some())),
+            ("letters", outbox.letters.len() + outbox.events.len()),
+            ("new paths", outbox.new_paths.len() + outbox.fences.len() + outbox.fenced.len()),
+        ];
+        let counts = counts.into_iter().chain(transfers.left_over());
+        counts.filter(|(_, count)| *count > 0).map(|(what, count)| format!("{count} {what}")).collect()
+    }
+}

@@ -1,0 +1,324 @@
+//! Simulated control connections: frames come late, but in order, until a connection is cut at any of them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::faults::Fault;
+use super::network::{Network, Next, Shared};
+use crate::control::{ChannelId, Control, ControlEvent};
+use crate::fences::{Broken, Question, Whom};
+use crate::frames::Frame;
+use crate::served::Served;
+use crate::tcp::Identity;
+use crate::transfers::PathId;
+
+/// The end of the side that connected, and the other one.
+pub(super) const CONNECTING: usize = 0;
+pub(super) const LISTENING: usize = 1;
+
+#[derive(Debug, Default)]
+pub(super) struct Wires {
+    all: BTreeMap<u64, Wire>,
+    made: u64,
+    fences: Vec<FenceAsked>,
+}
+
+#[derive(Debug)]
+pub(super) struct Wire {
+    /// The processes at its ends.
+    pub(super) ends: [usize; 2],
+    path: PathId,
+    number: u32,
+    to: Option<Identity>,
+    pub(super) served: Served,
+    /// Which ends have it still: from when it is made or comes to when it is over.
+    has: [bool; 2],
+    is_up: bool,
+    /// Nothing more gets on it.
+    is_cut: bool,
+    /// What is under way to each end, and when the last of it comes.
+    frames: [VecDeque<Frame<Vec<u8>>>; 2],
+    last: [u64; 2],
+}
+
+/// A question over a connection of its own.
+#[derive(Debug)]
+struct FenceAsked {
+    from: usize,
+    to: usize,
+    broken: Broken,
+}
+
+/// One process's.
+#[derive(Debug)]
+pub(super) struct SimulatedControl {
+    pub(super) process: usize,
+    pub(super) network: Shared,
+}
+
+/// Channels of wires are even or odd by their end; those of questions count down.
+fn channel(wire: u64, end: usize) -> ChannelId {
+    wire * 2 + end as u64
+}
+
+impl Control for SimulatedControl {
+    fn connect(&mut self, _: Duration, path: PathId, number: u32, whom: &Whom) {
+        let network = &mut *self.network.lock();
+        let from = self.process;
+        let address = whom.addresses[number as usize % whom.addresses.len()];
+        let to = network.who_listens(address).filter(|_| !network.goes_wrong(6));
+        let Some(to) = to else {
+            let event = ControlEvent::Broke { path, number, channel: None };
+            return network.soon(from, Next::Told(event));
+        };
+        network.wires.made += 1;
+        let id = network.wires.made;
+        let mut session = whom.session;
+        if network.fault == Fault::ForgetsSessions {
+            session += u128::from(id) << 64;
+        }
+        let served = Served { from: network.hosts[from].identity, session };
+        let (frames, ends) = ([VecDeque::new(), VecDeque::new()], [from, to]);
+        let (has, is_up, is_cut, last, to_whom) = ([true, false], false, false, [0, 0], whom.identity);
+        let wire = Wire { ends, path, number, to: to_whom, served, has, is_up, is_cut, frames, last };
+        network.wires.all.insert(id, wire);
+        network.soon(to, Next::Dialled(id));
+    }
+
+    fn close(&mut self, _: Duration, path: PathId, number: u32) {
+        let network = &mut *self.network.lock();
+        let is_it = |wire: &Wire| {
+            (wire.ends[CONNECTING], wire.path, wire.number) == (self.process, path, number)
+                && wire.has[CONNECTING]
+        };
+        let found = network.wires.all.iter().find(|(_, wire)| is_it(wire)).map(|(id, _)| *id);
+        found.into_iter().for_each(|id| network.close_end(id, CONNECTING));
+    }
+
+    fn say(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
+        let network = &mut *self.network.lock();
+        let (id, end) = (channel / 2, channel as usize % 2);
+        // It may be cut at any frame.
+        if network.goes_wrong(150) {
+            network.cut(id);
+        }
+        if network.fault == Fault::LosesNews && matches!(frame, Frame::Regions(_)) && network.dice.one_in(5) {
+            return;
+        }
+        let delay = network.delay();
+        let now = network.now;
+        let Some(wire) = network.wires.all.get_mut(&id) else { return };
+        if wire.is_cut || !wire.has[end] {
+            return;
+        }
+        let to = 1 - end;
+        wire.frames[to].push_back(owned(frame));
+        wire.last[to] = wire.last[to].max(now + delay);
+        let (at, process) = (wire.last[to], wire.ends[to]);
+        network.at(at, process, Next::Frame(id, to));
+    }
+
+    fn end(&mut self, _: Duration, channel: ChannelId, why: &'static str) {
+        let network = &mut *self.network.lock();
+        // Who was asked for a fence has forgotten what is asked for still.
+        if why != super::fast::NO_NEIGHBOUR {
+            network.is_wrong(format!("process {} ends a connection: {why}", self.process));
+        }
+        network.close_end(channel / 2, channel as usize % 2);
+    }
+
+    fn ask_fence(&mut self, _: Duration, question: Question, whom: &Whom) {
+        let network = &mut *self.network.lock();
+        let broken = question.broken;
+        network.seen.insisted += u64::from(question.is_insisted);
+        let to = network.who_listens(question.address).filter(|_| !network.goes_wrong(4));
+        let is_it = |to: &usize| whom.identity.is_none_or(|known| known == network.hosts[*to].identity);
+        match to.filter(is_it) {
+            Some(to) => {
+                let asked = FenceAsked { from: self.process, to, broken };
+                network.wires.fences.push(asked);
+                let index = network.wires.fences.len() - 1;
+                network.soon(to, Next::FenceAsked(index));
+            }
+            None => {
+                let event = ControlEvent::FenceAnswered { broken, is_over: false };
+                network.soon(self.process, Next::Told(event));
+            }
+        }
+    }
+
+    fn answer_fence(&mut self, _: Duration, channel: ChannelId, is_over: bool) {
+        let network = &mut *self.network.lock();
+        let FenceAsked { from, broken, .. } = network.wires.fences[(u64::MAX - channel) as usize];
+        let is_lost = network.goes_wrong(6) || network.is_parted(from, self.process);
+        let is_over = is_over && !is_lost;
+        network.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over }));
+    }
+
+    fn forget(&mut self, _: PathId) {}
+
+    fn next_event(&mut self) -> Option<ControlEvent> {
+        self.network.lock().told[self.process].pop_front()
+    }
+}
+
+impl Network {
+    /// A control connection comes to the process that listens. None: it is refused.
+    pub(super) fn dialled(&mut self, id: u64) -> Option<Served> {
+        let is_refused = self.goes_wrong(8);
+        let wire = self.wires.all.get(&id)?;
+        let [from, to] = wire.ends;
+        let host = &self.hosts[to];
+        let is_it = wire.to.is_none_or(|identity| identity == host.identity);
+        let is_over = !wire.has[CONNECTING] || wire.is_cut;
+        if is_over || is_refused || !host.listens || !is_it || self.is_parted(from, to) {
+            self.wires.all.get_mut(&id)?.is_cut = true;
+            self.soon(from, Next::Ended(id, CONNECTING));
+            return None;
+        }
+        let wire = self.wires.all.get_mut(&id)?;
+        wire.has[LISTENING] = true;
+        let served = wire.served;
+        self.told[to].push_back(ControlEvent::Session { channel: channel(id, LISTENING), served });
+        let delay = self.delay();
+        let at = self.now + delay;
+        // What is said to the other end comes behind its welcome.
+        if let Some(wire) = self.wires.all.get_mut(&id) {
+            wire.last[CONNECTING] = at;
+        }
+        self.at(at, from, Next::Welcomed(id));
+        Some(served)
+    }
+
+    /// The process that made a control connection hears that it is there.
+    pub(super) fn welcomed(&mut self, id: u64) {
+        let Some(wire) = self.wires.all.get_mut(&id) else { return };
+        if !wire.has[CONNECTING] || wire.is_cut {
+            return;
+        }
+        wire.is_up = true;
+        let ([from, to], path, number) = (wire.ends, wire.path, wire.number);
+        let identity = self.hosts[to].identity;
+        let channel = channel(id, CONNECTING);
+        self.told[from].push_back(ControlEvent::Up { path, number, channel, from: identity });
+    }
+
+    /// A frame comes, unless it was lost.
+    pub(super) fn frame(&mut self, id: u64, end: usize) {
+        let Some(wire) = self.wires.all.get_mut(&id) else { return };
+        let Some(frame) = wire.frames[end].pop_front() else { return };
+        if !wire.has[end] || (end == CONNECTING && !wire.is_up) {
+            return;
+        }
+        let event = ControlEvent::Heard { channel: channel(id, end), frame, lease: None };
+        let process = wire.ends[end];
+        // Who answers for the other end says whatever is asked for.
+        if self.fault == Fault::FenceNotKept
+            && let ControlEvent::Heard { frame: Frame::Fence { code, connection }, .. } = &event
+        {
+            let (broken, from) = ((*code, *connection), self.wires.all[&id].ends[CONNECTING]);
+            return self.soon(from, Next::Told(ControlEvent::FenceAnswered { broken, is_over: true }));
+        }
+        self.told[process].push_back(event);
+    }
+
+    /// An end notices that its connection is over. Whose session ended, if that is served no more.
+    pub(super) fn ended(&mut self, id: u64, end: usize) -> Option<Served> {
+        let wire = self.wires.all.get_mut(&id)?;
+        if !std::mem::replace(&mut wire.has[end], false) {
+            return None;
+        }
+        let (process, path, number) = (wire.ends[end], wire.path, wire.number);
+        let (served, is_up, of_end) = (wire.served, wire.is_up, channel(id, end));
+        if wire.has == [false, false] {
+            self.wires.all.remove(&id);
+        }
+        if end == LISTENING {
+            self.told[process].push_back(ControlEvent::SessionEnded { channel: of_end });
+            return Some(served);
+        }
+        let channel = is_up.then_some(of_end);
+        self.told[process].push_back(ControlEvent::Broke { path, number, channel });
+        None
+    }
+
+    pub(super) fn fence_asked(&mut self, index: usize) {
+        let FenceAsked { from, to, broken } = self.wires.fences[index];
+        if !self.hosts[to].listens || self.is_parted(from, to) {
+            let event = ControlEvent::FenceAnswered { broken, is_over: false };
+            return self.soon(from, Next::Told(event));
+        }
+        if self.fault == Fault::FenceNotKept {
+            let event = ControlEvent::FenceAnswered { broken, is_over: true };
+            return self.soon(from, Next::Told(event));
+        }
+        let (channel, from) = (u64::MAX - index as u64, self.hosts[from].identity);
+        self.told[to].push_back(ControlEvent::FenceAsked { channel, from, broken });
+    }
+
+    /// A connection breaks somewhere between its ends. What is under way comes or not, up to any frame.
+    pub(super) fn cut(&mut self, id: u64) {
+        let Some(wire) = self.wires.all.get_mut(&id).filter(|wire| !wire.is_cut) else { return };
+        self.seen.cuts += 1;
+        wire.is_cut = true;
+        let ends = wire.ends;
+        for end in [CONNECTING, LISTENING] {
+            let keeps = self.dice.below(wire.frames[end].len() as u64 + 1) as usize;
+            wire.frames[end].truncate(keeps);
+        }
+        for (end, process) in ends.into_iter().enumerate() {
+            let notice = self.notice();
+            self.after(notice, process, Next::Ended(id, end));
+        }
+    }
+
+    /// One end wants it no more.
+    fn close_end(&mut self, id: u64, end: usize) {
+        self.cut(id);
+        let Some(process) = self.wires.all.get(&id).map(|wire| wire.ends[end]) else { return };
+        let shortly = self.dice.below(100);
+        self.after(shortly, process, Next::Ended(id, end));
+    }
+
+    /// A process ends all of its connections at once, of both sides. Which ends are its.
+    pub(super) fn cut_all(&mut self, process: usize) -> Vec<(u64, usize)> {
+        let of_process = |(_, wire): &(&u64, &Wire)| wire.ends.contains(&process);
+        let wires: Vec<u64> = self.wires.all.iter().filter(of_process).map(|(id, _)| *id).collect();
+        wires.iter().for_each(|id| self.cut(*id));
+        let ends = wires.into_iter().map(|id| (id, usize::from(self.wires.all[&id].ends[1] == process)));
+        ends.filter(|(id, end)| self.wires.all[id].has[*end]).collect()
+    }
+
+    /// Between two processes nothing gets through for a while.
+    pub(super) fn part_wires(&mut self, one: usize, other: usize) {
+        let is_between = |wire: &Wire| wire.ends == [one, other] || wire.ends == [other, one];
+        let wires: Vec<u64> =
+            self.wires.all.iter().filter(|(_, wire)| is_between(wire)).map(|(id, _)| *id).collect();
+        wires.into_iter().for_each(|id| self.cut(id));
+    }
+
+    /// Cuts one of all connections.
+    pub(super) fn cut_any(&mut self) {
+        let up: Vec<u64> = self.wires.all.iter().filter(|(_, wire)| wire.is_up).map(|(id, _)| *id).collect();
+        if !up.is_empty() {
+            let id = up[self.dice.below(up.len() as u64) as usize];
+            self.cut(id);
+        }
+    }
+}
+
+fn owned(frame: Frame<Arc<[u8]>>) -> Frame<Vec<u8>> {
+    match frame {
+        Frame::Tell { token, number, counter, generation } => {
+            Frame::Tell { token, number, counter, generation }
+        }
+        Frame::Message { token, number, bytes } => Frame::Message { token, number, bytes: bytes.to_vec() },
+        Frame::Outcomes(outcomes) => Frame::Outcomes(outcomes),
+        Frame::NoRoom { token } => Frame::NoRoom { token },
+        Frame::Words { code, kind, bytes } => Frame::Words { code, kind, bytes },
+        Frame::Fence { code, connection } => Frame::Fence { code, connection },
+        Frame::Fenced { code, connection, is_over } => Frame::Fenced { code, connection, is_over },
+        Frame::Regions(bytes) => Frame::Regions(bytes),
+    }
+}
