@@ -8,13 +8,12 @@ use std::time::Duration;
 use super::faults::Fault;
 use super::memory::{Whose, overlaps};
 use super::network::{Network, Next, Shared};
-use crate::carrier::{
-    BadWords, Carrier, CarrierPost, Context, MemoryRegion, Owner, Party, RegisterError, Registrar, SessionId,
-    Touched,
-};
+use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, Party, SessionId, Touched};
 use crate::fences::LEASE;
-use crate::peers::RemoteKey;
+use crate::peers::RemoteMemory;
 use crate::provider::NotNow;
+use crate::regions::Wanted;
+use crate::registrar::{MemoryRegion, RegisterError, Registrar};
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
 
 pub(super) const FAST: u8 = 201;
@@ -439,8 +438,11 @@ impl Fast {
             let place = |range: &Range| {
                 let Range { here, region, generation, offset, len } = *range;
                 let regions = &cx.process.regions;
-                let spot = regions.for_peer(region, generation, offset as u64, len as u64, true)?;
-                let to = spot.piece.address;
+                let (offset, bytes, is_write) = (offset as u64, len as u64, true);
+                let wanted = Wanted { region, generation, offset, len: bytes, is_write };
+                let mut spots = Vec::new();
+                regions.for_peer(owner.0, wanted, &mut spots)?;
+                let to = spots.first()?.piece.address;
                 Some(CopiedRange { to, from: here, region, generation, len })
             };
             runs.iter().map(place).collect()
@@ -484,10 +486,10 @@ impl Fast {
         let Some(reader) = self.readers.get_mut(&peer) else { return Err(NotNow) };
         let mut ranges = Vec::new();
         for run in post.runs {
-            let key = match cx.key(peer, run.region, run.generation) {
-                RemoteKey::Known(key) => key.try_into().ok().map(u64::from_le_bytes),
-                RemoteKey::None => None,
-                RemoteKey::NotYet => {
+            let key = match cx.remote_memory(peer, run) {
+                RemoteMemory::Known(found) => found[0].key.try_into().ok().map(u64::from_le_bytes),
+                RemoteMemory::None => None,
+                RemoteMemory::NotYet => {
                     self.network.lock().seen.waited_for_keys += 1;
                     if !std::mem::take(&mut reader.awaits_no_more) {
                         reader.awaits_keys_since.get_or_insert(cx.now());
@@ -731,13 +733,13 @@ impl Carrier for Fast {
         }
     }
 
-    fn touches(&self, memory: Touched) -> bool {
+    fn touches(&self, memory: Touched<'_>) -> bool {
         let ranges = self.copying.values().flat_map(|copying| &copying.ranges);
         let is_touched = ranges.into_iter().any(|range| overlaps(memory, range.to, range.len));
         is_touched && self.network.lock().fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched) {
+    fn let_go(&mut self, _: &mut Context<'_>, memory: Touched<'_>) {
         for copying in self.copying.values_mut() {
             if copying.ranges.iter().any(|range| overlaps(memory, range.to, range.len)) {
                 self.network.lock().seen.let_go += 1;

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use crate::carrier::Touched;
-use crate::regions::{Piece, Spot};
+use crate::ranges::Piece;
 use crate::transfers::{Memory as Kind, Op, Ticket};
 
 /// Parts of a process's memory, each registered as one region at a time.
@@ -234,8 +234,8 @@ impl Memory {
 }
 
 /// Whether bytes from there on are of this memory.
-pub(super) fn overlaps(Touched(memory): Touched, at: usize, len: usize) -> bool {
-    Spot { piece: Piece { address: at, len }, gpu: memory.gpu }.overlaps(memory)
+pub(super) fn overlaps(memory: Touched<'_>, at: usize, len: usize) -> bool {
+    memory.spots.overlap_host(Piece { address: at, len })
 }
 
 fn pattern(whose: Whose, piece: usize, byte: usize) -> u8 {

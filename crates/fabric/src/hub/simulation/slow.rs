@@ -10,6 +10,8 @@ use super::network::{Network, Next, Shared};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, SessionId, Touched};
 use crate::fences::LEASE;
 use crate::provider::NotNow;
+use crate::regions::Wanted;
+use crate::tcp::Identity;
 use crate::transfers::{Completion, Memory, Op, PathId, PathSpec, PeerId, Reach, Token};
 
 pub(super) const SLOW: u8 = 202;
@@ -159,7 +161,7 @@ impl Links {
         self.links.values().find(|link| link.ours && !is_dead(link.from)).map(|link| format!("{link:?}"))
     }
 
-    fn is_touched(&self, process: usize, memory: Touched, now: u64) -> bool {
+    fn is_touched(&self, process: usize, memory: Touched<'_>, now: u64) -> bool {
         let of_other = |of: &Move| {
             let link = &self.links[&of.link];
             let places = link.theirs && (now <= link.places_until || link.in_hand_until > now);
@@ -293,7 +295,11 @@ impl Slow {
             let current = regions.seen(part.region).map_or(0, |seen| seen.generation);
             let generation = if any_generation { current } else { part.generation };
             let (offset, len) = (part.offset as u64, part.len as u64);
-            match regions.for_peer(part.region, generation, offset, len, is_write) {
+            let wanted = Wanted { region: part.region, generation, offset, len, is_write };
+            let mut spots = Vec::new();
+            // Regions are for all who are connected.
+            let is_served = regions.for_peer(Identity::ANYBODY, wanted, &mut spots);
+            match is_served.and_then(|()| spots.first()) {
                 Some(spot) => (part.there, part.generation) = (spot.piece.address, generation),
                 None => is_refused = true,
             }
@@ -575,13 +581,13 @@ impl Carrier for Slow {
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
-    fn touches(&self, memory: Touched) -> bool {
+    fn touches(&self, memory: Touched<'_>) -> bool {
         let network = &mut *self.network.lock();
         let is_touched = network.slow.is_touched(self.me, memory, network.now);
         is_touched && network.fault != Fault::HidesTouches
     }
 
-    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched) {
+    fn let_go(&mut self, cx: &mut Context<'_>, memory: Touched<'_>) {
         let network = &mut *self.network.lock();
         let touching = |of: &&Move| of.parts.iter().any(|part| overlaps(memory, part.there, part.len));
         let of_me = |of: &&Move| network.slow.links[&of.link].to == self.me && of.is_served;
