@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use crate::carrier::Touched;
-use crate::ranges::Piece;
+use crate::ranges::{Piece, Spot};
 use crate::transfers::{Memory as Kind, Op, Ticket};
 
 /// Parts of a process's memory, each registered as one region at a time.
@@ -235,7 +235,9 @@ impl Memory {
 
 /// Whether bytes from there on are of this memory.
 pub(super) fn overlaps(memory: Touched<'_>, at: usize, len: usize) -> bool {
-    memory.spots.overlap_host(Piece { address: at, len })
+    let piece = Piece { address: at, len };
+    // What is said to be a GPU's is somewhere else than what is the host's.
+    [None, Some(0)].into_iter().any(|gpu| memory.spots.overlap(Spot { piece, gpu }))
 }
 
 fn pattern(whose: Whose, piece: usize, byte: usize) -> u8 {
