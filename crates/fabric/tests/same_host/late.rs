@@ -91,6 +91,36 @@ fn a_read_of_memory_whose_key_comes_late_waits_for_it() {
     }
 }
 
+/// What it waited for came, but it did not ask again. A second later the next that waited was refused at once.
+#[test]
+fn a_read_that_was_given_up_while_it_waited_for_a_key_has_no_other_refused() {
+    let (here, there) = (side(Transport::Cma), side(Transport::Cma));
+    let (gate, descriptor) = Gate::before(&there.descriptor());
+    let known = here.meet(&descriptor);
+    here.reach(known);
+    let late = [Memory::new(MIB), Memory::new(MIB)];
+    let read = |memory: &Memory| {
+        gate.change(|state| state.holds_answers = true);
+        let peer = Peer { region: register(&there, memory), ..known };
+        here.engine.update(peer.id, &there.descriptor()).unwrap();
+        let read = here.begin(peer, Op::Read, vec![here.run(peer, 0, 0, MIB)]);
+        assert_eq!(read.wait(Some(Duration::from_millis(50))), None);
+        read
+    };
+    let first = read(&late[0]);
+    first.cancel();
+    assert_eq!(first.wait(Some(PATIENCE)), Some(Err(Failure::Cancelled)));
+    gate.change(|state| state.holds_answers = false);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_millis(1100) {
+        here.reach(known);
+    }
+    let second = read(&late[1]);
+    gate.change(|state| state.holds_answers = false);
+    done(&second);
+    there.engine.close();
+}
+
 /// The news of it are held, so that it is the peer, or its card, that refuses.
 #[test]
 fn what_is_begun_for_memory_that_was_given_back_is_not_for_the_next_that_has_its_number() {

@@ -102,17 +102,17 @@ struct Reader {
     connection: u64,
     /// None: it has not accepted yet, or its card has not been read.
     neighbour: Option<Arc<Neighbour>>,
-    awaits: Awaits,
+    /// Regions that the peer has not told of, for which posts were handed back.
+    awaited: Vec<Awaited>,
 }
 
-/// Whether a post was handed back, since the peer has not told of its region yet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Awaits {
-    Nothing,
-    /// Since then.
-    Keys(Duration),
-    /// For so long that the next such post is refused.
-    NoMore,
+#[derive(Debug, Clone, Copy)]
+struct Awaited {
+    region: u32,
+    generation: u32,
+    since: Duration,
+    /// For so long that posts for it are refused.
+    is_late: bool,
 }
 
 #[derive(Debug)]
@@ -220,12 +220,21 @@ impl Registrar for CardRegistrar {
     }
 }
 
-impl Awaits {
-    fn until(self) -> Option<Duration> {
-        match self {
-            Awaits::Keys(since) => Some(since + KEYS_PATIENCE),
-            Awaits::Nothing | Awaits::NoMore => None,
+impl Reader {
+    /// When posts that wait for a region are to be refused.
+    fn patient_until(&self) -> Option<Duration> {
+        let waiting = self.awaited.iter().filter(|awaited| !awaited.is_late);
+        waiting.map(|awaited| awaited.since + KEYS_PATIENCE).min()
+    }
+
+    /// A post needs a region that the peer has not told of. Whether it is to be refused.
+    fn is_late(&mut self, now: Duration, region: u32, generation: u32) -> bool {
+        let is_it = |awaited: &&Awaited| (awaited.region, awaited.generation) == (region, generation);
+        if let Some(awaited) = self.awaited.iter().find(is_it) {
+            return awaited.is_late;
         }
+        self.awaited.push(Awaited { region, generation, since: now, is_late: false });
+        false
     }
 }
 
@@ -365,18 +374,8 @@ impl ProcessVm {
                     let found = match cx.remote_memory(peer, run) {
                         RemoteMemory::Known(found) => pulled_ranges(run.local.piece, &found),
                         RemoteMemory::None => None,
-                        RemoteMemory::NotYet => {
-                            match reader.awaits {
-                                Awaits::Nothing => reader.awaits = Awaits::Keys(cx.now),
-                                Awaits::Keys(_) => {}
-                                Awaits::NoMore => {
-                                    reader.awaits = Awaits::Nothing;
-                                    cx.completed(token, Completion::Refused);
-                                    return Ok(());
-                                }
-                            }
-                            return Err(NotNow);
-                        }
+                        RemoteMemory::NotYet if reader.is_late(cx.now, run.region, run.generation) => None,
+                        RemoteMemory::NotYet => return Err(NotNow),
                     };
                     let Some(found) = found else {
                         cx.completed(token, Completion::Refused);
@@ -387,7 +386,6 @@ impl ProcessVm {
                     }
                     ranges.extend(found);
                 }
-                reader.awaits = Awaits::Nothing;
                 let regions: Option<Generations> = Some(regions.into());
                 // SAFETY: the destinations are memory of a transfer of ours, which belongs to the post until the copy is over.
                 let begun = unsafe { self.copies.begin(NewCopy { neighbour, ranges, regions }) };
@@ -460,7 +458,7 @@ impl Carrier for ProcessVm {
             Err(error) => return cx.broke(path, number, error),
         };
         self.paths.insert(peer, path);
-        let reader = Reader { path, number, connection, neighbour: None, awaits: Awaits::Nothing };
+        let reader = Reader { path, number, connection, neighbour: None, awaited: Vec::new() };
         self.peers.insert(peer, reader);
         let offer = Offer { connection, at: self.invitation() };
         cx.offer(peer, offer.encode());
@@ -508,12 +506,14 @@ impl Carrier for ProcessVm {
     }
 
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {
-        if let Some(reader) = self.peers.get_mut(&peer)
-            && reader.awaits != Awaits::Nothing
-        {
-            // Whether this was what it waits for is seen when it is posted again. Its time goes on.
-            cx.ready(reader.path);
-        }
+        let Some(reader) = self.peers.get_mut(&peer).filter(|reader| !reader.awaited.is_empty()) else {
+            return;
+        };
+        let is_awaited =
+            |awaited: &Awaited| cx.key(peer, awaited.region, awaited.generation) == RemoteKey::NotYet;
+        // Also of what nobody asks for again. The time of the others goes on.
+        reader.awaited.retain(is_awaited);
+        cx.ready(reader.path);
     }
 
     fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
@@ -561,8 +561,10 @@ impl Carrier for ProcessVm {
         let any = self.take_ended(cx);
         self.say_done(cx);
         for reader in self.peers.values_mut() {
-            if reader.awaits.until().is_some_and(|until| until <= cx.now) {
-                reader.awaits = Awaits::NoMore;
+            if reader.patient_until().is_some_and(|until| until <= cx.now) {
+                let late =
+                    reader.awaited.iter_mut().filter(|awaited| awaited.since + KEYS_PATIENCE <= cx.now);
+                late.for_each(|awaited| awaited.is_late = true);
                 cx.ready(reader.path);
             }
         }
@@ -571,7 +573,7 @@ impl Carrier for ProcessVm {
 
     fn next_tick(&self, _: Duration) -> Option<Duration> {
         let now = (!self.probes.is_empty() || self.copies.has_turn()).then_some(Duration::ZERO);
-        now.or_else(|| self.peers.values().filter_map(|reader| reader.awaits.until()).min())
+        now.or_else(|| self.peers.values().filter_map(Reader::patient_until).min())
     }
 
     fn is_expecting(&self) -> bool {
