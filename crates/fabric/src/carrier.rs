@@ -406,6 +406,12 @@ impl Context<'_> {
         known.map_or(RemoteMemory::None, |peer| peer.memory(self.code, (region, generation), offset, len))
     }
 
+    /// Whether the peer has not told yet of a region or window of this generation.
+    pub fn is_awaited(&self, peer: PeerId, region: u32, generation: u32) -> bool {
+        let known = self.peers.get(&peer);
+        known.is_some_and(|peer| peer.memory(self.code, (region, generation), 0, 0) == RemoteMemory::NotYet)
+    }
+
     /// The host's memory of this process that a peer asks for, in the order of the run's bytes: where it is, and how many bytes
     /// are there. None: it is refused.
     pub fn memory_for_peer(

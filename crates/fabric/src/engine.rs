@@ -365,7 +365,7 @@ impl Engine {
         let whom = Whom { identity, session: long_random()?, key, addresses };
         let peer = self.add_peer(&mut hub, whom, descriptor.trust.clone())?;
         if let Some(known) = hub.hub.outside.peer_mut(peer) {
-            known.describe(descriptor);
+            known.introduce(descriptor);
         }
         self.shared.set_going(&mut hub);
         Ok(peer)

@@ -1,6 +1,6 @@
 //! Processes that this one has connected to, and what is known of them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::descriptor::{Access, Descriptor, MemoryKind, RegionDescriptor};
@@ -35,6 +35,8 @@ pub(crate) struct Peer {
     coming: Option<(u32, u32, Vec<WindowRange>)>,
     /// Ranges of all its windows.
     window_ranges: usize,
+    /// Regions and windows of descriptors that may be of a later moment than what it is telling.
+    described: HashSet<u32>,
     has_had_gpus: bool,
     /// It has told its regions since its control connection is up.
     pub(crate) has_told: bool,
@@ -86,11 +88,19 @@ impl Peer {
             windows: HashMap::new(),
             coming: None,
             window_ranges: 0,
+            described: HashSet::new(),
             has_had_gpus: false,
             has_told: false,
             refusals: Vec::new(),
             said_refusals: Vec::new(),
         }
+    }
+
+    /// As [`Peer::describe`], before any connection to it is begun: what it tells over the first one is of a later moment.
+    pub(crate) fn introduce(&mut self, descriptor: &Descriptor) -> bool {
+        let is_it = self.describe(descriptor);
+        self.described.clear();
+        is_it
     }
 
     /// Takes a descriptor's word for what the peer has registered, until the peer tells. False if it is of another process.
@@ -101,9 +111,13 @@ impl Peer {
             return false;
         }
         // What the peer itself has told counts more, unless the descriptor is of a later moment.
-        let is_news = |region: &&RegionDescriptor| {
-            let known = self.shapes.get(&region.number);
-            !self.has_told || known.is_none_or(|known| known.generation < region.generation)
+        let is_news = |region: &&RegionDescriptor| match self.keys.get(&region.number) {
+            Some((told, _)) => *told < region.generation,
+            None if !self.has_told => true,
+            None => {
+                let known = self.shapes.get(&region.number);
+                known.is_none_or(|known| known.generation < region.generation)
+            }
         };
         let shape = |region: &RegionDescriptor| {
             let (generation, len) = (region.generation, region.len);
@@ -113,12 +127,14 @@ impl Peer {
             let memory = known.map_or(unknown, |known| known.memory);
             (region.number, Shape { generation, len, memory, is_window: false })
         };
-        let mut shapes = if self.has_told { Shapes::clone(&self.shapes) } else { Shapes::default() };
+        let is_told = |number: &u32| self.keys.contains_key(number) || self.windows.contains_key(number);
+        let stays = |number: &u32| self.has_told || is_told(number);
         let news: Vec<&RegionDescriptor> = descriptor.regions.iter().filter(is_news).collect();
+        let mut shapes = Shapes::clone(&self.shapes);
+        shapes.retain(|number, _| stays(number));
         shapes.extend(news.iter().copied().map(shape));
-        if !self.has_told {
-            self.regions.clear();
-        }
+        self.regions.retain(|number, _| stays(number));
+        self.described.extend(news.iter().map(|region| region.number));
         self.regions.extend(news.iter().map(|region| (region.number, **region)));
         self.shapes = Arc::new(shapes);
         self.has_had_gpus |= descriptor.regions.iter().any(|region| region.kind == MemoryKind::Cuda);
@@ -137,6 +153,7 @@ impl Peer {
                 let memory = if kind == MemoryKind::Cuda { Memory::Gpu(0) } else { Memory::Host(0) };
                 let shape = Shape { generation, len, memory, is_window: true };
                 Arc::make_mut(&mut self.shapes).insert(number, shape);
+                self.described.insert(number);
                 self.has_had_gpus |= kind == MemoryKind::Cuda;
                 true
             }
@@ -150,10 +167,12 @@ impl Peer {
     pub(crate) fn take_news(&mut self, news: Vec<RegionNews>) -> Result<(), &'static str> {
         if news.is_empty() && !std::mem::replace(&mut self.has_told, true) {
             let (keys, windows) = (&self.keys, &self.windows);
+            let described = std::mem::take(&mut self.described);
             let is_told = |number: &u32| keys.contains_key(number) || windows.contains_key(number);
-            // What a descriptor has said is not so any more.
-            Arc::make_mut(&mut self.shapes).retain(|number, _| is_told(number));
-            self.regions.retain(|number, _| is_told(number));
+            let stays = |number: &u32| is_told(number) || described.contains(number);
+            // What an earlier descriptor has said is not so any more.
+            Arc::make_mut(&mut self.shapes).retain(|number, _| stays(number));
+            self.regions.retain(|number, _| stays(number));
         }
         for news in news {
             let shapes = Arc::make_mut(&mut self.shapes);
@@ -246,6 +265,7 @@ impl Peer {
         self.keys.clear();
         self.windows.clear();
         (self.coming, self.window_ranges) = (None, 0);
+        self.described.clear();
         self.has_told = false;
     }
 
@@ -333,7 +353,7 @@ mod tests {
         let (boot_nonce, engine_id, addresses) = (identity.boot, identity.engine, Vec::new());
         let descriptor = Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions };
         let mut peer = Peer::new(whom, Trust::Token, PathId::from_number(0));
-        assert!(peer.describe(&descriptor));
+        assert!(peer.introduce(&descriptor));
         (peer, descriptor)
     }
 
@@ -373,6 +393,28 @@ mod tests {
         ])
         .unwrap();
         assert_eq!(generations(&peer), [(1, 0), (2, 1)]);
+    }
+
+    /// Found by the simulation of hubs: a peer tells what it has, registers more, and is described to this process before all
+    /// that it told has come. A transfer of the new region was refused, of which the peer's own word was on its way.
+    #[test]
+    fn a_descriptor_that_comes_while_a_peer_tells_may_be_of_a_later_moment() {
+        let (mut peer, descriptor) = described(vec![region(0, 0), region(5, 0)]);
+        let later = Descriptor { regions: vec![region(1, 0), region(2, 0), region(3, 1)], ..descriptor };
+        peer.take_news(vec![here(1, 0), here(3, 0), here(4, 0)]);
+        assert!(peer.describe(&later));
+        assert_eq!(generations(&peer), [(1, 0), (2, 0), (3, 1), (4, 0)], "and what was told stays");
+        assert_eq!(peer.key(OWN, 4, 0), RemoteKey::Known(&[0]));
+        peer.take_news(Vec::new());
+        assert_eq!(generations(&peer), [(1, 0), (2, 0), (3, 1), (4, 0)]);
+        assert_eq!((peer.key(OWN, 2, 0), peer.key(OWN, 3, 1)), (RemoteKey::NotYet, RemoteKey::NotYet));
+        peer.take_news(vec![here(2, 0)]);
+        assert_eq!(peer.key(OWN, 2, 0), RemoteKey::Known(&[0]));
+        // Over the next connection it tells what is so then.
+        peer.forget_keys();
+        peer.take_news(vec![here(2, 0)]);
+        peer.take_news(Vec::new());
+        assert_eq!(generations(&peer), [(2, 0)]);
     }
 
     #[test]

@@ -509,8 +509,7 @@ impl Carrier for ProcessVm {
         let Some(reader) = self.peers.get_mut(&peer).filter(|reader| !reader.awaited.is_empty()) else {
             return;
         };
-        let is_awaited =
-            |awaited: &Awaited| cx.key(peer, awaited.region, awaited.generation) == RemoteKey::NotYet;
+        let is_awaited = |awaited: &Awaited| cx.is_awaited(peer, awaited.region, awaited.generation);
         // Also of what nobody asks for again. The time of the others goes on.
         reader.awaited.retain(is_awaited);
         cx.ready(reader.path);

@@ -163,7 +163,7 @@ impl Node {
         let whom = Whom { identity, session, key: Key::new(b"secret"), addresses };
         let Some(peer) = self.hub.add_peer(whom, Trust::Token) else { return };
         if let (Some(known), Some(descriptor)) = (self.hub.outside.peer_mut(peer), descriptor) {
-            known.describe(descriptor);
+            known.introduce(descriptor);
         }
         self.peers.push((peer, to));
     }
@@ -263,6 +263,27 @@ impl Node {
 }
 
 impl Node {
+    /// What a hub still has although nothing is under way with its peers, which are all connected.
+    pub(super) fn kept(&self) -> Vec<String> {
+        let Hub { transfers, outside, .. } = &self.hub;
+        let paths: usize = outside.peers.keys().map(|peer| transfers.paths(*peer).len()).sum();
+        let peers = self.peers.len();
+        let counts = [
+            ("peers", outside.peers.len(), peers),
+            ("channels", outside.channels.len(), peers),
+            ("channels of peers", outside.channel_of.len(), peers),
+            ("paths", outside.paths.len(), paths),
+            ("peers that leave", outside.leaving.len(), 0),
+            ("words under way", outside.posted.len(), 0),
+            ("fences", usize::from(outside.fences.next_tick().is_some()), 0),
+            ("new paths", outside.outbox.new_paths.len(), 0),
+            ("transfers", transfers.live(), 0),
+            ("uses of memory", outside.process.uses(), 0),
+        ];
+        let wrong = counts.into_iter().filter(|(_, is, should_be)| is != should_be);
+        wrong.map(|(what, is, should_be)| format!("{is} {what}, not {should_be}")).collect()
+    }
+
     /// What a hub still has when all is over: it should be nothing.
     pub(super) fn left_over(&mut self, sessions_kept: Duration) -> Vec<String> {
         let now = self.hub.now() + sessions_kept;
