@@ -113,6 +113,8 @@ impl Peer {
         // What the peer itself has told counts more, unless the descriptor is of a later moment.
         let is_news = |region: &&RegionDescriptor| match self.keys.get(&region.number) {
             Some((told, _)) => *told < region.generation,
+            // A window has the number by now.
+            None if self.windows.get(&region.number).is_some_and(|(told, _)| *told >= region.generation) => false,
             None if !self.has_told => true,
             None => {
                 let known = self.shapes.get(&region.number);

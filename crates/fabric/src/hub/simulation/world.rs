@@ -694,6 +694,12 @@ impl World {
             self.settle(process, &better)?;
         }
         self.go_on_calmly(World::all_over)?;
+        for process in self.living() {
+            let kept = self.nodes[process].kept();
+            if !kept.is_empty() {
+                return Err(format!("nothing is under way, and process {process} has {kept:?}"));
+            }
+        }
         let failed = self.operations[before..].iter().find(|operation| {
             operation.over != Some(Ok(())) && !operation.may_be_refused(&self.network.lock().memory)
         });
