@@ -570,3 +570,21 @@ fn a_connection_to_a_removed_peer_that_comes_late_is_not_wanted() {
     assert!(actions(&mut transfers).contains(&Action::Over(ticket, Err(Failure::PeerLost))));
     assert!(!transfers.has_peer(peer));
 }
+
+/// Found by the simulation of hubs: the connection stayed for ever, since whoever could close it had forgotten the peer.
+#[test]
+fn a_removed_peer_is_not_connected_again_while_something_of_it_is_under_way() {
+    let (mut transfers, peer, paths) = connected(Options::default(), 2);
+    let ticket = transfers.submit(at(1), request(peer, 1, Priority::High)).unwrap();
+    let post = transfers.next_post(at(1)).unwrap();
+    let idle = paths.into_iter().find(|path| *path != post.path).unwrap();
+    transfers.path_broke(at(2), idle, 0);
+    transfers.path_broke(at(2), post.path, 0);
+    transfers.remove_peer(at(3), peer);
+    assert_eq!(actions(&mut transfers), []);
+    transfers.tick(at(1_000_000));
+    assert_eq!(actions(&mut transfers), [], "the pause of the idle path is over");
+    transfers.complete(at(1_000_001), post.token, Completion::Unknown);
+    assert_eq!(actions(&mut transfers), [Action::Over(ticket, Err(Failure::PeerLost))]);
+    assert!(!transfers.has_peer(peer));
+}

@@ -134,7 +134,9 @@ impl Transfers {
 
     pub(super) fn connect(&mut self, path: PathId) {
         let Some(known) = self.paths.get_mut(&path) else { return };
-        if known.state == PathState::Down {
+        // A removed peer may be known still when its path's pause is over.
+        let is_wanted = self.peers.get(&known.peer).is_some_and(|peer| !peer.removed);
+        if known.state == PathState::Down && is_wanted {
             known.state = PathState::Connecting;
             known.connection = known.connection.wrapping_add(1);
             self.actions.push_back(Action::Connect(path, known.connection));
