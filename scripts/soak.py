@@ -54,6 +54,11 @@ PARTS = {
         _rust("-p", "kvlane-fabric", "--test", "simulation"),
         {"KVLANE_TEST_SEEDS": "200000"},
     ),
+    "hubs": Part(
+        "100,000 seeds of processes with the fabric's hubs, over simulated connections and carriers",
+        _rust("-p", "kvlane-fabric", "--lib", "hub::simulation"),
+        {"KVLANE_TEST_SEEDS": "100000"},
+    ),
     "links": Part(
         "2,000,000 seeds of an engine's links against a simulated daemon",
         _rust("-p", "kvlane-client", "--test", "simulation"),

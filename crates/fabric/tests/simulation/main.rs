@@ -3,6 +3,7 @@
 //! another one each time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
+#[path = "../../src/hub/simulation/dice.rs"]
 mod dice;
 mod memory;
 mod network;

@@ -4,13 +4,14 @@
 //! otherwise is another one each time.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail like tests")]
 
-#[path = "../../../tests/simulation/dice.rs"]
+mod applications;
 mod dice;
 mod fast;
 mod faults;
 mod memory;
 mod network;
 mod operations;
+mod planned;
 mod process;
 mod slow;
 mod wires;

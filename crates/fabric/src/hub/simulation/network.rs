@@ -8,9 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::dice::Dice;
+use super::fast::neighbours::Neighbours;
 use super::faults::Fault;
 use super::memory::Memory;
-use super::wires::Wires;
+use super::slow::links::Links;
+use super::wires::wire::Wires;
 use crate::control::ControlEvent;
 use crate::tcp::Identity;
 use crate::transfers::{PathId, PeerId};
@@ -67,8 +69,8 @@ pub(super) struct Network {
     pub(super) memory: Memory,
     pub(super) hosts: Vec<Host>,
     pub(super) wires: Wires,
-    pub(super) slow: super::slow::Links,
-    pub(super) fast: super::fast::Neighbours,
+    pub(super) slow: Links,
+    pub(super) fast: Neighbours,
     /// Until when nothing new gets from one process to another, or back. The first of two has the lower number.
     parted: BTreeMap<(usize, usize), u64>,
     /// What each process's control connections tell.
@@ -154,8 +156,8 @@ impl Network {
             memory: Memory::default(),
             hosts: Vec::new(),
             wires: Wires::default(),
-            slow: super::slow::Links::default(),
-            fast: super::fast::Neighbours::default(),
+            slow: Links::default(),
+            fast: Neighbours::default(),
             parted: BTreeMap::new(),
             told: Vec::new(),
             due: Vec::new(),

@@ -1,10 +1,13 @@
 //! A simulated carrier like process_vm: it reaches the hosts' memory only, is of the better class, vanishes and returns while
 //! peers live, and needs the control connection. Who the bytes are for reads them from the other process's memory.
 
+pub(super) mod neighbours;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::neighbours::{Happening, Range, Said};
 use super::faults::Fault;
 use super::memory::{Whose, overlaps};
 use super::network::{Network, Next, Shared};
@@ -26,65 +29,6 @@ const KEYS_PATIENCE: Duration = Duration::from_secs(10);
 const PLACES_US: u64 = 2_500_000;
 /// What is asked for over a connection that is fenced.
 pub(super) const NO_NEIGHBOUR: &str = "a request of a neighbour that is none";
-
-#[derive(Debug, Default)]
-pub(super) struct Neighbours {
-    /// What was said, by its number in the words.
-    said: Vec<Said>,
-    happenings: BTreeMap<u64, Happening>,
-    /// Connections of whichever process, and when they ended at the side that made them.
-    ended: BTreeMap<u64, u64>,
-    made: u64,
-}
-
-#[derive(Debug, Clone)]
-enum Said {
-    /// Write this: its bytes are there to be read.
-    Pull {
-        token: Token,
-        whose: Whose,
-        runs: Vec<Range>,
-    },
-    /// Its bytes are these.
-    Inline {
-        token: Token,
-        whose: Whose,
-        runs: Vec<Range>,
-        bytes: Vec<Vec<u8>>,
-        connection: u64,
-    },
-    Done {
-        token: Token,
-        completion: Completion,
-    },
-}
-
-/// Bytes of a peer's region, and where the others are.
-#[derive(Debug, Clone, Copy)]
-struct Range {
-    here: usize,
-    region: u32,
-    generation: u32,
-    offset: usize,
-    len: usize,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Happening {
-    /// Whether a session's process can be read.
-    Probed(SessionId, u64),
-    /// Whether a peer can.
-    Reached(PeerId, u64),
-    /// A call of a copy is over.
-    Copied(u64),
-    /// The card has been looked at after it.
-    Looked(u64),
-    /// There is a way to a peer again, or no more.
-    Returns(PeerId),
-    Vanishes(PeerId),
-    Gone(u64),
-    Ready(PathId),
-}
 
 /// One process's.
 #[derive(Debug)]

@@ -1,54 +1,19 @@
 //! Simulated control connections: frames come late, but in order, until a connection is cut at any of them.
 
-use std::collections::{BTreeMap, VecDeque};
+pub(super) mod wire;
+
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use self::wire::{CONNECTING, FenceAsked, LISTENING, Wire};
 use super::faults::Fault;
 use super::network::{Network, Next, Shared};
 use crate::control::{ChannelId, Control, ControlEvent};
-use crate::fences::{Broken, Question, Whom};
+use crate::fences::{Question, Whom};
 use crate::frames::Frame;
 use crate::served::Served;
-use crate::tcp::Identity;
 use crate::transfers::PathId;
-
-/// The end of the side that connected, and the other one.
-pub(super) const CONNECTING: usize = 0;
-pub(super) const LISTENING: usize = 1;
-
-#[derive(Debug, Default)]
-pub(super) struct Wires {
-    all: BTreeMap<u64, Wire>,
-    made: u64,
-    fences: Vec<FenceAsked>,
-}
-
-#[derive(Debug)]
-pub(super) struct Wire {
-    /// The processes at its ends.
-    pub(super) ends: [usize; 2],
-    path: PathId,
-    number: u32,
-    to: Option<Identity>,
-    pub(super) served: Served,
-    /// Which ends have it still: from when it is made or comes to when it is over.
-    has: [bool; 2],
-    is_up: bool,
-    /// Nothing more gets on it.
-    is_cut: bool,
-    /// What is under way to each end, and when the last of it comes.
-    frames: [VecDeque<Frame<Vec<u8>>>; 2],
-    last: [u64; 2],
-}
-
-/// A question over a connection of its own.
-#[derive(Debug)]
-struct FenceAsked {
-    from: usize,
-    to: usize,
-    broken: Broken,
-}
 
 /// One process's.
 #[derive(Debug)]

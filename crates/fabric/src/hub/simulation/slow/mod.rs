@@ -1,11 +1,14 @@
 //! A simulated carrier like sockets: it reaches all memory, and is of the worse class. Its connections are its own, and stay
 //! when a control connection breaks. Bytes of a broken connection still land, until a fence or the lease ends that.
 
+pub(super) mod links;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use self::links::{Happening, Link, Move, Part};
 use super::faults::Fault;
-use super::memory::{Whose, overlaps};
+use super::memory::overlaps;
 use super::network::{Network, Next, Shared};
 use crate::carrier::{BadWords, Carrier, CarrierPost, Context, Owner, SessionId, Touched};
 use crate::fences::LEASE;
@@ -18,81 +21,6 @@ pub(super) const SLOW: u8 = 202;
 const CLASS: u8 = 1;
 /// So long after the other side has closed a connection its bytes may be placed.
 const PLACES_US: u64 = 2_500_000;
-
-/// Connections and what is under way on them.
-#[derive(Debug, Default)]
-pub(super) struct Links {
-    links: BTreeMap<u64, Link>,
-    moves: BTreeMap<u64, Move>,
-    happenings: BTreeMap<u64, Happening>,
-    made: u64,
-}
-
-#[derive(Debug)]
-struct Link {
-    from: usize,
-    to: usize,
-    peer: PeerId,
-    path: PathId,
-    number: u32,
-    is_up: bool,
-    /// The side that connected has not closed it.
-    ours: bool,
-    /// The other side places what comes.
-    theirs: bool,
-    /// That side has some of it in hand until then.
-    in_hand_until: u64,
-    is_broken: bool,
-    /// Nothing is placed after that.
-    places_until: u64,
-}
-
-#[derive(Debug)]
-struct Move {
-    link: u64,
-    token: Token,
-    whose: Whose,
-    op: Op,
-    parts: Vec<Part>,
-    /// The other side has begun it.
-    is_served: bool,
-    left: usize,
-}
-
-/// Some bytes.
-#[derive(Debug, Clone)]
-struct Part {
-    here: usize,
-    region: u32,
-    generation: u32,
-    offset: usize,
-    /// Where that is, once the other side has looked.
-    there: usize,
-    len: usize,
-    bytes: Vec<u8>,
-    is_over: bool,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Happening {
-    /// A connection is made, or not.
-    Dialled(u64),
-    /// The side that connected notices that it is broken.
-    Broke(u64),
-    /// So does the other one.
-    Left(u64),
-    /// The bytes of a write go out.
-    Sent(u64),
-    /// What is asked for comes to the other side.
-    Came(u64),
-    /// Bytes of a write are placed there, or those of a read taken.
-    Served(u64, usize),
-    /// Bytes of a read are placed.
-    Landed(u64, usize),
-    Answered(u64, Completion),
-    Ready(PathId),
-    Considered(SessionId),
-}
 
 /// One process's.
 #[derive(Debug)]
@@ -152,26 +80,6 @@ impl Network {
                 self.break_link(link);
             }
         }
-    }
-}
-
-impl Links {
-    /// A connection that whoever made it has not closed.
-    pub(super) fn left_over(&self, is_dead: impl Fn(usize) -> bool) -> Option<String> {
-        self.links.values().find(|link| link.ours && !is_dead(link.from)).map(|link| format!("{link:?}"))
-    }
-
-    fn is_touched(&self, process: usize, memory: Touched<'_>, now: u64) -> bool {
-        let of_other = |of: &Move| {
-            let link = &self.links[&of.link];
-            let places = link.theirs && (now <= link.places_until || link.in_hand_until > now);
-            link.to == process && of.is_served && places
-        };
-        self.moves
-            .values()
-            .filter(|of| of_other(of))
-            .flat_map(|of| &of.parts)
-            .any(|part| !part.is_over && overlaps(memory, part.there, part.len))
     }
 }
 

@@ -1,0 +1,46 @@
+//! Control connections of all processes, and the frames on them.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::fences::Broken;
+use crate::frames::Frame;
+use crate::served::Served;
+use crate::tcp::Identity;
+use crate::transfers::PathId;
+
+/// The end of the side that connected, and the other one.
+pub(super) const CONNECTING: usize = 0;
+pub(super) const LISTENING: usize = 1;
+
+#[derive(Debug, Default)]
+pub(in super::super) struct Wires {
+    pub(super) all: BTreeMap<u64, Wire>,
+    pub(super) made: u64,
+    pub(super) fences: Vec<FenceAsked>,
+}
+
+#[derive(Debug)]
+pub(super) struct Wire {
+    /// The processes at its ends.
+    pub(super) ends: [usize; 2],
+    pub(super) path: PathId,
+    pub(super) number: u32,
+    pub(super) to: Option<Identity>,
+    pub(super) served: Served,
+    /// Which ends have it still: from when it is made or comes to when it is over.
+    pub(super) has: [bool; 2],
+    pub(super) is_up: bool,
+    /// Nothing more gets on it.
+    pub(super) is_cut: bool,
+    /// What is under way to each end, and when the last of it comes.
+    pub(super) frames: [VecDeque<Frame<Vec<u8>>>; 2],
+    pub(super) last: [u64; 2],
+}
+
+/// A question over a connection of its own.
+#[derive(Debug)]
+pub(super) struct FenceAsked {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) broken: Broken,
+}
