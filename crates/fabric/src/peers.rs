@@ -114,7 +114,9 @@ impl Peer {
         let is_news = |region: &&RegionDescriptor| match self.keys.get(&region.number) {
             Some((told, _)) => *told < region.generation,
             // A window has the number by now.
-            None if self.windows.get(&region.number).is_some_and(|(told, _)| *told >= region.generation) => false,
+            None if self.windows.get(&region.number).is_some_and(|(told, _)| *told >= region.generation) => {
+                false
+            }
             None if !self.has_told => true,
             None => {
                 let known = self.shapes.get(&region.number);
@@ -403,19 +405,20 @@ mod tests {
     fn a_descriptor_that_comes_while_a_peer_tells_may_be_of_a_later_moment() {
         let (mut peer, descriptor) = described(vec![region(0, 0), region(5, 0)]);
         let later = Descriptor { regions: vec![region(1, 0), region(2, 0), region(3, 1)], ..descriptor };
-        peer.take_news(vec![here(1, 0), here(3, 0), here(4, 0)]);
+        peer.take_news(vec![here(1, 0), here(3, 0), here(4, 0)]).unwrap();
         assert!(peer.describe(&later));
         assert_eq!(generations(&peer), [(1, 0), (2, 0), (3, 1), (4, 0)], "and what was told stays");
-        assert_eq!(peer.key(OWN, 4, 0), RemoteKey::Known(&[0]));
-        peer.take_news(Vec::new());
+        assert!(matches!(peer.memory(OWN, (4, 0), 0, 1), RemoteMemory::Known(_)));
+        peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(1, 0), (2, 0), (3, 1), (4, 0)]);
-        assert_eq!((peer.key(OWN, 2, 0), peer.key(OWN, 3, 1)), (RemoteKey::NotYet, RemoteKey::NotYet));
-        peer.take_news(vec![here(2, 0)]);
-        assert_eq!(peer.key(OWN, 2, 0), RemoteKey::Known(&[0]));
+        let told = [(2, 0), (3, 1)].map(|of| peer.memory(OWN, of, 0, 1));
+        assert_eq!(told, [RemoteMemory::NotYet, RemoteMemory::NotYet]);
+        peer.take_news(vec![here(2, 0)]).unwrap();
+        assert!(matches!(peer.memory(OWN, (2, 0), 0, 1), RemoteMemory::Known(_)));
         // Over the next connection it tells what is so then.
         peer.forget_keys();
-        peer.take_news(vec![here(2, 0)]);
-        peer.take_news(Vec::new());
+        peer.take_news(vec![here(2, 0)]).unwrap();
+        peer.take_news(Vec::new()).unwrap();
         assert_eq!(generations(&peer), [(2, 0)]);
     }
 
