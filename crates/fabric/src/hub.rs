@@ -33,11 +33,13 @@ pub(crate) struct Hub<C> {
     pub(crate) outside: Outside<C>,
     pub(crate) outcomes: Outcomes,
     pub(crate) is_closed: bool,
+    /// There is more to be posted than one hold of the lock may.
+    pub(crate) has_more: bool,
 }
 
 impl<C: Control> Hub<C> {
     pub(crate) fn new(transfers: Transfers, outside: Outside<C>) -> Hub<C> {
-        Hub { transfers, outside, outcomes: Outcomes::default(), is_closed: false }
+        Hub { transfers, outside, outcomes: Outcomes::default(), is_closed: false, has_more: false }
     }
 
     pub(crate) fn now(&self) -> Duration {
@@ -62,6 +64,7 @@ impl<C: Control> Hub<C> {
                 });
             any |= more;
             if !more || runs == 0 {
+                self.has_more = more;
                 self.forget();
                 self.take_news();
                 return any;

@@ -102,8 +102,12 @@ impl Shared {
 
     /// Does what was asked for since, and tells those who wait for it.
     pub(crate) fn set_going(&self, hub: &mut Hold<'_>) {
-        while hub.pump() {
+        hub.pump();
+        while hub.hub.has_more {
+            // Others have their turn. Not without need: whoever stands in line for the lock would do what was begun here, and
+            // this thread would sleep until then, five times as long as a small read takes.
             hub.bump();
+            hub.pump();
         }
         self.work(hub);
         self.tell(hub);
@@ -213,11 +217,16 @@ impl Shared {
             }
             // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
             // caches: one turn may take longer than this thread rests.
+            let is_busy = Instant::now() < busy_until;
             let hub = match self.pollers.load(Ordering::Acquire) {
-                0 => Some(self.lock()),
+                0 if !is_busy => Some(self.lock()),
                 _ => self.hub.try_lock().map(|hub| Hold::new(hub, &self.audit)),
             };
-            let Some(mut hub) = hub else { continue };
+            let Some(mut hub) = hub else {
+                // While it is busy this thread asks all the time, and whoever has the lock does not want to sleep for it.
+                std::thread::yield_now();
+                continue;
+            };
             let any = hub.poll(&mut events);
             if self.work(&mut hub) || any {
                 busy_until = Instant::now() + SPIN;
