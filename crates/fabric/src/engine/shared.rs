@@ -109,18 +109,21 @@ impl Shared {
             hub.bump();
             hub.pump();
         }
-        self.work(hub);
+        self.work(hub, |_| false);
         self.tell(hub);
         self.wake_if_needed(hub);
     }
 
-    /// Does a few jobs, without the lock. Whether there were any.
-    fn work(&self, hub: &mut Hold<'_>) -> bool {
+    /// Does a few jobs, without the lock, but none more once this is enough. Whether there were any.
+    fn work(&self, hub: &mut Hold<'_>, mut is_enough: impl FnMut(&mut SocketHub) -> bool) -> bool {
         for done in 0..JOBS_AT_ONCE {
             let Some(mut work) = hub.take_job() else { return done > 0 };
             hub.unlocked(|| work.run());
             hub.put_back(work);
             hub.pump();
+            if is_enough(hub) {
+                break;
+            }
         }
         true
     }
@@ -141,11 +144,18 @@ impl Shared {
         let answer = loop {
             self.polls.fetch_add(1, Ordering::Relaxed);
             let any = hub.poll(&mut events);
-            if self.work(hub) || any {
+            // The jobs may be others': whoever has what it waits for goes on.
+            let mut has = found(hub);
+            let worked = has.is_none()
+                && self.work(hub, |hub| {
+                    has = found(hub);
+                    has.is_some()
+                });
+            if worked || any {
                 spin_until = Instant::now() + SPIN;
             }
             self.tell(hub);
-            if let Some(found) = found(hub) {
+            if let Some(found) = has.or_else(|| found(hub)) {
                 break Some(found);
             }
             let now = Instant::now();
@@ -228,7 +238,7 @@ impl Shared {
                 continue;
             };
             let any = hub.poll(&mut events);
-            if self.work(&mut hub) || any {
+            if self.work(&mut hub, |_| false) || any {
                 busy_until = Instant::now() + SPIN;
             }
             self.tell(&mut hub);

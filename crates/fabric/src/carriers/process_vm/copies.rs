@@ -28,8 +28,8 @@ use crate::ranges::Spots;
 const CALL_BYTES: usize = 128 << 10;
 /// With fewer bytes nobody is woken: whoever has begun it would be done before.
 const SHARED_BYTES_MIN: usize = 2 * CALL_BYTES;
-/// Calls that somebody makes who has other things to do too.
-const CALLS_A_TURN: usize = 4;
+/// Calls that somebody makes who has other things to do too: a small transfer that this thread waits for may be over meanwhile.
+const CALLS_A_TURN: usize = 2;
 /// How long a thread looks for more before it sleeps. Of large transfers the next one mostly follows sooner.
 const SPIN: Duration = Duration::from_micros(50);
 
