@@ -3,9 +3,9 @@
     python bench/fabric/beside.py                     # 2 rounds of 10 s each; --transport cma, tcp
     python bench/fabric/beside.py --json              # one line, for whoever compares builds
 
-Three processes: this one, one that is written 64 bytes, and one whose 1 GiB another thread of this process reads again and
-again. Both kinds of turn alternate; each WRITE is waited for before the next. The goal of one build: the 99th percentile
-beside the READ is at most twice the idle one.
+Three processes: this one, one that is written 64 bytes, and one whose 1 GiB another thread of this process reads
+again and again. Both kinds of turn alternate; each WRITE is waited for before the next. The goal of one build: the
+99th percentile beside the READ is at most twice the idle one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Other:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transport", choices=("cma", "tcp"), default="cma", help="default %(default)s")
     parser.add_argument("--mib", type=int, default=1024, help="of one READ, default %(default)s")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one turn, default %(default)s")
