@@ -260,7 +260,8 @@ class Engine:
         ValueError for ranges that are not registered, of the host's memory and a GPU's together, or more than
         65,536."""
         numbers = [(_number(region), offset, length) for region, offset, length in ranges]
-        return Window(self, self._core.open_window(tuple(peer), numbers), sum(range[2] for range in numbers))
+        descriptor = self._core.open_window((peer.engine, peer.boot), numbers)
+        return Window(self, descriptor, sum(length for _, _, length in numbers))
 
     def describe(self) -> bytes:
         """What a peer needs to connect and to name the memory that is registered now. Send it as you like; it is secret
