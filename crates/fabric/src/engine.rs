@@ -232,7 +232,11 @@ impl Engine {
         hub.hub.outside.tell_region(region);
         self.wait_until_free(
             &mut hub,
-            |hub| !hub.hub.outside.is_touched(region),
+            // Somebody else may be about to close a window: until it is closed its peer may read on by itself.
+            |hub| {
+                let outside = &hub.hub.outside;
+                !outside.is_touched(region) && outside.process.regions.windows_of(region).is_empty()
+            },
             |hub| hub.hub.outside.let_go(region),
         );
         drop(hub);

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use crate::descriptor::MemoryKind;
+use crate::descriptor::{MemoryKind, REGIONS_MAX};
 
 /// Most ranges of a window.
 pub const WINDOW_RANGES_MAX: usize = 1 << 16;
@@ -96,7 +96,11 @@ impl WindowDescriptor {
         };
         let short = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let len = u64::from(short(16)) | u64::from(short(20)) << 32;
-        Ok(WindowDescriptor { number: short(8), generation: short(12), len, kind })
+        // It bounds how much whoever sends descriptors can make this side remember.
+        match short(8) {
+            number @ 0..REGIONS_MAX => Ok(WindowDescriptor { number, generation: short(12), len, kind }),
+            _ => Err(NoWindow::Malformed),
+        }
     }
 }
 
@@ -184,6 +188,7 @@ mod tests {
         fn any_bytes_describe_a_window_or_none(bytes in vec(any::<u8>(), 0..30), at in any::<[u32; 4]>()) {
             let _ = WindowDescriptor::from_bytes(&bytes);
             let [number, generation, len, kind] = at;
+            let number = number % REGIONS_MAX;
             let kind = if kind % 2 == 0 { MemoryKind::Host } else { MemoryKind::Cuda };
             let window = WindowDescriptor { number, generation, len: u64::from(len) << 9, kind };
             prop_assert_eq!(WindowDescriptor::from_bytes(&window.to_bytes()), Ok(window));

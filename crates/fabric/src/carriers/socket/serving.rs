@@ -9,6 +9,11 @@ use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
 use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Identity, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
+use crate::window::WINDOW_RANGES_MAX;
+
+/// Places of one request's bytes: a peer may name the many small ranges of a window again and again, where a run has one place
+/// otherwise.
+const SPOTS_MAX: usize = 4 * WINDOW_RANGES_MAX;
 
 impl SocketCarrier {
     pub(super) fn take_frame(
@@ -182,6 +187,9 @@ fn spots_for_peer(
     let mut spots = Vec::with_capacity(runs.len());
     for run in runs {
         regions.for_peer(peer, run.wanted(is_write), &mut spots)?;
+        if spots.len() > SPOTS_MAX {
+            return None;
+        }
     }
     (has_slots || !any_on_gpu(&spots)).then_some(spots)
 }
