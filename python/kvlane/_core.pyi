@@ -294,6 +294,7 @@ class FabricEngine:
         transport: str,
         copy_threads: int | None,
         inbox: tuple[int, int],
+        checksums: bool,
         tls: tuple[str, str, str] | None,
     ) -> None:
         """`copy_threads`: None for the engine's own choice. `inbox`: most messages, and most bytes of them. `tls`:
@@ -321,6 +322,7 @@ class FabricEngine:
     def paths(
         self, peer: FabricPeer
     ) -> list[tuple[str, str | None, bool, float | None, str | None, str | None]]: ...
+    def checksum_errors(self) -> int: ...
     def connections_without_rings(self) -> int: ...
     def begin(
         self, peer: FabricPeer, is_write: bool, pieces: FabricPieces, extras: _Extras

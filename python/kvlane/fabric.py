@@ -187,6 +187,9 @@ class Engine:
     host, the one that waits among them, 1 to 64; None for as many as there are processors for it, but 4 at the most.
     `inbox_messages` and `inbox_bytes`: so many messages, and bytes of them, wait for `receive`; peers that send more
     are told to try again later. At least 1 and 65,536.
+    `checksums`: what crosses sockets has checksums (crc32c), so that bytes which were changed on the way are not taken:
+    the connection is made again, and what it had under way is sent again. With False on one side there are none. With
+    `tls` there are none either: it finds every change itself.
     `tls`: certificates, as a `Tls` or such a tuple; peers without are not talked to, as `Peer.paths` says, and all goes
     by TCP. ValueError names the file that cannot be used.
 
@@ -204,6 +207,7 @@ class Engine:
         copy_threads: int | None = None,
         inbox_messages: int = 1024,
         inbox_bytes: int = 16 << 20,
+        checksums: bool = True,
         tls: Tls | tuple[str, str, str] | None = None,
     ) -> None:
         inbox = (inbox_messages, inbox_bytes)
@@ -212,7 +216,7 @@ class Engine:
             certificate, key, authority = (os.fspath(file) for file in tls)
             files = (certificate, key, authority)
         self._core = _core.FabricEngine(
-            list(listen), token, connections, patience * 1e3, transport, copy_threads, inbox, files
+            list(listen), token, connections, patience * 1e3, transport, copy_threads, inbox, checksums, files
         )
         self._owners: dict[int, Any] = {}
 
@@ -294,6 +298,12 @@ class Engine:
     def id(self) -> EngineId:
         """Who messages from here are from."""
         return EngineId(*self._core.id())
+
+    @property
+    def checksum_errors(self) -> int:
+        """Connections, ours and peers', that ended since a checksum differed: something between the two hosts, or one of
+        them, changes bytes."""
+        return self._core.checksum_errors()
 
     @property
     def connections_without_rings(self) -> int:

@@ -89,14 +89,24 @@ impl Engine {
         let credentials = options.tls.as_ref().map(Credentials::load).transpose()?.map(Arc::new);
         let proofs = Proofs::new(&options.token, &RuntimeFolder::of_this_user())?;
         let EngineOptions {
-            listen, advertise, connections, transport, copy_threads, transfers, inbox, ..
+            listen,
+            advertise,
+            connections,
+            transport,
+            copy_threads,
+            checksums,
+            transfers,
+            inbox,
+            ..
         } = options;
         // What is encrypted goes by TCP.
         let wanted = if credentials.is_some() { Some(Transport::Tcp) } else { transport };
         let has_cma = wanted != Some(Transport::Tcp);
+        let wants_sums = checksums && credentials.is_none();
         let watch = Watch::new()?;
+        let of_control = watch.of(CONTROL);
         let mut control =
-            ControlSockets::open(me, proofs, credentials.clone(), watch.of(CONTROL), &listen, has_cma)?;
+            ControlSockets::open(me, proofs, credentials.clone(), of_control, &listen, has_cma, wants_sums)?;
         let listens_at = control.listens_at()?;
         let addresses = if advertise.is_empty() { &listens_at } else { &advertise };
         let mut carriers: Vec<Box<dyn Carrier>> = Vec::new();
@@ -112,6 +122,7 @@ impl Engine {
             let options = |slots| SocketOptions {
                 me,
                 credentials: credentials.clone(),
+                wants_sums,
                 addresses: addresses.clone(),
                 connections,
                 slots,
@@ -444,6 +455,11 @@ impl Engine {
     /// The ways to a peer, and what is wrong with those that are not up; none if there is no such peer.
     pub fn paths(&self, peer: PeerId) -> Vec<PathStatus> {
         self.shared.hub().path_statuses(peer)
+    }
+
+    /// Connections of either side that ended since a checksum differed, ever: [`EngineOptions::checksums`].
+    pub fn checksum_errors(&self) -> u64 {
+        self.shared.hub().hub.outside.process.checksum_errors
     }
 
     /// Control connections of either side to processes of this host that had to do without shared memory, ever:

@@ -46,33 +46,32 @@ pub(crate) enum Frame<B> {
 }
 
 impl Frame<Arc<[u8]>> {
-    /// As it is written to a connection.
-    pub(crate) fn write(self) -> Vec<Out> {
-        let whole = |head: Head| vec![Out::Bytes(head.encode().to_vec(), 0)];
-        let with = |head: Head, bytes: Vec<u8>| vec![Out::Bytes([&head.encode()[..], &bytes].concat(), 0)];
+    /// As it is written to a connection: head, entries, and the bytes that follow, if there are some.
+    pub(crate) fn write(self) -> (Head, Vec<u8>, Option<Out>) {
+        let whole = |head: Head| (head, Vec::new(), None);
+        let with = |head: Head, bytes: Arc<[u8]>| {
+            let body = (!bytes.is_empty()).then(|| Out::Shared(bytes, 0));
+            (head, Vec::new(), body)
+        };
         match self {
             Frame::Tell { token, number, counter, generation } => {
                 whole(Head::Tell { token, number, counter, generation })
             }
             Frame::Message { token, number, bytes } => {
-                let mut out = whole(Head::Message { token, number, bytes: bytes.len() as u64 });
-                if !bytes.is_empty() {
-                    out.push(Out::Shared(bytes, 0));
-                }
-                out
+                with(Head::Message { token, number, bytes: bytes.len() as u64 }, bytes)
             }
             Frame::Outcomes(outcomes) => {
                 let mut bytes = Vec::new();
                 outcomes.iter().for_each(|outcome| outcome.encode(&mut bytes));
-                with(Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() }, bytes)
+                (Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() }, bytes, None)
             }
             Frame::NoRoom { token } => whole(Head::NoRoom { token }),
             Frame::Words { code, kind, bytes } => {
-                with(Head::Words { code, kind, bytes: bytes.len() as u64 }, bytes)
+                with(Head::Words { code, kind, bytes: bytes.len() as u64 }, bytes.into())
             }
             Frame::Fence { code, connection } => whole(Head::Fence { code, connection }),
             Frame::Fenced { code, connection, is_over } => whole(Head::Fenced { code, connection, is_over }),
-            Frame::Regions(bytes) => with(Head::Regions { bytes: bytes.len() as u64 }, bytes),
+            Frame::Regions(bytes) => with(Head::Regions { bytes: bytes.len() as u64 }, bytes.into()),
         }
     }
 }

@@ -13,8 +13,9 @@ use crate::inbox::MESSAGE_BYTES_MAX;
 use crate::ranges::Piece;
 use crate::tcp::{
     BYTES_MAX, Came, ENTRIES_MAX, Ended, HEAD_BYTES, HELLO_BYTES, Head, Hello, Key, Link, Nonces, Outcome,
-    PROOF_MESSAGE_BYTES, RUN_BYTES, Stream, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX, Welcome,
-    WireRun, WordsKind, decode_challenge, decode_regions, encode_challenge, encode_refusal, encode_regions,
+    PROOF_MESSAGE_BYTES, RUN_BYTES, Stream, Sum, VERDICT_BYTES, Verdict, WELCOME_BYTES, WORDS_BYTES_MAX,
+    Welcome, WireRun, WordsKind, decode_challenge, decode_regions, encode_challenge, encode_refusal,
+    encode_regions,
 };
 
 /// A frame's head with what follows it: what is read is within the limits, and written as it was read.
@@ -78,14 +79,18 @@ fn of_short_runs(entries: &[u8], each: usize) -> (Vec<u8>, u64) {
 /// A connection over which a stream comes that is cut anywhere: the frames and their bytes are those of the stream, and
 /// bytes go nowhere else. The stream is what `tape` says, frames and noise; `cuts` says how many bytes come at a time.
 pub fn link(cuts: &[u8], tape: &[u8]) {
-    let greets = cuts.first().is_some_and(|first| first % 2 == 1);
-    let stream = play(tape);
-    let (mut wanted, end) = parse(&stream, greets);
+    let first = cuts.first().copied().unwrap_or(0);
+    let (greets, has_sums) = (first % 2 == 1, first % 4 >= 2);
+    let stream = play(tape, has_sums);
+    let (mut wanted, end) = parse(&stream, greets, has_sums);
     wanted.reverse();
     let (mut feeder, socket) = UnixStream::pair().unwrap();
     // A link asks nothing of its socket that only TCP has.
     let socket = TcpStream::from(OwnedFd::from(socket));
     let mut link = Link::new(Stream::new(socket, None, true).unwrap()).unwrap();
+    if has_sums {
+        link.begin_sums();
+    }
     let mut receiver = Receiver { greets, body: None };
     let mut rest = stream.as_slice();
     // What is left after so many cuts comes in large parts: a long stream byte by byte takes seconds.
@@ -146,7 +151,7 @@ enum Event {
 
 fn is_bad(ended: &Ended) -> bool {
     assert!(!matches!(ended, Ended::Io(_) | Ended::Late), "{ended}");
-    matches!(ended, Ended::Bad(_) | Ended::WantsTls)
+    matches!(ended, Ended::Bad(_) | Ended::WantsTls | Ended::Damaged)
 }
 
 /// Types of TLS records (RFC 8446, 5.1).
@@ -173,7 +178,7 @@ fn body_bytes(head: Head) -> Option<(u64, u64)> {
 }
 
 /// What a whole stream has in it.
-fn parse(mut stream: &[u8], greets: bool) -> (Vec<Event>, End) {
+fn parse(mut stream: &[u8], greets: bool, has_sums: bool) -> (Vec<Event>, End) {
     let mut events = Vec::new();
     let end = |events, bad| (events, if bad { End::Bad } else { End::Closed });
     if greets {
@@ -186,17 +191,30 @@ fn parse(mut stream: &[u8], greets: bool) -> (Vec<Event>, End) {
         stream = rest;
     }
     loop {
-        let Some((head, rest)) = stream.split_first_chunk::<HEAD_BYTES>() else { return end(events, false) };
-        let Ok(head) = Head::decode(head) else { return end(events, true) };
+        let Some((head_bytes, rest)) = stream.split_first_chunk::<HEAD_BYTES>() else {
+            return end(events, false);
+        };
+        let Ok(head) = Head::decode(head_bytes) else { return end(events, true) };
         let Some((entries, rest)) = rest.split_at_checked(head.entry_bytes()) else {
             return end(events, false);
         };
+        let (before, sum, behind) = (&head_bytes[..4], &head_bytes[4..8], &head_bytes[8..]);
+        if sum != sum_of(&[before, &[0; 4], behind, entries].concat()) {
+            return end(events, true);
+        }
         events.push(Event::Frame(head, entries.to_vec()));
         stream = rest;
         if let Some((token, bytes)) = body_bytes(head) {
-            let Some((body, rest)) = stream.split_at_checked(bytes as usize) else {
+            let Some((body, mut rest)) = stream.split_at_checked(bytes as usize) else {
                 return end(events, false);
             };
+            if has_sums && bytes > 0 {
+                let Some((sum, behind)) = rest.split_first_chunk() else { return end(events, false) };
+                if *sum != sum_of(body) {
+                    return end(events, true);
+                }
+                rest = behind;
+            }
             events.push(Event::Body(if is_placed(token, bytes) { body.to_vec() } else { Vec::new() }));
             stream = rest;
         }
@@ -282,7 +300,7 @@ impl Placed {
 }
 
 /// A stream of frames, most of them right, and noise: noise alone would hardly ever be a frame of any length.
-fn play(tape: &[u8]) -> Vec<u8> {
+fn play(tape: &[u8], has_sums: bool) -> Vec<u8> {
     let mut tape = tape.iter().copied();
     let mut stream = Vec::new();
     while let (Some(kind), true) = (tape.next(), stream.len() < 256 << 10) {
@@ -309,11 +327,27 @@ fn play(tape: &[u8]) -> Vec<u8> {
                 continue;
             }
         };
-        stream.extend(head.encode());
         let random = |index: usize| (index.wrapping_mul(0x9e37_79b9).wrapping_add(token as usize) >> 7) as u8;
-        stream.extend((0..head.entry_bytes() + bytes).map(random));
+        let mut random: Vec<u8> = (0..head.entry_bytes() + bytes).map(random).collect();
+        let body = random.split_off(head.entry_bytes());
+        stream.extend(head.frame(&random));
+        stream.extend(&body);
+        if has_sums && !body.is_empty() {
+            stream.extend(sum_of(&body));
+        }
+        // One bit of some frame is changed on the way.
+        if kind >= 240 {
+            let at = token as usize % stream.len();
+            stream[at] ^= 1;
+        }
     }
     stream
+}
+
+fn sum_of(body: &[u8]) -> [u8; 4] {
+    let mut sum = Sum::new();
+    sum.add(body);
+    sum.bytes()
 }
 
 /// The messages of a greeting: nobody without the secret proves anything or is known, and what is read is written as it was

@@ -75,6 +75,8 @@ pub(crate) struct Entry<R> {
     waiting: usize,
     /// Where the bytes of the frame that came last go, from the next job on; and how many go nowhere.
     expected: Option<(Vec<Piece>, u64)>,
+    /// Whether sums stand behind the bytes of what is said from now on.
+    has_sums: bool,
     /// Entries that were ever said, and of them those that have been written.
     queued: u64,
     written: u64,
@@ -234,6 +236,7 @@ impl<R> Links<R> {
             queued: link.written() + link.backlog().1 as u64,
             own_bytes: link.backlog().0,
             waiting: link.backlog().1,
+            has_sums: link.has_sums(),
             link: Some(link),
             wants,
             lease: None,
@@ -318,12 +321,45 @@ impl<R> Links<R> {
         self.say_out(id, Out::Bytes(bytes, 0));
     }
 
-    /// Writes memory, which is not touched any more once it has been written, or the link is gone.
-    pub(crate) fn say_memory(&mut self, id: LinkId, piece: Piece) {
-        self.say_out(id, Out::Memory(piece));
+    /// Writes a frame: its head, its entries, and the bytes that follow. Memory is not touched any more once it has been
+    /// written, or the link is gone.
+    pub(crate) fn say_frame(
+        &mut self,
+        id: LinkId,
+        head: Head,
+        entries: &[u8],
+        body: impl IntoIterator<Item = Out>,
+    ) {
+        self.say(id, head.frame(entries));
+        let mut has_body = false;
+        for out in body {
+            has_body = true;
+            self.say_out(id, out);
+        }
+        if has_body && self.entries.get(&id).is_some_and(|entry| entry.has_sums) {
+            self.say_out(id, Out::sum());
+        }
     }
 
-    pub(crate) fn say_out(&mut self, id: LinkId, out: Out) {
+    /// A frame of nothing but its head.
+    pub(crate) fn say_head(&mut self, id: LinkId, head: Head) {
+        self.say_frame(id, head, &[], []);
+    }
+
+    /// From the next frame on its bytes have a sum behind them, in both directions.
+    pub(crate) fn begin_sums(&mut self, id: LinkId) {
+        if let Some(entry) = self.entries.get_mut(&id)
+            && let Some(link) = &mut entry.link
+        {
+            link.begin_sums();
+            entry.has_sums = true;
+        } else {
+            // The owner says so when it has looked at a greeting, which a job has brought back.
+            debug_assert!(false, "a job has the link");
+        }
+    }
+
+    fn say_out(&mut self, id: LinkId, out: Out) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.own_bytes += out.own_bytes();
         entry.waiting += 1;
@@ -505,6 +541,10 @@ impl<R> Links<R> {
         }
     }
 
+    pub(crate) fn has_rings(&self) -> bool {
+        !self.rings.is_empty()
+    }
+
     /// Links whose rings have something. Whether there were any.
     pub(crate) fn look_at_rings(&mut self) -> bool {
         let mut any = false;
@@ -666,14 +706,15 @@ impl LinkJob {
                 Came::Nothing => return Ok(()),
                 Came::Body => {
                     self.arrived.push(Arrived::Body);
-                    if self.takes_parts {
+                    if self.takes_parts || !self.link.has_begun() {
                         break;
                     }
                 }
                 Came::Frame(head, entries) => {
                     entry_bytes += entries.len();
                     self.arrived.push(Arrived::Frame(head, entries));
-                    if head.has_body() || entry_bytes >= ENTRY_BYTES_A_TURN {
+                    let is_enough = entry_bytes >= ENTRY_BYTES_A_TURN || !self.link.has_begun();
+                    if head.body_bytes().is_some() || is_enough {
                         break;
                     }
                 }

@@ -1,6 +1,7 @@
 //! What belongs to this process, and not to one of its connections or carriers.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use crate::immediates::Immediates;
@@ -10,7 +11,7 @@ use crate::regions::{Regions, Shape, Shapes};
 use crate::runs::Run;
 use crate::sessions::Sessions;
 use crate::shape::{RegionLengths, Side};
-use crate::tcp::Identity;
+use crate::tcp::{Ended, Identity};
 use crate::transfers::{Between, Memory, PeerId, Stretch, Ticket};
 
 #[derive(Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct Process {
     /// Regions that are being given back: somebody waits until nothing touches them.
     pub(crate) letting_go: usize,
     pub(crate) news: News,
+    /// Connections that ended since a checksum differed.
+    pub(crate) checksum_errors: u64,
 }
 
 /// What happened beside transfers that somebody may wait for.
@@ -65,6 +68,15 @@ impl Process {
             used: Numbered::default(),
             letting_go: 0,
             news: News::default(),
+            checksum_errors: 0,
+        }
+    }
+
+    /// A connection ended for this reason.
+    pub(crate) fn note_ended(&mut self, peer: Option<SocketAddr>, why: &Ended) {
+        if matches!(why, Ended::Damaged) {
+            self.checksum_errors += 1;
+            tracing::warn!(?peer, %why, "a connection is closed and made again");
         }
     }
 

@@ -65,6 +65,7 @@ impl PyEngine {
         transport: &str,
         copy_threads: Option<usize>,
         inbox: (usize, usize),
+        checksums: bool,
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
         let transport = match transport {
@@ -76,7 +77,8 @@ impl PyEngine {
             }
         };
         let tls = tls.map(|(certificate, key, authority)| Tls { certificate, key, authority });
-        let mut options = EngineOptions { token, connections, transport, tls, ..EngineOptions::default() };
+        let mut options =
+            EngineOptions { token, connections, transport, checksums, tls, ..EngineOptions::default() };
         options.copy_threads = copy_threads.unwrap_or(options.copy_threads);
         options.listen = listen.iter().map(|address| resolve(address)).collect::<PyResult<_>>()?;
         options.inbox = InboxOptions { messages: inbox.0, bytes: inbox.1 };
@@ -271,6 +273,10 @@ impl PyEngine {
 
     fn id(&self) -> PyResult<PyId> {
         Ok(id(self.engine()?.id()))
+    }
+
+    fn checksum_errors(&self) -> PyResult<u64> {
+        Ok(self.engine()?.checksum_errors())
     }
 
     fn connections_without_rings(&self) -> PyResult<u64> {

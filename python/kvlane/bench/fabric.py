@@ -104,6 +104,7 @@ BARE = Field(
     systems={
         "kvlane": System("kvlane", "tcp"),
         "kvlane-cma": System("kvlane", "cma"),
+        "kvlane-no-checksums": System("kvlane", "tcp-no-checksums"),
         "kvlane-tls": System("kvlane", "tls"),
         "loop": System("loop", "tcp"),
         "gpu-copies": System("gpu-copies", "memory"),
@@ -120,6 +121,7 @@ BARE = Field(
     },
 )
 READ_GOAL = 0.9  # of our write of the same size
+CHECKSUMS_GOAL = 0.9  # of our rate without
 LATENCY_BYTES, LATENCY_GOAL = 64, 1.0
 # How a figure calls what of ours it is about.
 WIRES = {"kvlane": "TCP", "kvlane-cma": "cma"}
@@ -157,6 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser, field: Field = BARE) -> None:
         metavar="FILE",
         help="measure encrypted connections too: CERTIFICATE KEY AUTHORITY as PEM files; none with --loopback, "
         "where throw-away ones are made by the openssl command. With an address or --server instead of plain ones",
+    )
+    parser.add_argument(
+        "--no-checksums",
+        action="store_true",
+        help="measure TCP without kvlane's checksums too",
     )
     parser.add_argument(
         "--paths",
@@ -431,6 +438,7 @@ class _System:
             "connections": self._arguments.connections,
             "tls": self._tls,
             "transport": "cma" if self._system.transport == "cma" else "tcp",
+            "checksums": self._system.transport != "tcp-no-checksums",
         }
         if self._runner in ("kvlane", "gpu-copies"):
             options["memory"] = self._arguments.memory
@@ -607,7 +615,8 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
             sys.exit(f"--transports cma: {field.not_of_gpus['kvlane-cma']}")
         if arguments.tls is not None:
             return ["kvlane-tls"]
-        return ["kvlane" if each == "tcp" else f"kvlane-{each}" for each in arguments.transports or ["tcp"]]
+        own = ["kvlane" if each == "tcp" else f"kvlane-{each}" for each in arguments.transports or ["tcp"]]
+        return own + ["kvlane-no-checksums"] * arguments.no_checksums
     if arguments.memory != "host":
         return _gpu_systems(arguments, field)
     others = field.others if arguments.vs is None else arguments.vs
@@ -626,6 +635,7 @@ def _systems(arguments: argparse.Namespace, field: Field) -> list[str]:
         if system.side in others
         or (system.side == "kvlane" and system.transport in (arguments.transports or TRANSPORTS))
         or (system.transport == "tls" and arguments.tls is not None)
+        or (system.transport == "tcp-no-checksums" and arguments.no_checksums)
     ]
 
 
@@ -640,7 +650,8 @@ def _gpu_systems(arguments: argparse.Namespace, field: Field) -> list[str]:
         if name in asked:
             sys.exit(line)
         report.say(line)
-    systems = ["kvlane", *(["kvlane-tls"] if arguments.tls is not None else [])]
+    systems = ["kvlane", *["kvlane-no-checksums"] * arguments.no_checksums]
+    systems += ["kvlane-tls"] * (arguments.tls is not None)
     return systems + [each for each in GPU_OTHERS if each in wanted]
 
 
@@ -685,6 +696,12 @@ def _ratios(medians: dict[tuple[str, str, Cell], dict[str, float]], field: Field
         if encrypted and plain:
             ratio = encrypted["gb_per_s"] / plain["gb_per_s"]
             figures.append(Figure(f"TLS {op} {_label(size)} / own TCP", ratio))
+    for op, size in itertools.product(OPS, (MIB, 16 * MIB)):
+        plain, summed = by_size.get(("kvlane-no-checksums", op, size)), by_size.get(("kvlane", op, size))
+        if plain and summed:
+            ratio = summed["gb_per_s"] / plain["gb_per_s"]
+            what = f"TCP {op} {_label(size)} / own without checksums"
+            figures.append(Figure(what, ratio, at_least=CHECKSUMS_GOAL))
     for op, pair in itertools.product(OPS, field.latency_others):
         mine, theirs = (by_size.get((name, op, LATENCY_BYTES)) for name in pair)
         other = pair[1]

@@ -200,11 +200,14 @@ class Kvlane(Side):
         listen: Sequence[str] = ("127.0.0.1:0",),
         tls: Sequence[str] | None = None,
         transport: str = "auto",
+        checksums: bool = True,
         **_: Any,
     ) -> None:
         """An engine with the region registered."""
         credentials = fabric.Tls(*tls) if tls else None
-        self.engine = fabric.Engine(listen, token, connections, transport=transport, tls=credentials)
+        self.engine = fabric.Engine(
+            listen, token, connections, transport=transport, checksums=checksums, tls=credentials
+        )
         device = self.memory.device if isinstance(self.memory, GpuMemory) else None
         self.region = self.engine.register(self.memory.address, self.memory.size, device=device)
 

@@ -73,11 +73,11 @@ impl ControlSockets {
         hello: Hello,
         key: &SessionKey,
     ) -> Result<(), Ended> {
-        let Hello { purpose, connection, from, to, session, rings } = hello;
+        let Hello { purpose, connection, from, to, session, rings, sums } = hello;
         let me = self.me();
         let is_me = to == me || to == crate::tcp::Identity::ANYBODY;
         let answer = if is_me { Answer::Welcome } else { Answer::SomebodyElse };
-        let mut welcome = Welcome { answer, from: me, rings: false };
+        let mut welcome = Welcome { answer, from: me, rings: false, sums: sums && self.wants_sums };
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         match purpose {
             _ if !is_me => {
@@ -96,6 +96,9 @@ impl ControlSockets {
                 }
                 let lease = entry.lease().unwrap_or_else(Lease::begin);
                 self.links.say(id, welcome.encode(key));
+                if welcome.sums {
+                    self.links.begin_sums(id);
+                }
                 let Some(link) = self.links.take_out(id) else { return Ok(()) };
                 let greeted = Greeted { link, lease, from, connection };
                 self.events.push_back(ControlEvent::Greeted { code, greeted });
@@ -112,6 +115,9 @@ impl ControlSockets {
                 let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.take_up(rings));
                 welcome.rings = ends.is_some();
                 self.links.say(id, welcome.encode(key));
+                if welcome.sums && !welcome.rings {
+                    self.links.begin_sums(id);
+                }
                 ends.into_iter().for_each(|ends| self.links.go_through(id, ends));
                 self.events.push_back(ControlEvent::Session { channel: id, served });
             }
@@ -141,7 +147,7 @@ impl ControlSockets {
             // It asks again.
             return self.links.fail(id, Ended::StillPlaces);
         }
-        let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false };
+        let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false, sums: false };
         let Some(entry) = self.links.get_mut(id) else { return };
         let Role::Fencing { key } = std::mem::replace(&mut entry.role, Role::Leaving) else { return };
         self.links.say(id, welcome.encode(&key));

@@ -66,6 +66,8 @@ pub(crate) struct ControlSockets {
     look_at: Duration,
     /// Whether what is said to processes of this host goes through rings.
     offers_rings: bool,
+    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    pub(super) wants_sums: bool,
     pub(super) paths: Numbered<PathId, PathState>,
     /// Connections of either side between processes of this host that had to do without rings.
     pub(crate) without_rings: u64,
@@ -128,6 +130,7 @@ impl ControlSockets {
         watch: Watch,
         listen: &[SocketAddr],
         offers_rings: bool,
+        wants_sums: bool,
     ) -> io::Result<ControlSockets> {
         let mut listeners = Vec::new();
         for (index, address) in (0..).zip(listen) {
@@ -150,6 +153,7 @@ impl ControlSockets {
             cannot_accept: false,
             look_at: LOOK,
             offers_rings,
+            wants_sums,
             paths: Numbered::default(),
             without_rings: 0,
             carriers: Vec::new(),
@@ -187,6 +191,11 @@ impl ControlSockets {
             self.listen(Interest::READS);
         }
         any
+    }
+
+    /// Whether something may come that no descriptor tells of.
+    pub(crate) fn has_rings(&self) -> bool {
+        self.links.has_rings()
     }
 
     /// When there is something to do if nothing comes.
@@ -274,7 +283,7 @@ impl ControlSockets {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
-                self.links.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
+                self.links.say_head(id, Head::Pong { stamp: lease::stamp() });
                 return Ok(());
             }
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => {
@@ -324,6 +333,7 @@ impl ControlSockets {
     pub(super) fn end_link(&mut self, now: Duration, process: &mut Process, id: LinkId, why: Ended) {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
         let peer = link.socket().peer_addr().ok();
+        process.note_ended(peer, &why);
         match role {
             Role::Accepted { .. } | Role::Proved { .. } | Role::Fencing { .. } | Role::Leaving => {
                 tracing::debug!(?peer, %why, "a connection ended")
@@ -390,7 +400,7 @@ impl ControlSockets {
                 _ => None,
             })
             .collect();
-        up.into_iter().for_each(|(id, stamp)| self.links.say(id, Head::Ping { stamp }.encode().to_vec()));
+        up.into_iter().for_each(|(id, stamp)| self.links.say_head(id, Head::Ping { stamp }));
     }
 
     fn accept_all(&mut self, now: Duration, index: usize) {
@@ -520,6 +530,9 @@ impl ControlSockets {
             }
             Goal::Path(path, number) => (path, number),
         };
+        if welcome.sums && !welcome.rings {
+            self.links.begin_sums(id);
+        }
         let no_rings = match (welcome.rings, segment) {
             (true, Some(Ok(segment))) => {
                 self.links.go_through(id, segment.ends(Side::Connecting));
@@ -555,6 +568,7 @@ impl ControlSockets {
             _ => return Ok(()),
         };
         let new_segment = self.segment(id, to);
+        let wants_sums = self.wants_sums;
         let Some(entry) = self.links.get_mut(id) else { return Ok(()) };
         let Role::Dialling { whom, dialling, segment, .. } = &mut entry.role else { return Ok(()) };
         let mut offered = None;
@@ -563,7 +577,7 @@ impl ControlSockets {
             offered = Some(new_segment);
             offer
         };
-        let dialled = dialling.take(greeting, me, whom, rings)?;
+        let dialled = dialling.take(greeting, me, whom, wants_sums, rings)?;
         if let Some(new) = offered {
             *segment = new;
         }
@@ -610,7 +624,8 @@ impl Control for ControlSockets {
     }
 
     fn say(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
-        frame.write().into_iter().for_each(|out| self.links.say_out(channel, out));
+        let (head, entries, body) = frame.write();
+        self.links.say_frame(channel, head, &entries, body);
     }
 
     fn end(&mut self, _: Duration, channel: ChannelId, why: &'static str) {

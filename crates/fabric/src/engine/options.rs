@@ -31,6 +31,10 @@ pub struct EngineOptions {
     /// So many threads at the most copy between this process and others of this host, whoever waits among them; 1 to 64.
     /// The others are made when 256 KiB or more are to be copied for the first time, and sleep when there is nothing.
     pub copy_threads: usize,
+    /// Whether what crosses sockets carries checksums (crc32c), so that bytes which a network, or a host on the way, has
+    /// changed are not taken for those that were sent: the connection ends then, and what it had under way is sent again. If
+    /// one side has it off, there are none. With TLS there are none either: it finds every change itself.
+    pub checksums: bool,
     /// With it all connections are encrypted, and nothing is sent to peers that have none. What is encrypted goes by TCP.
     pub tls: Option<Tls>,
     /// The limits of transfers.
@@ -48,6 +52,7 @@ impl Default for EngineOptions {
             connections: 1,
             transport: None,
             copy_threads: copy_threads(),
+            checksums: true,
             tls: None,
             transfers: Options::default(),
             inbox: InboxOptions::default(),

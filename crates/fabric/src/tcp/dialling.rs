@@ -51,12 +51,13 @@ impl Dialling {
     /// Bytes of the greeting that comes first.
     pub(crate) const FIRST: usize = CHALLENGE_BYTES;
 
-    /// The peer has said this. `rings` is asked once, for what is offered.
+    /// The peer has said this. `sums`: whether they are wanted. `rings` is asked once, for what is offered.
     pub(crate) fn take(
         &mut self,
         greeting: &[u8],
         me: Identity,
         whom: &Whom,
+        sums: bool,
         rings: impl FnOnce() -> Option<RingsOffer>,
     ) -> Result<Dialled, Ended> {
         match &self.stage {
@@ -74,7 +75,7 @@ impl Dialling {
                 let key = whom.key.session(nonces);
                 let (purpose, connection) = (self.purpose, self.connection);
                 let (to, session) = (whom.identity.unwrap_or(Identity::ANYBODY), whom.session);
-                let hello = Hello { purpose, connection, from: me, to, session, rings: rings() };
+                let hello = Hello { purpose, connection, from: me, to, session, rings: rings(), sums };
                 let bytes = hello.encode(&key);
                 self.stage = Stage::Greeted(key);
                 Ok(Dialled::Say(bytes, WELCOME_BYTES))

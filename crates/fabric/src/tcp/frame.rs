@@ -15,9 +15,11 @@
 //!
 //! ```text
 //!  0      1      2        4          8            16           24           32
-//!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
-//!  | kind | 0    | count  | 0        | token      | bytes      | more       | count entries, then the bytes |
-//!  +------+------+--------+----------+------------+------------+------------+-------------------------------+
+//!  +------+------+--------+----------+------------+------------+------------+---------------+-----------+-------------+
+//!  | kind | 0    | count  | sum      | token      | bytes      | more       | count entries | the bytes | their sum 4 |
+//!  +------+------+--------+----------+------------+------------+------------+---------------+-----------+-------------+
+//!  sum:       crc32c of the head, with 0 in its place, and of the entries
+//!  their sum: crc32c of the bytes; where there are some, and the greeting says that both sides want it
 //!  on either
 //!  Ack     count outcomes; more: a stamp
 //!  Ping    more: the latest stamp                                                      -> Pong
@@ -45,10 +47,13 @@
 
 use thiserror::Error;
 
+use super::sum::Sum;
 use crate::transfers::Completion;
 
 /// Bytes of a head.
 pub(crate) const HEAD_BYTES: usize = 32;
+/// Where in it the sum is.
+const SUM_AT: std::ops::Range<usize> = 4..8;
 /// Bytes of a run.
 pub(crate) const RUN_BYTES: usize = 24;
 /// Bytes of an outcome.
@@ -140,6 +145,16 @@ impl From<Fate> for Completion {
 pub(crate) struct BadFrame(pub(crate) &'static str);
 
 impl Head {
+    /// As it goes over a connection, with its entries behind it.
+    pub(crate) fn frame(&self, entries: &[u8]) -> Vec<u8> {
+        debug_assert_eq!(entries.len(), self.entry_bytes());
+        let mut frame = [&self.encode()[..], entries].concat();
+        let sum = sum_of(&frame);
+        frame[SUM_AT].copy_from_slice(&sum);
+        frame
+    }
+
+    /// Without its sum.
     pub(crate) fn encode(&self) -> [u8; HEAD_BYTES] {
         let (kind, count, token, bytes, more) = match *self {
             Head::Write { token, runs, bytes, stamp } => (1, runs, token, bytes, stamp),
@@ -221,17 +236,31 @@ impl Head {
 }
 
 impl Head {
-    /// Whether bytes follow it that are no entries, even if it is none.
-    pub(crate) fn has_body(&self) -> bool {
-        matches!(
-            self,
-            Head::Write { .. }
-                | Head::Data { .. }
-                | Head::Message { .. }
-                | Head::Words { .. }
-                | Head::Regions { .. }
-        )
+    /// How many bytes follow it that are no entries, also if it is none. None: it is of a kind that has none.
+    pub(crate) fn body_bytes(&self) -> Option<u64> {
+        match *self {
+            Head::Write { bytes, .. }
+            | Head::Data { bytes, .. }
+            | Head::Message { bytes, .. }
+            | Head::Words { bytes, .. }
+            | Head::Regions { bytes } => Some(bytes),
+            _ => None,
+        }
     }
+}
+
+/// Whether a head and its entries are as they were sent.
+pub(crate) fn is_undamaged(frame: &[u8]) -> bool {
+    frame.get(SUM_AT).is_some_and(|sum| *sum == sum_of(frame))
+}
+
+/// Of a head and its entries.
+fn sum_of(frame: &[u8]) -> [u8; 4] {
+    let mut sum = Sum::new();
+    sum.add(&frame[..SUM_AT.start]);
+    sum.add(&[0; 4]);
+    sum.add(&frame[SUM_AT.end..]);
+    sum.bytes()
 }
 
 /// A carrier's.

@@ -9,15 +9,16 @@
 //!     |  Hello  ---->
 //!     |  <---- Welcome
 //!
-//!  Hello:      | KVFT | version u8 | purpose u8 | carrier u8 | 0 | connection u64 | engine u128 | boot u64
+//!  Hello:      | KVFT | version u8 | purpose u8 | carrier u8 | sums u8 | connection u64 | engine u128 | boot u64
 //!              | wanted engine u128 | wanted boot u64 | fenced connection u64 | session u128
 //!              | pid u32 | rings u32 | device u64 | inode u64 | seal 32 |
-//!  Welcome:    | KVFT | version u8 | answer u8 | rings u8 | 0 | engine u128 | boot u64 | seal 32 |
+//!  Welcome:    | KVFT | version u8 | answer u8 | rings u8 | sums u8 | engine u128 | boot u64 | seal 32 |
 //! ```
 //! The purpose is 0 for a control connection, 1 for a fence of a connection of this carrier, 2 for bytes of this carrier.
 //! `rings` of a Hello is 1 + the descriptor of a segment of shared memory of the process with this `pid`, which is the one that
 //! connects; 0 if there is none. `device` and `inode` tell that segment from whatever else is found there. `rings` of a Welcome
-//! is 1 if all that follows goes through that segment, in both directions.
+//! is 1 if all that follows goes through that segment, in both directions. `sums` is 1 if a side wants the bytes of frames to
+//! have sums behind them; they have where the Welcome says 1 too and the connection does not go through a segment.
 //!
 //! A proof is the HMAC-SHA256 of the side that makes it and both nonces, with the secret as key ([`crate::trust`]). Only who
 //! knows the secret can make it; none is good on another connection, and none is one of the other side, so that sending
@@ -37,7 +38,7 @@ pub(crate) const VERDICT_BYTES: usize = 40;
 pub(crate) const HELLO_BYTES: usize = 144;
 pub(crate) const WELCOME_BYTES: usize = 64;
 const MAGIC: [u8; 4] = *b"KVFT";
-const VERSION: u8 = 4;
+const VERSION: u8 = 5;
 const PROOF_BYTES: usize = 32;
 const CHANGED: BadFrame =
     BadFrame("a greeting that is not of whoever proved the secret, or that was changed");
@@ -73,6 +74,8 @@ pub(crate) struct Hello {
     pub(crate) session: u128,
     /// Shared memory for what follows.
     pub(crate) rings: Option<RingsOffer>,
+    /// Whether the bytes of frames are to have sums.
+    pub(crate) sums: bool,
 }
 
 /// Where a segment of shared memory is found.
@@ -93,6 +96,8 @@ pub(crate) struct Welcome {
     pub(crate) from: Identity,
     /// Whether what follows goes through the segment that was offered.
     pub(crate) rings: bool,
+    /// Whether both sides want sums.
+    pub(crate) sums: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -269,7 +274,7 @@ impl Hello {
             Purpose::Bytes(code) => (2, code, 0),
         };
         let mut bytes = begin(purpose);
-        bytes[6] = code;
+        (bytes[6], bytes[7]) = (code, self.sums.into());
         bytes.extend(self.connection.to_le_bytes());
         self.from.encode(&mut bytes);
         self.to.encode(&mut bytes);
@@ -304,6 +309,7 @@ impl Hello {
             from: Identity::decode(bytes, 16),
             to: Identity::decode(bytes, 40),
             session: u128::from_le_bytes(array(bytes, 72)),
+            sums: bytes[7] == 1,
             rings: u32::from_le_bytes(array(bytes, 92)).checked_sub(1).map(|descriptor| RingsOffer {
                 pid: u32::from_le_bytes(array(bytes, 88)),
                 descriptor,
@@ -319,7 +325,7 @@ impl Welcome {
             Answer::Welcome => 0,
             Answer::SomebodyElse => 1,
         });
-        bytes[6] = u8::from(self.rings);
+        (bytes[6], bytes[7]) = (self.rings.into(), self.sums.into());
         self.from.encode(&mut bytes);
         bytes.extend(prove(&key.0, Use::Welcome, &[&bytes]));
         bytes
@@ -336,7 +342,7 @@ impl Welcome {
             1 => Answer::SomebodyElse,
             _ => return Err(BadFrame("an answer that is not known")),
         };
-        Ok(Welcome { answer, from: Identity::decode(bytes, 8), rings: bytes[6] == 1 })
+        Ok(Welcome { answer, from: Identity::decode(bytes, 8), rings: bytes[6] == 1, sums: bytes[7] == 1 })
     }
 }
 
@@ -399,7 +405,8 @@ mod tests {
     fn sent(key: &SessionKey, purpose: Purpose) -> (Hello, [u8; HELLO_BYTES]) {
         let offer = RingsOffer { pid: 77, descriptor: 0, file: (1 << 40, 9) };
         let rings = (purpose == Purpose::Control).then_some(offer);
-        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, session: 11, rings };
+        let sums = purpose != Purpose::Control;
+        let hello = Hello { purpose, connection: 9, from: ME, to: YOU, session: 11, rings, sums };
         (hello, hello.encode(key).try_into().unwrap())
     }
 
@@ -465,7 +472,7 @@ mod tests {
         }
         for rings in [false, true] {
             for answer in [Answer::Welcome, Answer::SomebodyElse] {
-                let welcome = Welcome { answer, from: YOU, rings };
+                let welcome = Welcome { answer, from: YOU, rings, sums: !rings };
                 let bytes: [u8; WELCOME_BYTES] = welcome.encode(&session).try_into().unwrap();
                 assert_eq!(Welcome::decode(&bytes, &session), Ok(welcome));
                 others.iter().for_each(|other| assert!(Welcome::decode(&bytes, other).is_err()));

@@ -6,10 +6,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 
-use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES};
+use super::frame::{BadFrame, ENTRIES_MAX, HEAD_BYTES, Head, RUN_BYTES, is_undamaged};
+use super::outgoing::{Out, Outgoing};
 use super::stream::{Rings, Stream};
+use super::sum::{SUM_BYTES, Sum};
 use super::tls::{NO_TLS, is_record};
 use crate::lease::Lease;
 use crate::ranges::{Piece, Spots};
@@ -23,6 +24,8 @@ const BEHIND_BYTES: usize = 2 << 10;
 const RANGES_MAX: usize = 256;
 /// Bytes of one call, and of one turn in each direction, so that other connections have theirs.
 const TURN_BYTES: usize = 4 << 20;
+/// Bytes of one call where they have a sum: few enough that the processor's caches have them when they are read again.
+const SUMMED_AT_ONCE: usize = 256 << 10;
 
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +40,8 @@ pub(crate) enum Ended {
     Late,
     #[error("a GPU still copies what the fenced connection has brought")]
     StillPlaces,
+    #[error("bytes were changed on the way: their checksum differs; what was under way is sent again")]
+    Damaged,
     #[error(transparent)]
     Bad(#[from] BadFrame),
     #[error("the peer wants TLS: give `tls` to both sides, or to neither")]
@@ -59,47 +64,19 @@ pub(crate) enum Came {
     Nothing,
 }
 
-/// What is to be written.
-#[derive(Debug)]
-pub(crate) enum Out {
-    /// Bytes of ours, and how many of them have been written.
-    Bytes(Vec<u8>, usize),
-    /// The same of bytes that others hold too.
-    Shared(Arc<[u8]>, usize),
-    /// Memory that others own, which is not touched any more once it has been written or the link is dropped.
-    Memory(Piece),
-}
-
-impl Out {
-    /// Bytes that are not somebody else's memory.
-    pub(crate) fn own_bytes(&self) -> usize {
-        match self {
-            Out::Bytes(bytes, _) => bytes.len(),
-            Out::Shared(bytes, _) => bytes.len(),
-            Out::Memory(_) => 0,
-        }
-    }
-
-    pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
-        matches!(self, Out::Memory(piece) if memory.overlap_host(*piece))
-    }
-}
-
 /// A connection that does not block.
 #[derive(Debug)]
 pub(crate) struct Link {
     stream: Stream,
-    out: VecDeque<Out>,
-    /// Entries that have been written.
-    written: u64,
-    /// Of what is queued, bytes that are not registered memory.
-    own_bytes: usize,
+    out: Outgoing,
     received: u64,
     buffer: Box<[u8]>,
     /// What of the buffer has not been looked at.
     start: usize,
     end: usize,
     body: Option<Body>,
+    /// Where bodies have sums: of the one that comes, what is not there yet, and the sum of what is.
+    coming: Option<(u64, Sum)>,
 }
 
 /// Bytes that are still to come.
@@ -113,9 +90,18 @@ impl Link {
     pub(crate) fn new(stream: Stream) -> io::Result<Link> {
         stream.socket().set_nonblocking(true)?;
         let buffer = vec![0; BUFFER_BYTES].into_boxed_slice();
-        let (written, own_bytes, received, start, end) = (0, 0, 0, 0, 0);
-        let (out, body) = (VecDeque::new(), None);
-        Ok(Link { stream, out, written, own_bytes, received, buffer, start, end, body })
+        let (received, start, end) = (0, 0, 0);
+        let (out, body, coming) = (Outgoing::default(), None, None);
+        Ok(Link { stream, out, received, buffer, start, end, body, coming })
+    }
+
+    /// From the next frame on the bytes of frames have a sum behind them, in both directions.
+    pub(crate) fn begin_sums(&mut self) {
+        self.out.begin_sums();
+    }
+
+    pub(crate) fn has_sums(&self) -> bool {
+        self.out.has_sums()
     }
 
     pub(crate) fn socket(&self) -> &TcpStream {
@@ -142,20 +128,17 @@ impl Link {
 
     /// Queues these.
     pub(crate) fn say_all(&mut self, said: impl IntoIterator<Item = Out>) {
-        for out in said {
-            self.own_bytes += out.own_bytes();
-            self.out.push_back(out);
-        }
+        said.into_iter().for_each(|out| self.out.push(out));
     }
 
     /// Bytes of ours, and entries, that wait to be written.
     pub(crate) fn backlog(&self) -> (usize, usize) {
-        (self.own_bytes, self.out.len())
+        self.out.backlog()
     }
 
     /// How many entries of what was ever queued have been written.
     pub(crate) fn written(&self) -> u64 {
-        self.written
+        self.out.written()
     }
 
     /// Bytes that came so far.
@@ -173,6 +156,12 @@ impl Link {
         self.stream.has_more()
     }
 
+    /// Whether some of the next frame has come already. If not, what came is looked at before the socket is asked again: somebody
+    /// waits for it, or for the answer.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.start < self.end
+    }
+
     /// Whether the peer should have spoken first, and has not said a word.
     pub(crate) fn awaits_first_word(&self) -> bool {
         self.stream.awaits_first_word()
@@ -181,8 +170,7 @@ impl Link {
     /// Whether queued memory, or memory that is being received into, overlaps this.
     pub(crate) fn touches(&self, memory: Spots<'_>) -> bool {
         let overlaps = |piece: &Piece| memory.overlap_host(*piece);
-        self.out.iter().any(|out| out.touches(memory))
-            || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
+        self.out.touches(memory) || self.body.as_ref().is_some_and(|body| body.to.iter().any(overlaps))
     }
 
     /// Writes what the socket takes, within one turn.
@@ -191,35 +179,17 @@ impl Link {
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn flush(&mut self) -> Result<(), Ended> {
         crate::audit::takes_time("the writing of a connection");
+        let most = self.most_at_once();
         let mut turn = 0;
         while !self.out.is_empty() && turn < TURN_BYTES {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
-            let mut count = 0;
-            let mut bytes = 0;
-            for (range, out) in ranges.iter_mut().zip(&self.out) {
-                if bytes >= TURN_BYTES {
-                    break;
-                }
-                let rest = |rest: &[u8]| libc::iovec {
-                    iov_base: rest.as_ptr().cast_mut().cast(),
-                    iov_len: rest.len(),
-                };
-                *range = match out {
-                    Out::Bytes(bytes, sent) => rest(&bytes[*sent..]),
-                    Out::Shared(bytes, sent) => rest(&bytes[*sent..]),
-                    Out::Memory(piece) => {
-                        libc::iovec { iov_base: piece.pointer().cast(), iov_len: piece.len }
-                    }
-                };
-                range.iov_len = range.iov_len.min(TURN_BYTES - bytes);
-                count += 1;
-                bytes += range.iov_len;
-            }
+            // SAFETY: the caller's promise.
+            let (count, bytes) = unsafe { self.out.next_ranges(&mut ranges, most) };
             // SAFETY: the ranges are alive, owned bytes or valid by the caller's promise.
             match unsafe { self.stream.send(&ranges[..count]) } {
                 Ok(sent) => {
                     turn += sent;
-                    self.sent(sent);
+                    self.out.wrote(sent);
                     if sent < bytes {
                         // It takes no more now: no need to be told so by another call.
                         return Ok(());
@@ -237,24 +207,9 @@ impl Link {
         }
     }
 
-    fn sent(&mut self, mut sent: usize) {
-        while let Some(first) = self.out.front_mut() {
-            let len = match first {
-                Out::Bytes(bytes, done) => bytes.len() - *done,
-                Out::Shared(bytes, done) => bytes.len() - *done,
-                Out::Memory(piece) => piece.len,
-            };
-            if sent < len {
-                match first {
-                    Out::Bytes(_, done) | Out::Shared(_, done) => *done += sent,
-                    Out::Memory(piece) => *piece = piece.after(sent),
-                }
-                return;
-            }
-            sent -= len;
-            self.written += 1;
-            self.own_bytes -= self.out.pop_front().map_or(0, |out| out.own_bytes());
-        }
+    /// Bytes of one call.
+    fn most_at_once(&self) -> usize {
+        if self.has_sums() { SUMMED_AT_ONCE } else { TURN_BYTES }
     }
 
     /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
@@ -303,8 +258,13 @@ impl Link {
             if let Some((head, rest)) = there.split_first_chunk::<HEAD_BYTES>() {
                 let head = Head::decode(head)?;
                 if let Some(entries) = rest.get(..head.entry_bytes()) {
+                    if !is_undamaged(&there[..HEAD_BYTES + entries.len()]) {
+                        return Err(Ended::Damaged);
+                    }
                     let entries = entries.to_vec();
                     self.start += HEAD_BYTES + entries.len();
+                    let bytes = head.body_bytes().filter(|bytes| *bytes > 0 && self.has_sums());
+                    self.coming = bytes.map(|bytes| (bytes, Sum::new()));
                     return Ok(Came::Frame(head, entries));
                 }
             }
@@ -349,14 +309,18 @@ impl Link {
     /// # Safety
     /// As for [`Link::receive`].
     unsafe fn receive_body(&mut self, lease: Option<Lease>) -> Result<bool, Ended> {
+        let most = self.most_at_once();
         let mut turn = 0;
         loop {
             // SAFETY: the caller's promise.
             unsafe { self.place_buffered(lease)? };
             let Some(body) = &mut self.body else { return Ok(true) };
             if body.to.is_empty() && body.discard == 0 {
-                self.body = None;
-                return Ok(true);
+                let is_whole = self.take_sum()?;
+                if is_whole {
+                    self.body = None;
+                }
+                return Ok(is_whole);
             }
             if turn >= TURN_BYTES {
                 return Ok(false);
@@ -367,10 +331,10 @@ impl Link {
             let mut count = 0;
             let mut bytes = 0;
             for piece in &body.to {
-                if count == RANGES_MAX - 1 || bytes == TURN_BYTES {
+                if count == RANGES_MAX - 1 || bytes == most {
                     break;
                 }
-                let len = piece.len.min(TURN_BYTES - bytes);
+                let len = piece.len.min(most - bytes);
                 ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: len };
                 bytes += len;
                 count += 1;
@@ -393,11 +357,13 @@ impl Link {
                 Ok(read) if body.to.is_empty() => {
                     (turn, self.received) = (turn + read, self.received + read as u64);
                     body.discard -= read as u64;
+                    add_to_sum(&mut self.coming, &self.buffer[..read]);
                 }
                 Ok(read) => {
                     (turn, self.received) = (turn + read, self.received + read as u64);
                     self.end += read.saturating_sub(bytes);
-                    body.placed(read.min(bytes));
+                    // SAFETY: the caller's promise.
+                    unsafe { body.placed(read.min(bytes), &mut self.coming) };
                     if read < bytes {
                         // Nothing more is there now.
                         return Ok(false);
@@ -409,6 +375,22 @@ impl Link {
                 },
             }
         }
+    }
+
+    /// Of a body that is all there, the sum behind it, if there is one. False: that is not there yet.
+    fn take_sum(&mut self) -> Result<bool, Ended> {
+        while let Some((0, sum)) = &self.coming {
+            if let Some(there) = self.buffer[self.start..self.end].first_chunk::<SUM_BYTES>() {
+                if *there != sum.bytes() {
+                    return Err(Ended::Damaged);
+                }
+                self.start += SUM_BYTES;
+                self.coming = None;
+            } else if !self.fill(BUFFER_BYTES)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Copies what of the body is in the buffer already.
@@ -424,12 +406,15 @@ impl Link {
                 check(lease)?;
                 // SAFETY: the piece is valid for writes and at least as long; the buffer is our own.
                 unsafe { std::ptr::copy_nonoverlapping(there.as_ptr(), piece.pointer(), len) };
-                body.placed(len);
+                add_to_sum(&mut self.coming, &there[..len]);
+                // SAFETY: nothing is read.
+                unsafe { body.placed(len, &mut None) };
                 len
             } else {
-                let len = body.discard.min(there.len() as u64);
-                body.discard -= len;
-                len as usize
+                let len = body.discard.min(there.len() as u64) as usize;
+                add_to_sum(&mut self.coming, &there[..len]);
+                body.discard -= len as u64;
+                len
             };
             if taken == 0 {
                 break;
@@ -447,9 +432,18 @@ impl AsFd for Link {
 }
 
 impl Body {
-    /// So many more bytes are in place.
-    fn placed(&mut self, mut bytes: usize) {
+    /// So many more bytes are in place. Their sum is made.
+    ///
+    /// # Safety
+    /// Where there is one, those pieces are valid for reads.
+    unsafe fn placed(&mut self, mut bytes: usize, coming: &mut Option<(u64, Sum)>) {
         while let Some(first) = self.to.front_mut() {
+            if coming.is_some() {
+                let len = bytes.min(first.len);
+                // SAFETY: the caller's promise. If others change it, the sum is not that of what came, and the peer sends it
+                // again.
+                add_to_sum(coming, unsafe { std::slice::from_raw_parts(first.pointer(), len) });
+            }
             if bytes < first.len {
                 *first = first.after(bytes);
                 return;
@@ -457,6 +451,14 @@ impl Body {
             bytes -= first.len;
             self.to.pop_front();
         }
+    }
+}
+
+/// These bytes of a body are there.
+fn add_to_sum(coming: &mut Option<(u64, Sum)>, bytes: &[u8]) {
+    if let Some((left, sum)) = coming {
+        sum.add(bytes);
+        *left = left.saturating_sub(bytes.len() as u64);
     }
 }
 
@@ -484,6 +486,10 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
+    use std::collections::VecDeque;
+    use std::io::Write;
+    use std::os::fd::OwnedFd;
+
     use super::super::tls::tests::streams;
     use super::*;
 
@@ -493,7 +499,7 @@ mod tests {
     }
 
     fn say(link: &mut Link, head: Head) {
-        link.say_all([Out::Bytes(head.encode().to_vec(), 0)]);
+        link.say_all([Out::Bytes(head.frame(&[]), 0)]);
     }
 
     fn piece(bytes: &mut [u8]) -> Piece {
@@ -505,9 +511,13 @@ mod tests {
         #[test]
         fn frames_of_any_length_arrive_where_they_belong(
             frames in vec((vec(1..5000usize, 1..40), any::<bool>(), 0..400_000usize), 1..20),
-            is_tls in any::<bool>(),
+            (is_tls, has_sums) in any::<(bool, bool)>(),
         ) {
             let (mut from, mut to) = pair(is_tls);
+            if has_sums {
+                from.begin_sums();
+                to.begin_sums();
+            }
             let mut source: Vec<u8> = (0..1 << 20).map(|index: u32| (index % 251) as u8).collect();
             let mut arrived = vec![0u8; 1 << 20];
             let mut expected = vec![0u8; 1 << 20];
@@ -516,7 +526,14 @@ mod tests {
             for (token, (lens, discard, far)) in (0..).zip(&frames) {
                 let bytes: usize = lens.iter().sum();
                 say(&mut from, Head::Data { token, bytes: bytes as u64 });
-                from.say_all([Out::Memory(piece(&mut source[*far..far + bytes]))]);
+                // As a frame has many, of any length.
+                let mut rest = &mut source[*far..];
+                for len in lens {
+                    let (first, behind) = rest.split_at_mut(*len);
+                    from.say_all([Out::Memory(piece(first))]);
+                    rest = behind;
+                }
+                from.say_all(has_sums.then(Out::sum));
                 say(&mut from, Head::Ping { stamp: 7 });
                 let mut pieces = Vec::new();
                 if !discard {
@@ -557,6 +574,79 @@ mod tests {
             prop_assert_eq!(bodies, frames.len());
             prop_assert!(from.is_flushed());
             prop_assert!(arrived == expected);
+        }
+    }
+
+    /// What went over a wire, with one bit of it changed.
+    fn comes(wire: &[u8], memory: &mut [u8]) -> Result<(), Ended> {
+        let (mut socket, other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let mut to =
+            Link::new(Stream::new(TcpStream::from(OwnedFd::from(other)), None, true).unwrap()).unwrap();
+        to.begin_sums();
+        socket.write_all(wire).unwrap();
+        drop(socket);
+        loop {
+            // SAFETY: the memory outlives the link.
+            match unsafe { to.receive(None)? } {
+                Came::Frame(Head::Data { bytes, .. }, _) => {
+                    assert_eq!(bytes, memory.len() as u64);
+                    let (one, other) = memory.split_at_mut(memory.len() / 3);
+                    to.expect(vec![piece(one), piece(other)], 0);
+                }
+                Came::Frame(head, _) => panic!("{head:?} was not sent"),
+                Came::Body => return Ok(()),
+                Came::Nothing => {}
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn one_changed_bit_anywhere_is_found(len in 3..5000usize, at in any::<prop::sample::Index>(), bit in 0..8) {
+            let body: Vec<u8> = (0..len).map(|index| (index * 7 % 253) as u8).collect();
+            let mut sum = Sum::new();
+            sum.add(&body);
+            let head = Head::Data { token: 9, bytes: len as u64 };
+            let mut wire = [&head.frame(&[])[..], &body, &sum.bytes()].concat();
+            let mut came = vec![0; len];
+            prop_assert!(comes(&wire, &mut came).is_ok() && came == body);
+            let at = at.index(wire.len());
+            wire[at] ^= 1u8 << bit;
+            // A frame that looks longer than it is waits for more.
+            let ended = comes(&wire, &mut came).err();
+            prop_assert!(matches!(ended, Some(Ended::Damaged | Ended::Bad(_) | Ended::Closed)), "{ended:?}");
+        }
+    }
+
+    /// The owner of a flag changes it while it is sent.
+    #[test]
+    fn short_memory_is_sent_as_it_was_when_its_sum_was_made() {
+        let (mut from, mut to) = pair(false);
+        from.begin_sums();
+        to.begin_sums();
+        let mut flag = [1; 8];
+        let flag_at = flag.as_mut_ptr();
+        for round in 0..4u8 {
+            say(&mut from, Head::Data { token: 1, bytes: 8 });
+            from.say_all([Out::Memory(Piece { address: flag_at.expose_provenance(), len: 8 }), Out::sum()]);
+            let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
+            // SAFETY: the flag is alive, here and below.
+            unsafe {
+                // As far as the call that the kernel refuses.
+                from.out.next_ranges(&mut ranges, TURN_BYTES);
+                flag_at.write(round + 2);
+                from.flush().unwrap();
+            }
+            let mut came = [0; 8];
+            loop {
+                // SAFETY: likewise.
+                match unsafe { to.receive(None) }.unwrap() {
+                    Came::Frame(..) => to.expect(vec![piece(&mut came)], 0),
+                    Came::Body => break,
+                    Came::Nothing => {}
+                }
+            }
+            assert_eq!(came[0], round + 1, "as it was");
         }
     }
 

@@ -6,8 +6,10 @@ mod dialling;
 mod frame;
 mod greeting;
 mod link;
+mod outgoing;
 mod regions;
 mod stream;
+mod sum;
 mod tls;
 
 pub(crate) use credentials::Credentials;
@@ -21,11 +23,13 @@ pub(crate) use greeting::{
     Answer, HELLO_BYTES, Hello, Identity, Key, PROOF_MESSAGE_BYTES, Purpose, RingsOffer, SessionKey, Welcome,
     encode_challenge, encode_refusal,
 };
-pub(crate) use link::{Came, Ended, Link, Out};
+pub(crate) use link::{Came, Ended, Link};
+pub(crate) use outgoing::Out;
 pub(crate) use regions::{Keys, RegionNews, decode_regions, encode_regions, window_news};
 pub(crate) use stream::Stream;
 #[cfg(any(feature = "fuzzing", test))]
 pub(crate) use {
     frame::HEAD_BYTES,
     greeting::{Nonces, VERDICT_BYTES, Verdict, WELCOME_BYTES, decode_challenge},
+    sum::Sum,
 };

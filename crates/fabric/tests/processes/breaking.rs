@@ -2,73 +2,14 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvlane_fabric::{
-    Descriptor, EngineOptions, Handle, InboxOptions, MESSAGE_BYTES_MAX, Op, Options, Pieces, SendOptions,
-    Transfer,
-};
+use kvlane_fabric::{EngineOptions, InboxOptions, MESSAGE_BYTES_MAX, Options, Pieces, SendOptions, Transfer};
 
+use crate::load::Load;
 use crate::proxy::{New, Proxy, through, two};
 use crate::side::{Peer, Side, by_tcp, done, quick};
 use crate::support::{MIB, PATIENCE, Random};
-
-/// Many transfers both ways, each with an immediate for one counter.
-struct Load {
-    here: Side,
-    there: Side,
-    generation: u32,
-    handles: Vec<Handle>,
-    wanted: [Vec<u8>; 2],
-}
-
-impl Load {
-    const COUNT: usize = 48;
-    const EACH: usize = 2 * MIB + 12_345;
-    const COUNTER: u32 = 3;
-
-    fn begin(there: Side, descriptor: &Descriptor, options: EngineOptions) -> Load {
-        let bytes = Load::COUNT * Load::EACH;
-        let here = Side::new(bytes, options);
-        here.memory.scribble(0, bytes, 11);
-        there.memory.scribble(0, bytes, 12);
-        let mut wanted = [&here, &there].map(|side| side.memory.bytes(0, bytes));
-        let generation = there.engine.open_counter(Load::COUNTER);
-        let peer = here.meet(descriptor);
-        let mut transfers = Vec::new();
-        for index in 0..Load::COUNT {
-            let (op, to) = if index % 3 == 0 { (Op::Read, 0) } else { (Op::Write, 1) };
-            let at = index * Load::EACH;
-            let source = wanted[1 - to][at..at + Load::EACH].to_vec();
-            wanted[to][at..at + Load::EACH].copy_from_slice(&source);
-            let pieces = Pieces::Contiguous(here.run(peer, at, at, Load::EACH));
-            let immediate = Some((Load::COUNTER, generation));
-            let transfer = Transfer { op, immediate, ..Transfer::write(pieces) };
-            transfers.push(transfer);
-        }
-        let begin = |transfer| here.engine.begin(peer.id, transfer).unwrap();
-        let handles = transfers.into_iter().map(begin).collect();
-        Load { here, there, generation, handles, wanted }
-    }
-
-    fn is_over(&self) -> bool {
-        self.handles.iter().all(|handle| handle.outcome().is_some())
-    }
-
-    /// All of it is done, with the right bytes, and each immediate counted once.
-    fn end(self) {
-        let until = Instant::now() + PATIENCE;
-        let left = || Some(until.saturating_duration_since(Instant::now()));
-        let outcomes: Vec<_> = self.handles.iter().map(|handle| handle.wait(left())).collect();
-        assert!(outcomes.iter().all(|outcome| *outcome == Some(Ok(()))), "{outcomes:?}");
-        let bytes = Load::COUNT * Load::EACH;
-        for (side, wanted) in [&self.here, &self.there].into_iter().zip(&self.wanted) {
-            assert!(side.memory.bytes(0, bytes) == *wanted, "other bytes than the right ones");
-        }
-        let count = self.there.engine.count(Load::COUNTER, self.generation);
-        assert_eq!(count, Load::COUNT as u64, "each immediate counts once");
-    }
-}
 
 #[test]
 fn connections_that_are_cut_again_and_again_lose_nothing_and_count_nothing_twice() {

@@ -5,8 +5,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod breaking;
+mod damaged;
 mod held_back;
 mod killed;
+mod load;
 mod pair;
 mod proxy;
 mod resources;

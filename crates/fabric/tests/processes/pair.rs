@@ -49,8 +49,15 @@ impl Pair {
         if is_held { 64 * MIB } else { KEEPS }
     }
 
-    /// Moves what can be moved now. Answers the bytes.
-    pub(crate) fn carry(&mut self, is_held: bool, delay: Duration, most: Option<usize>, left: u64) -> u64 {
+    /// Moves what can be moved now, once `change` has seen it, with the number of the end that it came from. Answers the bytes.
+    pub(crate) fn carry(
+        &mut self,
+        is_held: bool,
+        delay: Duration,
+        most: Option<usize>,
+        left: u64,
+        mut change: impl FnMut(usize, &mut VecDeque<u8>),
+    ) -> u64 {
         let mut portion = vec![0; KEEPS];
         let mut moved = 0;
         for end in [0, 1] {
@@ -67,6 +74,7 @@ impl Pair {
             }
             let (to, came) = (1 - end, &mut self.came[end]);
             if !came.is_empty() {
+                change(end, came);
                 std::thread::sleep(delay);
                 let next = came.as_slices().0;
                 let may = most.map_or(left - moved, |most| (left - moved).min(most as u64));

@@ -1,5 +1,6 @@
 //! Connections to an engine that break, stop, or are slow.
 
+use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex};
@@ -11,6 +12,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::pair::{Pair, reset};
 use crate::support::PATIENCE;
+
+/// More bytes than all that is no transfer's.
+const LONG: usize = 16 << 10;
 
 /// Carries connections to an engine, and does to them what networks do. One thread, ended when this goes.
 pub(crate) struct Proxy {
@@ -39,6 +43,11 @@ pub(crate) struct State {
     /// Each portion takes so long, and has so many bytes at the most.
     pub(crate) delay: Duration,
     pub(crate) portion: Option<usize>,
+    /// How often one bit is to be changed, and how often it was.
+    damages: usize,
+    damaged: usize,
+    /// Only what the connecting sides send, and nothing short.
+    damages_bytes_only: bool,
     stop: bool,
     /// So many connections were accepted.
     accepted: usize,
@@ -101,6 +110,21 @@ impl Proxy {
         self.wait("connections are cut", |state| state.cuts_made >= cuts);
     }
 
+    /// Changes one bit of what goes through next.
+    pub(crate) fn damage(&self) {
+        self.change(|state| state.damages += 1);
+        self.wait_until_damaged();
+    }
+
+    /// Changes one bit among many bytes that a connecting side will send.
+    pub(crate) fn damage_bytes(&self) {
+        self.change(|state| (state.damages, state.damages_bytes_only) = (state.damages + 1, true));
+    }
+
+    pub(crate) fn wait_until_damaged(&self) {
+        self.wait("bytes are changed", |state| state.damaged >= state.damages);
+    }
+
     /// Connections from now on.
     pub(crate) fn take_new(&self, new: New) {
         self.change(|state| state.new = new);
@@ -158,6 +182,7 @@ impl Shared {
         let mut pairs: Vec<Pair> = Vec::new();
         let mut accepted = 0;
         let mut forwarded = 0;
+        let mut damaged = 0;
         loop {
             let state = {
                 let mut state = self.state.lock().unwrap();
@@ -165,7 +190,7 @@ impl Shared {
                     pairs.drain(..).for_each(Pair::reset);
                     state.cuts_made = state.cuts;
                 }
-                (state.accepted, state.forwarded) = (accepted, forwarded);
+                (state.accepted, state.forwarded, state.damaged) = (accepted, forwarded, damaged);
                 state.kept = pairs.iter().map(|pair| pair.came[0].len()).sum();
                 state.there = pairs.iter().map(|pair| pair.number).collect();
                 self.changed.notify_all();
@@ -192,8 +217,17 @@ impl Shared {
                 }
             }
             for pair in &mut pairs {
+                let damage = |end: usize, came: &mut VecDeque<u8>| {
+                    let only_long = state.damages_bytes_only;
+                    let may_be = !only_long || end == 0 && came.len() > LONG;
+                    if damaged < state.damages && may_be {
+                        let at = forwarded as usize % came.len();
+                        came[at] ^= 1 << (forwarded % 8);
+                        damaged += 1;
+                    }
+                };
                 let left = state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(forwarded));
-                forwarded += pair.carry(is_held(pair), state.delay, state.portion, left);
+                forwarded += pair.carry(is_held(pair), state.delay, state.portion, left, damage);
             }
             pairs.retain(|pair| !pair.is_over());
         }

@@ -20,6 +20,7 @@ impl SocketCarrier {
         let Some((role, link, why)) = self.links.end(id, why) else { return };
         cx.note_let_go();
         let peer = link.socket().peer_addr().ok();
+        cx.process.note_ended(peer, &why);
         let is_ours = matches!(role, Role::Up { .. });
         match role {
             Role::Serving { .. } => {
@@ -74,7 +75,7 @@ impl SocketCarrier {
         let stamp = |role: &Role| if let Role::Up { stamp, .. } = role { Some(*stamp) } else { None };
         let up: Vec<(LinkId, u64)> =
             self.links.iter().filter_map(|(id, entry)| Some((id, stamp(&entry.role)?))).collect();
-        up.into_iter().for_each(|(id, stamp)| self.links.say(id, Head::Ping { stamp }.encode().to_vec()));
+        up.into_iter().for_each(|(id, stamp)| self.links.say_head(id, Head::Ping { stamp }));
     }
 
     pub(super) fn links_that_touch(&self, memory: Touched<'_>) -> Vec<LinkId> {

@@ -58,6 +58,7 @@ pub(crate) struct SocketCarrier {
     me: Identity,
     /// With these all connections are encrypted.
     credentials: Option<Arc<Credentials>>,
+    wants_sums: bool,
     /// Where this process is reached.
     addresses: Vec<SocketAddr>,
     /// Paths to each address of a peer.
@@ -103,6 +104,8 @@ impl Role {
 pub(crate) struct SocketOptions {
     pub(crate) me: Identity,
     pub(crate) credentials: Option<Arc<Credentials>>,
+    /// Whether the bytes of frames are to have sums, where they are not encrypted.
+    pub(crate) wants_sums: bool,
     pub(crate) addresses: Vec<SocketAddr>,
     pub(crate) connections: usize,
     pub(crate) slots: Slots,
@@ -120,11 +123,12 @@ impl SocketCarrier {
     }
 
     fn new(kind: Kind, watch: Watch, options: SocketOptions) -> SocketCarrier {
-        let SocketOptions { me, credentials, addresses, connections, slots } = options;
+        let SocketOptions { me, credentials, wants_sums, addresses, connections, slots } = options;
         SocketCarrier {
             kind,
             me,
             credentials,
+            wants_sums,
             addresses,
             connections: connections.max(1),
             links: if kind == Kind::TcpSlots { Links::in_parts(watch) } else { Links::new(watch) },
@@ -174,14 +178,17 @@ impl SocketCarrier {
         let Role::Dialling { path, number, peer, dialling } = &mut entry.role else { return Ok(()) };
         let (path, number, peer, connection) = (*path, *number, *peer, dialling.connection);
         let Some(known) = cx.peers.get(&peer) else { return Err(Ended::Closed) };
-        match dialling.take(greeting, self.me, &known.whom, || None)? {
+        match dialling.take(greeting, self.me, &known.whom, self.wants_sums, || None)? {
             Dialled::Say(bytes, next) => {
                 self.links.say(id, bytes);
                 self.links.want(id, Wants::Greeting(next));
             }
-            Dialled::Welcome(_) => {
+            Dialled::Welcome(welcome) => {
                 entry.role = Role::Up { path, number, peer, connection, body: None, stamp: 0 };
                 self.links.want(id, Wants::Frames);
+                if welcome.sums {
+                    self.links.begin_sums(id);
+                }
                 cx.up(path, number);
             }
         }

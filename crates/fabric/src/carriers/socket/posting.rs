@@ -4,7 +4,7 @@ use super::posted::{Asked, Posted};
 use super::{Role, SocketCarrier};
 use crate::carrier::{CarrierPost, Context, PostedRun};
 use crate::provider::NotNow;
-use crate::tcp::{Head, WireRun};
+use crate::tcp::{Head, Out, WireRun};
 use crate::transfers::Op;
 
 impl SocketCarrier {
@@ -25,16 +25,18 @@ impl SocketCarrier {
             Op::Write => Head::Write { token: number, runs: count, bytes, stamp },
             Op::Read => Head::Read { token: number, runs: count, bytes },
         };
-        let mut frame = head.encode().to_vec();
-        runs.iter().for_each(|run| wire_run(run).encode(&mut frame));
-        self.links.say(link, frame);
+        let mut entries = Vec::new();
+        runs.iter().for_each(|run| wire_run(run).encode(&mut entries));
         let pieces = runs.iter().map(|run| run.local.piece);
         let what = match op {
             Op::Write => {
-                pieces.for_each(|piece| self.links.say_memory(link, piece));
+                self.links.say_frame(link, head, &entries, pieces.map(Out::Memory));
                 Asked::Write(self.links.mark(link))
             }
-            Op::Read => Asked::Read(pieces.collect()),
+            Op::Read => {
+                self.links.say_frame(link, head, &entries, []);
+                Asked::Read(pieces.collect())
+            }
         };
         self.posted.insert(*token, Posted { link, what });
         Ok(())

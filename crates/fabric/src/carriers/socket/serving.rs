@@ -7,7 +7,7 @@ use crate::lease;
 use crate::links::LinkId;
 use crate::ranges::{Piece, Spot, take_bytes};
 use crate::regions::Regions;
-use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Identity, Outcome, WireRun};
+use crate::tcp::{BadFrame, ENTRIES_MAX, Ended, Fate, Head, Identity, Out, Outcome, WireRun};
 use crate::transfers::{Completion, Token};
 use crate::window::WINDOW_RANGES_MAX;
 
@@ -32,7 +32,7 @@ impl SocketCarrier {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
-                self.links.say(id, Head::Pong { stamp: lease::stamp() }.encode().to_vec());
+                self.links.say_head(id, Head::Pong { stamp: lease::stamp() });
             }
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
             (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
@@ -60,8 +60,8 @@ impl SocketCarrier {
                     None => acks.push(Outcome { token, fate: Fate::Refused }),
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
                     Some(spots) => {
-                        self.links.say(id, Head::Data { token, bytes }.encode().to_vec());
-                        pieces(spots).into_iter().for_each(|piece| self.links.say_memory(id, piece));
+                        let pieces = pieces(spots).into_iter().map(Out::Memory);
+                        self.links.say_frame(id, Head::Data { token, bytes }, &[], pieces);
                     }
                 }
             }
@@ -150,9 +150,9 @@ impl SocketCarrier {
         }
         for outcomes in std::mem::take(acks).chunks(ENTRIES_MAX) {
             let head = Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() };
-            let mut frame = head.encode().to_vec();
-            outcomes.iter().for_each(|outcome| outcome.encode(&mut frame));
-            self.links.say(id, frame);
+            let mut entries = Vec::new();
+            outcomes.iter().for_each(|outcome| outcome.encode(&mut entries));
+            self.links.say_frame(id, head, &entries, []);
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::carrier::{CarrierPost, Context};
 use crate::carriers::slots::{Frame, Incoming, Lane, Outgoing, Way};
 use crate::links::LinkId;
 use crate::ranges::{Spot, bytes_of, take_bytes};
-use crate::tcp::{BadFrame, Ended, Fate, Head, Outcome};
+use crate::tcp::{BadFrame, Ended, Fate, Head, Out, Outcome};
 use crate::transfers::{Completion, Op, Token};
 
 /// What is to be copied for one connection's peer, in pieces of 40 bytes.
@@ -39,7 +39,7 @@ impl SocketCarrier {
             Op::Read => {
                 let bytes = bytes_of(&spots);
                 let head = Head::Read { token: token.number(), runs, bytes };
-                self.links.say(link, [&head.encode()[..], &entries[..]].concat());
+                self.links.say_frame(link, head, &entries, []);
                 let (coming, completion) = (0, Completion::Placed);
                 Asked::ReadStaged(Box::new(StagedRead { left: spots, coming, completion }))
             }
@@ -188,19 +188,18 @@ impl SocketCarrier {
                     self.slots.give_back(part.slot, Way::Out);
                     continue;
                 };
-                let frame = match &outgoing.what {
+                let (head, entries) = match &outgoing.what {
                     Frame::Write { token, entries, runs } => {
                         let stamp = if let Role::Up { stamp, .. } = entry.role { stamp } else { 0 };
                         let (token, runs, bytes) = (token.number(), *runs, part.bytes());
-                        let head = Head::Write { token, runs, bytes, stamp };
-                        [&head.encode()[..], &entries[..]].concat()
+                        (Head::Write { token, runs, bytes, stamp }, entries.as_slice())
                     }
                     Frame::Data { token } => {
-                        Head::Data { token: *token, bytes: part.bytes() }.encode().to_vec()
+                        (Head::Data { token: *token, bytes: part.bytes() }, [].as_slice())
                     }
                 };
-                self.links.say(link, frame);
-                part.host_pieces().into_iter().for_each(|piece| self.links.say_memory(link, piece));
+                let pieces = part.host_pieces().into_iter().map(Out::Memory);
+                self.links.say_frame(link, head, entries, pieces);
                 let mark = self.links.mark(link);
                 if let Frame::Write { token, .. } = &outgoing.what
                     && let Some(posted) = self.posted.get_mut(token)
