@@ -103,6 +103,9 @@ impl<C: Control> Hub<C> {
 
     /// Forgets removed peers and paths of which nothing is under way any more.
     fn forget(&mut self) {
+        if !self.outside.forgets() {
+            return;
+        }
         let transfers = &self.transfers;
         self.outside.leaving.retain(|peer, _| transfers.has_peer(*peer));
         self.outside.forget_paths(|path| transfers.has_path(path));

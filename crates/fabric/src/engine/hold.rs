@@ -16,22 +16,28 @@ pub(crate) struct Hold<'a> {
 
 impl<'a> Hold<'a> {
     pub(super) fn new(guard: MutexGuard<'a, SocketHub>, audit: &'a Audit) -> Hold<'a> {
-        audit.begin();
-        Hold { guard, audit }
+        let mut hold = Hold { guard, audit };
+        hold.begin();
+        hold
+    }
+
+    fn begin(&mut self) {
+        self.audit.begin();
+        self.guard.read_clock();
     }
 
     /// Others have their turn.
     pub(super) fn bump(&mut self) {
         self.audit.end();
         MutexGuard::bump(&mut self.guard);
-        self.audit.begin();
+        self.begin();
     }
 
     /// Does something that takes its time.
     pub(crate) fn unlocked(&mut self, does: impl FnOnce()) {
         self.audit.end();
         MutexGuard::unlocked(&mut self.guard, does);
-        self.audit.begin();
+        self.begin();
     }
 
     /// Sleeps until it is told, or until then.
@@ -41,7 +47,7 @@ impl<'a> Hold<'a> {
             Some(deadline) => drop(changed.wait_until(&mut self.guard, deadline)),
             None => changed.wait(&mut self.guard),
         }
-        self.audit.begin();
+        self.begin();
     }
 }
 

@@ -140,7 +140,8 @@ impl Shared {
         }
         let mut events = Vec::<Event>::with_capacity(EVENTS);
         self.pollers.fetch_add(1, Ordering::AcqRel);
-        let mut spin_until = Instant::now() + SPIN;
+        let deadline_of_hub = deadline.map(|deadline| hub.time_of(deadline));
+        let mut spin_until = hub.hub.now() + SPIN;
         let answer = loop {
             self.polls.fetch_add(1, Ordering::Relaxed);
             let any = hub.poll(&mut events);
@@ -152,14 +153,14 @@ impl Shared {
                     has.is_some()
                 });
             if worked || any {
-                spin_until = Instant::now() + SPIN;
+                spin_until = hub.hub.now() + SPIN;
             }
             self.tell(hub);
             if let Some(found) = has.or_else(|| found(hub)) {
                 break Some(found);
             }
-            let now = Instant::now();
-            if deadline.is_some_and(|deadline| now >= deadline) {
+            let now = hub.hub.now();
+            if deadline_of_hub.is_some_and(|deadline| now >= deadline) {
                 break None;
             }
             let is_expecting =
@@ -183,7 +184,7 @@ impl Shared {
                 return Some(found);
             }
             self.pollers.fetch_add(1, Ordering::AcqRel);
-            spin_until = Instant::now() + SPIN;
+            spin_until = hub.hub.now() + SPIN;
         };
         self.pollers.fetch_sub(1, Ordering::AcqRel);
         self.wake_if_needed(hub);
@@ -214,7 +215,7 @@ impl Shared {
     pub(super) fn serve(&self) {
         let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
-        let mut busy_until = Instant::now();
+        let (mut busy_until, mut is_busy) = (Duration::ZERO, false);
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
                 // They do the work, unless they have no CPU to do it on.
@@ -227,7 +228,6 @@ impl Shared {
             }
             // Whoever has it does the work. To stand in line would make them share it, in turns of which each begins with cold
             // caches: one turn may take longer than this thread rests.
-            let is_busy = Instant::now() < busy_until;
             let hub = match self.pollers.load(Ordering::Acquire) {
                 0 if !is_busy => Some(self.lock()),
                 _ => self.hub.try_lock().map(|hub| Hold::new(hub, &self.audit)),
@@ -239,11 +239,12 @@ impl Shared {
             };
             let any = hub.poll(&mut events);
             if self.work(&mut hub, |_| false) || any {
-                busy_until = Instant::now() + SPIN;
+                busy_until = hub.hub.now() + SPIN;
             }
             self.tell(&mut hub);
-            let now = Instant::now();
-            if now < busy_until {
+            let now = hub.hub.now();
+            is_busy = now < busy_until;
+            if is_busy {
                 drop(hub);
                 if now + SPIN >= busy_until + KEEP {
                     std::thread::yield_now();

@@ -74,6 +74,7 @@ impl<C: Control> Outside<C> {
         }
     }
 
+    /// The time at which the lock was taken.
     pub(crate) fn now(&self) -> Duration {
         self.clock.now()
     }
@@ -222,7 +223,7 @@ impl<C: Control> Outside<C> {
     fn begin_fence(&mut self, fence: NewFence) {
         let NewFence { code, connection, peer, whom, tokens, lease } = fence;
         // After the connection was closed: until then its bytes went out, and this thread may have been stopped.
-        let now = self.now();
+        let now = self.clock.read();
         self.fences.add(now, (code, connection), peer, whom, tokens, lease);
     }
 
@@ -377,6 +378,11 @@ impl<C: Control> Outside<C> {
         crate::audit::posts(posted.len());
         let post = CarrierPost { path, peer, token, ticket, op, runs: &posted };
         self.with(place, |carrier, cx| carrier.post(cx, &post)).unwrap_or(Err(NotNow))
+    }
+
+    /// Whether there is something to forget soon.
+    pub(super) fn forgets(&self) -> bool {
+        !self.leaving.is_empty() || !self.going.is_empty()
     }
 
     /// Forgets the paths that were removed and are not known any more.

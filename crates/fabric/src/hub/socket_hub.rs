@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll::Event;
 use rustix::event::{EventfdFlags, eventfd};
@@ -20,8 +20,11 @@ use crate::watch::{Happened, Interest, Watch};
 pub(crate) const CONTROL: u8 = 254;
 /// The part that only wakes.
 const WAKE: u8 = 255;
-/// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call.
+/// Rings that bring something are polled so often before sockets are looked at once more, which takes a system call as long as
+/// several looks at rings.
 const WITHOUT_SOCKETS_MAX: u32 = 32;
+/// The same while neither brings anything.
+const WITHOUT_SOCKETS: u32 = 8;
 /// The kind of an [`Address`] that is a socket's.
 const TCP: u8 = 1;
 
@@ -34,6 +37,8 @@ pub(crate) struct SocketHub {
     advertised: Vec<SocketAddr>,
     /// Polls in a row that brought enough without a look at sockets.
     without_sockets: u32,
+    /// Whether the last of those looks brought nothing.
+    has_quiet_sockets: bool,
     /// Whose job is next.
     turn: usize,
     /// Until when the thread behind this sleeps if nothing happens.
@@ -65,12 +70,22 @@ impl SocketHub {
     ) -> std::io::Result<SocketHub> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         watch.of(WAKE).add(&wake, 0, Interest::READS)?;
-        let (without_sockets, turn, asleep_until) = (0, 0, None);
-        Ok(SocketHub { hub, watch, wake, advertised, without_sockets, turn, asleep_until })
+        let (without_sockets, has_quiet_sockets, turn, asleep_until) = (0, false, 0, None);
+        Ok(SocketHub { hub, watch, wake, advertised, without_sockets, has_quiet_sockets, turn, asleep_until })
     }
 
     pub(crate) fn watch(&self) -> Watch {
         self.watch.clone()
+    }
+
+    /// What the hub's clock says then; what is past is now.
+    pub(crate) fn time_of(&self, instant: Instant) -> Duration {
+        self.hub.now().saturating_add(instant.saturating_duration_since(Instant::now()))
+    }
+
+    /// The time is that of now until it is read again.
+    pub(crate) fn read_clock(&mut self) {
+        self.hub.outside.clock.read();
     }
 
     /// Lets whoever sleeps for this hub look again.
@@ -85,14 +100,23 @@ impl SocketHub {
         let now = outside.now();
         let by_rings = outside.control.poll(now, &mut outside.process);
         let mut any = by_rings;
-        self.without_sockets = if by_rings { self.without_sockets + 1 } else { WITHOUT_SOCKETS_MAX };
-        if self.without_sockets >= WITHOUT_SOCKETS_MAX {
+        let most = match (by_rings, outside.control.has_rings() && self.has_quiet_sockets) {
+            (true, _) => WITHOUT_SOCKETS_MAX,
+            (false, true) => WITHOUT_SOCKETS,
+            (false, false) => 1,
+        };
+        self.without_sockets += 1;
+        if self.without_sockets >= most {
             self.without_sockets = 0;
             self.watch.wait(events, Duration::ZERO);
+            self.has_quiet_sockets = events.is_empty();
             any |= !events.is_empty();
             for event in events.iter() {
                 self.take(Happened::of(event));
             }
+        } else if by_rings {
+            // What is to be read is read first: somebody waits for it at either end.
+            return true;
         }
         let outside = &mut self.hub.outside;
         for place in 0..outside.carriers.len() as u8 {

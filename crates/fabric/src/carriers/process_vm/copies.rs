@@ -131,6 +131,7 @@ impl Job for CopyTurn {
     fn run(&mut self) {
         let mut state = self.0.state.lock();
         for _ in 0..CALLS_A_TURN {
+            // Whoever gives the job back looks at what is over: nobody need be woken for it.
             if !self.0.make_call(&mut state) || self.0.has_ended.load(Ordering::Acquire) {
                 return;
             }
@@ -295,12 +296,16 @@ impl Shared {
             drop(progress);
             state.ended.push((copy.id, outcome));
             self.has_ended.store(true, Ordering::SeqCst);
-            if self.is_awaited.swap(false, Ordering::SeqCst) {
-                // A counter that is full wakes too.
-                let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-            }
         }
         true
+    }
+
+    /// Wakes whoever sleeps until copies are over, if some are.
+    fn tell(&self) {
+        if self.has_ended.load(Ordering::SeqCst) && self.is_awaited.swap(false, Ordering::SeqCst) {
+            // A counter that is full wakes too.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
     }
 
     /// What a helper does.
@@ -308,7 +313,9 @@ impl Shared {
         let mut state = self.state.lock();
         while !state.is_stopped {
             let seen = self.turns.load(Ordering::Acquire);
-            while !state.is_stopped && self.make_call(&mut state) {}
+            while !state.is_stopped && self.make_call(&mut state) {
+                self.tell();
+            }
             let until = Instant::now() + SPIN;
             let is_new = || self.turns.load(Ordering::Acquire) != seen;
             MutexGuard::unlocked(&mut state, || {
