@@ -706,18 +706,22 @@ impl LinkJob {
                 Came::Nothing => return Ok(()),
                 Came::Body => {
                     self.arrived.push(Arrived::Body);
-                    if self.takes_parts || !self.link.has_begun() {
+                    if self.takes_parts {
                         break;
                     }
                 }
                 Came::Frame(head, entries) => {
                     entry_bytes += entries.len();
                     self.arrived.push(Arrived::Frame(head, entries));
-                    let is_enough = entry_bytes >= ENTRY_BYTES_A_TURN || !self.link.has_begun();
-                    if head.body_bytes().is_some() || is_enough {
+                    if head.body_bytes().is_some() || entry_bytes >= ENTRY_BYTES_A_TURN {
                         break;
                     }
                 }
+            }
+            if !self.link.has_begun() {
+                // Somebody waits for what came, or for the answer: the socket is not asked again before that, since it tells if
+                // there is more.
+                return Ok(());
             }
         }
         self.has_more = true;

@@ -156,8 +156,7 @@ impl Link {
         self.stream.has_more()
     }
 
-    /// Whether some of the next frame has come already. If not, what came is looked at before the socket is asked again: somebody
-    /// waits for it, or for the answer.
+    /// Whether some of the next frame has left the socket already.
     pub(crate) fn has_begun(&self) -> bool {
         self.start < self.end
     }
