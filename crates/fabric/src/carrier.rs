@@ -173,6 +173,9 @@ pub trait Carrier: fmt::Debug + Send {
         Err(BadWords("it says nothing"))
     }
 
+    /// All that came at once was heard: what is to be answered may go together.
+    fn answer(&mut self, cx: &mut Context<'_>) {}
+
     /// Connects a path that was added with this name, as the connection of that number. [`Context::up`] or
     /// [`Context::broke`] follows.
     fn connect(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32, peer: PeerId, name: u64);

@@ -92,6 +92,8 @@ pub(crate) struct Entry<R> {
     is_due: bool,
     /// From the next job on, when so much of what was said is written, everything goes through these.
     switch: Option<(usize, (Writer, Reader))>,
+    /// What comes of a frame that is taken as a whole.
+    whole: Option<Whole>,
     /// Why it ends as soon as the job is back.
     ending: Option<Ended>,
 }
@@ -118,6 +120,15 @@ pub(crate) enum Arrived {
     Frame(Head, Vec<u8>),
     /// All bytes of the frame before are where they belong.
     Body,
+    /// A frame of a control connection, with the bytes that follow it.
+    Whole(Head, Vec<u8>),
+}
+
+/// A frame whose bytes are coming. They are not looked at before all are there.
+#[derive(Debug)]
+struct Whole {
+    head: Head,
+    bytes: Vec<u8>,
 }
 
 /// What one link is to write, and what there is to be read.
@@ -134,6 +145,7 @@ pub(crate) struct LinkJob {
     is_told: bool,
     switch: Option<(Writer, Reader)>,
     arrived: Vec<Arrived>,
+    whole: Option<Whole>,
     outcome: Result<(), Ended>,
     has_more: bool,
     received: u64,
@@ -249,6 +261,7 @@ impl<R> Links<R> {
             is_held: false,
             is_due: false,
             switch: None,
+            whole: None,
             ending: None,
         };
         self.entries.insert(id, entry);
@@ -473,6 +486,7 @@ impl<R> Links<R> {
                 is_told: std::mem::take(&mut entry.is_told),
                 switch,
                 arrived: Vec::new(),
+                whole: entry.whole.take(),
                 outcome: Ok(()),
                 has_more: false,
             });
@@ -482,8 +496,9 @@ impl<R> Links<R> {
     /// A job is done. [`Links::settle`] has to follow, when its owner has looked at what came. None: the link is not wanted
     /// any more, and is over.
     pub(crate) fn put_back(&mut self, now: Duration, job: LinkJob) -> Option<Back> {
-        let LinkJob { id, mut link, wants, received, mut arrived, mut outcome, has_more, .. } = job;
+        let LinkJob { id, mut link, wants, received, mut arrived, whole, mut outcome, has_more, .. } = job;
         let entry = self.entries.get_mut(&id)?;
+        entry.whole = whole;
         entry.written = link.written();
         let (own_bytes, waiting) = link.backlog();
         entry.own_bytes = own_bytes + entry.said.iter().map(Out::own_bytes).sum::<usize>();
@@ -700,10 +715,17 @@ impl LinkJob {
                 self.has_more = !self.arrived.is_empty();
                 return Ok(());
             }
-            // SAFETY: expected memory belongs to a registered region, as queued memory does, to a message that the link's
-            // owner holds until all of it is there, or to a slot that the link's lane holds.
+            // SAFETY: expected memory belongs to a registered region, as queued memory does, to a frame that this job takes as a
+            // whole, or to a slot that the link's lane holds.
             match unsafe { self.link.receive(self.lease)? } {
                 Came::Nothing => return Ok(()),
+                Came::Body if self.whole.is_some() => {
+                    let whole = self.whole.take().map(|Whole { head, bytes }| Arrived::Whole(head, bytes));
+                    self.arrived.extend(whole);
+                    if entry_bytes >= ENTRY_BYTES_A_TURN {
+                        break;
+                    }
+                }
                 Came::Body => {
                     self.arrived.push(Arrived::Body);
                     if self.takes_parts {
@@ -712,6 +734,15 @@ impl LinkJob {
                 }
                 Came::Frame(head, entries) => {
                     entry_bytes += entries.len();
+                    if let Some(bytes) = head.own_bytes() {
+                        entry_bytes += bytes as usize;
+                        let Whole { bytes, .. } =
+                            self.whole.insert(Whole { head, bytes: vec![0; bytes as usize] });
+                        let piece =
+                            Piece { address: bytes.as_mut_ptr().expose_provenance(), len: bytes.len() };
+                        self.link.expect((piece.len > 0).then_some(piece).into_iter().collect(), 0);
+                        continue;
+                    }
                     self.arrived.push(Arrived::Frame(head, entries));
                     if head.body_bytes().is_some() || entry_bytes >= ENTRY_BYTES_A_TURN {
                         break;

@@ -110,7 +110,7 @@ impl ControlSockets {
                 }
                 process.inbox.share_among(process.sessions.connected());
                 let served = Served { from, session };
-                entry.role = Role::Serving { served, coming: None };
+                entry.role = Role::Serving { served };
                 self.links.want(id, Wants::Frames);
                 let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.take_up(rings));
                 welcome.rings = ends.is_some();

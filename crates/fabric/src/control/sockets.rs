@@ -22,7 +22,6 @@ use crate::lease::{self, Lease};
 use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::process::Process;
-use crate::ranges::Piece;
 use crate::served::Served;
 use crate::shm::{Segment, Side};
 use crate::tcp::{
@@ -75,6 +74,8 @@ pub(crate) struct ControlSockets {
     pub(crate) carriers: Vec<u8>,
 }
 
+const NOT_ITS_SIDES: BadFrame = BadFrame("a frame that is not its side's");
+
 /// A path that carries what is said to a peer.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct PathState {
@@ -96,13 +97,13 @@ pub(crate) enum Role {
     /// Of a peer that wants to know that nothing of a broken connection is placed any more.
     Fencing { key: SessionKey },
     /// Of a peer whose requests are served.
-    Serving { served: Served, coming: Option<Coming> },
+    Serving { served: Served },
     /// Ends when all is written.
     Leaving,
     /// Ours, on its way.
     Dialling { to: Goal, whom: Whom, dialling: Dialling, segment: Option<Result<Segment, String>> },
     /// Ours; and the latest stamp that the peer sent.
-    Up { path: PathId, number: u32, stamp: u64, coming: Option<Coming> },
+    Up { path: PathId, number: u32, stamp: u64 },
 }
 
 /// What a connection of ours is for.
@@ -112,14 +113,6 @@ pub(crate) enum Goal {
     Path(PathId, u32),
     /// That nothing more is placed of an earlier connection.
     Fence(Broken),
-}
-
-/// A frame whose bytes are on their way.
-#[derive(Debug)]
-pub(crate) struct Coming {
-    head: Head,
-    /// Where they go; not touched before all are there.
-    bytes: Vec<u8>,
 }
 
 impl ControlSockets {
@@ -261,16 +254,9 @@ impl ControlSockets {
             }
             Arrived::Greeting(bytes) => self.take_greeting(now, process, id, &bytes),
             Arrived::Frame(head, entries) => self.take_frame(id, head, &entries),
-            Arrived::Body => {
-                let coming = match self.links.get_mut(id).map(|entry| &mut entry.role) {
-                    Some(Role::Serving { coming, .. } | Role::Up { coming, .. }) => coming.take(),
-                    _ => None,
-                };
-                if let Some(Coming { head, bytes }) = coming {
-                    self.hear_body(id, head, bytes);
-                }
-                Ok(())
-            }
+            Arrived::Whole(head, bytes) => self.take_whole(id, head, bytes),
+            // Bytes of transfers go over connections of their carriers.
+            Arrived::Body => Err(NOT_ITS_SIDES.into()),
         }
     }
 
@@ -294,16 +280,6 @@ impl ControlSockets {
                 *stamp = new;
                 Frame::Outcomes(Outcome::decode_all(entries).collect())
             }
-            (
-                Role::Serving { coming, .. } | Role::Up { coming, .. },
-                Head::Words { bytes, .. } | Head::Message { bytes, .. } | Head::Regions { bytes },
-            ) => {
-                let coming = coming.insert(Coming { head, bytes: vec![0; bytes as usize] });
-                let address = coming.bytes.as_mut_ptr().expose_provenance();
-                let piece = (bytes > 0).then_some(Piece { address, len: bytes as usize });
-                self.links.expect(id, piece.into_iter().collect(), 0);
-                return Ok(());
-            }
             (Role::Serving { .. }, Head::Tell { token, number, counter, generation }) => {
                 Frame::Tell { token, number, counter, generation }
             }
@@ -312,21 +288,26 @@ impl ControlSockets {
                 Frame::Fenced { code, connection, is_over }
             }
             (Role::Up { .. }, Head::NoRoom { token }) => Frame::NoRoom { token },
-            _ => return Err(BadFrame("a frame that is not its side's").into()),
+            _ => return Err(NOT_ITS_SIDES.into()),
         };
         self.events.push_back(ControlEvent::Heard { channel: id, frame, lease });
         Ok(())
     }
 
-    /// All bytes of a frame are there.
-    fn hear_body(&mut self, id: LinkId, head: Head, bytes: Vec<u8>) {
+    /// A frame came, with all its bytes.
+    fn take_whole(&mut self, id: LinkId, head: Head, bytes: Vec<u8>) -> Result<(), Ended> {
+        let Some(entry) = self.links.get(id) else { return Ok(()) };
+        if !matches!(entry.role, Role::Serving { .. } | Role::Up { .. }) {
+            return Err(NOT_ITS_SIDES.into());
+        }
         let frame = match head {
             Head::Message { token, number, .. } => Frame::Message { token, number, bytes },
             Head::Words { code, kind, .. } => Frame::Words { code, kind, bytes },
             _ => Frame::Regions(bytes),
         };
-        let lease = self.links.get(id).and_then(|entry| entry.lease());
+        let lease = entry.lease();
         self.events.push_back(ControlEvent::Heard { channel: id, frame, lease });
+        Ok(())
     }
 
     /// A connection is over.
@@ -552,7 +533,7 @@ impl ControlSockets {
         }
         self.links.want(id, Wants::Frames);
         if let Some(entry) = self.links.get_mut(id) {
-            entry.role = Role::Up { path, number, stamp: 0, coming: None };
+            entry.role = Role::Up { path, number, stamp: 0 };
         }
         let from = welcome.from;
         self.events.push_back(ControlEvent::Up { path, number, channel: id, from });

@@ -179,6 +179,9 @@ impl<C: Control> Outside<C> {
                 more = true;
                 self.take(event);
             }
+            if more {
+                self.each(|carrier, cx| carrier.answer(cx));
+            }
             while let Some((to, frame)) = self.outbox.letters.pop_front() {
                 more = true;
                 self.deliver(to, frame);

@@ -249,6 +249,17 @@ impl Head {
     }
 }
 
+impl Head {
+    /// Of a frame of a control connection, how many bytes follow it, also if it is none. None: it has none, or they belong
+    /// somewhere.
+    pub(crate) fn own_bytes(&self) -> Option<u64> {
+        match self {
+            Head::Message { .. } | Head::Words { .. } | Head::Regions { .. } => self.body_bytes(),
+            _ => None,
+        }
+    }
+}
+
 /// Whether a head and its entries are as they were sent.
 pub(crate) fn is_undamaged(frame: &[u8]) -> bool {
     frame.get(SUM_AT).is_some_and(|sum| *sum == sum_of(frame))

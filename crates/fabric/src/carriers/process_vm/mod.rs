@@ -540,6 +540,10 @@ impl Carrier for ProcessVm {
         }
     }
 
+    fn answer(&mut self, cx: &mut Context<'_>) {
+        self.say_done(cx);
+    }
+
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
         let is_it = |reader: &Reader| (reader.path, reader.number) == (path, connection);
         let peer = self.peers.iter().find(|(_, reader)| is_it(reader)).map(|(peer, _)| *peer);

@@ -36,7 +36,7 @@ use crate::links::{Arrived, Back, LinkId, LinkJob, Links, Wants};
 use crate::numbered::Numbered;
 use crate::provider::NotNow;
 use crate::registrar::Registrar;
-use crate::tcp::{Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
+use crate::tcp::{BadFrame, Credentials, Dialled, Dialling, Ended, Identity, Outcome, Purpose};
 use crate::transfers::{PathId, PathSpec, PeerId, Reach, Route, Token};
 use crate::watch::Watch;
 
@@ -204,6 +204,7 @@ impl SocketCarrier {
             Arrived::Greeting(bytes) => self.go_on(cx, id, &bytes),
             Arrived::Frame(head, entries) => self.take_frame(cx, id, head, &entries),
             Arrived::Body => self.take_body(cx, id),
+            Arrived::Whole(..) => Err(BadFrame("a frame of a control connection").into()),
         }
     }
 
