@@ -24,8 +24,6 @@ const BEHIND_BYTES: usize = 2 << 10;
 const RANGES_MAX: usize = 256;
 /// Bytes of one call, and of one turn in each direction, so that other connections have theirs.
 const TURN_BYTES: usize = 4 << 20;
-/// Bytes of one call where they have a sum: few enough that the processor's caches have them when they are read again.
-const SUMMED_AT_ONCE: usize = 256 << 10;
 
 /// Why a connection ended.
 #[derive(Debug, thiserror::Error)]
@@ -178,17 +176,17 @@ impl Link {
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn flush(&mut self) -> Result<(), Ended> {
         crate::audit::takes_time("the writing of a connection");
-        let most = self.most_at_once();
         let mut turn = 0;
         while !self.out.is_empty() && turn < TURN_BYTES {
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             // SAFETY: the caller's promise.
-            let (count, bytes) = unsafe { self.out.next_ranges(&mut ranges, most) };
+            let (count, bytes) = unsafe { self.out.next_ranges(&mut ranges, TURN_BYTES) };
             // SAFETY: the ranges are alive, owned bytes or valid by the caller's promise.
             match unsafe { self.stream.send(&ranges[..count]) } {
                 Ok(sent) => {
                     turn += sent;
-                    self.out.wrote(sent);
+                    // SAFETY: the caller's promise.
+                    unsafe { self.out.wrote(sent) };
                     if sent < bytes {
                         // It takes no more now: no need to be told so by another call.
                         return Ok(());
@@ -204,11 +202,6 @@ impl Link {
             Err(error) => blocked(error).map(drop),
             Ok(()) => Ok(()),
         }
-    }
-
-    /// Bytes of one call.
-    fn most_at_once(&self) -> usize {
-        if self.has_sums() { SUMMED_AT_ONCE } else { TURN_BYTES }
     }
 
     /// A greeting of this length, once all of it is there. Nothing behind it is taken out of the socket: whoever has proved
@@ -308,7 +301,6 @@ impl Link {
     /// # Safety
     /// As for [`Link::receive`].
     unsafe fn receive_body(&mut self, lease: Option<Lease>) -> Result<bool, Ended> {
-        let most = self.most_at_once();
         let mut turn = 0;
         loop {
             // SAFETY: the caller's promise.
@@ -330,10 +322,10 @@ impl Link {
             let mut count = 0;
             let mut bytes = 0;
             for piece in &body.to {
-                if count == RANGES_MAX - 1 || bytes == most {
+                if count == RANGES_MAX - 1 || bytes == TURN_BYTES {
                     break;
                 }
-                let len = piece.len.min(most - bytes);
+                let len = piece.len.min(TURN_BYTES - bytes);
                 ranges[count] = libc::iovec { iov_base: piece.pointer().cast(), iov_len: len };
                 bytes += len;
                 count += 1;

@@ -12,6 +12,12 @@ use crate::ranges::{Piece, Spots};
 /// what is sent then has to fit its sum all the same. Whoever changes longer memory while it is sent gets a connection that
 /// breaks.
 const COPIED_MAX: usize = 256;
+/// So many bytes at the end of a body go out together with its sum. What is before them is summed when it has been written: then
+/// the processor's caches have it, and the peer reads it meanwhile. (Summed before, in parts of 256 KiB, a READ of 16 MiB had 0.53
+/// of its rate without sums, on two cores.)
+const END_BYTES: usize = 32 << 10;
+/// Entries that are looked at for the end of a body.
+const LOOKED_AT: usize = 256;
 
 /// One thing that is to be written.
 #[derive(Debug)]
@@ -61,6 +67,32 @@ impl Out {
         }
     }
 
+    /// Adds it to a sum, but what is in it already, of which `known` bytes are left. Answers how many were added.
+    ///
+    /// # Safety
+    /// Memory is valid for reads.
+    unsafe fn add_to(&mut self, sum: &mut Sum, known: &mut usize) -> usize {
+        if let Out::Memory(piece) = self
+            && piece.len <= COPIED_MAX
+            && *known == 0
+        {
+            let mut copy = vec![0; piece.len].into_boxed_slice();
+            // SAFETY: the memory is valid by the caller's promise, and the copy is our own.
+            unsafe {
+                std::ptr::copy_nonoverlapping(piece.pointer().cast_const(), copy.as_mut_ptr(), piece.len)
+            };
+            *self = Out::Copied(copy, 0);
+        }
+        let rest = self.rest();
+        let skipped = rest.iov_len.min(*known);
+        *known -= skipped;
+        // SAFETY: owned bytes, or memory that is valid by the caller's promise. Its owner may change it meanwhile: then the sum
+        // is of other bytes than those that are sent, and the peer does not take them.
+        let all = unsafe { std::slice::from_raw_parts(rest.iov_base.cast::<u8>(), rest.iov_len) };
+        sum.add(&all[skipped..]);
+        rest.iov_len - skipped
+    }
+
     fn has_sum(&self) -> bool {
         matches!(self, Out::Shared(..) | Out::Memory(_) | Out::Copied(..))
     }
@@ -86,7 +118,7 @@ pub(crate) struct Outgoing {
     own_bytes: usize,
     /// Where bodies have sums: of the body whose sum is not known yet.
     sum: Option<Sum>,
-    /// Bytes of bodies at the front of the queue that are in a sum already.
+    /// Bytes of bodies at the front of the queue that are in the sum already.
     summed: usize,
 }
 
@@ -123,77 +155,134 @@ impl Outgoing {
         self.queue.iter().any(|out| out.touches(memory))
     }
 
-    /// The ranges that come next, so many bytes at the most: how many there are, and their bytes together. Sums of what is in
-    /// them are made.
+    /// The ranges that come next, so many bytes at the most: how many there are, and their bytes together. Sums are made of short
+    /// bodies, and of the ends of long ones, so that they go out together; of the rest when it has been written.
     ///
     /// # Safety
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn next_ranges(&mut self, ranges: &mut [libc::iovec], most: usize) -> (usize, usize) {
-        let Outgoing { queue, sum, summed, .. } = self;
         let (mut count, mut bytes) = (0, 0);
-        // Of what is looked at, what is in a sum already.
-        let mut known = *summed;
-        for (range, out) in ranges.iter_mut().zip(queue) {
+        let mut walk = Walk { known: self.summed, body: Body::None };
+        for index in 0..self.queue.len().min(ranges.len()) {
             if bytes >= most {
                 break;
             }
-            if let Some(sum) = sum {
+            let mut room = most - bytes;
+            if let Some(sum) = &mut self.sum {
                 // SAFETY: the caller's promise.
-                *summed += unsafe { add_to_sum(sum, out, &mut known, most - bytes) };
+                match unsafe { walk.look_at(&mut self.queue, index, sum, &mut self.summed) } {
+                    Some(may_go) => room = room.min(may_go),
+                    None => break,
+                }
             }
-            *range = out.rest();
-            range.iov_len = range.iov_len.min(most - bytes);
+            ranges[count] = self.queue[index].rest();
+            ranges[count].iov_len = ranges[count].iov_len.min(room);
+            bytes += ranges[count].iov_len;
             count += 1;
-            bytes += range.iov_len;
         }
         (count, bytes)
     }
 
     /// So many bytes of the last ranges have been written.
-    pub(crate) fn wrote(&mut self, mut bytes: usize) {
+    ///
+    /// # Safety
+    /// Queued memory is valid for reads.
+    pub(crate) unsafe fn wrote(&mut self, mut bytes: usize) {
         while let Some(first) = self.queue.front_mut() {
-            let len = first.rest().iov_len;
-            if self.sum.is_some() && first.has_sum() {
-                self.summed -= len.min(bytes);
+            let rest = first.rest();
+            let written = rest.iov_len.min(bytes);
+            if let Some(sum) = self.sum.as_mut().filter(|_| first.has_sum()) {
+                let known = written.min(self.summed);
+                self.summed -= known;
+                // SAFETY: the caller's promise, and as in `Out::add_to`.
+                let new = unsafe { std::slice::from_raw_parts(rest.iov_base.cast::<u8>(), written) };
+                sum.add(&new[known..]);
             }
-            if bytes < len {
+            if bytes < rest.iov_len {
                 first.wrote(bytes);
                 return;
             }
-            bytes -= len;
+            bytes -= rest.iov_len;
             self.written += 1;
             self.own_bytes -= self.queue.pop_front().map_or(0, |out| out.own_bytes());
         }
     }
 }
 
-/// Adds the first `most` bytes of this, but those that are in it already, of which `known` are left. Answers how many were added.
-///
-/// # Safety
-/// Memory is valid for reads.
-unsafe fn add_to_sum(sum: &mut Sum, out: &mut Out, known: &mut usize, most: usize) -> usize {
-    if let Out::Sum(done @ None, _) = out {
-        *done = Some(std::mem::replace(sum, Sum::new()).bytes());
+/// Goes along a queue.
+struct Walk {
+    /// Of the bytes of bodies ahead, those that are in a sum already.
+    known: usize,
+    body: Body,
+}
+
+/// The body at which a walk is.
+#[derive(Clone, Copy)]
+enum Body {
+    None,
+    /// Its sum is made before it is written.
+    Summed,
+    /// Its sum is made as it is written. So many more bytes of it may be, and nothing behind them.
+    Long(usize),
+}
+
+impl Walk {
+    /// How many bytes of this entry may go out; None: none of this one, and of those behind it.
+    ///
+    /// # Safety
+    /// Memory is valid for reads.
+    unsafe fn look_at(
+        &mut self,
+        queue: &mut VecDeque<Out>,
+        index: usize,
+        sum: &mut Sum,
+        summed: &mut usize,
+    ) -> Option<usize> {
+        let out = &mut queue[index];
+        if let Out::Sum(done, _) = out {
+            if done.is_none() && matches!(self.body, Body::Long(_)) {
+                return None;
+            }
+            if done.is_none() {
+                *done = Some(std::mem::replace(sum, Sum::new()).bytes());
+            }
+            self.body = Body::None;
+            return Some(usize::MAX);
+        }
+        if !out.has_sum() {
+            return Some(usize::MAX);
+        }
+        if matches!(self.body, Body::None) {
+            self.body = Body::at(queue, index);
+        }
+        match &mut self.body {
+            Body::Long(left) => {
+                let may_go = (*left).min(queue[index].rest().iov_len);
+                *left -= may_go;
+                (may_go > 0).then_some(may_go)
+            }
+            _ => {
+                // SAFETY: the caller's promise.
+                *summed += unsafe { queue[index].add_to(sum, &mut self.known) };
+                Some(usize::MAX)
+            }
+        }
     }
-    if !out.has_sum() {
-        return 0;
+}
+
+impl Body {
+    /// The one that is at this place of a queue.
+    fn at(queue: &VecDeque<Out>, index: usize) -> Body {
+        let mut bytes: usize = 0;
+        for out in queue.range(index..).take(LOOKED_AT) {
+            if !out.has_sum() {
+                return match bytes.checked_sub(END_BYTES) {
+                    None | Some(0) => Body::Summed,
+                    Some(before) => Body::Long(before),
+                };
+            }
+            bytes += out.rest().iov_len;
+        }
+        Body::Long(usize::MAX)
     }
-    if let Out::Memory(piece) = out
-        && piece.len <= COPIED_MAX
-        && *known == 0
-    {
-        let mut copy = vec![0; piece.len].into_boxed_slice();
-        // SAFETY: the memory is valid by the caller's promise, and the copy is our own.
-        unsafe { std::ptr::copy_nonoverlapping(piece.pointer().cast_const(), copy.as_mut_ptr(), piece.len) };
-        *out = Out::Copied(copy, 0);
-    }
-    let rest = out.rest();
-    let len = rest.iov_len.min(most);
-    let skipped = len.min(*known);
-    *known -= skipped;
-    // SAFETY: owned bytes, or memory that is valid by the caller's promise. Its owner may change it meanwhile: then the sum is
-    // of other bytes than those that are sent, and the peer does not take them.
-    let new = unsafe { std::slice::from_raw_parts(rest.iov_base.cast::<u8>(), len) };
-    sum.add(&new[skipped..]);
-    len - skipped
 }
