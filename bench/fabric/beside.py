@@ -6,6 +6,8 @@
 Three processes: this one, one that is written 64 bytes, and one whose 1 GiB another thread of this process reads
 again and again. Both kinds of turn alternate; each WRITE is waited for before the next. The goal of one build: the
 99th percentile beside the READ is at most twice the idle one.
+
+Then a turn in which this process's engine measures how long its lock is held, in CPU time of the holder, each time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvlane import fabric
@@ -79,23 +82,13 @@ def measure(settings: argparse.Namespace, small: Other, large: Other) -> dict[st
         mine, target = engine.register(bytearray(4096)), engine.register(bytearray(large.size))
         to_small, to_large = engine.connect(small.descriptor), engine.connect(large.descriptor)
         to_small.write(mine, small.region, RUN).wait(30)
-        everything = [(0, 0, large.size)]
-        to_large.read(target, large.region, everything).wait(60)
+        to_large.read(target, large.region, [(0, 0, large.size)]).wait(60)
         for _ in range(settings.rounds):
             turns["idle"].append(writes(to_small, mine, small.region, settings.seconds))
-            stop = threading.Event()
-
-            def reads(stop: threading.Event = stop) -> None:
-                while not stop.is_set():
-                    begun = time.perf_counter()
-                    to_large.read(target, large.region, everything).wait(60)
-                    rates.append(large.size / 1e9 / (time.perf_counter() - begun))
-
-            reader = threading.Thread(target=reads)
-            reader.start()
-            turns["beside"].append(writes(to_small, mine, small.region, settings.seconds))
-            stop.set()
-            reader.join()
+            turn, its_rates = both(to_small, mine, small, to_large, target, large, settings.seconds)
+            turns["beside"].append(turn)
+            rates += its_rates
+        holds = holds_beside(engine, lambda: both(to_small, mine, small, to_large, target, large, settings.seconds))
     medians = {
         name: {key: statistics.median(turn[key] for turn in of) for key in ("p50_us", "p99_us", "count")}
         for name, of in turns.items()
@@ -106,8 +99,54 @@ def measure(settings: argparse.Namespace, small: Other, large: Other) -> dict[st
         "medians": medians,
         "p99_beside_by_idle": medians["beside"]["p99_us"] / medians["idle"]["p99_us"],
         "read_gb_per_s": statistics.median(rates),
+        "holds": holds,
         "turns": turns,
         "machine": report.machine_facts() | {"cpu_use": watch.facts},
+    }
+
+
+def both(
+    to_small: fabric.Peer,
+    mine: fabric.Region,
+    small: Other,
+    to_large: fabric.Peer,
+    target: fabric.Region,
+    large: Other,
+    seconds: float,
+) -> tuple[dict[str, float], list[float]]:
+    """WRITEs for so long beside READs by another thread, and the GB/s of the latter."""
+    stop, rates = threading.Event(), list[float]()
+
+    def reads() -> None:
+        while not stop.is_set():
+            begun = time.perf_counter()
+            to_large.read(target, large.region, [(0, 0, large.size)]).wait(60)
+            rates.append(large.size / 1e9 / (time.perf_counter() - begun))
+
+    reader = threading.Thread(target=reads)
+    reader.start()
+    turn = writes(to_small, mine, small.region, seconds)
+    stop.set()
+    reader.join()
+    return turn, rates
+
+
+def holds_beside(engine: fabric.Engine, does: Callable[[], object]) -> dict[str, float] | None:
+    """How long holds of the engine's lock took meanwhile, in microseconds; None: a build that cannot tell."""
+    core: Any = engine._core
+    if not hasattr(core, "measure_holds"):
+        return None
+    core.measure_holds()
+    does()
+    cpu, wall = (sorted(times) for times in zip(*core.take_holds(), strict=True))
+    at = len(cpu) * 999 // 1000
+    return {
+        "count": len(cpu),
+        "cpu_p50_us": cpu[len(cpu) // 2] / 1e3,
+        "cpu_p999_us": cpu[at] / 1e3,
+        "cpu_longest_us": cpu[-1] / 1e3,
+        "wall_p999_us": wall[at] / 1e3,
+        "wall_longest_us": wall[-1] / 1e3,
     }
 
 
@@ -130,7 +169,13 @@ def text(result: dict[str, Any]) -> str:
     ]
     table = report.table(["64 B WRITE", "p50, us", "p99, us", "in a turn"], rows)
     ratio, rate = result["p99_beside_by_idle"], result["read_gb_per_s"]
-    return f"{table}\np99 beside a READ of {rate:.2f} GB/s: {ratio:.2f} of the idle one (goal: at most 2)"
+    said = f"{table}\np99 beside a READ of {rate:.2f} GB/s: {ratio:.2f} of the idle one (goal: at most 2)"
+    if holds := result["holds"]:
+        said += (
+            f"\nthe lock was held {holds['count']} times: CPU p99.9 {holds['cpu_p999_us']:.1f} us (goal: at most 50), "
+            f"longest {holds['cpu_longest_us']:.1f}; longest on the wall {holds['wall_longest_us']:.0f} us"
+        )
+    return said
 
 
 if __name__ == "__main__":

@@ -322,6 +322,12 @@ class FabricEngine:
     def paths(
         self, peer: FabricPeer
     ) -> list[tuple[str, str | None, bool, float | None, str | None, str | None]]: ...
+    def measure_holds(self) -> None:
+        """How long the engine's lock is held each time, from now on. For benchmarks."""
+
+    def take_holds(self) -> list[tuple[int, int]]:
+        """What was measured, in nanoseconds of the processor and on the wall; a million at the most."""
+
     def checksum_errors(self) -> int: ...
     def connections_without_rings(self) -> int: ...
     def begin(

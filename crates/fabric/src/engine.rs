@@ -457,6 +457,16 @@ impl Engine {
         self.shared.hub().path_statuses(peer)
     }
 
+    /// Measures how long the engine's lock is held each time from now on, for benchmarks: each measurement takes a system call.
+    pub fn measure_holds(&self) {
+        self.shared.hub().holds = Some(Vec::new());
+    }
+
+    /// What was measured since [`Engine::measure_holds`], a million holds at the most; nothing is measured any more.
+    pub fn take_holds(&self) -> Vec<crate::HoldTime> {
+        self.shared.hub().holds.take().unwrap_or_default()
+    }
+
     /// Connections of either side that ended since a checksum differed, ever: [`EngineOptions::checksums`].
     pub fn checksum_errors(&self) -> u64 {
         self.shared.hub().hub.outside.process.checksum_errors

@@ -50,7 +50,7 @@ impl Frame<Arc<[u8]>> {
     pub(crate) fn write(self) -> (Head, Vec<u8>, Option<Out>) {
         let whole = |head: Head| (head, Vec::new(), None);
         let with = |head: Head, bytes: Arc<[u8]>| {
-            let body = (!bytes.is_empty()).then(|| Out::Shared(bytes, 0));
+            let body = (!bytes.is_empty()).then_some(Out::Shared(bytes, 0));
             (head, Vec::new(), body)
         };
         match self {

@@ -18,6 +18,7 @@ mod frames;
 pub mod fuzzing;
 mod greeted;
 mod group;
+mod hold_time;
 mod hub;
 mod immediates;
 mod inbox;
@@ -54,6 +55,7 @@ pub use descriptor::{
 };
 pub use engine::{Engine, EngineOptions, FabricError, Handle, Receiving, SendOptions, Transfer, Transport};
 pub use group::{Group, GroupHandle, GroupPart};
+pub use hold_time::HoldTime;
 pub use immediates::{Arrival, COUNTERS_MAX, Immediates};
 pub use inbox::{Admission, EngineId, Inbox, InboxOptions, MESSAGE_BYTES_MAX, Message};
 pub use peers::{RemoteBytes, RemoteMemory};

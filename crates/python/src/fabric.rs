@@ -275,6 +275,17 @@ impl PyEngine {
         Ok(id(self.engine()?.id()))
     }
 
+    /// Nanoseconds of the processor and on the wall, of each hold of the engine's lock.
+    fn take_holds(&self) -> PyResult<Vec<(u64, u64)>> {
+        let holds = self.engine()?.take_holds();
+        Ok(holds.into_iter().map(|hold| (hold.cpu.as_nanos() as u64, hold.wall.as_nanos() as u64)).collect())
+    }
+
+    fn measure_holds(&self) -> PyResult<()> {
+        self.engine()?.measure_holds();
+        Ok(())
+    }
+
     fn checksum_errors(&self) -> PyResult<u64> {
         Ok(self.engine()?.checksum_errors())
     }

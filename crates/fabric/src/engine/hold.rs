@@ -1,22 +1,29 @@
 //! The engine's lock while a thread has it.
 
 use std::ops::{Deref, DerefMut};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, MutexGuard};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::audit::Audit;
+use crate::hold_time::HoldTime;
 use crate::hub::socket_hub::SocketHub;
+
+/// Holds that are measured at the most.
+const MEASURED_MAX: usize = 1 << 20;
 
 /// The lock, in hand.
 pub(crate) struct Hold<'a> {
     guard: MutexGuard<'a, SocketHub>,
     audit: &'a Audit,
+    /// When it was taken, where holds are measured.
+    begun: Option<(Duration, Instant)>,
 }
 
 impl<'a> Hold<'a> {
     pub(super) fn new(guard: MutexGuard<'a, SocketHub>, audit: &'a Audit) -> Hold<'a> {
-        let mut hold = Hold { guard, audit };
+        let mut hold = Hold { guard, audit, begun: None };
         hold.begin();
         hold
     }
@@ -24,25 +31,35 @@ impl<'a> Hold<'a> {
     fn begin(&mut self) {
         self.audit.begin();
         self.guard.read_clock();
+        self.begun = self.guard.holds.is_some().then(|| (cpu_time(), Instant::now()));
+    }
+
+    fn end(&mut self) {
+        self.audit.end();
+        if let (Some((cpu, wall)), Some(holds)) = (self.begun.take(), &mut self.guard.holds)
+            && holds.len() < MEASURED_MAX
+        {
+            holds.push(HoldTime { cpu: cpu_time().saturating_sub(cpu), wall: wall.elapsed() });
+        }
     }
 
     /// Others have their turn.
     pub(super) fn bump(&mut self) {
-        self.audit.end();
+        self.end();
         MutexGuard::bump(&mut self.guard);
         self.begin();
     }
 
     /// Does something that takes its time.
     pub(crate) fn unlocked(&mut self, does: impl FnOnce()) {
-        self.audit.end();
+        self.end();
         MutexGuard::unlocked(&mut self.guard, does);
         self.begin();
     }
 
     /// Sleeps until it is told, or until then.
     pub(super) fn sleep(&mut self, changed: &Condvar, deadline: Option<Instant>) {
-        self.audit.end();
+        self.end();
         match deadline {
             Some(deadline) => drop(changed.wait_until(&mut self.guard, deadline)),
             None => changed.wait(&mut self.guard),
@@ -67,6 +84,13 @@ impl DerefMut for Hold<'_> {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        self.audit.end();
+        self.end();
     }
+}
+
+/// Of this thread.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    // It never has fewer than no nanoseconds.
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

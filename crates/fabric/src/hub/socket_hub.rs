@@ -11,6 +11,7 @@ use super::Hub;
 use crate::carrier::Job;
 use crate::control::sockets::ControlSockets;
 use crate::descriptor::{Address, Descriptor};
+use crate::hold_time::HoldTime;
 use crate::links::LinkJob;
 use crate::status::PathStatus;
 use crate::transfers::{PathId, PeerId};
@@ -41,11 +42,14 @@ pub(crate) struct SocketHub {
     has_quiet_sockets: bool,
     /// Whose job is next.
     turn: usize,
+    /// How long its lock was held each time; None: that is not measured.
+    pub(crate) holds: Option<Vec<HoldTime>>,
     /// Until when the thread behind this sleeps if nothing happens.
     pub(crate) asleep_until: Option<Duration>,
 }
 
 /// A job, and whose it is.
+#[allow(clippy::large_enum_variant, reason = "there is one at a time, and a box would be an allocation for each")]
 pub(crate) enum Work {
     Control(LinkJob),
     Carrier(u8, Box<dyn Job>),
@@ -70,8 +74,17 @@ impl SocketHub {
     ) -> std::io::Result<SocketHub> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         watch.of(WAKE).add(&wake, 0, Interest::READS)?;
-        let (without_sockets, has_quiet_sockets, turn, asleep_until) = (0, false, 0, None);
-        Ok(SocketHub { hub, watch, wake, advertised, without_sockets, has_quiet_sockets, turn, asleep_until })
+        Ok(SocketHub {
+            hub,
+            watch,
+            wake,
+            advertised,
+            without_sockets: 0,
+            has_quiet_sockets: false,
+            turn: 0,
+            holds: None,
+            asleep_until: None,
+        })
     }
 
     pub(crate) fn watch(&self) -> Watch {
