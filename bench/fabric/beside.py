@@ -88,7 +88,9 @@ def measure(settings: argparse.Namespace, small: Other, large: Other) -> dict[st
             turn, its_rates = both(to_small, mine, small, to_large, target, large, settings.seconds)
             turns["beside"].append(turn)
             rates += its_rates
-        holds = holds_beside(engine, lambda: both(to_small, mine, small, to_large, target, large, settings.seconds))
+        holds = holds_beside(
+            engine, lambda: both(to_small, mine, small, to_large, target, large, settings.seconds)
+        )
     medians = {
         name: {key: statistics.median(turn[key] for turn in of) for key in ("p50_us", "p99_us", "count")}
         for name, of in turns.items()

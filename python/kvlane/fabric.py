@@ -301,8 +301,8 @@ class Engine:
 
     @property
     def checksum_errors(self) -> int:
-        """Connections, ours and peers', that ended since a checksum differed: something between the two hosts, or one of
-        them, changes bytes."""
+        """Connections, ours and peers', that ended since a checksum differed: something between the two hosts, or one
+        of them, changes bytes."""
         return self._core.checksum_errors()
 
     @property

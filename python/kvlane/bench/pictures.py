@@ -67,7 +67,10 @@ def fabric(result: Mapping[str, Any]) -> dict[str, Picture]:
     """
     found: dict[str, Picture] = {}
     about = _where(result) + " Medians of rounds in which the systems take turns."
-    for place, transports, how in (("", ("tcp", "tcp-no-checksums", "tls"), "TCP"), ("-one-host", ("cma", "memory"), "one host")):
+    for place, transports, how in (
+        ("", ("tcp", "tcp-no-checksums", "tls"), "TCP"),
+        ("-one-host", ("cma", "memory"), "one host"),
+    ):
         results = [each for each in result["results"] if each["transport"] in transports]
         for kind, what, unit in (("", "gb_per_s", "GB/s"), ("-latency", "p50_us", "us")):
             rows = [each for each in results if (each["bytes"] <= SMALL) == (kind == "-latency")]

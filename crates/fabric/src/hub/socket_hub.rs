@@ -49,7 +49,10 @@ pub(crate) struct SocketHub {
 }
 
 /// A job, and whose it is.
-#[allow(clippy::large_enum_variant, reason = "there is one at a time, and a box would be an allocation for each")]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one at a time, and a box would be an allocation for each"
+)]
 pub(crate) enum Work {
     Control(LinkJob),
     Carrier(u8, Box<dyn Job>),
