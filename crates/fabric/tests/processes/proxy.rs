@@ -43,10 +43,11 @@ pub(crate) struct State {
     /// Each portion takes so long, and has so many bytes at the most.
     pub(crate) delay: Duration,
     pub(crate) portion: Option<usize>,
-    /// How often one bit is to be changed, and how often it was.
+    /// How many bits are to be changed, one each time that so many more bytes went through, and how many were.
     damages: usize,
+    damage_every: u64,
     damaged: usize,
-    /// Only what the connecting sides send, and nothing short.
+    /// Only of what the connecting sides send, and of nothing short.
     damages_bytes_only: bool,
     stop: bool,
     /// So many connections were accepted.
@@ -110,10 +111,9 @@ impl Proxy {
         self.wait("connections are cut", |state| state.cuts_made >= cuts);
     }
 
-    /// Changes one bit of what goes through next.
-    pub(crate) fn damage(&self) {
-        self.change(|state| state.damages += 1);
-        self.wait_until_damaged();
+    /// Changes so many bits, one each time that so many more bytes went through.
+    pub(crate) fn damage(&self, count: usize, every: u64) {
+        self.change(|state| (state.damages, state.damage_every) = (count, every));
     }
 
     /// Changes one bit among many bytes that a connecting side will send.
@@ -220,7 +220,8 @@ impl Shared {
                 let damage = |end: usize, came: &mut VecDeque<u8>| {
                     let only_long = state.damages_bytes_only;
                     let may_be = !only_long || end == 0 && came.len() > LONG;
-                    if damaged < state.damages && may_be {
+                    let is_due = forwarded >= damaged as u64 * state.damage_every;
+                    if damaged < state.damages && may_be && is_due {
                         let at = forwarded as usize % came.len();
                         came[at] ^= 1 << (forwarded % 8);
                         damaged += 1;
