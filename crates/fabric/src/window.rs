@@ -207,5 +207,10 @@ mod tests {
         let mut bytes = other.to_bytes();
         bytes[4] = 9;
         assert_eq!(WindowDescriptor::from_bytes(&bytes), Err(NoWindow::Version(9)));
+        // Each number is something that its reader remembers.
+        let last = WindowDescriptor { number: REGIONS_MAX - 1, ..other };
+        assert_eq!(WindowDescriptor::from_bytes(&last.to_bytes()), Ok(last));
+        let beyond = WindowDescriptor { number: REGIONS_MAX, ..other };
+        assert_eq!(WindowDescriptor::from_bytes(&beyond.to_bytes()), Err(NoWindow::Malformed));
     }
 }

@@ -1,6 +1,7 @@
 //! How a carrier is added from outside: [`toy::Toy`] is one, and these tests are what one has to stand.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
+mod slow;
 #[path = "../support/mod.rs"]
 mod support;
 mod toy;

@@ -193,3 +193,33 @@ fn spots_for_peer(
     }
     (has_slots || !any_on_gpu(&spots)).then_some(spots)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+    use super::*;
+    use crate::descriptor::Access;
+    use crate::regions::NewRegion;
+    use crate::tcp::Keys;
+    use crate::transfers::Memory;
+    use crate::window::{Ranges, WindowRange};
+
+    /// A peer asked for the whole of a window of 65,536 ranges in each of 512 runs: 33 million places for one frame.
+    #[test]
+    fn a_request_of_more_places_than_a_few_windows_have_is_refused() {
+        let peer = Identity { engine: 1, boot: 2 };
+        let mut regions = Regions::default();
+        let (region, _) = regions.reserve().unwrap();
+        let memory = Memory::Host(0);
+        let len = WINDOW_RANGES_MAX as u64;
+        regions.add(region, NewRegion { base: 0x1000, len, access: Access::Read, memory }, Keys::new());
+        let (window, generation) = regions.reserve().unwrap();
+        let ranges = (0..len).map(|offset| WindowRange { region, offset, len: 1 }).collect();
+        assert!(regions.open_window(window, peer, Ranges::new(ranges).unwrap()));
+        let all = WireRun { region: window, generation, offset: 0, len };
+        let asked = |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], false, false);
+        assert_eq!(asked(4).map(|spots| spots.len()), Some(SPOTS_MAX));
+        assert_eq!(asked(5), None);
+        assert_eq!(asked(ENTRIES_MAX), None);
+    }
+}
