@@ -39,7 +39,7 @@ use crate::numbered::Numbered;
 use crate::peers::{Peers, RemoteMemory};
 use crate::process::Process;
 use crate::provider::{Event, NotNow};
-use crate::ranges::{Spot, Spots};
+use crate::ranges::{Piece, Spot, Spots};
 use crate::regions::Wanted;
 use crate::registrar::Registrar;
 use crate::tcp::{Identity, WordsKind};
@@ -268,6 +268,18 @@ pub struct Touched<'a> {
     pub(crate) reader: Option<Identity>,
 }
 
+impl Touched<'_> {
+    /// Whether any of it lies in so many bytes of the host's memory from this address on.
+    pub fn overlaps(&self, address: usize, len: usize) -> bool {
+        self.spots.overlap_host(Piece { address, len })
+    }
+
+    /// Whether what is read or written for this process counts.
+    pub fn counts_for(&self, whom: Owner) -> bool {
+        self.reader.is_none_or(|reader| reader == whom.0)
+    }
+}
+
 /// Who made a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Owner(pub(crate) Identity);
@@ -470,5 +482,22 @@ impl Context<'_> {
 impl fmt::Debug for Context<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Context").field("now", &self.now).field("code", &self.code).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_carrier_can_tell_whether_it_touches_what_is_given_back() {
+        let spot = Spot { piece: Piece { address: 1000, len: 100 }, gpu: None };
+        let [me, other] = [1, 2].map(|engine| Identity { engine, boot: 0 });
+        let memory = Touched { spots: Spots::one(&spot), reader: None };
+        assert!(memory.overlaps(0, 1001) && memory.overlaps(1099, 1) && memory.overlaps(1050, 10));
+        assert!(!memory.overlaps(0, 1000) && !memory.overlaps(1100, 100));
+        assert!(memory.counts_for(Owner(me)) && memory.counts_for(Owner(other)), "it is given back");
+        let read = Touched { reader: Some(me), ..memory };
+        assert!(read.counts_for(Owner(me)) && !read.counts_for(Owner(other)), "one peer reads no more");
     }
 }
