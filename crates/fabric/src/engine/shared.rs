@@ -215,7 +215,7 @@ impl Shared {
     pub(super) fn serve(&self) {
         let watch = self.lock().watch();
         let mut events = Vec::<Event>::with_capacity(EVENTS);
-        let (mut busy_until, mut is_busy) = (Duration::ZERO, false);
+        let (mut busy_until, mut is_busy, mut looked) = (Duration::ZERO, false, Instant::now());
         while !self.stop.load(Ordering::Acquire) {
             if self.pollers.load(Ordering::Acquire) > 0 {
                 // They do the work, unless they have no CPU to do it on.
@@ -235,6 +235,7 @@ impl Shared {
             let Some(mut hub) = hub else {
                 // While it is busy this thread asks all the time, and whoever has the lock does not want to sleep for it.
                 std::thread::yield_now();
+                is_busy &= looked.elapsed() < SPIN;
                 continue;
             };
             let any = hub.poll(&mut events);
@@ -246,6 +247,7 @@ impl Shared {
             is_busy = now < busy_until;
             if is_busy {
                 drop(hub);
+                looked = Instant::now();
                 if now + SPIN >= busy_until + KEEP {
                     std::thread::yield_now();
                 }
@@ -261,8 +263,12 @@ impl Shared {
             drop(hub);
             watch.wait(&mut events, timeout);
             // What has come is asked for again, under the lock.
+            let has_come = !events.is_empty();
             events.clear();
             let mut hub = self.lock();
+            if has_come {
+                hub.look_at_sockets();
+            }
             hub.asleep_until = None;
             hub.woken();
         }

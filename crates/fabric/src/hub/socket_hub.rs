@@ -110,6 +110,11 @@ impl SocketHub {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
+    /// The next poll looks at sockets.
+    pub(crate) fn look_at_sockets(&mut self) {
+        self.without_sockets = WITHOUT_SOCKETS_MAX;
+    }
+
     /// Takes what came, without waiting, and does what is due. Whether anything happened.
     pub(crate) fn poll(&mut self, events: &mut Vec<Event>) -> bool {
         let outside = &mut self.hub.outside;

@@ -189,6 +189,10 @@ impl Outgoing {
     /// Queued memory is valid for reads.
     pub(crate) unsafe fn wrote(&mut self, mut bytes: usize) {
         while let Some(first) = self.queue.front_mut() {
+            if matches!(first, Out::Sum(None, _)) {
+                // All of its body is written; it is made for the next ranges.
+                return debug_assert_eq!(bytes, 0);
+            }
             let rest = first.rest();
             let written = rest.iov_len.min(bytes);
             if let Some(sum) = self.sum.as_mut().filter(|_| first.has_sum()) {

@@ -46,6 +46,8 @@ pub(crate) struct Copies {
     threads: Vec<JoinHandle<()>>,
     shared: Arc<Shared>,
     next: CopyId,
+    /// Whether somebody sleeps until the descriptor can be read.
+    has_sleeper: bool,
 }
 
 /// Bytes to be copied from a neighbour. Its memory belongs to it until it is over.
@@ -156,7 +158,13 @@ impl Copies {
             wake,
             begun: Condvar::new(),
         };
-        Copies { helpers: threads.saturating_sub(1), threads: Vec::new(), shared: Arc::new(shared), next: 0 }
+        Copies {
+            helpers: threads.saturating_sub(1),
+            threads: Vec::new(),
+            shared: Arc::new(shared),
+            next: 0,
+            has_sleeper: false,
+        }
     }
 
     /// The descriptor that tells that a copy is over, where somebody sleeps.
@@ -219,13 +227,22 @@ impl Copies {
     }
 
     /// From now on the end of a copy is told by the descriptor. False: one is over already, or a call waits for somebody.
-    pub(crate) fn prepare_to_sleep(&self) -> bool {
+    pub(crate) fn prepare_to_sleep(&mut self) -> bool {
+        self.has_sleeper = true;
         self.shared.is_awaited.store(true, Ordering::SeqCst);
         !self.shared.has_ended.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn woken(&self) {
+    pub(crate) fn woken(&mut self) {
+        self.has_sleeper = false;
         self.shared.is_awaited.store(false, Ordering::SeqCst);
+    }
+
+    /// Somebody has read the descriptor. If it was not whoever sleeps for it, that is to be told of the next end all the same.
+    pub(crate) fn was_told(&self) {
+        if self.has_sleeper {
+            self.shared.is_awaited.store(true, Ordering::SeqCst);
+        }
     }
 
     /// Whether there are helpers.

@@ -558,6 +558,7 @@ impl Carrier for ProcessVm {
     fn descriptor_ready(&mut self, _: &mut Context<'_>, _: u64) {
         let mut count = [0; 8];
         let _ = rustix::io::read(self.copies.wake(), &mut count);
+        self.copies.was_told();
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
