@@ -678,8 +678,10 @@ mod tests {
                     }
                     from.say_all([Out::sum()]);
                 }
-                let mut bodies = 0;
+                let (mut bodies, mut turns) = (0, 0);
                 while bodies < frames {
+                    turns += 1;
+                    assert!(turns < 100_000, "{bodies} of {frames} frames of {pieces} pieces came");
                     // SAFETY: all memory outlives the links' last calls here.
                     unsafe { from.flush().unwrap() };
                     loop {
