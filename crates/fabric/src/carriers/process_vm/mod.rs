@@ -90,7 +90,14 @@ pub(crate) struct ProcessVm {
     probing: usize,
     is_closed: bool,
     /// Of broken connections that are fenced, by whom their writes were to be read.
-    pulling: HashMap<u64, Arc<Neighbour>>,
+    pulling: HashMap<u64, Pulling>,
+}
+
+/// Writes of a broken connection that its peer may still read.
+#[derive(Debug)]
+struct Pulling {
+    neighbour: Arc<Neighbour>,
+    tokens: Vec<Token>,
 }
 
 /// A peer that this process reads from, or is going to.
@@ -335,7 +342,8 @@ impl ProcessVm {
             self.posted.remove(&token);
         }
         if !pulled.is_empty() {
-            self.pulling.extend(neighbour.map(|neighbour| (connection, neighbour)));
+            let tokens = pulled.clone();
+            self.pulling.extend(neighbour.map(|neighbour| (connection, Pulling { neighbour, tokens })));
             cx.fence(peer, connection, pulled, None);
         }
         if !inline.is_empty() {
@@ -624,13 +632,19 @@ impl Carrier for ProcessVm {
     }
 
     fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
-        self.pulling.remove(&connection);
+        // Of the same connection, those whose bytes went with the words are over by time, and say nothing of the others.
+        if let Some(Pulling { tokens: left, .. }) = self.pulling.get_mut(&connection) {
+            left.retain(|token| !tokens.contains(token));
+            if left.is_empty() {
+                self.pulling.remove(&connection);
+            }
+        }
         cx.process.news.change = true;
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
     fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
-        if let Some(neighbour) = self.pulling.get(&connection).cloned() {
+        if let Some(neighbour) = self.pulling.get(&connection).map(|pulling| Arc::clone(&pulling.neighbour)) {
             self.probe(Probed::Broken { connection, neighbour });
         }
     }

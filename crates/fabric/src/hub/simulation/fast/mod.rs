@@ -44,8 +44,8 @@ pub(super) struct Fast {
     posted: BTreeMap<Token, Posted>,
     serving: BTreeMap<SessionId, Serving>,
     copying: BTreeMap<u64, Copying>,
-    /// Of broken connections that are fenced, whose memory it was.
-    pulling: BTreeMap<u64, usize>,
+    /// Of broken connections that are fenced, whose memory it was, and the writes that its process may still read.
+    pulling: BTreeMap<u64, (usize, Vec<Token>)>,
     is_closed: bool,
 }
 
@@ -259,7 +259,7 @@ impl Fast {
         }
         if !pulled.is_empty() {
             network.seen.fences += 1;
-            self.pulling.insert(connection, process);
+            self.pulling.insert(connection, (process, pulled.clone()));
             cx.fence(peer, connection, pulled, None);
         }
         if !inline.is_empty() {
@@ -664,12 +664,17 @@ impl Carrier for Fast {
     }
 
     fn fence_over(&mut self, cx: &mut Context<'_>, connection: u64, tokens: Vec<Token>) {
-        self.pulling.remove(&connection);
+        if let Some((_, left)) = self.pulling.get_mut(&connection) {
+            left.retain(|token| !tokens.contains(token));
+            if left.is_empty() {
+                self.pulling.remove(&connection);
+            }
+        }
         tokens.into_iter().for_each(|token| cx.completed(token, Completion::Unknown));
     }
 
     fn see_whether_gone(&mut self, _: &mut Context<'_>, connection: u64) {
-        if let Some(process) = self.pulling.get(&connection) {
+        if let Some((process, _)) = self.pulling.get(&connection) {
             let network = &mut *self.network.lock();
             if network.hosts[*process].is_gone {
                 network.fast_soon(self.me, Happening::Gone(connection));
