@@ -33,6 +33,15 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().unwrap())
 }
 
+/// Of one broken connection, writes whose bytes went with the words were over by time; then the neighbour that was to read others
+/// was killed, and nobody asked any more whether it was gone: those never ended.
+#[test]
+fn what_a_killed_neighbour_was_to_read_ends_although_other_writes_ended_by_time() {
+    if let Err(wrong) = World::new(628148721757, Fault::None).run() {
+        panic!("{wrong}");
+    }
+}
+
 #[test]
 fn whatever_breaks_what_is_asked_of_a_hub_ends_once_and_nothing_is_touched_later() {
     let first = number("KVLANE_TEST_SEED").unwrap_or_else(|| {
