@@ -124,10 +124,10 @@ impl ShardLayout {
 }
 
 /// A layer's place on either side.
-type Places<'a> = (Option<(usize, &'a LayerLayout)>, Option<(usize, &'a LayerLayout)>);
+type Sides<'a> = (Option<(usize, &'a LayerLayout)>, Option<(usize, &'a LayerLayout)>);
 
 fn compare_layers(here: &[LayerLayout], there: &[LayerLayout], found: &mut Vec<LayoutDifference>) {
-    let mut layers: HashMap<(&str, u32), Places<'_>> = HashMap::with_capacity(here.len());
+    let mut layers: HashMap<(&str, u32), Sides<'_>> = HashMap::with_capacity(here.len());
     for (place, layer) in here.iter().enumerate() {
         layers.entry((&layer.name, layer.part)).or_default().0 = Some((place, layer));
     }

@@ -169,7 +169,7 @@ pub trait Carrier: fmt::Debug + Send {
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {}
 
     /// The carrier's like at the other end says something, by [`Context::say`].
-    fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
+    fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
         Err(BadWords("it says nothing"))
     }
 
@@ -383,7 +383,7 @@ impl Context<'_> {
 
     /// Says something to the carrier's like at the other end, at most [`WORDS_BYTES_MAX`]; in order, and lost if the control
     /// connection breaks meanwhile.
-    pub fn say(&mut self, to: Party, words: Vec<u8>) {
+    pub fn send(&mut self, to: Party, words: Vec<u8>) {
         self.write(to, WordsKind::Other, words);
     }
 

@@ -30,7 +30,7 @@ impl Outcomes {
     }
 
     /// A transfer is over.
-    pub(crate) fn tell(&mut self, ticket: Ticket, outcome: Result<(), Failure>) {
+    pub(crate) fn complete(&mut self, ticket: Ticket, outcome: Result<(), Failure>) {
         if let Some(wanted) = self.wanted.get_mut(&ticket) {
             wanted.outcome = Some(outcome);
             self.to_wake.extend(wanted.waker.take());

@@ -30,7 +30,7 @@ pub(crate) trait Control: fmt::Debug {
     fn close(&mut self, now: Duration, path: PathId, number: u32);
 
     /// Says something over a connection, of whichever side made it. One that is over is passed over.
-    fn say(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>);
+    fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>);
 
     /// Ends a connection whose other side does not keep to the protocol.
     fn end(&mut self, now: Duration, channel: ChannelId, why: &'static str);

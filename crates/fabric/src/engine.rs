@@ -210,7 +210,7 @@ impl Engine {
         }
         let mut hub = self.shared.try_hub()?;
         hub.hub.outside.process.regions.add(number, region, keys);
-        hub.hub.outside.tell_region(number);
+        hub.hub.outside.announce_region(number);
         self.shared.set_going(&mut hub);
         Ok(number)
     }
@@ -240,7 +240,7 @@ impl Engine {
         for window in hub.hub.outside.process.regions.windows_of(region) {
             self.end_window(&mut hub, window);
         }
-        hub.hub.outside.tell_region(region);
+        hub.hub.outside.announce_region(region);
         self.wait_until_free(
             &mut hub,
             // Somebody else may be about to close a window: until it is closed its peer may read on by itself.
@@ -296,7 +296,7 @@ impl Engine {
             hub.hub.outside.process.regions.remove(number);
             return Err(not_here());
         }
-        hub.hub.outside.tell_window(number, to);
+        hub.hub.outside.announce_window(number, to);
         self.shared.set_going(&mut hub);
         let kind = if matches!(memory, Memory::Gpu(_)) { MemoryKind::Cuda } else { MemoryKind::Host };
         Ok(WindowDescriptor { number, generation, len, kind })
@@ -328,7 +328,7 @@ impl Engine {
                 .iter()
                 .for_each(|(_, registrar)| registrar.close_window(number, generation));
         });
-        hub.hub.outside.tell_window(number, to);
+        hub.hub.outside.announce_window(number, to);
         self.wait_until_free(
             hub,
             |hub| !hub.hub.outside.is_read_through(number),
@@ -572,7 +572,7 @@ impl Engine {
         let mut hub = self.shared.hub();
         let next = hub.hub.outside.process.immediates.retire(counter, generation);
         hub.hub.outcomes.note_change();
-        self.shared.tell(&mut hub);
+        self.shared.wake_waiters(&mut hub);
         next
     }
 
@@ -614,7 +614,7 @@ impl Engine {
         self.shared.wait(&mut hub, None, |hub| (!hub.hub.outside.is_ending()).then_some(()));
         hub.finish();
         self.shared.stop.store(true, Ordering::Release);
-        self.shared.tell(&mut hub);
+        self.shared.wake_waiters(&mut hub);
         hub.wake();
     }
 }

@@ -9,7 +9,7 @@ use crate::tcp::{Head, Out, Outcome, WordsKind};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Frame<B> {
     /// An immediate.
-    Tell {
+    Immediate {
         token: u64,
         number: u64,
         counter: u32,
@@ -54,8 +54,8 @@ impl Frame<Arc<[u8]>> {
             (head, Vec::new(), body)
         };
         match self {
-            Frame::Tell { token, number, counter, generation } => {
-                whole(Head::Tell { token, number, counter, generation })
+            Frame::Immediate { token, number, counter, generation } => {
+                whole(Head::Immediate { token, number, counter, generation })
             }
             Frame::Message { token, number, bytes } => {
                 with(Head::Message { token, number, bytes: bytes.len() as u64 }, bytes)

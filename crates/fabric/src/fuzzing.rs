@@ -311,7 +311,7 @@ fn play(tape: &[u8], has_sums: bool) -> Vec<u8> {
             0 | 1 => (Head::Write { token, runs: count, bytes, stamp: 5 }, bytes as usize),
             2 | 3 => (Head::Data { token, bytes }, bytes as usize),
             4 => (Head::Read { token, runs: count, bytes }, 0),
-            5 => (Head::Tell { token, number: bytes, counter: 1, generation: 2 }, 0),
+            5 => (Head::Immediate { token, number: bytes, counter: 1, generation: 2 }, 0),
             6 => (Head::Ack { outcomes: count, stamp: 6 }, 0),
             7 => (Head::Ping { stamp: token }, 0),
             // A body that is longer than the rest.

@@ -60,7 +60,7 @@ impl<C: Control> Hub<C> {
             more |=
                 drive(&mut self.transfers, &mut self.outside, now, &mut runs, |outside, ticket, outcome| {
                     outside.process.note_over(ticket);
-                    outcomes.tell(ticket, outcome);
+                    outcomes.complete(ticket, outcome);
                 });
             any |= more;
             if !more || runs == 0 {

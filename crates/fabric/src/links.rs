@@ -324,39 +324,39 @@ impl<R> Links<R> {
         self.entries.get(&id)?.link.as_ref()?;
         let Entry { link, said, .. } = self.entries.remove(&id)?;
         let mut link = link?;
-        link.say_all(said);
+        link.send_all(said);
         self.watch.remove(&*link);
         Some(link)
     }
 
     /// Writes bytes.
-    pub(crate) fn say(&mut self, id: LinkId, bytes: Vec<u8>) {
-        self.say_out(id, Out::Bytes(bytes, 0));
+    pub(crate) fn send(&mut self, id: LinkId, bytes: Vec<u8>) {
+        self.send_out(id, Out::Bytes(bytes, 0));
     }
 
     /// Writes a frame: its head, its entries, and the bytes that follow. Memory is not touched any more once it has been
     /// written, or the link is gone.
-    pub(crate) fn say_frame(
+    pub(crate) fn send_frame(
         &mut self,
         id: LinkId,
         head: Head,
         entries: &[u8],
         body: impl IntoIterator<Item = Out>,
     ) {
-        self.say(id, head.frame(entries));
+        self.send(id, head.frame(entries));
         let mut has_body = false;
         for out in body {
             has_body = true;
-            self.say_out(id, out);
+            self.send_out(id, out);
         }
         if has_body && self.entries.get(&id).is_some_and(|entry| entry.has_sums) {
-            self.say_out(id, Out::sum());
+            self.send_out(id, Out::sum());
         }
     }
 
     /// A frame of nothing but its head.
-    pub(crate) fn say_head(&mut self, id: LinkId, head: Head) {
-        self.say_frame(id, head, &[], []);
+    pub(crate) fn send_head(&mut self, id: LinkId, head: Head) {
+        self.send_frame(id, head, &[], []);
     }
 
     /// From the next frame on its bytes have a sum behind them, in both directions.
@@ -372,7 +372,7 @@ impl<R> Links<R> {
         }
     }
 
-    fn say_out(&mut self, id: LinkId, out: Out) {
+    fn send_out(&mut self, id: LinkId, out: Out) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.own_bytes += out.own_bytes();
         entry.waiting += 1;
@@ -466,7 +466,7 @@ impl<R> Links<R> {
                 None => (entry.said.len(), None),
             };
             if may_write {
-                link.say_all(entry.said.drain(..until));
+                link.send_all(entry.said.drain(..until));
             }
             if let Some((to, discard)) = entry.expected.take() {
                 link.expect(to, discard);

@@ -79,9 +79,9 @@ pub enum Event {
     Completed(Token, Completion),
 }
 
-/// Does what is due: tells `transfers` what happened, and lets the provider carry out what they ask for, until there is
-/// nothing left, or so many runs are posted that a whole post more would be too much: then `runs` is 0. `over` is told of each transfer that is over. Answers whether there was anything
-/// to do.
+/// Does what is due: tells `transfers` what happened, then what time it is, and lets the provider carry out what they ask
+/// for, until there is nothing left, or so many runs are posted that a whole post more would be too much: then `runs` is 0.
+/// `over` is told of each transfer that is over. Answers whether there was anything to do.
 pub fn drive<P: Provider>(
     transfers: &mut Transfers,
     provider: &mut P,
@@ -89,14 +89,11 @@ pub fn drive<P: Provider>(
     runs: &mut usize,
     mut over: impl FnMut(&mut P, Ticket, Result<(), Failure>),
 ) -> bool {
-    let mut any = false;
+    let mut any = take_events(transfers, provider, now);
+    // After the news: when the caller was late, nobody is given up whose answer lies there already.
     transfers.tick(now);
     loop {
-        let mut more = false;
-        while let Some(event) = provider.next_event() {
-            more = true;
-            tell(transfers, provider, now, event);
-        }
+        let mut more = take_events(transfers, provider, now);
         while let Some(action) = transfers.next_action() {
             more = true;
             match action {
@@ -126,7 +123,17 @@ pub fn drive<P: Provider>(
     }
 }
 
-fn tell(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, event: Event) {
+/// Tells `transfers` all that happened; answers whether anything did.
+fn take_events(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration) -> bool {
+    let mut any = false;
+    while let Some(event) = provider.next_event() {
+        any = true;
+        take_event(transfers, provider, now, event);
+    }
+    any
+}
+
+fn take_event(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, event: Event) {
     match event {
         Event::Up { path, connection } => {
             if !transfers.path_up(now, path, connection) {
@@ -138,5 +145,63 @@ fn tell(transfers: &mut Transfers, provider: &mut impl Provider, now: Duration, 
         Event::Broke { path, connection } => transfers.path_broke(now, path, connection),
         Event::Ready(path) => transfers.path_ready(path),
         Event::Completed(token, completion) => transfers.complete(now, token, completion),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+    use crate::transfers::{Options, Reach};
+
+    #[derive(Default)]
+    struct Told {
+        events: VecDeque<Event>,
+        lost: Vec<Route>,
+        connections: Vec<(PathId, u32)>,
+    }
+
+    impl Provider for Told {
+        fn came(&mut self, _: Option<PathId>, _: u64) {}
+
+        fn connect(&mut self, _: Duration, path: PathId, connection: u32) {
+            self.connections.push((path, connection));
+        }
+
+        fn close(&mut self, _: Duration, _: PathId, _: u32) {}
+
+        fn post(&mut self, _: Duration, _: Post) -> Result<(), NotNow> {
+            Err(NotNow)
+        }
+
+        fn lost(&mut self, _: Duration, _: PeerId, route: Route) {
+            self.lost.push(route);
+        }
+
+        fn next_event(&mut self) -> Option<Event> {
+            self.events.pop_front()
+        }
+    }
+
+    /// The engine's thread was not run for long: a peer's connection is there, the news of it lies unread, and its time is
+    /// over. It counted as lost, since the time was looked at before the news.
+    #[test]
+    fn a_peer_whose_connection_is_there_is_not_lost_because_the_news_was_read_late() {
+        let options = Options::default();
+        let late = options.peer_patience * 2;
+        for is_there in [true, false] {
+            let (mut transfers, mut provider) = (Transfers::new(options.clone()), Told::default());
+            let peer = transfers.add_peer(Duration::ZERO);
+            transfers.add_path(Duration::ZERO, peer, PathSpec::new(Reach::ALL, 0)).unwrap();
+            drive(&mut transfers, &mut provider, Duration::ZERO, &mut 100, |_, _, _| {});
+            let (path, connection) = provider.connections[0];
+            if is_there {
+                provider.events.push_back(Event::Up { path, connection });
+            }
+            drive(&mut transfers, &mut provider, late, &mut 100, |_, _, _| {});
+            assert_eq!(provider.lost.is_empty(), is_there, "{:?}", provider.lost);
+        }
     }
 }

@@ -347,7 +347,7 @@ impl Transfers {
         }
         if let (Completion::Placed, Some(transfer)) = (completion, self.live.get_mut(&ticket)) {
             transfer.breaks = 0;
-            if let Work::Tell { number, .. } | Work::Say { number, .. } = posted.work {
+            if let Work::Immediate { number, .. } | Work::Message { number, .. } = posted.work {
                 transfer.immediate = Immediate::Placed;
                 let peer = transfer.peer;
                 self.settle_immediate(peer, number);

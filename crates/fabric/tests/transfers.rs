@@ -192,7 +192,7 @@ fn no_immediate_runs_so_far_ahead_that_the_receiver_would_forget_the_oldest() {
     let mut told = 0;
     let mut tell_all = |transfers: &mut Transfers| {
         while let Some(post) = transfers.next_post(at(11)) {
-            let Work::Tell { number, .. } = post.work else { panic!("{post:?}") };
+            let Work::Immediate { number, .. } = post.work else { panic!("{post:?}") };
             told = told.max(number);
             transfers.complete(at(11), post.token, Completion::Placed);
         }
@@ -265,7 +265,7 @@ fn a_message_without_room_is_posted_again_after_longer_and_longer_pauses() {
     let mut pauses = Vec::new();
     let mut now = at(0);
     while let Some(post) = transfers.next_post(now) {
-        assert_eq!(post.work, Work::Say { number: 0, bytes: Arc::clone(&bytes) });
+        assert_eq!(post.work, Work::Message { number: 0, bytes: Arc::clone(&bytes) });
         transfers.complete(now, post.token, Completion::NoRoom);
         // What else goes to the peer is posted meanwhile, also with a later number.
         let tell = Request { immediate: Some((1, 0)), ..request(peer, 0, Priority::High) };

@@ -60,7 +60,7 @@ impl ControlSockets {
             tracing::warn!(?peer, "refused a peer that does not know the secret; said once of this address");
         }
         self.links.want(id, wants);
-        self.links.say(id, verdict);
+        self.links.send(id, verdict);
         Ok(())
     }
 
@@ -83,7 +83,7 @@ impl ControlSockets {
             _ if !is_me => {
                 entry.role = Role::Leaving;
                 self.links.want(id, Wants::Nothing);
-                self.links.say(id, welcome.encode(key));
+                self.links.send(id, welcome.encode(key));
             }
             Purpose::Fence(code, of) => {
                 entry.role = Role::Fencing { key: key.clone() };
@@ -95,7 +95,7 @@ impl ControlSockets {
                     return Err(BadFrame("bytes of a carrier that is not here").into());
                 }
                 let lease = entry.lease().unwrap_or_else(Lease::begin);
-                self.links.say(id, welcome.encode(key));
+                self.links.send(id, welcome.encode(key));
                 if welcome.sums {
                     self.links.begin_sums(id);
                 }
@@ -114,7 +114,7 @@ impl ControlSockets {
                 self.links.want(id, Wants::Frames);
                 let ends = rings.filter(|_| self.offers_rings()).and_then(|rings| self.take_up(rings));
                 welcome.rings = ends.is_some();
-                self.links.say(id, welcome.encode(key));
+                self.links.send(id, welcome.encode(key));
                 if welcome.sums && !welcome.rings {
                     self.links.begin_sums(id);
                 }
@@ -138,7 +138,7 @@ impl ControlSockets {
     }
 
     /// The answer to [`ControlEvent::FenceAsked`].
-    pub(super) fn say_fenced(&mut self, id: ChannelId, is_over: bool) {
+    pub(super) fn report_fenced(&mut self, id: ChannelId, is_over: bool) {
         let Some(entry) = self.links.get_mut(id) else { return };
         if !matches!(entry.role, Role::Fencing { .. }) {
             return;
@@ -150,7 +150,7 @@ impl ControlSockets {
         let welcome = Welcome { answer: Answer::Welcome, from: self.me(), rings: false, sums: false };
         let Some(entry) = self.links.get_mut(id) else { return };
         let Role::Fencing { key } = std::mem::replace(&mut entry.role, Role::Leaving) else { return };
-        self.links.say(id, welcome.encode(&key));
+        self.links.send(id, welcome.encode(&key));
     }
 }
 

@@ -269,7 +269,7 @@ impl ControlSockets {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
-                self.links.say_head(id, Head::Pong { stamp: lease::stamp() });
+                self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
                 return Ok(());
             }
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => {
@@ -280,8 +280,8 @@ impl ControlSockets {
                 *stamp = new;
                 Frame::Outcomes(Outcome::decode_all(entries).collect())
             }
-            (Role::Serving { .. }, Head::Tell { token, number, counter, generation }) => {
-                Frame::Tell { token, number, counter, generation }
+            (Role::Serving { .. }, Head::Immediate { token, number, counter, generation }) => {
+                Frame::Immediate { token, number, counter, generation }
             }
             (Role::Serving { .. }, Head::Fence { connection, code }) => Frame::Fence { code, connection },
             (Role::Up { .. }, Head::Fenced { connection, code, is_over }) => {
@@ -381,7 +381,7 @@ impl ControlSockets {
                 _ => None,
             })
             .collect();
-        up.into_iter().for_each(|(id, stamp)| self.links.say_head(id, Head::Ping { stamp }));
+        up.into_iter().for_each(|(id, stamp)| self.links.send_head(id, Head::Ping { stamp }));
     }
 
     fn accept_all(&mut self, now: Duration, index: usize) {
@@ -411,7 +411,7 @@ impl ControlSockets {
                 let id = self.links.accept(now, socket, self.credentials.as_deref(), role, wants)?;
                 self.links.set_lease(id, Lease::begin());
                 self.look_at = self.look_at.min(now + LOOK);
-                self.links.say(id, encode_challenge(&challenge));
+                self.links.send(id, encode_challenge(&challenge));
                 Ok(())
             });
             if let Err(error) = added
@@ -563,8 +563,8 @@ impl ControlSockets {
             *segment = new;
         }
         match dialled {
-            Dialled::Say(bytes, next) => {
-                self.links.say(id, bytes);
+            Dialled::Send(bytes, next) => {
+                self.links.send(id, bytes);
                 self.links.want(id, Wants::Greeting(next));
                 Ok(())
             }
@@ -604,9 +604,9 @@ impl Control for ControlSockets {
         }
     }
 
-    fn say(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
+    fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
         let (head, entries, body) = frame.write();
-        self.links.say_frame(channel, head, &entries, body);
+        self.links.send_frame(channel, head, &entries, body);
     }
 
     fn end(&mut self, _: Duration, channel: ChannelId, why: &'static str) {
@@ -622,7 +622,7 @@ impl Control for ControlSockets {
     }
 
     fn answer_fence(&mut self, _: Duration, channel: ChannelId, is_over: bool) {
-        self.say_fenced(channel, is_over);
+        self.report_fenced(channel, is_over);
     }
 
     fn forget(&mut self, path: PathId) {

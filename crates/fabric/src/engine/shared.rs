@@ -110,7 +110,7 @@ impl Shared {
             hub.pump();
         }
         self.work(hub, |_| false);
-        self.tell(hub);
+        self.wake_waiters(hub);
         self.wake_if_needed(hub);
     }
 
@@ -155,7 +155,7 @@ impl Shared {
             if worked || any {
                 spin_until = hub.hub.now() + SPIN;
             }
-            self.tell(hub);
+            self.wake_waiters(hub);
             if let Some(found) = has.or_else(|| found(hub)) {
                 break Some(found);
             }
@@ -192,7 +192,7 @@ impl Shared {
     }
 
     /// Wakes those who sleep, and tasks, if anything happened that they may wait for.
-    pub(crate) fn tell(&self, hub: &mut Hold<'_>) {
+    pub(crate) fn wake_waiters(&self, hub: &mut Hold<'_>) {
         let outcomes = &mut hub.hub.outcomes;
         if outcomes.take_changed() && self.sleepers.load(Ordering::Acquire) > 0 {
             self.changed.notify_all();
@@ -242,7 +242,7 @@ impl Shared {
             if self.work(&mut hub, |_| false) || any {
                 busy_until = hub.hub.now() + SPIN;
             }
-            self.tell(&mut hub);
+            self.wake_waiters(&mut hub);
             let now = hub.hub.now();
             is_busy = now < busy_until;
             if is_busy {

@@ -8,7 +8,7 @@ use crate::tcp::{Outcome, WordsKind, decode_regions};
 use crate::transfers::{Completion, PeerId, Token};
 
 impl<C: Control> Outside<C> {
-    pub(super) fn hear_peer(&mut self, channel: ChannelId, peer: PeerId, frame: Frame<Vec<u8>>) {
+    pub(super) fn receive_from_peer(&mut self, channel: ChannelId, peer: PeerId, frame: Frame<Vec<u8>>) {
         match frame {
             Frame::Outcomes(outcomes) => {
                 for Outcome { token, fate } in outcomes {
@@ -36,7 +36,7 @@ impl<C: Control> Outside<C> {
                         carrier.refused(cx, peer, &String::from_utf8_lossy(&bytes));
                         Ok(())
                     }
-                    WordsKind::Other => carrier.hear(cx, crate::carrier::Party::Peer(peer), &bytes),
+                    WordsKind::Other => carrier.receive(cx, crate::carrier::Party::Peer(peer), &bytes),
                     WordsKind::Offer => Err(crate::carrier::BadWords("an offer of the side that listens")),
                 });
                 if let Some(Err(bad)) = heard {

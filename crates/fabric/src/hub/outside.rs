@@ -145,22 +145,22 @@ impl<C: Control> Outside<C> {
     }
 
     /// What this process has registered, or not any more, is told to all who are connected.
-    pub(crate) fn tell_region(&mut self, number: u32) {
+    pub(crate) fn announce_region(&mut self, number: u32) {
         let Some(news) = self.process.regions.news_of(number) else { return };
         for bytes in crate::tcp::encode_regions(&[news]) {
             for channel in self.sessions.keys() {
-                self.control.say(*channel, Frame::Regions(bytes.clone()));
+                self.control.send(*channel, Frame::Regions(bytes.clone()));
             }
         }
         self.peers().into_iter().for_each(|peer| self.peer_has_changed(peer));
     }
 
     /// A window that is open, or not any more, is told to its peer, if that is connected.
-    pub(crate) fn tell_window(&mut self, number: u32, to: Identity) {
+    pub(crate) fn announce_window(&mut self, number: u32, to: Identity) {
         let news = self.process.regions.news_of_window(number);
         for bytes in crate::tcp::encode_regions(&news) {
             for (channel, _) in self.sessions.iter().filter(|(_, served)| served.from == to) {
-                self.control.say(*channel, Frame::Regions(bytes.clone()));
+                self.control.send(*channel, Frame::Regions(bytes.clone()));
             }
         }
     }
@@ -243,7 +243,7 @@ impl<C: Control> Outside<C> {
             let (code, connection) = question.broken;
             match (self.channel_of.get(&question.peer), self.fences.whom(question.broken)) {
                 (Some(channel), _) if !question.is_insisted => {
-                    self.control.say(*channel, Frame::Fence { code, connection })
+                    self.control.send(*channel, Frame::Fence { code, connection })
                 }
                 (_, Some(whom)) => {
                     let whom = whom.clone();
@@ -291,15 +291,15 @@ impl<C: Control> Outside<C> {
                 let mut frames = crate::tcp::encode_regions(&self.process.regions.news(served.from));
                 // That was all.
                 frames.push(Vec::new());
-                frames.into_iter().for_each(|bytes| self.control.say(channel, Frame::Regions(bytes)));
+                frames.into_iter().for_each(|bytes| self.control.send(channel, Frame::Regions(bytes)));
             }
             ControlEvent::SessionEnded { channel } => {
                 self.sessions.remove(&channel);
                 self.each(|carrier, cx| carrier.session_ended(cx, crate::carrier::SessionId(channel)));
             }
             ControlEvent::Heard { channel, frame, lease } => match self.channels.get(&channel).copied() {
-                Some(peer) => self.hear_peer(channel, peer, frame),
-                None => self.hear_session(channel, frame, lease),
+                Some(peer) => self.receive_from_peer(channel, peer, frame),
+                None => self.receive_from_session(channel, frame, lease),
             },
             ControlEvent::Greeted { code, greeted } => {
                 let place = self.place_of(code);
@@ -353,7 +353,7 @@ impl<C: Control> Outside<C> {
             crate::carrier::Party::Session(session) => Some(session.0),
         };
         // What is said to whoever is gone is lost, as the carrier is told.
-        channel.into_iter().for_each(|channel| self.control.say(channel, frame.clone()));
+        channel.into_iter().for_each(|channel| self.control.send(channel, frame.clone()));
     }
 
     fn post_to_carrier(
@@ -447,18 +447,18 @@ impl<C: Control> Provider for Outside<C> {
             (Work::Move { op, runs, .. }, Some(place)) => {
                 return self.post_to_carrier(place, &post, *op, runs);
             }
-            (Work::Tell { number, counter, generation }, None) => {
+            (Work::Immediate { number, counter, generation }, None) => {
                 let (number, counter, generation) = (*number, *counter, *generation);
-                Frame::Tell { token: token.number(), number, counter, generation }
+                Frame::Immediate { token: token.number(), number, counter, generation }
             }
-            (Work::Say { number, bytes }, None) => {
+            (Work::Message { number, bytes }, None) => {
                 Frame::Message { token: token.number(), number: *number, bytes: bytes.clone() }
             }
             _ => return Err(NotNow),
         };
         let channel = *self.channel_of.get(&at.peer).ok_or(NotNow)?;
         self.posted.insert(token, channel);
-        self.control.say(channel, frame);
+        self.control.send(channel, frame);
         Ok(())
     }
 

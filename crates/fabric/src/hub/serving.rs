@@ -10,10 +10,15 @@ use crate::lease::Lease;
 use crate::tcp::{Fate, Outcome, WordsKind};
 
 impl<C: Control> Outside<C> {
-    pub(super) fn hear_session(&mut self, channel: ChannelId, frame: Frame<Vec<u8>>, lease: Option<Lease>) {
+    pub(super) fn receive_from_session(
+        &mut self,
+        channel: ChannelId,
+        frame: Frame<Vec<u8>>,
+        lease: Option<Lease>,
+    ) {
         let Some(served) = self.sessions.get(&channel).copied() else { return };
         let outcome = match frame {
-            Frame::Tell { token, number, counter, generation } => {
+            Frame::Immediate { token, number, counter, generation } => {
                 let arrival = self.process.immediates.arrive(served.session, number, counter, generation);
                 if matches!(arrival, Arrival::Counted(_)) {
                     self.process.news.change = true;
@@ -25,7 +30,7 @@ impl<C: Control> Outside<C> {
                 let len = bytes.len() as u64;
                 let admission = process.inbox.admit(&process.immediates, served.session, number, len);
                 match admission {
-                    Admission::NoRoom => return self.control.say(channel, Frame::NoRoom { token }),
+                    Admission::NoRoom => return self.control.send(channel, Frame::NoRoom { token }),
                     Admission::Admitted => {
                         let from = served.from;
                         let from = EngineId { engine_id: from.engine, boot_nonce: from.boot };
@@ -40,17 +45,17 @@ impl<C: Control> Outside<C> {
             }
             Frame::Fence { code, connection } => {
                 let is_over = self.fence(served.from, (code, connection));
-                return self.control.say(channel, Frame::Fenced { code, connection, is_over });
+                return self.control.send(channel, Frame::Fenced { code, connection, is_over });
             }
             Frame::Words { code, kind, bytes } => {
-                return self.hear_words(channel, code, kind, &bytes, lease);
+                return self.receive_words(channel, code, kind, &bytes, lease);
             }
             _ => return self.end_channel(channel, "a frame that is not its side's"),
         };
-        self.control.say(channel, Frame::Outcomes(vec![outcome]));
+        self.control.send(channel, Frame::Outcomes(vec![outcome]));
     }
 
-    fn hear_words(
+    fn receive_words(
         &mut self,
         channel: ChannelId,
         code: u8,
@@ -62,13 +67,13 @@ impl<C: Control> Outside<C> {
         let Some(place) = self.place_of(code) else {
             if kind == WordsKind::Offer {
                 let bytes = b"the peer has no such carrier".to_vec();
-                self.control.say(channel, Frame::Words { code, kind: WordsKind::Refused, bytes });
+                self.control.send(channel, Frame::Words { code, kind: WordsKind::Refused, bytes });
             }
             return;
         };
         let heard = self.with_lease(place, lease, |carrier, cx| match kind {
             WordsKind::Offer => carrier.consider(cx, session, bytes),
-            WordsKind::Other => carrier.hear(cx, Party::Session(session), bytes),
+            WordsKind::Other => carrier.receive(cx, Party::Session(session), bytes),
             WordsKind::Accepted | WordsKind::Refused => Err(BadWords("an answer to nothing")),
         });
         if let Some(Err(bad)) = heard {

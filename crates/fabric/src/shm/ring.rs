@@ -113,10 +113,10 @@ impl Writer {
     pub(crate) unsafe fn write(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
         let room = self.room(total(ranges))?;
         let mut taken = 0;
-        for part in parts(ranges, self.written, room, self.memory.capacity()) {
+        for span in spans(ranges, self.written, room, self.memory.capacity()) {
             // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
-            unsafe { self.memory.copy_in(part.at, part.pointer, part.len) };
-            taken += part.len;
+            unsafe { self.memory.copy_in(span.at, span.pointer, span.len) };
+            taken += span.len;
         }
         if taken > 0 {
             self.written = self.written.wrapping_add(taken as u64);
@@ -191,10 +191,10 @@ impl Reader {
     pub(crate) unsafe fn read(&mut self, ranges: &[libc::iovec]) -> Result<usize, RingError> {
         let there = self.there(total(ranges))?;
         let mut taken = 0;
-        for part in parts(ranges, self.read, there, self.memory.capacity()) {
+        for span in spans(ranges, self.read, there, self.memory.capacity()) {
             // SAFETY: it is a part of a range that is valid by the caller's promise, and the ring's memory is no range.
-            unsafe { self.memory.copy_out(part.at, part.pointer, part.len) };
-            taken += part.len;
+            unsafe { self.memory.copy_out(span.at, span.pointer, span.len) };
+            taken += span.len;
         }
         if taken > 0 {
             self.read = self.read.wrapping_add(taken as u64);
@@ -273,14 +273,14 @@ fn total(ranges: &[libc::iovec]) -> u64 {
 }
 
 /// A part of a range, and where in the ring it belongs.
-struct Part {
+struct Span {
     at: usize,
     pointer: *mut u8,
     len: usize,
 }
 
 /// The first `bytes` bytes of the ranges, from this position of the stream on, cut where the ring ends.
-fn parts(ranges: &[libc::iovec], mut position: u64, bytes: u64, capacity: u64) -> impl Iterator<Item = Part> {
+fn spans(ranges: &[libc::iovec], mut position: u64, bytes: u64, capacity: u64) -> impl Iterator<Item = Span> {
     // Not more than a ring holds, which is in memory.
     let mut left = bytes as usize;
     let mut ranges = ranges.iter().map(|range| (range.iov_base.cast::<u8>(), range.iov_len));
@@ -294,11 +294,11 @@ fn parts(ranges: &[libc::iovec], mut position: u64, bytes: u64, capacity: u64) -
         }
         let at = (position & (capacity - 1)) as usize;
         let len = range.1.min(left).min(capacity as usize - at);
-        let part = Part { at, pointer: range.0, len };
+        let span = Span { at, pointer: range.0, len };
         range = (range.0.wrapping_add(len), range.1 - len);
         left -= len;
         position = position.wrapping_add(len as u64);
-        Some(part)
+        Some(span)
     })
 }
 

@@ -38,7 +38,7 @@ enum Stage {
 #[derive(Debug)]
 pub(crate) enum Dialled {
     /// To be sent; then a greeting of so many bytes comes.
-    Say(Vec<u8>, usize),
+    Send(Vec<u8>, usize),
     /// The peer is whoever it should be, and takes the connection for its purpose.
     Welcome(Welcome),
 }
@@ -65,7 +65,7 @@ impl Dialling {
                 let listening = decode_challenge(greeting)?;
                 let nonces = Nonces { listening, connecting: nonce()? };
                 self.stage = Stage::Proving(nonces);
-                Ok(Dialled::Say(whom.key.encode_proof(&nonces), VERDICT_BYTES))
+                Ok(Dialled::Send(whom.key.encode_proof(&nonces), VERDICT_BYTES))
             }
             Stage::Proving(nonces) => {
                 match whom.key.decode_verdict(greeting, nonces)? {
@@ -78,7 +78,7 @@ impl Dialling {
                 let hello = Hello { purpose, connection, from: me, to, session, rings: rings(), sums };
                 let bytes = hello.encode(&key);
                 self.stage = Stage::Greeted(key);
-                Ok(Dialled::Say(bytes, WELCOME_BYTES))
+                Ok(Dialled::Send(bytes, WELCOME_BYTES))
             }
             Stage::Greeted(key) => {
                 let welcome = Welcome::decode(greeting, key)?;

@@ -30,7 +30,7 @@
 //!  Read    count runs, which have so many bytes together         -> Data, once or in parts, or Ack (refused, failed)
 //!  Data    bytes follow: the next of the answer to the Read of that token
 //!  on a control connection
-//!  Tell    bytes: the immediate's number; more: counter, generation << 32              -> Ack
+//!  Immediate  bytes: its number; more: counter, generation << 32                      -> Ack
 //!  Message bytes follow: the message; more: its number, counted with the immediates    -> Ack, or NoRoom
 //!  NoRoom  the answer to the Message of that token: to be sent again later
 //!  Words   bytes follow: what a carrier says to its like; token: the carrier's code; more: 0 an offer, 1 it is accepted, 2 it is
@@ -72,7 +72,7 @@ pub(crate) const WORDS_BYTES_MAX: usize = 64 << 10;
 pub(crate) enum Head {
     Write { token: u64, runs: usize, bytes: u64, stamp: u64 },
     Read { token: u64, runs: usize, bytes: u64 },
-    Tell { token: u64, number: u64, counter: u32, generation: u32 },
+    Immediate { token: u64, number: u64, counter: u32, generation: u32 },
     Data { token: u64, bytes: u64 },
     Ack { outcomes: usize, stamp: u64 },
     Ping { stamp: u64 },
@@ -159,7 +159,7 @@ impl Head {
         let (kind, count, token, bytes, more) = match *self {
             Head::Write { token, runs, bytes, stamp } => (1, runs, token, bytes, stamp),
             Head::Read { token, runs, bytes } => (2, runs, token, bytes, 0),
-            Head::Tell { token, number, counter, generation } => {
+            Head::Immediate { token, number, counter, generation } => {
                 (3, 0, token, number, u64::from(counter) | u64::from(generation) << 32)
             }
             Head::Data { token, bytes } => (4, 0, token, bytes, 0),
@@ -196,9 +196,12 @@ impl Head {
         match (head[0], count) {
             (1, 1..) => moved(Head::Write { token, runs: count, bytes, stamp: more }),
             (2, 1..) => moved(Head::Read { token, runs: count, bytes }),
-            (3, 0) => {
-                Ok(Head::Tell { token, number: bytes, counter: more as u32, generation: (more >> 32) as u32 })
-            }
+            (3, 0) => Ok(Head::Immediate {
+                token,
+                number: bytes,
+                counter: more as u32,
+                generation: (more >> 32) as u32,
+            }),
             (4, 0) => moved(Head::Data { token, bytes }),
             (5, 1..) => Ok(Head::Ack { outcomes: count, stamp: more }),
             (6, 0) => Ok(Head::Ping { stamp: more }),
@@ -366,7 +369,7 @@ mod tests {
                 bytes
             }),
             (token, any::<u64>(), any::<u32>(), any::<u32>()).prop_map(
-                |(token, number, counter, generation)| Head::Tell { token, number, counter, generation }
+                |(token, number, counter, generation)| Head::Immediate { token, number, counter, generation }
             ),
             (token, bytes.clone()).prop_map(|(token, bytes)| Head::Data { token, bytes }),
             (count.clone(), any::<u64>()).prop_map(|(outcomes, stamp)| Head::Ack { outcomes, stamp }),

@@ -127,7 +127,7 @@ impl Link {
     }
 
     /// Queues these.
-    pub(crate) fn say_all(&mut self, said: impl IntoIterator<Item = Out>) {
+    pub(crate) fn send_all(&mut self, said: impl IntoIterator<Item = Out>) {
         said.into_iter().for_each(|out| self.out.push(out));
     }
 
@@ -508,8 +508,8 @@ mod tests {
         (Link::new(one).unwrap(), Link::new(other).unwrap())
     }
 
-    fn say(link: &mut Link, head: Head) {
-        link.say_all([Out::Bytes(head.frame(&[]), 0)]);
+    fn send(link: &mut Link, head: Head) {
+        link.send_all([Out::Bytes(head.frame(&[]), 0)]);
     }
 
     fn piece(bytes: &mut [u8]) -> Piece {
@@ -535,16 +535,16 @@ mod tests {
             let mut wanted = VecDeque::new();
             for (token, (lens, discard, far)) in (0..).zip(&frames) {
                 let bytes: usize = lens.iter().sum();
-                say(&mut from, Head::Data { token, bytes: bytes as u64 });
+                send(&mut from, Head::Data { token, bytes: bytes as u64 });
                 // As a frame has many, of any length.
                 let mut rest = &mut source[*far..];
                 for len in lens {
                     let (first, behind) = rest.split_at_mut(*len);
-                    from.say_all([Out::Memory(piece(first))]);
+                    from.send_all([Out::Memory(piece(first))]);
                     rest = behind;
                 }
-                from.say_all(has_sums.then(Out::sum));
-                say(&mut from, Head::Ping { stamp: 7 });
+                from.send_all(has_sums.then(Out::sum));
+                send(&mut from, Head::Ping { stamp: 7 });
                 let mut pieces = Vec::new();
                 if !discard {
                     expected[at..at + bytes].copy_from_slice(&source[*far..far + bytes]);
@@ -637,8 +637,8 @@ mod tests {
         let mut flag = [1; 8];
         let flag_at = flag.as_mut_ptr();
         for round in 0..4u8 {
-            say(&mut from, Head::Data { token: 1, bytes: 8 });
-            from.say_all([Out::Memory(Piece { address: flag_at.expose_provenance(), len: 8 }), Out::sum()]);
+            send(&mut from, Head::Data { token: 1, bytes: 8 });
+            from.send_all([Out::Memory(Piece { address: flag_at.expose_provenance(), len: 8 }), Out::sum()]);
             let mut ranges = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; RANGES_MAX];
             // SAFETY: the flag is alive, here and below.
             unsafe {
@@ -672,11 +672,11 @@ mod tests {
                 let mut source = vec![7u8; each];
                 let mut arrived = vec![0u8; pieces * each];
                 for token in 0..frames {
-                    say(&mut from, Head::Data { token, bytes: (pieces * each) as u64 });
+                    send(&mut from, Head::Data { token, bytes: (pieces * each) as u64 });
                     for _ in 0..pieces {
-                        from.say_all([Out::Memory(piece(&mut source))]);
+                        from.send_all([Out::Memory(piece(&mut source))]);
                     }
-                    from.say_all([Out::sum()]);
+                    from.send_all([Out::sum()]);
                 }
                 let (mut bodies, mut turns) = (0, 0);
                 while bodies < frames {
@@ -701,9 +701,9 @@ mod tests {
     #[test]
     fn an_end_in_the_middle_is_told() {
         let (mut from, mut to) = pair(false);
-        say(&mut from, Head::Data { token: 1, bytes: 10 });
+        send(&mut from, Head::Data { token: 1, bytes: 10 });
         let mut memory = [7; 5];
-        from.say_all([Out::Memory(piece(&mut memory))]);
+        from.send_all([Out::Memory(piece(&mut memory))]);
         // SAFETY: the memory is alive.
         unsafe { from.flush().unwrap() };
         drop(from);

@@ -241,7 +241,7 @@ fn spoiled(error: RingError) -> io::Error {
 impl Drop for Stream {
     fn drop(&mut self) {
         if let Stream::Tls(tls) = self {
-            tls.say_goodbye();
+            tls.send_close_notify();
         }
         // Also where a forked process still holds the socket.
         let _ = self.socket().shutdown(Shutdown::Both);

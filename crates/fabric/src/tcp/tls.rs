@@ -133,7 +133,7 @@ impl TlsStream {
     pub(super) unsafe fn receive(&mut self, ranges: &[libc::iovec]) -> io::Result<usize> {
         let mut to = Cursor::new(ranges);
         self.has_more = false;
-        self.say_own();
+        self.flush_own();
         let mut is_dry = false;
         loop {
             // SAFETY: the caller's promise.
@@ -201,21 +201,21 @@ impl TlsStream {
         self.start += self.session.read_tls(&mut there)?;
         let done = self.session.process_new_packets();
         // Where that failed, the peer is told why.
-        self.say_own();
+        self.flush_own();
         done.map(drop).map_err(|error| bad(explain(&error)))
     }
 
     /// Handshakes, answers and alerts. What the socket does not take now is flushed later, and what else is wrong with
     /// it is told by the next who read it.
-    fn say_own(&mut self) {
+    fn flush_own(&mut self) {
         let _ = self.flush();
     }
 
     /// A word of goodbye, where nothing else waits. Before the handshake it tells the peer that TLS is spoken here.
-    pub(super) fn say_goodbye(&mut self) {
+    pub(super) fn send_close_notify(&mut self) {
         if self.is_flushed() {
             self.session.send_close_notify();
-            self.say_own();
+            self.flush_own();
         }
     }
 }

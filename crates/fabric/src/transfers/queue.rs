@@ -167,11 +167,11 @@ impl Transfers {
         if let Some(transfer) = self.live.get_mut(&posted.ticket) {
             match posted.work {
                 Work::Move { between, runs, .. } => transfer.put_back(between, runs),
-                Work::Tell { number, counter, generation } => {
+                Work::Immediate { number, counter, generation } => {
                     let what = Told::Counter { counter, generation };
                     transfer.immediate = Immediate::Due { what, number: Some(number) };
                 }
-                Work::Say { number, bytes } => {
+                Work::Message { number, bytes } => {
                     transfer.immediate = Immediate::Due { what: Told::Message(bytes), number: Some(number) };
                 }
             }
@@ -348,8 +348,8 @@ impl Transfer {
 impl Told {
     fn work(self, number: u64) -> Work {
         match self {
-            Told::Counter { counter, generation } => Work::Tell { number, counter, generation },
-            Told::Message(bytes) => Work::Say { number, bytes },
+            Told::Counter { counter, generation } => Work::Immediate { number, counter, generation },
+            Told::Message(bytes) => Work::Message { number, bytes },
         }
     }
 }

@@ -99,7 +99,7 @@ pub enum Work {
         runs: Vec<Run>,
     },
     /// An immediate, the `number`-th for this peer.
-    Tell {
+    Immediate {
         /// From 0 on; the same when it is sent again.
         number: u64,
         /// The counter.
@@ -108,7 +108,7 @@ pub enum Work {
         generation: u32,
     },
     /// A message, numbered with the immediates.
-    Say {
+    Message {
         /// From 0 on; the same when it is sent again.
         number: u64,
         /// All of it.
@@ -206,7 +206,7 @@ impl Work {
     pub fn runs(&self) -> usize {
         match self {
             Work::Move { runs, .. } => runs.len(),
-            Work::Tell { .. } | Work::Say { .. } => 1,
+            Work::Immediate { .. } | Work::Message { .. } => 1,
         }
     }
 
@@ -214,15 +214,15 @@ impl Work {
     pub(super) fn route(&self) -> Route {
         match self {
             Work::Move { between, .. } => between.route(),
-            Work::Tell { .. } | Work::Say { .. } => Route::Words,
+            Work::Immediate { .. } | Work::Message { .. } => Route::Words,
         }
     }
 
     pub(super) fn bytes(&self) -> u64 {
         match self {
             Work::Move { runs, .. } => runs.iter().map(|run| run.len).sum(),
-            Work::Say { bytes, .. } => bytes.len() as u64,
-            Work::Tell { .. } => 0,
+            Work::Message { bytes, .. } => bytes.len() as u64,
+            Work::Immediate { .. } => 0,
         }
     }
 }

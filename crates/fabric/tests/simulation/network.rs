@@ -383,7 +383,7 @@ impl Network {
                 self.apply(token);
             }
             let Some(taken) = self.taken.remove(&token) else { continue };
-            let is_told = matches!(taken.work, Work::Tell { .. } | Work::Say { .. });
+            let is_told = matches!(taken.work, Work::Immediate { .. } | Work::Message { .. });
             if is_told && !taken.applied && !taken.refused && self.dice.one_in(3) {
                 // Nobody waits until the other side reads no more of it.
                 self.apply_late(taken.clone());
@@ -433,14 +433,14 @@ impl Network {
     }
 
     fn admission(&mut self, path: PathId, work: &Work) -> Option<Admission> {
-        let Work::Say { number, bytes } = work else { return None };
+        let Work::Message { number, bytes } = work else { return None };
         let peer = self.peer_of(path);
         let sender = self.sender();
         Some(self.inboxes[peer].admit(&self.immediates[peer], sender, *number, bytes.len() as u64))
     }
 
     fn release(&mut self, taken: &Taken) {
-        let Work::Say { bytes, .. } = &taken.work else { return };
+        let Work::Message { bytes, .. } = &taken.work else { return };
         let peer = self.peer_of(taken.path);
         let sender = self.sender();
         self.inboxes[peer].release(sender, bytes.len());
@@ -480,7 +480,7 @@ impl Network {
         let peer = self.peer_of(path);
         match work {
             Work::Move { op, runs, .. } => self.memory.copy(op, peer, &runs),
-            Work::Tell { number, counter, generation } => {
+            Work::Immediate { number, counter, generation } => {
                 let arrival = self.immediates[peer].arrive(SENDER, number, counter, generation);
                 let ticket = self.counters[&counter];
                 if !self.seen[&ticket].is_over && !self.memory.is_placed(ticket) {
@@ -490,7 +490,7 @@ impl Network {
                     self.seen.get_mut(&ticket).unwrap().told += 1;
                 }
             }
-            Work::Say { number, bytes } => {
+            Work::Message { number, bytes } => {
                 if admission == Some(Admission::Admitted) {
                     let from = EngineId { engine_id: 0, boot_nonce: 0 };
                     let message = Message { from, bytes: bytes.to_vec() };
@@ -513,7 +513,7 @@ impl Network {
         let PathAt { peer, spec, has_vanished } = self.paths[&post.path];
         let route = match &post.work {
             Work::Move { between, .. } => between.route(),
-            Work::Tell { .. } | Work::Say { .. } => Route::Words,
+            Work::Immediate { .. } | Work::Message { .. } => Route::Words,
         };
         if !spec.reach.serves(route) || has_vanished {
             self.is_wrong(format!("{route:?} over a path that does not serve it"));

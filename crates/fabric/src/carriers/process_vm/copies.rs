@@ -318,7 +318,7 @@ impl Shared {
     }
 
     /// Wakes whoever sleeps until copies are over, if some are.
-    fn tell(&self) {
+    fn wake_waiter(&self) {
         if self.has_ended.load(Ordering::SeqCst) && self.is_awaited.swap(false, Ordering::SeqCst) {
             // A counter that is full wakes too.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -331,7 +331,7 @@ impl Shared {
         while !state.is_stopped {
             let seen = self.turns.load(Ordering::Acquire);
             while !state.is_stopped && self.make_call(&mut state) {
-                self.tell();
+                self.wake_waiter();
             }
             let until = Instant::now() + SPIN;
             let is_new = || self.turns.load(Ordering::Acquire) != seen;

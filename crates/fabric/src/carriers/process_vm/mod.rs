@@ -372,7 +372,7 @@ impl ProcessVm {
                 } else {
                     (Asked::Pull, Words::pull(token.number(), bytes, wire, runs))
                 };
-                cx.say(Party::Peer(peer), words);
+                cx.send(Party::Peer(peer), words);
                 what
             }
             Op::Read => {
@@ -523,7 +523,7 @@ impl Carrier for ProcessVm {
         cx.ready(reader.path);
     }
 
-    fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
+    fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
         match (from, Words::decode(words)?) {
             (Party::Session(session), Words::Pull { token, runs, addresses }) => {
                 self.pull(cx, session, token, &runs, &addresses)
@@ -549,7 +549,7 @@ impl Carrier for ProcessVm {
     }
 
     fn answer(&mut self, cx: &mut Context<'_>) {
-        self.say_done(cx);
+        self.report_done(cx);
     }
 
     fn close(&mut self, cx: &mut Context<'_>, path: PathId, connection: u32) {
@@ -571,7 +571,7 @@ impl Carrier for ProcessVm {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> bool {
         let any = self.take_ended(cx);
-        self.say_done(cx);
+        self.report_done(cx);
         for reader in self.peers.values_mut() {
             if reader.patient_until().is_some_and(|until| until <= cx.now) {
                 let late =
@@ -610,7 +610,7 @@ impl Carrier for ProcessVm {
             Err(other) => {
                 debug_assert!(other.is::<CopyTurn>());
                 self.take_ended(cx);
-                self.say_done(cx);
+                self.report_done(cx);
             }
         }
     }

@@ -116,10 +116,10 @@ impl ProcessVm {
     }
 
     /// Says what has become of neighbours' writes.
-    pub(super) fn say_done(&mut self, cx: &mut Context<'_>) {
+    pub(super) fn report_done(&mut self, cx: &mut Context<'_>) {
         for (session, serving) in &mut self.serving {
             for outcomes in std::mem::take(&mut serving.outcomes).chunks(OUTCOMES_AT_ONCE) {
-                cx.say(Party::Session(*session), Words::done(outcomes));
+                cx.send(Party::Session(*session), Words::done(outcomes));
             }
         }
     }

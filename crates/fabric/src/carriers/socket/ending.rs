@@ -75,7 +75,7 @@ impl SocketCarrier {
         let stamp = |role: &Role| if let Role::Up { stamp, .. } = role { Some(*stamp) } else { None };
         let up: Vec<(LinkId, u64)> =
             self.links.iter().filter_map(|(id, entry)| Some((id, stamp(&entry.role)?))).collect();
-        up.into_iter().for_each(|(id, stamp)| self.links.say_head(id, Head::Ping { stamp }));
+        up.into_iter().for_each(|(id, stamp)| self.links.send_head(id, Head::Ping { stamp }));
     }
 
     pub(super) fn links_that_touch(&self, memory: Touched<'_>) -> Vec<LinkId> {

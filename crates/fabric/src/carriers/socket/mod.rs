@@ -179,8 +179,8 @@ impl SocketCarrier {
         let (path, number, peer, connection) = (*path, *number, *peer, dialling.connection);
         let Some(known) = cx.peers.get(&peer) else { return Err(Ended::Closed) };
         match dialling.take(greeting, self.me, &known.whom, self.wants_sums, || None)? {
-            Dialled::Say(bytes, next) => {
-                self.links.say(id, bytes);
+            Dialled::Send(bytes, next) => {
+                self.links.send(id, bytes);
                 self.links.want(id, Wants::Greeting(next));
             }
             Dialled::Welcome(welcome) => {

@@ -30,11 +30,11 @@ impl SocketCarrier {
         let pieces = runs.iter().map(|run| run.local.piece);
         let what = match op {
             Op::Write => {
-                self.links.say_frame(link, head, &entries, pieces.map(Out::Memory));
+                self.links.send_frame(link, head, &entries, pieces.map(Out::Memory));
                 Asked::Write(self.links.mark(link))
             }
             Op::Read => {
-                self.links.say_frame(link, head, &entries, []);
+                self.links.send_frame(link, head, &entries, []);
                 Asked::Read(pieces.collect())
             }
         };

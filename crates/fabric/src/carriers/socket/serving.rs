@@ -32,7 +32,7 @@ impl SocketCarrier {
                     lease.renew(stamp)?;
                     self.links.set_lease(id, lease);
                 }
-                self.links.say_head(id, Head::Pong { stamp: lease::stamp() });
+                self.links.send_head(id, Head::Pong { stamp: lease::stamp() });
             }
             (Role::Up { stamp, .. }, Head::Pong { stamp: new }) => *stamp = new,
             (Role::Serving { from, body, .. }, Head::Write { token, bytes, stamp, .. }) => {
@@ -61,7 +61,7 @@ impl SocketCarrier {
                     Some(spots) if any_on_gpu(&spots) => return self.answer_staged(id, token, spots),
                     Some(spots) => {
                         let pieces = pieces(spots).into_iter().map(Out::Memory);
-                        self.links.say_frame(id, Head::Data { token, bytes }, &[], pieces);
+                        self.links.send_frame(id, Head::Data { token, bytes }, &[], pieces);
                     }
                 }
             }
@@ -152,7 +152,7 @@ impl SocketCarrier {
             let head = Head::Ack { outcomes: outcomes.len(), stamp: lease::stamp() };
             let mut entries = Vec::new();
             outcomes.iter().for_each(|outcome| outcome.encode(&mut entries));
-            self.links.say_frame(id, head, &entries, []);
+            self.links.send_frame(id, head, &entries, []);
         }
     }
 }

@@ -39,7 +39,7 @@ impl SocketCarrier {
             Op::Read => {
                 let bytes = bytes_of(&spots);
                 let head = Head::Read { token: token.number(), runs, bytes };
-                self.links.say_frame(link, head, &entries, []);
+                self.links.send_frame(link, head, &entries, []);
                 let (coming, completion) = (0, Completion::Placed);
                 Asked::ReadStaged(Box::new(StagedRead { left: spots, coming, completion }))
             }
@@ -155,7 +155,7 @@ impl SocketCarrier {
                 any = true;
             }
         }
-        any |= self.say_copied(cx, link, &mut lane);
+        any |= self.report_copied(cx, link, &mut lane);
         // SAFETY: as in `take_staged_body`.
         any |= unsafe { self.slots.start_outgoing(&mut lane) };
         let (over, has_placed) = self.slots.take_placed(&mut lane);
@@ -174,7 +174,7 @@ impl SocketCarrier {
     }
 
     /// What has been copied out of a GPU's memory goes to the socket, in order.
-    fn say_copied(&mut self, cx: &mut Context<'_>, link: LinkId, lane: &mut Lane) -> bool {
+    fn report_copied(&mut self, cx: &mut Context<'_>, link: LinkId, lane: &mut Lane) -> bool {
         let mut any = false;
         while let Some(mut outgoing) = lane.outgoing.pop_front() {
             while let Some(part) = outgoing.copying.front_mut() {
@@ -199,7 +199,7 @@ impl SocketCarrier {
                     }
                 };
                 let pieces = part.host_pieces().into_iter().map(Out::Memory);
-                self.links.say_frame(link, head, entries, pieces);
+                self.links.send_frame(link, head, entries, pieces);
                 let mark = self.links.mark(link);
                 if let Frame::Write { token, .. } = &outgoing.what
                     && let Some(posted) = self.posted.get_mut(token)
@@ -214,14 +214,14 @@ impl SocketCarrier {
             }
             any = true;
             if outgoing.has_failed {
-                self.tell_of_failure(cx, link, &outgoing.what);
+                self.report_failure(cx, link, &outgoing.what);
             }
         }
         any
     }
 
     /// A driver could not copy what was to go out.
-    fn tell_of_failure(&mut self, cx: &mut Context<'_>, link: LinkId, what: &Frame) {
+    fn report_failure(&mut self, cx: &mut Context<'_>, link: LinkId, what: &Frame) {
         match what {
             Frame::Write { token, .. } => {
                 self.posted.remove(token);

@@ -139,11 +139,13 @@ impl Memory {
         })
     }
 
-    /// A transfer is over: its parts of both memories are used otherwise at once.
+    /// A transfer is over: its parts of both memories are used otherwise at once. Not the peer's for another transfer, where
+    /// who wrote them has closed its engine: what was under way may still arrive.
     pub(super) fn end(&mut self, whose: Whose, pieces: &[PieceAt]) {
         self.is_over.insert(whose, true);
         for slice in pieces.iter().flat_map(|piece| [Some(piece.local), piece.remote]).flatten() {
-            self.regions[slice.region].taken[slice.slice] = false;
+            let may_arrive = self.is_closed[whose.0] && self.regions[slice.region].process != whose.0;
+            self.regions[slice.region].taken[slice.slice] = may_arrive;
             if let Some((process, at)) = self.place(slice, 0) {
                 self.scribble(process, at, SLICE);
             }

@@ -90,7 +90,7 @@ impl Node {
             keys.extend(key.map(|key| (*code, key.into_boxed_slice())));
         }
         outside.process.regions.add(number, NewRegion { base, len, access, memory: kind }, keys);
-        outside.tell_region(number);
+        outside.announce_region(number);
         let (process, state, taken) = (self.process, State::Registered, Default::default());
         let region = Region { process, area, number, generation, is_writable, kind, state, taken };
         Some(self.network.lock().memory.add_region(region))
@@ -108,7 +108,7 @@ impl Node {
             return;
         }
         self.registrars.iter().for_each(|(_, registrar)| registrar.withdraw(&seen));
-        outside.tell_region(number);
+        outside.announce_region(number);
         outside.process.letting_go += 1;
         self.network.lock().memory.regions[region].state = State::LettingGo;
         let at = outside.now() + LET_GO;

@@ -360,7 +360,7 @@ impl Fast {
     ) {
         if self.serving.get(&session).is_some_and(|serving| serving.connection == connection) {
             let words = self.network.lock().fast_says(Said::Done { token, completion });
-            cx.say(Party::Session(session), words);
+            cx.send(Party::Session(session), words);
         }
     }
 
@@ -489,7 +489,7 @@ impl Fast {
         };
         let words = network.fast_says(said);
         self.posted.insert(token, Posted { peer, copy: None, is_inline });
-        cx.say(Party::Peer(peer), words);
+        cx.send(Party::Peer(peer), words);
     }
 }
 
@@ -577,7 +577,7 @@ impl Carrier for Fast {
         }
     }
 
-    fn hear(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
+    fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
         let number = words.try_into().map(u64::from_le_bytes).map_err(|_| BadWords("no number"))?;
         let said = self.network.lock().fast.said[number as usize].clone();
         match (from, said) {

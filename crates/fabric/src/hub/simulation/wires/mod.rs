@@ -61,7 +61,7 @@ impl Control for SimulatedControl {
         found.into_iter().for_each(|id| network.close_end(id, CONNECTING));
     }
 
-    fn say(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
+    fn send(&mut self, channel: ChannelId, frame: Frame<Arc<[u8]>>) {
         let network = &mut *self.network.lock();
         let (id, end) = (channel / 2, channel as usize % 2);
         // It may be cut at any frame.
@@ -275,8 +275,8 @@ impl Network {
 
 fn owned(frame: Frame<Arc<[u8]>>) -> Frame<Vec<u8>> {
     match frame {
-        Frame::Tell { token, number, counter, generation } => {
-            Frame::Tell { token, number, counter, generation }
+        Frame::Immediate { token, number, counter, generation } => {
+            Frame::Immediate { token, number, counter, generation }
         }
         Frame::Message { token, number, bytes } => Frame::Message { token, number, bytes: bytes.to_vec() },
         Frame::Outcomes(outcomes) => Frame::Outcomes(outcomes),
