@@ -168,7 +168,7 @@ pub trait Carrier: fmt::Debug + Send {
     /// What a peer, or this process, has registered has changed.
     fn regions_changed(&mut self, cx: &mut Context<'_>, peer: PeerId) {}
 
-    /// The carrier's like at the other end says something, by [`Context::say`].
+    /// The carrier's like at the other end says something, by [`Context::send`].
     fn receive(&mut self, cx: &mut Context<'_>, from: Party, words: &[u8]) -> Result<(), BadWords> {
         Err(BadWords("it says nothing"))
     }
