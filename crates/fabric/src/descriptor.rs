@@ -13,6 +13,7 @@
 //! number. Where the memory is, and by which keys it is reached, no descriptor says: an engine tells that whoever has proved
 //! the secret. Kinds that a reader does not know are left out, since a newer peer may have more.
 
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use thiserror::Error;
@@ -70,6 +71,21 @@ pub struct Address {
     pub kind: u8,
     /// At most 255 bytes.
     pub bytes: Vec<u8>,
+}
+
+const TCP: u8 = 1;
+
+impl Address {
+    /// Over TCP.
+    pub(crate) fn tcp(address: SocketAddr) -> Address {
+        Address { kind: TCP, bytes: address.to_string().into_bytes() }
+    }
+
+    /// None if it is of a kind that is not known here.
+    fn socket_address(&self) -> Option<SocketAddr> {
+        let text = (self.kind == TCP).then_some(&self.bytes)?;
+        std::str::from_utf8(text).ok()?.parse().ok()
+    }
 }
 
 /// A registered region.
@@ -212,6 +228,11 @@ impl Descriptor {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         let digit = |half: u8| char::from(DIGITS[usize::from(half)]);
         Ok(self.to_bytes()?.into_iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect())
+    }
+
+    /// Where the process listens.
+    pub fn socket_addresses(&self) -> impl Iterator<Item = SocketAddr> {
+        self.addresses.iter().filter_map(Address::socket_address)
     }
 
     /// The region of a number.

@@ -36,7 +36,7 @@ use crate::control::sockets::ControlSockets;
 use crate::descriptor::{Access, Descriptor, MemoryKind, REGIONS_MAX, RegionDescriptor};
 use crate::fences::Whom;
 use crate::group::Group;
-use crate::hub::socket_hub::{CONTROL, SocketHub, decode_address};
+use crate::hub::socket_hub::{CONTROL, SocketHub};
 use crate::hub::{Hub, Outside};
 use crate::inbox::{EngineId, MESSAGE_BYTES_MAX, Message};
 use crate::process::Process;
@@ -369,8 +369,7 @@ impl Engine {
 
     /// A peer, by what it tells of itself. Connections are made meanwhile.
     pub fn connect(&self, descriptor: &Descriptor) -> Result<PeerId, FabricError> {
-        let known = descriptor.addresses.iter().filter_map(decode_address).take(ADDRESSES_MAX);
-        let addresses: Vec<SocketAddr> = known.collect();
+        let addresses: Vec<SocketAddr> = descriptor.socket_addresses().take(ADDRESSES_MAX).collect();
         if addresses.is_empty() {
             return Err(FabricError::NoAddress);
         }

@@ -26,8 +26,6 @@ const WAKE: u8 = 255;
 const WITHOUT_SOCKETS_MAX: u32 = 32;
 /// The same while neither brings anything.
 const WITHOUT_SOCKETS: u32 = 8;
-/// The kind of an [`Address`] that is a socket's.
-const TCP: u8 = 1;
 
 #[derive(Debug)]
 pub(crate) struct SocketHub {
@@ -258,12 +256,11 @@ impl SocketHub {
             true => outside.control.listens_at()?,
             false => self.advertised.clone(),
         };
-        let encode = |address: SocketAddr| Address { kind: TCP, bytes: address.to_string().into_bytes() };
         Ok(Descriptor {
             boot_nonce: outside.process.me.boot,
             engine_id: outside.process.me.engine,
             trust: outside.control.proofs.trust.clone(),
-            addresses: addresses.into_iter().map(encode).collect(),
+            addresses: addresses.into_iter().map(Address::tcp).collect(),
             regions: outside.process.regions.descriptors(),
         })
     }
@@ -309,10 +306,4 @@ impl SocketHub {
             no_rings: own.and_then(|control| control.no_rings.clone()),
         })
     }
-}
-
-/// None if it is of a kind that is not known here.
-pub(crate) fn decode_address(address: &Address) -> Option<SocketAddr> {
-    let text = (address.kind == TCP).then_some(&address.bytes)?;
-    std::str::from_utf8(text).ok()?.parse().ok()
 }

@@ -1,0 +1,274 @@
+//! A prompt's blocks go from one engine to another: both sides with their agents, over the real fabric, in one process.
+#![allow(
+    clippy::unwrap_used,
+    unsafe_code,
+    reason = "helpers of tests fail like tests; tests register their own memory"
+)]
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use kvlane_block::Region;
+use kvlane_fabric::{Access, Engine, EngineOptions};
+use kvlane_handoff::{
+    Area, Computed, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent, RankOptions,
+    Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+};
+
+const BLOCKS: u64 = 64;
+const PIECE: u64 = 4096;
+const LAYERS: u64 = 4;
+const SOON: Duration = Duration::from_secs(20);
+const SHAPE: [u8; 16] = [7; 16];
+const CONTENT: [u8; 16] = [9; 16];
+
+/// An engine's rank with its memory: layers apart.
+struct Rank {
+    agent: RankAgent,
+    memory: &'static mut [u8],
+    key: [u8; 16],
+}
+
+struct Side {
+    scheduler: SchedulerAgent,
+    address: SocketAddr,
+    ranks: Vec<Rank>,
+}
+
+fn engine(token: &str) -> Engine {
+    let listen = vec!["127.0.0.1:0".parse().unwrap()];
+    Engine::new(EngineOptions { listen, token: token.into(), ..EngineOptions::default() }).unwrap()
+}
+
+fn rank(number: u8, token: &str) -> Rank {
+    let bytes = (BLOCKS * PIECE * LAYERS) as usize;
+    let memory: &'static mut [u8] = Box::leak(vec![0u8; bytes].into_boxed_slice());
+    let base = memory.as_mut_ptr();
+    let engine = engine(token);
+    // SAFETY: it is leaked, and read and written only where no hand-off has it.
+    let region = unsafe { engine.register(base, bytes as u64, Access::Windows) }.unwrap();
+    let base = base.expose_provenance() as u64;
+    let layer = |layer| Region {
+        base: base + layer * BLOCKS * PIECE,
+        block_stride: PIECE,
+        blocks: BLOCKS,
+        piece_bytes: PIECE,
+        piece_offsets: vec![0],
+    };
+    let areas = vec![Area { region, base, bytes: bytes as u64 }];
+    let key = [number; 16];
+    let regions = (0..LAYERS).map(layer).collect();
+    let agent = RankAgent::start(engine, RankOptions { regions, areas, key }).unwrap();
+    Rank { agent, memory, key }
+}
+
+fn side(ranks: u8, shape: [u8; 16], token: &str) -> Side {
+    let ranks: Vec<Rank> = (0..ranks).map(|number| rank(number, token)).collect();
+    let engine = engine(token);
+    let address = engine.describe().unwrap().socket_addresses().next().unwrap();
+    let of_rank = |rank: &Rank| RankAddress { endpoint: rank.agent.endpoint().clone(), key: rank.key };
+    let options = SchedulerOptions {
+        ranks: ranks.iter().map(of_rank).collect(),
+        shape,
+        networks: Vec::new(),
+        legs: LegOptions { lease: Duration::from_secs(3), ..LegOptions::default() },
+        landings: LandingOptions::default(),
+    };
+    Side { scheduler: SchedulerAgent::start(engine, options).unwrap(), address, ranks }
+}
+
+impl Rank {
+    fn block(&mut self, layer: u64, block: u32) -> &mut [u8] {
+        let at = (layer * BLOCKS * PIECE + u64::from(block) * PIECE) as usize;
+        &mut self.memory[at..at + PIECE as usize]
+    }
+
+    /// Each byte says where it is of: the block of the prompt, the layer and the rank.
+    fn compute(&mut self, rank: u8, of_prompt: u32, block: u32) {
+        (0..LAYERS).for_each(|layer| self.block(layer, block).fill(value(rank, layer, of_prompt)));
+    }
+
+    fn holds(&mut self, rank: u8, of_prompt: u32, block: u32) -> bool {
+        (0..LAYERS).all(|layer| {
+            let value = value(rank, layer, of_prompt);
+            self.block(layer, block).iter().all(|byte| *byte == value)
+        })
+    }
+}
+
+fn value(rank: u8, layer: u64, of_prompt: u32) -> u8 {
+    1 + rank * 101 + layer as u8 * 37 + of_prompt as u8 * 3
+}
+
+fn wanted(address: SocketAddr, first_block: u32, end_block: u32) -> Wanted {
+    Wanted { address, content: CONTENT, first_block, end_block, patience: SOON }
+}
+
+fn id(number: u8) -> HandoffId {
+    HandoffId([number; 16])
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let end = Instant::now() + SOON;
+    while !done() {
+        assert!(Instant::now() < end, "{what} does not happen");
+        std::thread::yield_now();
+    }
+}
+
+impl Side {
+    fn over(&self, id: HandoffId) -> Standing {
+        assert!(self.scheduler.wait_over(id, SOON), "{id:?} is not over: {:?}", self.scheduler.standing(id));
+        self.scheduler.standing(id).unwrap()
+    }
+
+    /// Blocks of the prompt, in these blocks of the engine.
+    fn compute(&mut self, id: HandoffId, first_block: u32, blocks: &[u32]) {
+        for (number, rank) in (0..).zip(&mut self.ranks) {
+            for (of_prompt, block) in (first_block..).zip(blocks) {
+                rank.compute(number, of_prompt, *block);
+            }
+            let hash = Some([first_block as u8 + blocks.len() as u8; 16]);
+            rank.agent.computed(id, Computed { first_block, blocks: blocks.to_vec(), hash });
+        }
+    }
+
+    fn holds(&mut self, first_block: u32, blocks: &[u32]) -> bool {
+        (0..).zip(&mut self.ranks).all(|(number, rank)| {
+            (first_block..).zip(blocks).all(|(of_prompt, block)| rank.holds(number, of_prompt, *block))
+        })
+    }
+
+    fn is_free(&self, id: HandoffId) {
+        let free = std::cell::RefCell::new(Vec::new());
+        until("the end of the hand-off at P", || {
+            free.borrow_mut().extend(self.scheduler.take_free_legs());
+            free.borrow().contains(&id)
+        });
+    }
+}
+
+#[test]
+fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
+    let (mut p, mut d) = (side(2, SHAPE, "a"), side(2, SHAPE, "a"));
+    let id = id(1);
+    assert!(p.scheduler.begin_leg(id, CONTENT));
+    p.compute(id, 0, &[5, 6, 7]);
+    assert!(d.scheduler.begin_landing(id, wanted(p.address, 2, 8)));
+    d.scheduler.give_room(id, &[11, 30, 31]);
+    until("the first block", || d.scheduler.standing(id).unwrap().end_block == 3);
+    p.compute(id, 3, &[20, 9]);
+    until("the next two", || d.scheduler.standing(id).unwrap().end_block == 5);
+    // No room yet: what is offered waits.
+    p.compute(id, 5, &[40, 41, 42]);
+    assert_eq!(d.scheduler.standing(id).unwrap().end_block, 5);
+    d.scheduler.give_room(id, &[1, 2, 3]);
+    let standing = d.over(id);
+    assert_eq!((standing.outcome, standing.end_block), (Some(Outcome::Landed), 8));
+    assert_eq!(standing.hashes, [(2, [3; 16]), (4, [5; 16]), (7, [8; 16])]);
+    assert!(d.holds(2, &[11, 30, 31, 1, 2, 3]));
+    assert!(!d.holds(2, &[11, 30, 31, 1, 3, 2]), "the control");
+    p.is_free(id);
+    d.scheduler.forget_landing(id);
+    assert!(!p.scheduler.begin_leg(id, CONTENT), "an id is used once");
+}
+
+#[test]
+fn the_want_may_come_before_the_request() {
+    let (mut p, mut d) = (side(1, SHAPE, "b"), side(1, SHAPE, "b"));
+    let id = id(2);
+    assert!(d.scheduler.begin_landing(id, wanted(p.address, 0, 2)));
+    d.scheduler.give_room(id, &[3, 4]);
+    // It is there: another one that nobody computes is refused, after it has waited.
+    let other = self::id(3);
+    assert!(d.scheduler.begin_landing(other, wanted(p.address, 0, 2)));
+    assert!(p.scheduler.begin_leg(id, CONTENT));
+    p.compute(id, 0, &[0, 1]);
+    assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
+    assert!(d.holds(0, &[3, 4]));
+    let standing = d.over(other);
+    assert!(matches!(standing.outcome, Some(Outcome::Refused(Reason::Unknown) | Outcome::Unheard)));
+}
+
+#[test]
+fn other_content_another_shape_and_nobody_are_told_apart() {
+    let (p, d, other) = (side(1, SHAPE, "c"), side(1, SHAPE, "c"), side(1, [8; 16], "c"));
+    let (wrong_content, wrong_shape, nobody) = (id(4), id(5), id(6));
+    p.scheduler.begin_leg(wrong_content, [1; 16]);
+    p.scheduler.begin_leg(wrong_shape, CONTENT);
+    d.scheduler.begin_landing(wrong_content, wanted(p.address, 0, 1));
+    other.scheduler.begin_landing(wrong_shape, wanted(p.address, 0, 1));
+    d.scheduler.begin_landing(nobody, wanted("127.0.0.1:1".parse().unwrap(), 0, 1));
+    assert_eq!(d.over(wrong_content).outcome, Some(Outcome::Refused(Reason::OtherContent)));
+    assert_eq!(other.over(wrong_shape).outcome, Some(Outcome::Refused(Reason::OtherShape)));
+    assert!(matches!(d.over(nobody).outcome, Some(Outcome::Unreachable(_))));
+    let elsewhere = id(7);
+    d.scheduler.begin_landing(elsewhere, wanted("192.0.2.1:80".parse().unwrap(), 0, 1));
+    let Some(Outcome::Unreachable(why)) = d.over(elsewhere).outcome else { unreachable!() };
+    assert!(why.contains("kvlane.direct.peers"), "{why}");
+}
+
+#[test]
+fn what_had_landed_is_kept_when_the_other_engine_gives_up_or_goes() {
+    for goes in [false, true] {
+        let (mut p, mut d) = (side(2, SHAPE, "d"), side(2, SHAPE, "d"));
+        let id = id(8);
+        p.scheduler.begin_leg(id, CONTENT);
+        d.scheduler.begin_landing(id, wanted(p.address, 0, 6));
+        d.scheduler.give_room(id, &[1, 2, 3, 4, 5, 6]);
+        p.compute(id, 0, &[9, 8, 7]);
+        until("three blocks", || d.scheduler.standing(id).unwrap().end_block == 3);
+        if goes {
+            drop(p);
+        } else {
+            p.scheduler.give_leg_up(id);
+            p.is_free(id);
+        }
+        let standing = d.over(id);
+        assert_eq!(standing.end_block, 3);
+        assert!(matches!(standing.outcome, Some(Outcome::Refused(Reason::Over) | Outcome::PeerLost)));
+        assert!(d.holds(0, &[1, 2, 3]));
+        d.scheduler.forget_landing(id);
+    }
+}
+
+#[test]
+fn a_reset_of_either_side_ends_everything_before_it_returns() {
+    let (mut p, d) = (side(2, SHAPE, "e"), side(2, SHAPE, "e"));
+    let (first, second) = (id(9), id(10));
+    for id in [first, second] {
+        p.scheduler.begin_leg(id, CONTENT);
+        d.scheduler.begin_landing(id, wanted(p.address, 0, 4));
+        d.scheduler.give_room(id, if id == first { &[1, 2, 3, 4] } else { &[5, 6, 7, 8] });
+    }
+    p.compute(first, 0, &[1, 2]);
+    p.compute(second, 0, &[3, 4]);
+    until("both begin", || {
+        [first, second].iter().all(|id| d.scheduler.standing(*id).unwrap().end_block == 2)
+    });
+    assert!(d.scheduler.end_all(SOON));
+    assert_eq!(d.over(first).outcome, Some(Outcome::GivenUp));
+    assert!(p.scheduler.end_all(SOON));
+    let mut free = p.scheduler.take_free_legs();
+    free.sort();
+    assert_eq!(free, [first, second]);
+}
+
+#[test]
+fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
+    let (mut p, d) = (side(1, SHAPE, "f"), side(1, SHAPE, "f"));
+    let (unwanted, left) = (id(11), id(12));
+    p.scheduler.begin_leg(unwanted, CONTENT);
+    p.scheduler.begin_leg(left, CONTENT);
+    p.compute(left, 0, &[1]);
+    d.scheduler.begin_landing(left, wanted(p.address, 0, 2));
+    d.scheduler.give_room(left, &[1, 2]);
+    until("one block", || d.scheduler.standing(left).unwrap().end_block == 1);
+    // It does not say goodbye.
+    drop(d);
+    let free = std::cell::RefCell::new(Vec::new());
+    until("both leases' ends", || {
+        free.borrow_mut().extend(p.scheduler.take_free_legs());
+        free.borrow().len() == 2
+    });
+}
