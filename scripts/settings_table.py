@@ -56,7 +56,9 @@ def table(source: str) -> str:
         what = what.replace("None takes", "without it")
         # A name of this file, such as LAYOUTS, stands for the words that it lists.
         what = re.sub(r"\b[A-Z]+(?:_[A-Z]+)*\b", lambda name: _words(name[0], constants), what)
-        lines.append(f"| `kvlane.{field.target.id}` | {_default(ast.literal_eval(field.value))} | {what} |")
+        # As key_name of settings.py.
+        key = field.target.id.replace("direct_", "direct.", 1)
+        lines.append(f"| `kvlane.{key}` | {_default(ast.literal_eval(field.value))} | {what} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -4,6 +4,8 @@ Schedulers, workers, tools and fabric engines belong to the process that made th
 raise RuntimeError, and closing or dropping them does nothing."""
 
 from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
 from typing import Any, Literal, final
 
 from kvlane.connector.shard_layout import ShardLayout
@@ -221,6 +223,98 @@ class Tool:
 
 def default_address() -> str:
     """The address used when none is given: KVLANE_ADDR, else the socket in the user's runtime directory."""
+
+def runtime_folder() -> Path:
+    """The folder in which a user's processes of this host find each other; it is made if need be. OSError where it is
+    not this user's alone."""
+
+class HandoffRank:
+    """A rank's part of direct hand-offs: blocks that it computes are read by the same rank of another engine, and
+    blocks of that one are read into its own. It has a thread."""
+
+    def __init__(
+        self,
+        listen: str,
+        token: str,
+        regions: list[tuple[int, int, int, int, list[int]]],
+        areas: list[tuple[int, int]],
+        key: bytes,
+    ) -> None:
+        """`listen`: HOST:PORT. `regions`: as of `Worker`, one after the other. `areas`: address and bytes of the memory
+        in which they lie, which has to stay until `close`. `key`: 16 bytes, by which its own scheduler is known.
+        OSError, ValueError."""
+
+    @property
+    def endpoint(self) -> bytes:
+        """Where it can be reached."""
+
+    def computed(self, id: bytes, first_block: int, blocks: list[int], hash: bytes | None, /) -> None:
+        """These blocks of a hand-off are computed: the `first_block`-th of the prompt and those behind it. They stay as
+        they are until the scheduler's `take_free_legs` names the hand-off. `hash`: 16 bytes, of the last of them."""
+
+    def close(self) -> None:
+        """When this returns nothing is read or written any more."""
+
+class HandoffScheduler:
+    """A scheduler's part of direct hand-offs. Ids, contents and keys have 16 bytes. It has a thread; no call but
+    `wait_over`, `end_all` and `close` waits for anybody."""
+
+    def __init__(
+        self,
+        listen: str,
+        token: str,
+        ranks: list[tuple[bytes, bytes]],
+        shape: bytes,
+        networks: list[tuple[IPv4Address | IPv6Address, int]],
+    ) -> None:
+        """`ranks`: endpoint and key of each, in their order. `shape`: the same in engines whose blocks are cut alike.
+        `networks`: those that may be connected to beside the loopback."""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT at which other engines reach it."""
+
+    def begin_leg(self, id: bytes, content: bytes, /) -> bool:
+        """A request is here that is to be handed over. False: too many are, or the id was used before."""
+
+    def leg_progress(self, id: bytes, ahead: int, computed: int, /) -> bool:
+        """So many requests are before it, so many of its tokens are computed. False: nobody wants it any more."""
+
+    def give_leg_up(self, id: bytes, /) -> None:
+        """It ended before all was computed, or its blocks cannot stay."""
+
+    def take_free_legs(self) -> list[bytes]:
+        """Those that are over since the last call: their blocks may be used otherwise."""
+
+    def begin_landing(
+        self, id: bytes, address: str, content: bytes, first_block: int, end_block: int, patience_ms: float, /
+    ) -> bool:
+        """A prompt that the engine at `address` computes is to land here: its blocks from `first_block` on, `end_block`
+        is the first that is not wanted. False: too many are, or the id was used before. ValueError for what is no
+        address."""
+
+    def give_room(self, id: bytes, blocks: list[int], /) -> None:
+        """These blocks of the engine are for the next of the prompt. They may be written until it is over."""
+
+    def standing(self, id: bytes, /) -> tuple[str | None, str, int, list[tuple[int, bytes]]] | None:
+        """How it ended, None while it goes on: landed, refused, unreachable, unheard, stalled, too_long, peer_lost or
+        given_up; the same as a sentence; the block before which all have landed; and hashes, each with its block."""
+
+    def give_landing_up(self, id: bytes, /) -> None:
+        """It is over when `standing` says so."""
+
+    def forget_landing(self, id: bytes, /) -> None:
+        """One that is over. ValueError for another one."""
+
+    def wait_over(self, id: bytes, timeout_ms: float, /) -> bool:
+        """Waits until it is over."""
+
+    def end_all(self, timeout_ms: float, /) -> bool:
+        """Gives all up that computes or lands here, and waits until nothing of it is read or written. False: not in
+        this time."""
+
+    def close(self) -> None:
+        """Ends all connections."""
 
 class GpuMemory:
     """Memory of a GPU, for benchmarks and tests of what moves such memory. It takes addresses of host memory as

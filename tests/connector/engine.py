@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,13 @@ class InProcessEngine:
 
         self.scheduler.make_stats = make_and_count
 
-    def add(self, prompt: list[int], tokens: int = 16) -> str:
-        """Queue a request; gives the name under which its answer comes."""
+    def add(self, prompt: list[int], tokens: int = 16, params: Mapping[str, object] | None = None) -> str:
+        """Queue a request; gives the name under which its answer comes. `params`: its kv_transfer_params."""
         from vllm import SamplingParams
 
         name = f"request-{next(self._names)}"
-        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": dict(params)} if params else None
+        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         return name
 
@@ -125,6 +126,12 @@ class InProcessEngine:
         if self.connector is not None:
             self.drain()
         assert self.llm.reset_prefix_cache(), "blocks of the engine are still pinned"
+
+    def books(self) -> tuple[int, int]:
+        """Free blocks of the engine, and all references on blocks."""
+        pool = self.connector._scheduler.pins.pool
+        counted = sum(block.ref_cnt for block in pool.blocks if not block.is_null)
+        return pool.get_num_free_blocks(), counted
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus counter. Before 0.30, steps without an output are missing in it."""

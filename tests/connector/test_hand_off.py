@@ -432,4 +432,4 @@ SIXTEEN_BYTES = st.binary(min_size=16, max_size=16)
 @given(st.text(min_size=1, max_size=256), SIXTEEN_BYTES, st.integers(0, 1 << 40), st.none() | SIXTEEN_BYTES)
 def test_what_is_said_is_understood(engine: str, run: bytes, tokens: int, last: bytes | None) -> None:
     said = HandOff(engine, run, DAEMON, tokens, last)
-    assert HandOff.of(said.params()) == said
+    assert HandOff.of({"kvlane": said.params()}) == said

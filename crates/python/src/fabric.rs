@@ -515,7 +515,7 @@ fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
 }
 
 /// A name resolves to its first address.
-fn resolve(address: &str) -> PyResult<SocketAddr> {
+pub(crate) fn resolve(address: &str) -> PyResult<SocketAddr> {
     let resolved = address.to_socket_addrs().map_err(|error| error.to_string());
     let first = resolved.and_then(|mut all| all.next().ok_or_else(|| "it has no address".into()));
     first.map_err(|why| PyValueError::new_err(format!("'{address}' is no HOST:PORT: {why}")))
@@ -526,7 +526,7 @@ fn milliseconds(value: f64) -> PyResult<Duration> {
         .map_err(|_| PyValueError::new_err(format!("{value} ms is no span of time")))
 }
 
-fn error(error: FabricError) -> PyErr {
+pub(crate) fn error(error: FabricError) -> PyErr {
     let sentence = error.to_string();
     let kind = match &error {
         FabricError::Member { why, .. } => why,

@@ -9,6 +9,7 @@ mod convert;
 mod fabric;
 mod gpu;
 mod gpu_memory;
+mod handoff;
 mod log;
 mod own;
 mod scheduler;
@@ -17,8 +18,9 @@ mod tool;
 mod worker;
 
 use kvlane_gpu::Drivers;
+use kvlane_memory::RuntimeFolder;
 use kvlane_proto::WIRE_MAX;
-use pyo3::prelude::*;
+use pyo3::{exceptions::PyOSError, prelude::*};
 
 /// Puts everything into `kvlane._core`. GPUs are reached through one of these drivers.
 pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()> {
@@ -36,7 +38,10 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<fabric::PyPieces>()?;
     module.add_class::<fabric::PyTransfer>()?;
     module.add_class::<gpu_memory::PyGpuMemory>()?;
+    module.add_class::<handoff::PyHandoffRank>()?;
+    module.add_class::<handoff::PyHandoffScheduler>()?;
     module.add_function(wrap_pyfunction!(default_address, module)?)?;
+    module.add_function(wrap_pyfunction!(runtime_folder, module)?)?;
     module.add_function(wrap_pyfunction!(log::log_descriptor, module)?)?;
     module.add_function(wrap_pyfunction!(log::take_log, module)?)
 }
@@ -51,4 +56,13 @@ pub fn fill_bench(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()
 #[pyfunction]
 fn default_address() -> PyResult<String> {
     convert::address(None).map(|address| address.to_string())
+}
+
+/// The folder in which a user's processes of this host find each other; it is made if need be. OSError where it is not this
+/// user's alone.
+#[pyfunction]
+fn runtime_folder() -> PyResult<std::path::PathBuf> {
+    let folder = RuntimeFolder::of_this_user();
+    folder.make().map_err(|refused| PyOSError::new_err(refused.to_string()))?;
+    Ok(folder.path().to_path_buf())
 }

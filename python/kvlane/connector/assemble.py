@@ -14,6 +14,7 @@ from kvlane.connector.adapters import Adapters, watch_loads
 from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
+from kvlane.connector.direct import Direct, the_group
 from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
@@ -77,7 +78,24 @@ def build_scheduler_side(
             f"{group.kind} {namespace.hex()}" for group, namespace in zip(groups, namespaces, strict=True)
         ),
     )
-    return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config))
+    direct = _direct(vllm_config, groups, namespaces, settings)
+    return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config), direct=direct)
+
+
+def _direct(
+    vllm_config: VllmConfig, groups: list[CacheGroup], namespaces: list[bytes], settings: Settings
+) -> Direct | None:
+    """Direct hand-offs, where they are wanted and the model can have them."""
+    if settings.direct == "off":
+        return None
+    try:
+        group = the_group(groups)
+    except Unsupported as reason:
+        logger.warning("kvlane: prompts are handed over through the daemon only: %s", reason)
+        return None
+    parallel = vllm_config.parallel_config
+    sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return Direct(settings, group, namespaces[0], sizes)
 
 
 def build_worker_core(

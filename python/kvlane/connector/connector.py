@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvlane.connector import capabilities
 from kvlane.connector.assemble import build_scheduler_side, build_worker_core
 from kvlane.connector.cross_layers import layer_caches
+from kvlane.connector.direct_rank import RankHandshake, start_rank
 from kvlane.connector.groups import Unsupported
 from kvlane.connector.guard import Failures, guarded, logger
 from kvlane.connector.metadata import KVLaneMetadata, KVLaneWorkerMetadata
@@ -54,6 +56,7 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._handshake: RankHandshake | None = None
         if role == KVConnectorRole.WORKER:
             # Also without a core: jobs that arrive have to be reported.
             self._worker = WorkerSide(vllm_config.parallel_config.rank, self.failures)
@@ -84,6 +87,24 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
             self._watch_weights()
         except Unsupported as reason:
             logger.warning("kvlane: this worker takes no part in the cache: %s", reason)
+        self._start_direct(kv_caches)
+
+    @guarded(lambda: None, "prompts are handed over through the daemon only")
+    def _start_direct(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        if self._settings.direct == "off":
+            return
+        try:
+            rank, self._handshake = start_rank(
+                self._vllm_config, self._kv_cache_config, self._settings, kv_caches
+            )
+            self._worker.attach_direct(rank)
+        except Unsupported as reason:
+            logger.warning("kvlane: prompts are handed over through the daemon only: %s", reason)
+
+    @guarded(lambda: None)
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._handshake
 
     @guarded(lambda: None, "after a reset this engine shares no blocks with others")
     def _watch_weights(self) -> None:
@@ -199,6 +220,19 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def _before_pool_reset(self) -> None:
         assert self._scheduler is not None
         self._scheduler.before_pool_reset()
+
+    @guarded(lambda: None, "prompts are handed over through the daemon only")
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        direct = self._scheduler.direct if self._scheduler is not None else None
+        ranks = [each for each in metadata.values() if isinstance(each, RankHandshake)]
+        if direct is not None and len(ranks) == self._vllm_config.parallel_config.world_size:
+            direct.start(ranks)
+            logger.info("kvlane: direct hand-offs by %s", direct.address)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in metadata.items()})
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

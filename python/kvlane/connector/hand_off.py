@@ -48,7 +48,7 @@ class HandOff:
     other engine does not say it."""
 
     def params(self) -> dict[str, object]:
-        """As `kv_transfer_params` for the decode engine."""
+        """As `kvlane` in the `kv_transfer_params` for the decode engine."""
         named: dict[str, object] = {
             "engine": self.engine,
             "run": self.run.hex(),
@@ -57,7 +57,7 @@ class HandOff:
         }
         if self.last is not None:
             named["last"] = self.last.hex()
-        return {"kvlane": named}
+        return named
 
     @staticmethod
     def of(params: object) -> HandOff | None:

@@ -157,6 +157,10 @@ class GroupHashes:
             return None
         return self._keyed(state, [state.request.block_hashes[place - 1]])[0][:16]
 
+    def key(self, state: RequestState) -> bytes:
+        """Of the engine's present weights and the request's adapter, where they are not those of the namespace."""
+        return (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
+
     def _keyed(self, state: RequestState, raw: list[bytes]) -> list[bytes]:
-        key = (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
+        key = self.key(state)
         return [keyed_hash(each, key) for each in raw] if key else raw

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvlane.connector.adapters import Adapters
 from kvlane.connector.announcements import Announcements
@@ -26,6 +26,7 @@ from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
+    Block,
     KVEvent,
     Request,
     SchedulerOutput,
@@ -33,6 +34,9 @@ from kvlane.connector.vllm_protocols import (
     transfer_params,
 )
 from kvlane.connector.weights import WeightsReport
+
+if TYPE_CHECKING:
+    from kvlane.connector.direct import Direct
 
 CORE_COUNTS = frozenset(
     {
@@ -63,6 +67,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         adapters: Adapters | None = None,
         kinds: Callable[[SchedulerShared], list[SchedulerKind]] = scheduler_kinds,
+        direct: Direct | None = None,
     ) -> None:
         self._core = core
         self._shape = shape
@@ -89,6 +94,7 @@ class SchedulerSide:
             weights=weights,
             moment=self._adapters.moment,
             jobs=itertools.count(1),
+            direct=direct,
             announcements=Announcements(shape.groups, self.counters) if shape.emit_events else None,
         )
         self.requests = self._shared.requests
@@ -177,15 +183,14 @@ class SchedulerSide:
         return handed_over
 
     def _hand_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
+        """What all kinds say, put together."""
+        said: dict[str, object] = {}
         for kind in self.kinds:
             try:
-                handed_over = kind.hands_over(request, state)
+                said.update(kind.hands_over(request, state) or {})
             except Exception as error:  # noqa: BLE001
                 self._failed("handing a request over", kind, error)
-            else:
-                if handed_over is not None:
-                    return handed_over
-        return None
+        return {"kvlane": said} if said else None
 
     def forget_request(self, request_id: str) -> None:
         """Give back what a request holds. What is under way for it goes on."""
@@ -264,7 +269,20 @@ class SchedulerSide:
 
     def before_pool_reset(self) -> None:
         """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
-        self._tell("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
+        held = self._pinned()
+        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
+        if held and self.pins.pool is not None and self.pins.are_all(held):
+            self._tell("a reset of vLLM's cache", lambda kind: kind.before_pool_reset())
+
+    def _pinned(self) -> list[Block]:
+        """What all kinds pin and can let go."""
+        held: list[Block] = []
+        for kind in self.kinds:
+            try:
+                held += kind.pinned()
+            except Exception as error:  # noqa: BLE001
+                self._failed("what it pins", kind, error)
+        return held
 
     def pool_was_reset(self) -> None:
         """vLLM's own cache is empty."""
@@ -300,8 +318,15 @@ class SchedulerSide:
         self.counters.add("errors", self._failures.take())
         return self.counters.take()
 
+    @property
+    def direct(self) -> Direct | None:
+        """Direct hand-offs, where they are wanted."""
+        return self._shared.direct
+
     def close(self) -> None:
-        """Say goodbye to the daemon."""
+        """Say goodbye to the daemon, and to other engines."""
+        if self._shared.direct is not None:
+            self._shared.direct.close()
         self._core.close()
 
 

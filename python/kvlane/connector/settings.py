@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -12,11 +13,13 @@ from typing import Any
 PREFIX = "kvlane."
 SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
+SWITCH = ("on", "off")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Each field is the key `kvlane.<field>`; keys without the prefix belong to others and are ignored."""
+    """Each field is the key `kvlane.<field>`, and `direct_<name>` is `kvlane.direct.<name>`; keys without the prefix
+    belong to others and are ignored."""
 
     address: str | None = None
     """The daemon's Unix socket: `unix:PATH` or a path; None takes KVLANE_ADDR, then the user's default socket."""
@@ -40,6 +43,17 @@ class Settings:
     """How saves travel: one of SAVE_METHODS."""
     layout: str = "auto"
     """How vLLM is asked to lay out its KV cache, one of LAYOUTS: as it likes, a block's layers together, or apart."""
+    direct: str = "off"
+    """Whether prompts go from engine to engine directly, without the daemon: one of SWITCH."""
+    direct_listen: str = "127.0.0.1:0"
+    """HOST:PORT at which other engines reach this one for direct hand-offs, the host as a number; port 0 for any."""
+    direct_token: str = ""
+    """What all engines share that hand over to each other; needed where `direct.listen` is no loopback address."""
+    direct_peers: str = ""
+    """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
+    this host."""
+    direct_wait_ms: float = 60_000.0
+    """How long a request waits for a direct hand-off in all."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
     weights_version: str = ""
@@ -49,7 +63,7 @@ class Settings:
     @staticmethod
     def parse(extra: Mapping[str, object] | None) -> Settings:
         """Raises ValueError, in one sentence, for an unknown key, one without its prefix, a wrong type or value."""
-        known = {field.name: field for field in fields(Settings)}
+        known = {key_name(field.name): field for field in fields(Settings)}
         values: dict[str, Any] = {}
         for key, value in (extra or {}).items():
             name = key.removeprefix(PREFIX)
@@ -58,7 +72,7 @@ class Settings:
                 continue
             if name == "daemon_user" and isinstance(value, int) and not isinstance(value, bool):
                 value = str(value)
-            values[name] = _checked(key, known[name].default, value)
+            values[known[name].name] = _checked(key, known[name].default, value)
         settings = Settings(**values)
         settings._check_ranges()
         return settings
@@ -76,10 +90,45 @@ class Settings:
             raise ValueError(
                 f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share:g}"
             )
-        for name, words in (("save_method", SAVE_METHODS), ("layout", LAYOUTS)):
+        self._check_direct()
+        for name, words in (("save_method", SAVE_METHODS), ("layout", LAYOUTS), ("direct", SWITCH)):
             value = getattr(self, name)
             if value not in words:
                 raise ValueError(f"kvlane.{name} must be one of {', '.join(words)}, not {value!r}")
+
+    def _check_direct(self) -> None:
+        if not 0 <= self.direct_wait_ms <= 3_600_000:
+            raise ValueError(f"kvlane.direct.wait_ms must be 0 to 3600000, not {self.direct_wait_ms:g}")
+        host, _, port = self.direct_listen.rpartition(":")
+        try:
+            number = ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            number = None
+        if number is None or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(
+                f"kvlane.direct.listen must be HOST:PORT with a number for the host, not {self.direct_listen!r}"
+            )
+        if not number.is_loopback and not self.direct_token:
+            raise ValueError(
+                f"kvlane.direct.listen is {self.direct_listen!r}, which other hosts reach: that needs a "
+                "kvlane.direct.token, the same in all engines"
+            )
+        for network in self.networks():
+            try:
+                ipaddress.ip_network(network, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"kvlane.direct.peers must name networks and addresses, such as 10.0.0.0/8, not {network!r}"
+                ) from None
+
+    def networks(self) -> list[str]:
+        """Those of `direct_peers`."""
+        return [each.strip() for each in self.direct_peers.split(",") if each.strip()]
+
+
+def key_name(field: str) -> str:
+    """What a field is called in the key, behind `kvlane.`."""
+    return field.replace("direct_", "direct.", 1)
 
 
 def refuse_tcp(name: str, address: str) -> None:

@@ -83,6 +83,39 @@ class BlockPool(Protocol):
     def reset_prefix_cache(self) -> bool: ...
 
 
+class FreeBlock(Block, Protocol):
+    """A block in the queue of those that are free."""
+
+    @property
+    def next_free_block(self) -> FreeBlock | None: ...
+
+
+class FreeBlockQueue(Protocol):
+    """The free blocks, the oldest first, between two that are none."""
+
+    @property
+    def fake_free_list_head(self) -> FreeBlock: ...
+
+
+class LandingPool(BlockPool, Protocol):
+    """All blocks of the engine, with what landing in them needs."""
+
+    @property
+    def free_block_queue(self) -> FreeBlockQueue: ...
+    def evict_blocks(self, block_ids: set[int], /) -> None: ...
+    def get_cached_block(self, block_hash: bytes, group_ids: list[int], /) -> list[Block] | None: ...
+    def cache_full_blocks(
+        self,
+        *,
+        request: Request,
+        blocks: list[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+    ) -> None: ...
+
+
 class BlockState(Protocol):
     """The block tables of a step's requests."""
 

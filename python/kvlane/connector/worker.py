@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvlane.connector.core_protocols import WorkerCore
+from kvlane.connector.core_protocols import HandoffRank, WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.kinds import LookAtWeights, worker_kinds
@@ -59,6 +59,10 @@ class WorkerSide:
         self.on_layer = None
         self._tell("new caches", lambda kind: kind.attached())
 
+    def attach_direct(self, rank: HandoffRank) -> None:
+        """What hands over and lands directly, until `detach`."""
+        self._shared.direct = rank
+
     @property
     def attached(self) -> bool:
         """Whether jobs are carried out."""
@@ -66,6 +70,9 @@ class WorkerSide:
 
     def detach(self) -> None:
         """End all copies: the KV caches are about to go away."""
+        direct, self._shared.direct = self._shared.direct, None
+        if direct is not None:
+            direct.close()
         core, self._shared.core = self._shared.core, None
         if core is None:
             return

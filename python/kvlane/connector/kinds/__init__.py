@@ -2,13 +2,18 @@
 
 - reset: which weights the engine has; prompts wait while nobody knows.
 - load: prompts are looked up, and what the daemon has of them is loaded.
+- land: prompts that another engine computes and hands over directly land in this engine's own cache.
 - save: blocks that are full are saved.
+- direct: blocks that are computed for another engine are handed over to it.
 
 A further kind is a class for each role that has something to do, and a line in each list here.
 """
 
 from __future__ import annotations
 
+from kvlane.connector.kinds.direct_land import LandDirect
+from kvlane.connector.kinds.direct_offer import OfferDirect
+from kvlane.connector.kinds.direct_worker import DirectWorker
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared, WorkerKind, WorkerShared
 from kvlane.connector.kinds.load import LookUpAndLoad
 from kvlane.connector.kinds.load_worker import LoadWorker
@@ -20,9 +25,15 @@ from kvlane.connector.kinds.save_worker import SaveWorker
 
 def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
     """Those of the scheduler role. The first that has an answer for a prompt decides."""
-    return [Reset(shared), LookUpAndLoad(shared), SaveBlocks(shared)]
+    return [
+        Reset(shared),
+        LandDirect(shared),
+        LookUpAndLoad(shared),
+        OfferDirect(shared),
+        SaveBlocks(shared),
+    ]
 
 
 def worker_kinds(shared: WorkerShared) -> list[WorkerKind]:
     """Those of the worker role."""
-    return [LoadWorker(shared), SaveWorker(shared), LookAtWeights(shared)]
+    return [LoadWorker(shared), SaveWorker(shared), DirectWorker(shared), LookAtWeights(shared)]

@@ -7,14 +7,14 @@ which it has something to say; the ones here say nothing. Its scheduler half tel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvlane.connector.adapters import Moment
 from kvlane.connector.announcements import Announcements
 from kvlane.connector.connection import Connection
-from kvlane.connector.core_protocols import Finished, SchedulerCore, WorkerCore
+from kvlane.connector.core_protocols import Finished, HandoffRank, SchedulerCore, WorkerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
@@ -24,8 +24,11 @@ from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
 from kvlane.connector.shape import EngineShape
 from kvlane.connector.stream import Stream
-from kvlane.connector.vllm_protocols import AllocatedBlocks, KVEvent, Request, SchedulerOutput, Tables
+from kvlane.connector.vllm_protocols import AllocatedBlocks, Block, KVEvent, Request, SchedulerOutput, Tables
 from kvlane.connector.weights import WeightsReport
+
+if TYPE_CHECKING:
+    from kvlane.connector.direct import Direct
 
 LayerHook = Callable[[str], None]
 """Called with a layer's name before the layer reads its KV cache."""
@@ -65,6 +68,8 @@ class SchedulerShared:
     """The live requests, by vLLM's id."""
     events: list[KVEvent] = field(default_factory=list)
     """For routers, in the order in which they happened."""
+    direct: Direct | None = None
+    """Direct hand-offs; None where they are not wanted, or the model has none."""
     announcements: Announcements | None = None
     """What routers know of the daemon's blocks; None if nobody listens."""
 
@@ -112,7 +117,7 @@ class SchedulerKind:
 
     def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
         """Another engine is to go on with a request that is over, and all kinds were told of its end: what that engine
-        has to know, as `kv_transfer_params`. The first kind that says something decides."""
+        has to know, as members of `kvlane` in its `kv_transfer_params`."""
         return None
 
     def give_back(self, state: RequestState) -> None:
@@ -123,6 +128,10 @@ class SchedulerKind:
 
     def runs_gone(self, gone: Sequence[bytes]) -> None:
         """These runs of the daemon were left. Workers may let their pools go: nothing of them may be promised."""
+
+    def pinned(self) -> Iterable[Block]:
+        """Blocks that it pins and can let go before vLLM resets its own cache, each as often as it is pinned."""
+        return ()
 
     def before_pool_reset(self) -> None:
         """vLLM is about to reset its own cache, which it does only when nobody holds a block."""
@@ -166,6 +175,8 @@ class WorkerShared:
     failures: Failures
     counters: Counters = field(default_factory=Counters)
     reports: Reports = field(default_factory=Reports)
+    direct: HandoffRank | None = None
+    """What hands over and lands directly; None where that is not wanted."""
     core: WorkerCore | None = None
     """Before caches are registered, and after they are gone, there is none: every job fails."""
     stream: Stream | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvlane.connector.guard import logger
 from kvlane.connector.hand_off import HandOff
@@ -10,7 +10,7 @@ from kvlane.connector.jobs import JobEnd, StepJobs
 from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
 from kvlane.connector.requests import RequestState
 from kvlane.connector.saves import Saves
-from kvlane.connector.vllm_protocols import Request, SchedulerOutput, Tables, block_state
+from kvlane.connector.vllm_protocols import Block, Request, SchedulerOutput, Tables, block_state
 
 # How long a reset of vLLM's cache waits for the daemon to give up the saves that are under way.
 CANCEL_TIMEOUT_MS = 2000.0
@@ -135,12 +135,12 @@ class SaveBlocks(SchedulerKind):
         if self._shared.announcements is not None:
             self._shared.events += self._shared.announcements.withdraw_all()
 
+    def pinned(self) -> Iterable[Block]:
+        return self.saves.pinned()
+
     def before_pool_reset(self) -> None:
         """Give the pins back. What has lost its pins may be overwritten at once, so the daemon must have given up its
         saves first."""
-        # Where others hold blocks, or a load is still written, vLLM refuses anyhow.
-        if not self.saves.pending or not self._shared.pins.are_all(self.saves.pinned()):
-            return
         self.saves.drop_queued()
         if not self.saves.pending:
             return

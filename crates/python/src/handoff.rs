@@ -1,0 +1,230 @@
+//! Both halves of direct hand-offs between engines: a rank's and a scheduler's.
+
+use std::net::IpAddr;
+
+use kvlane_fabric::{Access, Engine, EngineOptions};
+use kvlane_handoff::{
+    AgentError, Area, Computed, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
+    RankOptions, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+};
+use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard};
+use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
+
+use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
+use crate::fabric::{error, resolve};
+use crate::own::Own;
+
+/// One rank. `close` needs it alone; the other calls share it.
+#[pyclass(name = "HandoffRank", module = "kvlane._core", frozen)]
+pub(crate) struct PyHandoffRank(Own<RwLock<Option<RankAgent>>>);
+
+#[pymethods]
+impl PyHandoffRank {
+    /// The memory of all areas stays until `close`.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        listen: &str,
+        token: String,
+        regions: Vec<PyRegion>,
+        areas: Vec<(u64, u64)>,
+        key: &[u8],
+    ) -> PyResult<Self> {
+        let key = bytes16("a key", key)?;
+        let engine = engine(listen, token)?;
+        let register = |(base, bytes): (u64, u64)| {
+            let memory = std::ptr::with_exposed_provenance_mut(base as usize);
+            // SAFETY: `_core.pyi` asks the caller to keep it until `close`.
+            let region = unsafe { engine.register(memory, bytes, Access::Windows) }.map_err(error)?;
+            Ok(Area { region, base, bytes })
+        };
+        let areas = py.detach(|| areas.into_iter().map(register).collect::<PyResult<_>>())?;
+        let options = RankOptions { regions: regions.into_iter().map(region).collect(), areas, key };
+        let agent = RankAgent::start(engine, options).map_err(agent_error)?;
+        Ok(Self(Own::new(RwLock::new(Some(agent)))))
+    }
+
+    #[getter]
+    fn endpoint<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, here(self.0.get()?)?.endpoint()))
+    }
+
+    fn computed(&self, id: &[u8], first_block: u32, blocks: Vec<u32>, hash: Option<&[u8]>) -> PyResult<()> {
+        let hash = hash.map(|hash| bytes16("a hash", hash)).transpose()?;
+        here(self.0.get()?)?.computed(handoff_id(id)?, Computed { first_block, blocks, hash });
+        Ok(())
+    }
+
+    fn close(&self, py: Python<'_>) {
+        if let Some(agent) = self.0.if_here() {
+            py.detach(|| drop(agent.write().take()));
+        }
+    }
+}
+
+/// One scheduler. `close` needs it alone; the other calls share it.
+#[pyclass(name = "HandoffScheduler", module = "kvlane._core", frozen)]
+pub(crate) struct PyHandoffScheduler {
+    agent: Own<RwLock<Option<SchedulerAgent>>>,
+    address: String,
+}
+
+/// A word for how it ended, a sentence, the block before which all have landed, hashes with the block that each is of.
+type PyStanding = (Option<&'static str>, String, u32, Vec<(u32, Vec<u8>)>);
+
+#[pymethods]
+impl PyHandoffScheduler {
+    #[new]
+    fn new(
+        listen: &str,
+        token: String,
+        ranks: Vec<(Vec<u8>, Vec<u8>)>,
+        shape: &[u8],
+        networks: Vec<(IpAddr, u8)>,
+    ) -> PyResult<Self> {
+        let engine = engine(listen, token)?;
+        let own = engine.describe().map_err(error)?;
+        let address = own.socket_addresses().next().map(|address| address.to_string()).unwrap_or_default();
+        let of_rank =
+            |(endpoint, key): (Vec<u8>, Vec<u8>)| Ok(RankAddress { endpoint, key: bytes16("a key", &key)? });
+        let options = SchedulerOptions {
+            ranks: ranks.into_iter().map(of_rank).collect::<PyResult<_>>()?,
+            shape: bytes16("a shape", shape)?,
+            networks,
+            legs: LegOptions::default(),
+            landings: LandingOptions::default(),
+        };
+        let agent = SchedulerAgent::start(engine, options).map_err(agent_error)?;
+        Ok(Self { agent: Own::new(RwLock::new(Some(agent))), address })
+    }
+
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    fn begin_leg(&self, id: &[u8], content: &[u8]) -> PyResult<bool> {
+        Ok(self.agent()?.begin_leg(handoff_id(id)?, bytes16("a content", content)?))
+    }
+
+    fn leg_progress(&self, id: &[u8], ahead: u32, computed: u64) -> PyResult<bool> {
+        Ok(self.agent()?.leg_progress(handoff_id(id)?, ahead, computed))
+    }
+
+    fn give_leg_up(&self, id: &[u8]) -> PyResult<()> {
+        self.agent()?.give_leg_up(handoff_id(id)?);
+        Ok(())
+    }
+
+    fn take_free_legs(&self) -> PyResult<Vec<Vec<u8>>> {
+        Ok(self.agent()?.take_free_legs().into_iter().map(|id| id.0.to_vec()).collect())
+    }
+
+    fn begin_landing(
+        &self,
+        id: &[u8],
+        address: &str,
+        content: &[u8],
+        first_block: u32,
+        end_block: u32,
+        patience_ms: f64,
+    ) -> PyResult<bool> {
+        let wanted = Wanted {
+            address: resolve(address)?,
+            content: bytes16("a content", content)?,
+            first_block,
+            end_block,
+            patience: milliseconds(patience_ms)?,
+        };
+        Ok(self.agent()?.begin_landing(handoff_id(id)?, wanted))
+    }
+
+    fn give_room(&self, id: &[u8], blocks: Vec<u32>) -> PyResult<()> {
+        self.agent()?.give_room(handoff_id(id)?, &blocks);
+        Ok(())
+    }
+
+    /// None if there is no such landing.
+    fn standing(&self, id: &[u8]) -> PyResult<Option<PyStanding>> {
+        let standing = self.agent()?.standing(handoff_id(id)?);
+        Ok(standing.map(|Standing { outcome, end_block, hashes }| {
+            let sentence = outcome.as_ref().map(ToString::to_string).unwrap_or_default();
+            let hashes = hashes.into_iter().map(|(block, hash)| (block, hash.to_vec())).collect();
+            (outcome.as_ref().map(word), sentence, end_block, hashes)
+        }))
+    }
+
+    fn give_landing_up(&self, id: &[u8]) -> PyResult<()> {
+        self.agent()?.give_landing_up(handoff_id(id)?);
+        Ok(())
+    }
+
+    /// ValueError if it is not over.
+    fn forget_landing(&self, id: &[u8]) -> PyResult<()> {
+        let (agent, id) = (self.agent()?, handoff_id(id)?);
+        if agent.standing(id).is_some_and(|standing| standing.outcome.is_none()) {
+            return Err(PyValueError::new_err("a landing that is not over may still be written"));
+        }
+        agent.forget_landing(id);
+        Ok(())
+    }
+
+    fn wait_over(&self, py: Python<'_>, id: &[u8], timeout_ms: f64) -> PyResult<bool> {
+        let (agent, id, timeout) = (self.agent()?, handoff_id(id)?, milliseconds(timeout_ms)?);
+        Ok(py.detach(|| agent.wait_over(id, timeout)))
+    }
+
+    fn end_all(&self, py: Python<'_>, timeout_ms: f64) -> PyResult<bool> {
+        let (agent, timeout) = (self.agent()?, milliseconds(timeout_ms)?);
+        Ok(py.detach(|| agent.end_all(timeout)))
+    }
+
+    fn close(&self, py: Python<'_>) {
+        if let Some(agent) = self.agent.if_here() {
+            py.detach(|| drop(agent.write().take()));
+        }
+    }
+}
+
+impl PyHandoffScheduler {
+    fn agent(&self) -> PyResult<MappedRwLockReadGuard<'_, SchedulerAgent>> {
+        here(self.agent.get()?)
+    }
+}
+
+/// ValueError once it is closed.
+fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> {
+    RwLockReadGuard::try_map(agent.read(), Option::as_ref)
+        .map_err(|_| PyValueError::new_err("this part of hand-offs is closed"))
+}
+
+fn engine(listen: &str, token: String) -> PyResult<Engine> {
+    let options = EngineOptions { listen: vec![resolve(listen)?], token, ..EngineOptions::default() };
+    Engine::new(options).map_err(error)
+}
+
+fn handoff_id(bytes: &[u8]) -> PyResult<HandoffId> {
+    bytes16("a hand-off's id", bytes).map(HandoffId)
+}
+
+/// For metrics.
+fn word(outcome: &Outcome) -> &'static str {
+    match outcome {
+        Outcome::Landed => "landed",
+        Outcome::Refused(_) => "refused",
+        Outcome::Unreachable(_) => "unreachable",
+        Outcome::Unheard => "unheard",
+        Outcome::Stalled => "stalled",
+        Outcome::TooLong => "too_long",
+        Outcome::PeerLost => "peer_lost",
+        Outcome::GivenUp => "given_up",
+    }
+}
+
+fn agent_error(failed: AgentError) -> PyErr {
+    match failed {
+        AgentError::Fabric(failed) => error(failed),
+        AgentError::Io(failed) => failed.into(),
+        other => value_error(other),
+    }
+}

@@ -1,0 +1,69 @@
+"""Which addresses this engine connects to for direct hand-offs.
+
+Requests name them, and whoever sends requests to the engine writes those. So an address is only connected to where it
+is another engine's of this user, which has left its address in the user's runtime folder, or in a network that
+`kvlane.direct.peers` names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from kvlane import _core
+
+SUFFIX = ".direct"
+
+
+def publish(address: str, pid: int) -> None:
+    """Leave the address for this user's other engines. Where the runtime folder is not this user's alone, nothing is
+    left: then `kvlane.direct.peers` has to name this engine."""
+    with suppress(OSError):
+        place = _core.runtime_folder()
+        _tidy(place)
+        new = place / f".{pid}{SUFFIX}.new"
+        new.write_text(address)
+        new.rename(place / f"{pid}-{address.rpartition(':')[2]}{SUFFIX}")
+
+
+def _tidy(place: Path) -> None:
+    """Take away what engines have left that are gone."""
+    for file in place.glob(f"*{SUFFIX}"):
+        pid = file.name.partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with suppress(OSError):
+                file.unlink()
+
+
+def published() -> set[str]:
+    """The addresses that this user's engines have left."""
+    found: set[str] = set()
+    with suppress(OSError):
+        for file in _core.runtime_folder().glob(f"*{SUFFIX}"):
+            with suppress(OSError, UnicodeDecodeError):
+                found.add(file.read_text()[:128])
+    return found
+
+
+class Peers:
+    """Which addresses are connected to."""
+
+    def __init__(self, named: Iterable[str]) -> None:
+        """`named`: networks as `10.0.0.0/8`, or one address. Raises ValueError."""
+        networks = [ipaddress.ip_network(each, strict=False) for each in named]
+        self.networks = [(network.network_address, network.prefixlen) for network in networks]
+        self._networks = networks
+
+    def allows(self, address: str) -> bool:
+        """Whether HOST:PORT, the host as a number, is one."""
+        host, _, port = address.rpartition(":")
+        with suppress(ValueError):
+            number = ipaddress.ip_address(host.strip("[]"))
+            if not port.isdigit() or not 0 < int(port) < 65536:
+                return False
+            if any(number in network for network in self._networks):
+                return True
+            return number.is_loopback and address in published()
+        return False

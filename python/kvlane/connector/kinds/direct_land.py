@@ -1,0 +1,309 @@
+"""Lands prompts that another engine computes in blocks of this engine's own pool, and so makes them its prefix cache.
+
+Nothing is promised: a request waits until its blocks are there or given up for, and then finds them as what the engine
+has computed itself. What is not there is computed. Blocks are taken in `plan` alone: there the step's own allocations
+are done, so that no block is taken that another request was just told it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvlane.connector.direct_request import Landing, NotDirect, direct_of
+from kvlane.connector.guard import logger
+from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
+from kvlane.connector.requests import RequestState
+from kvlane.connector.vllm_protocols import (
+    AllocatedBlocks,
+    Block,
+    LandingPool,
+    Request,
+    SchedulerOutput,
+    Tables,
+    transfer_params,
+    wants_no_cache,
+)
+
+# Below this a prompt is computed: that takes no longer than asking for it.
+TOKENS_MIN = 64
+# Share of the engine's blocks in which prompts may land at once.
+SHARE_MAX = 0.1
+# Taking a block takes 0.7 us: a step does not wait for more than this.
+BLOCKS_A_STEP = 1024
+END_TIMEOUT_MS = 2000.0
+# A running request waits for so long for a landing's blocks.
+YIELD_TIMEOUT_MS = 50.0
+
+
+@dataclass
+class _Landed:
+    landing: Landing
+    state: RequestState
+    local: list[Block] = field(default_factory=list)
+    """The prompt's first blocks, which the engine had itself."""
+    taken: list[Block] = field(default_factory=list)
+    """Those behind, in which bytes land."""
+    wanted: int = 0
+    """How many of these there are in all."""
+    is_begun: bool = False
+    is_ready: bool = False
+    """The request need not wait any more."""
+    is_alive: bool = True
+    """The request is not over."""
+
+
+class LandDirect(SchedulerKind):
+    """Prompts that other engines compute for this one."""
+
+    name = "land"
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        super().__init__(shared)
+        self._landings: dict[bytes, _Landed] = {}
+        self._by_request: dict[str, _Landed] = {}
+        self._told: set[str] = set()
+
+    def request_added(self, state: RequestState) -> None:
+        self._end_those_over()
+        direct, shared, request = self._shared.direct, self._shared, state.request
+        if direct is None or direct.agent is None or not shared.shape.can_load:
+            return
+        try:
+            landing = direct_of(transfer_params(request))
+        except NotDirect:
+            # The other half has told it.
+            return
+        if not isinstance(landing, Landing) or shared.pins.pool is None:
+            return
+        if request.num_prompt_tokens < TOKENS_MIN or wants_no_cache(request) or not request.block_hashes:
+            return
+        if not state.takes_part() or not shared.weights.are_known or landing.id in self._landings:
+            self._fell_back(
+                "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+            )
+            return
+        if not direct.peers.allows(landing.peer):
+            self._fell_back(
+                "refused_address",
+                f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
+            )
+            return
+        landed = _Landed(landing, state)
+        self._landings[landing.id] = self._by_request[request.request_id] = landed
+
+    def _fell_back(self, word: str, why: str) -> None:
+        """It is computed here. Logged once for each reason."""
+        self._shared.counters.add("direct_fallbacks")
+        if word not in self._told:
+            self._told.add(word)
+            logger.warning(
+                "kvlane: a prompt that another engine was to hand over is computed here, since %s. (Further cases of "
+                "this kind are only counted.)",
+                why,
+            )
+
+    def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        landed = self._by_request.get(state.request.request_id)
+        return ASK_AGAIN if landed is not None and not landed.is_ready else NOTHING
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        self._end_those_over()
+        room = BLOCKS_A_STEP
+        for landed in list(self._landings.values()):
+            if landed.is_alive and not landed.is_ready:
+                if not landed.is_begun:
+                    self._begin(landed)
+                room -= self._give_room(landed, room)
+
+    def _pool(self) -> LandingPool:
+        assert self._shared.pins.pool is not None
+        return cast("LandingPool", self._shared.pins.pool)
+
+    def _begin(self, landed: _Landed) -> None:
+        """Hold what the engine has of the prompt, and ask for the rest."""
+        direct, shared, request = self._shared.direct, self._shared, landed.state.request
+        pool = self._pool()
+        assert direct is not None and direct.agent is not None
+        landed.is_begun = True
+        whole = request.num_prompt_tokens // direct.group.tokens_per_block
+        for block_hash in shared.hashes.raw(landed.state, direct.group, 0, whole):
+            found = pool.get_cached_block(block_hash, [direct.group.group_id])
+            if not found:
+                break
+            landed.local += found
+        first = len(landed.local)
+        landed.wanted = whole - first
+        if landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
+            landed.local, landed.is_ready = [], True
+            return
+        pool.touch(landed.local)
+        content = direct.content(shared.hashes.key(landed.state))
+        patience = shared.settings.direct_wait_ms
+        landing = landed.landing
+        try:
+            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, whole, patience)
+        except ValueError:
+            begun = False
+        if not begun:
+            self._fell_back("full", "too many hand-offs are under way, or its id was used before")
+            self._free(landed)
+            landed.is_ready = True
+            return
+        shared.counters.add("direct_landings")
+
+    def _give_room(self, landed: _Landed, most: int) -> int:
+        """The oldest free blocks, within the bounds."""
+        direct, pool = self._shared.direct, self._pool()
+        assert direct is not None and direct.agent is not None
+        in_use = sum(len(each.taken) for each in self._landings.values())
+        share = int(len(pool.blocks) * SHARE_MAX) - in_use
+        count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
+        if landed.is_ready or count <= 0:
+            return 0
+        blocks: list[Block] = []
+        queue = pool.free_block_queue
+        block = queue.fake_free_list_head.next_free_block
+        watched = getattr(pool, "_reuse_watchers", {})
+        while len(blocks) < count and block is not None and block.next_free_block is not None:
+            if block.block_id not in watched:
+                blocks.append(block)
+            block = block.next_free_block
+        pool.evict_blocks({each.block_id for each in blocks})
+        pool.touch(blocks)
+        landed.taken += blocks
+        direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])
+        return len(blocks)
+
+    def _end_those_over(self) -> None:
+        direct = self._shared.direct
+        if direct is None or direct.agent is None:
+            return
+        for landed in list(self._landings.values()):
+            if landed.is_begun and not landed.is_ready:
+                standing = direct.agent.standing(landed.landing.id)
+                if standing is None or standing[0] is not None:
+                    self._end(landed, standing)
+
+    def _end(
+        self, landed: _Landed, standing: tuple[str | None, str, int, list[tuple[int, bytes]]] | None
+    ) -> None:
+        """Nothing is written any more. What has landed becomes prefix cache, the rest is given back."""
+        direct, shared = self._shared.direct, self._shared
+        assert direct is not None and direct.agent is not None
+        landed.is_ready = True
+        if standing is None:
+            self._free(landed)
+            return
+        word, sentence, end_block, hashes = standing
+        first = len(landed.local)
+        count = min(end_block - first, len(landed.taken))
+        if count > 0 and not self._is_right(landed.state, hashes):
+            count = 0
+            self._fell_back("other_content", "what came is not what this engine would compute")
+        elif word != "landed" and landed.is_alive:
+            self._fell_back(str(word), sentence)
+        direct.agent.forget_landing(landed.landing.id)
+        if count > 0 and not landed.state.stale:
+            self._cache(landed, count)
+        self._shared.pins.unpin(landed.taken[count:])
+        del landed.taken[count:]
+        counters = shared.counters
+        counters.add("direct_landed", word == "landed")
+        counters.add("direct_landed_tokens", count * direct.group.tokens_per_block)
+        if not landed.is_alive:
+            self._free(landed)
+            self._landings.pop(landed.landing.id, None)
+
+    def _is_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> bool:
+        """Whether the other engine's blocks are those of this request's prompt."""
+        direct = self._shared.direct
+        assert direct is not None
+        size, own = direct.group.tokens_per_block, self._shared.hashes.ending_at
+        return bool(hashes) and all(own(state, (block + 1) * size) == each for block, each in hashes)
+
+    def _cache(self, landed: _Landed, count: int) -> None:
+        direct, pool = self._shared.direct, self._pool()
+        assert direct is not None
+        first = len(landed.local)
+        pool.cache_full_blocks(
+            request=landed.state.request,
+            blocks=landed.local + landed.taken[:count],
+            num_cached_blocks=first,
+            num_full_blocks=first + count,
+            block_size=direct.group.tokens_per_block,
+            kv_cache_group_id=direct.group.group_id,
+        )
+
+    def _free(self, landed: _Landed) -> None:
+        """Give the references back. The blocks stay in the prefix cache until they are reused."""
+        self._shared.pins.unpin(landed.local + landed.taken)
+        landed.local, landed.taken = [], []
+
+    def allocated(
+        self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
+    ) -> None:
+        """The request has its own references by now."""
+        landed = self._by_request.get(request.request_id)
+        if landed is not None and landed.is_ready:
+            self._forget(landed)
+
+    def _forget(self, landed: _Landed) -> None:
+        self._free(landed)
+        self._landings.pop(landed.landing.id, None)
+        self._by_request.pop(landed.state.request.request_id, None)
+
+    def give_back(self, state: RequestState) -> None:
+        """The request is over. What lands still is waited for elsewhere, and then cached."""
+        landed = self._by_request.get(state.request.request_id)
+        if landed is None:
+            return
+        if landed.is_ready or not landed.is_begun:
+            self._forget(landed)
+            return
+        direct = self._shared.direct
+        self._by_request.pop(state.request.request_id)
+        landed.is_alive = False
+        if direct is not None and direct.agent is not None:
+            direct.agent.give_landing_up(landed.landing.id)
+
+    def pinned(self) -> Iterable[Block]:
+        return [block for landed in self._landings.values() for block in landed.local + landed.taken]
+
+    def before_pool_reset(self) -> None:
+        """Nothing may be read or written any more when vLLM resets. What was landing is of before the reset."""
+        direct = self._shared.direct
+        if direct is None or direct.agent is None:
+            return
+        if not direct.agent.end_all(END_TIMEOUT_MS):
+            logger.warning("kvlane: vLLM cannot reset its cache now: direct hand-offs did not end within 2 s")
+            return
+        for landed in list(self._landings.values()):
+            standing = direct.agent.standing(landed.landing.id) if landed.is_begun else None
+            if standing is not None and standing[0] is not None:
+                direct.agent.forget_landing(landed.landing.id)
+            landed.is_ready = True
+            self._free(landed)
+            if not landed.is_alive:
+                self._landings.pop(landed.landing.id, None)
+
+    def frees_are_near(self) -> bool:
+        """A running request gets no block: the youngest landing gives its blocks up."""
+        direct = self._shared.direct
+        if direct is None or direct.agent is None:
+            return False
+        for landed in reversed(list(self._landings.values())):
+            if not landed.taken or landed.is_ready:
+                continue
+            direct.agent.give_landing_up(landed.landing.id)
+            if direct.agent.wait_over(landed.landing.id, YIELD_TIMEOUT_MS):
+                self._end(landed, direct.agent.standing(landed.landing.id))
+                self._free(landed)
+                return True
+            return False
+        return False
+
+    def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
+        """`give_back` follows."""

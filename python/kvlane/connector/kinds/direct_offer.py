@@ -1,0 +1,193 @@
+"""Hands prompts that are computed here to other engines, block by block as they are computed.
+
+Each block is pinned from the step that fills it until the agent says that nobody reads it any more: the other engine
+has all of it, has given it up, or has not said for five seconds that it wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvlane.connector.direct_request import Leg, NotDirect, direct_of
+from kvlane.connector.guard import logger
+from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.kind import SchedulerKind, SchedulerShared
+from kvlane.connector.requests import RequestState
+from kvlane.connector.vllm_protocols import (
+    Block,
+    Request,
+    SchedulerOutput,
+    Tables,
+    block_state,
+    transfer_params,
+    wants_no_cache,
+)
+
+NAME = "direct"
+
+
+class Computed(NamedTuple):
+    """What the workers are told of blocks that a step fills."""
+
+    id: bytes
+    first_block: int
+    blocks: list[int]
+    hash: bytes | None
+    """16 bytes, of the last of them."""
+
+
+@dataclass
+class _Offered:
+    leg: Leg
+    request_id: str | None
+    """None once the request is over."""
+    pinned: list[Block] = field(default_factory=list)
+
+
+class OfferDirect(SchedulerKind):
+    """Prompts that are computed here for others."""
+
+    name = NAME
+
+    def __init__(self, shared: SchedulerShared) -> None:
+        super().__init__(shared)
+        self._legs: dict[bytes, _Offered] = {}
+        self._by_request: dict[str, _Offered] = {}
+        self._told: set[str] = set()
+
+    def request_added(self, state: RequestState) -> None:
+        self._unpin_free()
+        direct, shared = self._shared.direct, self._shared
+        if direct is None or direct.agent is None:
+            return
+        try:
+            leg = direct_of(transfer_params(state.request))
+        except NotDirect as error:
+            self._tell("nonsense", f"it makes no sense: {error}")
+            return
+        if not isinstance(leg, Leg) or shared.pins.pool is None:
+            return
+        if not state.takes_part() or not shared.weights.are_known or wants_no_cache(state.request):
+            self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
+            return
+        if not direct.agent.begin_leg(leg.id, direct.content(shared.hashes.key(state))):
+            self._tell("full", "too many hand-offs are under way, or its id was used before")
+            return
+        shared.counters.add("direct_legs")
+        offered = _Offered(leg, state.request.request_id)
+        self._legs[leg.id] = self._by_request[state.request.request_id] = offered
+
+    def _tell(self, kind: str, why: str) -> None:
+        """Once for each kind of reason; further ones are only counted."""
+        self._shared.counters.add("direct_not_offered")
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(
+                "kvlane: a prompt is not handed over directly, since %s. (Further cases of this kind are only "
+                "counted.)",
+                why,
+            )
+
+    def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        self._unpin_free()
+        if not self._by_request:
+            return
+        computed: list[Computed] = []
+        shown = block_state(output)
+        for request_id, offered in list(self._by_request.items()):
+            scheduled = output.num_scheduled_tokens.get(request_id, 0)
+            state = self._shared.requests.get(request_id)
+            if not scheduled or state is None:
+                continue
+            tables = shown.resolve_block_ids(request_id) if shown is not None else state.block_ids
+            if tables:
+                new = self._fill(state, offered, scheduled, tables)
+                computed += [new] if new is not None else []
+        if computed:
+            jobs.others[NAME] = computed
+
+    def _fill(
+        self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables
+    ) -> Computed | None:
+        """Pin what this step fills of a prompt."""
+        shared, direct = self._shared, self._shared.direct
+        assert direct is not None and direct.agent is not None
+        request = state.request
+        tokens = request.num_computed_tokens + scheduled
+        if state.awaits_tokens:
+            return None
+        if not direct.agent.leg_progress(offered.leg.id, 0, tokens):
+            self._end_request(request.request_id, is_complete=False)
+            return None
+        size = direct.group.tokens_per_block
+        end, first = min(tokens, request.num_prompt_tokens) // size, len(offered.pinned)
+        if end <= first:
+            return None
+        if self._pinned_blocks() + end - first > self._pins_max():
+            self._tell("pins", "more blocks than kvlane.max_pinned_share allows would be pinned")
+            self._end_request(request.request_id, is_complete=False)
+            return None
+        pool = shared.pins.pool
+        assert pool is not None
+        ids = list(tables[direct.group.group_id][first:end])
+        blocks = [pool.blocks[block_id] for block_id in ids]
+        shared.pins.pin(blocks)
+        offered.pinned += blocks
+        shared.counters.add("direct_offered_blocks", len(blocks))
+        return Computed(offered.leg.id, first, ids, shared.hashes.ending_at(state, end * size))
+
+    def _pinned_blocks(self) -> int:
+        return sum(len(offered.pinned) for offered in self._legs.values())
+
+    def _pins_max(self) -> int:
+        pool = self._shared.pins.pool
+        return int(len(pool.blocks) * self._shared.settings.max_pinned_share) if pool is not None else 0
+
+    def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
+        offered = self._by_request.get(request.request_id)
+        if offered is not None and self._shared.direct is not None:
+            whole = request.num_prompt_tokens // self._shared.direct.group.tokens_per_block
+            self._end_request(request.request_id, is_complete=len(offered.pinned) >= whole)
+
+    def _end_request(self, request_id: str, is_complete: bool) -> None:
+        """Nothing more comes. What was offered is read on if the whole prompt is computed."""
+        offered = self._by_request.pop(request_id, None)
+        direct = self._shared.direct
+        if offered is None:
+            return
+        if not is_complete and direct is not None and direct.agent is not None:
+            direct.agent.give_leg_up(offered.leg.id)
+            offered.request_id = None
+
+    def hands_over(self, request: Request, state: RequestState) -> dict[str, object] | None:
+        """The request is over, and its end was told to all kinds: what of it lives on is named."""
+        direct = self._shared.direct
+        found = [each for each in self._legs.values() if each.request_id == request.request_id]
+        if not found or direct is None:
+            return None
+        return found[0].leg.params(direct.address)
+
+    def give_back(self, state: RequestState) -> None:
+        self._end_request(state.request.request_id, is_complete=False)
+
+    def _unpin_free(self) -> None:
+        """Nobody reads these any more."""
+        direct = self._shared.direct
+        if direct is None or direct.agent is None or not self._legs:
+            return
+        for leg in direct.agent.take_free_legs():
+            offered = self._legs.pop(leg, None)
+            if offered is not None:
+                self._by_request = {
+                    request: each for request, each in self._by_request.items() if each is not offered
+                }
+                self._shared.pins.unpin(offered.pinned)
+
+    def pinned(self) -> Iterable[Block]:
+        return [block for offered in self._legs.values() for block in offered.pinned]
+
+    def before_pool_reset(self) -> None:
+        """The landings' half has ended everything by now."""
+        self._unpin_free()

@@ -1,0 +1,100 @@
+"""An engine in a process of its own that computes prompts for others, step by step as the test says."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from engine import InProcessEngine
+
+START_SECONDS = 180
+ANSWER_SECONDS = 60
+CHUNK = 96
+
+
+class PrefillEngine:
+    """The test's view of it."""
+
+    def __init__(self, model: Path, address: str, extra: Mapping[str, object]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, model, address, dict(extra)), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.address = self._answer(START_SECONDS)
+        """For direct hand-offs."""
+
+    def _answer(self, seconds: float = ANSWER_SECONDS) -> Any:
+        if not self._pipe.poll(seconds):
+            raise AssertionError(f"the prefill engine does not answer within {seconds} s")
+        return self._pipe.recv()
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Have it do something, and wait for its answer."""
+        self._pipe.send((command, *arguments))
+        return self._answer()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """End it."""
+        if self.process.is_alive():
+            self._pipe.send(("end",))
+            self.process.join(ANSWER_SECONDS)
+        self.kill()
+
+
+def _serve(pipe: Connection, model: Path, address: str, extra: dict[str, object]) -> None:
+    engine = InProcessEngine(model, address, extra=extra, max_num_batched_tokens=CHUNK)
+    pipe.send(engine.scheduler.connector._scheduler.direct.address)
+    while True:
+        command, *arguments = pipe.recv()
+        if command == "end":
+            engine.close()
+            return
+        pipe.send(_COMMANDS[command](engine, *arguments))
+
+
+def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> None:
+    engine.add(prompt, 1, params)
+
+
+def _step(engine: InProcessEngine) -> bool:
+    """A step; whether a request is left."""
+    engine.llm.llm_engine.step()
+    return engine.llm.llm_engine.has_unfinished_requests()
+
+
+def _finish(engine: InProcessEngine) -> object:
+    """All requests to their end; what the last one's answer says to the engine that goes on."""
+    outputs = engine.run()
+    (last,) = list(outputs.values())[-1:]
+    return last.kv_transfer_params
+
+
+def _generate(engine: InProcessEngine, prompt: list[int], tokens: int) -> list[int]:
+    answer = engine.generate(prompt, tokens)[0]
+    assert engine.llm.reset_prefix_cache()
+    return answer
+
+
+def _reset(engine: InProcessEngine) -> bool:
+    return engine.llm.reset_prefix_cache()
+
+
+_COMMANDS: dict[str, Any] = {
+    "prefill": _prefill,
+    "step": _step,
+    "finish": _finish,
+    "generate": _generate,
+    "reset": _reset,
+    "books": InProcessEngine.books,
+    "counted": lambda engine: dict(engine.counted),
+    "errors": InProcessEngine.errors,
+}
