@@ -248,9 +248,16 @@ class HandoffRank:
     def endpoint(self) -> bytes:
         """Where it can be reached."""
 
-    def computed(self, id: bytes, first_block: int, blocks: list[int], hash: bytes | None, /) -> None:
-        """These blocks of a hand-off are computed: the `first_block`-th of the prompt and those behind it. They stay as
-        they are until the scheduler's `take_free_legs` names the hand-off. `hash`: 16 bytes, of the last of them."""
+    def step_begins(self, filled: Sequence[tuple[bytes, int, list[int], bytes | None]], /) -> None:
+        """A step of the engine fills these blocks: of each hand-off its id, which block of the prompt the first of them
+        is, their ids, and 16 bytes of the hash of the last of them. Once computed they stay as they are until the
+        scheduler's `take_free_legs` names the hand-off."""
+
+    def layers_computed(self, regions: int, /) -> None:
+        """The first so many regions of the step's blocks are computed."""
+
+    def step_ends(self) -> None:
+        """All of them are."""
 
     def close(self) -> None:
         """When this returns nothing is read or written any more."""

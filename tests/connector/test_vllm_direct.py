@@ -19,6 +19,8 @@ from prefill_engine import PrefillEngine
 pytestmark = pytest.mark.old_vllm
 DIRECT = {"kvlane.direct": "on"}
 TOKENS = 470
+ALL = TOKENS - 1
+"""vLLM computes one token of each prompt."""
 WHOLE = TOKENS // BLOCK * BLOCK
 STEPS_SECONDS = 60
 
@@ -113,9 +115,9 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
             step_until(d, "what P has computed lands", lambda: landed_blocks(d) > len(seen) * 2)
             seen.append(landed_blocks(d))
     got, cached = answer(d, name)
-    assert (got, cached) == (truth, WHOLE)
+    assert (got, cached) == (truth, ALL)
     assert len(set(got)) > 10, "an answer that hardly depends on its prompt proves nothing"
-    assert d.counted["direct_landed_tokens"] - landed == WHOLE
+    assert d.counted["direct_landed_tokens"] - landed == TOKENS
     assert offered >= WHOLE // BLOCK
     assert len(seen) >= 3 and seen == sorted(seen) and seen[0] < WHOLE // BLOCK, "it landed in parts"
     # P hears of it at its next request.
@@ -130,7 +132,7 @@ def test_p_may_be_asked_first_and_its_answer_given_to_d(p: PrefillEngine, d: InP
     params = p.ask("finish")
     assert params["kvlane"]["peer"] == p.address
     got, cached = answer(d, d.add(prompt(2, TOKENS), 24, params))
-    assert (got, cached) == (truth, WHOLE)
+    assert (got, cached) == (truth, ALL)
 
 
 def test_one_landed_byte_that_is_flipped_changes_the_answer(
@@ -153,7 +155,38 @@ def test_one_landed_byte_that_is_flipped_changes_the_answer(
 
     monkeypatch.setattr(kind, "_cache", flip)
     got, cached = answer(d, d.add(prompt(3, TOKENS), 24, params))
-    assert cached == WHOLE
+    assert cached == ALL
+    assert got != truth
+
+
+@pytest.mark.parametrize("tokens", [480, 65, 95, 96, 129])
+def test_one_token_is_computed_whatever_the_prompts_length(
+    p: PrefillEngine, d: InProcessEngine, tokens: int
+) -> None:
+    truth = p.ask("generate", prompt(tokens, tokens), 12)
+    p.ask("prefill", prompt(tokens, tokens), {"do_remote_decode": True})
+    got, cached = answer(d, d.add(prompt(tokens, tokens), 12, p.ask("finish")))
+    assert (got, cached) == (truth, tokens - 1)
+
+
+def test_a_byte_flipped_in_the_last_block_changes_the_answer(
+    p: PrefillEngine, d: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = p.ask("generate", prompt(10, TOKENS), 24)
+    p.ask("prefill", prompt(10, TOKENS), {"do_remote_decode": True})
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    direct = get_kv_transfer_group()._worker._shared.direct  # pyright: ignore
+    copy = direct.copy_block
+
+    def flip(source: int, target: int) -> None:
+        copy(source, target)
+        for layer in get_kv_transfer_group()._kv_caches.values():  # pyright: ignore
+            layer[target] += 10
+
+    monkeypatch.setattr(direct, "copy_block", flip)
+    got, cached = answer(d, d.add(prompt(10, TOKENS), 24, p.ask("finish")))
+    assert cached == ALL
     assert got != truth
 
 

@@ -12,7 +12,6 @@ use thiserror::Error;
 pub struct Geometry {
     regions: Vec<Placed>,
     blocks: u64,
-    block_bytes: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -69,8 +68,7 @@ impl Geometry {
         };
         let regions: Vec<Placed> = regions.into_iter().map(place).collect::<Result<_, GeometryError>>()?;
         let blocks = regions.iter().map(|placed| placed.region.blocks).min().ok_or(GeometryError::Empty)?;
-        let block_bytes = regions.iter().map(|placed| placed.region.block_bytes()).sum();
-        Ok(Geometry { regions, blocks, block_bytes })
+        Ok(Geometry { regions, blocks })
     }
 
     /// Of how many regions each block consists.
@@ -78,9 +76,10 @@ impl Geometry {
         self.regions.len() as u32
     }
 
-    /// Bytes of a block.
-    pub fn block_bytes(&self) -> u64 {
-        self.block_bytes
+    /// Bytes of a block in these regions; 0 if there are none such.
+    pub fn bytes_of(&self, regions: std::ops::Range<u32>) -> u64 {
+        let regions = self.regions.get(regions.start as usize..regions.end as usize).unwrap_or_default();
+        regions.iter().map(|placed| placed.region.block_bytes()).sum()
     }
 
     /// Whether it has these blocks.
@@ -147,7 +146,8 @@ mod tests {
         assert_eq!((both(&together, false), both(&together, true)), (4, 1));
         let range = |offset, len| Range { area: 0, offset, len };
         assert_eq!(apart.ranges(&[2, 3], 1..2, false), [range(512 + 128, 128)]);
-        assert_eq!((together.block_bytes(), together.regions()), (128, 2));
+        assert_eq!((together.bytes_of(0..2), together.bytes_of(1..2), together.regions()), (128, 64, 2));
+        assert_eq!(together.bytes_of(1..3), 0, "there is no such region");
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub use message::{
     whose,
 };
 pub use offering::{Computed, Offering, OfferingAction};
-pub use rank_agent::{Area, RankAgent, RankOptions};
+pub use rank_agent::{Area, Filled, RankAgent, RankOptions};
 pub use reading::{Reading, ReadingAction};
 pub use scheduler_agent::{RankAddress, SchedulerAgent, SchedulerOptions};
 pub use talk::AgentError;

@@ -12,13 +12,15 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::message::{Endpoint, HandoffId, Message};
 use crate::remembered::Remembered;
 
-/// Blocks of a hand-off that are computed, all layers.
+/// Blocks of a hand-off of which some regions (layers) are computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Computed {
     /// The first of them, counted from the prompt's start.
     pub first_block: u32,
     /// Ids of the engine's blocks.
     pub blocks: Vec<u32>,
+    /// Which regions.
+    pub regions: std::ops::Range<u32>,
     /// The hash of the last of them; None for one that is not full.
     pub hash: Option<[u8; 16]>,
 }

@@ -22,6 +22,8 @@ use crate::talk::{AgentError, Talk};
 /// Blocks are offered together until they have so many bytes: enough for a READ to be worth its messages, and little enough
 /// that the next one is under way meanwhile.
 const OFFER_BYTES: u64 = 4 << 20;
+/// Layers are offered before their step is over where they have so many bytes.
+const OFFER_BYTES_MIN: u64 = 1 << 20;
 const READ_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Memory that a rank has registered with its engine of the fabric.
@@ -46,9 +48,24 @@ pub struct RankOptions {
     pub key: [u8; 16],
 }
 
+/// Blocks that a step fills.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Filled {
+    /// For which hand-off.
+    pub id: HandoffId,
+    /// The first of them, counted from the prompt's start.
+    pub first_block: u32,
+    /// Ids of the engine's blocks.
+    pub blocks: Vec<u32>,
+    /// The hash of the last of them; None for one that is not full.
+    pub hash: Option<[u8; 16]>,
+}
+
 #[derive(Debug)]
 enum Event {
-    Computed(HandoffId, Computed),
+    StepBegins(Vec<Filled>),
+    Layers(u32),
+    StepEnds,
     ReadOver(HandoffId, u64, bool),
     Closed(HandoffId),
     Lost(EngineId),
@@ -80,6 +97,7 @@ impl RankAgent {
             areas: options.areas.iter().map(|area| area.region).collect(),
             key: options.key,
             scheduler: None,
+            step: Step::default(),
             offering: Offering::default(),
             windows: HashMap::new(),
             cancels: HashMap::new(),
@@ -98,10 +116,20 @@ impl RankAgent {
         &self.endpoint
     }
 
-    /// These blocks of a hand-off are computed, and stay as they are until it is over.
-    pub fn computed(&self, id: HandoffId, computed: Computed) {
+    /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over.
+    pub fn step_begins(&self, filled: Vec<Filled>) {
         // Without the thread nobody reads them.
-        let _ = self.events.send(Event::Computed(id, computed));
+        let _ = self.events.send(Event::StepBegins(filled));
+    }
+
+    /// Of the step's blocks so many regions, the first ones, are computed.
+    pub fn layers_computed(&self, regions: u32) {
+        let _ = self.events.send(Event::Layers(regions));
+    }
+
+    /// All of the step's blocks are computed.
+    pub fn step_ends(&self) {
+        let _ = self.events.send(Event::StepEnds);
     }
 
     /// Nothing is read or written any more when this returns.
@@ -119,6 +147,14 @@ impl Drop for RankAgent {
     }
 }
 
+/// What the engine's present step fills.
+#[derive(Debug, Default)]
+struct Step {
+    filled: Vec<Filled>,
+    /// So many regions are offered.
+    offered: u32,
+}
+
 struct AtRank {
     engine: Arc<Engine>,
     events: mpsc::UnboundedSender<Event>,
@@ -127,6 +163,7 @@ struct AtRank {
     areas: Vec<u32>,
     key: [u8; 16],
     scheduler: Option<EngineId>,
+    step: Step,
     offering: Offering,
     reading: Reading,
     windows: HashMap<HandoffId, Vec<WindowDescriptor>>,
@@ -186,11 +223,41 @@ impl AtRank {
 
     fn happen(&mut self, talk: &mut Talk, event: Event) {
         match event {
-            Event::Computed(id, computed) => self.offering.computed(id, computed),
+            Event::StepBegins(filled) => {
+                self.offer_up_to(self.geometry.regions());
+                self.step = Step { filled, offered: 0 };
+            }
+            Event::Layers(regions) => {
+                let blocks: usize = self.step.filled.iter().map(|filled| filled.blocks.len()).sum();
+                let bytes = self.geometry.bytes_of(self.step.offered..regions) * blocks as u64;
+                if bytes >= OFFER_BYTES_MIN {
+                    self.offer_up_to(regions);
+                }
+            }
+            Event::StepEnds => {
+                self.offer_up_to(self.geometry.regions());
+                self.step = Step::default();
+            }
             Event::ReadOver(id, number, is_there) => self.reading.read_over(id, number, is_there),
             Event::Closed(id) => self.offering.closed(id),
             // READs from it fail by themselves; whose offers do not come is the schedulers' business.
             Event::Lost(engine) => talk.forget(engine),
+        }
+    }
+
+    /// Of the step's blocks so many regions can be read.
+    fn offer_up_to(&mut self, regions: u32) {
+        let all = self.geometry.regions();
+        let (from, to) = (self.step.offered, regions.min(all));
+        if from >= to {
+            return;
+        }
+        self.step.offered = to;
+        for Filled { id, first_block, blocks, hash } in &self.step.filled {
+            let hash = hash.filter(|_| to == all);
+            let computed =
+                Computed { first_block: *first_block, blocks: blocks.clone(), regions: from..to, hash };
+            self.offering.computed(*id, computed);
         }
     }
 
@@ -228,9 +295,9 @@ impl AtRank {
             tracing::warn!("a block of a hand-off is none of this rank's");
             return;
         }
-        let regions = 0..self.geometry.regions();
-        let together =
-            (OFFER_BYTES / self.geometry.block_bytes().max(1)).clamp(1, BLOCKS_MAX as u64) as usize;
+        let regions = computed.regions.clone();
+        let block_bytes = self.geometry.bytes_of(regions.clone()).max(1);
+        let together = (OFFER_BYTES / block_bytes).clamp(1, BLOCKS_MAX as u64) as usize;
         let mut first_block = computed.first_block;
         for blocks in computed.blocks.chunks(together) {
             let [by_region, by_block] =
@@ -260,8 +327,8 @@ impl AtRank {
                 id,
                 first_block,
                 blocks: blocks.len() as u32,
-                first_region: 0,
-                regions: regions.end,
+                first_region: regions.start,
+                regions: regions.end - regions.start,
                 is_by_block,
                 window,
                 hash: if is_last { computed.hash } else { None },

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use kvlane_block::Region;
 use kvlane_fabric::{Access, Engine, EngineOptions};
 use kvlane_handoff::{
-    Area, Computed, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent, RankOptions,
+    Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent, RankOptions,
     Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 
 const BLOCKS: u64 = 64;
-const PIECE: u64 = 4096;
+const PIECE: u64 = 32 << 10;
 const LAYERS: u64 = 4;
 const SOON: Duration = Duration::from_secs(20);
 const SHAPE: [u8; 16] = [7; 16];
@@ -129,7 +129,8 @@ impl Side {
                 rank.compute(number, of_prompt, *block);
             }
             let hash = Some([first_block as u8 + blocks.len() as u8; 16]);
-            rank.agent.computed(id, Computed { first_block, blocks: blocks.to_vec(), hash });
+            rank.agent.step_begins(vec![Filled { id, first_block, blocks: blocks.to_vec(), hash }]);
+            rank.agent.step_ends();
         }
     }
 
@@ -171,6 +172,40 @@ fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
     p.is_free(id);
     d.scheduler.forget_landing(id);
     assert!(!p.scheduler.begin_leg(id, CONTENT), "an id is used once");
+}
+
+/// Bytes of a memory that another thread writes.
+fn look(memory: &[u8], at: u64) -> u8 {
+    // SAFETY: it is inside the slice.
+    unsafe { std::ptr::read_volatile(&raw const memory[at as usize]) }
+}
+
+#[test]
+fn layers_are_read_while_their_step_computes_the_next_ones() {
+    let (mut p, mut d) = (side(1, SHAPE, "g"), side(1, SHAPE, "g"));
+    let id = id(13);
+    // A layer of so many blocks is a MiB.
+    let blocks: Vec<u32> = (0..32).collect();
+    p.scheduler.begin_leg(id, CONTENT);
+    d.scheduler.begin_landing(id, wanted(p.address, 0, 32));
+    d.scheduler.give_room(id, &blocks);
+    let filled = Filled { id, first_block: 0, blocks: blocks.clone(), hash: Some([1; 16]) };
+    p.ranks[0].agent.step_begins(vec![filled]);
+    for layer in 0..LAYERS {
+        for block in &blocks {
+            p.ranks[0].block(layer, *block).fill(value(0, layer, *block));
+        }
+        p.ranks[0].agent.layers_computed(layer as u32 + 1);
+        if layer + 1 < LAYERS {
+            let last = layer * BLOCKS * PIECE + 31 * PIECE + PIECE - 1;
+            until("the layer", || look(d.ranks[0].memory, last) == value(0, layer, 31));
+            assert_eq!(d.scheduler.standing(id).unwrap().end_block, 0, "a block has all layers or none");
+        }
+    }
+    p.ranks[0].agent.step_ends();
+    let standing = d.over(id);
+    assert_eq!((standing.outcome, standing.hashes), (Some(Outcome::Landed), vec![(31, [1; 16])]));
+    assert!(d.holds(0, &blocks));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use kvlane_fabric::{Access, Engine, EngineOptions};
 use kvlane_handoff::{
-    AgentError, Area, Computed, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
     RankOptions, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard};
@@ -13,6 +13,9 @@ use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
 use crate::fabric::{error, resolve};
 use crate::own::Own;
+
+/// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
+type PyFilled = (Vec<u8>, u32, Vec<u32>, Option<Vec<u8>>);
 
 /// One rank. `close` needs it alone; the other calls share it.
 #[pyclass(name = "HandoffRank", module = "kvlane._core", frozen)]
@@ -49,9 +52,22 @@ impl PyHandoffRank {
         Ok(PyBytes::new(py, here(self.0.get()?)?.endpoint()))
     }
 
-    fn computed(&self, id: &[u8], first_block: u32, blocks: Vec<u32>, hash: Option<&[u8]>) -> PyResult<()> {
-        let hash = hash.map(|hash| bytes16("a hash", hash)).transpose()?;
-        here(self.0.get()?)?.computed(handoff_id(id)?, Computed { first_block, blocks, hash });
+    fn step_begins(&self, filled: Vec<PyFilled>) -> PyResult<()> {
+        let filled = filled.into_iter().map(|(id, first_block, blocks, hash)| {
+            let hash = hash.map(|hash| bytes16("a hash", &hash)).transpose()?;
+            Ok(Filled { id: handoff_id(&id)?, first_block, blocks, hash })
+        });
+        here(self.0.get()?)?.step_begins(filled.collect::<PyResult<_>>()?);
+        Ok(())
+    }
+
+    fn layers_computed(&self, regions: u32) -> PyResult<()> {
+        here(self.0.get()?)?.layers_computed(regions);
+        Ok(())
+    }
+
+    fn step_ends(&self) -> PyResult<()> {
+        here(self.0.get()?)?.step_ends();
         Ok(())
     }
 

@@ -95,7 +95,7 @@ def _direct(
         return None
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    return Direct(settings, group, namespaces[0], sizes)
+    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None)
 
 
 def build_worker_core(

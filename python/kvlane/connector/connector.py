@@ -168,8 +168,9 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Saves start once the whole step is computed."""
-        return
+        """Saves start once the whole step is computed; what is handed over directly goes layer by layer."""
+        if self._worker is not None and self._worker.on_layer_computed is not None:
+            self._worker.on_layer_computed(layer_name)
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:

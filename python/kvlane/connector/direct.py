@@ -45,14 +45,27 @@ class Direct:
     """The scheduler's part of direct hand-offs, if it has one."""
 
     def __init__(
-        self, settings: Settings, group: CacheGroup, namespace: bytes, sizes: tuple[int, int]
+        self,
+        settings: Settings,
+        group: CacheGroup,
+        namespace: bytes,
+        sizes: tuple[int, int],
+        hands_over_rests: bool,
     ) -> None:
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings
+        self.hands_over_rests = hands_over_rests
+        """Whether the last tokens of a prompt go too that fill no block. With a drafter they do not: vLLM leaves its
+        last tokens out."""
         self._namespace = namespace
         self._sizes = sizes
         self.agent: HandoffScheduler | None = None
+
+    def blocks_of(self, tokens: int) -> int:
+        """How many blocks of a prompt are handed over."""
+        size = self.group.tokens_per_block
+        return -(-tokens // size) if self.hands_over_rests else tokens // size
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """All ranks are known."""
@@ -60,7 +73,7 @@ class Direct:
 
         ranks = sorted(ranks, key=lambda rank: rank.rank)
         shape = hashlib.blake2b(digest_size=16)
-        facts = (VERSION, *self._sizes, self.group.tokens_per_block, len(ranks))
+        facts = (VERSION, *self._sizes, self.group.tokens_per_block, len(ranks), self.hands_over_rests)
         shape.update(repr(facts).encode())
         for rank in ranks:
             shape.update(rank.layout)

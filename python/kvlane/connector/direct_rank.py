@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from kvlane.connector.core_protocols import HandoffRank
 from kvlane.connector.direct import the_group
 from kvlane.connector.groups import Unsupported, cache_groups
+from kvlane.connector.kinds.kind import DirectRank
+from kvlane.connector.layers import Layers
 from kvlane.connector.layout import Region, group_layout, layer_hints
 from kvlane.connector.settings import Settings
 
@@ -37,7 +40,7 @@ def start_rank(
     kv_cache_config: KVCacheConfig,
     settings: Settings,
     kv_caches: Mapping[str, torch.Tensor],
-) -> tuple[HandoffRank, RankHandshake]:
+) -> tuple[DirectRank, RankHandshake]:
     """This rank's agent. The caches have to stay until it is closed. Raises Unsupported."""
     from kvlane import _core
 
@@ -54,8 +57,17 @@ def start_rank(
     regions: list[Region] = layout.regions
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
-    rank = _core.HandoffRank(f"{host}:0", settings.direct_token, regions, areas, key)
-    return rank, RankHandshake(parallel.rank, rank.endpoint, key, layout.digest)
+    agent = _core.HandoffRank(f"{host}:0", settings.direct_token, regions, areas, key)
+    rank = DirectRank(agent, Layers(layout.last_region), functools.partial(_copy_block, regions))
+    return rank, RankHandshake(parallel.rank, agent.endpoint, key, layout.digest)
+
+
+def _copy_block(regions: list[Region], source: int, target: int) -> None:
+    """In the memory of the host."""
+    for base, stride, _, piece, offsets in regions:
+        for offset in offsets:
+            at = base + offset
+            ctypes.memmove(at + target * stride, at + source * stride, piece)
 
 
 def _areas(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:

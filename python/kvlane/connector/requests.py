@@ -161,6 +161,12 @@ class GroupHashes:
         """Of the engine's present weights and the request's adapter, where they are not those of the namespace."""
         return (self.weights_key or b"") + (state.adapter.digest if state.adapter is not None else b"")
 
+    def of_rest(self, state: RequestState, tokens: int) -> bytes:
+        """16 bytes that are the same where the prompt's tokens behind its first `tokens`, and all before them, are."""
+        before = self.ending_at(state, tokens) or b""
+        rest = list(state.request.all_token_ids[tokens : state.request.num_prompt_tokens])
+        return keyed_hash(repr(rest).encode(), before + self.key(state))[:16]
+
     def _keyed(self, state: RequestState, raw: list[bytes]) -> list[bytes]:
         key = self.key(state)
         return [keyed_hash(each, key) for each in raw] if key else raw

@@ -152,7 +152,7 @@ class SchedulerSide:
                 return None, False
             if answer.tokens:
                 state.promised_by = kind.name
-                return answer.tokens, True
+                return answer.tokens, not answer.at_once
         return 0, False
 
     def allocated(self, request: Request, blocks: AllocatedBlocks, external_tokens: int) -> None:

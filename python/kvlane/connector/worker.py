@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvlane.connector.core_protocols import HandoffRank, WorkerCore
+from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.kinds import LookAtWeights, worker_kinds
-from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
+from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
 
@@ -36,6 +36,8 @@ class WorkerSide:
         self.counters = self._shared.counters
         self.kinds = kinds(self._shared)
         (self._weights,) = (each for each in self.kinds if isinstance(each, LookAtWeights))
+        self.on_layer_computed: LayerHook | None = None
+        """The same after a layer has written its KV cache."""
         self.on_layer: LayerHook | None = None
         """What vLLM's hook of each layer has to call in this step, if anything."""
         self._jobs: StepJobs | None = None
@@ -59,7 +61,7 @@ class WorkerSide:
         self.on_layer = None
         self._tell("new caches", lambda kind: kind.attached())
 
-    def attach_direct(self, rank: HandoffRank) -> None:
+    def attach_direct(self, rank: DirectRank) -> None:
         """What hands over and lands directly, until `detach`."""
         self._shared.direct = rank
 
@@ -72,7 +74,7 @@ class WorkerSide:
         """End all copies: the KV caches are about to go away."""
         direct, self._shared.direct = self._shared.direct, None
         if direct is not None:
-            direct.close()
+            direct.agent.close()
         core, self._shared.core = self._shared.core, None
         if core is None:
             return
@@ -88,7 +90,7 @@ class WorkerSide:
         """A step begins."""
         self._jobs = jobs
         self._is_computed = False
-        self.on_layer = None
+        self.on_layer = self.on_layer_computed = None
         if self._shared.core is not None:
             try:
                 self._shared.core.step_begins(jobs.computes, jobs.present, jobs.gone)
@@ -102,6 +104,15 @@ class WorkerSide:
                 continue
             if hook is not None:
                 self.on_layer = hook if self.on_layer is None else _one_after_the_other(self.on_layer, hook)
+        for kind in self.kinds:
+            try:
+                hook = kind.layers_computed(jobs)
+            except Exception as error:  # noqa: BLE001
+                self._failed("the begin of a step", kind, error)
+                continue
+            if hook is not None:
+                former = self.on_layer_computed
+                self.on_layer_computed = hook if former is None else _one_after_the_other(former, hook)
 
     def start_saves(self) -> None:
         """The step's forward pass is over: start what waited for it. Calling it again changes nothing."""

@@ -48,6 +48,9 @@ class _Landed:
     """Those behind, in which bytes land."""
     wanted: int = 0
     """How many of these there are in all."""
+    rest: Block | None = None
+    """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
+    It is copied into the request's own."""
     is_begun: bool = False
     is_ready: bool = False
     """The request need not wait any more."""
@@ -65,6 +68,10 @@ class LandDirect(SchedulerKind):
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
         self._told: set[str] = set()
+        self._copies: list[tuple[int, int]] = []
+        self._sources: list[Block] = []
+        """Of this step's copies: without a hash they would be the first to be reused, in the same step."""
+        self._former_sources: list[Block] = []
 
     def request_added(self, state: RequestState) -> None:
         self._end_those_over()
@@ -107,9 +114,24 @@ class LandDirect(SchedulerKind):
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         landed = self._by_request.get(state.request.request_id)
-        return ASK_AGAIN if landed is not None and not landed.is_ready else NOTHING
+        if landed is None:
+            return NOTHING
+        if not landed.is_ready:
+            return ASK_AGAIN
+        direct = self._shared.direct
+        assert direct is not None
+        rest = state.request.num_prompt_tokens - 1 - local_tokens
+        if landed.rest is None or not 0 < rest < direct.group.tokens_per_block:
+            return NOTHING
+        # One token is computed. The copy is enqueued before that, and cannot fail.
+        return Answer(rest, at_once=True)
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
+        if self._copies:
+            jobs.others[self.name], self._copies = self._copies, []
+        if self._former_sources:
+            self._shared.pins.unpin(self._former_sources)
+        self._former_sources, self._sources = self._sources, []
         self._end_those_over()
         room = BLOCKS_A_STEP
         for landed in list(self._landings.values()):
@@ -129,13 +151,14 @@ class LandDirect(SchedulerKind):
         assert direct is not None and direct.agent is not None
         landed.is_begun = True
         whole = request.num_prompt_tokens // direct.group.tokens_per_block
+        end = direct.blocks_of(request.num_prompt_tokens)
         for block_hash in shared.hashes.raw(landed.state, direct.group, 0, whole):
             found = pool.get_cached_block(block_hash, [direct.group.group_id])
             if not found:
                 break
             landed.local += found
         first = len(landed.local)
-        landed.wanted = whole - first
+        landed.wanted = end - first
         if landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
             landed.local, landed.is_ready = [], True
             return
@@ -144,7 +167,7 @@ class LandDirect(SchedulerKind):
         patience = shared.settings.direct_wait_ms
         landing = landed.landing
         try:
-            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, whole, patience)
+            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
         except ValueError:
             begun = False
         if not begun:
@@ -206,23 +229,41 @@ class LandDirect(SchedulerKind):
         elif word != "landed" and landed.is_alive:
             self._fell_back(str(word), sentence)
         direct.agent.forget_landing(landed.landing.id)
-        if count > 0 and not landed.state.stale:
-            self._cache(landed, count)
+        size = direct.group.tokens_per_block
+        whole = min(count, landed.state.request.num_prompt_tokens // size - first)
+        if whole > 0 and not landed.state.stale:
+            self._cache(landed, whole)
+        if (
+            word == "landed"
+            and count
+            and direct.hands_over_rests
+            and landed.is_alive
+            and not landed.state.stale
+        ):
+            landed.rest = landed.taken[count - 1]
+        elif count > whole:
+            count = whole
         self._shared.pins.unpin(landed.taken[count:])
         del landed.taken[count:]
         counters = shared.counters
         counters.add("direct_landed", word == "landed")
-        counters.add("direct_landed_tokens", count * direct.group.tokens_per_block)
+        landed_tokens = min((first + count) * size, landed.state.request.num_prompt_tokens) - first * size
+        counters.add("direct_landed_tokens", max(0, landed_tokens))
         if not landed.is_alive:
             self._free(landed)
             self._landings.pop(landed.landing.id, None)
 
     def _is_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> bool:
         """Whether the other engine's blocks are those of this request's prompt."""
-        direct = self._shared.direct
+        direct, own = self._shared.direct, self._shared.hashes
         assert direct is not None
-        size, own = direct.group.tokens_per_block, self._shared.hashes.ending_at
-        return bool(hashes) and all(own(state, (block + 1) * size) == each for block, each in hashes)
+        size, prompt = direct.group.tokens_per_block, state.request.num_prompt_tokens
+
+        def of(block: int) -> bytes | None:
+            is_rest = (block + 1) * size > prompt
+            return own.of_rest(state, block * size) if is_rest else own.ending_at(state, (block + 1) * size)
+
+        return bool(hashes) and all(of(block) == each for block, each in hashes)
 
     def _cache(self, landed: _Landed, count: int) -> None:
         direct, pool = self._shared.direct, self._pool()
@@ -240,15 +281,24 @@ class LandDirect(SchedulerKind):
     def _free(self, landed: _Landed) -> None:
         """Give the references back. The blocks stay in the prefix cache until they are reused."""
         self._shared.pins.unpin(landed.local + landed.taken)
-        landed.local, landed.taken = [], []
+        landed.local, landed.taken, landed.rest = [], [], None
 
     def allocated(
         self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
     ) -> None:
         """The request has its own references by now."""
-        landed = self._by_request.get(request.request_id)
-        if landed is not None and landed.is_ready:
-            self._forget(landed)
+        landed, direct = self._by_request.get(request.request_id), self._shared.direct
+        if landed is None or not landed.is_ready:
+            return
+        if tokens and landed.rest is not None and direct is not None and state is not None:
+            size = direct.group.tokens_per_block
+            own = blocks.blocks[direct.group.group_id][(request.num_prompt_tokens - 1) // size]
+            self._copies.append((landed.rest.block_id, own.block_id))
+            self._shared.pins.pin([landed.rest])
+            self._sources.append(landed.rest)
+            # It comes before the step computes, and so before the step's saves.
+            state.tokens_ended(ok=True)
+        self._forget(landed)
 
     def _forget(self, landed: _Landed) -> None:
         self._free(landed)
@@ -270,7 +320,8 @@ class LandDirect(SchedulerKind):
             direct.agent.give_landing_up(landed.landing.id)
 
     def pinned(self) -> Iterable[Block]:
-        return [block for landed in self._landings.values() for block in landed.local + landed.taken]
+        landing = [block for landed in self._landings.values() for block in landed.local + landed.taken]
+        return landing + self._sources + self._former_sources
 
     def before_pool_reset(self) -> None:
         """Nothing may be read or written any more when vLLM resets. What was landing is of before the reset."""
@@ -280,6 +331,9 @@ class LandDirect(SchedulerKind):
         if not direct.agent.end_all(END_TIMEOUT_MS):
             logger.warning("kvlane: vLLM cannot reset its cache now: direct hand-offs did not end within 2 s")
             return
+        # The steps of these copies are over, or will not be made.
+        self._shared.pins.unpin(self._sources + self._former_sources)
+        self._sources, self._former_sources, self._copies = [], [], []
         for landed in list(self._landings.values()):
             standing = direct.agent.standing(landed.landing.id) if landed.is_begun else None
             if standing is not None and standing[0] is not None:

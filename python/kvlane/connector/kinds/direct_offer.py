@@ -94,7 +94,7 @@ class OfferDirect(SchedulerKind):
         self._unpin_free()
         if not self._by_request:
             return
-        computed: list[Computed] = []
+        filled: list[Computed] = []
         shown = block_state(output)
         for request_id, offered in list(self._by_request.items()):
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
@@ -103,32 +103,32 @@ class OfferDirect(SchedulerKind):
                 continue
             tables = shown.resolve_block_ids(request_id) if shown is not None else state.block_ids
             if tables:
-                new = self._fill(state, offered, scheduled, tables)
-                computed += [new] if new is not None else []
-        if computed:
-            jobs.others[NAME] = computed
+                filled += self._fill(state, offered, scheduled, tables)
+        if filled:
+            jobs.others[NAME] = filled
 
-    def _fill(
-        self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables
-    ) -> Computed | None:
-        """Pin what this step fills of a prompt."""
+    def _fill(self, state: RequestState, offered: _Offered, scheduled: int, tables: Tables) -> list[Computed]:
+        """Pin what this step fills of a prompt: whole blocks, and with the last token the rest of the prompt, which
+        fills a block in part."""
         shared, direct = self._shared, self._shared.direct
         assert direct is not None and direct.agent is not None
         request = state.request
         tokens = request.num_computed_tokens + scheduled
         if state.awaits_tokens:
-            return None
+            return []
         if not direct.agent.leg_progress(offered.leg.id, 0, tokens):
             self._end_request(request.request_id, is_complete=False)
-            return None
-        size = direct.group.tokens_per_block
-        end, first = min(tokens, request.num_prompt_tokens) // size, len(offered.pinned)
+            return []
+        size, prompt, first = direct.group.tokens_per_block, request.num_prompt_tokens, len(offered.pinned)
+        whole = min(tokens, prompt) // size
+        has_rest = direct.hands_over_rests and tokens >= prompt and prompt % size > 0
+        end = whole + int(has_rest)
         if end <= first:
-            return None
+            return []
         if self._pinned_blocks() + end - first > self._pins_max():
             self._tell("pins", "more blocks than kvlane.max_pinned_share allows would be pinned")
             self._end_request(request.request_id, is_complete=False)
-            return None
+            return []
         pool = shared.pins.pool
         assert pool is not None
         ids = list(tables[direct.group.group_id][first:end])
@@ -136,7 +136,14 @@ class OfferDirect(SchedulerKind):
         shared.pins.pin(blocks)
         offered.pinned += blocks
         shared.counters.add("direct_offered_blocks", len(blocks))
-        return Computed(offered.leg.id, first, ids, shared.hashes.ending_at(state, end * size))
+        filled = []
+        if whole > first:
+            last = shared.hashes.ending_at(state, whole * size)
+            filled.append(Computed(offered.leg.id, first, ids[: whole - first], last))
+        if has_rest and first <= whole:
+            rest = shared.hashes.of_rest(state, whole * size)
+            filled.append(Computed(offered.leg.id, whole, ids[whole - first :], rest))
+        return filled
 
     def _pinned_blocks(self) -> int:
         return sum(len(offered.pinned) for offered in self._legs.values())
@@ -148,8 +155,8 @@ class OfferDirect(SchedulerKind):
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         offered = self._by_request.get(request.request_id)
         if offered is not None and self._shared.direct is not None:
-            whole = request.num_prompt_tokens // self._shared.direct.group.tokens_per_block
-            self._end_request(request.request_id, is_complete=len(offered.pinned) >= whole)
+            blocks = self._shared.direct.blocks_of(request.num_prompt_tokens)
+            self._end_request(request.request_id, is_complete=len(offered.pinned) >= blocks)
 
     def _end_request(self, request_id: str, is_complete: bool) -> None:
         """Nothing more comes. What was offered is read on if the whole prompt is computed."""

@@ -1,13 +1,16 @@
-"""Tells a rank's agent which blocks of direct hand-offs a step has filled."""
+"""Tells a rank's agent which blocks of direct hand-offs a step fills, and how far it is with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import cast
 
 from kvlane.connector.jobs import StepJobs
+from kvlane.connector.kinds.direct_land import LandDirect
 from kvlane.connector.kinds.direct_offer import NAME, Computed
-from kvlane.connector.kinds.kind import WorkerKind
+from kvlane.connector.kinds.kind import LayerHook, WorkerKind, WorkerShared
+
+LANDS = LandDirect.name
 
 
 class DirectWorker(WorkerKind):
@@ -15,9 +18,29 @@ class DirectWorker(WorkerKind):
 
     name = NAME
 
+    def __init__(self, shared: WorkerShared) -> None:
+        super().__init__(shared)
+        self._fills = False
+
+    def step_begins(self, jobs: StepJobs) -> LayerHook | None:
+        """Copies the last tokens of prompts that have landed into their requests' own blocks."""
+        direct = self._shared.direct
+        for source, target in cast("Sequence[tuple[int, int]]", jobs.others.get(LANDS, ())):
+            if direct is not None:
+                direct.copy_block(source, target)
+        return None
+
+    def layers_computed(self, jobs: StepJobs) -> LayerHook | None:
+        filled = cast("Sequence[Computed]", jobs.others.get(NAME, ()))
+        direct = self._shared.direct
+        self._fills = bool(filled) and direct is not None
+        if direct is None or not filled:
+            return None
+        direct.agent.step_begins(filled)
+        return direct.layers.begin(direct.agent.layers_computed)
+
     def computed(self, jobs: StepJobs) -> None:
-        rank = self._shared.direct
-        if rank is None:
-            return
-        for each in cast("Iterable[Computed]", jobs.others.get(NAME, ())):
-            rank.computed(*each)
+        direct, fills = self._shared.direct, self._fills
+        self._fills = False
+        if direct is not None and fills:
+            direct.agent.step_ends()

@@ -19,6 +19,7 @@ from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.known_weights import KnownWeights
+from kvlane.connector.layers import Layers
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
@@ -41,6 +42,8 @@ class Answer(NamedTuple):
     """Tokens past the engine's own that will come without being computed."""
     wait: bool = False
     """Nothing is decided yet: vLLM has to ask again."""
+    at_once: bool = False
+    """The tokens are there when the next step computes: the request need not wait for a load."""
 
 
 NOTHING = Answer()
@@ -97,8 +100,9 @@ class SchedulerKind:
         self, request: Request, state: RequestState | None, blocks: AllocatedBlocks, tokens: int
     ) -> None:
         """vLLM has blocks for a request. `tokens` are those that this kind has promised: from here on the request waits
-        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one. None
-        of its blocks is saved meanwhile: at the job's end call `state.tokens_ended`. 0: nothing of this kind comes into
+        until all workers have reported them (`Reports.loaded`), so this must start a job or report a failed one; unless
+        it has promised them `at_once`. None of its blocks is saved meanwhile: at the job's end call
+        `state.tokens_ended`. 0: nothing of this kind comes into
         the blocks."""
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
@@ -168,6 +172,16 @@ class Reports:
 
 
 @dataclass
+class DirectRank:
+    """What hands over and lands directly in a rank."""
+
+    agent: HandoffRank
+    layers: Layers
+    copy_block: Callable[[int, int], None]
+    """Copies one block of the rank to another one: from, to."""
+
+
+@dataclass
 class WorkerShared:
     """What all kinds of the worker role use together."""
 
@@ -175,7 +189,7 @@ class WorkerShared:
     failures: Failures
     counters: Counters = field(default_factory=Counters)
     reports: Reports = field(default_factory=Reports)
-    direct: HandoffRank | None = None
+    direct: DirectRank | None = None
     """What hands over and lands directly; None where that is not wanted."""
     core: WorkerCore | None = None
     """Before caches are registered, and after they are gone, there is none: every job fails."""
@@ -205,6 +219,10 @@ class WorkerKind:
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """Before the forward pass: start what may write the engine's blocks. A hook is called for each layer."""
+
+    def layers_computed(self, jobs: StepJobs) -> LayerHook | None:
+        """Before the forward pass, behind `step_begins`: a hook is called when a layer's part of the KV cache is
+        written. It must not raise."""
 
     def computed(self, jobs: StepJobs) -> None:
         """The forward pass is over, on the GPU or in its stream: start what reads the engine's blocks."""
