@@ -31,6 +31,7 @@ from kvlane.connector.vllm_protocols import (
     Request,
     SchedulerOutput,
     Tables,
+    block_state,
     transfer_params,
 )
 from kvlane.connector.weights import WeightsReport
@@ -239,8 +240,28 @@ class SchedulerSide:
         jobs.computes = output.total_num_scheduled_tokens > 0
         jobs.idle = not jobs.computes
         self._adapters.moment.at(self._clock())
+        if block_state(output) is None:
+            self._follow_tables(output)
         self._tell("planning a step", lambda kind: kind.plan(output, jobs))
         self._adapters.moment.next_step()
+
+    def _follow_tables(self, output: SchedulerOutput) -> None:
+        """For versions before 0.30: put the block tables together from the scheduler's messages."""
+        requests = self.requests
+        for new in output.scheduled_new_reqs:
+            state = requests.get(new.req_id)
+            if state is not None:
+                state.block_ids = [list(ids) for ids in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = requests.get(request_id)
+            if state is None or new_ids is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = [list(ids) for ids in new_ids]
+            else:
+                for known, added in zip(state.block_ids, new_ids, strict=True):
+                    known.extend(added)
 
     def _tell_promises(self, jobs: StepJobs) -> None:
         """Which pools the workers may let go."""

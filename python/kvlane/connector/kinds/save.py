@@ -50,8 +50,6 @@ class SaveBlocks(SchedulerKind):
         """Queue what this step fills."""
         shared = self._shared
         shown = block_state(output)
-        if shown is None:
-            self._follow_tables(output)
         if not self._can_save():
             return
         known = shared.requests.get
@@ -70,24 +68,6 @@ class SaveBlocks(SchedulerKind):
     def _can_save(self) -> bool:
         shared = self._shared
         return shared.shape.can_save and shared.weights.are_known and shared.core.ready
-
-    def _follow_tables(self, output: SchedulerOutput) -> None:
-        """For versions before 0.30: put the block tables together from the scheduler's messages."""
-        requests = self._shared.requests
-        for new in output.scheduled_new_reqs:
-            state = requests.get(new.req_id)
-            if state is not None:
-                state.block_ids = [list(ids) for ids in new.block_ids]
-        cached = output.scheduled_cached_reqs
-        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            state = requests.get(request_id)
-            if state is None or new_ids is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.block_ids = [list(ids) for ids in new_ids]
-            else:
-                for known, added in zip(state.block_ids, new_ids, strict=True):
-                    known.extend(added)
 
     def ended(self, job: int, end: JobEnd) -> bool:
         stored = self.saves.ended(job, end.ranks, end.ok)
