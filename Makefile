@@ -15,7 +15,7 @@ PYTEST_VLLM = PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python -m pytest
 PYTEST_OLD_VLLM = PATH="$(CURDIR)/$(OLD_VLLM):$$PATH" $(OLD_VLLM)/python -m pytest
 export KVLANE_CONTRACT_BASES = $(CURDIR)/.cache/contract
 
-.PHONY: help demo demo-pd test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
+.PHONY: help demo demo-pd demo-direct test gate soak fetch build lint rust python engines oldest data-parallel wheel packaging loom miri fuzz bench serve \
 	dev vllm docs pictures pins clean
 .DEFAULT_GOAL := help
 
@@ -28,6 +28,10 @@ demo: ## a real vLLM, on the GPU if there is one, cold, warm, killed, restarted,
 demo-pd: ## a prefill and a decode engine behind kvlane route, real vLLMs on the CPU: tables, out/demo-pd.json, out/demo-pd.png
 	@$(ENVIRONMENT) --release vllm-0.32
 	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/run_pd.py --out $(OUT) $(ARGS)
+
+demo-direct: ## prompts from a prefill engine straight into a decode engine, real vLLMs on the CPU: out/demo-direct.json, .png
+	@$(ENVIRONMENT) --release vllm-0.32
+	PATH="$(CURDIR)/$(VLLM):$$PATH" $(VLLM)/python examples/direct_pd.py --out $(OUT) $(ARGS)
 
 test: ## what a change could break, in a quarter of an hour on two cores
 	$(STAGES) fetch build lint rust python engines

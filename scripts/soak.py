@@ -102,6 +102,10 @@ PARTS = {
         "three prefill engines and one decode engine behind the router, with vLLM's own bench client",
         _make("demo-pd", "ARGS=--prefill 3 --decode 1 --vllm-bench"),
     ),
+    "demo-direct": Part(
+        "a prefill and a decode engine that hand over directly, and one with two decode engines",
+        _make("demo-direct", "ARGS=--prefill 1 --decode 2"),
+    ),
     "nixl": Part(
         "a prefill and a decode engine with vLLM's NixlConnector behind the router",
         [sys.executable, "scripts/nixl_pair.py"],

@@ -13,6 +13,7 @@ FLAGS = HERE + "test_the_daemon_takes_what_pages_tell_it"
 UNIT = HERE + "test_the_unit_starts_a_daemon_as_systemd_would"
 ROUTE = "tests/router/test_route.py::test_it_takes_what_the_page_tells_it"
 CONTROL = "tests/router/test_route_control.py::test_it_does_what_the_page_tells_it"
+DIRECT = HERE + "test_engines_for_direct_hand_offs_are_configured_as_the_page_says"
 REPLAY = HERE + "test_a_trace_is_replayed"
 
 TRANSFER = """'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both"}'"""
@@ -32,6 +33,7 @@ RUN_BY = {
     f"--kv-transfer-config {TRANSFER}": HERE + "test_engines_start_as_on_the_start_page",
     "make demo": "make demo",
     "make demo-pd": "make demo-pd",
+    "make demo-direct": "make demo-direct",
     "make test": "make test",
     # docs/configure.md
     "kvlane serve --pool-size 16gb --ssd /var/lib/kvlane": FLAGS,
@@ -74,6 +76,11 @@ RUN_BY = {
     "kvlane route beat --to 127.0.0.1:30001 --role worker --url http://127.0.0.1:8100": (
         "tests/router/test_route_members.py::test_heartbeats_of_ours_tell_of_any_engine_and_end_with_a_goodbye"
     ),
+    # docs/handoff.md
+    'vllm serve MODEL --port 8100 --kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"kvlane.direct": "on", "kvlane.direct.listen": "127.0.0.1:7100"}}\'': DIRECT,
+    'vllm serve MODEL --port 8200 --kv-transfer-config \'{"kv_connector": "KVLaneConnector", "kv_role": "kv_both", '
+    '"kv_connector_extra_config": {"kvlane.direct": "on"}}\'': DIRECT,
     # docs/policies.md and docs/sizing.md
     "kvlane size CONFIG.json --tokens 1000000": HERE + "test_sizes_are_those_of_the_page",
     "kvlane replay TRACE --policy lru,arc --capacity 1tib,2tib --block-bytes 64mib": REPLAY,

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
+from commands import DIRECT, FLAGS, HERE, REPLAY, RUN_AS_A_WHOLE, RUN_BY
 from pages import PAGES, ROOT, SHELL, Command, all_commands, blocks, commands, name, prose, table
 from processes import KVLANE, PATIENCE, Daemon, clean_environment, free_port, run_kvlane
 
 from kvlane import fabric
+from kvlane.connector.settings_check import check
 
 # Code within a sentence that is a command: what it names has to exist.
 INLINE = re.compile(r"`((?:kvlane|make|python3?) [^`]+)`")
@@ -235,3 +236,17 @@ def test_certificates_are_made_and_fit_each_other(tmp_path: Path) -> None:
         peer = here.connect(there.describe())
         peer.write(region, remote.number, [(0, 0, 18)], timeout=PATIENCE).wait()
         assert target == b"from here to there"
+
+
+def test_engines_for_direct_hand_offs_are_configured_as_the_page_says() -> None:
+    texts = [text for text, runner in RUN_BY.items() if runner == DIRECT]
+    assert len(texts) == 2
+    for text in texts:
+        config = json.loads(shlex.split(text)[-1])
+        findings, settings = check(config)
+        assert settings is not None and settings.direct == "on"
+        assert [finding for finding in findings if finding["verdict"] == "problem"] == []
+    # The control.
+    config["kv_connector_extra_config"]["kvlane.direct.lissen"] = "127.0.0.1:7100"
+    findings, _ = check(config)
+    assert any("kvlane.direct.listen" in str(finding) for finding in findings)

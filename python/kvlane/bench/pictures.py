@@ -182,6 +182,26 @@ def demo(title: str, prompt_tokens: int, scenarios: Mapping[str, Mapping[str, An
     )
 
 
+def direct(result: Mapping[str, Any]) -> Picture:
+    """When a prompt's prefill ends and when its first token comes. `result` is what the demo of direct hand-offs
+    writes."""
+    made = [each for each in result["handed_over"] if each["prefill_ms"] is not None]
+    panels = []
+    if made:
+        steps = (("prefill engine answers", "prefill_ms"), ("decode engine's first token", "first_token_ms"))
+        bars = []
+        for place, (label, name) in enumerate(steps):
+            each = [one[name] for one in made]
+            mean = sum(each) / len(each)
+            bars.append(Bar(label, mean, f"{number(mean)} ms", COLOURS[place], samples=tuple(each)))
+        panels.append(Panel("Milliseconds from asking both engines", tuple(bars)))
+    return Picture(
+        "Prompts handed over directly",
+        f"{result['title'][:1].upper()}{result['title'][1:]}. Bars: means; dots: single prompts.",
+        tuple(panels),
+    )
+
+
 def pairs(result: Mapping[str, Any]) -> Picture:
     """How much of a prompt decode engines compute, and who served how many requests, as shares. `result` is what the
     demo of prefill and decode engines writes."""

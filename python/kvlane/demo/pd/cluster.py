@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from kvlane._core import Tool
+from kvlane.bench.processes import connector_config
 from kvlane.demo.pd.plan import Node, Plan
 from kvlane.demo.pd.processes import Router, ServedEngine, end_all, wait_until
 from kvlane.demo.processes import Daemon
@@ -109,8 +110,10 @@ class Cluster:
 
     def _start_engine(self, node: Node) -> ServedEngine:
         log = self._logs / f"{node.name}.log"
+        # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
+        connector = connector_config(self._address, lookup_timeout_ms=5000.0)
         engine = ServedEngine(
-            node, self.model, self._address, log, self.plan.threads, self._max_tokens, self._kv_cache
+            node, self.model, connector, log, self.plan.threads, self._max_tokens, self._kv_cache
         )
         self.engines[node.name] = engine
         return engine

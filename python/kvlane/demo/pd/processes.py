@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvlane.bench.processes import beside_python, connector_config
+from kvlane.bench.processes import beside_python
 from kvlane.demo.pd.asking import MODEL_NAME, AskFailed, is_healthy, page
 from kvlane.demo.pd.plan import BLOCK_TOKENS, Node, Plan
 from kvlane.demo.processes import Daemon, ProcessFailed, close_all
@@ -28,18 +28,25 @@ class ServedEngine:
     """One `vllm serve` with kvlane's connector, all its processes in a group of their own."""
 
     def __init__(
-        self, node: Node, model: str, daemon: str, log: Path, threads: int, max_tokens: int, kv_cache: int
+        self,
+        node: Node,
+        model: str,
+        connector: Mapping[str, object],
+        log: Path,
+        threads: int,
+        max_tokens: int,
+        kv_cache: int,
+        flags: Sequence[str] = (),
     ) -> None:
+        """`connector`: vLLM's kv_transfer_config. `flags`: further ones of `vllm serve`."""
         self.node = node
         self.log = log
         self._is_asked = False
-        # Several engines on two cores may keep the daemon off the CPU for longer than a lookup may take by default.
-        connector = connector_config(daemon, lookup_timeout_ms=5000.0)
         command = [beside_python("vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(node.port)]
         command += ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--enforce-eager"]
         command += ["--max-model-len", str(max_tokens), "--block-size", str(BLOCK_TOKENS)]
         command += ["--max-num-seqs", "16", "--kv-cache-memory-bytes", str(kv_cache)]
-        command += ["--no-enable-log-requests", "--kv-transfer-config", json.dumps(connector)]
+        command += ["--no-enable-log-requests", "--kv-transfer-config", json.dumps(connector), *flags]
         offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
@@ -58,9 +65,13 @@ class ServedEngine:
             raise ProcessFailed(f"engine {self.node.name} ended with status {status}; see {self.log}")
         return is_healthy(self.node.url)
 
+    def processes(self) -> list[int]:
+        """All of them."""
+        return _group(self._process.pid)
+
     def memory(self) -> int:
         """Bytes that its processes have, what several share counted in parts."""
-        return sum(_proportional(pid) for pid in _group(self._process.pid))
+        return sum(_proportional(pid) for pid in self.processes())
 
     def ask_to_end(self) -> None:
         """SIGTERM, once: vLLM then removes what it has in /dev/shm."""

@@ -1,0 +1,170 @@
+"""What the demo of direct hand-offs shows, in order. Each scenario says what must hold.
+
+Right answers are those of one prefill engine that is asked alone, under a cache salt of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvlane.bench.report import summary
+from kvlane.demo.direct.asking import counters, hand_over, stream
+from kvlane.demo.direct.cluster import CHUNK_TOKENS, Cluster, Side
+from kvlane.demo.pd.asking import PromptTokens, counted, prompt_text, prompt_tokens
+from kvlane.demo.scenarios import Scenario
+
+ANSWER_TOKENS = 16
+
+
+class Demo:
+    """The engines, and what was asked of them."""
+
+    def __init__(self, cluster: Cluster, prompts: int, prompt_tokens: int, kv_cache: int) -> None:
+        self.handed_over: list[dict[str, Any]] = []
+        """Of each prompt: who computed it, who went on, and the times."""
+        self._cluster, self._count, self._kv_cache = cluster, prompts, kv_cache
+        self._tokens = prompt_tokens
+        self._pairs = itertools.cycle(
+            [(prefill, decode) for decode in cluster.decode for prefill in cluster.prefill]
+        )
+        self._pool = ThreadPoolExecutor(4)
+
+    def all(self) -> Sequence[Callable[[Callable[[str], object]], Scenario]]:
+        """The scenarios in their order."""
+        return (self.equal_answers, self.control, self.prefill_killed)
+
+    def _alone(self, prompt: str) -> list[int]:
+        return stream(self._cluster.prefill[-1], prompt, ANSWER_TOKENS, None, salt="alone").tokens
+
+    def equal_answers(self, step: Callable[[str], object]) -> Scenario:
+        """Each prompt to a prefill and a decode engine at once: the same tokens as from one engine."""
+        scenario = Scenario("answers equal those of one engine, and decode engines compute one token")
+        equal, computed, exposed = 0, [], []
+        # The first one finds its way: connections are made.
+        hand_over(self._pool, *next(self._pairs), prompt_text(self._tokens, "warm"), 1)
+        for number in range(1, self._count + 1):
+            step(f"prompt {number} of {self._count}")
+            prompt = prompt_text(self._tokens, f"direct {number}")
+            right = self._alone(prompt)
+            prefill, decode = next(self._pairs)
+            before, landed = prompt_tokens(decode.node.url), counters(decode)
+            made = hand_over(self._pool, prefill, decode, prompt, ANSWER_TOKENS)
+            grown = self._grown(decode, before)
+            now = counters(decode)
+            equal += made.answer.tokens == right
+            computed.append(grown.computed)
+            name = "direct_landed_tokens"
+            one = {
+                "prefill": prefill.node.name,
+                "decode": decode.node.name,
+                "landed_tokens": int(now.get(name, 0) - landed.get(name, 0)),
+                "computed_tokens": grown.computed,
+                "prefill_ms": None if made.prefill_s is None else made.prefill_s * 1e3,
+                "first_token_ms": made.answer.first_s * 1e3,
+            }
+            if made.prefill_s is not None:
+                exposed.append((made.answer.first_s - made.prefill_s) * 1e3)
+            self.handed_over.append(one)
+        landed_tokens = sum(each["landed_tokens"] for each in self.handed_over)
+        scenario.must(equal == self._count, f"{self._count - equal} answers differ")
+        few = sum(each == 1 for each in computed)
+        scenario.must(
+            few == self._count,
+            f"for {self._count - few} prompts the decode engine computed more than one token, at most {max(computed)}",
+        )
+        scenario.figures |= {
+            "prompts": self._count,
+            "equal": equal,
+            "landed_tokens": landed_tokens,
+            "computed_tokens_each": computed,
+            "prefill_ms": summary(
+                each["prefill_ms"] for each in self.handed_over if each["prefill_ms"] is not None
+            ),
+            "first_token_ms": summary(each["first_token_ms"] for each in self.handed_over),
+            "after_the_prefill_ms": summary(exposed),
+        }
+        return scenario
+
+    def _grown(self, decode: Side, before: PromptTokens) -> PromptTokens:
+        return counted(lambda: prompt_tokens(decode.node.url), before, self._tokens)
+
+    def control(self, step: Callable[[str], object]) -> Scenario:
+        """The bytes that have landed are made wrong: the answer must change, or equal answers prove nothing."""
+        scenario = Scenario("control: wrong bytes give a wrong answer")
+        step("a prompt lands, its bytes are made wrong, and it is asked again")
+        prompt = prompt_text(self._tokens, "control")
+        prefill, decode = next(self._pairs)
+        made = hand_over(self._pool, prefill, decode, prompt, ANSWER_TOKENS)
+        before = prompt_tokens(decode.node.url)
+        again = stream(decode, prompt, ANSWER_TOKENS, None)
+        scenario.must(again.tokens == made.answer.tokens, "the answer from what had landed is another one")
+        bytes_changed = _make_cache_wrong(decode.engine.processes(), self._kv_cache)
+        wrong = stream(decode, prompt, ANSWER_TOKENS, None)
+        changed = sum(one != other for one, other in zip(again.tokens, wrong.tokens, strict=True))
+        cached = (prompt_tokens(decode.node.url) - before).own_cache
+        scenario.figures |= {"changed_tokens": changed, "bytes": bytes_changed, "cached_tokens": cached}
+        scenario.must(bytes_changed > 0, "the decode engine's KV cache was not found in its memory")
+        scenario.must(changed > 0, "wrong bytes did not change the answer")
+        return scenario
+
+    def prefill_killed(self, step: Callable[[str], object]) -> Scenario:
+        """A prefill engine gets SIGKILL amid a prompt: what had landed is used, and the answer is right."""
+        victim, decode = self._cluster.prefill[0], self._cluster.decode[-1]
+        scenario = Scenario(f"{victim.node.name} killed -9 half way: the answer is right")
+        step("right answer")
+        prompt = prompt_text(self._tokens, "killed")
+        right = self._alone(prompt)
+        usual = [each["prefill_ms"] for each in self.handed_over if each["prefill_ms"] is not None]
+        half = sorted(usual)[len(usual) // 2] / 2e3
+        before, landed = prompt_tokens(decode.node.url), counters(decode)
+        step(f"{victim.node.name} is killed {half * 1e3:.0f} ms after it was asked")
+        killer = threading.Timer(half, victim.engine.kill)
+        killer.start()
+        began = time.monotonic()
+        made = hand_over(self._pool, victim, decode, prompt, ANSWER_TOKENS)
+        seconds = time.monotonic() - began
+        killer.join()
+        grown, name = self._grown(decode, before), "direct_landed_tokens"
+        landed_tokens = int(counters(decode).get(name, 0) - landed.get(name, 0))
+        scenario.figures |= {
+            "landed_tokens": landed_tokens,
+            "computed_tokens": grown.computed,
+            "seconds": seconds,
+        }
+        scenario.must(made.prefill_s is None, f"{victim.node.name} had answered before it was killed")
+        scenario.must(made.answer.tokens == right, "the answer differs")
+        whole_steps = self._tokens > 2 * CHUNK_TOKENS
+        scenario.must(landed_tokens > 0 or not whole_steps, "nothing of what it had computed was used")
+        return scenario
+
+
+def _make_cache_wrong(processes: Sequence[int], kv_cache: int) -> int:
+    """Turn the numbers of an engine's KV cache around: as well-formed as before, and of other tokens. Answers the bytes
+    that are others by then."""
+    changed = 0
+    for pid in processes:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, flags, _, _, inode, *_ = line.split()
+            begin, end = (int(part, 16) for part in span.split("-"))
+            if flags.startswith("rw") and inode == "0" and end - begin >= kv_cache:
+                changed += _turn_around(pid, begin, end)
+    return changed
+
+
+def _turn_around(pid: int, begin: int, end: int) -> int:
+    changed, window = 0, 1 << 20
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for at in range(begin, end, window):
+            size = min(window, end - at)
+            found = os.pread(memory.fileno(), size, at)
+            if any(found):
+                turned = memoryview(found).cast("I")[::-1].tobytes()
+                changed += os.pwrite(memory.fileno(), turned, at)
+    return changed
