@@ -223,6 +223,7 @@ impl Landings {
             content: landing.wanted.content,
             shape: self.shape,
             first_block: landing.wanted.first_block,
+            end_block: landing.wanted.end_block,
             scheduler: self.scheduler.clone(),
             ranks: self.ranks.clone(),
         };

@@ -221,8 +221,8 @@ impl Legs {
             return self.refuse(engine, id, Reason::OtherContent);
         }
         for (rank, reader_rank) in reader.want.ranks.iter().enumerate() {
-            let serve =
-                Message::Serve { id, first_block: reader.want.first_block, reader: reader_rank.clone() };
+            let Want { first_block, end_block, .. } = reader.want;
+            let serve = Message::Serve { id, first_block, end_block, reader: reader_rank.clone() };
             self.actions.push_back(LegAction::Rank(rank as u32, serve));
         }
         self.report(now, id);

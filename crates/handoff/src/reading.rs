@@ -215,6 +215,11 @@ impl Reading {
         }
     }
 
+    /// Hand-offs of which something is read, or is offered for nothing so far.
+    pub fn live(&self) -> usize {
+        self.reads.len()
+    }
+
     /// READs of a hand-off that are under way.
     pub fn under_way(&self, id: HandoffId) -> usize {
         self.reads.get(&id).map_or(0, |read| read.under_way.len())

@@ -81,9 +81,11 @@ struct WireWant {
     shape: Vec<u8>,
     #[prost(uint32, tag = "4")]
     first_block: u32,
-    #[prost(bytes = "vec", tag = "5")]
+    #[prost(uint32, tag = "5")]
+    end_block: u32,
+    #[prost(bytes = "vec", tag = "6")]
     scheduler: Vec<u8>,
-    #[prost(bytes = "vec", repeated, tag = "6")]
+    #[prost(bytes = "vec", repeated, tag = "7")]
     ranks: Vec<Vec<u8>>,
 }
 
@@ -143,7 +145,9 @@ struct WireServe {
     id: Vec<u8>,
     #[prost(uint32, tag = "2")]
     first_block: u32,
-    #[prost(bytes = "vec", tag = "3")]
+    #[prost(uint32, tag = "3")]
+    end_block: u32,
+    #[prost(bytes = "vec", tag = "4")]
     reader: Vec<u8>,
 }
 
@@ -180,6 +184,7 @@ impl From<Message> for Envelope {
                 content: want.content.to_vec(),
                 shape: want.shape.to_vec(),
                 first_block: want.first_block,
+                end_block: want.end_block,
                 scheduler: want.scheduler,
                 ranks: want.ranks,
             }),
@@ -204,8 +209,8 @@ impl From<Message> for Envelope {
             Message::Adopt { rank, key, scheduler } => {
                 Kind::Adopt(WireAdopt { rank, key: key.to_vec(), scheduler })
             }
-            Message::Serve { id, first_block, reader } => {
-                Kind::Serve(WireServe { id: bytes(id), first_block, reader })
+            Message::Serve { id, first_block, end_block, reader } => {
+                Kind::Serve(WireServe { id: bytes(id), first_block, end_block, reader })
             }
             Message::Close(id) => Kind::Close(bytes(id)),
             Message::Closed(id) => Kind::Closed(bytes(id)),
@@ -235,6 +240,7 @@ impl TryFrom<Envelope> for Message {
                 content: sixteen(&want.content)?,
                 shape: sixteen(&want.shape)?,
                 first_block: want.first_block,
+                end_block: want.end_block,
                 scheduler: endpoint(want.scheduler)?,
                 ranks: endpoints(want.ranks)?,
             }),
@@ -259,6 +265,7 @@ impl TryFrom<Envelope> for Message {
             Kind::Serve(serve) => Message::Serve {
                 id: id(&serve.id)?,
                 first_block: serve.first_block,
+                end_block: serve.end_block,
                 reader: endpoint(serve.reader)?,
             },
             Kind::Close(bytes) => Message::Close(id(&bytes)?),
