@@ -30,6 +30,8 @@ pub const VERSION: u8 = 1;
 pub const RANKS_MAX: usize = 256;
 /// Most blocks that one message names.
 pub const BLOCKS_MAX: usize = 8192;
+/// Most hashes that one message tells, so that it is no longer than messages of the fabric may be.
+pub const HASHES_MAX: usize = 2048;
 /// Most bytes of an endpoint.
 pub(crate) const ENDPOINT_BYTES_MAX: usize = 4096;
 

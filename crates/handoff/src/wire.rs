@@ -4,8 +4,8 @@ use kvlane_fabric::{MESSAGE_BYTES_MAX, WindowDescriptor};
 use prost::Message as _;
 
 use crate::message::{
-    BLOCKS_MAX, BadMessage, ENDPOINT_BYTES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason,
-    VERSION, Want,
+    BLOCKS_MAX, BadMessage, ENDPOINT_BYTES_MAX, HASHES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX,
+    Reason, VERSION, Want,
 };
 
 impl Message {
@@ -282,7 +282,7 @@ impl TryFrom<Envelope> for Message {
             Kind::Stop(bytes) => Message::Stop(id(&bytes)?),
             Kind::Stopped(bytes) => Message::Stopped(id(&bytes)?),
             Kind::Arrived(arrived) => {
-                bounded("list of hashes", arrived.hashes.len(), BLOCKS_MAX)?;
+                bounded("list of hashes", arrived.hashes.len(), HASHES_MAX)?;
                 if arrived.hashed_blocks.len() != arrived.hashes.len() {
                     return Err(BadMessage::Malformed);
                 }
