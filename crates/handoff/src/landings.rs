@@ -350,7 +350,8 @@ impl Landings {
         if matches!(landing.phase, Phase::Stopping(..) | Phase::Over(_)) {
             return;
         }
-        let knows = matches!(outcome, Outcome::Refused(_) | Outcome::PeerLost);
+        // Where only a READ failed, the other engine is there, and pins blocks for it.
+        let knows = matches!(outcome, Outcome::Refused(_));
         if let (Some(peer), false) = (landing.peer, knows) {
             self.actions.push_back(LandingAction::Send(peer, Message::Cancel(id)));
         }
@@ -472,5 +473,21 @@ mod tests {
         landings.give_room(ID, &[14]);
         assert_eq!(told_room(&mut landings), [(0, 4, vec![12]), (1, 4, vec![12])]);
         assert_eq!(landings.room(ID), 5);
+    }
+
+    #[test]
+    fn a_hand_off_of_which_a_read_failed_is_called_off_at_the_other_engine() {
+        let mut landings = landing();
+        landings.give_room(ID, &[10]);
+        landings.rank_said(Duration::ZERO, 1, Message::Lost(ID));
+        let said: Vec<LandingAction> = std::iter::from_fn(|| landings.next_action()).collect();
+        let is_there = |action| said.contains(&action);
+        assert!(is_there(LandingAction::Send(PEER, Message::Cancel(ID))), "{said:?}");
+        assert!((0..2).all(|rank| is_there(LandingAction::Rank(rank, Message::Stop(ID)))), "{said:?}");
+        // Until both ranks have said so, it may be written.
+        landings.rank_said(Duration::ZERO, 0, Message::Stopped(ID));
+        assert_eq!(landings.standing(ID).unwrap().outcome, None);
+        landings.rank_said(Duration::ZERO, 1, Message::Stopped(ID));
+        assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::PeerLost));
     }
 }
