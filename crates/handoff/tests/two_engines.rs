@@ -9,10 +9,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
-use kvlane_fabric::{Access, Engine, EngineOptions};
+use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Trust};
 use kvlane_handoff::{
-    Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent, RankOptions,
-    Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RANKS_MAX, RankAddress,
+    RankAgent, RankOptions, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 
 const BLOCKS: u64 = 64;
@@ -306,4 +306,26 @@ fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
         free.borrow_mut().extend(p.scheduler.take_free_legs());
         free.borrow().len() == 2
     });
+}
+
+/// It would never be heard: the fabric refuses a message that names them all, and whoever it is for counts as lost.
+#[test]
+fn more_ranks_than_a_message_can_name_are_refused_at_the_start() {
+    let start = |count| {
+        let addresses = vec![Address { kind: 1, bytes: vec![b'1'; 250] }];
+        let (boot_nonce, engine_id, trust, regions) = (1, 1, Trust::Token, Vec::new());
+        let rank = Descriptor { boot_nonce, engine_id, trust, addresses, regions }.to_bytes().unwrap();
+        let options = SchedulerOptions {
+            ranks: vec![RankAddress { endpoint: rank, key: [0; 16] }; count],
+            shape: SHAPE,
+            networks: Vec::new(),
+            legs: LegOptions::default(),
+            landings: LandingOptions::default(),
+        };
+        SchedulerAgent::start(engine("g"), options).map(drop)
+    };
+    assert!(start(100).is_ok());
+    // Within the bound of ranks.
+    assert!(matches!(start(RANKS_MAX), Err(AgentError::TooMany(RANKS_MAX))));
+    assert!(matches!(start(RANKS_MAX + 1), Err(AgentError::TooMany(_))));
 }
