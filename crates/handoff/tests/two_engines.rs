@@ -289,6 +289,24 @@ fn a_reset_of_either_side_ends_everything_before_it_returns() {
     assert_eq!(free, [first, second]);
 }
 
+/// Each dialled by itself: the second connection that came about replaced the first one, and what had been said over that was lost.
+#[test]
+fn hand_offs_that_begin_at_once_share_one_connection_and_all_land() {
+    let (mut p, d) = (side(1, SHAPE, "h"), side(1, SHAPE, "h"));
+    let ids: Vec<HandoffId> = (20..28).map(id).collect();
+    for id in &ids {
+        assert!(p.scheduler.begin_leg(*id, CONTENT));
+    }
+    for (number, id) in (0..).zip(&ids) {
+        assert!(d.scheduler.begin_landing(*id, wanted(p.address, 0, 1)));
+        d.scheduler.give_room(*id, &[number]);
+        p.compute(*id, 0, &[number]);
+    }
+    for id in ids {
+        assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
+    }
+}
+
 #[test]
 fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
     let (mut p, d) = (side(1, SHAPE, "f"), side(1, SHAPE, "f"));
