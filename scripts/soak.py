@@ -59,6 +59,11 @@ PARTS = {
         _rust("-p", "kvlane-fabric", "--lib", "hub::simulation"),
         {"KVLANE_TEST_SEEDS": "100000"},
     ),
+    "handoffs": Part(
+        "1,000,000 seeds of engines that hand prompts over, over a simulated network and memory",
+        _rust("-p", "kvlane-handoff", "--test", "simulation"),
+        {"KVLANE_TEST_SEEDS": "1000000"},
+    ),
     "links": Part(
         "2,000,000 seeds of an engine's links against a simulated daemon",
         _rust("-p", "kvlane-client", "--test", "simulation"),

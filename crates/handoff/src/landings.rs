@@ -223,13 +223,14 @@ impl Landings {
             content: landing.wanted.content,
             shape: self.shape,
             first_block: landing.wanted.first_block,
+            end_block: landing.wanted.end_block,
             scheduler: self.scheduler.clone(),
             ranks: self.ranks.clone(),
         };
         self.actions.push_back(LandingAction::Send(peer, Message::Want(want)));
     }
 
-    /// These blocks of the engine are for the next of the prompt.
+    /// These blocks of the engine are for the next of the prompt. Those past what is wanted are not written.
     pub fn give_room(&mut self, id: HandoffId, blocks: &[u32]) {
         if let Some(landing) = self.landings.get_mut(&id) {
             landing.room.extend_from_slice(blocks);
@@ -247,7 +248,10 @@ impl Landings {
         if !matches!(landing.phase, Phase::Landing) {
             return;
         }
-        for blocks in landing.room[landing.told..].chunks(BLOCKS_MAX) {
+        // What lies past the end is for the request itself, which uses it as soon as all before it has arrived.
+        let most = (landing.wanted.end_block - landing.wanted.first_block) as usize;
+        let end = landing.room.len().min(most);
+        for blocks in landing.room[landing.told..end].chunks(BLOCKS_MAX) {
             let first_block = landing.wanted.first_block + landing.told as u32;
             for (rank, source) in landing.sources.iter().enumerate() {
                 let (source, blocks) = (source.clone(), blocks.to_vec());
@@ -346,7 +350,8 @@ impl Landings {
         if matches!(landing.phase, Phase::Stopping(..) | Phase::Over(_)) {
             return;
         }
-        let knows = matches!(outcome, Outcome::Refused(_) | Outcome::PeerLost);
+        // Where only a READ failed, the other engine is there, and pins blocks for it.
+        let knows = matches!(outcome, Outcome::Refused(_));
         if let (Some(peer), false) = (landing.peer, knows) {
             self.actions.push_back(LandingAction::Send(peer, Message::Cancel(id)));
         }
@@ -422,5 +427,67 @@ impl Landings {
     /// What is to be done next.
     pub fn next_action(&mut self) -> Option<LandingAction> {
         self.actions.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: HandoffId = HandoffId([1; 16]);
+    const PEER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
+
+    /// One that all is known of: from block 2 to before block 5, in two ranks.
+    fn landing() -> Landings {
+        let ranks = vec![vec![1], vec![2]];
+        let mut landings = Landings::new(LandingOptions::default(), [0; 16], vec![0], ranks.clone());
+        let address = SocketAddr::from(([127, 0, 0, 1], 1));
+        let patience = Duration::from_secs(1);
+        let wanted = Wanted { address, content: [0; 16], first_block: 2, end_block: 5, patience };
+        assert!(landings.begin(Duration::ZERO, ID, wanted));
+        landings.dialled(Duration::ZERO, address, &Ok(PEER));
+        let queued = crate::message::Queued { id: ID, ahead: 0, computed: 0, ranks };
+        landings.message(Duration::ZERO, PEER, Message::Queued(queued));
+        landings
+    }
+
+    fn told_room(landings: &mut Landings) -> Vec<(u32, u32, Vec<u32>)> {
+        let actions = std::iter::from_fn(|| landings.next_action());
+        let room = |action| match action {
+            LandingAction::Rank(rank, Message::Room { first_block, blocks, .. }) => {
+                Some((rank, first_block, blocks))
+            }
+            _ => None,
+        };
+        actions.filter_map(room).collect()
+    }
+
+    /// Found by the simulation: an engine gave its request room for the next token, too. What was offered past the end was read
+    /// into it, also after all that was wanted had landed and the request had gone on.
+    #[test]
+    fn room_past_the_end_is_not_written() {
+        let mut landings = landing();
+        landings.give_room(ID, &[10, 11]);
+        assert_eq!(told_room(&mut landings), [(0, 2, vec![10, 11]), (1, 2, vec![10, 11])]);
+        landings.give_room(ID, &[12, 13]);
+        landings.give_room(ID, &[14]);
+        assert_eq!(told_room(&mut landings), [(0, 4, vec![12]), (1, 4, vec![12])]);
+        assert_eq!(landings.room(ID), 5);
+    }
+
+    #[test]
+    fn a_hand_off_of_which_a_read_failed_is_called_off_at_the_other_engine() {
+        let mut landings = landing();
+        landings.give_room(ID, &[10]);
+        landings.rank_said(Duration::ZERO, 1, Message::Lost(ID));
+        let said: Vec<LandingAction> = std::iter::from_fn(|| landings.next_action()).collect();
+        let is_there = |action| said.contains(&action);
+        assert!(is_there(LandingAction::Send(PEER, Message::Cancel(ID))), "{said:?}");
+        assert!((0..2).all(|rank| is_there(LandingAction::Rank(rank, Message::Stop(ID)))), "{said:?}");
+        // Until both ranks have said so, it may be written.
+        landings.rank_said(Duration::ZERO, 0, Message::Stopped(ID));
+        assert_eq!(landings.standing(ID).unwrap().outcome, None);
+        landings.rank_said(Duration::ZERO, 1, Message::Stopped(ID));
+        assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::PeerLost));
     }
 }

@@ -221,8 +221,8 @@ impl Legs {
             return self.refuse(engine, id, Reason::OtherContent);
         }
         for (rank, reader_rank) in reader.want.ranks.iter().enumerate() {
-            let serve =
-                Message::Serve { id, first_block: reader.want.first_block, reader: reader_rank.clone() };
+            let Want { first_block, end_block, .. } = reader.want;
+            let serve = Message::Serve { id, first_block, end_block, reader: reader_rank.clone() };
             self.actions.push_back(LegAction::Rank(rank as u32, serve));
         }
         self.report(now, id);
@@ -323,5 +323,43 @@ impl Legs {
     /// What is to be done next.
     pub fn next_action(&mut self) -> Option<LegAction> {
         self.actions.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: HandoffId = HandoffId([1; 16]);
+    const READER: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
+    const OTHER: EngineId = EngineId { engine_id: 2, boot_nonce: 1 };
+
+    fn want() -> Message {
+        let (first_block, end_block) = (0, 1);
+        let (content, shape) = ([0; 16], [0; 16]);
+        let (scheduler, ranks) = (Vec::new(), vec![Vec::new()]);
+        Message::Want(Want { id: ID, content, shape, first_block, end_block, scheduler, ranks })
+    }
+
+    #[test]
+    fn only_its_reader_ends_a_hand_off_and_its_blocks_are_free_when_the_rank_has_closed() {
+        for end in [Message::Landed(ID), Message::Cancel(ID)] {
+            let mut legs = Legs::new(LegOptions::default(), [0; 16], vec![Vec::new()]);
+            assert!(legs.begin(Duration::ZERO, ID, [0; 16]));
+            legs.message(Duration::ZERO, OTHER, end.clone());
+            legs.message(Duration::ZERO, READER, want());
+            // Who wants it too is refused, and does not end it.
+            legs.message(Duration::ZERO, OTHER, want());
+            legs.message(Duration::ZERO, OTHER, end.clone());
+            assert!(legs.goes_on(ID));
+            let said: Vec<LegAction> = std::iter::from_fn(|| legs.next_action()).collect();
+            let refused = LegAction::Send(OTHER, Message::Refused(ID, Reason::Over));
+            assert!(said.contains(&refused), "{said:?}");
+            legs.message(Duration::ZERO, READER, end);
+            assert!(!legs.goes_on(ID) && legs.live() == 1 && legs.take_free().is_empty());
+            assert_eq!(legs.next_action(), Some(LegAction::Rank(0, Message::Close(ID))));
+            legs.rank_said(0, &Message::Closed(ID));
+            assert_eq!((legs.live(), legs.take_free()), (0, vec![ID]));
+        }
     }
 }

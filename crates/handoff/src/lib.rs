@@ -27,8 +27,8 @@ pub use geometry::{Geometry, GeometryError};
 pub use landings::{LandingAction, LandingOptions, Landings, Outcome, Standing, Wanted};
 pub use legs::{LegAction, LegOptions, Legs};
 pub use message::{
-    BLOCKS_MAX, BadMessage, Endpoint, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason, VERSION, Want,
-    whose,
+    BLOCKS_MAX, BadMessage, Endpoint, HASHES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason,
+    VERSION, Want, whose,
 };
 pub use offering::{Computed, Offering, OfferingAction};
 pub use rank_agent::{Area, Filled, RankAgent, RankOptions};

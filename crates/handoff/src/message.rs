@@ -2,14 +2,14 @@
 //!
 //! ```text
 //!  D's scheduler                                   P's scheduler
-//!    Want: this hand-off, from that block on  ------->  pins what it computes of it
+//!    Want: this hand-off, these of its blocks  ------>  pins what it computes of it
 //!    <----- Queued: it is known; how far it is; where P's ranks are
 //!    <----- Refused: why; Cancel: it is over
 //!    Landed, or Cancel  ----------------------------->  windows closed, blocks unpinned
 //!
 //!  a scheduler                                     its own ranks
 //!    Adopt: here I am  ------------------------------>  which answer to nobody else
-//!    P: Serve: who reads, from which block on ------->  Offers go out
+//!    P: Serve: who reads, which of the blocks ------->  Offers go out
 //!    P: Close --------------------------------------->  Closed: nothing is read any more
 //!    D: Room: these blocks are for it  -------------->  Arrived: so many are there
 //!    D: Stop ---------------------------------------->  Stopped: nothing is written any more
@@ -30,6 +30,8 @@ pub const VERSION: u8 = 1;
 pub const RANKS_MAX: usize = 256;
 /// Most blocks that one message names.
 pub const BLOCKS_MAX: usize = 8192;
+/// Most hashes that one message tells, so that it is no longer than messages of the fabric may be.
+pub const HASHES_MAX: usize = 2048;
 /// Most bytes of an endpoint.
 pub(crate) const ENDPOINT_BYTES_MAX: usize = 4096;
 
@@ -72,6 +74,8 @@ pub struct Want {
     pub shape: [u8; 16],
     /// The first block of the prompt that is wanted.
     pub first_block: u32,
+    /// The one after the last.
+    pub end_block: u32,
     /// Where answers go.
     pub scheduler: Endpoint,
     /// Who reads: by rank.
@@ -142,6 +146,8 @@ pub enum Message {
         id: HandoffId,
         /// From there on.
         first_block: u32,
+        /// Up to there.
+        end_block: u32,
         /// Who reads.
         reader: Endpoint,
     },

@@ -3,11 +3,12 @@
 //! ```text
 //!  computed: blocks that can be read  --+                          Close
 //!                                       +--> a window, an Offer   -------> windows closed, then Closed
-//!  Serve: who reads, from where on    --+
+//!  Serve: who reads, which blocks     --+
 //! ```
 //! Both come in any order. What comes after Close is for nothing.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use crate::message::{Endpoint, HandoffId, Message};
 use crate::remembered::Remembered;
@@ -38,7 +39,8 @@ pub enum OfferingAction {
 
 #[derive(Debug, Default)]
 struct Offered {
-    reader: Option<(Endpoint, u32)>,
+    /// And which of the prompt's blocks it wants.
+    reader: Option<(Endpoint, Range<u32>)>,
     waiting: Vec<Computed>,
     is_closing: bool,
 }
@@ -61,8 +63,8 @@ impl Offering {
         match &offered.reader {
             _ if offered.is_closing => {}
             None => offered.waiting.push(computed),
-            Some((reader, first)) => {
-                let action = offer(id, reader, *first, computed);
+            Some((reader, wanted)) => {
+                let action = offer(id, reader, wanted, computed);
                 self.actions.extend(action);
             }
         }
@@ -71,15 +73,16 @@ impl Offering {
     /// The own scheduler has said something.
     pub fn told(&mut self, message: Message) {
         match message {
-            Message::Serve { id, first_block, reader } if !self.over.has(id) => {
+            Message::Serve { id, first_block, end_block, reader } if !self.over.has(id) => {
                 let offered = self.offered.entry(id).or_default();
                 if offered.is_closing || offered.reader.is_some() {
                     return;
                 }
+                let wanted = first_block..end_block;
                 for computed in std::mem::take(&mut offered.waiting) {
-                    self.actions.extend(offer(id, &reader, first_block, computed));
+                    self.actions.extend(offer(id, &reader, &wanted, computed));
                 }
-                offered.reader = Some((reader, first_block));
+                offered.reader = Some((reader, wanted));
             }
             Message::Close(id) => {
                 if self.over.has(id) {
@@ -102,6 +105,11 @@ impl Offering {
         self.actions.push_back(OfferingAction::Answer(Message::Closed(id)));
     }
 
+    /// Hand-offs of which something is offered, or waits to be.
+    pub fn live(&self) -> usize {
+        self.offered.len()
+    }
+
     /// Whether windows may still be opened for it.
     pub fn is_open(&self, id: HandoffId) -> bool {
         self.offered.get(&id).is_some_and(|offered| !offered.is_closing)
@@ -113,13 +121,61 @@ impl Offering {
     }
 }
 
-/// An offer of those blocks that are wanted.
-fn offer(id: HandoffId, reader: &Endpoint, first: u32, mut computed: Computed) -> Option<OfferingAction> {
-    let unwanted = first.saturating_sub(computed.first_block) as usize;
-    if unwanted >= computed.blocks.len() {
+/// An offer of those blocks that are wanted: the reader has room for these only.
+fn offer(
+    id: HandoffId,
+    reader: &Endpoint,
+    wanted: &Range<u32>,
+    mut computed: Computed,
+) -> Option<OfferingAction> {
+    let past = |block: u32| block.saturating_sub(computed.first_block) as usize;
+    let (before, end) = (past(wanted.start), past(wanted.end));
+    if end < computed.blocks.len() {
+        // Its hash is that of a block which is not offered.
+        computed.blocks.truncate(end);
+        computed.hash = None;
+    }
+    if before >= computed.blocks.len() {
         return None;
     }
-    computed.blocks.drain(..unwanted);
-    computed.first_block += unwanted as u32;
+    computed.blocks.drain(..before);
+    computed.first_block += before as u32;
     Some(OfferingAction::Offer(id, reader.clone(), computed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: HandoffId = HandoffId([1; 16]);
+
+    fn offered(offering: &mut Offering) -> Vec<Computed> {
+        let actions = std::iter::from_fn(|| offering.next_action());
+        let offered = |action| match action {
+            OfferingAction::Offer(_, _, computed) => Some(computed),
+            _ => None,
+        };
+        actions.filter_map(offered).collect()
+    }
+
+    fn computed(first_block: u32, blocks: &[u32]) -> Computed {
+        let hash = Some([first_block as u8; 16]);
+        Computed { first_block, blocks: blocks.to_vec(), regions: 0..1, hash }
+    }
+
+    /// Found by the simulation: the step that computed the last wanted block computed the next one, too. Both were offered as
+    /// one, for which the reader had no room; it waited until it gave up.
+    #[test]
+    fn what_is_computed_beside_wanted_blocks_is_not_offered_with_them() {
+        let mut offering = Offering::default();
+        offering.computed(ID, computed(0, &[10, 11, 12]));
+        let serve = Message::Serve { id: ID, first_block: 2, end_block: 5, reader: Vec::new() };
+        offering.told(serve);
+        offering.computed(ID, computed(3, &[13]));
+        offering.computed(ID, computed(4, &[14, 15]));
+        offering.computed(ID, computed(6, &[16]));
+        let last = Computed { hash: None, ..computed(4, &[14]) };
+        let first = Computed { first_block: 2, ..computed(0, &[12]) };
+        assert_eq!(offered(&mut offering), [first, computed(3, &[13]), last]);
+    }
 }

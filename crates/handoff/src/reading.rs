@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use kvlane_fabric::EngineId;
 
-use crate::message::{Endpoint, HandoffId, Message, Offer, whose};
+use crate::message::{Endpoint, HASHES_MAX, HandoffId, Message, Offer, whose};
 use crate::remembered::Remembered;
 
 /// Most offers of one hand-off that wait for room.
@@ -196,14 +196,26 @@ impl Reading {
             }
             if let Some(end_block) = read.end_block.filter(|_| read.end_block != before) {
                 let hashes = read.hashes.range(read.told_hashes..end_block);
-                let hashes = hashes.map(|(block, hash)| (*block, *hash)).collect();
+                let hashes: Vec<(u32, [u8; 16])> = hashes.map(|(block, hash)| (*block, *hash)).collect();
                 read.told_hashes = end_block;
-                self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
+                self.tell_arrived(id, end_block, hashes);
             }
         } else if !read.is_stopping && !std::mem::replace(&mut read.is_lost, true) {
             self.actions.push_back(ReadingAction::Answer(Message::Lost(id)));
         }
         self.end_if_still(id);
+    }
+
+    /// In several messages where one would be too long; each tells of the blocks whose hashes it has, since no more is asked
+    /// for when all blocks are told.
+    fn tell_arrived(&mut self, id: HandoffId, end_block: u32, mut hashes: Vec<(u32, [u8; 16])>) {
+        while hashes.len() > HASHES_MAX {
+            let rest = hashes.split_off(HASHES_MAX);
+            let hashes = std::mem::replace(&mut hashes, rest);
+            let end_block = hashes.last().map_or(end_block, |(block, _)| block + 1);
+            self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
+        }
+        self.actions.push_back(ReadingAction::Answer(Message::Arrived { id, end_block, hashes }));
     }
 
     /// One that is stopped is over when nothing of it is read any more.
@@ -213,6 +225,11 @@ impl Reading {
             self.over.add(id);
             self.actions.push_back(ReadingAction::Answer(Message::Stopped(id)));
         }
+    }
+
+    /// Hand-offs of which something is read, or is offered for nothing so far.
+    pub fn live(&self) -> usize {
+        self.reads.len()
     }
 
     /// READs of a hand-off that are under way.
@@ -236,5 +253,73 @@ impl Reading {
     /// What is to be done next.
     pub fn next_action(&mut self) -> Option<ReadingAction> {
         self.actions.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvlane_fabric::{Descriptor, MESSAGE_BYTES_MAX, MemoryKind, Trust, WindowDescriptor};
+
+    use super::*;
+
+    const ID: HandoffId = HandoffId([1; 16]);
+    const SOURCE: EngineId = EngineId { engine_id: 1, boot_nonce: 1 };
+
+    /// One with room for so many blocks.
+    fn reading(blocks: u32) -> Reading {
+        let EngineId { engine_id, boot_nonce } = SOURCE;
+        let (addresses, regions) = (Vec::new(), Vec::new());
+        let source = Descriptor { boot_nonce, engine_id, trust: Trust::Token, addresses, regions };
+        let source = source.to_bytes().unwrap();
+        let mut reading = Reading::new(1);
+        reading.told(Message::Room { id: ID, source, first_block: 0, blocks: (0..blocks).collect() });
+        reading
+    }
+
+    fn offer(first_block: u32) -> Offer {
+        let window = WindowDescriptor { number: first_block, generation: 0, len: 1, kind: MemoryKind::Host };
+        let (blocks, first_region, regions, is_by_block) = (1, 0, 1, false);
+        let hash = Some([first_block as u8; 16]);
+        Offer { id: ID, first_block, blocks, first_region, regions, is_by_block, window, hash }
+    }
+
+    /// All hashes that came before the first block did were told in one message, which was longer than the fabric takes: the rank
+    /// lost its scheduler, and the hand-off was never over.
+    #[test]
+    fn thousands_of_hashes_at_once_are_told_in_messages_that_the_fabric_takes() {
+        let count = 2 * HASHES_MAX as u32 + 1;
+        let mut reading = reading(count);
+        for block in 0..count {
+            reading.offer(Duration::ZERO, SOURCE, offer(block));
+        }
+        (0..u64::from(count)).rev().for_each(|number| reading.read_over(ID, number, true));
+        let answers = std::iter::from_fn(|| reading.next_action()).filter_map(|action| match action {
+            ReadingAction::Answer(answer) => Some(answer),
+            _ => None,
+        });
+        let (mut told, mut before) = (Vec::new(), 0);
+        for answer in answers {
+            let bytes = answer.encode();
+            assert!(bytes.len() <= MESSAGE_BYTES_MAX, "{} bytes", bytes.len());
+            let Ok(Message::Arrived { end_block, hashes, .. }) = Message::decode(&bytes) else {
+                unreachable!("{answer:?}")
+            };
+            // Whoever has heard of a block has heard of its hash.
+            assert!(hashes.iter().all(|(block, _)| (before..end_block).contains(block)));
+            told.extend(hashes);
+            before = end_block;
+            assert_eq!(told.len(), end_block as usize);
+        }
+        let all: Vec<_> = (0..count).map(|block| (block, [block as u8; 16])).collect();
+        assert_eq!((told, before), (all, count));
+    }
+
+    #[test]
+    fn what_another_engine_offers_is_passed_over() {
+        let mut reading = reading(1);
+        reading.offer(Duration::ZERO, EngineId { boot_nonce: 2, ..SOURCE }, offer(0));
+        assert_eq!(reading.next_action(), None);
+        reading.offer(Duration::ZERO, SOURCE, offer(0));
+        assert!(matches!(reading.next_action(), Some(ReadingAction::Read { number: 0, .. })));
     }
 }

@@ -13,7 +13,7 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 
 use crate::landings::{LandingAction, LandingOptions, Landings, Standing, Wanted};
 use crate::legs::{LegAction, LegOptions, Legs};
-use crate::message::{Endpoint, HandoffId, Message, whose};
+use crate::message::{Endpoint, HandoffId, Message, Want, whose};
 use crate::talk::{AgentError, Talk};
 
 /// An engine that does not answer by then is not reached.
@@ -85,6 +85,13 @@ impl SchedulerAgent {
             return Err(AgentError::NoRank);
         }
         let own = engine.describe()?.to_bytes().map_err(|_| AgentError::TooMany(ranks.len()))?;
+        // What it wants of others names all of its ranks in one message, and no other message names more.
+        let (id, content, shape) = (HandoffId([0; 16]), [0; 16], options.shape);
+        let (first_block, end_block, scheduler) = (u32::MAX - 1, u32::MAX, own.clone());
+        let want = Want { id, content, shape, first_block, end_block, scheduler, ranks: ranks.clone() };
+        if !Message::Want(want).fits() {
+            return Err(AgentError::TooMany(ranks.len()));
+        }
         let landings = Landings::new(options.landings, options.shape, own.clone(), ranks.clone());
         let state = Mutex::new(State { legs: Legs::new(options.legs, options.shape, ranks), landings });
         let (changed, wake, started) = (Condvar::new(), Notify::new(), Instant::now());

@@ -69,8 +69,11 @@ impl Talk {
         Some(id)
     }
 
-    /// The same of one that is connected already.
+    /// The same of one that is connected already. Where it is talked to otherwise, this goes on: what was said waits there.
     pub(crate) fn add(&mut self, id: EngineId, peer: PeerId) {
+        if self.peers.contains_key(&id) {
+            return self.engine.disconnect(peer);
+        }
         let (to_send, mut waiting) = mpsc::channel::<Vec<u8>>(WAITING_MAX);
         let (engine, on_lost) = (Arc::clone(&self.engine), Rc::clone(&self.on_lost));
         tokio::task::spawn_local(async move {
@@ -85,9 +88,7 @@ impl Talk {
                 }
             }
         });
-        if let Some(former) = self.peers.insert(id, Known { peer, to_send }) {
-            self.engine.disconnect(former.peer);
-        }
+        self.peers.insert(id, Known { peer, to_send });
     }
 
     /// The number of a peer in the fabric's engine.

@@ -4,18 +4,24 @@ use kvlane_fabric::{MESSAGE_BYTES_MAX, WindowDescriptor};
 use prost::Message as _;
 
 use crate::message::{
-    BLOCKS_MAX, BadMessage, ENDPOINT_BYTES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason,
-    VERSION, Want,
+    BLOCKS_MAX, BadMessage, ENDPOINT_BYTES_MAX, HASHES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX,
+    Reason, VERSION, Want,
 };
 
 impl Message {
-    /// As bytes, at most [`MESSAGE_BYTES_MAX`] of them if its lists are within their bounds.
+    /// As bytes, at most [`MESSAGE_BYTES_MAX`] of them if its lists are within their bounds; descriptors of very many ranks may
+    /// be longer, see [`Message::fits`].
     pub fn encode(&self) -> Vec<u8> {
         let body = Envelope::from(self.clone()).encode_to_vec();
         let mut bytes = Vec::with_capacity(1 + body.len());
         bytes.push(VERSION);
         bytes.extend_from_slice(&body);
         bytes
+    }
+
+    /// Whether whoever gets it understands it.
+    pub(crate) fn fits(&self) -> bool {
+        Message::decode(&self.encode()).as_ref() == Ok(self)
     }
 
     /// What bytes of any origin say.
@@ -81,9 +87,11 @@ struct WireWant {
     shape: Vec<u8>,
     #[prost(uint32, tag = "4")]
     first_block: u32,
-    #[prost(bytes = "vec", tag = "5")]
+    #[prost(uint32, tag = "5")]
+    end_block: u32,
+    #[prost(bytes = "vec", tag = "6")]
     scheduler: Vec<u8>,
-    #[prost(bytes = "vec", repeated, tag = "6")]
+    #[prost(bytes = "vec", repeated, tag = "7")]
     ranks: Vec<Vec<u8>>,
 }
 
@@ -143,7 +151,9 @@ struct WireServe {
     id: Vec<u8>,
     #[prost(uint32, tag = "2")]
     first_block: u32,
-    #[prost(bytes = "vec", tag = "3")]
+    #[prost(uint32, tag = "3")]
+    end_block: u32,
+    #[prost(bytes = "vec", tag = "4")]
     reader: Vec<u8>,
 }
 
@@ -180,6 +190,7 @@ impl From<Message> for Envelope {
                 content: want.content.to_vec(),
                 shape: want.shape.to_vec(),
                 first_block: want.first_block,
+                end_block: want.end_block,
                 scheduler: want.scheduler,
                 ranks: want.ranks,
             }),
@@ -204,8 +215,8 @@ impl From<Message> for Envelope {
             Message::Adopt { rank, key, scheduler } => {
                 Kind::Adopt(WireAdopt { rank, key: key.to_vec(), scheduler })
             }
-            Message::Serve { id, first_block, reader } => {
-                Kind::Serve(WireServe { id: bytes(id), first_block, reader })
+            Message::Serve { id, first_block, end_block, reader } => {
+                Kind::Serve(WireServe { id: bytes(id), first_block, end_block, reader })
             }
             Message::Close(id) => Kind::Close(bytes(id)),
             Message::Closed(id) => Kind::Closed(bytes(id)),
@@ -230,14 +241,18 @@ impl TryFrom<Envelope> for Message {
 
     fn try_from(envelope: Envelope) -> Result<Message, BadMessage> {
         Ok(match envelope.kind.ok_or(BadMessage::Malformed)? {
-            Kind::Want(want) => Message::Want(Want {
-                id: id(&want.id)?,
-                content: sixteen(&want.content)?,
-                shape: sixteen(&want.shape)?,
-                first_block: want.first_block,
-                scheduler: endpoint(want.scheduler)?,
-                ranks: endpoints(want.ranks)?,
-            }),
+            Kind::Want(want) => {
+                has_blocks(want.first_block, want.end_block)?;
+                Message::Want(Want {
+                    id: id(&want.id)?,
+                    content: sixteen(&want.content)?,
+                    shape: sixteen(&want.shape)?,
+                    first_block: want.first_block,
+                    end_block: want.end_block,
+                    scheduler: endpoint(want.scheduler)?,
+                    ranks: endpoints(want.ranks)?,
+                })
+            }
             Kind::Queued(queued) => Message::Queued(Queued {
                 id: id(&queued.id)?,
                 ahead: queued.ahead,
@@ -256,15 +271,20 @@ impl TryFrom<Envelope> for Message {
                 key: sixteen(&adopt.key)?,
                 scheduler: endpoint(adopt.scheduler)?,
             },
-            Kind::Serve(serve) => Message::Serve {
-                id: id(&serve.id)?,
-                first_block: serve.first_block,
-                reader: endpoint(serve.reader)?,
-            },
+            Kind::Serve(serve) => {
+                has_blocks(serve.first_block, serve.end_block)?;
+                Message::Serve {
+                    id: id(&serve.id)?,
+                    first_block: serve.first_block,
+                    end_block: serve.end_block,
+                    reader: endpoint(serve.reader)?,
+                }
+            }
             Kind::Close(bytes) => Message::Close(id(&bytes)?),
             Kind::Closed(bytes) => Message::Closed(id(&bytes)?),
             Kind::Room(room) => {
                 bounded("list of blocks", room.blocks.len(), BLOCKS_MAX)?;
+                has_blocks(room.first_block, room.first_block.saturating_add(room.blocks.len() as u32))?;
                 Message::Room {
                     id: id(&room.id)?,
                     source: endpoint(room.source)?,
@@ -275,7 +295,7 @@ impl TryFrom<Envelope> for Message {
             Kind::Stop(bytes) => Message::Stop(id(&bytes)?),
             Kind::Stopped(bytes) => Message::Stopped(id(&bytes)?),
             Kind::Arrived(arrived) => {
-                bounded("list of hashes", arrived.hashes.len(), BLOCKS_MAX)?;
+                bounded("list of hashes", arrived.hashes.len(), HASHES_MAX)?;
                 if arrived.hashed_blocks.len() != arrived.hashes.len() {
                     return Err(BadMessage::Malformed);
                 }
@@ -313,6 +333,10 @@ fn offer(offer: WireOffer) -> Result<Offer, BadMessage> {
     })
 }
 
+fn has_blocks(first_block: u32, end_block: u32) -> Result<(), BadMessage> {
+    if first_block < end_block { Ok(()) } else { Err(BadMessage::Malformed) }
+}
+
 fn id(bytes: &[u8]) -> Result<HandoffId, BadMessage> {
     sixteen(bytes).map(HandoffId)
 }
@@ -333,4 +357,191 @@ fn endpoints(all: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, BadMessage> {
 
 fn bounded(what: &'static str, is: usize, most: usize) -> Result<(), BadMessage> {
     if is > most { Err(BadMessage::TooLong(what)) } else { Ok(()) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+mod tests {
+    use kvlane_fabric::MemoryKind;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn endpoint() -> impl Strategy<Value = Vec<u8>> {
+        vec(any::<u8>(), 0..100)
+    }
+
+    fn an_id() -> impl Strategy<Value = HandoffId> {
+        any::<[u8; 16]>().prop_map(HandoffId)
+    }
+
+    /// A first block, and the one after the last.
+    fn blocks() -> impl Strategy<Value = (u32, u32)> {
+        (0..u32::MAX, 1..=u32::MAX).prop_map(|(first, count)| (first, first.saturating_add(count)))
+    }
+
+    fn want() -> impl Strategy<Value = Message> {
+        let digests = any::<([u8; 16], [u8; 16])>();
+        (an_id(), digests, blocks(), endpoint(), vec(endpoint(), 0..8)).prop_map(
+            |(id, (content, shape), (first_block, end_block), scheduler, ranks)| {
+                Message::Want(Want { id, content, shape, first_block, end_block, scheduler, ranks })
+            },
+        )
+    }
+
+    fn an_offer() -> impl Strategy<Value = Message> {
+        let window = (0..1u32 << 16, any::<u32>(), any::<u64>(), any::<bool>());
+        let window = window.prop_map(|(number, generation, len, is_host)| {
+            let kind = if is_host { MemoryKind::Host } else { MemoryKind::Cuda };
+            WindowDescriptor { number, generation, len, kind }
+        });
+        let part = (0..=u32::MAX - BLOCKS_MAX as u32, 1..=BLOCKS_MAX as u32, 0..1000u32, 1..1000u32);
+        (an_id(), part, any::<bool>(), window, any::<Option<[u8; 16]>>()).prop_map(
+            |(id, (first_block, blocks, first_region, regions), is_by_block, window, hash)| {
+                let offer =
+                    Offer { id, first_block, blocks, first_region, regions, is_by_block, window, hash };
+                Message::Offer(offer)
+            },
+        )
+    }
+
+    fn room() -> impl Strategy<Value = Message> {
+        (an_id(), endpoint(), 0..u32::MAX - 100, vec(any::<u32>(), 1..100))
+            .prop_map(|(id, source, first_block, blocks)| Message::Room { id, source, first_block, blocks })
+    }
+
+    /// Each of them.
+    fn message() -> impl Strategy<Value = Message> {
+        let queued = (an_id(), any::<u32>(), any::<u64>(), vec(endpoint(), 0..8))
+            .prop_map(|(id, ahead, computed, ranks)| Message::Queued(Queued { id, ahead, computed, ranks }));
+        let refused = (an_id(), 0..Reason::ALL.len())
+            .prop_map(|(id, reason)| Message::Refused(id, Reason::ALL[reason]));
+        let adopt = (any::<u32>(), any::<[u8; 16]>(), endpoint())
+            .prop_map(|(rank, key, scheduler)| Message::Adopt { rank, key, scheduler });
+        let serve = (an_id(), blocks(), endpoint()).prop_map(|(id, (first_block, end_block), reader)| {
+            Message::Serve { id, first_block, end_block, reader }
+        });
+        let hashes = vec(any::<(u32, [u8; 16])>(), 0..50);
+        let arrived = (an_id(), any::<u32>(), hashes).prop_map(|(id, end_block, hashes)| Message::Arrived {
+            id,
+            end_block,
+            hashes,
+        });
+        let plain: [fn(HandoffId) -> Message; 7] = [
+            Message::Landed,
+            Message::Cancel,
+            Message::Close,
+            Message::Closed,
+            Message::Stop,
+            Message::Stopped,
+            Message::Lost,
+        ];
+        let plain = (an_id(), 0..plain.len()).prop_map(move |(id, which)| plain[which](id));
+        prop_oneof![want(), queued, refused, an_offer(), adopt, serve, room(), arrived, plain]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_said_is_understood_and_a_part_of_it_is_nothing(message in message(), part in any::<prop::sample::Index>()) {
+            let bytes = message.encode();
+            prop_assert_eq!(Message::decode(&bytes), Ok(message.clone()));
+            let part = Message::decode(&bytes[..part.index(bytes.len())]);
+            // What is cut off may be a list's end, but then it is another message.
+            prop_assert_ne!(part, Ok(message));
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_a_message_that_means_the_same_when_it_is_said_again(
+            bytes in vec(any::<u8>(), 0..200),
+            message in message(),
+            changed in vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        ) {
+            let mut near = message.encode();
+            for (at, byte) in changed {
+                let at = at.index(near.len());
+                near[at] = byte;
+            }
+            let mut framed = vec![VERSION];
+            framed.extend(&bytes);
+            for bytes in [bytes, framed, near] {
+                if let Ok(message) = Message::decode(&bytes) {
+                    prop_assert_eq!(Message::decode(&message.encode()), Ok(message));
+                }
+            }
+        }
+    }
+
+    fn decoded(message: &Message) -> Result<(), BadMessage> {
+        let bytes = message.encode();
+        Message::decode(&bytes).map(|decoded| assert_eq!(decoded, *message))
+    }
+
+    const ID: HandoffId = HandoffId([1; 16]);
+
+    #[test]
+    fn the_longest_lists_and_descriptors_are_understood_and_longer_ones_refused() {
+        let want = |ranks, bytes| {
+            let (first_block, end_block, scheduler) = (0, 1, vec![3; bytes]);
+            let (content, shape, ranks) = ([1; 16], [2; 16], vec![vec![4; 100]; ranks]);
+            Message::Want(Want { id: ID, content, shape, first_block, end_block, scheduler, ranks })
+        };
+        let room = |blocks| {
+            let (source, first_block) = (vec![3; ENDPOINT_BYTES_MAX], 0);
+            Message::Room { id: ID, source, first_block, blocks: vec![u32::MAX; blocks] }
+        };
+        let arrived = |hashes| {
+            let hashes = vec![(u32::MAX, [1; 16]); hashes];
+            Message::Arrived { id: ID, end_block: u32::MAX, hashes }
+        };
+        for (longest, longer, what) in [
+            (want(RANKS_MAX, 0), want(RANKS_MAX + 1, 0), "list of ranks"),
+            (want(1, ENDPOINT_BYTES_MAX), want(1, ENDPOINT_BYTES_MAX + 1), "descriptor"),
+            (room(BLOCKS_MAX), room(BLOCKS_MAX + 1), "list of blocks"),
+            (arrived(HASHES_MAX), arrived(HASHES_MAX + 1), "list of hashes"),
+        ] {
+            assert_eq!(decoded(&longest), Ok(()));
+            assert_eq!(decoded(&longer), Err(BadMessage::TooLong(what)));
+        }
+        // Each within its bounds, and all together longer than a message of the fabric.
+        let (scheduler, ranks) = (Vec::new(), vec![vec![4; ENDPOINT_BYTES_MAX]; RANKS_MAX]);
+        let (content, shape, first_block, end_block) = ([1; 16], [2; 16], 0, 1);
+        let want = Message::Want(Want { id: ID, content, shape, first_block, end_block, scheduler, ranks });
+        assert_eq!(Message::decode(&want.encode()), Err(BadMessage::TooLong("body")));
+        assert!(!want.fits() && room(BLOCKS_MAX).fits());
+    }
+
+    #[test]
+    fn an_offer_of_too_many_blocks_or_of_none_is_refused() {
+        let offer = |first_block, blocks, regions| {
+            let window = WindowDescriptor { number: 1, generation: 0, len: 1, kind: MemoryKind::Host };
+            let (first_region, is_by_block, hash) = (0, false, None);
+            let offer =
+                Offer { id: ID, first_block, blocks, first_region, regions, is_by_block, window, hash };
+            decoded(&Message::Offer(offer))
+        };
+        let most = BLOCKS_MAX as u32;
+        assert_eq!(offer(0, most, 1), Ok(()));
+        assert_eq!(offer(0, most + 1, 1), Err(BadMessage::TooLong("list of blocks")));
+        for (first_block, blocks, regions) in [(0, 0, 1), (0, 1, 0), (u32::MAX, 1, 1)] {
+            assert_eq!(offer(first_block, blocks, regions), Err(BadMessage::Malformed));
+        }
+        assert_eq!(offer(u32::MAX - 1, 1, u32::MAX), Ok(()));
+    }
+
+    #[test]
+    fn another_version_and_blocks_that_end_before_they_begin_are_refused() {
+        assert_eq!(Message::decode(&[]), Err(BadMessage::Malformed));
+        assert_eq!(Message::decode(&[VERSION]), Err(BadMessage::Malformed));
+        let mut bytes = Message::Stop(ID).encode();
+        bytes[0] = VERSION + 1;
+        assert_eq!(Message::decode(&bytes), Err(BadMessage::Version(VERSION + 1)));
+        let serve =
+            |first_block, end_block| Message::Serve { id: ID, first_block, end_block, reader: Vec::new() };
+        assert_eq!(decoded(&serve(1, 2)), Ok(()));
+        assert_eq!(decoded(&serve(2, 2)), Err(BadMessage::Malformed));
+        let room =
+            |first_block| Message::Room { id: ID, source: Vec::new(), first_block, blocks: vec![1, 2] };
+        assert_eq!(decoded(&room(u32::MAX - 2)), Ok(()));
+    }
 }

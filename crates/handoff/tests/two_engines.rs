@@ -9,10 +9,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
-use kvlane_fabric::{Access, Engine, EngineOptions};
+use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Trust};
 use kvlane_handoff::{
-    Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent, RankOptions,
-    Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RANKS_MAX, RankAddress,
+    RankAgent, RankOptions, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 
 const BLOCKS: u64 = 64;
@@ -289,6 +289,24 @@ fn a_reset_of_either_side_ends_everything_before_it_returns() {
     assert_eq!(free, [first, second]);
 }
 
+/// Each dialled by itself: the second connection that came about replaced the first one, and what had been said over that was lost.
+#[test]
+fn hand_offs_that_begin_at_once_share_one_connection_and_all_land() {
+    let (mut p, d) = (side(1, SHAPE, "h"), side(1, SHAPE, "h"));
+    let ids: Vec<HandoffId> = (20..28).map(id).collect();
+    for id in &ids {
+        assert!(p.scheduler.begin_leg(*id, CONTENT));
+    }
+    for (number, id) in (0..).zip(&ids) {
+        assert!(d.scheduler.begin_landing(*id, wanted(p.address, 0, 1)));
+        d.scheduler.give_room(*id, &[number]);
+        p.compute(*id, 0, &[number]);
+    }
+    for id in ids {
+        assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
+    }
+}
+
 #[test]
 fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
     let (mut p, d) = (side(1, SHAPE, "f"), side(1, SHAPE, "f"));
@@ -306,4 +324,26 @@ fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
         free.borrow_mut().extend(p.scheduler.take_free_legs());
         free.borrow().len() == 2
     });
+}
+
+/// It would never be heard: the fabric refuses a message that names them all, and whoever it is for counts as lost.
+#[test]
+fn more_ranks_than_a_message_can_name_are_refused_at_the_start() {
+    let start = |count| {
+        let addresses = vec![Address { kind: 1, bytes: vec![b'1'; 250] }];
+        let (boot_nonce, engine_id, trust, regions) = (1, 1, Trust::Token, Vec::new());
+        let rank = Descriptor { boot_nonce, engine_id, trust, addresses, regions }.to_bytes().unwrap();
+        let options = SchedulerOptions {
+            ranks: vec![RankAddress { endpoint: rank, key: [0; 16] }; count],
+            shape: SHAPE,
+            networks: Vec::new(),
+            legs: LegOptions::default(),
+            landings: LandingOptions::default(),
+        };
+        SchedulerAgent::start(engine("g"), options).map(drop)
+    };
+    assert!(start(100).is_ok());
+    // Within the bound of ranks.
+    assert!(matches!(start(RANKS_MAX), Err(AgentError::TooMany(RANKS_MAX))));
+    assert!(matches!(start(RANKS_MAX + 1), Err(AgentError::TooMany(_))));
 }

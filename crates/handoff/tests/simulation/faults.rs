@@ -1,0 +1,22 @@
+//! What the controls do wrong on purpose: in the network, the memory or the applications. The machines have no branch for it.
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    None,
+    /// A READ goes on through a window that is closed.
+    ReadsLate,
+    /// A READ that fails is told as one whose bytes are there.
+    FailsAsRead,
+    /// The engine that computes unpins blocks as soon as it need not pin further ones, before its ranks said Closed.
+    UnpinsEarly,
+    /// The engine that goes on uses blocks of a hand-off that it gives up at once, before its ranks said Stopped.
+    FreesEarly,
+    /// Some Close to the own rank is not delivered.
+    LosesClose,
+    /// Some Stop to the own rank is not delivered.
+    LosesStop,
+    /// The end of a READ is not told.
+    LosesReads,
+    /// A hash is told of the block after its own.
+    ShiftsHashes,
+}
