@@ -40,13 +40,14 @@ class InProcessEngine:
         extra: dict[str, Any] | None = None,
         policy: str = "fail",
         max_model_len: int = 1024,
+        transfer: dict[str, Any] | None = None,  # of another connector
         **arguments: Any,
     ) -> None:
         os.environ.update(ENVIRONMENT)
         wait_until_old(model)
         from vllm import LLM
 
-        transfer: dict[str, Any] = {
+        kvlane: dict[str, Any] = {
             "kv_connector": "KVLaneConnector",
             "kv_connector_module_path": "kvlane.connector",
             "kv_role": "kv_both",
@@ -61,7 +62,7 @@ class InProcessEngine:
             enforce_eager=True,
             num_gpu_blocks_override=blocks,
             disable_log_stats=False,
-            kv_transfer_config=transfer if address is not None else None,
+            kv_transfer_config=kvlane if address is not None else transfer,  # pyright: ignore
             **arguments,
         )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core  # pyright: ignore
@@ -82,12 +83,16 @@ class InProcessEngine:
 
         self.scheduler.make_stats = make_and_count
 
-    def add(self, prompt: list[int], tokens: int = 16, params: Mapping[str, object] | None = None) -> str:
-        """Queue a request; gives the name under which its answer comes. `params`: its kv_transfer_params."""
+    def add(
+        self, prompt: list[int], tokens: int = 16, params: Mapping[str, object] | None = None, **transfer: str
+    ) -> str:
+        """Queue a request; gives the name under which its answer comes. `params`, or the further arguments: its
+        kv_transfer_params, which are for the connector."""
         from vllm import SamplingParams
 
         name = f"request-{next(self._names)}"
-        extra = {"kv_transfer_params": dict(params)} if params else None
+        said = dict(params or transfer)
+        extra = {"kv_transfer_params": said} if said else None
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
         return name

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from served import result_of
 from stores import DaemonStore
 from tiny_model import build_tiny_model
 
@@ -23,29 +18,13 @@ def serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     store = DaemonStore(tmp_path)
     try:
         model = build_tiny_model(tmp_path / "model")
-        script = Path(__file__).with_name("served_engine.py")
-        command = [sys.executable, str(script), "--model", str(model), "--address", store.address]
         log = tmp_path / "engine.log"
-        with log.open("w") as errors:
-            engine = subprocess.Popen(
-                [*command, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-            try:
-                output, _ = engine.communicate()
-            finally:
-                # vLLM's own processes are in its session; none may outlive the test.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(engine.pid, signal.SIGKILL)
-        results = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert engine.returncode == 0 and results, output[-2000:] + log.read_text()[-4000:]
+        arguments = ("--model", str(model), "--address", store.address, *arguments)
+        result = result_of("served_engine.py", *arguments, log=log)
         assert "kvlane: " not in "".join(
             line for line in log.read_text().splitlines(keepends=True) if "ERROR" in line
         )
-        return json.loads(results[0].removeprefix("RESULT "))
+        return result
     finally:
         store.close()
 
