@@ -26,6 +26,8 @@ pub struct LandingOptions {
     pub stalled: Duration,
     /// It is said again so often that a hand-off is wanted.
     pub want_every: Duration,
+    /// A rank that has not answered for so long is told again: what it was told, or said, may be lost.
+    pub ask_again: Duration,
     /// Most hand-offs at once.
     pub landings_max: usize,
 }
@@ -36,6 +38,7 @@ impl Default for LandingOptions {
             unheard: Duration::from_secs(2),
             stalled: Duration::from_secs(30),
             want_every: Duration::from_secs(1),
+            ask_again: Duration::from_secs(5),
             landings_max: 1024,
         }
     }
@@ -131,6 +134,8 @@ struct Landing {
     progress_by: Duration,
     give_up_at: Duration,
     want_at: Duration,
+    /// When ranks that stop are told again; None until it is known when they were told.
+    stop_again_at: Option<Duration>,
 }
 
 /// How far a hand-off is.
@@ -189,6 +194,7 @@ impl Landings {
             heard_by: Duration::MAX,
             progress_by: now + self.options.stalled,
             want_at: Duration::MAX,
+            stop_again_at: None,
             wanted,
         };
         self.landings.insert(id, landing);
@@ -411,12 +417,25 @@ impl Landings {
         }
         late.into_iter().for_each(|(id, outcome)| self.stop(id, outcome));
         to_say.into_iter().for_each(|id| self.say_want(now, id));
+        self.stop_again(now);
+    }
+
+    fn stop_again(&mut self, now: Duration) {
+        for (id, landing) in &mut self.landings {
+            let Phase::Stopping(ranks, _) = &landing.phase else { continue };
+            let again_at = landing.stop_again_at.get_or_insert(now + self.options.ask_again);
+            if *again_at <= now {
+                *again_at = now + self.options.ask_again;
+                self.actions.extend(ranks.iter().map(|rank| LandingAction::Rank(*rank, Message::Stop(*id))));
+            }
+        }
     }
 
     /// When [`Landings::tick`] has something to do.
     pub fn next_tick(&self) -> Option<Duration> {
         let of = |landing: &Landing| match landing.phase {
-            Phase::Stopping(..) | Phase::Over(_) => None,
+            Phase::Over(_) => None,
+            Phase::Stopping(..) => Some(landing.stop_again_at.unwrap_or(landing.give_up_at)),
             Phase::Dialling => Some(landing.give_up_at),
             Phase::Asking => Some(landing.heard_by.min(landing.give_up_at).min(landing.want_at)),
             Phase::Landing => Some(landing.progress_by.min(landing.give_up_at).min(landing.want_at)),
@@ -489,5 +508,28 @@ mod tests {
         assert_eq!(landings.standing(ID).unwrap().outcome, None);
         landings.rank_said(Duration::ZERO, 1, Message::Stopped(ID));
         assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::PeerLost));
+    }
+
+    #[test]
+    fn a_rank_that_does_not_answer_is_told_again_to_stop() {
+        let mut landings = landing();
+        landings.give_room(ID, &[10]);
+        landings.give_up(ID);
+        let stops = |landings: &mut Landings| {
+            let actions = std::iter::from_fn(|| landings.next_action());
+            actions.filter(|action| matches!(action, LandingAction::Rank(_, Message::Stop(_)))).count()
+        };
+        landings.tick(Duration::ZERO);
+        assert_eq!(stops(&mut landings), 2);
+        landings.rank_said(Duration::ZERO, 0, Message::Stopped(ID));
+        let again = LandingOptions::default().ask_again;
+        assert_eq!(landings.next_tick(), Some(again));
+        for time in [again, 2 * again] {
+            landings.tick(time);
+            assert_eq!(stops(&mut landings), 1);
+        }
+        landings.rank_said(again, 1, Message::Stopped(ID));
+        assert_eq!(landings.standing(ID).unwrap().outcome, Some(Outcome::GivenUp));
+        assert_eq!(landings.next_tick(), None);
     }
 }

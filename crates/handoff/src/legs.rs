@@ -28,6 +28,8 @@ pub struct LegOptions {
     pub early: Duration,
     /// Whoever wants one hears at least so often how far it is.
     pub report_every: Duration,
+    /// A rank that has not answered for so long is told again: what it was told, or said, may be lost.
+    pub ask_again: Duration,
     /// Most hand-offs, wanted or not.
     pub legs_max: usize,
 }
@@ -38,6 +40,7 @@ impl Default for LegOptions {
             lease: Duration::from_secs(5),
             early: Duration::from_secs(2),
             report_every: Duration::from_millis(500),
+            ask_again: Duration::from_secs(5),
             legs_max: 1024,
         }
     }
@@ -64,6 +67,8 @@ struct Leg {
     report_at: Duration,
     /// Ranks that have not said yet that nothing is read any more; None while it goes on.
     closing: Option<BTreeSet<u32>>,
+    /// When these are told again; None until it is known when they were told.
+    close_again_at: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -124,7 +129,16 @@ impl Legs {
 
     fn leg(&self, now: Duration, until: Duration) -> Leg {
         let report_at = now + self.options.report_every;
-        Leg { content: None, ahead: 0, computed: 0, reader: None, until, report_at, closing: None }
+        Leg {
+            content: None,
+            ahead: 0,
+            computed: 0,
+            reader: None,
+            until,
+            report_at,
+            closing: None,
+            close_again_at: None,
+        }
     }
 
     /// So many requests are before it, and so many of its tokens are computed.
@@ -312,12 +326,27 @@ impl Legs {
             self.end(id, !never_came);
         }
         to_report.into_iter().for_each(|id| self.report(now, id));
+        self.close_again(now);
+    }
+
+    fn close_again(&mut self, now: Duration) {
+        for (id, leg) in &mut self.legs {
+            let Some(closing) = &leg.closing else { continue };
+            let again_at = leg.close_again_at.get_or_insert(now + self.options.ask_again);
+            if *again_at <= now {
+                *again_at = now + self.options.ask_again;
+                self.actions.extend(closing.iter().map(|rank| LegAction::Rank(*rank, Message::Close(*id))));
+            }
+        }
     }
 
     /// When [`Legs::tick`] has something to do.
     pub fn next_tick(&self) -> Option<Duration> {
-        let going_on = self.legs.values().filter(|leg| leg.closing.is_none());
-        going_on.map(|leg| leg.until.min(leg.report_at)).min()
+        let of = |leg: &Leg| match &leg.closing {
+            None => leg.until.min(leg.report_at),
+            Some(_) => leg.close_again_at.unwrap_or(leg.report_at),
+        };
+        self.legs.values().map(of).min()
     }
 
     /// What is to be done next.
@@ -361,5 +390,28 @@ mod tests {
             legs.rank_said(0, &Message::Closed(ID));
             assert_eq!((legs.live(), legs.take_free()), (0, vec![ID]));
         }
+    }
+
+    /// What a rank is told, or says, may be lost, as when it is stopped for long: then its blocks were pinned for ever.
+    #[test]
+    fn a_rank_that_does_not_answer_is_told_again_to_close() {
+        let mut legs = Legs::new(LegOptions::default(), [0; 16], vec![Vec::new(), Vec::new()]);
+        assert!(legs.begin(Duration::ZERO, ID, [0; 16]));
+        legs.give_up(ID);
+        let close = |rank| LegAction::Rank(rank, Message::Close(ID));
+        let told = |legs: &mut Legs| std::iter::from_fn(|| legs.next_action()).collect::<Vec<LegAction>>();
+        legs.tick(Duration::ZERO);
+        assert_eq!(told(&mut legs), [close(0), close(1)]);
+        legs.rank_said(0, &Message::Closed(ID));
+        let again = LegOptions::default().ask_again;
+        assert_eq!(legs.next_tick(), Some(again));
+        legs.tick(again - Duration::from_millis(1));
+        assert_eq!(told(&mut legs), []);
+        for time in [again, 2 * again] {
+            legs.tick(time);
+            assert_eq!(told(&mut legs), [close(1)]);
+        }
+        legs.rank_said(1, &Message::Closed(ID));
+        assert_eq!((legs.take_free(), legs.next_tick()), (vec![ID], None));
     }
 }

@@ -162,7 +162,7 @@ struct AtRank {
     /// The fabric's number of each area.
     areas: Vec<u32>,
     key: [u8; 16],
-    scheduler: Option<EngineId>,
+    scheduler: Option<(EngineId, Endpoint)>,
     step: Step,
     offering: Offering,
     reading: Reading,
@@ -208,13 +208,13 @@ impl AtRank {
         };
         match message {
             Message::Adopt { key, scheduler, .. } if key == self.key => {
-                self.scheduler = talk.reach(&scheduler);
+                self.scheduler = talk.reach(&scheduler).map(|id| (id, scheduler));
             }
             Message::Offer(offer) => self.reading.offer(self.now(), from, offer),
-            Message::Serve { .. } | Message::Close(_) if self.scheduler == Some(from) => {
+            Message::Serve { .. } | Message::Close(_) if self.is_scheduler(from) => {
                 self.offering.told(message);
             }
-            Message::Room { .. } | Message::Stop(_) if self.scheduler == Some(from) => {
+            Message::Room { .. } | Message::Stop(_) if self.is_scheduler(from) => {
                 self.reading.told(message);
             }
             _ => tracing::warn!("a hand-off's message of somebody who may not say it is passed over"),
@@ -285,8 +285,14 @@ impl AtRank {
         }
     }
 
+    /// To the own scheduler, which is connected again if it was lost.
     fn answer(&self, talk: &mut Talk, message: &Message) {
-        self.scheduler.into_iter().for_each(|scheduler| talk.send(scheduler, message));
+        let scheduler = self.scheduler.as_ref().and_then(|(_, endpoint)| talk.reach(endpoint));
+        scheduler.into_iter().for_each(|scheduler| talk.send(scheduler, message));
+    }
+
+    fn is_scheduler(&self, engine: EngineId) -> bool {
+        self.scheduler.as_ref().is_some_and(|(scheduler, _)| *scheduler == engine)
     }
 
     fn offer(&mut self, talk: &mut Talk, id: HandoffId, reader: &Endpoint, computed: &Computed) {

@@ -246,9 +246,8 @@ impl AtScheduler {
         let mut talk = Talk::new(Arc::clone(&self.engine), Rc::new(on_lost));
         let mut of_ranks: HashMap<EngineId, u32> = HashMap::new();
         for (rank, at) in (0..).zip(&self.ranks) {
-            let Some(id) = talk.reach(&at.endpoint) else { continue };
+            let Some(id) = self.adopt(&mut talk, rank, at) else { continue };
             of_ranks.insert(id, rank);
-            talk.send(id, &Message::Adopt { rank, key: at.key, scheduler: self.own.clone() });
         }
         let ranks: HashMap<u32, EngineId> = of_ranks.iter().map(|(id, rank)| (*rank, *id)).collect();
         let mut receiving = self.engine.receiving();
@@ -367,16 +366,31 @@ impl AtScheduler {
             }
             match of_leg {
                 Some(LegAction::Send(to, message)) => talk.send(to, &message),
-                Some(LegAction::Rank(rank, message)) => send_rank(talk, ranks, rank, &message),
+                Some(LegAction::Rank(rank, message)) => self.send_rank(talk, ranks, rank, &message),
                 None => {}
             }
             match of_landing {
                 Some(LandingAction::Dial(address)) => self.dial(address),
                 Some(LandingAction::Send(to, message)) => talk.send(to, &message),
-                Some(LandingAction::Rank(rank, message)) => send_rank(talk, ranks, rank, &message),
+                Some(LandingAction::Rank(rank, message)) => self.send_rank(talk, ranks, rank, &message),
                 None => {}
             }
         }
+    }
+
+    /// A rank that was lost, as one that was stopped for long, is connected again.
+    fn send_rank(&self, talk: &mut Talk, ranks: &HashMap<u32, EngineId>, rank: u32, message: &Message) {
+        let (Some(id), Some(at)) = (ranks.get(&rank), self.ranks.get(rank as usize)) else { return };
+        if talk.peer(*id).is_none() {
+            self.adopt(talk, rank, at);
+        }
+        talk.send(*id, message);
+    }
+
+    fn adopt(&self, talk: &mut Talk, rank: u32, at: &RankAddress) -> Option<EngineId> {
+        let id = talk.reach(&at.endpoint)?;
+        talk.send(id, &Message::Adopt { rank, key: at.key, scheduler: self.own.clone() });
+        Some(id)
     }
 
     fn dial(&mut self, address: SocketAddr) {
@@ -399,12 +413,6 @@ impl AtScheduler {
             let outcome = outcome.unwrap_or_else(|_| Err("it could not be tried".into()));
             let _ = events.send(Event::Dialled(address, outcome));
         });
-    }
-}
-
-fn send_rank(talk: &mut Talk, ranks: &HashMap<u32, EngineId>, rank: u32, message: &Message) {
-    if let Some(id) = ranks.get(&rank) {
-        talk.send(*id, message);
     }
 }
 
