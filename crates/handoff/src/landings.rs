@@ -423,9 +423,9 @@ impl Landings {
     fn stop_again(&mut self, now: Duration) {
         for (id, landing) in &mut self.landings {
             let Phase::Stopping(ranks, _) = &landing.phase else { continue };
-            let again_at = landing.stop_again_at.get_or_insert(now + self.options.ask_again);
+            let again_at = landing.stop_again_at.get_or_insert(now.saturating_add(self.options.ask_again));
             if *again_at <= now {
-                *again_at = now + self.options.ask_again;
+                *again_at = now.saturating_add(self.options.ask_again);
                 self.actions.extend(ranks.iter().map(|rank| LandingAction::Rank(*rank, Message::Stop(*id))));
             }
         }
@@ -440,7 +440,7 @@ impl Landings {
             Phase::Asking => Some(landing.heard_by.min(landing.give_up_at).min(landing.want_at)),
             Phase::Landing => Some(landing.progress_by.min(landing.give_up_at).min(landing.want_at)),
         };
-        self.landings.values().filter_map(of).min()
+        self.landings.values().filter_map(of).filter(|at| *at < Duration::MAX).min()
     }
 
     /// What is to be done next.

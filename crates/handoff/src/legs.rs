@@ -332,9 +332,9 @@ impl Legs {
     fn close_again(&mut self, now: Duration) {
         for (id, leg) in &mut self.legs {
             let Some(closing) = &leg.closing else { continue };
-            let again_at = leg.close_again_at.get_or_insert(now + self.options.ask_again);
+            let again_at = leg.close_again_at.get_or_insert(now.saturating_add(self.options.ask_again));
             if *again_at <= now {
-                *again_at = now + self.options.ask_again;
+                *again_at = now.saturating_add(self.options.ask_again);
                 self.actions.extend(closing.iter().map(|rank| LegAction::Rank(*rank, Message::Close(*id))));
             }
         }
@@ -346,7 +346,7 @@ impl Legs {
             None => leg.until.min(leg.report_at),
             Some(_) => leg.close_again_at.unwrap_or(leg.report_at),
         };
-        self.legs.values().map(of).min()
+        self.legs.values().map(of).filter(|at| *at < Duration::MAX).min()
     }
 
     /// What is to be done next.

@@ -77,15 +77,15 @@ impl Engine {
             windows: BTreeMap::new(),
         };
         let legs = LegOptions {
-            // Longer than what is looked at takes: a message that is lost for good is to be seen.
-            ask_again: Duration::from_secs(3600),
+            // Never: a message that is lost for good is to be seen.
+            ask_again: Duration::MAX,
             lease: LEASE,
             early: EARLY,
             report_every: Duration::from_millis(100),
             legs_max: shape.legs_max,
         };
         let landings = LandingOptions {
-            ask_again: Duration::from_secs(3600),
+            ask_again: Duration::MAX,
             unheard: Duration::from_millis(300),
             stalled: Duration::from_millis(1000),
             want_every: Duration::from_millis(150),
