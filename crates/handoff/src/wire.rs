@@ -10,7 +10,7 @@ use crate::message::{
 
 impl Message {
     /// As bytes, at most [`MESSAGE_BYTES_MAX`] of them if its lists are within their bounds; descriptors of very many ranks may
-    /// be longer, see [`Message::fits`].
+    /// be longer, see `Message::fits`.
     pub fn encode(&self) -> Vec<u8> {
         let body = Envelope::from(self.clone()).encode_to_vec();
         let mut bytes = Vec::with_capacity(1 + body.len());
