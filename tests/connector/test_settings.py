@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from kvlane.connector.settings import Settings
@@ -72,3 +74,36 @@ def test_a_wrong_setting_is_named_with_its_value(extra: dict[str, object], words
         Settings.parse(extra)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"kvlane.direct": "yes"}, "kvlane.direct must be one of on, off"),
+        ({"kvlane.direct.listen": "host:1"}, "a number for the host"),
+        ({"kvlane.direct.listen": "127.0.0.1:70000"}, "kvlane.direct.listen"),
+        ({"kvlane.direct.listen": "10.0.0.1:7100"}, "needs a kvlane.direct.token"),
+        ({"kvlane.direct.peers": "10.0.0.0/8, nonsense"}, "'nonsense'"),
+        ({"kvlane.direct.wait_ms": -1}, "kvlane.direct.wait_ms must be 0 to 3600000, not -1"),
+        ({"kvlane.direct_listen": "127.0.0.1:1"}, "did you mean 'kvlane.direct.listen'"),
+    ],
+)
+def test_a_wrong_key_of_direct_hand_offs_is_named(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Settings.parse(extra)
+
+
+def test_keys_of_direct_hand_offs_are_read() -> None:
+    extra = {
+        "kvlane.direct": "on",
+        "kvlane.direct.listen": "10.0.0.1:7100",
+        "kvlane.direct.token": "secret",
+        "kvlane.direct.peers": "10.0.0.0/8, ::1",
+    }
+    settings = Settings.parse(extra)
+    assert (settings.direct, settings.direct_listen, settings.direct_token) == (
+        "on",
+        "10.0.0.1:7100",
+        "secret",
+    )
+    assert settings.networks() == ["10.0.0.0/8", "::1"]

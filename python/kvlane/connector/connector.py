@@ -92,7 +92,8 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: None, "prompts are handed over through the daemon only")
     def _start_direct(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
-        if self._settings.direct == "off":
+        if self._settings.direct == "off" or self._handshake is not None:
+            # The scheduler knows the rank that was there first.
             return
         try:
             rank, self._handshake = start_rank(

@@ -12,6 +12,7 @@ from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.kinds import LookAtWeights, worker_kinds
+from kvlane.connector.kinds.direct_offer import OfferDirect, RankGone
 from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, WorkerShared
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
@@ -75,6 +76,7 @@ class WorkerSide:
         direct, self._shared.direct = self._shared.direct, None
         if direct is not None:
             direct.agent.close()
+            self._reports.others[OfferDirect.name] = RankGone()
         core, self._shared.core = self._shared.core, None
         if core is None:
             return

@@ -34,6 +34,8 @@ SHARE_MAX = 0.1
 # Taking a block takes 0.7 us: a step does not wait for more than this.
 BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
+# Beyond its patience a request waits for so long until nothing of its hand-off is written any more.
+STUCK_SECONDS = 5.0
 # A running request waits for so long for a landing's blocks.
 YIELD_TIMEOUT_MS = 50.0
 
@@ -54,6 +56,8 @@ class _Landed:
     is_begun: bool = False
     is_ready: bool = False
     """The request need not wait any more."""
+    until: float = 0.0
+    """The request does not wait longer, in seconds of the scheduler's clock."""
     is_alive: bool = True
     """The request is not over."""
 
@@ -98,7 +102,8 @@ class LandDirect(SchedulerKind):
                 f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
             )
             return
-        landed = _Landed(landing, state)
+        until = shared.clock() + shared.settings.direct_wait_ms / 1e3 + STUCK_SECONDS
+        landed = _Landed(landing, state, until=until)
         self._landings[landing.id] = self._by_request[request.request_id] = landed
 
     def _fell_back(self, word: str, why: str) -> None:
@@ -114,10 +119,13 @@ class LandDirect(SchedulerKind):
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
         landed = self._by_request.get(state.request.request_id)
-        if landed is None:
+        if landed is None or self._shared.direct is None or self._shared.direct.agent is None:
             return NOTHING
         if not landed.is_ready:
-            return ASK_AGAIN
+            if self._shared.clock() < landed.until:
+                return ASK_AGAIN
+            self._leave(landed)
+            return NOTHING
         direct = self._shared.direct
         assert direct is not None
         rest = state.request.num_prompt_tokens - 1 - local_tokens
@@ -125,6 +133,13 @@ class LandDirect(SchedulerKind):
             return NOTHING
         # One token is computed. The copy is enqueued before that, and cannot fail.
         return Answer(rest, at_once=True)
+
+    def _leave(self, landed: _Landed) -> None:
+        """A rank does not say that it writes no more: its blocks stay pinned until it does, and the prompt is
+        computed."""
+        self._fell_back("stuck", "a rank does not answer")
+        self._by_request.pop(landed.state.request.request_id, None)
+        landed.is_alive = False
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         if self._copies:
@@ -202,7 +217,13 @@ class LandDirect(SchedulerKind):
 
     def _end_those_over(self) -> None:
         direct = self._shared.direct
-        if direct is None or direct.agent is None:
+        if direct is None:
+            return
+        if direct.agent is None:
+            # The ranks' caches went away, and whatever they wrote.
+            for landed in list(self._landings.values()):
+                landed.is_ready = True
+                self._forget(landed)
             return
         for landed in list(self._landings.values()):
             if landed.is_begun and not landed.is_ready:

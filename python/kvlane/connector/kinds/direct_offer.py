@@ -28,6 +28,16 @@ from kvlane.connector.vllm_protocols import (
 NAME = "direct"
 
 
+@dataclass(frozen=True)
+class RankGone:
+    """A rank's caches are gone, as before sleep: it reads and writes nothing any more. Plain data, which vLLM
+    pickles."""
+
+    def merge(self, other: RankGone) -> RankGone:
+        """One is enough."""
+        return self
+
+
 class Computed(NamedTuple):
     """What the workers are told of blocks that a step fills."""
 
@@ -68,6 +78,12 @@ class OfferDirect(SchedulerKind):
             self._tell("nonsense", f"it makes no sense: {error}")
             return
         if not isinstance(leg, Leg) or shared.pins.pool is None:
+            return
+        if (
+            not state.request.block_hashes
+            and state.request.num_prompt_tokens >= direct.group.tokens_per_block
+        ):
+            self._tell("hashes", "vLLM's prefix caching is off")
             return
         if not state.takes_part() or not shared.weights.are_known or wants_no_cache(state.request):
             self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
@@ -194,6 +210,20 @@ class OfferDirect(SchedulerKind):
 
     def pinned(self) -> Iterable[Block]:
         return [block for offered in self._legs.values() for block in offered.pinned]
+
+    def reported(self, part: object) -> None:
+        """The ranks hand nothing over any more, and so this engine does not."""
+        direct = self._shared.direct
+        if not isinstance(part, RankGone) or direct is None or direct.agent is None:
+            return
+        logger.warning(
+            "kvlane: this engine's KV caches went away, as before sleep: from here on its prompts are handed over "
+            "through the daemon only"
+        )
+        direct.close()
+        for offered in self._legs.values():
+            self._shared.pins.unpin(offered.pinned)
+        self._legs, self._by_request = {}, {}
 
     def before_pool_reset(self) -> None:
         """The landings' half has ended everything by now."""

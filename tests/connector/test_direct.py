@@ -1,0 +1,376 @@
+"""Both halves of direct hand-offs in the scheduler role, with an agent that the test plays."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fakes import BLOCK, Engine, Pool, Request, full_group
+
+from kvlane.connector.direct import Direct
+from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
+from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
+from kvlane.connector.settings import Settings
+from kvlane.testing import FakeCore
+
+PEER = "127.0.0.1:7100"
+ID = bytes(range(16))
+TOKENS = 82
+WHOLE = TOKENS // BLOCK
+ALL = WHOLE + 1
+WAIT_SECONDS = 60.0
+
+
+class LandingPool(Pool):
+    """With what landing needs of vLLM's: the queue of free blocks, and hashes."""
+
+    @property
+    def free_block_queue(self) -> Any:
+        free: list[Any] = [block for block in self.blocks if block.ref_cnt == 0 and not block.is_null]
+        chain = [SimpleNamespace(), *free, SimpleNamespace(next_free_block=None)]
+        for one, following in itertools.pairwise(chain):
+            one.next_free_block = following
+        return SimpleNamespace(fake_free_list_head=chain[0])
+
+    def evict_blocks(self, ids: set[int]) -> None:
+        for number in ids:
+            self.blocks[number].block_hash = None
+
+    def get_cached_block(self, block_hash: bytes, groups: list[int]) -> list[Any] | None:
+        found = [block for block in self.blocks if block.block_hash == block_hash]
+        return found[:1] or None
+
+    def cache_full_blocks(self, *, request: Any, blocks: Any, num_cached_blocks: int, **rest: Any) -> None:
+        for number in range(num_cached_blocks, rest["num_full_blocks"]):
+            assert blocks[number].block_hash is None
+            blocks[number].block_hash = request.block_hashes[number]
+
+
+class Agent:
+    """What the core's agent was told, and what the test has it answer."""
+
+    address = PEER
+
+    def __init__(self) -> None:
+        self.legs: list[bytes] = []
+        self.unwanted: set[bytes] = set()
+        self.given_up: list[bytes] = []
+        self.free: list[bytes] = []
+        self.landings: dict[bytes, tuple[int, int]] = {}
+        self.room: dict[bytes, list[int]] = {}
+        self.standings: dict[bytes, Any] = {}
+        self.ends_at_once = True
+        self.closed = False
+
+    def begin_leg(self, leg: bytes, content: bytes) -> bool:
+        self.legs.append(leg)
+        return True
+
+    def leg_progress(self, leg: bytes, ahead: int, computed: int) -> bool:
+        return leg not in self.unwanted
+
+    def give_leg_up(self, leg: bytes) -> None:
+        self.given_up.append(leg)
+
+    def take_free_legs(self) -> list[bytes]:
+        free, self.free = self.free, []
+        return free
+
+    def begin_landing(
+        self, landing: bytes, peer: str, content: bytes, first: int, end: int, patience: float
+    ) -> bool:
+        self.landings[landing] = (first, end)
+        self.standings[landing] = (None, "", first, [])
+        return True
+
+    def give_room(self, landing: bytes, blocks: list[int]) -> None:
+        self.room.setdefault(landing, []).extend(blocks)
+
+    def standing(self, landing: bytes) -> Any:
+        return self.standings.get(landing)
+
+    def give_landing_up(self, landing: bytes) -> None:
+        self.given_up.append(landing)
+        if self.ends_at_once:
+            self.end(landing, "given_up", self.landings[landing][0], [])
+
+    def end(self, landing: bytes, word: str, end_block: int, hashes: list[tuple[int, bytes]]) -> None:
+        self.standings[landing] = (word, f"it is {word}", end_block, hashes)
+
+    def forget_landing(self, landing: bytes) -> None:
+        assert self.standings.pop(landing)[0] is not None, "it may still be written"
+
+    def wait_over(self, landing: bytes, timeout_ms: float) -> bool:
+        return self.standings[landing][0] is not None
+
+    def end_all(self, timeout_ms: float) -> bool:
+        for landing, standing in list(self.standings.items()):
+            if standing[0] is None:
+                self.end(landing, "given_up", self.landings[landing][0], [])
+        self.free += [leg for leg in self.legs if leg not in self.free]
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """An engine with direct hand-offs."""
+
+    def __init__(self, blocks: int = 400, **settings: Any) -> None:
+        self.engine = Engine(FakeCore(), blocks=blocks, settings={"kvlane.direct": "on", **settings})
+        self.pool = LandingPool(blocks)
+        self.engine.pool = self.pool
+        side = self.engine.scheduler
+        self.agent = Agent()
+        self.direct = Direct(Settings.parse({"kvlane.direct": "on"}), full_group(), b"n" * 16, (1, 1), True)
+        self.direct.agent = cast("Any", self.agent)
+        self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
+        side._shared.direct = self.direct
+        side.pins.bind(self.pool, side.before_pool_reset, side.pool_was_reset)
+        self.side = side
+        (self.land,) = (kind for kind in side.kinds if isinstance(kind, LandDirect))
+        (self.offer,) = (kind for kind in side.kinds if isinstance(kind, OfferDirect))
+
+    def request(self, name: str = "d", tokens: int = TOKENS, handoff: bytes = ID) -> Request:
+        params = {"kvlane": {"handoff": handoff.hex(), "peer": PEER}}
+        request = Request(name, list(range(tokens)), transfer=params)
+        self.side.add_request(request)
+        return request
+
+    def waits(self, request: Request, local: int = 0) -> bool:
+        return self.side.matched_tokens(request, local) == (None, False)
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def hash(self, request: Request, block: int) -> tuple[int, bytes]:
+        state = self.side.requests[request.request_id]
+        hashes = self.side._shared.hashes
+        if (block + 1) * BLOCK > request.num_prompt_tokens:
+            return block, hashes.of_rest(state, block * BLOCK)
+        own = hashes.ending_at(state, (block + 1) * BLOCK)
+        assert own is not None
+        return block, own
+
+    def references(self) -> int:
+        return sum(block.ref_cnt for block in self.pool.blocks)
+
+
+def test_what_lands_whole_is_the_engines_own_cache_and_its_last_tokens_are_copied() -> None:
+    world = World()
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    assert world.agent.landings == {ID: (0, ALL)}
+    assert len(world.agent.room[ID]) == ALL
+    assert world.references() == ALL and world.waits(request)
+    world.agent.end(ID, "landed", ALL, [world.hash(request, WHOLE - 1), world.hash(request, WHOLE)])
+    world.step()
+    cached = [world.pool.get_cached_block(each, [0]) for each in request.block_hashes]
+    assert [found[0].block_id for found in cached if found] == world.agent.room[ID][:WHOLE]
+    local = WHOLE * BLOCK
+    rest = TOKENS - 1 - local
+    assert world.side.matched_tokens(request, local) == (rest, False)
+    own = world.engine.allocate(request, TOKENS)
+    world.side.allocated(request, own, rest)
+    # Only the copy's source is held, for two steps.
+    held = world.references() - ALL
+    assert held == 1
+    world.step()
+    assert world.references() - ALL == 1
+    world.step()
+    assert world.references() == ALL, "the request's own"
+
+
+def test_a_prompt_whose_beginning_the_engine_has_is_asked_for_from_there() -> None:
+    world = World()
+    request = world.request()
+    own = world.pool.blocks[5:9]
+    for block, block_hash in zip(own, request.block_hashes, strict=False):
+        block.block_hash = block_hash
+    world.waits(request)
+    world.step()
+    assert world.agent.landings == {ID: (4, ALL)}
+    assert all(block.ref_cnt == 1 for block in own), "it is there at the end"
+    assert not {block.block_id for block in own} & set(world.agent.room[ID])
+
+
+@pytest.mark.parametrize("what", ["other hashes", "no hash"])
+def test_what_is_other_content_is_not_used(what: str) -> None:
+    world = World()
+    request = world.request()
+    world.waits(request)
+    world.step()
+    hashes = [(WHOLE - 1, b"x" * 16)] if what == "other hashes" else []
+    world.agent.end(ID, "landed", ALL, hashes)
+    world.step()
+    assert world.side.matched_tokens(request, 0) == (0, False)
+    assert not any(block.block_hash for block in world.pool.blocks)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert world.references() == ALL
+    assert world.side.take_stats()["direct_fallbacks"] == 1  # pyright: ignore
+
+
+def test_what_has_landed_of_a_hand_off_that_failed_is_used_without_its_last_tokens() -> None:
+    world = World()
+    request = world.request()
+    world.waits(request)
+    world.step()
+    world.agent.end(ID, "peer_lost", 7, [world.hash(request, 6)])
+    world.step()
+    assert sum(block.block_hash is not None for block in world.pool.blocks) == 7
+    assert world.side.matched_tokens(request, 7 * BLOCK) == (0, False)
+
+
+def test_a_rank_that_does_not_answer_holds_its_blocks_and_not_the_request() -> None:
+    world = World()
+    world.agent.ends_at_once = False
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    world.engine.now += WAIT_SECONDS + STUCK_SECONDS - 0.1
+    assert world.waits(request)
+    world.engine.now += 0.2
+    assert world.side.matched_tokens(request, 0) == (0, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert world.references() == 2 * ALL, "they may still be written"
+    world.agent.end(ID, "given_up", 0, [])
+    world.step()
+    assert world.references() == ALL
+
+
+def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
+    world = World(blocks=300)
+    requests = [world.request(f"d{number}", handoff=bytes([number] * 16)) for number in range(3)]
+    for request in requests:
+        assert world.waits(request)
+    world.step()
+    assert sum(len(room) for room in world.agent.room.values()) == 30
+    first = requests[0]
+    world.agent.end(bytes(16), "landed", ALL, [world.hash(first, WHOLE)])
+    world.step()
+    world.side.matched_tokens(first, WHOLE * BLOCK)
+    world.side.allocated(first, world.engine.allocate(first, TOKENS), 0)
+    world.step()
+    assert sum(len(room) for room in world.agent.room.values()) > 30, "there is room again"
+
+
+def test_a_running_request_without_a_block_gets_those_of_the_youngest_landing() -> None:
+    world = World()
+    older, younger = world.request("older"), world.request("younger", handoff=b"y" * 16)
+    assert world.waits(older) and world.waits(younger)
+    world.step()
+    assert world.side.frees_are_near()
+    assert world.agent.given_up == [b"y" * 16]
+    assert world.references() == ALL and world.waits(older) and not world.waits(younger)
+    # One that does not end in time frees nothing: to say so would stop the engine.
+    world.agent.ends_at_once = False
+    assert not world.side.frees_are_near()
+
+
+def test_a_reset_ends_all_and_succeeds() -> None:
+    world = World()
+    assert world.waits(world.request())
+    world.step()
+    leg = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
+    world.side.add_request(leg)
+    world.engine.compute(leg, TOKENS)
+    world.side.request_finished(leg, world.engine.tables["p"])
+    world.engine.free(leg)
+    assert world.references() == 2 * ALL
+    assert world.pool.reset_prefix_cache()
+    assert world.references() == 0
+
+
+def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() -> None:
+    world = World()
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    leg = Request("p", list(range(TOKENS)), transfer={"do_remote_decode": True})
+    world.side.add_request(leg)
+    world.engine.compute(leg, TOKENS)
+    world.side.request_finished(leg, world.engine.tables["p"])
+    world.engine.free(leg)
+    world.side.reported({"direct": RankGone().merge(RankGone())})
+    assert world.agent.closed
+    assert not world.waits(request)
+    world.step()
+    assert world.references() == 0
+    assert not world.waits(world.request("later", handoff=b"l" * 16))
+
+
+# The engine that computes
+
+
+def leg(world: World, name: str = "p", tokens: int = TOKENS) -> Request:
+    request = Request(
+        name, list(range(tokens)), transfer={"do_remote_decode": True, "kvlane": {"handoff": ID.hex()}}
+    )
+    world.side.add_request(request)
+    return request
+
+
+def filled(world: World) -> list[Computed]:
+    """What the workers are told in the steps of a test."""
+    told: list[Computed] = []
+    (worker,) = world.engine.workers
+    bind = worker.bind
+
+    def bind_and_tell(jobs: Any) -> None:
+        told.extend(jobs.others.get("direct", ()))
+        bind(jobs)
+
+    worker.bind = bind_and_tell
+    return told
+
+
+def test_blocks_are_told_as_they_are_filled_and_pinned_until_nobody_reads_them() -> None:
+    world = World()
+    request, told = leg(world), filled(world)
+    world.engine.compute(request, 50)
+    world.engine.compute(request, TOKENS - 50)
+    assert [(each.first_block, len(each.blocks)) for each in told] == [(0, 12), (12, 8), (20, 1)]
+    assert told[1].hash == world.hash(request, WHOLE - 1)[1] and told[2].hash == world.hash(request, WHOLE)[1]
+    answer = world.side.request_finished(request, world.engine.tables["p"])
+    assert answer is not None
+    assert cast("dict[str, Any]", answer["kvlane"])["peer"] == PEER
+    world.engine.free(request)
+    world.step()
+    assert world.references() == ALL
+    world.agent.free = [ID]
+    world.side.add_request(Request("next", [1, 2, 3]))
+    assert world.references() == 0, "before anything is allocated for the next request"
+
+
+def test_a_prompt_that_ends_half_way_or_pins_too_much_is_given_up() -> None:
+    world = World()
+    request = leg(world)
+    world.engine.compute(request, 50)
+    world.side.request_finished(request, world.engine.tables["p"])
+    assert world.agent.given_up == [ID]
+    small = World(blocks=50, **{"kvlane.max_pinned_share": 0.4})
+    request = leg(small)
+    small.engine.compute(request, TOKENS)
+    assert small.agent.given_up == [ID]
+    assert small.side.take_stats()["direct_not_offered"] == 1  # pyright: ignore
+
+
+def test_what_nobody_wants_any_more_is_not_pinned_further() -> None:
+    world = World()
+    request = leg(world)
+    world.engine.compute(request, 50)
+    world.agent.unwanted.add(ID)
+    world.engine.compute(request, TOKENS - 50)
+    world.engine.free(request)
+    assert world.references() == 12
+
+
+def test_an_engine_without_prefix_caching_offers_nothing() -> None:
+    world = World()
+    request = Request("p", list(range(TOKENS)), hash_block=1000, transfer={"do_remote_decode": True})
+    world.side.add_request(request)
+    assert world.agent.legs == []
