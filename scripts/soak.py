@@ -111,6 +111,10 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, and one with two decode engines",
         _make("demo-direct", "ARGS=--prefill 1 --decode 2"),
     ),
+    "route-direct": Part(
+        "a prefill and a decode engine that hand over directly, behind the router",
+        _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),
+    ),
     "nixl": Part(
         "a prefill and a decode engine with vLLM's NixlConnector behind the router",
         [sys.executable, "scripts/nixl_pair.py"],

@@ -6,7 +6,9 @@ Answers are compared with those of P alone.
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,6 +252,35 @@ def test_a_prompt_that_p_never_gets_is_computed(p: PrefillEngine, d: InProcessEn
     _, for_d = both_params(p)
     got, cached = answer(d, d.add(prompt(8, TOKENS), 8, for_d))
     assert (got, cached) == (truth, 0)
+
+
+def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
+    p: PrefillEngine, d: InProcessEngine
+) -> None:
+    truth = p.ask("generate", prompt(11, TOKENS), 24)
+    start = p.ask("books")
+    for_p, for_d = both_params(p)
+    name = d.add(prompt(11, TOKENS), 24, for_d)
+    p.ask("prefill", prompt(11, TOKENS), for_p)
+    assert p.ask("step") and p.ask("step")
+    step_until(d, "two steps land", lambda: landed_blocks(d) >= 6)
+    os.kill(p.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        got, cached = answer(d, name)
+        assert (got, cached) == (truth, 6 * BLOCK)
+        assert time.monotonic() - began < 20, "not as long as a request without progress may wait"
+    finally:
+        os.kill(p.process.pid, signal.SIGCONT)
+    p.ask("finish")
+    # Both find each other again, and P's blocks are free.
+    p.ask("prefill", prompt(12, TOKENS), {"do_remote_decode": True})
+    _, cached = answer(d, d.add(prompt(12, TOKENS), 1, p.ask("finish")))
+    assert cached == ALL
+    deadline = time.monotonic() + STEPS_SECONDS
+    while p.ask("books") != start:
+        assert time.monotonic() < deadline, "P's blocks are free"
+        p.ask("generate", prompt(98, 40), 1)
 
 
 # Last: it ends P.

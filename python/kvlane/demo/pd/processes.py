@@ -37,8 +37,9 @@ class ServedEngine:
         max_tokens: int,
         kv_cache: int,
         flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`connector`: vLLM's kv_transfer_config. `flags`: further ones of `vllm serve`."""
+        """`connector`: vLLM's kv_transfer_config. `flags` and `environment`: further ones of `vllm serve`."""
         self.node = node
         self.log = log
         self._is_asked = False
@@ -54,7 +55,13 @@ class ServedEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, **_ENVIRONMENT, **offline, "OMP_NUM_THREADS": str(threads)},
+                env={
+                    **os.environ,
+                    **_ENVIRONMENT,
+                    **offline,
+                    "OMP_NUM_THREADS": str(threads),
+                    **(environment or {}),
+                },
                 start_new_session=True,
             )
 
@@ -72,6 +79,18 @@ class ServedEngine:
     def memory(self) -> int:
         """Bytes that its processes have, what several share counted in parts."""
         return sum(_proportional(pid) for pid in self.processes())
+
+    def pause(self) -> None:
+        """SIGSTOP to all its processes."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT to all its processes."""
+        self._signal(signal.SIGCONT)
+
+    def cpu_seconds(self) -> float:
+        """That its processes have used."""
+        return sum(_cpu_seconds(pid) for pid in self.processes())
 
     def ask_to_end(self) -> None:
         """SIGTERM, once: vLLM then removes what it has in /dev/shm."""
@@ -192,6 +211,14 @@ def _group(leader: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return found
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _proportional(pid: int) -> int:
