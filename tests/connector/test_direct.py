@@ -10,13 +10,15 @@ import pytest
 from fakes import BLOCK, Engine, Pool, Request, full_group
 
 from kvlane.connector.direct import Direct
+from kvlane.connector.direct_request import Leg
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
 from kvlane.connector.settings import Settings
 from kvlane.testing import FakeCore
 
 PEER = "127.0.0.1:7100"
-ID = bytes(range(16))
+NAME = "handoff"
+ID = Leg(NAME).id
 TOKENS = 82
 WHOLE = TOKENS // BLOCK
 ALL = WHOLE + 1
@@ -134,8 +136,8 @@ class World:
         (self.land,) = (kind for kind in side.kinds if isinstance(kind, LandDirect))
         (self.offer,) = (kind for kind in side.kinds if isinstance(kind, OfferDirect))
 
-    def request(self, name: str = "d", tokens: int = TOKENS, handoff: bytes = ID) -> Request:
-        params = {"kvlane": {"handoff": handoff.hex(), "peer": PEER}}
+    def request(self, name: str = "d", tokens: int = TOKENS, handoff: str = NAME) -> Request:
+        params = {"kvlane": {"handoff": handoff, "peer": PEER}}
         request = Request(name, list(range(tokens)), transfer=params)
         self.side.add_request(request)
         return request
@@ -244,13 +246,13 @@ def test_a_rank_that_does_not_answer_holds_its_blocks_and_not_the_request() -> N
 
 def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
     world = World(blocks=300)
-    requests = [world.request(f"d{number}", handoff=bytes([number] * 16)) for number in range(3)]
+    requests = [world.request(f"d{number}", handoff=f"d{number}") for number in range(3)]
     for request in requests:
         assert world.waits(request)
     world.step()
     assert sum(len(room) for room in world.agent.room.values()) == 30
     first = requests[0]
-    world.agent.end(bytes(16), "landed", ALL, [world.hash(first, WHOLE)])
+    world.agent.end(Leg("d0").id, "landed", ALL, [world.hash(first, WHOLE)])
     world.step()
     world.side.matched_tokens(first, WHOLE * BLOCK)
     world.side.allocated(first, world.engine.allocate(first, TOKENS), 0)
@@ -260,11 +262,11 @@ def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
 
 def test_a_running_request_without_a_block_gets_those_of_the_youngest_landing() -> None:
     world = World()
-    older, younger = world.request("older"), world.request("younger", handoff=b"y" * 16)
+    older, younger = world.request("older"), world.request("younger", handoff="y")
     assert world.waits(older) and world.waits(younger)
     world.step()
     assert world.side.frees_are_near()
-    assert world.agent.given_up == [b"y" * 16]
+    assert world.agent.given_up == [Leg("y").id]
     assert world.references() == ALL and world.waits(older) and not world.waits(younger)
     # One that does not end in time frees nothing: to say so would stop the engine.
     world.agent.ends_at_once = False
@@ -300,7 +302,7 @@ def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() ->
     assert not world.waits(request)
     world.step()
     assert world.references() == 0
-    assert not world.waits(world.request("later", handoff=b"l" * 16))
+    assert not world.waits(world.request("later", handoff="later"))
 
 
 # The engine that computes
@@ -308,7 +310,7 @@ def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() ->
 
 def leg(world: World, name: str = "p", tokens: int = TOKENS) -> Request:
     request = Request(
-        name, list(range(tokens)), transfer={"do_remote_decode": True, "kvlane": {"handoff": ID.hex()}}
+        name, list(range(tokens)), transfer={"do_remote_decode": True, "kvlane": {"handoff": NAME}}
     )
     world.side.add_request(request)
     return request

@@ -15,10 +15,17 @@ ID = "0123456789abcdef" * 2
 
 
 def test_what_is_said_is_understood() -> None:
-    assert direct_of({"do_remote_decode": True, "kvlane": {"handoff": ID}}) == Leg(bytes.fromhex(ID))
-    landing = Landing(bytes.fromhex(ID), "127.0.0.1:7100")
+    assert direct_of({"do_remote_decode": True, "kvlane": {"handoff": ID}}) == Leg(ID)
+    landing = Landing(ID, "127.0.0.1:7100")
     assert direct_of({"kvlane": {"handoff": ID, "peer": "127.0.0.1:7100"}}) == landing
-    assert direct_of({"kvlane": Leg(bytes.fromhex(ID)).params("127.0.0.1:7100")}) == landing
+    assert direct_of({"kvlane": Leg(ID).params("127.0.0.1:7100")}) == landing
+
+
+def test_any_name_is_an_id_of_16_bytes_and_another_name_another_one() -> None:
+    names = ("kvlane-0123456789ab-2s", ID, ID.upper(), "x")
+    ids = {Leg(name).id for name in names}
+    assert len(ids) == len(names) and {len(each) for each in ids} == {16}
+    assert Landing("x", "127.0.0.1:1").id == Leg("x").id
 
 
 def test_without_an_id_one_is_drawn_and_another_one_each_time() -> None:
@@ -37,9 +44,10 @@ def test_what_says_nothing_of_it_is_none(params: object) -> None:
     ("named", "said"),
     [
         (7, "kvlane must be an object, not 7"),
-        ({"handoff": "x"}, "32 hex digits"),
-        ({"handoff": ID.upper(), "peer": "127.0.0.1:1"}, "32 hex digits"),
-        ({"handoff": 7, "peer": "127.0.0.1:1"}, "32 hex digits"),
+        ({"handoff": ""}, "at most 128 letters"),
+        ({"handoff": "a b", "peer": "127.0.0.1:1"}, "at most 128 letters"),
+        ({"handoff": "a" * 129, "peer": "127.0.0.1:1"}, "at most 128 letters"),
+        ({"handoff": 7, "peer": "127.0.0.1:1"}, "at most 128 letters"),
         ({"handoff": ID}, "peer must be HOST:PORT"),
         ({"handoff": ID, "peer": ""}, "peer must be HOST:PORT"),
         ({"handoff": ID, "peer": "1" * 10_000}, "peer must be HOST:PORT"),

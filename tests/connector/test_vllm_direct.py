@@ -241,7 +241,7 @@ def test_what_names_no_engine_is_computed_at_once(p: PrefillEngine, d: InProcess
         got, cached = answer(d, d.add(prompt(7, TOKENS), 8, {"kvlane": named}))
         assert (got, cached) == (truth, 0), peer
         assert d.llm.reset_prefix_cache()
-    for nonsense in ({"handoff": "x"}, {"handoff": 7, "peer": p.address}, 7, {"handoff": "0" * 32}):
+    for nonsense in ({"handoff": ""}, {"handoff": 7, "peer": p.address}, 7, {"handoff": "0" * 32}):
         got, cached = answer(d, d.add(prompt(7, TOKENS), 8, {"kvlane": nonsense}))
         assert (got, cached) == (truth, 0), nonsense
         assert d.llm.reset_prefix_cache()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import result_of
+from script_with_vllm import result_of
 
 # Three processes that import vLLM take a minute or more on a busy machine; as many minutes with two workers.
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.gate]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import result_of
+from script_with_vllm import result_of
 from stores import DaemonStore
 from tiny_model import build_tiny_model
 

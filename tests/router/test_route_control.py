@@ -125,6 +125,8 @@ def test_what_cannot_be_done_is_said(at: Path) -> None:
         assert "is there already, as worker" in refusal(at, "add", engine.url, "--role", "decode")
         zmq = ("--connector", "p2p-nccl", "--zmq", "a b:1")
         assert "HOST:PORT" in refusal(at, "add", "http://127.0.0.1:1", "--role", "decode", *zmq)
+        handoff = ("--connector", "direct", "--handoff", 'a"b:1')
+        assert "HOST:PORT" in refusal(at, "add", "http://127.0.0.1:1", "--role", "prefill", *handoff)
         again = run_kvlane(
             "route", "--worker", engine.url, "--socket", str(at), "--listen", "127.0.0.1:0", "--admin", "off"
         )

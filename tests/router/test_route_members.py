@@ -240,6 +240,14 @@ def test_clients_of_the_former_proxy_find_the_router_at_a_second_port() -> None:
             'zmq is of nodes with connector = "p2p-nccl"',
         ),
         (
+            '[[node]]\nurl = "http://h:1"\nrole = "prefill"\nconnector = "store"\nhandoff = "h:2"',
+            'handoff is of nodes with connector = "direct"',
+        ),
+        (
+            '[[node]]\nurl = "http://h:1"\nrole = "prefill"\nconnector = "direct"\nhandoff = "h"',
+            "handoff = .*HOST:PORT",
+        ),
+        (
             '[[node]]\nurl = "http://h:1"\nrole = "prefill"\nconnector = "tcp"',
             "choose store, nixl, p2p-nccl or direct",
         ),

@@ -50,8 +50,16 @@ class Pairs:
         return self.start(role, int(engine.address.split(":")[1]))
 
     def _table(self, engine: FakeEngine, role: str) -> str:
-        zmq = f'zmq = "{zmq_of(int(engine.address.split(":")[1]))}"' if self._kind == "p2p-nccl" else ""
-        return f'[[node]]\nurl = "{engine.url}"\nrole = "{role}"\nconnector = "{self._kind}"\n{zmq}\n'
+        at = zmq_of(int(engine.address.split(":")[1]))
+        # A decode engine hands nothing over.
+        keys = {
+            ("p2p-nccl", "prefill"): "zmq",
+            ("p2p-nccl", "decode"): "zmq",
+            ("direct", "prefill"): "handoff",
+        }
+        key = keys.get((self._kind, role))
+        more = f'{key} = "{at}"' if key else ""
+        return f'[[node]]\nurl = "{engine.url}"\nrole = "{role}"\nconnector = "{self._kind}"\n{more}\n'
 
     def ask(self, prompt: str = LONG, **more: object) -> tuple[int, Any]:
         status, answer, _ = ask(self.router.address, COMPLETIONS, wanted(prompt, **more))
@@ -92,8 +100,13 @@ def test_each_kind_of_pair_serves_as_its_connector_wants(tmp_path: Path, kind: s
                 assert other == wanted(f"{number} " + LONG, stream=number % 2 == 1)
                 assert "kv_transfer_params" not in one
             elif kind == "direct":
-                named = [each["kv_transfer_params"]["kvlane"]["hand_off"] for each in (one, other)]
+                named = [each["kv_transfer_params"]["kvlane"]["handoff"] for each in (one, other)]
                 assert named[0] == named[1]
+                peer = other["kv_transfer_params"]["kvlane"]["peer"]
+                (prefill,) = [
+                    each for each in found.prefills if zmq_of(int(each.address.split(":")[1])) == peer
+                ]
+                met.add(prefill.address)
                 assert one["kv_transfer_params"]["do_remote_decode"] is True
                 assert other["kv_transfer_params"]["do_remote_prefill"] is True
             else:
@@ -103,6 +116,8 @@ def test_each_kind_of_pair_serves_as_its_connector_wants(tmp_path: Path, kind: s
                 )
         if kind == "p2p-nccl":
             assert len(met) == 4, "each meets each"
+        if kind == "direct":
+            assert len(met) == 2, "the decode engines are told of either prefill engine"
 
 
 def test_direct_legs_run_at_the_same_time(tmp_path: Path) -> None:

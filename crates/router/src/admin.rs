@@ -307,7 +307,7 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "role": node.role.name(),
                     "group": &*node.group,
                     "connector": node.connector.name(),
-                    "zmq_address": node.zmq.as_deref(),
+                    "connector_address": node.connector_address.as_deref(),
                     "known_by": node.known_by.names(),
                     "state": node.state.name(),
                     "left_alone": node.breaker.is_open(),

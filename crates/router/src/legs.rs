@@ -67,16 +67,16 @@ pub fn prefill_by_id(scan: &Scan<'_>) -> Vec<u8> {
     one_token(scan, None)
 }
 
-/// The bodies of both legs of a pair that work at the same time: the nodes find each other by the name of the hand-off, which
-/// has no character that JSON escapes.
-pub fn direct(scan: &Scan<'_>, hand_off: &str) -> (Vec<u8>, Vec<u8>) {
-    let says = |decodes: bool| {
-        format!(
-            r#"{{"do_remote_decode": {}, "do_remote_prefill": {}, "kvlane": {{"hand_off": "{hand_off}"}}}}"#,
-            !decodes, decodes
-        )
-    };
-    (one_token(scan, Some(&says(false))), decode(scan, &says(true)))
+/// The bodies of both legs of a pair that work at the same time. `handoff`: the hand-off's name; `peer`: where the prefill node
+/// hands over. Neither has a character that JSON escapes.
+pub fn direct(scan: &Scan<'_>, handoff: &str, peer: &str) -> (Vec<u8>, Vec<u8>) {
+    let prefill = format!(
+        r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
+    );
+    let goes_on = format!(
+        r#"{{"do_remote_decode": false, "do_remote_prefill": true, "kvlane": {{"handoff": "{handoff}", "peer": "{peer}"}}}}"#
+    );
+    (one_token(scan, Some(&prefill)), decode(scan, &goes_on))
 }
 
 fn one_token(scan: &Scan<'_>, transfer: Option<&str>) -> Vec<u8> {

@@ -26,8 +26,12 @@ fn spec(url: &str, role: Role) -> Spec {
     Spec::new(url.parse().unwrap(), role)
 }
 
-fn ping(url: &str, zmq: &str) -> Spec {
-    Spec { connector: Some(Connector::P2pNccl), zmq: Some(zmq.into()), ..spec(url, Role::Prefill) }
+fn ping(url: &str, connector_address: &str) -> Spec {
+    Spec {
+        connector: Some(Connector::P2pNccl),
+        connector_address: Some(connector_address.into()),
+        ..spec(url, Role::Prefill)
+    }
 }
 
 fn address(url: &str) -> Address {
@@ -59,9 +63,10 @@ impl World {
                     assert_ne!(there.1, *state, "a change changes something");
                     there.1 = *state;
                 }
-                Change::HandsOver { address, connector, zmq } => {
+                Change::HandsOver { address, connector, connector_address } => {
                     let there = self.there.get_mut(&address.to_string()).expect("it is there");
-                    (there.2.connector, there.2.zmq) = (Some(*connector), zmq.clone());
+                    (there.2.connector, there.2.connector_address) =
+                        (Some(*connector), connector_address.clone());
                 }
                 Change::KnownBy { address, .. } => assert!(self.there.contains_key(&address.to_string())),
             }
@@ -135,7 +140,10 @@ fn flag_and_ping_are_one_node_be_it_by_name_or_by_number() {
     world.tell(Event::Beat(ping("http://127.0.0.1:8100", "127.0.0.1:21001"))).unwrap();
     let (_, state, spec) = &world.there["http://localhost:8100"];
     assert_eq!((world.there.len(), *state), (1, NodeState::Ready));
-    assert_eq!((spec.connector, spec.zmq.as_deref()), (Some(Connector::P2pNccl), Some("127.0.0.1:21001")));
+    assert_eq!(
+        (spec.connector, spec.connector_address.as_deref()),
+        (Some(Connector::P2pNccl), Some("127.0.0.1:21001"))
+    );
 }
 
 #[test]
@@ -148,7 +156,7 @@ fn another_zmq_address_is_a_restart() {
     world.tell(Event::Beat(ping(ONE, "10.0.0.1:21002"))).unwrap();
     assert!(world.epoch > before);
     assert_eq!(world.state(ONE), Some(NodeState::Suspect), "the new one has not answered yet");
-    assert_eq!(world.there[ONE].2.zmq.as_deref(), Some("10.0.0.1:21002"));
+    assert_eq!(world.there[ONE].2.connector_address.as_deref(), Some("10.0.0.1:21002"));
 }
 
 /// Anybody of --ping-allow may send a beat: two addresses in turn made the node leave and join with each of them.
@@ -175,7 +183,7 @@ fn a_beat_does_not_change_what_a_flag_has_said() {
     let told = world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001")));
     assert!(matches!(told, Err(Refusal::Differs { .. })), "{told:?}");
     let (_, _, spec) = &world.there[ONE];
-    assert_eq!((spec.role, spec.zmq.as_deref()), (Role::Worker, None));
+    assert_eq!((spec.role, spec.connector_address.as_deref()), (Role::Worker, None));
 }
 
 /// A flag's name and a record of DNS were two nodes in turn, every 3 s.
@@ -204,7 +212,9 @@ fn a_beat_is_that_of_all_ranks_of_its_server() {
     }
     world.tell(Event::Beat(ping(ONE, "10.0.0.1:21001"))).unwrap();
     assert_eq!(world.there.len(), 2);
-    assert!(world.there.values().all(|(_, _, spec)| spec.zmq.as_deref() == Some("10.0.0.1:21001")));
+    assert!(
+        world.there.values().all(|(_, _, spec)| spec.connector_address.as_deref() == Some("10.0.0.1:21001"))
+    );
 }
 
 #[test]
@@ -323,7 +333,7 @@ fn url(number: u8) -> String {
 fn step() -> impl Strategy<Value = Step> {
     let node = 0u8..8;
     prop_oneof![
-        4 => (node.clone(), 0u8..3, 0u8..3).prop_map(|(node, role, zmq)| Step::Beat(node, role, zmq)),
+        4 => (node.clone(), 0u8..3, 0u8..3).prop_map(|(node, role, connector_address)| Step::Beat(node, role, connector_address)),
         1 => node.clone().prop_map(Step::Bye),
         4 => node.clone().prop_map(Step::Answered),
         2 => node.clone().prop_map(Step::Silent),
@@ -348,13 +358,13 @@ proptest! {
         let mut drained = BTreeSet::new();
         for step in steps {
             let told = match step.clone() {
-                Step::Beat(node, role, zmq) => {
+                Step::Beat(node, role, connector_address) => {
                     // By the number that a name stands for.
                     let url = format!("http://10.0.0.{node}:8100");
                     let mut beat = spec(&url, ROLES[role as usize]);
-                    if zmq > 0 {
+                    if connector_address > 0 {
                         beat.connector = Some(Connector::P2pNccl);
-                        beat.zmq = Some(format!("10.0.0.{node}:{zmq}").into());
+                        beat.connector_address = Some(format!("10.0.0.{node}:{connector_address}").into());
                     }
                     world.tell(Event::Beat(beat))
                 }

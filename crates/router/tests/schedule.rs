@@ -487,7 +487,7 @@ proptest! {
                 let mut node = node(&format!("{role}{number}"), role);
                 node.group = group.to_string().into();
                 node.connector = *connector;
-                node.zmq = Some(format!("{role}:{}", number + 1).into());
+                node.connector_address = Some(format!("{role}:{}", number + 1).into());
                 all.push((scheduler.add(node), role, *group, *connector));
             }
         }
@@ -517,5 +517,26 @@ proptest! {
             }
         }
         prop_assert_eq!(met, allowed);
+    }
+}
+
+/// Who decodes looks for who prefills, and not the other way round; P2P NCCL engines look for each other.
+#[test]
+fn a_pair_needs_the_addresses_that_one_of_both_looks_for() {
+    let of = |connector, has_address: bool| {
+        let mut node = node("node", Role::Prefill);
+        node.connector = connector;
+        node.connector_address = has_address.then(|| "127.0.0.1:1".into());
+        node
+    };
+    for (connector, expected) in [
+        (Connector::Store, [true; 4]),
+        (Connector::Nixl, [true; 4]),
+        (Connector::Direct, [false, false, true, true]),
+        (Connector::P2pNccl, [false, false, false, true]),
+    ] {
+        let cases = [(false, false), (false, true), (true, false), (true, true)];
+        let pairs = cases.map(|(prefill, decode)| of(connector, prefill).pairs_with(&of(connector, decode)));
+        assert_eq!(pairs, expected, "{connector}");
     }
 }

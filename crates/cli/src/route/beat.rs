@@ -3,7 +3,7 @@
 use anyhow::{Result, anyhow};
 use clap::Args;
 use kvlane_router::{
-    members::{BeatTo, Spec, ZmqAddress, beat},
+    members::{BeatTo, ConnectorAddress, Spec, beat},
     proxy::Address,
     schedule::{Connector, Role},
 };
@@ -30,8 +30,12 @@ pub(crate) struct BeatArgs {
     #[arg(long)]
     connector: Option<Connector>,
     /// Where other engines reach its ZeroMQ socket, for p2p-nccl
-    #[arg(long, value_name = "HOST:PORT", value_parser = |text: &str| text.parse::<ZmqAddress>())]
-    zmq: Option<ZmqAddress>,
+    #[arg(long, value_name = "HOST:PORT", value_parser = |text: &str| text.parse::<ConnectorAddress>())]
+    zmq: Option<ConnectorAddress>,
+    /// Where it hands over (its kvlane.direct.listen), for direct
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "zmq",
+          value_parser = |text: &str| text.parse::<ConnectorAddress>())]
+    handoff: Option<ConnectorAddress>,
 }
 
 /// Beats until SIGTERM or SIGINT.
@@ -43,7 +47,7 @@ pub(super) fn run(args: BeatArgs) -> Result<()> {
         role: args.role,
         group: args.group.into(),
         connector: args.connector,
-        zmq: args.zmq.map(|zmq| zmq.0),
+        connector_address: args.zmq.or(args.handoff).map(|address| address.0),
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

@@ -8,7 +8,7 @@ use std::{env, ffi::OsString, fs, path::Path};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{Arg, ArgMatches, Args, Command, CommandFactory, FromArgMatches, parser::ValueSource};
 use kvlane_router::{
-    members::{DnsName, Spec, ZmqAddress},
+    members::{ConnectorAddress, DnsName, Spec},
     proxy::Address,
     schedule::{Connector, Role},
 };
@@ -126,7 +126,7 @@ fn sentence(error: &clap::Error) -> String {
     lines.join(" ")
 }
 
-const NODE_KEYS: &[&str] = &["url", "role", "group", "ranks", "connector", "zmq"];
+const NODE_KEYS: &[&str] = &["url", "role", "group", "ranks", "connector", "zmq", "handoff"];
 const DNS_KEYS: &[&str] = &["name", "role", "group", "ranks", "connector"];
 
 fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
@@ -192,11 +192,21 @@ impl Keys {
     fn spec(mut self, address: Address) -> Result<Spec> {
         let role: Role = self.needed("role")?;
         let connector: Option<Connector> = self.given("connector")?;
-        let zmq: Option<ZmqAddress> = self.given("zmq")?;
+        let zmq: Option<ConnectorAddress> = self.given("zmq")?;
         if zmq.is_some() && connector != Some(Connector::P2pNccl) {
             bail!("zmq is of nodes with connector = \"p2p-nccl\" only");
         }
+        let handoff: Option<ConnectorAddress> = self.given("handoff")?;
+        if handoff.is_some() && connector != Some(Connector::Direct) {
+            bail!("handoff is of nodes with connector = \"direct\" only");
+        }
         let group = self.given::<String>("group")?.unwrap_or_default().into();
-        Ok(Spec { address, role, group, connector, zmq: zmq.map(|zmq| zmq.0) })
+        Ok(Spec {
+            address,
+            role,
+            group,
+            connector,
+            connector_address: zmq.or(handoff).map(|address| address.0),
+        })
     }
 }

@@ -79,6 +79,9 @@ pub(crate) struct AddArgs {
     /// Where other engines reach its ZeroMQ socket, for p2p-nccl
     #[arg(long, value_name = "HOST:PORT")]
     zmq: Option<String>,
+    /// Where it hands over (its kvlane.direct.listen), for direct
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "zmq")]
+    handoff: Option<String>,
 }
 
 impl SocketArgs {
@@ -146,7 +149,7 @@ pub(super) fn add(args: AddArgs) -> Result<()> {
         role: args.role.name().to_owned(),
         group: Some(args.group),
         connector: args.connector.map(|connector| connector.name().to_owned()),
-        zmq: args.zmq,
+        connector_address: args.zmq.or(args.handoff),
     };
     print(&args.socket.ask(&call)?, false)
 }

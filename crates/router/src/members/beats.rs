@@ -100,7 +100,7 @@ fn spec_of(ping: Ping, allow: &AllowList) -> Result<Spec, (BeatRefused, String)>
         (None, None) => None,
     };
     let group = ping.group.unwrap_or_default().into();
-    Ok(Spec { address, role, group, connector, zmq: ping.zmq_address.map(Into::into) })
+    Ok(Spec { address, role, group, connector, connector_address: ping.zmq_address.map(Into::into) })
 }
 
 /// The number of `HOST:PORT`.
@@ -231,7 +231,7 @@ fn ping_of(node: &Spec, at: SocketAddr) -> Ping {
             Role::Worker => ping::Role::Worker,
         },
         http_address: at.to_string(),
-        zmq_address: node.zmq.as_deref().map(str::to_owned),
+        zmq_address: node.connector_address.as_deref().map(str::to_owned),
         group: Some(node.group.to_string()).filter(|group| !group.is_empty()),
         connector: node.connector.map(|connector| connector.name().to_owned()),
         bye: false,

@@ -54,8 +54,8 @@ pub enum Call {
         group: Option<String>,
         /// How.
         connector: Option<String>,
-        /// Of its ZeroMQ socket.
-        zmq: Option<String>,
+        /// Where other engines reach its connector.
+        connector_address: Option<String>,
     },
 }
 

@@ -21,22 +21,23 @@ pub struct Spec {
     pub group: Arc<str>,
     /// How. None leaves it to the node's pings; [`Connector::Store`] if it sends none.
     pub connector: Option<Connector>,
-    /// Of its ZeroMQ socket, `HOST:PORT`.
-    pub zmq: Option<Arc<str>>,
+    /// Where other engines reach its connector, `HOST:PORT`.
+    pub connector_address: Option<Arc<str>>,
 }
 
 impl Spec {
     /// A node of the default group.
     pub fn new(address: Address, role: Role) -> Self {
-        Self { address, role, group: "".into(), connector: None, zmq: None }
+        Self { address, role, group: "".into(), connector: None, connector_address: None }
     }
 }
 
-/// The text of a ZeroMQ socket's address, `HOST:PORT`: it becomes part of requests' ids, so it has nothing else in it.
+/// The text of the address at which other engines reach an engine's connector, `HOST:PORT`: it becomes part of requests and of
+/// their ids, so it has nothing else in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ZmqAddress(pub Arc<str>);
+pub struct ConnectorAddress(pub Arc<str>);
 
-impl FromStr for ZmqAddress {
+impl FromStr for ConnectorAddress {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -139,8 +140,8 @@ pub enum Change {
         address: Address,
         /// How.
         connector: Connector,
-        /// Of its ZeroMQ socket.
-        zmq: Option<Arc<str>>,
+        /// Where other engines reach its connector.
+        connector_address: Option<Arc<str>>,
     },
 }
 

@@ -87,19 +87,19 @@ impl Inner {
                     }
                 });
             }
-            Change::HandsOver { address, connector, zmq } => {
+            Change::HandsOver { address, connector, connector_address } => {
                 let Some(&id) = book.nodes.get(&address) else { return };
-                tracing::info!(node = %address, %connector, zmq = zmq.as_deref(), "a node has told how it hands over");
-                self.shared.set_connector(id, connector, zmq);
+                tracing::info!(node = %address, %connector, connector_address = connector_address.as_deref(), "a node has told how it hands over");
+                self.shared.set_connector(id, connector, connector_address);
             }
         }
     }
 
     fn join(&self, book: &mut Book, spec: Spec) {
-        let Spec { address, role, group, connector, zmq } = spec;
+        let Spec { address, role, group, connector, connector_address } = spec;
         tracing::info!(node = %address, %role, group = &*group, "a node joins");
         let mut node = Node::new(&address.to_string(), role, &group);
-        (node.connector, node.zmq) = (connector.unwrap_or_default(), zmq);
+        (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
         let id = self.shared.add(node, address.clone());
         book.nodes.insert(address.clone(), id);
         // The thread that asks it ends with this.

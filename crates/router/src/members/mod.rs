@@ -27,7 +27,7 @@ pub use self::{
     beats::{BeatError, BeatTo, beat},
     control::{ANSWER_BYTES_MAX, Answer, AskError, CALL_BYTES_MAX, Call, CallError, Listed, ask, read_call},
     dns::{DnsName, Resolve, Resolving, SystemResolver},
-    event::{Change, Event, Refusal, Spec, ZmqAddress},
+    event::{Change, ConnectorAddress, Event, Refusal, Spec},
     limits::{BEAT_MISSED, FORGOTTEN, NODES_MAX},
     service::{Membership, MembershipOptions, PingOptions},
     state::Members,

@@ -11,7 +11,7 @@ use tokio::{
 
 use super::{
     control::{Answer, CALL_BYTES_MAX, Call, is_trusted, read_call},
-    event::{Event, Spec, ZmqAddress},
+    event::{ConnectorAddress, Event, Spec},
     inner::Inner,
 };
 use crate::proxy::Address;
@@ -83,17 +83,21 @@ fn carry_out(call: Call, inner: &Inner) -> Result<Answer, String> {
             let address = parse(&node)?;
             (address.clone(), Event::Removed { address, now })
         }
-        Call::Add { url, role, group, connector, zmq } => {
+        Call::Add { url, role, group, connector, connector_address } => {
             let address = parse(&url)?;
             let spec = Spec {
                 address: address.clone(),
                 role: role.parse()?,
                 group: group.unwrap_or_default().into(),
                 connector: connector.map(|name| name.parse()).transpose()?,
-                zmq: zmq
-                    .map(|zmq| zmq.parse::<ZmqAddress>().map_err(|error| format!("{zmq}: {error}")))
+                connector_address: connector_address
+                    .map(|connector_address| {
+                        connector_address
+                            .parse::<ConnectorAddress>()
+                            .map_err(|error| format!("{connector_address}: {error}"))
+                    })
                     .transpose()?
-                    .map(|zmq| zmq.0),
+                    .map(|connector_address| connector_address.0),
             };
             (address, Event::Added(spec))
         }

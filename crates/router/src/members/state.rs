@@ -112,7 +112,7 @@ impl Members {
                 return Err(Refusal::Differs { address: spec.address, role, group });
             }
             note(&mut member.whose);
-            hands_over(member, member.spec.connector.or(spec.connector), spec.zmq, changes);
+            hands_over(member, member.spec.connector.or(spec.connector), spec.connector_address, changes);
             return Ok(());
         }
         let mut whose = Whose::default();
@@ -180,7 +180,9 @@ impl Members {
         for key in keys {
             let Some(member) = self.members.get_mut(&key) else { continue };
             let is_its_own = !member.whose.configured && !member.whose.added && member.whose.dns.is_empty();
-            let has_moved = spec.zmq.is_some() && member.spec.zmq.is_some() && member.spec.zmq != spec.zmq;
+            let has_moved = spec.connector_address.is_some()
+                && member.spec.connector_address.is_some()
+                && member.spec.connector_address != spec.connector_address;
             let is_other = (spec.role, &spec.group) != (member.spec.role, &member.spec.group);
             // What a beat says of a role counts only where nobody else has said it: anybody of --ping-allow may send one.
             if is_other && !is_its_own {
@@ -200,7 +202,12 @@ impl Members {
                 }
             } else {
                 member.whose.beat = Some(now);
-                hands_over(member, member.spec.connector.or(spec.connector), spec.zmq.clone(), changes);
+                hands_over(
+                    member,
+                    member.spec.connector.or(spec.connector),
+                    spec.connector_address.clone(),
+                    changes,
+                );
             }
         }
         // What fits was taken nevertheless.
@@ -213,7 +220,11 @@ impl Members {
         let new = if is_its_own {
             spec.clone()
         } else {
-            Spec { zmq: spec.zmq.clone(), connector: former.spec.connector.or(spec.connector), ..former.spec }
+            Spec {
+                connector_address: spec.connector_address.clone(),
+                connector: former.spec.connector.or(spec.connector),
+                ..former.spec
+            }
         };
         self.join(key.to_owned(), new, former.whose, changes);
         if let Some(member) = self.members.get_mut(key) {
@@ -297,7 +308,12 @@ impl Members {
             let Some(member) = self.members.get_mut(&key) else { return };
             member.whose.merge(twin.whose);
             member.drain = member.drain.or(twin.drain);
-            hands_over(member, member.spec.connector.or(twin.spec.connector), twin.spec.zmq, changes);
+            hands_over(
+                member,
+                member.spec.connector.or(twin.spec.connector),
+                twin.spec.connector_address,
+                changes,
+            );
         }
     }
 
@@ -322,15 +338,15 @@ impl Members {
 fn hands_over(
     member: &mut Member,
     connector: Option<Connector>,
-    zmq: Option<Arc<str>>,
+    connector_address: Option<Arc<str>>,
     changes: &mut Vec<Change>,
 ) {
-    let before = (member.connector(), member.spec.zmq.clone());
+    let before = (member.connector(), member.spec.connector_address.clone());
     member.spec.connector = connector;
-    member.spec.zmq = zmq.or(member.spec.zmq.take());
-    let after = (member.connector(), member.spec.zmq.clone());
+    member.spec.connector_address = connector_address.or(member.spec.connector_address.take());
+    let after = (member.connector(), member.spec.connector_address.clone());
     if before != after {
         let address = member.spec.address.clone();
-        changes.push(Change::HandsOver { address, connector: after.0, zmq: after.1 });
+        changes.push(Change::HandsOver { address, connector: after.0, connector_address: after.1 });
     }
 }

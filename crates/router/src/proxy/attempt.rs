@@ -214,7 +214,7 @@ impl Work<'_> {
                 let id = self.id.p2p_nccl(&prefill, &decode, attempt);
                 self.by_id(pair, scan, &id).await
             }
-            Ok(HandOver::AtOnce) => self.at_once(pair, scan).await,
+            Ok(HandOver::AtOnce(peer)) => self.at_once(pair, scan, &peer).await,
             Err(gone) => Err(Failed::gone(Some(gone)).into()),
         }
     }
@@ -272,10 +272,15 @@ impl Work<'_> {
         Ok(self.pass_on(begun).await?)
     }
 
-    /// The decode node waits for what the prefill node sends it. When one of them fails, the other one's leg is cancelled.
-    async fn at_once(&self, pair: Pair, scan: &Scan<'_>) -> Result<Response<AnswerBody>, Unserved> {
+    /// The decode node reads what the prefill node computes. When one of them fails, the other one's leg is cancelled.
+    async fn at_once(
+        &self,
+        pair: Pair,
+        scan: &Scan<'_>,
+        peer: &str,
+    ) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { attempt, prefill, decode } = pair;
-        let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt));
+        let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
         let prefilling = self.prefill_answer(prefill, prefill_body.into(), &prefill_id);
         let decoding = async {

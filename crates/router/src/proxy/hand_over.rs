@@ -17,8 +17,8 @@ pub(super) enum HandOver {
         /// Of the decode node's.
         decode: Arc<str>,
     },
-    /// Both get the request at once.
-    AtOnce,
+    /// Both get the request at once. The decode node is told where the prefill node hands over.
+    AtOnce(Arc<str>),
 }
 
 impl Shared {
@@ -32,10 +32,10 @@ impl Shared {
         let (one, other) = (node(prefill)?, node(decode)?);
         match one.connector {
             Connector::Store | Connector::Nixl => Ok(HandOver::ByAnswer),
-            Connector::Direct => Ok(HandOver::AtOnce),
+            Connector::Direct => Ok(HandOver::AtOnce(one.connector_address.clone().ok_or(prefill)?)),
             Connector::P2pNccl => Ok(HandOver::ById {
-                prefill: one.zmq.clone().ok_or(prefill)?,
-                decode: other.zmq.clone().ok_or(decode)?,
+                prefill: one.connector_address.clone().ok_or(prefill)?,
+                decode: other.connector_address.clone().ok_or(decode)?,
             }),
         }
     }

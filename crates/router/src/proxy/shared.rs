@@ -223,10 +223,10 @@ impl Shared {
     }
 
     /// A node has told how it hands over.
-    pub fn set_connector(&self, id: NodeId, connector: Connector, zmq: Option<Arc<str>>) {
+    pub fn set_connector(&self, id: NodeId, connector: Connector, connector_address: Option<Arc<str>>) {
         self.with_scheduler(|scheduler| {
             if let Some(node) = scheduler.node_mut(id) {
-                (node.connector, node.zmq) = (connector, zmq);
+                (node.connector, node.connector_address) = (connector, connector_address);
             }
         });
     }

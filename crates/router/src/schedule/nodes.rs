@@ -53,7 +53,7 @@ pub enum Connector {
     Nixl,
     /// vLLM's P2pNcclConnector: by addresses in the request's id.
     P2pNccl,
-    /// Both at once: the decode node waits for what the prefill node sends it.
+    /// Both at once: the decode node reads what the prefill node computes. kvlane's engines with `kvlane.direct`.
     Direct,
 }
 
@@ -163,8 +163,9 @@ pub struct Node {
     pub group: Arc<str>,
     /// How they do that.
     pub connector: Connector,
-    /// Where other engines reach its ZeroMQ socket, `HOST:PORT`: what [`Connector::P2pNccl`] needs to know.
-    pub zmq: Option<Arc<str>>,
+    /// Where other engines reach its connector, `HOST:PORT`: of [`Connector::P2pNccl`] its ZeroMQ socket, of
+    /// [`Connector::Direct`] where it hands over.
+    pub connector_address: Option<Arc<str>>,
     /// Who has named it, for people.
     pub known_by: KnownBy,
     /// Models and adapters that it serves.
@@ -187,7 +188,7 @@ impl Node {
             role,
             group: group.into(),
             connector: Connector::default(),
-            zmq: None,
+            connector_address: None,
             known_by: KnownBy::default(),
             models: Vec::new(),
             state: NodeState::Suspect,
@@ -202,13 +203,21 @@ impl Node {
         self.models.iter().any(|served| &**served == model)
     }
 
-    /// Whether these two can hand over to each other.
+    /// Whether this one can hand over to the other one.
     pub fn pairs_with(&self, other: &Self) -> bool {
-        let can_be_named = |node: &Self| node.connector != Connector::P2pNccl || node.zmq.is_some();
         self.group == other.group
             && self.connector == other.connector
-            && can_be_named(self)
-            && can_be_named(other)
+            && self.can_be_named_as(Role::Prefill)
+            && other.can_be_named_as(Role::Decode)
+    }
+
+    /// Whether it is known where the other end finds it, as far as it looks for it. P2P NCCL engines look for each other; of a
+    /// direct pair the one that decodes looks for the other one.
+    fn can_be_named_as(&self, role: Role) -> bool {
+        match (self.connector, role) {
+            (Connector::P2pNccl, _) | (Connector::Direct, Role::Prefill) => self.connector_address.is_some(),
+            _ => true,
+        }
     }
 
     /// Whether it can serve a whole request. vLLM's P2pNcclConnector reads addresses from each request's id, and ends its engine

@@ -102,8 +102,10 @@ def _check_prefill(body: dict[str, Any], max_tokens: int) -> None:
 def _remote_tokens(asked: dict[str, Any], pairing: Pairing) -> int:
     if pairing.form == "direct":
         named = asked.get("kvlane")
-        if not isinstance(named, dict) or not isinstance(named.get("hand_off"), str):
-            raise BadLeg("A decode leg must name the hand-off that it waits for.")
+        if not isinstance(named, dict) or not all(
+            isinstance(named.get(name), str) for name in ("handoff", "peer")
+        ):
+            raise BadLeg("A decode leg must name the hand-off that it waits for, and where.")
         return _ALL
     if pairing.form == "kvlane":
         named = asked.get("kvlane")
