@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +38,11 @@ class PrefillEngine:
         """Have it do something, and wait for its answer."""
         self._pipe.send((command, *arguments))
         return self._answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To its process."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -6,7 +6,6 @@ Answers are compared with those of P alone.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import time
@@ -264,14 +263,14 @@ def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
     p.ask("prefill", prompt(11, TOKENS), for_p)
     assert p.ask("step") and p.ask("step")
     step_until(d, "two steps land", lambda: landed_blocks(d) >= 6)
-    os.kill(p.process.pid, signal.SIGSTOP)
+    p.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
         got, cached = answer(d, name)
         assert (got, cached) == (truth, 6 * BLOCK)
         assert time.monotonic() - began < 20, "not as long as a request without progress may wait"
     finally:
-        os.kill(p.process.pid, signal.SIGCONT)
+        p.signal(signal.SIGCONT)
     p.ask("finish")
     # Both find each other again, and P's blocks are free.
     p.ask("prefill", prompt(12, TOKENS), {"do_remote_decode": True})
