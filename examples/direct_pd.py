@@ -11,25 +11,20 @@ both engines at once, as docs/handoff.md says. What is started, asked and compar
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from kvlane.bench import pictures, report
 from kvlane.bench.drawing import save
+from kvlane.demo import running
 from kvlane.demo.direct.cluster import Cluster
 from kvlane.demo.direct.scenarios import Demo
 from kvlane.demo.model import TINY, build_model
 from kvlane.demo.pd import plan
-from kvlane.demo.pd.asking import AskFailed
 from kvlane.demo.processes import ProcessFailed
 from kvlane.demo.scenarios import Scenario
-
-ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
@@ -46,8 +41,7 @@ def main() -> int:
     except plan.NotPossible as reason:
         sys.exit(f"direct_pd: {reason}")
     report.say(f"{len(places.engines)} engines; about {needed / (1 << 30):.1f} GiB; logs in {logs}")
-    for number in ENDS:
-        signal.signal(number, end)
+    running.end_at_signals()
     began = time.monotonic()
     longest = 2 * arguments.prompt_tokens
     with (
@@ -59,7 +53,7 @@ def main() -> int:
         except ProcessFailed as error:
             sys.exit(f"direct_pd: {error}")
         demo = Demo(cluster, arguments.prompts, arguments.prompt_tokens, kv_cache)
-        scenarios = run(demo)
+        scenarios = running.run(demo.all())
     machine = report.machine_facts()
     found: dict[str, Any] = {
         "title": f"{arguments.prefill} prefill and {arguments.decode} decode engines on {machine['cpu']}, "
@@ -139,31 +133,6 @@ def parse() -> argparse.Namespace:
     if arguments.prompts < 2 or arguments.prompt_tokens < 128:
         parser.error("--prompts must be at least 2, and --prompt-tokens at least 128")
     return arguments
-
-
-def end(number: int, _: object) -> None:
-    """The first Ctrl-C ends everything in good order; a second one must not end the ending."""
-    for each in ENDS:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
-def run(demo: Demo) -> list[Scenario]:
-    """All scenarios in order. One in which an engine failed is the last: the next ones build on it."""
-    finished: list[Scenario] = []
-    steps = demo.all()
-    with tqdm(total=len(steps), unit="scenario", bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]") as bar:
-        for scenario in steps:
-            try:
-                finished.append(scenario(bar.set_description_str))
-            except (ProcessFailed, AskFailed, OSError) as error:
-                finished.append(Scenario(scenario.__name__.replace("_", " "), problems=[str(error)]))
-                break
-            finally:
-                bar.update()
-            told = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
-            bar.write(f"{finished[-1].name}: {told}", file=sys.stderr)
-    return finished
 
 
 if __name__ == "__main__":

@@ -18,19 +18,16 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from kvlane.bench import report
+from kvlane.demo import running
 from kvlane.demo.model import TINY, build_model
 from kvlane.demo.pd import plan, results
-from kvlane.demo.pd.asking import MODEL_NAME, AskFailed
+from kvlane.demo.pd.asking import MODEL_NAME
 from kvlane.demo.pd.cluster import Cluster
 from kvlane.demo.pd.scenarios import Demo
 from kvlane.demo.processes import ProcessFailed
-from kvlane.demo.scenarios import Scenario
 
 POOL_BYTES = 1 << 30
-ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
@@ -54,8 +51,7 @@ def main() -> int:
     report.say(f"{len(places.engines)} engines; about {needed / (1 << 30):.1f} GiB; logs in {logs}")
 
     # 2. The daemon, the engines and the router, until Ctrl-C, an error, or the end: then all of them end.
-    for number in ENDS:
-        signal.signal(number, end)
+    running.end_at_signals()
     began = time.monotonic()
     # vLLM takes no text of more than six characters for each token that it may have.
     longest = 2 * arguments.prompt_tokens
@@ -70,7 +66,7 @@ def main() -> int:
         if arguments.serve:
             serve(places)
         demo = Demo(cluster, arguments.prompts, arguments.prompt_tokens, arguments.out, arguments.vllm_bench)
-        scenarios = run(demo)
+        scenarios = running.run(demo.all())
 
     # 3. What came of it.
     machine = report.machine_facts()
@@ -122,13 +118,6 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def end(number: int, _: object) -> None:
-    """The first Ctrl-C ends everything in good order; a second one must not end the ending."""
-    for each in ENDS:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
 def serve(places: plan.Plan) -> NoReturn:
     print(
         f"Ask it: curl {places.router_url}/v1/completions -H 'Content-Type: application/json' "
@@ -138,24 +127,6 @@ def serve(places: plan.Plan) -> NoReturn:
     )
     while True:
         signal.pause()
-
-
-def run(demo: Demo) -> list[Scenario]:
-    """All scenarios in order. One in which a process failed is the last: the next ones build on it."""
-    finished: list[Scenario] = []
-    steps = demo.all()
-    with tqdm(total=len(steps), unit="scenario", bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]") as bar:
-        for scenario in steps:
-            try:
-                finished.append(scenario(bar.set_description_str))
-            except (ProcessFailed, AskFailed) as error:
-                finished.append(Scenario(scenario.__name__.replace("_", " "), problems=[str(error)]))
-                break
-            finally:
-                bar.update()
-            told = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
-            bar.write(f"{finished[-1].name}: {told}", file=sys.stderr)
-    return finished
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Runs a demo's scenarios with progress shown, and ends in good order at Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from tqdm import tqdm
+
+from kvlane.demo.pd.asking import AskFailed
+from kvlane.demo.processes import ProcessFailed
+from kvlane.demo.scenarios import Scenario
+
+_ENDS = (signal.SIGINT, signal.SIGTERM)
+
+
+def end_at_signals() -> None:
+    """From here on SIGINT and SIGTERM raise SystemExit, once: a second one must not end the ending."""
+    for number in _ENDS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, _: object) -> None:
+    for each in _ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def run(steps: Sequence[Callable[[Callable[[str], object]], Scenario]]) -> list[Scenario]:
+    """All scenarios in order. One in which a process failed is the last: the next ones build on it."""
+    finished: list[Scenario] = []
+    with tqdm(total=len(steps), unit="scenario", bar_format="{l_bar}{bar}| {n}/{total} [{elapsed}]") as bar:
+        for scenario in steps:
+            try:
+                finished.append(scenario(bar.set_description_str))
+            except (ProcessFailed, AskFailed, OSError) as error:
+                finished.append(Scenario(scenario.__name__.replace("_", " "), problems=[str(error)]))
+                break
+            finally:
+                bar.update()
+            told = "passed" if finished[-1].passed else "; ".join(["FAILED", *finished[-1].problems[:2]])
+            bar.write(f"{finished[-1].name}: {told}", file=sys.stderr)
+    return finished
