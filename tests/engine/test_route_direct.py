@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from pairs import SPLIT, alone, complete, counted, counters, prompt
 from routed import Router, ask
-from served import ServedEngine
+from served import ServedEngine, free_port
 from tiny_model import build_tiny_model
 
 PROMPTS = 20
@@ -17,46 +19,70 @@ pytestmark = pytest.mark.soak
 
 @dataclass(frozen=True)
 class Pair:
-    """All processes of the test."""
+    """Both engines."""
 
     prefill: ServedEngine
     decode: ServedEngine
-    router: Router
+    handoff: str
+    """Where the one that prefills hands over."""
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    handoff = f"127.0.0.1:{free_port()}"
     folder = tmp_path_factory.mktemp("direct")
     model = build_tiny_model(folder / "tiny")
+    nobody = {"kvlane.address": f"unix:{folder}/nobody.sock", "kvlane.direct": "on"}
     transfer = {
         "kv_connector": "KVLaneConnector",
         "kv_connector_module_path": "kvlane.connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvlane.address": f"unix:{folder}/nobody.sock", "kvlane.direct": "on"},
     }
+    extras = {"prefill": {**nobody, "kvlane.direct.listen": handoff}, "decode": nobody}
     engines = [
-        ServedEngine(model, "", folder / f"{name}.log", transfer=transfer) for name in ("prefill", "decode")
+        ServedEngine(
+            model, "", folder / f"{name}.log", transfer={**transfer, "kv_connector_extra_config": extra}
+        )
+        for name, extra in extras.items()
     ]
     try:
         for each in engines:
             each.wait()
         prefill, decode = engines
-        with Router("--prefill", prefill.url, "--decode", decode.url, nodes=2) as router:
-            yield Pair(prefill, decode, router)
+        yield Pair(prefill, decode, handoff)
     finally:
         for each in engines:
             each.close()
 
 
-def test_the_decode_engine_computes_one_token_and_answers_are_those_of_one_engine(pair: Pair) -> None:
+@contextmanager
+def routed(pair: Pair, way: str, folder: Path) -> Iterator[Router]:
+    flags = ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    if way == "both at once":
+        config = folder / "route.toml"
+        config.write_text(
+            f'[[node]]\nurl = "{pair.prefill.url}"\nrole = "prefill"\nconnector = "direct"\n'
+            f'handoff = "{pair.handoff}"\n'
+            f'[[node]]\nurl = "{pair.decode.url}"\nrole = "decode"\nconnector = "direct"\n'
+        )
+        flags = ["--config", str(config)]
+    with Router(*flags, nodes=2) as router:
+        yield router
+
+
+@pytest.mark.parametrize("way", ["one after the other", "both at once"])
+def test_the_decode_engine_computes_one_token_and_answers_are_those_of_one_engine(
+    pair: Pair, way: str, tmp_path: Path
+) -> None:
     answers = []
-    for number in range(PROMPTS):
-        text = prompt(f"direct {number}")
-        answers.append(alone(pair.prefill, text))
-        before = counters(pair.decode)
-        assert complete(f"http://{pair.router.address}", text) == answers[-1]
-        grown = counted(pair.decode, before)
-        assert grown.computed == 1, grown
-    assert len({tuple(answer) for answer in answers}) == PROMPTS
-    _, page, _ = ask(pair.router.admin, f"/decisions?limit={PROMPTS}")
-    assert [each["why"] for each in page["decisions"]] == [SPLIT] * PROMPTS
+    with routed(pair, way, tmp_path) as router:
+        for number in range(PROMPTS):
+            text = prompt(f"{way} {number}")
+            answers.append(alone(pair.prefill, text))
+            before = counters(pair.decode)
+            assert complete(f"http://{router.address}", text) == answers[-1]
+            grown = counted(pair.decode, before)
+            assert grown.computed == 1, grown
+        assert len({tuple(answer) for answer in answers}) == PROMPTS
+        _, page, _ = ask(router.admin, f"/decisions?limit={PROMPTS}")
+        assert [each["why"] for each in page["decisions"]] == [SPLIT] * PROMPTS
