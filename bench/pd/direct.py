@@ -125,6 +125,8 @@ def ready(systems: list[System]) -> None:
     wait_until("all engines answer", all_answer)
     report.say("all engines answer")
     for system in systems:
+        # Both meet before they are stopped for the first time.
+        one_after_the_other(system, prompt_text(200, f"first {system.name}"), 1)
         system.each(ServedEngine.pause)
 
 
