@@ -216,15 +216,36 @@ def test_what_is_other_content_is_not_used(what: str) -> None:
     assert world.side.take_stats()["direct_fallbacks"] == 1  # pyright: ignore
 
 
-def test_what_has_landed_of_a_hand_off_that_failed_is_used_without_its_last_tokens() -> None:
+@pytest.mark.parametrize(("landed", "with_hash", "used"), [(7, 6, 7), (9, 6, 7), (9, None, 0)])
+def test_what_has_landed_of_a_hand_off_that_failed_is_used_as_far_as_its_hashes_go(
+    landed: int, with_hash: int | None, used: int
+) -> None:
+    """A hash comes with the last block of a step's chunk: what lies behind it may be of any prompt."""
     world = World()
     request = world.request()
     world.waits(request)
     world.step()
-    world.agent.end(ID, "peer_lost", 7, [world.hash(request, 6)])
+    hashes = [] if with_hash is None else [world.hash(request, with_hash)]
+    world.agent.end(ID, "peer_lost", landed, hashes)
+    world.step()
+    assert sum(block.block_hash is not None for block in world.pool.blocks) == used
+    assert world.side.matched_tokens(request, used * BLOCK) == (0, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert world.references() == ALL
+    assert world.side.take_stats()["direct_fallbacks"] == 1  # pyright: ignore
+
+
+def test_a_hand_off_without_the_hash_of_its_end_is_used_as_far_as_it_is_known() -> None:
+    world = World()
+    request = world.request()
+    world.waits(request)
+    world.step()
+    world.agent.end(ID, "landed", ALL, [world.hash(request, 6)])
     world.step()
     assert sum(block.block_hash is not None for block in world.pool.blocks) == 7
-    assert world.side.matched_tokens(request, 7 * BLOCK) == (0, False)
+    assert world.side.matched_tokens(request, WHOLE * BLOCK) == (0, False)
+    stats = world.side.take_stats()
+    assert stats["direct_fallbacks"] == 1 and not stats.get("direct_landed")  # pyright: ignore
 
 
 def test_a_rank_that_does_not_answer_holds_its_blocks_and_not_the_request() -> None:

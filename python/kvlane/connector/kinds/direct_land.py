@@ -243,9 +243,12 @@ class LandDirect(SchedulerKind):
             return
         word, sentence, end_block, hashes = standing
         first = len(landed.local)
-        count = min(end_block - first, len(landed.taken))
-        if count > 0 and not self._is_right(landed.state, hashes):
-            count = 0
+        arrived = min(end_block - first, len(landed.taken))
+        known = self._known_to_be_right(landed.state, hashes)
+        # Nothing is used that lies behind the last block whose hash came.
+        count = max(0, min(arrived, (known or 0) - first))
+        is_whole = word == "landed" and count == arrived
+        if arrived > 0 and (known is None or (word == "landed" and not is_whole)):
             self._fell_back("other_content", "what came is not what this engine would compute")
         elif word != "landed" and landed.is_alive:
             self._fell_back(str(word), sentence)
@@ -254,37 +257,36 @@ class LandDirect(SchedulerKind):
         whole = min(count, landed.state.request.num_prompt_tokens // size - first)
         if whole > 0 and not landed.state.stale:
             self._cache(landed, whole)
-        if (
-            word == "landed"
-            and count
-            and direct.hands_over_rests
-            and landed.is_alive
-            and not landed.state.stale
-        ):
+        if is_whole and count and direct.hands_over_rests and landed.is_alive and not landed.state.stale:
             landed.rest = landed.taken[count - 1]
         elif count > whole:
             count = whole
         self._shared.pins.unpin(landed.taken[count:])
         del landed.taken[count:]
         counters = shared.counters
-        counters.add("direct_landed", word == "landed")
+        counters.add("direct_landed", is_whole)
         landed_tokens = min((first + count) * size, landed.state.request.num_prompt_tokens) - first * size
         counters.add("direct_landed_tokens", max(0, landed_tokens))
         if not landed.is_alive:
             self._free(landed)
             self._landings.pop(landed.landing.id, None)
 
-    def _is_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> bool:
-        """Whether the other engine's blocks are those of this request's prompt."""
+    def _known_to_be_right(self, state: RequestState, hashes: list[tuple[int, bytes]]) -> int | None:
+        """How many of the prompt's blocks the other engine computed from this request's tokens: a hash stands for its
+        block and all before. None if a hash is not this request's."""
         direct, own = self._shared.direct, self._shared.hashes
         assert direct is not None
         size, prompt = direct.group.tokens_per_block, state.request.num_prompt_tokens
 
         def of(block: int) -> bytes | None:
+            if block * size >= prompt:
+                return None
             is_rest = (block + 1) * size > prompt
             return own.of_rest(state, block * size) if is_rest else own.ending_at(state, (block + 1) * size)
 
-        return bool(hashes) and all(of(block) == each for block, each in hashes)
+        if any(of(block) != each for block, each in hashes):
+            return None
+        return max((block + 1 for block, _ in hashes), default=0)
 
     def _cache(self, landed: _Landed, count: int) -> None:
         direct, pool = self._shared.direct, self._pool()
