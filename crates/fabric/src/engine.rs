@@ -262,7 +262,8 @@ impl Engine {
     /// `peer` need not be connected now; another start of it is another peer.
     ///
     /// # Errors
-    /// [`FabricError::Window`] for ranges that are not registered or in several memories; [`FabricError::RegionsFull`].
+    /// [`FabricError::Window`] for ranges that are not registered or in several memories; [`FabricError::RegionsFull`] and
+    /// [`FabricError::WindowsFull`] until others are closed.
     pub fn open_window(
         &self,
         peer: EngineId,
@@ -272,13 +273,12 @@ impl Engine {
         let ranges = Ranges::new(ranges).ok_or_else(|| {
             FabricError::Window(format!("{count} ranges; 1 to {WINDOW_RANGES_MAX}, of which each has bytes"))
         })?;
-        let not_here = || FabricError::Window("some are not registered, or in another memory".into());
         let mut hub = self.shared.try_hub()?;
         if hub.hub.is_closed {
             return Err(FabricError::Closed);
         }
         let regions = &mut hub.hub.outside.process.regions;
-        let memory = regions.memory_of(&ranges).ok_or_else(not_here)?;
+        let memory = regions.memory_of(&ranges).ok_or_else(FabricError::not_in_one_memory)?;
         let (number, generation) = regions.reserve().ok_or(FabricError::RegionsFull(REGIONS_MAX as usize))?;
         drop(hub);
         let opened = OpenedWindow { number, generation, ranges: ranges.all(), memory };
@@ -286,15 +286,15 @@ impl Engine {
         let len = ranges.len();
         let to = Identity { engine: peer.engine_id, boot: peer.boot_nonce };
         let mut hub = self.shared.try_hub()?;
-        if !hub.hub.outside.process.regions.open_window(number, to, ranges) {
-            // Somebody gives a region back meanwhile.
+        if let Err(error) = hub.hub.outside.process.regions.open_window(number, to, ranges) {
+            // Somebody gives a region back meanwhile, or the peer has no room.
             self.shared
                 .registrars
                 .0
                 .iter()
                 .for_each(|(_, registrar)| registrar.close_window(number, generation));
             hub.hub.outside.process.regions.remove(number);
-            return Err(not_here());
+            return Err(error);
         }
         hub.hub.outside.announce_window(number, to);
         self.shared.set_going(&mut hub);

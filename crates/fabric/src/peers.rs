@@ -10,7 +10,7 @@ use crate::regions::{Shape, Shapes};
 use crate::tcp::{Identity, Keys, RegionNews};
 use crate::transfers::{Memory, PathId, PeerId};
 use crate::trust::Trust;
-use crate::window::{Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
+use crate::window::{PEER_RANGES_MAX, Ranges, WINDOW_RANGES_MAX, WindowDescriptor, WindowRange};
 
 /// All of them.
 pub(crate) type Peers = Numbered<PeerId, Peer>;
@@ -71,9 +71,6 @@ pub struct RemoteBytes<'a> {
     /// How many.
     pub len: u64,
 }
-
-/// Ranges that all windows of one peer have together at the most, 24 bytes each.
-const PEER_RANGES_MAX: usize = 1 << 20;
 
 impl Peer {
     pub(crate) fn new(whom: Whom, trust: Trust, control: PathId) -> Peer {

@@ -4,12 +4,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::descriptor::{Access, MemoryKind, REGIONS_MAX, RegionDescriptor};
+use crate::engine::FabricError;
 use crate::numbered::Numbered;
 use crate::ranges::{Piece, Spot, Spots, disjoint};
 use crate::registrar::MemoryRegion;
 use crate::tcp::{Identity, Keys, RegionNews, WireRun, window_news};
 use crate::transfers::Memory;
-use crate::window::{Ranges, WindowRange};
+use crate::window::{PEER_RANGES_MAX, Ranges, WindowRange};
 
 /// What has to be known of a region to check a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +43,8 @@ pub(crate) struct Regions {
     known: Numbered<u32, Known>,
     shapes: Arc<Shapes>,
     windows: Numbered<u32, Window>,
+    /// Ranges of all windows of each peer.
+    shown_to: HashMap<Identity, usize>,
     generations: Vec<u32>,
     free: Vec<u32>,
     has_had_gpus: bool,
@@ -123,7 +126,14 @@ impl Regions {
     /// The number is used again, with the next generation.
     pub(crate) fn remove(&mut self, number: u32) {
         self.known.remove(&number);
-        self.windows.remove(&number);
+        if let Some(Window { to, ranges, .. }) = self.windows.remove(&number)
+            && let Some(shown) = self.shown_to.get_mut(&to)
+        {
+            *shown -= ranges.all().len();
+            if *shown == 0 {
+                self.shown_to.remove(&to);
+            }
+        }
         let generation = &mut self.generations[number as usize];
         // A number whose generations are used up is not used again.
         if let Some(next) = generation.checked_add(1) {
@@ -189,14 +199,26 @@ impl Regions {
         memory
     }
 
-    /// A peer may read these ranges from now on, under a number that was reserved. False: they are not registered any more.
-    pub(crate) fn open_window(&mut self, number: u32, to: Identity, ranges: Ranges) -> bool {
-        let Some(memory) = self.memory_of(&ranges) else { return false };
+    /// A peer may read these ranges from now on, under a number that was reserved. Fails where they are not registered any
+    /// more, or the peer keeps no more of them.
+    pub(crate) fn open_window(
+        &mut self,
+        number: u32,
+        to: Identity,
+        ranges: Ranges,
+    ) -> Result<(), FabricError> {
+        let Some(memory) = self.memory_of(&ranges) else { return Err(FabricError::not_in_one_memory()) };
+        let shown_to = self.shown_to.entry(to).or_default();
+        let all = *shown_to + ranges.all().len();
+        if all > PEER_RANGES_MAX {
+            return Err(FabricError::WindowsFull);
+        }
+        *shown_to = all;
         let generation = self.generations[number as usize];
         let spot = |range: &WindowRange| self.known.get(&range.region)?.spot(range.offset, range.len);
         let shown = disjoint(ranges.all().iter().filter_map(spot).collect());
         self.windows.insert(number, Window { generation, to, memory, ranges, shown, is_served: true });
-        true
+        Ok(())
     }
 
     /// Requests are refused from now on. Answers generation and peer; None if there is no such window, or somebody else closes

@@ -18,6 +18,8 @@ use crate::descriptor::{MemoryKind, REGIONS_MAX};
 
 /// Most ranges of a window.
 pub const WINDOW_RANGES_MAX: usize = 1 << 16;
+/// Ranges that all windows of one process for one peer have together at the most, 24 bytes each at the peer.
+pub(crate) const PEER_RANGES_MAX: usize = 1 << 20;
 /// Bytes of a [`WindowDescriptor`].
 pub const WINDOW_DESCRIPTOR_BYTES: usize = 24;
 const MAGIC: [u8; 4] = *b"KVFW";

@@ -195,3 +195,23 @@ fn ten_thousand_windows_one_after_the_other_take_the_room_of_one() {
     let refused = |handle: Handle| handle.wait(Some(Duration::from_secs(5))) == Some(Err(Failure::Refused));
     assert!(closed.map_or_else(|error| matches!(error, FabricError::WindowClosed), refused));
 }
+
+/// A peer that was told of more ended the connection, and with it all transfers.
+#[test]
+fn windows_of_one_peer_have_a_million_ranges_and_room_again_when_some_are_closed() {
+    let [owner, reader, other] = [(); 3].map(|()| Side::new(Transport::Cma));
+    let peer = reader.meet(&owner);
+    let most = kvlane_fabric::WINDOW_RANGES_MAX;
+    let ranges: Vec<WindowRange> = (0..most).map(|index| owner.range(2 * index, 1)).collect();
+    let open = |to: &Side| owner.engine.open_window(to.engine.id(), ranges.clone());
+    let windows: Vec<WindowDescriptor> = (0..16).map(|_| open(&reader).unwrap()).collect();
+    assert!(matches!(open(&reader), Err(FabricError::WindowsFull)));
+    open(&other).expect("another peer has room of its own");
+    assert_eq!(reader.read(peer, windows[15], 0, most), Ok(()));
+    owner.engine.close_window(&windows[3]).unwrap();
+    let last = open(&reader).unwrap();
+    assert!(matches!(open(&reader), Err(FabricError::WindowsFull)));
+    for window in [last, windows[0]] {
+        assert_eq!(reader.read(peer, window, 0, most), Ok(()));
+    }
+}

@@ -82,6 +82,12 @@ impl Geometry {
         regions.iter().map(|placed| placed.region.block_bytes()).sum()
     }
 
+    /// Of how many pieces a block consists in these regions.
+    pub(crate) fn pieces_of(&self, regions: std::ops::Range<u32>) -> usize {
+        let regions = self.regions.get(regions.start as usize..regions.end as usize).unwrap_or_default();
+        regions.iter().map(|placed| placed.region.piece_offsets.len()).sum()
+    }
+
     /// Whether it has these blocks.
     pub(crate) fn has(&self, blocks: &[u32]) -> bool {
         blocks.iter().all(|block| u64::from(*block) < self.blocks)

@@ -256,7 +256,12 @@ impl Legs {
 
     /// A rank has said something.
     pub fn rank_said(&mut self, rank: u32, message: &Message) {
-        let Message::Closed(id) = message else { return };
+        let id = match message {
+            // It cannot offer what it has computed: the reader need not wait for it.
+            Message::Lost(id) => return self.give_up(*id),
+            Message::Closed(id) => id,
+            _ => return,
+        };
         let Some(leg) = self.legs.get_mut(id) else { return };
         let Some(closing) = &mut leg.closing else { return };
         closing.remove(&rank);
@@ -390,6 +395,20 @@ mod tests {
             legs.rank_said(0, &Message::Closed(ID));
             assert_eq!((legs.live(), legs.take_free()), (0, vec![ID]));
         }
+    }
+
+    #[test]
+    fn a_rank_that_cannot_offer_what_it_has_computed_ends_the_hand_off_for_its_reader() {
+        let mut legs = Legs::new(LegOptions::default(), [0; 16], vec![Vec::new()]);
+        assert!(legs.begin(Duration::ZERO, ID, [0; 16]));
+        legs.message(Duration::ZERO, READER, want());
+        while legs.next_action().is_some() {}
+        legs.rank_said(0, &Message::Lost(ID));
+        legs.rank_said(0, &Message::Lost(ID));
+        let said: Vec<LegAction> = std::iter::from_fn(|| legs.next_action()).collect();
+        let cancel = LegAction::Send(READER, Message::Cancel(ID));
+        assert_eq!(said, [cancel, LegAction::Rank(0, Message::Close(ID))]);
+        assert!(!legs.goes_on(ID));
     }
 
     /// What a rank is told, or says, may be lost, as when it is stopped for long: then its blocks were pinned for ever.

@@ -31,7 +31,7 @@ pub use message::{
     VERSION, Want, whose,
 };
 pub use offering::{Computed, Offering, OfferingAction};
-pub use rank_agent::{Area, Filled, RankAgent, RankOptions};
+pub use rank_agent::{Area, Filled, RankAgent, RankOptions, ReadCounts};
 pub use reading::{Reading, ReadingAction};
 pub use scheduler_agent::{RankAddress, SchedulerAgent, SchedulerOptions};
 pub use talk::AgentError;

@@ -179,7 +179,7 @@ pub enum Message {
         /// Hashes that came with them: the block that each is of, and the hash.
         hashes: Vec<(u32, [u8; 16])>,
     },
-    /// D's rank to its scheduler: what was offered cannot be read any more.
+    /// A rank to its scheduler: at D what was offered cannot be read any more, at P what is computed cannot be offered.
     Lost(HandoffId),
 }
 

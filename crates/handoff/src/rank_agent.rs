@@ -1,6 +1,6 @@
 //! A rank's part of hand-offs, carried out: windows, READs, and what its scheduler and other ranks say.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
 use kvlane_fabric::{
-    Engine, EngineId, Message as Received, Pieces, Place, Run, Transfer, WINDOW_RANGES_MAX, WindowDescriptor,
-    WindowRange,
+    Engine, EngineId, FabricError, Message as Received, PeerId, Pieces, Place, Run, Transfer,
+    WINDOW_RANGES_MAX, WindowDescriptor, WindowRange,
 };
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 
 use crate::geometry::Geometry;
@@ -25,6 +26,8 @@ const OFFER_BYTES: u64 = 4 << 20;
 /// Layers are offered before their step is over where they have so many bytes.
 const OFFER_BYTES_MIN: u64 = 1 << 20;
 const READ_PATIENCE: Duration = Duration::from_secs(30);
+/// Of so many engines the log says how their blocks come.
+const TOLD_WAYS_MAX: usize = 1024;
 
 /// Memory that a rank has registered with its engine of the fabric.
 #[derive(Debug, Clone, Copy)]
@@ -61,12 +64,35 @@ pub struct Filled {
     pub hash: Option<[u8; 16]>,
 }
 
+/// What a rank has read from other engines.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReadCounts {
+    /// READs that brought their bytes.
+    pub reads: u64,
+    /// READs that did not.
+    pub failed: u64,
+    /// Runs of neighbouring bytes of which these READs consisted.
+    pub runs: u64,
+    /// Bytes that process_vm brought, from memory of this host.
+    pub cma_bytes: u64,
+    /// Bytes that came through sockets.
+    pub tcp_bytes: u64,
+}
+
+/// A READ that brought its bytes.
+#[derive(Debug)]
+struct Read {
+    from: (EngineId, PeerId),
+    runs: u64,
+    bytes: u64,
+}
+
 #[derive(Debug)]
 enum Event {
     StepBegins(Vec<Filled>),
     Layers(u32),
     StepEnds,
-    ReadOver(HandoffId, u64, bool),
+    ReadOver(HandoffId, u64, Option<Read>),
     Closed(HandoffId),
     Lost(EngineId),
 }
@@ -77,6 +103,7 @@ pub struct RankAgent {
     engine: Arc<Engine>,
     events: mpsc::UnboundedSender<Event>,
     endpoint: Endpoint,
+    counts: Arc<Mutex<ReadCounts>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -89,6 +116,7 @@ impl RankAgent {
         let endpoint = engine.describe()?.to_bytes().map_err(|_| AgentError::TooMany(areas.len()))?;
         let engine = Arc::new(engine);
         let (events, incoming) = mpsc::unbounded_channel();
+        let counts = Arc::new(Mutex::new(ReadCounts::default()));
         let at_rank = AtRank {
             engine: Arc::clone(&engine),
             events: events.clone(),
@@ -100,6 +128,9 @@ impl RankAgent {
             step: Step::default(),
             offering: Offering::default(),
             windows: HashMap::new(),
+            waiting: Vec::new(),
+            counts: Arc::clone(&counts),
+            told_ways: HashSet::new(),
             cancels: HashMap::new(),
             started: Instant::now(),
         };
@@ -108,12 +139,17 @@ impl RankAgent {
             let local = tokio::task::LocalSet::new();
             local.block_on(&runtime, at_rank.run(incoming));
         })?;
-        Ok(RankAgent { engine, events, endpoint, thread: Some(thread) })
+        Ok(RankAgent { engine, events, endpoint, counts, thread: Some(thread) })
     }
 
     /// Where it can be reached.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
+    }
+
+    /// What was read since the last call.
+    pub fn take_counts(&self) -> ReadCounts {
+        std::mem::take(&mut self.counts.lock())
     }
 
     /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over.
@@ -147,6 +183,14 @@ impl Drop for RankAgent {
     }
 }
 
+/// Why blocks are not offered.
+enum NotOffered {
+    /// All windows are taken; so many blocks have one. The rest is offered when others are closed.
+    NoWindows { offered: usize },
+    /// They cannot be.
+    Never(String),
+}
+
 /// What the engine's present step fills.
 #[derive(Debug, Default)]
 struct Step {
@@ -167,6 +211,11 @@ struct AtRank {
     offering: Offering,
     reading: Reading,
     windows: HashMap<HandoffId, Vec<WindowDescriptor>>,
+    /// Offers for which there are no windows left before others are closed.
+    waiting: Vec<(HandoffId, Endpoint, Computed)>,
+    counts: Arc<Mutex<ReadCounts>>,
+    /// By which ways which engines' blocks come: the log has it once.
+    told_ways: HashSet<(EngineId, bool)>,
     /// What tells the READs of a hand-off to end.
     cancels: HashMap<HandoffId, watch::Sender<bool>>,
     started: Instant,
@@ -238,8 +287,18 @@ impl AtRank {
                 self.offer_up_to(self.geometry.regions());
                 self.step = Step::default();
             }
-            Event::ReadOver(id, number, is_there) => self.reading.read_over(id, number, is_there),
-            Event::Closed(id) => self.offering.closed(id),
+            Event::ReadOver(id, number, read) => {
+                self.count(read.as_ref());
+                self.reading.read_over(id, number, read.is_some());
+            }
+            Event::Closed(id) => {
+                self.offering.closed(id);
+                for (id, reader, computed) in std::mem::take(&mut self.waiting) {
+                    if self.offering.is_open(id) {
+                        self.offer(talk, id, &reader, computed);
+                    }
+                }
+            }
             // READs from it fail by themselves; whose offers do not come is the schedulers' business.
             Event::Lost(engine) => talk.forget(engine),
         }
@@ -264,7 +323,7 @@ impl AtRank {
     fn carry_out(&mut self, talk: &mut Talk) {
         while let Some(action) = self.offering.next_action() {
             match action {
-                OfferingAction::Offer(id, reader, computed) => self.offer(talk, id, &reader, &computed),
+                OfferingAction::Offer(id, reader, computed) => self.offer(talk, id, &reader, computed),
                 OfferingAction::CloseWindows(id) => self.close_windows(id),
                 OfferingAction::Answer(message) => self.answer(talk, &message),
             }
@@ -295,27 +354,45 @@ impl AtRank {
         self.scheduler.as_ref().is_some_and(|(scheduler, _)| *scheduler == engine)
     }
 
-    fn offer(&mut self, talk: &mut Talk, id: HandoffId, reader: &Endpoint, computed: &Computed) {
-        let Some(to) = talk.reach(reader) else { return };
+    fn offer(&mut self, talk: &mut Talk, id: HandoffId, reader: &Endpoint, computed: Computed) {
+        match self.try_offer(talk, id, reader, &computed) {
+            Ok(()) => {}
+            Err(NotOffered::NoWindows { offered }) => {
+                let Computed { first_block, mut blocks, regions, hash } = computed;
+                let rest = blocks.split_off(offered);
+                let rest =
+                    Computed { first_block: first_block + offered as u32, blocks: rest, regions, hash };
+                self.waiting.push((id, reader.clone(), rest));
+            }
+            Err(NotOffered::Never(why)) => {
+                tracing::warn!("blocks of a hand-off cannot be offered: {why}");
+                self.answer(talk, &Message::Lost(id));
+            }
+        }
+    }
+
+    fn try_offer(
+        &mut self,
+        talk: &mut Talk,
+        id: HandoffId,
+        reader: &Endpoint,
+        computed: &Computed,
+    ) -> Result<(), NotOffered> {
+        let never = |why: &str| NotOffered::Never(why.into());
+        let to = talk.reach(reader).ok_or_else(|| never("its reader cannot be reached"))?;
         if !self.geometry.has(&computed.blocks) {
-            tracing::warn!("a block of a hand-off is none of this rank's");
-            return;
+            return Err(never("one is none of this rank's"));
         }
         let regions = computed.regions.clone();
         let block_bytes = self.geometry.bytes_of(regions.clone()).max(1);
-        let together = (OFFER_BYTES / block_bytes).clamp(1, BLOCKS_MAX as u64) as usize;
-        let mut first_block = computed.first_block;
+        let most = BLOCKS_MAX.min(WINDOW_RANGES_MAX / self.geometry.pieces_of(regions.clone()).max(1));
+        let together = ((OFFER_BYTES / block_bytes) as usize).min(most).max(1);
+        let mut offered = 0;
         for blocks in computed.blocks.chunks(together) {
             let [by_region, by_block] =
                 [false, true].map(|is_by_block| self.geometry.ranges(blocks, regions.clone(), is_by_block));
             let is_by_block = by_block.len() < by_region.len();
             let ranges = if is_by_block { by_block } else { by_region };
-            let is_last =
-                first_block as usize + blocks.len() == computed.first_block as usize + computed.blocks.len();
-            if ranges.len() > WINDOW_RANGES_MAX {
-                tracing::warn!("a block consists of {} pieces, too many for a window", ranges.len());
-                return;
-            }
             let of_fabric = |range: &crate::geometry::Range| WindowRange {
                 region: self.areas[range.area],
                 offset: range.offset,
@@ -323,12 +400,14 @@ impl AtRank {
             };
             let window = match self.engine.open_window(to, ranges.iter().map(of_fabric).collect()) {
                 Ok(window) => window,
-                Err(error) => {
-                    tracing::warn!("blocks of a hand-off cannot be offered: {error}");
-                    return;
+                Err(FabricError::RegionsFull(_) | FabricError::WindowsFull) => {
+                    return Err(NotOffered::NoWindows { offered });
                 }
+                Err(error) => return Err(NotOffered::Never(error.to_string())),
             };
             self.windows.entry(id).or_default().push(window);
+            let first_block = computed.first_block + offered as u32;
+            offered += blocks.len();
             let offer = Offer {
                 id,
                 first_block,
@@ -337,11 +416,11 @@ impl AtRank {
                 regions: regions.end - regions.start,
                 is_by_block,
                 window,
-                hash: if is_last { computed.hash } else { None },
+                hash: computed.hash.filter(|_| offered == computed.blocks.len()),
             };
             talk.send(to, &Message::Offer(offer));
-            first_block += blocks.len() as u32;
         }
+        Ok(())
     }
 
     /// A window whose peer takes no bytes that are on their way takes a second to close.
@@ -370,16 +449,20 @@ impl AtRank {
         blocks: &[u32],
     ) {
         let transfer = self.transfer(offer, blocks);
-        let peer = talk.reach(source).and_then(|source| talk.peer(source));
-        let begun = match (transfer, peer) {
-            (Some(transfer), Some(peer)) => self.engine.begin(peer, transfer).ok(),
+        let source = talk.reach(source);
+        let begun = match (transfer, source.and_then(|source| Some((source, talk.peer(source)?)))) {
+            (Some((transfer, runs)), Some((source, peer))) => {
+                let begun = self.engine.begin(peer, transfer).ok();
+                begun.map(|handle| (handle, source, peer, runs))
+            }
             _ => None,
         };
         let events = self.events.clone();
-        let Some(mut handle) = begun else {
-            let _ = events.send(Event::ReadOver(id, number, false));
+        let Some((mut handle, source, peer, runs)) = begun else {
+            let _ = events.send(Event::ReadOver(id, number, None));
             return;
         };
+        let read = Read { from: (source, peer), runs, bytes: offer.window.len };
         let mut cancel = self.cancels.entry(id).or_insert_with(|| watch::Sender::new(false)).subscribe();
         tokio::task::spawn_local(async move {
             let outcome = tokio::select! {
@@ -389,12 +472,38 @@ impl AtRank {
                     handle.await
                 }
             };
-            let _ = events.send(Event::ReadOver(id, number, outcome.is_ok()));
+            let _ = events.send(Event::ReadOver(id, number, outcome.is_ok().then_some(read)));
         });
     }
 
-    /// None: what is offered has another length than our blocks.
-    fn transfer(&self, offer: &Offer, blocks: &[u32]) -> Option<Transfer> {
+    fn count(&mut self, read: Option<&Read>) {
+        let mut counts = self.counts.lock();
+        let Some(Read { from: (engine, peer), runs, bytes }) = read else {
+            counts.failed += 1;
+            return;
+        };
+        let paths = self.engine.paths(*peer);
+        let is_cma = paths.iter().any(|path| path.carrier == "cma" && path.is_up);
+        *(if is_cma { &mut counts.cma_bytes } else { &mut counts.tcp_bytes }) += bytes;
+        counts.reads += 1;
+        counts.runs += runs;
+        drop(counts);
+        if self.told_ways.len() < TOLD_WAYS_MAX && self.told_ways.insert((*engine, is_cma)) {
+            let address = paths.iter().find_map(|path| path.address);
+            let address = address.map_or_else(String::new, |address| format!(" at {address}"));
+            let why =
+                paths.iter().find(|path| path.carrier == "cma").and_then(|path| path.trouble.as_deref());
+            if is_cma {
+                tracing::info!("blocks of the engine{address} are read by process_vm, on this host");
+            } else {
+                let why = why.map_or_else(String::new, |why| format!(", since {why}"));
+                tracing::info!("blocks of the engine{address} are read by TCP{why}");
+            }
+        }
+    }
+
+    /// And of how many runs it consists. None: what is offered has another length than our blocks.
+    fn transfer(&self, offer: &Offer, blocks: &[u32]) -> Option<(Transfer, u64)> {
         if !self.geometry.has(blocks) {
             return None;
         }
@@ -411,7 +520,9 @@ impl AtRank {
             run
         };
         let runs: Vec<Run> = ranges.iter().map(run).collect();
+        let count = runs.len() as u64;
         let transfer = Transfer::read_through(offer.window, Pieces::Runs(runs));
-        (at == offer.window.len).then_some(Transfer { timeout: Some(READ_PATIENCE), ..transfer })
+        let transfer = Transfer { timeout: Some(READ_PATIENCE), ..transfer };
+        (at == offer.window.len).then_some((transfer, count))
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvlane_fabric::{Descriptor, Engine, EngineId, FabricError, PeerId, Priority, SendOptions};
 use thiserror::Error;
@@ -16,6 +16,10 @@ use crate::message::{Endpoint, Message};
 const WAITING_MAX: usize = 4096;
 /// After so long a message is given up, and whoever it is for counts as lost.
 const SEND_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Who was not talked to for so long counts as lost when somebody new comes: engines that were restarted are others, and the
+/// old ones say nothing of that.
+const IDLE_KEPT: Duration = Duration::from_secs(600);
 
 /// Why an agent cannot work.
 #[derive(Debug, Error)]
@@ -49,6 +53,8 @@ pub(crate) struct Talk {
 
 struct Known {
     peer: PeerId,
+    /// When it was talked to the last time.
+    talked: Instant,
     to_send: mpsc::Sender<Vec<u8>>,
 }
 
@@ -88,7 +94,13 @@ impl Talk {
                 }
             }
         });
-        self.peers.insert(id, Known { peer, to_send });
+        self.forget_idle(Instant::now());
+        self.peers.insert(id, Known { peer, talked: Instant::now(), to_send });
+    }
+
+    fn forget_idle(&self, now: Instant) {
+        let is_idle = |known: &Known| now.saturating_duration_since(known.talked) >= IDLE_KEPT;
+        self.peers.iter().filter(|(_, known)| is_idle(known)).for_each(|(id, _)| (self.on_lost)(*id));
     }
 
     /// The number of a peer in the fabric's engine.
@@ -98,7 +110,8 @@ impl Talk {
 
     /// After all that was sent to it before.
     pub(crate) fn send(&mut self, to: EngineId, message: &Message) {
-        let Some(known) = self.peers.get(&to) else { return };
+        let Some(known) = self.peers.get_mut(&to) else { return };
+        known.talked = Instant::now();
         if known.to_send.try_send(message.encode()).is_err() {
             // It takes nothing, or is lost already.
             (self.on_lost)(to);
@@ -110,5 +123,39 @@ impl Talk {
         if let Some(known) = self.peers.remove(&id) {
             self.engine.disconnect(known.peer);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use std::cell::RefCell;
+
+    use kvlane_fabric::EngineOptions;
+
+    use super::*;
+
+    /// Each start of an engine is another peer. Those of before were kept for ever, each with a connection that was tried again
+    /// and again.
+    #[tokio::test]
+    async fn engines_that_nobody_talks_to_any_more_are_lost() {
+        let [own, former, present] = [(); 3].map(|()| Engine::new(EngineOptions::default()).unwrap());
+        let lost = Rc::new(RefCell::new(Vec::new()));
+        let keeps = Rc::clone(&lost);
+        let on_lost = Rc::new(move |id| keeps.borrow_mut().push(id));
+        let all = tokio::task::LocalSet::new();
+        all.run_until(async {
+            let mut talk = Talk::new(Arc::new(own), on_lost);
+            let [former, present] = [&former, &present].map(|engine| engine.describe().unwrap());
+            let former = talk.reach(&former.to_bytes().unwrap()).unwrap();
+            let present = talk.reach(&present.to_bytes().unwrap()).unwrap();
+            let begin = Instant::now();
+            talk.forget_idle(begin);
+            assert!(lost.borrow().is_empty());
+            talk.peers.get_mut(&former).unwrap().talked -= Duration::from_secs(1);
+            talk.forget_idle(talk.peers[&present].talked + IDLE_KEPT - Duration::from_millis(500));
+            assert_eq!(*lost.borrow(), [former]);
+        })
+        .await;
     }
 }

@@ -41,29 +41,38 @@ fn engine(token: &str) -> Engine {
 }
 
 fn rank(number: u8, token: &str) -> Rank {
-    let bytes = (BLOCKS * PIECE * LAYERS) as usize;
-    let memory: &'static mut [u8] = Box::leak(vec![0u8; bytes].into_boxed_slice());
-    let base = memory.as_mut_ptr();
-    let engine = engine(token);
-    // SAFETY: it is leaked, and read and written only where no hand-off has it.
-    let region = unsafe { engine.register(base, bytes as u64, Access::Windows) }.unwrap();
-    let base = base.expose_provenance() as u64;
-    let layer = |layer| Region {
+    let layer = |base: u64, layer| Region {
         base: base + layer * BLOCKS * PIECE,
         block_stride: PIECE,
         blocks: BLOCKS,
         piece_bytes: PIECE,
         piece_offsets: vec![0],
     };
+    rank_of(number, token, BLOCKS * PIECE * LAYERS, |base| {
+        (0..LAYERS).map(|each| layer(base, each)).collect()
+    })
+}
+
+/// `regions`: of memory that begins there and has so many bytes.
+fn rank_of(number: u8, token: &str, bytes: u64, regions: impl Fn(u64) -> Vec<Region>) -> Rank {
+    let bytes = bytes as usize;
+    let memory: &'static mut [u8] = Box::leak(vec![0u8; bytes].into_boxed_slice());
+    let base = memory.as_mut_ptr();
+    let engine = engine(token);
+    // SAFETY: it is leaked, and read and written only where no hand-off has it.
+    let region = unsafe { engine.register(base, bytes as u64, Access::Windows) }.unwrap();
+    let base = base.expose_provenance() as u64;
     let areas = vec![Area { region, base, bytes: bytes as u64 }];
     let key = [number; 16];
-    let regions = (0..LAYERS).map(layer).collect();
-    let agent = RankAgent::start(engine, RankOptions { regions, areas, key }).unwrap();
+    let agent = RankAgent::start(engine, RankOptions { regions: regions(base), areas, key }).unwrap();
     Rank { agent, memory, key }
 }
 
 fn side(ranks: u8, shape: [u8; 16], token: &str) -> Side {
-    let ranks: Vec<Rank> = (0..ranks).map(|number| rank(number, token)).collect();
+    side_of((0..ranks).map(|number| rank(number, token)).collect(), shape, token)
+}
+
+fn side_of(ranks: Vec<Rank>, shape: [u8; 16], token: &str) -> Side {
     let engine = engine(token);
     let address = engine.describe().unwrap().socket_addresses().next().unwrap();
     let of_rank = |rank: &Rank| RankAddress { endpoint: rank.agent.endpoint().clone(), key: rank.key };
@@ -324,6 +333,48 @@ fn whoever_is_not_wanted_any_more_is_let_go_after_its_lease() {
         free.borrow_mut().extend(p.scheduler.take_free_legs());
         free.borrow().len() == 2
     });
+}
+
+/// A peer keeps a million ranges of windows: one that came beyond them ended the connection, and all hand-offs with it.
+#[test]
+fn more_pieces_than_windows_may_show_at_once_wait_until_another_hand_off_is_over() {
+    const PIECES: u64 = 8192;
+    // Two hand-offs of so many blocks have a million pieces but for 16,384; eight of them make a window.
+    const EACH: u32 = 63;
+    const LAST: u32 = 3;
+    let blocks = u64::from(2 * EACH + LAST + 1);
+    let scattered = |base| {
+        let piece_offsets = (0..PIECES).map(|piece| piece * 16).collect();
+        vec![Region { base, block_stride: PIECES * 16, blocks, piece_bytes: 8, piece_offsets }]
+    };
+    let make = || side_of(vec![rank_of(0, "i", blocks * PIECES * 16, scattered)], SHAPE, "i");
+    let (mut p, d) = (make(), make());
+    (0..).zip(p.ranks[0].memory.iter_mut()).for_each(|(at, byte): (usize, _)| *byte = (at / 8 % 251) as u8);
+    let begin = |id: HandoffId, first: u32, count: u32| {
+        assert!(p.scheduler.begin_leg(id, CONTENT));
+        assert!(d.scheduler.begin_landing(id, wanted(p.address, 0, count)));
+        let blocks: Vec<u32> = (first..first + count).collect();
+        let filled = Filled { id, first_block: 0, blocks: blocks.clone(), hash: Some([1; 16]) };
+        p.ranks[0].agent.step_begins(vec![filled]);
+        p.ranks[0].agent.step_ends();
+        d.scheduler.give_room(id, &blocks[..count.min(8) as usize]);
+    };
+    let (first, second, last, small) = (id(30), id(31), id(32), id(33));
+    for (number, id) in (0..).zip([first, second]) {
+        begin(id, number * EACH, EACH);
+        until("its first window", || d.scheduler.standing(id).unwrap().end_block == 8);
+    }
+    begin(last, 2 * EACH, LAST);
+    assert!(!d.scheduler.wait_over(last, Duration::from_millis(500)), "there is no room for its windows");
+    begin(small, 2 * EACH + LAST, 1);
+    assert_eq!(d.over(small).outcome, Some(Outcome::Landed), "what has room goes on");
+    assert_eq!(d.scheduler.standing(last).unwrap().outcome, None);
+    d.scheduler.give_landing_up(first);
+    assert_eq!(d.over(last).outcome, Some(Outcome::Landed));
+    assert_eq!(d.scheduler.standing(second).unwrap().outcome, None, "the others go on");
+    let (p, d) = (&p.ranks[0].memory, &d.ranks[0].memory);
+    let from = (u64::from(2 * EACH) * PIECES * 16) as usize;
+    assert!((from..d.len()).all(|at| d[at] == if at % 16 < 8 { p[at] } else { 0 }));
 }
 
 /// It would never be heard: the fabric refuses a message that names them all, and whoever it is for counts as lost.

@@ -12,6 +12,7 @@ use crate::registrar::RegisterError;
 use crate::shape::ShapeError;
 use crate::tcp::TlsError;
 use crate::trust::Mistrust;
+use crate::window::PEER_RANGES_MAX;
 
 /// Why something cannot be done.
 #[derive(Debug, Error)]
@@ -88,6 +89,9 @@ pub enum FabricError {
     /// As many regions as can be.
     #[error("{0} regions are registered, as many as can be: unregister some")]
     RegionsFull(usize),
+    /// A peer may read through as many ranges as it keeps.
+    #[error("the windows of this peer have {PEER_RANGES_MAX} ranges, as many as can be: close some")]
+    WindowsFull,
     /// A peer that is known by an address only was not reached in time.
     #[error("nobody has answered at {address}: {why}")]
     NotReached {
@@ -141,4 +145,10 @@ pub enum FabricError {
         /// How many can.
         room: usize,
     },
+}
+
+impl FabricError {
+    pub(crate) fn not_in_one_memory() -> FabricError {
+        FabricError::Window("some are not registered, or in another memory".into())
+    }
 }
