@@ -239,10 +239,11 @@ class HandoffRank:
         regions: list[tuple[int, int, int, int, list[int]]],
         areas: list[tuple[int, int]],
         key: bytes,
+        transport: str,
     ) -> None:
         """`listen`: HOST:PORT. `regions`: as of `Worker`, one after the other. `areas`: address and bytes of the memory
         in which they lie, which has to stay until `close`. `key`: 16 bytes, by which its own scheduler is known.
-        OSError, ValueError."""
+        `transport`: auto, tcp or cma. OSError, ValueError."""
 
     @property
     def endpoint(self) -> bytes:
@@ -258,6 +259,10 @@ class HandoffRank:
 
     def step_ends(self) -> None:
         """All of them are."""
+
+    def take_counts(self) -> tuple[int, int, int, int, int]:
+        """Since the last call: READs that brought their bytes, READs that did not, runs of neighbouring bytes of which
+        they consisted, bytes by process_vm, bytes by TCP."""
 
     def close(self) -> None:
         """When this returns nothing is read or written any more."""

@@ -386,7 +386,7 @@ mod tests {
         let range = |region, offset, len| WindowRange { region, offset, len };
         let ranges = Ranges::new(vec![range(first, 90, 10), range(second, 5, 20)]).unwrap();
         let (number, _) = regions.reserve().unwrap();
-        assert!(regions.open_window(number, PEER, ranges.clone()));
+        regions.open_window(number, PEER, ranges.clone()).unwrap();
         let asked = |regions: &Regions, peer, region, generation, offset, len, is_write| {
             let mut spots = Vec::new();
             let wanted = Wanted { region, generation, offset, len, is_write };
@@ -414,7 +414,7 @@ mod tests {
         regions.remove(number);
         assert_eq!((regions.reserve(), regions.windows()), (Some((number, 1)), 0));
         assert!(regions.stop_serving(first));
-        assert!(!regions.open_window(number, PEER, ranges), "a range of it is being given back");
+        assert!(regions.open_window(number, PEER, ranges).is_err(), "a range of it is being given back");
     }
 
     #[test]

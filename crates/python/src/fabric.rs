@@ -68,14 +68,7 @@ impl PyEngine {
         checksums: bool,
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
-        let transport = match transport {
-            "auto" => None,
-            "tcp" => Some(Transport::Tcp),
-            "cma" => Some(Transport::Cma),
-            other => {
-                return Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma")));
-            }
-        };
+        let transport = transport_of(transport)?;
         let tls = tls.map(|(certificate, key, authority)| Tls { certificate, key, authority });
         let mut options =
             EngineOptions { token, connections, transport, checksums, tls, ..EngineOptions::default() };
@@ -512,6 +505,16 @@ fn name(outcome: Result<(), Failure>) -> &'static str {
 
 fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
     Descriptor::from_bytes(descriptor).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
+/// None: whichever is best.
+pub(crate) fn transport_of(name: &str) -> PyResult<Option<Transport>> {
+    match name {
+        "auto" => Ok(None),
+        "tcp" => Ok(Some(Transport::Tcp)),
+        "cma" => Ok(Some(Transport::Cma)),
+        other => Err(PyValueError::new_err(format!("transport '{other}': it is auto, tcp or cma"))),
+    }
 }
 
 /// A name resolves to its first address.

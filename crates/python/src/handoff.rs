@@ -2,16 +2,16 @@
 
 use std::net::IpAddr;
 
-use kvlane_fabric::{Access, Engine, EngineOptions};
+use kvlane_fabric::{Access, Engine, EngineOptions, Transport};
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
-    RankOptions, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
-use crate::fabric::{error, resolve};
+use crate::fabric::{error, resolve, transport_of};
 use crate::own::Own;
 
 /// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
@@ -32,9 +32,10 @@ impl PyHandoffRank {
         regions: Vec<PyRegion>,
         areas: Vec<(u64, u64)>,
         key: &[u8],
+        transport: &str,
     ) -> PyResult<Self> {
         let key = bytes16("a key", key)?;
-        let engine = engine(listen, token)?;
+        let engine = engine(listen, token, transport_of(transport)?)?;
         let register = |(base, bytes): (u64, u64)| {
             let memory = std::ptr::with_exposed_provenance_mut(base as usize);
             // SAFETY: `_core.pyi` asks the caller to keep it until `close`.
@@ -71,6 +72,12 @@ impl PyHandoffRank {
         Ok(())
     }
 
+    /// Since the last call: reads, failed ones, runs, bytes by cma, bytes by TCP.
+    fn take_counts(&self) -> PyResult<(u64, u64, u64, u64, u64)> {
+        let ReadCounts { reads, failed, runs, cma_bytes, tcp_bytes } = here(self.0.get()?)?.take_counts();
+        Ok((reads, failed, runs, cma_bytes, tcp_bytes))
+    }
+
     fn close(&self, py: Python<'_>) {
         if let Some(agent) = self.0.if_here() {
             py.detach(|| drop(agent.write().take()));
@@ -98,7 +105,8 @@ impl PyHandoffScheduler {
         shape: &[u8],
         networks: Vec<(IpAddr, u8)>,
     ) -> PyResult<Self> {
-        let engine = engine(listen, token)?;
+        // Messages only, which also go where bytes cannot.
+        let engine = engine(listen, token, None)?;
         let own = engine.describe().map_err(error)?;
         let address = own.socket_addresses().next().map(|address| address.to_string()).unwrap_or_default();
         let of_rank =
@@ -214,8 +222,9 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
         .map_err(|_| PyValueError::new_err("this part of hand-offs is closed"))
 }
 
-fn engine(listen: &str, token: String) -> PyResult<Engine> {
-    let options = EngineOptions { listen: vec![resolve(listen)?], token, ..EngineOptions::default() };
+fn engine(listen: &str, token: String, transport: Option<Transport>) -> PyResult<Engine> {
+    let options =
+        EngineOptions { listen: vec![resolve(listen)?], token, transport, ..EngineOptions::default() };
     Engine::new(options).map_err(error)
 }
 

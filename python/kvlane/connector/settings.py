@@ -14,6 +14,7 @@ PREFIX = "kvlane."
 SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
 SWITCH = ("on", "off")
+TRANSPORTS = ("auto", "tcp", "cma")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Settings:
     direct_peers: str = ""
     """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
     this host."""
+    direct_transport: str = "auto"
+    """How blocks come to this engine, one of TRANSPORTS: the best way, through sockets alone, or by process_vm alone, for
+    which the other engine has to be on this host."""
     direct_wait_ms: float = 60_000.0
     """How long a request waits for a direct hand-off in all."""
     namespace: str = ""
@@ -91,10 +95,16 @@ class Settings:
                 f"kvlane.max_pinned_share must be above 0 and at most 0.9, not {self.max_pinned_share:g}"
             )
         self._check_direct()
-        for name, words in (("save_method", SAVE_METHODS), ("layout", LAYOUTS), ("direct", SWITCH)):
+        choices = {
+            "save_method": SAVE_METHODS,
+            "layout": LAYOUTS,
+            "direct": SWITCH,
+            "direct_transport": TRANSPORTS,
+        }
+        for name, words in choices.items():
             value = getattr(self, name)
             if value not in words:
-                raise ValueError(f"kvlane.{name} must be one of {', '.join(words)}, not {value!r}")
+                raise ValueError(f"kvlane.{key_name(name)} must be one of {', '.join(words)}, not {value!r}")
 
     def _check_direct(self) -> None:
         if not 0 <= self.direct_wait_ms <= 3_600_000:

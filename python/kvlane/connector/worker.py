@@ -17,6 +17,14 @@ from kvlane.connector.kinds.kind import DirectRank, LayerHook, WorkerKind, Worke
 from kvlane.connector.stream import Stream
 from kvlane.connector.weights import Weights, WeightsReport
 
+# In the order in which the agent of direct hand-offs tells them.
+DIRECT_COUNTS = (
+    "direct_reads",
+    "direct_failed_reads",
+    "direct_read_runs",
+    "direct_cma_bytes",
+    "direct_tcp_bytes",
+)
 CORE_COUNTS = frozenset({"connects", "disconnects", "save_timeouts"})
 WITHOUT_IT = "the engine goes on without it"
 
@@ -201,6 +209,9 @@ class WorkerSide:
         """Counters since the last call."""
         if self._shared.core is not None:
             self.counters.add_core(self._shared.core.take_stats(), CORE_COUNTS)
+        if self._shared.direct is not None:
+            for name, count in zip(DIRECT_COUNTS, self._shared.direct.agent.take_counts(), strict=True):
+                self.counters.add(name, count)
         self.counters.add("errors", self._failures.take())
         return self.counters.take()
 

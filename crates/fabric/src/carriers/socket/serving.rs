@@ -215,7 +215,7 @@ mod tests {
         regions.add(region, NewRegion { base: 0x1000, len, access: Access::Read, memory }, Keys::new());
         let (window, generation) = regions.reserve().unwrap();
         let ranges = (0..len).map(|offset| WindowRange { region, offset, len: 1 }).collect();
-        assert!(regions.open_window(window, peer, Ranges::new(ranges).unwrap()));
+        regions.open_window(window, peer, Ranges::new(ranges).unwrap()).unwrap();
         let all = WireRun { region: window, generation, offset: 0, len };
         let asked = |runs: usize| spots_for_peer(&regions, peer, &vec![all; runs], false, false);
         assert_eq!(asked(4).map(|spots| spots.len()), Some(SPOTS_MAX));
