@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
@@ -26,6 +26,9 @@ from kvlane.connector.vllm_protocols import (
     transfer_params,
     wants_no_cache,
 )
+
+if TYPE_CHECKING:
+    from kvlane.connector.direct import Direct
 
 # Below this a prompt is computed: that takes no longer than asking for it.
 TOKENS_MIN = 64
@@ -89,22 +92,33 @@ class LandDirect(SchedulerKind):
             return
         if not isinstance(landing, Landing) or shared.pins.pool is None:
             return
-        if request.num_prompt_tokens < TOKENS_MIN or wants_no_cache(request) or not request.block_hashes:
-            return
-        if not state.takes_part() or not shared.weights.are_known or landing.id in self._landings:
-            self._fell_back(
-                "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
-            )
-            return
-        if not direct.peers.allows(landing.peer):
-            self._fell_back(
-                "refused_address",
-                f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
-            )
+        against = self._against(state, landing, direct)
+        if against is not None:
+            self._fell_back(*against)
             return
         until = shared.clock() + shared.settings.direct_wait_ms / 1e3 + STUCK_SECONDS
         landed = _Landed(landing, state, until=until)
         self._landings[landing.id] = self._by_request[request.request_id] = landed
+
+    def _against(self, state: RequestState, landing: Landing, direct: Direct) -> tuple[str, str] | None:
+        """Why a prompt cannot land: a word for the kind of reason, and the reason."""
+        request = state.request
+        if request.num_prompt_tokens < TOKENS_MIN:
+            return "short", f"it has less than {TOKENS_MIN} tokens"
+        if wants_no_cache(request):
+            return "no_cache", "it asks for no cache, as for the prompt's own probabilities"
+        if not request.block_hashes:
+            return "hashes", "vLLM's prefix caching is off"
+        if not state.takes_part() or not self._shared.weights.are_known or landing.id in self._landings:
+            return "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+        if landing.peer == direct.address:
+            return "own_address", f"{landing.peer!r} is this engine itself"
+        if not direct.peers.allows(landing.peer):
+            return (
+                "refused_address",
+                f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
+            )
+        return None
 
     def _fell_back(self, word: str, why: str) -> None:
         """It is computed here. Logged once for each reason."""
@@ -181,12 +195,13 @@ class LandDirect(SchedulerKind):
         content = direct.content(shared.hashes.key(landed.state))
         patience = shared.settings.direct_wait_ms
         landing = landed.landing
+        against = "full", "too many hand-offs are under way, or its id was used before"
         try:
             begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
-        except ValueError:
-            begun = False
+        except ValueError as error:
+            begun, against = False, ("no_address", str(error))
         if not begun:
-            self._fell_back("full", "too many hand-offs are under way, or its id was used before")
+            self._fell_back(*against)
             self._free(landed)
             landed.is_ready = True
             return
