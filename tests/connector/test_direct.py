@@ -17,6 +17,7 @@ from kvlane.testing import FakeCore
 
 OWN = "127.0.0.1:7200"
 PEER = "127.0.0.1:7100"
+BLOCK_BYTES = 1000
 NAME = "handoff"
 ID = Leg(NAME).id
 TOKENS = 82
@@ -128,7 +129,7 @@ class World:
         side = self.engine.scheduler
         self.agent = Agent()
         parsed = self.engine.scheduler._shared.settings
-        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True)
+        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES)
         self.direct.agent = cast("Any", self.agent)
         self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
         side._shared.direct = self.direct

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 # Below this a prompt is computed: that takes no longer than asking for it.
 TOKENS_MIN = 64
-# Share of the engine's blocks in which prompts may land at once.
-SHARE_MAX = 0.1
 # Taking a block takes 0.7 us: a step does not wait for more than this.
 BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
@@ -118,6 +116,8 @@ class LandDirect(SchedulerKind):
                 "refused_address",
                 f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
             )
+        if direct.lands_nothing_since:
+            return "no_room", direct.lands_nothing_since
         return None
 
     def _fell_back(self, word: str, why: str) -> None:
@@ -188,7 +188,11 @@ class LandDirect(SchedulerKind):
             landed.local += found
         first = len(landed.local)
         landed.wanted = end - first
-        if landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
+        fits = landed.wanted <= direct.landing_blocks(len(pool.blocks))
+        if not fits:
+            # It would wait for room that does not come.
+            self._fell_back("no_room", "it takes more blocks than prompts may land in at once")
+        if not fits or landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
             landed.local, landed.is_ready = [], True
             return
         pool.touch(landed.local)
@@ -212,7 +216,7 @@ class LandDirect(SchedulerKind):
         direct, pool = self._shared.direct, self._pool()
         assert direct is not None and direct.agent is not None
         in_use = sum(len(each.taken) for each in self._landings.values())
-        share = int(len(pool.blocks) * SHARE_MAX) - in_use
+        share = direct.landing_blocks(len(pool.blocks)) - in_use
         count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
         if landed.is_ready or count <= 0:
             return 0
