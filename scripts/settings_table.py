@@ -46,6 +46,8 @@ def table(source: str) -> str:
         if isinstance(target, ast.Name)
     }
     (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
+    plain = constants["PLAIN"]
+    assert isinstance(plain, tuple), plain
     lines = ["", "| key | default | what |", "|---|---|---|"]
     for field, documentation in zip(settings.body, settings.body[1:], strict=False):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
@@ -56,9 +58,11 @@ def table(source: str) -> str:
         what = what.replace("None takes", "without it")
         # A name of this file, such as LAYOUTS, stands for the words that it lists.
         what = re.sub(r"\b[A-Z]+(?:_[A-Z]+)*\b", lambda name: _words(name[0], constants), what)
-        # As key_name of settings.py.
-        key = field.target.id.replace("direct_", "direct.", 1)
-        lines.append(f"| `kvlane.{key}` | {_default(ast.literal_eval(field.value))} | {what} |")
+        # As key_name of settings.py, and PLAIN.
+        key = field.target.id
+        if key not in plain:
+            key = "kvlane." + key.replace("direct_", "direct.", 1)
+        lines.append(f"| `{key}` | {_default(ast.literal_eval(field.value))} | {what} |")
     return "\n".join(lines) + "\n\n"
 
 

@@ -13,10 +13,11 @@ from kvlane.connector.direct import Direct
 from kvlane.connector.direct_request import Leg
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
-from kvlane.connector.settings import Settings
 from kvlane.testing import FakeCore
 
+OWN = "127.0.0.1:7200"
 PEER = "127.0.0.1:7100"
+BLOCK_BYTES = 1000
 NAME = "handoff"
 ID = Leg(NAME).id
 TOKENS = 82
@@ -53,7 +54,7 @@ class LandingPool(Pool):
 class Agent:
     """What the core's agent was told, and what the test has it answer."""
 
-    address = PEER
+    address = OWN
 
     def __init__(self) -> None:
         self.legs: list[bytes] = []
@@ -127,7 +128,8 @@ class World:
         self.engine.pool = self.pool
         side = self.engine.scheduler
         self.agent = Agent()
-        self.direct = Direct(Settings.parse({"kvlane.direct": "on"}), full_group(), b"n" * 16, (1, 1), True)
+        parsed = self.engine.scheduler._shared.settings
+        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES)
         self.direct.agent = cast("Any", self.agent)
         self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
         side._shared.direct = self.direct
@@ -360,7 +362,7 @@ def test_blocks_are_told_as_they_are_filled_and_pinned_until_nobody_reads_them()
     assert told[1].hash == world.hash(request, WHOLE - 1)[1] and told[2].hash == world.hash(request, WHOLE)[1]
     answer = world.side.request_finished(request, world.engine.tables["p"])
     assert answer is not None
-    assert cast("dict[str, Any]", answer["kvlane"])["peer"] == PEER
+    assert cast("dict[str, Any]", answer["kvlane"])["peer"] == OWN
     world.engine.free(request)
     world.step()
     assert world.references() == ALL

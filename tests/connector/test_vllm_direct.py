@@ -127,6 +127,47 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     assert p.ask("errors") == 0
 
 
+def test_with_get_a_prompt_lands_once_all_of_it_is_computed(
+    model: Path, nobody: str, runtime_folder: None, d: InProcessEngine
+) -> None:
+    p = PrefillEngine(model, nobody, {**DIRECT, "send_type": "GET", "kv_buffer_size": "1e9"})
+    try:
+        truth = p.ask("generate", prompt(20, TOKENS), 24)
+        start = p.ask("books")
+        for_p, for_d = both_params(p)
+        name = d.add(prompt(20, TOKENS), 24, for_d)
+        p.ask("prefill", prompt(20, TOKENS), for_p)
+        steps = 1
+        while p.ask("step"):
+            assert p.ask("counted").get("direct_offered_blocks", 0) == 0
+            step_until(d, "D asks for it", lambda: bool(land_kind(d)._landings))
+            assert landed_blocks(d) == 0
+            steps += 1
+        assert steps >= 3 and p.ask("counted")["direct_offered_blocks"] == WHOLE // BLOCK + 1
+        assert answer(d, name) == (truth, ALL)
+        # P hears of it at its next request.
+        p.ask("generate", prompt(98, 40), 1)
+        assert p.ask("books") == start and p.ask("errors") == 0
+    finally:
+        p.close()
+
+
+def test_a_prompt_that_does_not_fit_what_may_be_pinned_with_get_is_computed(
+    model: Path, nobody: str, runtime_folder: None, d: InProcessEngine
+) -> None:
+    p = PrefillEngine(model, nobody, {**DIRECT, "send_type": "GET", "kv_buffer_size": "1e1"})
+    try:
+        truth = p.ask("generate", prompt(21, TOKENS), 24)
+        for_p, for_d = both_params(p)
+        name = d.add(prompt(21, TOKENS), 24, for_d)
+        p.ask("prefill", prompt(21, TOKENS), for_p)
+        p.ask("finish")
+        assert answer(d, name) == (truth, 0)
+        assert p.ask("counted").get("direct_not_offered") == 1 and p.ask("errors") == 0
+    finally:
+        p.close()
+
+
 def test_p_may_be_asked_first_and_its_answer_given_to_d(p: PrefillEngine, d: InProcessEngine) -> None:
     truth = p.ask("generate", prompt(2, TOKENS), 24)
     p.ask("prefill", prompt(2, TOKENS), {"do_remote_decode": True, "do_remote_prefill": False})

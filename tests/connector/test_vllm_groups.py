@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -16,7 +18,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
-from kvlane.connector.groups import CacheGroup, cache_groups
+from kvlane.connector import capabilities
+from kvlane.connector.groups import CacheGroup, block_bytes, cache_groups
 
 pytestmark = pytest.mark.old_vllm
 
@@ -77,3 +80,27 @@ def test_a_groups_format_and_quantization_are_those_of_vllms_specification() -> 
         FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.uint8, kv_quant_mode=mode)
     )
     assert quantized.quantized
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (64, 128)])
+def test_a_blocks_bytes_are_known_from_the_memory_that_vllm_plans(
+    layout: str, sizes: tuple[int, ...]
+) -> None:
+    """The scheduler knows the size of one layer only, where layers differ."""
+    specs = {
+        str(layer): FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=size, dtype=torch.bfloat16)
+        for layer, size in enumerate(sizes)
+    }
+    same: Any = specs["0"] if len(set(sizes)) == 1 else None
+    spec = same or UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=cast("Any", specs))
+    config: Any = mock.MagicMock()
+    config.cache_config.num_gpu_blocks_override = None
+    config.attention_config.hisparse_config = None
+    if capabilities.cache_dimensions_are_named():
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        config.cache_config.get_resolved_kv_cache_layout.return_value = KVCacheLayout[layout]
+    planned = get_kv_cache_config_from_groups(config, [KVCacheGroupSpec(list(specs), spec)], 10_000_000)
+    told = generate_scheduler_kv_cache_config([planned])
+    assert block_bytes(told) == sum(each.page_size_bytes for each in specs.values())

@@ -15,7 +15,7 @@ from kvlane.connector.axes import LayerFacts, layer_facts
 from kvlane.connector.core import open_core
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.direct import Direct, the_group
-from kvlane.connector.groups import CacheGroup, Unsupported, cache_groups
+from kvlane.connector.groups import CacheGroup, Unsupported, block_bytes, cache_groups
 from kvlane.connector.guard import Failures, logger
 from kvlane.connector.inputs import names_are_content
 from kvlane.connector.layout import GroupLayout, group_layout, layer_hints
@@ -78,12 +78,16 @@ def build_scheduler_side(
             f"{group.kind} {namespace.hex()}" for group, namespace in zip(groups, namespaces, strict=True)
         ),
     )
-    direct = _direct(vllm_config, groups, namespaces, settings)
+    direct = build_direct(vllm_config, kv_cache_config, groups, namespaces, settings)
     return SchedulerSide(core, shape, settings, failures, adapters=_adapters(vllm_config), direct=direct)
 
 
-def _direct(
-    vllm_config: VllmConfig, groups: list[CacheGroup], namespaces: list[bytes], settings: Settings
+def build_direct(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    groups: list[CacheGroup],
+    namespaces: list[bytes],
+    settings: Settings,
 ) -> Direct | None:
     """Direct hand-offs, where they are wanted and the model can have them."""
     if settings.direct == "off":
@@ -93,9 +97,14 @@ def _direct(
     except Unsupported as reason:
         logger.warning("kvlane: prompts are handed over through the daemon only: %s", reason)
         return None
+    if settings.send_type == "PUT":
+        logger.info(
+            "kvlane: send_type PUT does the same here as PUT_ASYNC: the forward pass waits for no other engine"
+        )
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None)
+    size = block_bytes(kv_cache_config) if settings.kv_buffer_size is not None else 0
+    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None, size)
 
 
 def build_worker_core(

@@ -52,7 +52,10 @@ class KVLaneConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ValueError for a wrong setting, and for nothing else."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.failures = Failures()
-        self._settings = Settings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.parse(
+            transfer.kv_connector_extra_config, getattr(transfer, "kv_buffer_size", None)
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}

@@ -17,6 +17,8 @@ from kvlane.connector.groups import CacheGroup, Unsupported
 from kvlane.connector.settings import Settings
 
 VERSION = 1
+# Share of the engine's blocks in which prompts may land at once, where no kv_buffer_size says so.
+SHARE_MAX = 0.1
 
 
 class Rank(Protocol):
@@ -51,7 +53,9 @@ class Direct:
         namespace: bytes,
         sizes: tuple[int, int],
         hands_over_rests: bool,
+        block_bytes: int = 0,
     ) -> None:
+        """`block_bytes`: of a block in one rank; asked for where there is a `kv_buffer_size`."""
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings
@@ -60,12 +64,41 @@ class Direct:
         last tokens out."""
         self._namespace = namespace
         self._sizes = sizes
+        self._buffer_blocks: int | None = None
+        if settings.kv_buffer_size is not None:
+            self._buffer_blocks = int(settings.kv_buffer_size // block_bytes)
+        self.lands_nothing_since = ""
+        """Why no prompt lands here, in words; empty if they do."""
+        if self._buffer_blocks == 0:
+            self.lands_nothing_since = (
+                f"kv_buffer_size is {settings.kv_buffer_size:g} bytes, and one block takes {block_bytes}"
+            )
+        self.offers_at_once = settings.send_type == "GET"
+        """Whether a prompt is offered once all of it is computed."""
         self.agent: HandoffScheduler | None = None
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks of a prompt are handed over."""
         size = self.group.tokens_per_block
         return -(-tokens // size) if self.hands_over_rests else tokens // size
+
+    def landing_blocks(self, blocks: int) -> int:
+        """In how many of the engine's `blocks` prompts may land at once."""
+        if self._buffer_blocks is None:
+            return int(blocks * SHARE_MAX)
+        # Prompts that have landed each need a block more to go on: never may they hold all.
+        return min(self._buffer_blocks, self._pinned_blocks(blocks))
+
+    def offered_blocks(self, blocks: int) -> tuple[int, str]:
+        """How many of the engine's `blocks` may be pinned for others, and what sets that."""
+        buffer, share = self._buffer_blocks, self._pinned_blocks(blocks)
+        # With PUT it is no bound: users of vLLM's P2P NCCL connector give as little as 1e1 there.
+        if self.offers_at_once and buffer is not None and buffer < share:
+            return buffer, "kv_buffer_size"
+        return share, "kvlane.max_pinned_share"
+
+    def _pinned_blocks(self, blocks: int) -> int:
+        return int(blocks * self._settings.max_pinned_share)
 
     def start(self, ranks: Sequence[Rank]) -> None:
         """All ranks are known."""

@@ -57,7 +57,9 @@ def start_rank(
     regions: list[Region] = layout.regions
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
-    agent = _core.HandoffRank(f"{host}:0", settings.direct_token, regions, areas, key, settings.direct_transport)
+    agent = _core.HandoffRank(
+        f"{host}:0", settings.direct_token, regions, areas, key, settings.direct_transport
+    )
     rank = DirectRank(agent, Layers(layout.last_region), functools.partial(_copy_block, regions))
     return rank, RankHandshake(parallel.rank, agent.endpoint, key, layout.digest)
 

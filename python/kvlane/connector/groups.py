@@ -102,6 +102,16 @@ def _cache_group(vllm_config: VllmConfig, index: int, group_id: int, group: KVCa
     )
 
 
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of a block of all layers in one rank."""
+    tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+    sizes = [tensor.size for tensor in tensors]
+    # Each tensor is memory of its own, or names all the memory in which it is one of several: always from 0.29 on, and
+    # before where the layers of a block are packed.
+    together = [hasattr(tensor, "layers") or getattr(tensor, "block_stride", 0) > 0 for tensor in tensors]
+    return (max(sizes) if any(together) else sum(sizes)) // blocks
+
+
 def _tensor_shards(vllm_config: VllmConfig, specs: list[KVCacheSpec]) -> int | None:
     """Of layers that are stored together; known only if they agree."""
     found = {capabilities.tensor_shards(vllm_config, spec) for spec in specs}

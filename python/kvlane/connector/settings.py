@@ -15,12 +15,17 @@ SAVE_METHODS = ("auto", "process_vm", "mapped")
 LAYOUTS = ("auto", "block", "layer")
 SWITCH = ("on", "off")
 TRANSPORTS = ("auto", "tcp", "cma")
+SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
+# These keys have no prefix: users know them from vLLM's P2P NCCL connector. They are read with `kvlane.direct` only.
+PLAIN = ("send_type", "kv_buffer_size")
+# What vLLM before 0.32 has in its own field `kv_buffer_size` where nobody wrote one.
+BUFFER_SIZE_UNSET = 1e9
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Each field is the key `kvlane.<field>`, and `direct_<name>` is `kvlane.direct.<name>`; keys without the prefix
-    belong to others and are ignored."""
+    """Each field is the key `kvlane.<field>`, and `direct_<name>` is `kvlane.direct.<name>`; other keys without the
+    prefix than those of PLAIN belong to others and are ignored."""
 
     address: str | None = None
     """The daemon's Unix socket: `unix:PATH` or a path; None takes KVLANE_ADDR, then the user's default socket."""
@@ -58,6 +63,12 @@ class Settings:
     which the other engine has to be on this host."""
     direct_wait_ms: float = 60_000.0
     """How long a request waits for a direct hand-off in all."""
+    send_type: str = "PUT_ASYNC"
+    """With `kvlane.direct`, when a prompt is offered: one of SEND_TYPES. With `GET` all of it once it is computed, else
+    layer by layer while it is computed."""
+    kv_buffer_size: float | None = None
+    """With `kvlane.direct`, bytes of each rank in which prompts may land at once; None takes a tenth of the engine's
+    blocks. With `GET` also those that may be pinned for other engines."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
     weights_version: str = ""
@@ -65,10 +76,13 @@ class Settings:
     kvlane.connector.weights.name_weights."""
 
     @staticmethod
-    def parse(extra: Mapping[str, object] | None) -> Settings:
-        """Raises ValueError, in one sentence, for an unknown key, one without its prefix, a wrong type or value."""
-        known = {key_name(field.name): field for field in fields(Settings)}
+    def parse(extra: Mapping[str, object] | None, buffer_size: object = None) -> Settings:
+        """`buffer_size`: vLLM's own field `kv_buffer_size`, where it has one. Raises ValueError, in one sentence, for
+        an unknown key, one without its prefix, a wrong type or value."""
+        known = {key_name(field.name): field for field in fields(Settings) if field.name not in PLAIN}
         values: dict[str, Any] = {}
+        if extra and extra.get("kvlane.direct") == "on":
+            values = _plain(extra, buffer_size)
         for key, value in (extra or {}).items():
             name = key.removeprefix(PREFIX)
             if not key.startswith(PREFIX) or name not in known:
@@ -141,6 +155,29 @@ def key_name(field: str) -> str:
     return field.replace("direct_", "direct.", 1)
 
 
+def _plain(extra: Mapping[str, object], buffer_size: object) -> dict[str, Any]:
+    """The values of the keys of PLAIN. Raises ValueError."""
+    sent = extra.get("send_type", SEND_TYPES[0])
+    send_type = sent.upper() if isinstance(sent, str) else ""
+    if send_type not in SEND_TYPES:
+        raise ValueError(f"send_type must be one of {', '.join(SEND_TYPES)}, not {sent!r}")
+    size = extra.get("kv_buffer_size")
+    if size is None and buffer_size != BUFFER_SIZE_UNSET:
+        size = buffer_size
+    return {"send_type": send_type, "kv_buffer_size": None if size is None else _bytes(size)}
+
+
+def _bytes(size: object) -> float:
+    """A number, or the text of one. Raises ValueError."""
+    try:
+        number = float(size) if isinstance(size, str | int | float) and not isinstance(size, bool) else 0.0
+    except (ValueError, OverflowError):
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ValueError(f"kv_buffer_size must be a number of bytes above 0, such as 8e9, not {size!r}")
+    return number
+
+
 def refuse_tcp(name: str, address: str) -> None:
     """Raises ValueError for an address that an engine cannot use: only a Unix socket carries the pool, and the proof
     who is at the other end. `fake:NAME` is the stand-in of tests."""
@@ -164,6 +201,10 @@ def _refuse_if_ours(key: str, known: Iterable[str]) -> None:
     names = list(known)
     found = _OUR_NAME.match(key)
     name = (key[found.end() :] if found else key).lower().replace("-", "_")
+    if found and name in PLAIN:
+        raise ValueError(
+            f"kv_connector_extra_config has the unknown key {key!r}: write {name!r}, as for vLLM's P2P NCCL connector"
+        )
     # Without kvlane's name in it, only what can hardly be a key of somebody else.
     cutoff = 0.6 if found else 0.85 if len(name) > 5 else 1.0
     meant = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)

@@ -91,7 +91,7 @@ def check(config: object) -> tuple[Findings, Settings | None]:
                 "note", f"kv_role is {role!r}", f"the engine {does}", 'write "kv_role": "kv_both" for both'
             )
         )
-    settings = _settings(ours.get("kv_connector_extra_config"), findings)
+    settings = _settings(ours.get("kv_connector_extra_config"), ours.get("kv_buffer_size"), findings)
     if not findings:
         findings.append(_finding("ok", f"connector, role {role} and keys are right"))
     return findings, settings
@@ -110,7 +110,7 @@ def _ours(config: Mapping[str, object]) -> Mapping[str, object] | None:
     return None
 
 
-def _settings(extra: object, findings: Findings) -> Settings | None:
+def _settings(extra: object, buffer_size: object, findings: Findings) -> Settings | None:
     if extra is not None and not isinstance(extra, Mapping):
         findings.append(
             _finding(
@@ -122,7 +122,7 @@ def _settings(extra: object, findings: Findings) -> Settings | None:
         )
         return None
     try:
-        return Settings.parse(extra)
+        return Settings.parse(extra, buffer_size)
     except ValueError as error:
         means = "the engine does not start with it"
         findings.append(_finding("problem", str(error), means, "correct it, and run this again"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
@@ -27,10 +27,11 @@ from kvlane.connector.vllm_protocols import (
     wants_no_cache,
 )
 
+if TYPE_CHECKING:
+    from kvlane.connector.direct import Direct
+
 # Below this a prompt is computed: that takes no longer than asking for it.
 TOKENS_MIN = 64
-# Share of the engine's blocks in which prompts may land at once.
-SHARE_MAX = 0.1
 # Taking a block takes 0.7 us: a step does not wait for more than this.
 BLOCKS_A_STEP = 1024
 END_TIMEOUT_MS = 2000.0
@@ -89,22 +90,35 @@ class LandDirect(SchedulerKind):
             return
         if not isinstance(landing, Landing) or shared.pins.pool is None:
             return
-        if request.num_prompt_tokens < TOKENS_MIN or wants_no_cache(request) or not request.block_hashes:
-            return
-        if not state.takes_part() or not shared.weights.are_known or landing.id in self._landings:
-            self._fell_back(
-                "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
-            )
-            return
-        if not direct.peers.allows(landing.peer):
-            self._fell_back(
-                "refused_address",
-                f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
-            )
+        against = self._against(state, landing, direct)
+        if against is not None:
+            self._fell_back(*against)
             return
         until = shared.clock() + shared.settings.direct_wait_ms / 1e3 + STUCK_SECONDS
         landed = _Landed(landing, state, until=until)
         self._landings[landing.id] = self._by_request[request.request_id] = landed
+
+    def _against(self, state: RequestState, landing: Landing, direct: Direct) -> tuple[str, str] | None:
+        """Why a prompt cannot land: a word for the kind of reason, and the reason."""
+        request = state.request
+        if request.num_prompt_tokens < TOKENS_MIN:
+            return "short", f"it has less than {TOKENS_MIN} tokens"
+        if wants_no_cache(request):
+            return "no_cache", "it asks for no cache, as for the prompt's own probabilities"
+        if not request.block_hashes:
+            return "hashes", "vLLM's prefix caching is off"
+        if not state.takes_part() or not self._shared.weights.are_known or landing.id in self._landings:
+            return "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+        if landing.peer == direct.address:
+            return "own_address", f"{landing.peer!r} is this engine itself"
+        if not direct.peers.allows(landing.peer):
+            return (
+                "refused_address",
+                f"{landing.peer!r} is no engine of this user on this host, and kvlane.direct.peers does not name it",
+            )
+        if direct.lands_nothing_since:
+            return "no_room", direct.lands_nothing_since
+        return None
 
     def _fell_back(self, word: str, why: str) -> None:
         """It is computed here. Logged once for each reason."""
@@ -174,19 +188,24 @@ class LandDirect(SchedulerKind):
             landed.local += found
         first = len(landed.local)
         landed.wanted = end - first
-        if landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
+        fits = landed.wanted <= direct.landing_blocks(len(pool.blocks))
+        if not fits:
+            # It would wait for room that does not come.
+            self._fell_back("no_room", "it takes more blocks than prompts may land in at once")
+        if not fits or landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
             landed.local, landed.is_ready = [], True
             return
         pool.touch(landed.local)
         content = direct.content(shared.hashes.key(landed.state))
         patience = shared.settings.direct_wait_ms
         landing = landed.landing
+        against = "full", "too many hand-offs are under way, or its id was used before"
         try:
             begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
-        except ValueError:
-            begun = False
+        except ValueError as error:
+            begun, against = False, ("no_address", str(error))
         if not begun:
-            self._fell_back("full", "too many hand-offs are under way, or its id was used before")
+            self._fell_back(*against)
             self._free(landed)
             landed.is_ready = True
             return
@@ -197,7 +216,7 @@ class LandDirect(SchedulerKind):
         direct, pool = self._shared.direct, self._pool()
         assert direct is not None and direct.agent is not None
         in_use = sum(len(each.taken) for each in self._landings.values())
-        share = int(len(pool.blocks) * SHARE_MAX) - in_use
+        share = direct.landing_blocks(len(pool.blocks)) - in_use
         count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
         if landed.is_ready or count <= 0:
             return 0

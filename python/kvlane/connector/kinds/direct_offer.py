@@ -1,7 +1,8 @@
 """Hands prompts that are computed here to other engines, block by block as they are computed.
 
 Each block is pinned from the step that fills it until the agent says that nobody reads it any more: the other engine
-has all of it, has given it up, or has not said for five seconds that it wants it.
+has all of it, has given it up, or has not said for five seconds that it wants it. With `send_type` GET the workers
+hear of a prompt's blocks in the step that fills the last of them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class _Offered:
     request_id: str | None
     """None once the request is over."""
     pinned: list[Block] = field(default_factory=list)
+    untold: list[Computed] = field(default_factory=list)
+    """What the workers have not been told of."""
 
 
 class OfferDirect(SchedulerKind):
@@ -141,32 +144,32 @@ class OfferDirect(SchedulerKind):
         end = whole + int(has_rest)
         if end <= first:
             return []
-        if self._pinned_blocks() + end - first > self._pins_max():
-            self._tell("pins", "more blocks than kvlane.max_pinned_share allows would be pinned")
-            self._end_request(request.request_id, is_complete=False)
-            return []
         pool = shared.pins.pool
         assert pool is not None
+        most, setting = direct.offered_blocks(len(pool.blocks))
+        if self._pinned_blocks() + end - first > most:
+            self._tell("pins", f"more blocks than {setting} allows would be pinned")
+            self._end_request(request.request_id, is_complete=False)
+            return []
         ids = list(tables[direct.group.group_id][first:end])
         blocks = [pool.blocks[block_id] for block_id in ids]
         shared.pins.pin(blocks)
         offered.pinned += blocks
-        shared.counters.add("direct_offered_blocks", len(blocks))
-        filled = []
+        filled = offered.untold
         if whole > first:
             last = shared.hashes.ending_at(state, whole * size)
             filled.append(Computed(offered.leg.id, first, ids[: whole - first], last))
         if has_rest and first <= whole:
             rest = shared.hashes.of_rest(state, whole * size)
             filled.append(Computed(offered.leg.id, whole, ids[whole - first :], rest))
+        if direct.offers_at_once and end < direct.blocks_of(prompt):
+            return []
+        offered.untold = []
+        shared.counters.add("direct_offered_blocks", sum(len(each.blocks) for each in filled))
         return filled
 
     def _pinned_blocks(self) -> int:
         return sum(len(offered.pinned) for offered in self._legs.values())
-
-    def _pins_max(self) -> int:
-        pool = self._shared.pins.pool
-        return int(len(pool.blocks) * self._shared.settings.max_pinned_share) if pool is not None else 0
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         offered = self._by_request.get(request.request_id)

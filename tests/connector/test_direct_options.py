@@ -1,0 +1,229 @@
+"""The options that users of vLLM's P2P NCCL connector know: `send_type` and `kv_buffer_size`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import BLOCK, Request, full_group
+from test_direct import ALL, BLOCK_BYTES, ID, TOKENS, WHOLE, World, filled, leg
+
+from kvlane.connector.assemble import build_direct
+from kvlane.connector.direct_request import Leg
+from kvlane.connector.groups import block_bytes
+from kvlane.connector.settings import Settings
+from kvlane.connector.settings_check import EXAMPLE, check
+
+ON = {"kvlane.direct": "on"}
+
+
+def test_with_get_a_prompt_is_offered_in_the_step_that_completes_it() -> None:
+    world = World(send_type="get")
+    request, told = leg(world), filled(world)
+    world.engine.compute(request, 50)
+    assert told == [] and world.references() == 2 * 12 + 1, "what is computed is pinned"
+    assert not world.side.take_stats().get("direct_offered_blocks")  # pyright: ignore
+    world.engine.compute(request, TOKENS - 50)
+    assert [(each.first_block, len(each.blocks)) for each in told] == [(0, 12), (12, 8), (20, 1)]
+    assert [block for each in told for block in each.blocks] == world.engine.tables["p"][0]
+    assert [each.hash for each in told] == [world.hash(request, block)[1] for block in (11, WHOLE - 1, WHOLE)]
+    assert world.side.take_stats()["direct_offered_blocks"] == ALL  # pyright: ignore
+    world.side.request_finished(request, world.engine.tables["p"])
+    world.engine.free(request)
+    assert world.agent.given_up == []
+    world.agent.free = [ID]
+    world.step()
+    assert world.references() == 0
+
+
+def test_with_get_and_a_drafter_a_prompt_is_offered_with_its_last_whole_block() -> None:
+    """Its last tokens, which fill no block, are not handed over: nothing waits for them."""
+    world = World(send_type="GET")
+    world.direct.hands_over_rests = False
+    request, told = leg(world), filled(world)
+    world.engine.compute(request, TOKENS - 1)
+    assert [(each.first_block, len(each.blocks)) for each in told] == [(0, WHOLE)]
+    world.engine.compute(request, 1)
+    assert len(told) == 1
+
+
+def test_with_get_a_prompt_that_ends_half_way_is_told_to_nobody() -> None:
+    world = World(send_type="GET")
+    request, told = leg(world), filled(world)
+    world.engine.compute(request, 50)
+    world.side.request_finished(request, world.engine.tables["p"])
+    world.engine.free(request)
+    world.agent.free = [ID]
+    world.step()
+    assert told == [] and world.agent.given_up == [ID] and world.references() == 0
+
+
+@pytest.mark.parametrize("send_type", ["GET", "PUT", "PUT_ASYNC"])
+@pytest.mark.parametrize(("blocks", "fits"), [(ALL, True), (ALL - 1, False), (0.01, False)])
+def test_kv_buffer_size_bounds_what_is_pinned_for_others_with_get_alone(
+    send_type: str, blocks: float, fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(send_type=send_type, kv_buffer_size=str(blocks * BLOCK_BYTES))
+    request, told = leg(world), filled(world)
+    world.engine.compute(request, TOKENS)
+    if fits or send_type != "GET":
+        assert sum(len(each.blocks) for each in told) == ALL and world.agent.given_up == []
+    else:
+        assert told == [] and world.agent.given_up == [ID] and world.references() == ALL
+        (said,) = said_of(caplog)
+        assert "more blocks than kv_buffer_size allows would be pinned" in said
+
+
+def test_kv_buffer_size_bounds_what_is_pinned_for_all_prompts_together() -> None:
+    world = World(send_type="GET", kv_buffer_size=(ALL + 5) * BLOCK_BYTES)
+    first = leg(world)
+    world.engine.compute(first, TOKENS)
+    params = {"do_remote_decode": True, "kvlane": {"handoff": "second"}}
+    second = Request("second", list(range(TOKENS)), transfer=params)
+    world.side.add_request(second)
+    world.engine.compute(second, 5 * BLOCK)
+    assert world.agent.given_up == []
+    world.engine.compute(second, BLOCK)
+    assert world.agent.given_up == [Leg("second").id]
+
+
+def test_prompts_land_in_as_many_bytes_as_kv_buffer_size_says() -> None:
+    world = World(kv_buffer_size=f"{30 * BLOCK_BYTES + 999}")
+    requests = [world.request(f"d{number}", handoff=f"d{number}") for number in range(3)]
+    for request in requests:
+        assert world.waits(request)
+    world.step()
+    assert [len(world.agent.room.get(Leg(f"d{number}").id, [])) for number in range(3)] == [ALL, 30 - ALL, 0]
+
+
+def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> None:
+    """Each prompt that has landed takes a block more to go on: without one the engine would stand still."""
+    world = World(blocks=100, kv_buffer_size="8e9")
+    for number in range(6):
+        assert world.waits(world.request(f"d{number}", handoff=f"d{number}"))
+    world.step()
+    assert sum(len(room) for room in world.agent.room.values()) == 50
+
+
+def test_a_prompt_that_is_larger_than_the_room_for_all_is_computed_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It waited for room that never came, half a minute without any progress."""
+    world = World(blocks=(ALL - 1) * 10)
+    request = world.request()
+    world.waits(request)
+    world.step()
+    assert world.side.matched_tokens(request, 0) == (0, False)
+    assert world.agent.landings == {} and world.references() == 0
+    (said,) = said_of(caplog)
+    assert "more blocks than prompts may land in at once" in said
+
+
+def test_with_less_than_one_block_nothing_lands_and_the_log_says_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(kv_buffer_size="1e1")
+    for name in ("one", "two"):
+        request = world.request(name, handoff=name)
+        assert world.side.matched_tokens(request, 0) == (0, False)
+    world.step()
+    assert world.agent.landings == {} and world.references() == 0
+    (said,) = said_of(caplog)
+    assert "kv_buffer_size is 10 bytes, and one block takes 1000" in said
+    assert world.side.take_stats()["direct_fallbacks"] == 2  # pyright: ignore
+
+
+def said_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+
+
+# How they are read
+
+
+@pytest.mark.parametrize("word", ["PUT_ASYNC", "PUT", "GET"])
+def test_the_case_of_send_type_does_not_count(word: str) -> None:
+    for written in (word, word.lower(), word.title()):
+        assert Settings.parse({**ON, "send_type": written}).send_type == word
+
+
+@pytest.mark.parametrize("value", ["FOO", "", "GET ", 1, None, ["GET"]])
+def test_a_wrong_send_type_is_named_with_those_that_are_right(value: object) -> None:
+    with pytest.raises(ValueError) as error:
+        Settings.parse({**ON, "send_type": value})
+    assert str(error.value) == f"send_type must be one of PUT_ASYNC, PUT, GET, not {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [("8e9", 8e9), ("1e1", 10.0), (1 << 30, float(1 << 30)), (0.5, 0.5), ("4096", 4096.0), (None, None)],
+)
+def test_kv_buffer_size_is_a_number_or_the_text_of_one(value: object, size: float | None) -> None:
+    assert Settings.parse({**ON, "kv_buffer_size": value}).kv_buffer_size == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, "0", "-1", "abc", "", "8GB", "nan", "inf", float("nan"), float("inf"), 10**400, True, [1]],
+)
+@pytest.mark.parametrize("is_field", [False, True])
+def test_a_wrong_kv_buffer_size_is_named(value: object, is_field: bool) -> None:
+    extra = ON if is_field else {**ON, "kv_buffer_size": value}
+    with pytest.raises(ValueError) as error:
+        Settings.parse(extra, value if is_field else 1e9)
+    said = f"kv_buffer_size must be a number of bytes above 0, such as 8e9, not {value!r}"
+    assert str(error.value) == said
+
+
+def test_vllms_own_field_counts_where_it_is_not_its_default_and_the_key_before_it() -> None:
+    assert Settings.parse(ON, 1e9).kv_buffer_size is None
+    assert Settings.parse(ON, 2e9).kv_buffer_size == 2e9
+    assert Settings.parse({**ON, "kv_buffer_size": 1e9}, 2e9).kv_buffer_size == 1e9
+
+
+def test_doctor_looks_at_the_field_too() -> None:
+    config = {**json.loads(EXAMPLE), "kv_connector_extra_config": ON}
+    (fine,), settings = check({**config, "kv_buffer_size": 2e9})
+    assert fine["verdict"] == "ok" and settings is not None and settings.kv_buffer_size == 2e9
+    (problem,), _ = check({**config, "kv_buffer_size": -1})
+    assert problem["found"] == "kv_buffer_size must be a number of bytes above 0, such as 8e9, not -1"
+
+
+@pytest.mark.parametrize("direct", [{}, {"kvlane.direct": "off"}])
+def test_without_direct_hand_offs_they_are_keys_of_others(direct: dict[str, object]) -> None:
+    settings = Settings.parse({**direct, "send_type": "FOO", "kv_buffer_size": "abc"}, -1)
+    assert (settings.send_type, settings.kv_buffer_size) == ("PUT_ASYNC", None)
+
+
+@pytest.mark.parametrize("key", ["kvlane.send_type", "kvlane.kv_buffer_size"])
+def test_with_our_prefix_they_are_named_without_it(key: str) -> None:
+    with pytest.raises(ValueError, match=f"write '{key.removeprefix('kvlane.')}'"):
+        Settings.parse({**ON, key: "GET"})
+
+
+@pytest.mark.parametrize(("send_type", "times"), [("PUT", 1), ("PUT_ASYNC", 0), ("GET", 0)])
+def test_that_put_does_the_same_as_put_async_is_said_once(
+    send_type: str, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    settings = Settings.parse({**ON, "send_type": send_type, "kv_buffer_size": 2000})
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
+    config: Any = SimpleNamespace(parallel_config=parallel, speculative_config=None)
+    direct = build_direct(config, caches([3000], num_blocks=3), [full_group()], [b"n"], settings)
+    assert direct is not None and direct.landing_blocks(100) == 2
+    assert direct.offers_at_once == (send_type == "GET")
+    assert len([said for said in said_of(caplog) if "does the same here as PUT_ASYNC" in said]) == times
+
+
+def caches(sizes: list[int], num_blocks: int, **more: Any) -> Any:
+    tensors = [SimpleNamespace(size=size, **more) for size in sizes]
+    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=num_blocks)
+
+
+def test_the_bytes_of_a_block_are_those_of_all_layers() -> None:
+    assert block_bytes(caches([1000, 1000, 500], 5, shared_by=["a"], block_stride=0)) == 500
+    packed = caches([2500, 2500, 2500], 5, shared_by=["a"], block_stride=500)
+    assert block_bytes(packed) == 500, "all lie in the same memory"
+    assert block_bytes(caches([2500, 2500], 5, layers=["a"], block_stride=500)) == 500
