@@ -9,10 +9,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
-use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Trust};
+use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Transport, Trust};
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RANKS_MAX, RankAddress,
-    RankAgent, RankOptions, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    RankAgent, RankOptions, ReadCounts, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
 
 const BLOCKS: u64 = 64;
@@ -36,11 +36,19 @@ struct Side {
 }
 
 fn engine(token: &str) -> Engine {
+    engine_by(token, None)
+}
+
+fn engine_by(token: &str, transport: Option<Transport>) -> Engine {
     let listen = vec!["127.0.0.1:0".parse().unwrap()];
-    Engine::new(EngineOptions { listen, token: token.into(), ..EngineOptions::default() }).unwrap()
+    Engine::new(EngineOptions { listen, token: token.into(), transport, ..EngineOptions::default() }).unwrap()
 }
 
 fn rank(number: u8, token: &str) -> Rank {
+    rank_by(number, token, None)
+}
+
+fn rank_by(number: u8, token: &str, transport: Option<Transport>) -> Rank {
     let layer = |base: u64, layer| Region {
         base: base + layer * BLOCKS * PIECE,
         block_stride: PIECE,
@@ -48,17 +56,15 @@ fn rank(number: u8, token: &str) -> Rank {
         piece_bytes: PIECE,
         piece_offsets: vec![0],
     };
-    rank_of(number, token, BLOCKS * PIECE * LAYERS, |base| {
-        (0..LAYERS).map(|each| layer(base, each)).collect()
-    })
+    let layers = |base| (0..LAYERS).map(|each| layer(base, each)).collect();
+    rank_of(number, engine_by(token, transport), BLOCKS * PIECE * LAYERS, layers)
 }
 
 /// `regions`: of memory that begins there and has so many bytes.
-fn rank_of(number: u8, token: &str, bytes: u64, regions: impl Fn(u64) -> Vec<Region>) -> Rank {
+fn rank_of(number: u8, engine: Engine, bytes: u64, regions: impl Fn(u64) -> Vec<Region>) -> Rank {
     let bytes = bytes as usize;
     let memory: &'static mut [u8] = Box::leak(vec![0u8; bytes].into_boxed_slice());
     let base = memory.as_mut_ptr();
-    let engine = engine(token);
     // SAFETY: it is leaked, and read and written only where no hand-off has it.
     let region = unsafe { engine.register(base, bytes as u64, Access::Windows) }.unwrap();
     let base = base.expose_provenance() as u64;
@@ -181,6 +187,27 @@ fn a_prompt_lands_in_parts_in_every_rank_and_both_sides_let_go() {
     p.is_free(id);
     d.scheduler.forget_landing(id);
     assert!(!p.scheduler.begin_leg(id, CONTENT), "an id is used once");
+}
+
+#[test]
+fn how_blocks_come_can_be_demanded_and_is_counted() {
+    for transport in [Transport::Tcp, Transport::Cma] {
+        let mut p = side(1, SHAPE, "j");
+        let mut d = side_of(vec![rank_by(0, "j", Some(transport))], SHAPE, "j");
+        let id = id(14);
+        p.scheduler.begin_leg(id, CONTENT);
+        d.scheduler.begin_landing(id, wanted(p.address, 0, 3));
+        d.scheduler.give_room(id, &[7, 9, 8]);
+        p.compute(id, 0, &[1, 2, 40]);
+        assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
+        assert!(d.holds(0, &[7, 9, 8]));
+        let counts = d.ranks[0].agent.take_counts();
+        let by = if transport == Transport::Cma { counts.cma_bytes } else { counts.tcp_bytes };
+        assert_eq!((by, counts.cma_bytes + counts.tcp_bytes), (3 * LAYERS * PIECE, 3 * LAYERS * PIECE));
+        // In each layer neither the one side's blocks nor the other's lie in order.
+        assert_eq!((counts.reads, counts.failed, counts.runs), (1, 0, 3 * LAYERS));
+        assert_eq!(d.ranks[0].agent.take_counts(), ReadCounts::default());
+    }
 }
 
 /// Bytes of a memory that another thread writes.
@@ -347,7 +374,7 @@ fn more_pieces_than_windows_may_show_at_once_wait_until_another_hand_off_is_over
         let piece_offsets = (0..PIECES).map(|piece| piece * 16).collect();
         vec![Region { base, block_stride: PIECES * 16, blocks, piece_bytes: 8, piece_offsets }]
     };
-    let make = || side_of(vec![rank_of(0, "i", blocks * PIECES * 16, scattered)], SHAPE, "i");
+    let make = || side_of(vec![rank_of(0, engine("i"), blocks * PIECES * 16, scattered)], SHAPE, "i");
     let (mut p, d) = (make(), make());
     (0..).zip(p.ranks[0].memory.iter_mut()).for_each(|(at, byte): (usize, _)| *byte = (at / 8 % 251) as u8);
     let begin = |id: HandoffId, first: u32, count: u32| {

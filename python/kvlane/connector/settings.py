@@ -59,8 +59,8 @@ class Settings:
     """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
     this host."""
     direct_transport: str = "auto"
-    """How blocks come to this engine, one of TRANSPORTS: the best way, through sockets alone, or by process_vm alone, for
-    which the other engine has to be on this host."""
+    """How blocks come to this engine, one of TRANSPORTS: the best way, through sockets alone, or by process_vm alone,
+    for which the other engine has to be on this host."""
     direct_wait_ms: float = 60_000.0
     """How long a request waits for a direct hand-off in all."""
     send_type: str = "PUT_ASYNC"
