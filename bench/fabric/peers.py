@@ -24,8 +24,9 @@ from typing import Any
 import numpy
 
 from kvlane.bench import extra, fabric
+from kvlane.bench.children import end_with_parent
 from kvlane.bench.fabric import BARE, MIB, Field, Goal, System
-from kvlane.bench.fabric_sides import SIDES, Cell, Operation, Side, be, end_with_parent
+from kvlane.bench.fabric_sides import SIDES, Cell, Operation, Side, be
 
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 # How to get them.

@@ -15,6 +15,7 @@ import pytest
 
 from kvlane.bench import fabric, fabric_sides
 from kvlane.bench.__main__ import main
+from kvlane.bench.children import Child, Failed
 from kvlane.bench.fabric_sides import Cell
 
 SMALL = ["--sizes", "64,4k", "--pages", "16", "--page-bytes", "8k", "--rounds", "1"]
@@ -111,7 +112,7 @@ def test_a_peer_that_fails_at_something_is_begun_anew_for_the_rest(capfd: pytest
     small, large = Cell("contiguous", 64), Cell("contiguous", 4096)
 
     def fail(op: str, cell: Cell) -> None:
-        raise fabric._Failed("too much for it")
+        raise Failed("too much for it")
 
     with closing(fabric._System("loop", arguments)) as peer, peer.turn():
         before = [child.pid for child in peer._children]
@@ -195,7 +196,7 @@ def test_pages_are_shuffled_on_each_side_and_all_there() -> None:
 
 
 def test_a_process_that_ends_or_fails_ends_the_benchmark_with_its_text() -> None:
-    child = fabric._Child("loop", {})
+    child = Child(["-m", "kvlane.bench.fabric_sides", "loop"], {})
     try:
         with pytest.raises(SystemExit, match="Connection refused"):
             child.ask("connect", address="127.0.0.1:1")

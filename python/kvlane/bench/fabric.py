@@ -7,22 +7,20 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
-import select
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvlane.bench import certificates, pictures, report
+from kvlane.bench.children import Child, Failed
 from kvlane.bench.daemon import cpu_seconds
 from kvlane.bench.drawing import save
 from kvlane.bench.extra import tqdm
@@ -130,7 +128,6 @@ IDLE_SECONDS, IDLE_GOAL = 2.0, 0.01
 _SMALL = pictures.SMALL
 # A cell moves so many bytes, in so many operations at most and at least.
 _CELL_BYTES, _MOST, _LEAST = 256 * MIB, 1000, 3
-_ANSWER_TIMEOUT_S = 300
 # The check looks so far before and behind an operation for bytes that should not be there.
 _MARGIN = 4 * KIB
 
@@ -342,62 +339,6 @@ def _row(
     }
 
 
-class _Failed(SystemExit):
-    """A system failed, in a sentence, with which the benchmark ends where nobody handles it."""
-
-
-class _Child:
-    """A process of a side."""
-
-    def __init__(self, runner: str, extra: Mapping[str, str], field: Field = BARE) -> None:
-        self._runner = runner
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith(field.tuning)}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, *field.program, runner],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**inherited, **extra},
-            # Ctrl-C is for the benchmark, which then ends them; and they end with what they have started.
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
-
-    def ask(self, do: str, **facts: Any) -> Any:
-        """Have it done. `_Failed` if it cannot be."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write((json.dumps({"do": do, **facts}) + "\n").encode())
-            self._process.stdin.flush()
-            if not select.select([self._process.stdout], [], [], _ANSWER_TIMEOUT_S)[0]:
-                raise _Failed(f"{self._runner}, {do}: no answer within {_ANSWER_TIMEOUT_S} s")
-            answer = json.loads(self._process.stdout.readline())
-        except (BrokenPipeError, ValueError):
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace").strip()
-            raise _Failed(f"{self._runner}, {do}: the process ended: {said[-2000:]}") from None
-        if "error" in answer:
-            raise _Failed(f"{self._runner}, {do}: {answer['error']}")
-        return answer["value"]
-
-    def signal(self, number: int) -> None:
-        """Send it a signal."""
-        self._process.send_signal(number)
-
-    def end(self) -> None:
-        """Kill it with what it has started, and wait; also a stopped process ends so."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._log):
-            try:
-                if pipe is not None:
-                    pipe.close()
-            except BrokenPipeError:
-                pass
-
-
 class _System:
     """The processes of one system, connected: `near` moves bytes. `far` is None if it is elsewhere, or in the same
     process. They stand still but for their turns."""
@@ -412,7 +353,7 @@ class _System:
         self._runner = self._system.side
         self._side_type = field.sides[self._runner]
         self._tls = tls if self._system.transport == "tls" else None
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         try:
             with self.turn():
                 self._begin()
@@ -421,7 +362,7 @@ class _System:
             raise
 
     def _begin(self) -> None:
-        self._far: _Child | None = None
+        self._far: Child | None = None
         if not self._arguments.address and not self._side_type.is_both:
             self._far = self._start(near=False)
         self._near = self._start(near=True)
@@ -430,8 +371,8 @@ class _System:
         # A connection that is only begun would not survive standing still.
         self._near.ask("once", op="write", cell=Cell("contiguous", 1))
 
-    def _start(self, near: bool) -> _Child:
-        child = _Child(self._runner, self._system.environment, self._field)
+    def _start(self, near: bool) -> Child:
+        child = Child([*self._field.program, self._runner], self._system.environment, self._field.tuning)
         self._children.append(child)
         options: dict[str, Any] = {
             "token": self._arguments.token,
@@ -460,7 +401,7 @@ class _System:
             return None
         try:
             return do(op, cell)
-        except _Failed as failure:
+        except Failed as failure:
             if self._runner == "kvlane":
                 raise
             self.failures[op, cell] = str(failure)
@@ -491,7 +432,7 @@ class _System:
             return (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - start)
 
     def check(self, op: str, cell: Cell) -> None:
-        """One operation into poisoned memory, and all bytes of both. `_Failed` where one is wrong."""
+        """One operation into poisoned memory, and all bytes of both. `Failed` where one is wrong."""
         if cell.pattern == "stream":
             return  # into memory that only the system sees
         runs = cell.first_runs(self._region, whole=not self._side_type.moves_pages)
@@ -513,7 +454,7 @@ class _System:
         wrong = self._wrong(into_far, {**window, "salt": salt, "runs": runs})
         if wrong is not None:
             where = "far" if into_far else "near"
-            raise _Failed(
+            raise Failed(
                 f"{self.name}, {op} {cell.pattern}, {cell.bytes} bytes: wrong byte at {wrong} of the {where} side"
             )
 
@@ -532,7 +473,7 @@ class _System:
             return self._near.ask("wrong", **facts)
         return self._side(far).ask("wrong", **facts, far=far and self._far is None)
 
-    def _side(self, far: bool) -> _Child:
+    def _side(self, far: bool) -> Child:
         return self._far if far and self._far is not None else self._near
 
     def _move(self, op: str, facts: dict[str, Any]) -> None:
@@ -592,7 +533,7 @@ def _system(name: str, arguments: argparse.Namespace, tls: list[str] | None, fie
     """None where two processes may not read each other's memory, which nobody has asked for by name."""
     try:
         return _System(name, arguments, tls, field)
-    except _Failed as failure:
+    except Failed as failure:
         asked = arguments.transports if name == "kvlane-cma" else arguments.vs
         if field.systems[name].transport != "cma" or asked is not None:
             raise

@@ -1,18 +1,13 @@
 """The processes that `kvlane bench fabric` starts: for each system a near and a far side. Those of peers are in
 bench/fabric/peers.py, a script beside the package.
-
-Each is told what to do by lines of JSON on stdin, {"do": METHOD, ...}, and answers each on stdout by {"value": ...} or
-{"error": TEXT}.
 """
 
 from __future__ import annotations
 
 import base64
 import ctypes
-import json
 import os
 import random
-import signal
 import socket
 import struct
 import sys
@@ -24,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvlane import fabric
 from kvlane.bench import report
+from kvlane.bench.children import serve_commands
 from kvlane.bench.extra import numpy
 from kvlane.bench.memory import GpuMemory, Memory
 
@@ -31,7 +27,6 @@ ADDRESS_PREFIX = "kvf1:"
 POISON = 0xA5
 # Single operations walk through the region in so many steps, so that they do not find their bytes in a cache.
 _STEPS = 256
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 # Of one call of process_vm.
 _RANGES = 1024
@@ -437,42 +432,22 @@ SIDES: dict[str, type[Side]] = {
 }
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def serve_commands(side: Side) -> None:
-    """Do what stdin says until it ends."""
-    # Without this, a stopped process would stay when the benchmark is killed.
-    end_with_parent()
-    # Libraries print what they like to stdout.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        command = json.loads(line)
-        method = getattr(side, command.pop("do"))
-        if "cell" in command:
-            command["cell"] = Cell(*command["cell"])
-        try:
-            answer = {"value": method(**command)}
-        # Whatever it is, the benchmark ends with its text.
-        except Exception as error:  # noqa: BLE001
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 def be(side: type[Side]) -> NoReturn:
     """Be a process of that side, and end without unloading libraries: some of peers crash there."""
     status = 1
     try:
-        serve_commands(side())
+        serve_commands(side(), _with_cell)
         status = 0
     except BaseException:
         traceback.print_exc()
         raise
     finally:
         os._exit(status)
+
+
+def _with_cell(command: dict[str, Any]) -> None:
+    if "cell" in command:
+        command["cell"] = Cell(*command["cell"])
 
 
 if __name__ == "__main__":
