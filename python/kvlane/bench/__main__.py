@@ -23,6 +23,7 @@ SUBCOMMANDS = (
     "overhead",
     "share",
     "fabric",
+    "handoff",
     "ssd",
     "all",
 )

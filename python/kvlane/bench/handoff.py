@@ -1,0 +1,192 @@
+"""`kvlane bench handoff`: direct hand-offs of a prompt's blocks between two processes without a model, beside the bare
+READ of the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from kvlane.bench import report
+from kvlane.bench.children import Child
+from kvlane.bench.extra import tqdm
+from kvlane.bench.figures import Figure, Outcome, add_out, publish
+from kvlane.bench.sizes import count, parse_size
+
+NAME = "handoff"
+HELP = "direct hand-offs between two processes, beside a bare READ of the same bytes; needs no vLLM"
+TRANSPORTS = ("cma", "tcp")
+READ_GOAL, OVERLAP_GOAL, HOOK_GOAL_US = 0.95, 0.10, 5.0
+# A READ of a layer takes this share of the time in which it is computed.
+LINK_SHARE = 0.8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `kvlane bench handoff`."""
+    parser.add_argument("--layers", type=count, default=32, help="of the model (default %(default)s)")
+    parser.add_argument("--blocks", type=count, default=64, help="of the prompt (default %(default)s)")
+    parser.add_argument(
+        "--block-layer-bytes",
+        type=parse_size,
+        default=128 << 10,
+        metavar="SIZE",
+        help="of one block in one layer (default 128k)",
+    )
+    parser.add_argument(
+        "--transports",
+        type=_transports,
+        default=list(TRANSPORTS),
+        help="cma,tcp: how bytes travel (default: both)",
+    )
+    parser.add_argument(
+        "--contiguous",
+        action="store_true",
+        help="the prompt's blocks lie one after the other; without it each side has them in a random order",
+    )
+    parser.add_argument("--rounds", type=count, default=7, help="of all cases in turns (default %(default)s)")
+    add_out(parser)
+
+
+def _transports(text: str) -> list[str]:
+    named = text.split(",")
+    if not set(named) <= set(TRANSPORTS):
+        raise argparse.ArgumentTypeError(f"some of {','.join(TRANSPORTS)}, not {text}")
+    return named
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and publish."""
+    with report.CpuWatch() as watch:
+        outcome = measure(arguments)
+    return publish(arguments, outcome, watch)
+
+
+class _Pair:
+    """Two engines."""
+
+    def __init__(self, transport: str, arguments: argparse.Namespace) -> None:
+        self.transport, self.layers = transport, arguments.layers
+        self.prefill, self.decode = (
+            Child(["-m", "kvlane.bench.handoff_sides", f"{transport}-{role}"], {})
+            for role in ("prefill", "decode")
+        )
+        self.results: dict[str, list[float]] = {}
+        self.hook_us: list[float] = []
+
+    def meet(self, arguments: argparse.Namespace) -> None:
+        """What a first hand-off takes more is not measured."""
+        for side in (self.prefill, self.decode):
+            side.ask(
+                "open",
+                layers=arguments.layers,
+                blocks=arguments.blocks,
+                block_layer_bytes=arguments.block_layer_bytes,
+                transport=self.transport,
+                scattered=not arguments.contiguous,
+            )
+        self.decode.ask("meet", address=self.prefill.ask("address"))
+        self.whole(1)
+        self._check()
+
+    def end(self) -> None:
+        """End both."""
+        for side in (self.prefill, self.decode):
+            side.end()
+
+    def _check(self) -> None:
+        """All bytes are those of the other engine's blocks; and not by chance."""
+        theirs, ours = self.prefill.ask("digest"), self.decode.ask("digest")
+        if theirs != ours:
+            raise SystemExit(f"{self.transport}: what has landed is something else")
+        self.decode.ask("put", salt=99)
+        if self.decode.ask("digest") == theirs:
+            raise SystemExit("the check of bytes finds nothing")
+
+    def whole(self, salt: int) -> float:
+        """Seconds of a hand-off of a prompt that is computed already."""
+        self.prefill.ask("put", salt=salt)
+        name = secrets.token_hex(16)
+        self.prefill.ask("begin", id=name)
+        self.prefill.ask("compute", id=name, layer_ms=0, at_once=True)
+        return self.decode.ask("land", id=name)["seconds"]
+
+    def overlapped(self, layer_ms: float, at_once: bool) -> tuple[float, float]:
+        """Seconds from the last layer to the end of the landing, and of a layer's hook."""
+        name = secrets.token_hex(16)
+        self.prefill.ask("begin", id=name)
+        self.decode.ask("want", id=name)
+        self.decode.tell("landed", id=name)
+        computed = self.prefill.ask("compute", id=name, layer_ms=layer_ms, at_once=at_once)
+        return self.decode.answer("landed")["over"] - computed["last"], computed["hook_s"]
+
+    def round(self, salt: int) -> None:
+        """Each case once."""
+        bare = self.decode.ask("read")
+        self._add("bare_s", bare)
+        self._add("whole_s", self.whole(salt))
+        layer_ms = self.layer_ms
+        for case, at_once in (("layers_s", False), ("get_s", True)):
+            seconds, hook_s = self.overlapped(layer_ms, at_once)
+            self._add(case, seconds)
+            if not at_once:
+                self.hook_us.append(hook_s * 1e6)
+
+    @property
+    def layer_ms(self) -> float:
+        """How long a layer is computed, so that a READ of it takes the share LINK_SHARE of that."""
+        return statistics.median(self.results["bare_s"]) / self.layers * 1e3 / LINK_SHARE
+
+    def _add(self, case: str, seconds: float) -> None:
+        self.results.setdefault(case, []).append(seconds)
+
+
+@contextmanager
+def _pairs(arguments: argparse.Namespace) -> Iterator[list[_Pair]]:
+    with ExitStack() as stack:
+        pairs = [_Pair(transport, arguments) for transport in arguments.transports]
+        for pair in pairs:
+            stack.callback(pair.end)
+            pair.meet(arguments)
+        yield pairs
+
+
+def measure(arguments: argparse.Namespace) -> Outcome:
+    """Medians of all rounds."""
+    with _pairs(arguments) as pairs:
+        for salt in tqdm(range(arguments.rounds), unit="round"):
+            for pair in pairs if salt % 2 == 0 else pairs[::-1]:
+                pair.round(salt + 2)
+        counts = {pair.transport: pair.decode.ask("counts") for pair in pairs}
+    figures: list[Figure] = []
+    results: dict[str, Any] = {}
+    size = arguments.layers * arguments.blocks * arguments.block_layer_bytes
+    for pair in pairs:
+        name = pair.transport
+        median = {case: statistics.median(seconds) for case, seconds in pair.results.items()}
+        hook_us = statistics.median(pair.hook_us)
+        figures += [
+            Figure(
+                f"{name}: bare READ's time / a hand-off's, all computed before",
+                median["bare_s"] / median["whole_s"],
+                at_least=READ_GOAL,
+            ),
+            Figure(
+                f"{name}: from the last layer to landed, layer by layer / all at the end (GET)",
+                median["layers_s"] / median["get_s"],
+                at_most=OVERLAP_GOAL,
+            ),
+            Figure(f"{name}: a layer's hook while it is offered", hook_us, "us", at_most=HOOK_GOAL_US),
+            Figure(f"{name}: bare READ", size / median["bare_s"] / 1e9, "GB/s"),
+            Figure(f"{name}: a layer is computed in", pair.layer_ms, "ms"),
+        ]
+        results[name] = {"seconds": pair.results, "hook_us": pair.hook_us, "counts": counts[name]}
+    lie = "one after the other" if arguments.contiguous else "in a random order on each side"
+    note = (
+        f"{arguments.blocks} blocks of {arguments.layers} layers, {arguments.block_layer_bytes} bytes each, {lie}. "
+        f"Medians of {arguments.rounds} rounds in turns. Computing a layer is a sleep; a bare READ of the layer takes "
+        f"{LINK_SHARE:.0%} of it."
+    )
+    return Outcome(NAME, figures, {"bytes": size, "results": results}, note)

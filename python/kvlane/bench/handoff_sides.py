@@ -1,0 +1,163 @@
+"""The two engines that `kvlane bench handoff` starts, each without a model: a rank and a scheduler of direct hand-offs,
+and beside them an engine of the fabric for bare READs of the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import struct
+import sys
+import time
+from typing import Any
+
+from kvlane import _core, fabric
+from kvlane.bench.children import serve_commands
+from kvlane.bench.extra import numpy
+from kvlane.bench.memory import Memory
+from kvlane.connector.layers import Layers
+
+_RUN = struct.Struct("<QQQ")
+_SHAPE, _CONTENT, _HASH = bytes(16), bytes(16), bytes(16)
+_SOON_MS = 120_000.0
+
+
+class EngineSide:
+    """One of both engines. Its cache has `layers` layers, one behind the other, each with `blocks` blocks."""
+
+    def open(self, layers: int, blocks: int, block_layer_bytes: int, transport: str, scattered: bool) -> None:
+        """Memory, all of it touched, and what reads and shows it. Blocks of a prompt lie in a random order if
+        `scattered`."""
+        self.layers, self.blocks, self.piece = layers, blocks, block_layer_bytes
+        layer_bytes = blocks * block_layer_bytes
+        self.memory = Memory(layers * layer_bytes, huge=True)
+        regions = [
+            (self.memory.address + layer * layer_bytes, block_layer_bytes, blocks, block_layer_bytes, [0])
+            for layer in range(layers)
+        ]
+        self.transport, self.key = transport, secrets.token_bytes(16)
+        areas = [(self.memory.address, self.memory.size)]
+        self.rank = _core.HandoffRank("127.0.0.1:0", "", regions, areas, self.key, transport)
+        ranks = [(self.rank.endpoint, self.key)]
+        self.scheduler = _core.HandoffScheduler("127.0.0.1:0", "", ranks, _SHAPE, [])
+        self.order = list(range(blocks))
+        if scattered:
+            # Another one in each of both.
+            random.Random(os.getpid()).shuffle(self.order)
+        self.bare = fabric.Engine(("127.0.0.1:0",), transport=transport)
+        self.region = self.bare.register(self.memory.address, self.memory.size)
+        self.offered: list[int] = []
+
+    def address(self) -> list[Any]:
+        """Where the other one finds this one, and in which order its blocks lie."""
+        return [self.scheduler.address, self.bare.describe().hex(), self.region.number, self.order]
+
+    def meet(self, address: list[Any]) -> None:
+        """What `address` of the other one has answered."""
+        self.peer_address, described, self.remote, far = address
+        self.peer = self.bare.connect(bytes.fromhex(described))
+        size, piece = self.blocks * self.piece, self.piece
+        runs = [
+            (layer * size + near * piece, layer * size + there * piece, piece)
+            for layer in range(self.layers)
+            for near, there in zip(self.order, far, strict=True)
+        ]
+        self.runs = b"".join(_RUN.pack(*run) for run in runs)
+        # Its first one makes the connections.
+        self.read()
+
+    def read(self, layers: int | None = None) -> float:
+        """Seconds of one bare READ of all that a hand-off brings, or of the first so many layers."""
+        count = self.blocks * (self.layers if layers is None else layers)
+        runs = self.runs[: count * _RUN.size]
+        began = time.perf_counter()
+        self.peer.read(self.region, self.remote, runs).wait()
+        return time.perf_counter() - began
+
+    def put(self, salt: int) -> None:
+        """Bytes that differ from place to place."""
+        self.memory.fill(salt)
+
+    def digest(self, order: list[int] | None = None) -> int:
+        """Of all bytes in the order of the prompt's blocks."""
+        layers = self.memory.words.reshape(self.layers, self.blocks, -1)
+        sums = layers.sum(axis=2, dtype=numpy.uint64)[:, self.order if order is None else order]
+        weights = numpy.arange(1, sums.size + 1, dtype=numpy.uint64).reshape(sums.shape)
+        return int((sums * weights).sum(dtype=numpy.uint64))
+
+    # The engine that computes.
+
+    def begin(self, id: str) -> None:
+        """A request is here."""
+        assert self.scheduler.begin_leg(bytes.fromhex(id), _CONTENT)
+
+    def compute(self, id: str, layer_ms: float, at_once: bool) -> dict[str, float]:
+        """A step that takes so long for each layer, and offers each when it is done, or all at the end. Answers when
+        the last layer was done, and how long the calls of the layers' hook took."""
+        filled = [(bytes.fromhex(id), 0, self.order, _HASH)]
+        hook = None
+        if not at_once:
+            self.rank.step_begins(filled)
+            hook = Layers({str(layer): layer for layer in range(self.layers)}).begin(
+                self.rank.layers_computed
+            )
+        spent: list[float] = []
+        done = time.monotonic()
+        for layer in range(self.layers):
+            done += layer_ms / 1e3
+            if layer_ms:
+                time.sleep(max(0.0, done - time.monotonic()))
+            if hook is not None:
+                began = time.perf_counter()
+                hook(str(layer))
+                spent.append(time.perf_counter() - began)
+        last = time.monotonic()
+        if at_once:
+            self.rank.step_begins(filled)
+        self.rank.step_ends()
+        return {"last": last, "hook_s": sorted(spent)[len(spent) // 2] if spent else 0.0}
+
+    def free(self) -> int:
+        """Hand-offs whose blocks may be used otherwise."""
+        return len(self.scheduler.take_free_legs())
+
+    # The engine that goes on.
+
+    def land(self, id: str) -> dict[str, float]:
+        """Asks for a prompt and waits until it has landed: how long that took, and when it was over."""
+        name = bytes.fromhex(id)
+        began = time.perf_counter()
+        self.want(id)
+        assert self.scheduler.wait_over(name, _SOON_MS), "it does not land"
+        seconds, over = time.perf_counter() - began, time.monotonic()
+        return self._over(name, over) | {"seconds": seconds}
+
+    def want(self, id: str) -> None:
+        """Asks for a prompt."""
+        name = bytes.fromhex(id)
+        asked = self.scheduler.begin_landing(name, self.peer_address, _CONTENT, 0, self.blocks, _SOON_MS)
+        assert asked, "too many hand-offs"
+        self.scheduler.give_room(name, self.order)
+
+    def landed(self, id: str) -> dict[str, float]:
+        """Waits until what `want` asked for has landed."""
+        name = bytes.fromhex(id)
+        assert self.scheduler.wait_over(name, _SOON_MS), "it does not land"
+        return self._over(name, time.monotonic())
+
+    def _over(self, name: bytes, over: float) -> dict[str, float]:
+        standing = self.scheduler.standing(name)
+        assert standing is not None
+        word, sentence, end_block, _ = standing
+        assert word == "landed" and end_block == self.blocks, sentence
+        self.scheduler.forget_landing(name)
+        return {"over": over}
+
+    def counts(self) -> dict[str, int]:
+        """What was read since the last call."""
+        reads, failed, runs, cma, tcp = self.rank.take_counts()
+        return {"reads": reads, "failed": failed, "runs": runs, "cma_bytes": cma, "tcp_bytes": tcp}
+
+
+if __name__ == "__main__":
+    sys.exit(serve_commands(EngineSide()))
