@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from direct_pair import interrupt, landed_blocks
 from engine import InProcessEngine
+from trainer import retrain, retrain_amid_requests
 
 START_SECONDS = 180
 ANSWER_SECONDS = 60
@@ -20,10 +22,11 @@ CHUNK = 96
 class PrefillEngine:
     """The test's view of it."""
 
-    def __init__(self, model: Path, address: str, extra: Mapping[str, object]) -> None:
+    def __init__(self, model: Path, address: str, extra: Mapping[str, object], **arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, model, address, dict(extra)), daemon=True)
+        arguments = {"extra": dict(extra), "max_num_batched_tokens": CHUNK, **arguments}
+        self.process = context.Process(target=_serve, args=(theirs, model, address, arguments), daemon=True)
         self.process.start()
         theirs.close()
         self.address = self._answer(START_SECONDS)
@@ -57,8 +60,8 @@ class PrefillEngine:
         self.kill()
 
 
-def _serve(pipe: Connection, model: Path, address: str, extra: dict[str, object]) -> None:
-    engine = InProcessEngine(model, address, extra=extra, max_num_batched_tokens=CHUNK)
+def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any]) -> None:
+    engine = InProcessEngine(model, address, **arguments)
     pipe.send(engine.scheduler.connector._scheduler.direct.address)
     while True:
         command, *arguments = pipe.recv()
@@ -68,8 +71,8 @@ def _serve(pipe: Connection, model: Path, address: str, extra: dict[str, object]
         pipe.send(_COMMANDS[command](engine, *arguments))
 
 
-def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> None:
-    engine.add(prompt, 1, params)
+def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> str:
+    return engine.add(prompt, 1, params)
 
 
 def _step(engine: InProcessEngine) -> bool:
@@ -91,16 +94,32 @@ def _generate(engine: InProcessEngine, prompt: list[int], tokens: int) -> list[i
     return answer
 
 
+def _answers(engine: InProcessEngine) -> dict[str, tuple[list[int], int]]:
+    """All requests to their end: of each the generated tokens, and how many of its prompt came from a cache."""
+    outputs = engine.run()
+    return {
+        name: (list(output.outputs[0].token_ids), output.num_cached_tokens)
+        for name, output in outputs.items()
+    }
+
+
 def _reset(engine: InProcessEngine) -> bool:
     return engine.llm.reset_prefix_cache()
 
 
 _COMMANDS: dict[str, Any] = {
+    "add": InProcessEngine.add,
+    "answers": _answers,
     "prefill": _prefill,
     "step": _step,
     "finish": _finish,
     "generate": _generate,
     "reset": _reset,
+    "retrain": retrain,
+    "retrain_amid_requests": retrain_amid_requests,
+    "interrupt": interrupt,
+    "landed_blocks": landed_blocks,
+    "preemptions": lambda engine: engine.metric("vllm:num_preemptions"),
     "books": InProcessEngine.books,
     "counted": lambda engine: dict(engine.counted),
     "errors": InProcessEngine.errors,

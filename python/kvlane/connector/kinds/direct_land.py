@@ -71,6 +71,8 @@ class LandDirect(SchedulerKind):
         super().__init__(shared)
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
+        self._with: dict[str, _Landed] = {}
+        """Further requests with the same id and prompt, as samples of one prompt are: by request, what they wait for."""
         self._told: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
@@ -91,7 +93,11 @@ class LandDirect(SchedulerKind):
             return
         if request.num_prompt_tokens < TOKENS_MIN or wants_no_cache(request) or not request.block_hashes:
             return
-        if not state.takes_part() or not shared.weights.are_known or landing.id in self._landings:
+        other = self._landings.get(landing.id)
+        if other is not None and other.state.request.block_hashes == request.block_hashes:
+            self._with[request.request_id] = other
+            return
+        if not state.takes_part() or not shared.weights.are_known or other is not None:
             self._fell_back(
                 "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
             )
@@ -118,6 +124,8 @@ class LandDirect(SchedulerKind):
             )
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        if self._waits_with_another(state):
+            return ASK_AGAIN
         landed = self._by_request.get(state.request.request_id)
         if landed is None or self._shared.direct is None or self._shared.direct.agent is None:
             return NOTHING
@@ -133,6 +141,16 @@ class LandDirect(SchedulerKind):
             return NOTHING
         # One token is computed. The copy is enqueued before that, and cannot fail.
         return Answer(rest, at_once=True)
+
+    def _waits_with_another(self, state: RequestState) -> bool:
+        landed = self._with.get(state.request.request_id)
+        if landed is None:
+            return False
+        lands = not landed.is_ready and self._landings.get(landed.landing.id) is landed
+        if lands and self._shared.clock() < landed.until:
+            return True
+        del self._with[state.request.request_id]
+        return False
 
     def _leave(self, landed: _Landed) -> None:
         """A rank does not say that it writes no more: its blocks stay pinned until it does, and the prompt is
@@ -330,6 +348,7 @@ class LandDirect(SchedulerKind):
 
     def give_back(self, state: RequestState) -> None:
         """The request is over. What lands still is waited for elsewhere, and then cached."""
+        self._with.pop(state.request.request_id, None)
         landed = self._by_request.get(state.request.request_id)
         if landed is None:
             return
