@@ -72,7 +72,7 @@ class LandDirect(SchedulerKind):
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
         self._with: dict[str, _Landed] = {}
-        """Further requests with the same id and prompt, as samples of one prompt are: by request, what they wait for."""
+        """By request: what it waits for as another sample of a prompt, with the same id."""
         self._told: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
