@@ -64,11 +64,11 @@ def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any
     engine = InProcessEngine(model, address, **arguments)
     pipe.send(engine.scheduler.connector._scheduler.direct.address)
     while True:
-        command, *arguments = pipe.recv()
+        command, *said = pipe.recv()
         if command == "end":
             engine.close()
             return
-        pipe.send(_COMMANDS[command](engine, *arguments))
+        pipe.send(_COMMANDS[command](engine, *said))
 
 
 def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> str:
