@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from direct_pair import interrupt, landed_blocks
-from engine import InProcessEngine
+from engine import InProcessEngine, prompt
 from trainer import retrain, retrain_amid_requests
 
 START_SECONDS = 180
@@ -42,6 +42,11 @@ class PrefillEngine:
         self._pipe.send((command, *arguments))
         return self._answer()
 
+    def take_note(self) -> None:
+        """An idle engine makes no step: with its next request it takes note of what has ended. Nothing is reset."""
+        self.ask("add", prompt(98, 40), 1)
+        self.ask("answers")
+
     def signal(self, number: signal.Signals) -> None:
         """To its process."""
         assert self.process.pid is not None
@@ -71,8 +76,8 @@ def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any
         pipe.send(_COMMANDS[command](engine, *said))
 
 
-def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> str:
-    return engine.add(prompt, 1, params)
+def _prefill(engine: InProcessEngine, asked: list[int], params: dict[str, object]) -> str:
+    return engine.add(asked, 1, params)
 
 
 def _step(engine: InProcessEngine) -> bool:
@@ -88,8 +93,8 @@ def _finish(engine: InProcessEngine) -> object:
     return last.kv_transfer_params
 
 
-def _generate(engine: InProcessEngine, prompt: list[int], tokens: int) -> list[int]:
-    answer = engine.generate(prompt, tokens)[0]
+def _generate(engine: InProcessEngine, asked: list[int], tokens: int) -> list[int]:
+    answer = engine.generate(asked, tokens)[0]
     assert engine.llm.reset_prefix_cache()
     return answer
 

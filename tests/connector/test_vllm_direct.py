@@ -85,8 +85,7 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     assert d.counted["direct_landed_tokens"] - landed == TOKENS
     assert offered >= WHOLE // BLOCK
     assert len(seen) >= 3 and seen == sorted(seen) and seen[0] < WHOLE // BLOCK, "it landed in parts"
-    # P hears of it at its next request.
-    p.ask("generate", prompt(98, 40), 1)
+    p.take_note()
     assert p.ask("books") == start
     assert p.ask("errors") == 0
 
@@ -217,7 +216,7 @@ def test_prompts_in_flight_at_once_all_land(p: PrefillEngine, d: InProcessEngine
     """Together they need more blocks than may be written at once: one waits for another one's room."""
     prompts = [prompt(seed, TOKENS) for seed in range(21, 25)]
     truths = [p.ask("generate", each, 12) for each in prompts]
-    before = d.counted.copy()
+    start, before = p.ask("books"), d.counted.copy()
     names = []
     for each in prompts:
         for_p, for_d = both_params(p)
@@ -230,6 +229,8 @@ def test_prompts_in_flight_at_once_all_land(p: PrefillEngine, d: InProcessEngine
     assert [list(outputs[name].outputs[0].token_ids) for name in names] == truths
     assert [outputs[name].num_cached_tokens for name in names] == [ALL] * len(prompts)
     assert (d.counted - before)["direct_landed"] == len(prompts)
+    p.take_note()
+    assert p.ask("books") == start
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -258,7 +259,8 @@ def test_of_two_prompts_with_one_id_at_both_engines_one_lands(p: PrefillEngine, 
     prompts = [prompt(27, TOKENS), prompt(28, TOKENS)]
     truths = [p.ask("generate", each, 12) for each in prompts]
     for_p, for_d = both_params(p)
-    before, not_offered = d.counted.copy(), p.ask("counted").get("direct_not_offered", 0)
+    start, before = p.ask("books"), d.counted.copy()
+    not_offered = p.ask("counted").get("direct_not_offered", 0)
     names = [d.add(each, 12, for_d) for each in prompts]
     for each in prompts:
         p.ask("prefill", each, for_p)
@@ -269,6 +271,8 @@ def test_of_two_prompts_with_one_id_at_both_engines_one_lands(p: PrefillEngine, 
     grown = d.counted - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 1)
     assert p.ask("counted")["direct_not_offered"] == not_offered + 1
+    p.take_note()
+    assert p.ask("books") == start
 
 
 TRAINED = 2.0
@@ -402,6 +406,7 @@ def test_either_engine_sleeps_or_pauses_amid_a_hand_off(
 ) -> None:
     asked = prompt(f"{who} {how}", TOKENS)
     truth = p.ask("generate", asked, 24)
+    start = p.ask("books")
     for_p, for_d = both_params(p)
     name = d.add(asked, 24, for_d)
     leg = p.ask("prefill", asked, for_p)
@@ -416,7 +421,8 @@ def test_either_engine_sleeps_or_pauses_amid_a_hand_off(
         name = d.add(asked, 24)
     assert answer(d, name) == (truth, 3 * BLOCK if who == "p" else 0)
     # P looks at its weights with the first prompt after that, which it does not hand over.
-    p.ask("generate", prompt(98, 40), 1)
+    p.take_note()
+    assert p.ask("books") == start
     # From then on they hand over again.
     assert d.llm.reset_prefix_cache()
     p.ask("prefill", asked, {"do_remote_decode": True})
@@ -469,7 +475,7 @@ def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
     deadline = time.monotonic() + STEPS_SECONDS
     while p.ask("books") != start:
         assert time.monotonic() < deadline, "P's blocks are free"
-        p.ask("generate", prompt(98, 40), 1)
+        p.take_note()
 
 
 # Last: it ends P.

@@ -55,12 +55,6 @@ def counted(engine: PrefillEngine) -> Counter[str]:
     return Counter(engine.ask("counted"))
 
 
-def ask_something(engine: PrefillEngine) -> None:
-    """An idle engine makes no step: with its next request it takes note of what has ended. Nothing is reset."""
-    engine.ask("add", prompt(98, 40), 1)
-    engine.ask("answers")
-
-
 def begin(p: PrefillEngine, d: PrefillEngine, asked: list[int]) -> str:
     """A hand-off of which three blocks have landed; its name at D."""
     for_p, for_d = both_params(p)
@@ -74,7 +68,7 @@ def begin(p: PrefillEngine, d: PrefillEngine, asked: list[int]) -> str:
 def until_free(p: PrefillEngine, start: tuple[int, int]) -> float:
     """Seconds until nobody holds P's blocks any more."""
     began = time.monotonic()
-    wait_until("P's blocks are free", lambda: p.ask("books") == start, lambda: ask_something(p))
+    wait_until("P's blocks are free", lambda: p.ask("books") == start, p.take_note)
     return time.monotonic() - began
 
 
@@ -98,7 +92,7 @@ def test_a_prompt_that_p_preempts_amid_its_leg_lands_as_a_whole(
     assert roomy.ask("answers")[name] == (truths[1], ALL)
     grown = counted(roomy) - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0)
-    ask_something(p)
+    p.take_note()
     assert p.ask("books") == start
     assert p.ask("errors") == roomy.ask("errors") == 0
 
@@ -122,7 +116,7 @@ def test_a_running_request_of_d_gets_the_blocks_in_which_a_prompt_lands(
     grown = counted(d) - before
     assert (grown["direct_landings"], grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0, 1)
     p.ask("finish")
-    ask_something(d)
+    d.take_note()
     assert d.ask("books") == start
     assert d.ask("errors") == 0
 
@@ -143,7 +137,7 @@ def test_a_prompt_that_has_landed_is_preempted_and_computed_again(p: PrefillEngi
     grown = counted(d) - before
     assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 0)
     assert d.ask("preemptions") > preempted
-    ask_something(d)
+    d.take_note()
     assert d.ask("books") == start
     assert d.ask("errors") == 0
 
