@@ -115,6 +115,10 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),
     ),
+    "direct-ranks": Part(
+        "engines of two ranks that hand over directly: tensor parallel, and in pipeline stages",
+        _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_served.py"),
+    ),
     "nixl": Part(
         "a prefill and a decode engine with vLLM's NixlConnector behind the router",
         [sys.executable, "scripts/nixl_pair.py"],

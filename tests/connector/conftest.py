@@ -62,3 +62,19 @@ def make(store: DaemonStore) -> Iterator[Make]:
     """Starts engines on the daemon and ends them."""
     with engines(store.address) as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def nobody(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where no daemon listens: direct hand-offs need none."""
+    return f"unix:{tmp_path_factory.mktemp('nobody')}/kvlane.sock"
+
+
+@pytest.fixture(scope="module")
+def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that hand over directly find each other in a folder of the tests' own."""
+    folder = tmp_path_factory.mktemp("runtime")
+    folder.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield

@@ -200,6 +200,6 @@ def wait_until_ready(engine: InProcessEngine) -> None:
     assert core.ready
 
 
-def prompt(seed: int, tokens: int = 300) -> list[int]:
+def prompt(seed: int | str, tokens: int = 300) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(3, 2000) for _ in range(tokens)]

@@ -10,7 +10,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from engine import InProcessEngine
+from direct_pair import interrupt, landed_blocks
+from engine import InProcessEngine, prompt
+from trainer import retrain, retrain_amid_requests
 
 START_SECONDS = 180
 ANSWER_SECONDS = 60
@@ -20,10 +22,11 @@ CHUNK = 96
 class PrefillEngine:
     """The test's view of it."""
 
-    def __init__(self, model: Path, address: str, extra: Mapping[str, object]) -> None:
+    def __init__(self, model: Path, address: str, extra: Mapping[str, object], **arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, model, address, dict(extra)), daemon=True)
+        arguments = {"extra": dict(extra), "max_num_batched_tokens": CHUNK, **arguments}
+        self.process = context.Process(target=_serve, args=(theirs, model, address, arguments), daemon=True)
         self.process.start()
         theirs.close()
         self.address = self._answer(START_SECONDS)
@@ -38,6 +41,11 @@ class PrefillEngine:
         """Have it do something, and wait for its answer."""
         self._pipe.send((command, *arguments))
         return self._answer()
+
+    def take_note(self) -> None:
+        """An idle engine makes no step: with its next request it takes note of what has ended. Nothing is reset."""
+        self.ask("add", prompt(98, 40), 1)
+        self.ask("answers")
 
     def signal(self, number: signal.Signals) -> None:
         """To its process."""
@@ -57,19 +65,19 @@ class PrefillEngine:
         self.kill()
 
 
-def _serve(pipe: Connection, model: Path, address: str, extra: dict[str, object]) -> None:
-    engine = InProcessEngine(model, address, extra=extra, max_num_batched_tokens=CHUNK)
+def _serve(pipe: Connection, model: Path, address: str, arguments: dict[str, Any]) -> None:
+    engine = InProcessEngine(model, address, **arguments)
     pipe.send(engine.scheduler.connector._scheduler.direct.address)
     while True:
-        command, *arguments = pipe.recv()
+        command, *said = pipe.recv()
         if command == "end":
             engine.close()
             return
-        pipe.send(_COMMANDS[command](engine, *arguments))
+        pipe.send(_COMMANDS[command](engine, *said))
 
 
-def _prefill(engine: InProcessEngine, prompt: list[int], params: dict[str, object]) -> None:
-    engine.add(prompt, 1, params)
+def _prefill(engine: InProcessEngine, asked: list[int], params: dict[str, object]) -> str:
+    return engine.add(asked, 1, params)
 
 
 def _step(engine: InProcessEngine) -> bool:
@@ -85,10 +93,19 @@ def _finish(engine: InProcessEngine) -> object:
     return last.kv_transfer_params
 
 
-def _generate(engine: InProcessEngine, prompt: list[int], tokens: int) -> list[int]:
-    answer = engine.generate(prompt, tokens)[0]
+def _generate(engine: InProcessEngine, asked: list[int], tokens: int) -> list[int]:
+    answer = engine.generate(asked, tokens)[0]
     assert engine.llm.reset_prefix_cache()
     return answer
+
+
+def _answers(engine: InProcessEngine) -> dict[str, tuple[list[int], int]]:
+    """All requests to their end: of each the generated tokens, and how many of its prompt came from a cache."""
+    outputs = engine.run()
+    return {
+        name: (list(output.outputs[0].token_ids), output.num_cached_tokens)
+        for name, output in outputs.items()
+    }
 
 
 def _reset(engine: InProcessEngine) -> bool:
@@ -96,11 +113,18 @@ def _reset(engine: InProcessEngine) -> bool:
 
 
 _COMMANDS: dict[str, Any] = {
+    "add": InProcessEngine.add,
+    "answers": _answers,
     "prefill": _prefill,
     "step": _step,
     "finish": _finish,
     "generate": _generate,
     "reset": _reset,
+    "retrain": retrain,
+    "retrain_amid_requests": retrain_amid_requests,
+    "interrupt": interrupt,
+    "landed_blocks": landed_blocks,
+    "preemptions": lambda engine: engine.metric("vllm:num_preemptions"),
     "books": InProcessEngine.books,
     "counted": lambda engine: dict(engine.counted),
     "errors": InProcessEngine.errors,

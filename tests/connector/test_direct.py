@@ -283,6 +283,36 @@ def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
     assert sum(len(room) for room in world.agent.room.values()) > 30, "there is room again"
 
 
+@pytest.mark.parametrize("how", ["it lands", "the first is aborted", "a rank does not answer"])
+def test_a_second_sample_of_a_prompt_waits_for_the_first_ones_hand_off(how: str) -> None:
+    world = World()
+    first, second = world.request("first"), world.request("second")
+    assert world.waits(first) and world.waits(second)
+    world.step()
+    assert world.waits(second)
+    assert world.agent.landings == {ID: (0, ALL)}
+    if how == "it lands":
+        world.agent.end(ID, "landed", ALL, [world.hash(first, WHOLE)])
+    elif how == "the first is aborted":
+        world.side.forget_request("first")
+    else:
+        world.engine.now += WAIT_SECONDS + STUCK_SECONDS + 0.1
+    world.step()
+    assert world.side.matched_tokens(second, 0) == (0, False)
+    assert not world.land._with
+    assert not (world.side.take_stats() or {}).get("direct_fallbacks")
+
+
+def test_another_prompt_with_the_same_id_does_not_wait_for_it() -> None:
+    world = World()
+    first, second = world.request("first"), world.request("second", TOKENS - BLOCK)
+    assert world.waits(first)
+    assert world.side.matched_tokens(second, 0) == (0, False)
+    world.side.forget_request("second")
+    assert world.waits(first)
+    assert (world.side.take_stats() or {})["direct_fallbacks"] == 1
+
+
 def test_a_running_request_without_a_block_gets_those_of_the_youngest_landing() -> None:
     world = World()
     older, younger = world.request("older"), world.request("younger", handoff="y")

@@ -10,36 +10,31 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from direct_pair import (
+    DIRECT,
+    STEPS_SECONDS,
+    answer,
+    both_params,
+    interrupt,
+    land_kind,
+    landed_blocks,
+    step_until,
+    two_samples,
+)
 from engine import BLOCK, InProcessEngine, prompt
 from prefill_engine import PrefillEngine
+from trainer import retrain, retrain_amid_requests
 
 pytestmark = pytest.mark.old_vllm
-DIRECT = {"kvlane.direct": "on"}
 TOKENS = 470
 ALL = TOKENS - 1
 """vLLM computes one token of each prompt."""
 WHOLE = TOKENS // BLOCK * BLOCK
-STEPS_SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def nobody(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where no daemon listens: direct hand-offs need none."""
-    return f"unix:{tmp_path_factory.mktemp('nobody')}/kvlane.sock"
-
-
-@pytest.fixture(scope="module")
-def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The engines find each other in a folder of this test's own."""
-    folder = tmp_path_factory.mktemp("runtime")
-    folder.chmod(0o700)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -67,37 +62,6 @@ def books_stay_even(d: InProcessEngine, request: pytest.FixtureRequest) -> Itera
     assert d.errors() == 0
 
 
-def both_params(p: PrefillEngine) -> tuple[dict[str, object], dict[str, object]]:
-    """For P's request and for D's, which are sent at once."""
-    handoff = secrets.token_hex(16)
-    prefill = {"do_remote_decode": True, "kvlane": {"handoff": handoff}}
-    return prefill, {"kvlane": {"handoff": handoff, "peer": p.address}}
-
-
-def step_until(d: InProcessEngine, what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + STEPS_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        d.llm.llm_engine.step()
-
-
-def land_kind(d: InProcessEngine) -> Any:
-    (kind,) = (kind for kind in d.connector._scheduler.kinds if kind.name == "land")
-    return kind
-
-
-def landed_blocks(d: InProcessEngine) -> int:
-    """Of all landings that go on."""
-    kind, agent = land_kind(d), d.connector._scheduler.direct.agent
-    standings = [agent.standing(handoff) for handoff in kind._landings]
-    return sum(standing[2] for standing in standings if standing is not None)
-
-
-def answer(d: InProcessEngine, name: str) -> tuple[list[int], int]:
-    output = d.run()[name]
-    return list(output.outputs[0].token_ids), output.num_cached_tokens
-
-
 def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     p: PrefillEngine, d: InProcessEngine
 ) -> None:
@@ -121,8 +85,7 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     assert d.counted["direct_landed_tokens"] - landed == TOKENS
     assert offered >= WHOLE // BLOCK
     assert len(seen) >= 3 and seen == sorted(seen) and seen[0] < WHOLE // BLOCK, "it landed in parts"
-    # P hears of it at its next request.
-    p.ask("generate", prompt(98, 40), 1)
+    p.take_note()
     assert p.ask("books") == start
     assert p.ask("errors") == 0
 
@@ -274,6 +237,239 @@ def test_a_reset_of_either_engine_succeeds_at_the_first_call_and_answers_stay_ri
     p.ask("finish")
 
 
+def test_samples_of_one_prompt_share_what_lands(p: PrefillEngine, d: InProcessEngine) -> None:
+    """The second one has the first one's id, and was computed at once: nothing was left to land for the first."""
+    truth = p.ask("generate", prompt(20, TOKENS), 24)
+    before, cached = d.counted.copy(), d.metric("vllm:prompt_tokens_cached")
+    for_p, for_d = both_params(p)
+    name = two_samples(d, prompt(20, TOKENS), 24, for_d)
+    p.ask("prefill", prompt(20, TOKENS), for_p)
+    p.ask("finish")
+    output = d.run()[name]
+    assert [list(each.token_ids) for each in output.outputs] == [truth, truth]
+    # The second computes what is behind its last whole block.
+    assert d.metric("vllm:prompt_tokens_cached") - cached == ALL + WHOLE
+    grown = d.counted - before
+    assert (grown["direct_landed_tokens"], grown["direct_fallbacks"]) == (TOKENS, 0)
+
+
+def test_prompts_in_flight_at_once_all_land(p: PrefillEngine, d: InProcessEngine) -> None:
+    """Together they need more blocks than may be written at once: one waits for another one's room."""
+    prompts = [prompt(seed, TOKENS) for seed in range(21, 25)]
+    truths = [p.ask("generate", each, 12) for each in prompts]
+    start, before = p.ask("books"), d.counted.copy()
+    names = []
+    for each in prompts:
+        for_p, for_d = both_params(p)
+        names.append(d.add(each, 12, for_d))
+        p.ask("prefill", each, for_p)
+    outputs: dict[str, Any] = {}
+    while p.ask("step"):
+        outputs |= {each.request_id: each for each in d.llm.llm_engine.step() if each.finished}
+    outputs |= d.run()
+    assert [list(outputs[name].outputs[0].token_ids) for name in names] == truths
+    assert [outputs[name].num_cached_tokens for name in names] == [ALL] * len(prompts)
+    assert (d.counted - before)["direct_landed"] == len(prompts)
+    p.take_note()
+    assert p.ask("books") == start
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_where_a_batch_gets_one_prompts_params_only_that_prompt_may_land(
+    p: PrefillEngine, d: InProcessEngine, first: int
+) -> None:
+    """As with a proxy that asks P for all prompts at once, and gives D its last answer's parameters for all of them."""
+    prompts = [prompt(25, TOKENS), prompt(26, TOKENS)]
+    truths = [p.ask("generate", each, 12) for each in prompts]
+    for each in prompts:
+        p.ask("prefill", each, {"do_remote_decode": True})
+    params = p.ask("finish")
+    before = d.counted.copy()
+    names = [d.add(prompts[number], 12, params) for number in (first, 1 - first)]
+    outputs = d.run()
+    answers = [list(outputs[name].outputs[0].token_ids) for name in names]
+    assert answers == [truths[first], truths[1 - first]]
+    # The parameters are the second prompt's; D takes them for those of whichever comes first.
+    assert [outputs[name].num_cached_tokens for name in names] == [ALL if first == 1 else 0, 0]
+    assert (d.counted - before)["direct_fallbacks"] == (1 if first == 1 else 2)
+    # P's other prompt is wanted by nobody.
+    assert p.ask("reset")
+
+
+def test_of_two_prompts_with_one_id_at_both_engines_one_lands(p: PrefillEngine, d: InProcessEngine) -> None:
+    prompts = [prompt(27, TOKENS), prompt(28, TOKENS)]
+    truths = [p.ask("generate", each, 12) for each in prompts]
+    for_p, for_d = both_params(p)
+    start, before = p.ask("books"), d.counted.copy()
+    not_offered = p.ask("counted").get("direct_not_offered", 0)
+    names = [d.add(each, 12, for_d) for each in prompts]
+    for each in prompts:
+        p.ask("prefill", each, for_p)
+    p.ask("finish")
+    outputs = d.run()
+    assert [list(outputs[name].outputs[0].token_ids) for name in names] == truths
+    assert [outputs[name].num_cached_tokens for name in names] == [ALL, 0]
+    grown = d.counted - before
+    assert (grown["direct_landed"], grown["direct_fallbacks"]) == (1, 1)
+    assert p.ask("counted")["direct_not_offered"] == not_offered + 1
+    p.take_note()
+    assert p.ask("books") == start
+
+
+TRAINED = 2.0
+"""A power of two: its inverse brings the first weights back, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A hand-off of which three blocks have landed, and what one engine answers to its prompt."""
+
+    name: str
+    prompt: list[int]
+    old: list[int]
+    new: list[int]
+    """With the trained weights."""
+
+
+@pytest.fixture
+def begin(p: PrefillEngine, d: InProcessEngine) -> Iterator[Callable[[int], Begun]]:
+    """Begins one; whatever becomes of the engines' weights, they have their first ones afterwards."""
+
+    def start(seed: int) -> Begun:
+        asked = prompt(seed, TOKENS)
+        old = p.ask("generate", asked, 24)
+        p.ask("retrain", TRAINED)
+        new = p.ask("generate", asked, 24)
+        p.ask("retrain", 1 / TRAINED)
+        assert p.ask("generate", asked, 24) == old and new != old
+        for_p, for_d = both_params(p)
+        name = d.add(asked, 24, for_d)
+        p.ask("prefill", asked, for_p)
+        assert p.ask("step")
+        step_until(d, "the first blocks land", lambda: landed_blocks(d) >= 3)
+        return Begun(name, asked, old, new)
+
+    yield start
+    # Both know what they have again, and hand over.
+    d.generate(prompt(97, 40), 1)
+    p.ask("generate", prompt(97, 40), 1)
+    p.ask("prefill", prompt(96, TOKENS), {"do_remote_decode": True})
+    _, cached = answer(d, d.add(prompt(96, TOKENS), 1, p.ask("finish")))
+    assert cached == ALL
+
+
+def test_what_has_landed_of_old_weights_is_not_used_when_d_gets_new_ones(
+    p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
+) -> None:
+    begun = begin(30)
+    retrain(d, TRAINED)
+    try:
+        p.ask("finish")
+        assert answer(d, begun.name) == (begun.new, 0)
+        # P has the old weights: D wants nothing of it.
+        assert d.llm.reset_prefix_cache()
+        fallbacks = d.counted["direct_fallbacks"]
+        p.ask("prefill", begun.prompt, {"do_remote_decode": True})
+        assert answer(d, d.add(begun.prompt, 24, p.ask("finish"))) == (begun.new, 0)
+        assert d.counted["direct_fallbacks"] == fallbacks + 1
+    finally:
+        retrain(d, 1 / TRAINED)
+
+
+def test_what_p_computes_with_new_weights_does_not_land_where_the_old_ones_are(
+    p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
+) -> None:
+    begun = begin(31)
+    fallbacks = d.counted["direct_fallbacks"]
+    p.ask("retrain", TRAINED)
+    p.ask("finish")
+    # What had landed was computed with the old weights, which D still has.
+    assert answer(d, begun.name) == (begun.old, 3 * BLOCK)
+    assert d.counted["direct_fallbacks"] == fallbacks + 1
+    p.ask("retrain", 1 / TRAINED)
+
+
+def test_when_vllm_refuses_ps_reset_nothing_is_used_that_new_weights_may_have_computed(
+    p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
+) -> None:
+    """P goes on with a prompt of which the old weights have computed the beginning."""
+    begun = begin(32)
+    fallbacks = d.counted["direct_fallbacks"]
+    p.ask("retrain_amid_requests", TRAINED)
+    p.ask("finish")
+    got, cached = answer(d, begun.name)
+    assert (got, cached) == (begun.old, 0)
+    assert d.counted["direct_fallbacks"] == fallbacks + 1
+    p.ask("retrain", 1 / TRAINED)
+
+
+def test_when_vllm_refuses_ds_reset_nothing_is_used_that_old_weights_have_computed(
+    p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
+) -> None:
+    begun = begin(33)
+    fallbacks = d.counted["direct_fallbacks"]
+    other = d.add(prompt(34, 40), 200)
+    step_until(d, "another request runs", lambda: bool(d.scheduler.running))
+    retrain_amid_requests(d, TRAINED)
+    try:
+        p.ask("finish")
+        outputs = d.run()
+        assert other in outputs
+        assert list(outputs[begun.name].outputs[0].token_ids) == begun.new
+        assert outputs[begun.name].num_cached_tokens == 0
+        assert d.counted["direct_fallbacks"] == fallbacks + 1
+    finally:
+        retrain(d, 1 / TRAINED)
+
+
+def test_engines_with_new_weights_of_one_name_hand_over(
+    p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
+) -> None:
+    begun = begin(35)
+    retrain(d, TRAINED, "step-1")
+    p.ask("retrain", TRAINED, "step-1")
+    try:
+        p.ask("finish")
+        assert answer(d, begun.name) == (begun.new, 0)
+        assert d.llm.reset_prefix_cache()
+        p.ask("prefill", begun.prompt, {"do_remote_decode": True})
+        assert answer(d, d.add(begun.prompt, 24, p.ask("finish"))) == (begun.new, ALL)
+    finally:
+        retrain(d, 1 / TRAINED, "step-2")
+        p.ask("retrain", 1 / TRAINED, "step-2")
+
+
+# Sleep is a pause on CPUs, whose caches stay.
+@pytest.mark.parametrize("how", ["sleep", "pause abort", "pause keep"])
+@pytest.mark.parametrize("who", ["p", "d"])
+def test_either_engine_sleeps_or_pauses_amid_a_hand_off(
+    p: PrefillEngine, d: InProcessEngine, who: str, how: str
+) -> None:
+    asked = prompt(f"{who} {how}", TOKENS)
+    truth = p.ask("generate", asked, 24)
+    start = p.ask("books")
+    for_p, for_d = both_params(p)
+    name = d.add(asked, 24, for_d)
+    leg = p.ask("prefill", asked, for_p)
+    assert p.ask("step")
+    step_until(d, "the first blocks land", lambda: landed_blocks(d) >= 3)
+    if who == "d":
+        interrupt(d, how, [name])
+    else:
+        p.ask("interrupt", how, [leg])
+    if who == "d" and how != "pause keep":
+        assert not d.llm.llm_engine.has_unfinished_requests()
+        name = d.add(asked, 24)
+    assert answer(d, name) == (truth, 3 * BLOCK if who == "p" else 0)
+    # P looks at its weights with the first prompt after that, which it does not hand over.
+    p.take_note()
+    assert p.ask("books") == start
+    # From then on they hand over again.
+    assert d.llm.reset_prefix_cache()
+    p.ask("prefill", asked, {"do_remote_decode": True})
+    assert answer(d, d.add(asked, 24, p.ask("finish"))) == (truth, ALL)
+
+
 def test_what_names_no_engine_is_computed_at_once(p: PrefillEngine, d: InProcessEngine) -> None:
     truth = p.ask("generate", prompt(7, TOKENS), 8)
     for peer in ("127.0.0.1:9", "10.1.2.3:80", "[::1]:70000", "nonsense", p.address + "0", ""):
@@ -320,7 +516,7 @@ def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
     deadline = time.monotonic() + STEPS_SECONDS
     while p.ask("books") != start:
         assert time.monotonic() < deadline, "P's blocks are free"
-        p.ask("generate", prompt(98, 40), 1)
+        p.take_note()
 
 
 # Last: it ends P.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from engine import InProcessEngine, Make, engines, prompt
+from engine import Make, engines, prompt
 from stores import DaemonStore, FakeStore
+from trainer import name_them, retrain, train
 
 from kvlane.connector import weights
 
@@ -21,27 +21,6 @@ pytestmark = pytest.mark.old_vllm
 PROMPT = prompt(1)
 CACHED = 288  # of its 300 tokens
 TURNS = 4
-
-
-def train(worker: Any, factor: float) -> None:
-    """One step of a trainer: the weights change where they lie."""
-    with torch.no_grad():
-        for parameter in worker.model_runner.get_model().parameters():
-            parameter.mul_(factor)
-
-
-def name_them(worker: Any, version: str) -> None:
-    weights.name_weights(version)
-
-
-def retrain(engine: InProcessEngine, factor: float, version: str | None = None) -> None:
-    """What a trainer does with an engine between two steps of its own."""
-    engine.core.pause_scheduler("keep", clear_cache=False)
-    engine.llm.collective_rpc(functools.partial(train, factor=factor))
-    if version is not None:
-        engine.llm.collective_rpc(functools.partial(name_them, version=version))
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.core.resume_scheduler()
 
 
 @pytest.fixture(scope="module")

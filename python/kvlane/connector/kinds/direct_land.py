@@ -72,6 +72,8 @@ class LandDirect(SchedulerKind):
         super().__init__(shared)
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
+        self._with: dict[str, _Landed] = {}
+        """By request: what it waits for as another sample of a prompt, with the same id."""
         self._told: set[str] = set()
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
@@ -89,6 +91,11 @@ class LandDirect(SchedulerKind):
             # The other half has told it.
             return
         if not isinstance(landing, Landing) or shared.pins.pool is None:
+            return
+        other = self._landings.get(landing.id)
+        hashes, takes_cache = request.block_hashes, not wants_no_cache(request)
+        if other is not None and takes_cache and hashes and other.state.request.block_hashes == hashes:
+            self._with[request.request_id] = other
             return
         against = self._against(state, landing, direct)
         if against is not None:
@@ -132,6 +139,8 @@ class LandDirect(SchedulerKind):
             )
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        if self._waits_with_another(state):
+            return ASK_AGAIN
         landed = self._by_request.get(state.request.request_id)
         if landed is None or self._shared.direct is None or self._shared.direct.agent is None:
             return NOTHING
@@ -147,6 +156,16 @@ class LandDirect(SchedulerKind):
             return NOTHING
         # One token is computed. The copy is enqueued before that, and cannot fail.
         return Answer(rest, at_once=True)
+
+    def _waits_with_another(self, state: RequestState) -> bool:
+        landed = self._with.get(state.request.request_id)
+        if landed is None:
+            return False
+        lands = not landed.is_ready and self._landings.get(landed.landing.id) is landed
+        if lands and self._shared.clock() < landed.until:
+            return True
+        del self._with[state.request.request_id]
+        return False
 
     def _leave(self, landed: _Landed) -> None:
         """A rank does not say that it writes no more: its blocks stay pinned until it does, and the prompt is
@@ -349,6 +368,7 @@ class LandDirect(SchedulerKind):
 
     def give_back(self, state: RequestState) -> None:
         """The request is over. What lands still is waited for elsewhere, and then cached."""
+        self._with.pop(state.request.request_id, None)
         landed = self._by_request.get(state.request.request_id)
         if landed is None:
             return
