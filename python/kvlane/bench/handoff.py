@@ -89,14 +89,14 @@ class _Pair:
             )
         self.decode.ask("meet", address=self.prefill.ask("address"))
         self.whole(1)
-        self._check()
+        self.check()
 
     def end(self) -> None:
         """End both."""
         for side in (self.prefill, self.decode):
             side.end()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """All bytes are those of the other engine's blocks; and not by chance."""
         theirs, ours = self.prefill.ask("digest"), self.decode.ask("digest")
         if theirs != ours:
