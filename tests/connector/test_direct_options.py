@@ -108,18 +108,47 @@ def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> 
     assert sum(len(room) for room in world.agent.room.values()) == 50
 
 
-def test_a_prompt_that_is_larger_than_the_room_for_all_is_computed_at_once(
-    caplog: pytest.LogCaptureFixture,
+def test_a_long_prompt_lands_in_more_than_a_tenth_of_all_blocks_when_it_is_the_first() -> None:
+    """With a tenth for all, no prompt landed that takes more."""
+    world = World(blocks=200)
+    names = [Leg(f"d{number}").id for number in range(3)]
+    short, long, last = (
+        world.request(f"d{number}", tokens, f"d{number}")
+        for number, tokens in enumerate([16 * BLOCK, 70 * BLOCK, 20 * BLOCK])
+    )
+    for request in (short, long, last):
+        assert world.waits(request)
+    world.step()
+    room = world.agent.room
+    assert [len(room.get(name, [])) for name in names] == [16, 4, 0]
+    world.agent.end(names[0], "landed", 16, [world.hash(short, 15)])
+    world.step()
+    assert [len(room.get(name, [])) for name in names] == [16, 70, 0], "it is the first now, and others wait"
+    world.agent.end(names[1], "landed", 70, [world.hash(long, 69)])
+    world.step()
+    world.side.matched_tokens(long, 69 * BLOCK)
+    world.side.allocated(long, world.engine.allocate(long, 70 * BLOCK), 0)
+    world.side.matched_tokens(short, 15 * BLOCK)
+    world.side.allocated(short, world.engine.allocate(short, 16 * BLOCK), 0)
+    world.step()
+    assert len(room[names[2]]) == 20
+
+
+@pytest.mark.parametrize(
+    ("blocks", "buffer"), [(2 * (ALL - 1), None), (40 * ALL, f"{(ALL - 1) * BLOCK_BYTES}")]
+)
+def test_a_prompt_that_is_larger_than_the_room_for_it_is_computed_at_once(
+    blocks: int, buffer: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waited for room that never came, half a minute without any progress."""
-    world = World(blocks=(ALL - 1) * 10)
+    world = World(blocks=blocks, **({"kv_buffer_size": buffer} if buffer else {}))
     request = world.request()
     world.waits(request)
     world.step()
     assert world.side.matched_tokens(request, 0) == (0, False)
     assert world.agent.landings == {} and world.references() == 0
     (said,) = said_of(caplog)
-    assert "more blocks than prompts may land in at once" in said
+    assert "more blocks than a prompt may land in" in said
 
 
 def test_with_less_than_one_block_nothing_lands_and_the_log_says_it_once(

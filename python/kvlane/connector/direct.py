@@ -89,6 +89,11 @@ class Direct:
         # Prompts that have landed each need a block more to go on: never may they hold all.
         return min(self._buffer_blocks, self._pinned_blocks(blocks))
 
+    def largest_landing(self, blocks: int) -> int:
+        """How many of the engine's `blocks` a prompt may take whose turn it is."""
+        # A long prompt takes more than what several may have together, where nobody has set that.
+        return self.landing_blocks(blocks) if self._buffer_blocks is not None else self._pinned_blocks(blocks)
+
     def offered_blocks(self, blocks: int) -> tuple[int, str]:
         """How many of the engine's `blocks` may be pinned for others, and what sets that."""
         buffer, share = self._buffer_blocks, self._pinned_blocks(blocks)

@@ -68,7 +68,7 @@ class Settings:
     layer by layer while it is computed."""
     kv_buffer_size: float | None = None
     """With `kvlane.direct`, bytes of each rank in which prompts may land at once; None takes a tenth of the engine's
-    blocks. With `GET` also those that may be pinned for other engines."""
+    blocks, and more for one that is longer. With `GET` also those that may be pinned for other engines."""
     namespace: str = ""
     """Engines share blocks only with engines of the same word here."""
     weights_version: str = ""

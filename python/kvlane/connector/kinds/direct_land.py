@@ -181,12 +181,13 @@ class LandDirect(SchedulerKind):
             self._shared.pins.unpin(self._former_sources)
         self._former_sources, self._sources = self._sources, []
         self._end_those_over()
-        room = BLOCKS_A_STEP
+        room, is_first = BLOCKS_A_STEP, True
         for landed in list(self._landings.values()):
+            if landed.is_alive and not landed.is_ready and not landed.is_begun:
+                self._begin(landed)
             if landed.is_alive and not landed.is_ready:
-                if not landed.is_begun:
-                    self._begin(landed)
-                room -= self._give_room(landed, room)
+                room -= self._give_room(landed, room, is_first)
+                is_first = False
 
     def _pool(self) -> LandingPool:
         assert self._shared.pins.pool is not None
@@ -207,10 +208,10 @@ class LandDirect(SchedulerKind):
             landed.local += found
         first = len(landed.local)
         landed.wanted = end - first
-        fits = landed.wanted <= direct.landing_blocks(len(pool.blocks))
+        fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
         if not fits:
             # It would wait for room that does not come.
-            self._fell_back("no_room", "it takes more blocks than prompts may land in at once")
+            self._fell_back("no_room", "it takes more blocks than a prompt may land in")
         if not fits or landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
             landed.local, landed.is_ready = [], True
             return
@@ -230,12 +231,15 @@ class LandDirect(SchedulerKind):
             return
         shared.counters.add("direct_landings")
 
-    def _give_room(self, landed: _Landed, most: int) -> int:
-        """The oldest free blocks, within the bounds."""
+    def _give_room(self, landed: _Landed, most: int, is_first: bool) -> int:
+        """The oldest free blocks, within the bounds. The first of all that land gets what it needs, so that a long
+        prompt has its turn."""
         direct, pool = self._shared.direct, self._pool()
         assert direct is not None and direct.agent is not None
         in_use = sum(len(each.taken) for each in self._landings.values())
         share = direct.landing_blocks(len(pool.blocks)) - in_use
+        if is_first:
+            share = max(share, direct.largest_landing(len(pool.blocks)) - len(landed.taken))
         count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
         if landed.is_ready or count <= 0:
             return 0
