@@ -18,6 +18,7 @@ NAME = "journal"
 HELP = "saves that evict, and lookups, with a reader of the journal against without one, in interleaved pairs"
 # Of saves; it does not have room for what a few rounds save, so that blocks come and go.
 _SAVES_IN_POOL = 3
+_HEARS_WITHIN_S = 30.0
 _LOOKUPS = 40
 _KINDS = ("save", "lookup", "daemon")
 
@@ -81,6 +82,15 @@ class _Side:
         self._engine.scheduler.tick()
         self.heard += len(self._engine.scheduler.take_changes()[1])
 
+    def hears(self, entries: int) -> bool:
+        """Steps until so many entries of the journal were taken. False: not within some seconds."""
+        deadline = time.monotonic() + _HEARS_WITHIN_S
+        while self.heard < entries and time.monotonic() < deadline:
+            self._step()
+            # A step asks the daemon again when 100 ms are over; nothing but a step takes the answer.
+            time.sleep(0.01)
+        return self.heard >= entries
+
     def close(self) -> None:
         self._engine.close()
 
@@ -102,10 +112,11 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             took = {side: side.round(number) for side in order}
             if number >= 0:
                 pairs.append((took[on], took[off]))
+        # The last rounds' entries may still be under way.
+        evicted_too = 2 * arguments.blocks * (arguments.rounds - 1)
+        assert on.hears(evicted_too), f"the reader heard of {on.heard} blocks that came or went"
         on.close()
         off.close()
-    evicted_too = 2 * arguments.blocks * (arguments.rounds - 1)
-    assert on.heard >= evicted_too, f"the reader heard of {on.heard} blocks that came or went"
     assert off.heard == 0, "without a reader nothing is heard"
     figures, intervals = [], {}
     names = {"save": "save until visible", "lookup": "lookup", "daemon": "daemon CPU time"}
