@@ -115,6 +115,10 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),
     ),
+    "direct-lost": Part(
+        "engines that hand over directly, of which one is killed, stopped or out of blocks",
+        _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_lost.py"),
+    ),
     "direct-ranks": Part(
         "engines of two ranks that hand over directly: tensor parallel, and in pipeline stages",
         _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_served.py"),
