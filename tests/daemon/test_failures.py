@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from patterns import NAMESPACE
@@ -325,6 +326,9 @@ def test_a_lost_connection_of_a_living_process_costs_nothing(
     _until_lost(daemon)
     assert {session["session"] for session in daemon.engines()} == before
     assert daemon.status()["leased_blocks"] == 50, "quarantined"
+    # The daemon may hear of the loss first; a process that is told to go on before it stops would stop for ever.
+    stat = Path(f"/proc/{engine.process.pid}/stat")
+    until("it has stopped itself", lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     engine.signal(signal.SIGCONT)
     assert engine.answer() == 2
     # Its own view may be older than the loss, so the daemon's is asked.
