@@ -53,7 +53,7 @@ pub(crate) struct Talk {
 
 struct Known {
     peer: PeerId,
-    /// When it was talked to the last time.
+    /// When it was talked to, or read from, the last time.
     talked: Instant,
     to_send: mpsc::Sender<Vec<u8>>,
 }
@@ -68,7 +68,10 @@ impl Talk {
     pub(crate) fn reach(&mut self, endpoint: &Endpoint) -> Option<EngineId> {
         let descriptor = Descriptor::from_bytes(endpoint).ok()?;
         let id = EngineId::from(&descriptor);
-        if !self.peers.contains_key(&id) {
+        if let Some(known) = self.peers.get_mut(&id) {
+            // Whoever asks is about to read from it, or to say something.
+            known.talked = Instant::now();
+        } else {
             let peer = self.engine.connect(&descriptor).ok()?;
             self.add(id, peer);
         }
@@ -147,12 +150,16 @@ mod tests {
         all.run_until(async {
             let mut talk = Talk::new(Arc::new(own), on_lost);
             let [former, present] = [&former, &present].map(|engine| engine.describe().unwrap());
-            let former = talk.reach(&former.to_bytes().unwrap()).unwrap();
-            let present = talk.reach(&present.to_bytes().unwrap()).unwrap();
-            let begin = Instant::now();
-            talk.forget_idle(begin);
+            let [former, at_present] = [former, present].map(|endpoint| endpoint.to_bytes().unwrap());
+            let former = talk.reach(&former).unwrap();
+            let present = talk.reach(&at_present).unwrap();
+            talk.forget_idle(Instant::now());
             assert!(lost.borrow().is_empty());
-            talk.peers.get_mut(&former).unwrap().talked -= Duration::from_secs(1);
+            for id in [former, present] {
+                talk.peers.get_mut(&id).unwrap().talked -= Duration::from_secs(1);
+            }
+            // It is only read from: that says nothing to it, and goes by this.
+            talk.reach(&at_present);
             talk.forget_idle(talk.peers[&present].talked + IDLE_KEPT - Duration::from_millis(500));
             assert_eq!(*lost.borrow(), [former]);
         })
