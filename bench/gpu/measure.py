@@ -50,11 +50,15 @@ class Engine:
             options["kv_transfer_config"] = KVTransferConfig(**json.loads(settings.connector))
         if settings.kv_cache_bytes:
             options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+        if getattr(settings, "async_scheduling", None) is not None:
+            options["async_scheduling"] = settings.async_scheduling
         self._sampling = SamplingParams
         self._kind = RequestOutputKind.DELTA
         self._names = 0
         self.cached_tokens = 0
         """Of the prompt that was asked last: those that vLLM did not compute."""
+        self.handed: dict[str, Any] = {}
+        """The `kv_transfer_params` that came with the last answer."""
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(model.write_config(settings.shape, Path(settings.scratch))),
@@ -71,11 +75,19 @@ class Engine:
             )
         )
 
-    async def answer(self, prompt: list[int], tokens: int = 1) -> tuple[list[float], tuple[int, ...]]:
-        """When each token came, in ms after it was asked for, and the tokens."""
+    async def answer(
+        self, prompt: list[int], tokens: int = 1, params: dict[str, Any] | None = None
+    ) -> tuple[list[float], tuple[int, ...]]:
+        """When each token came, in ms after it was asked for, and the tokens. `params`: the request's
+        `kv_transfer_params`."""
         self._names += 1
         wanted = self._sampling(
-            max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False, output_kind=self._kind
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=self._kind,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         times: list[float] = []
         answer: list[int] = []
@@ -83,6 +95,7 @@ class Engine:
         async for output in self._llm.generate({"prompt_token_ids": prompt}, wanted, f"r{self._names}"):
             came = (time.perf_counter() - start) * 1e3
             self.cached_tokens = output.num_cached_tokens or 0
+            self.handed = output.kv_transfer_params or {}
             for token in output.outputs[0].token_ids:
                 times.append(came)
                 answer.append(token)

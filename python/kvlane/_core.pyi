@@ -240,10 +240,11 @@ class HandoffRank:
         areas: list[tuple[int, int]],
         key: bytes,
         transport: str,
+        gpu: bytes | None = None,
     ) -> None:
         """`listen`: HOST:PORT. `regions`: as of `Worker`, one after the other. `areas`: address and bytes of the memory
         in which they lie, which has to stay until `close`. `key`: 16 bytes, by which its own scheduler is known.
-        `transport`: auto, tcp or cma. OSError, ValueError."""
+        `transport`: auto, tcp or cma. `gpu`: the UUID of the GPU whose memory it is. OSError, ValueError."""
 
     @property
     def endpoint(self) -> bytes:
@@ -254,11 +255,12 @@ class HandoffRank:
         is, their ids, and 16 bytes of the hash of the last of them. Once computed they stay as they are until the
         scheduler's `take_free_legs` names the hand-off."""
 
-    def layers_computed(self, regions: int, /) -> None:
-        """The first so many regions of the step's blocks are computed."""
+    def layers_computed(self, regions: int, stream: int = 0) -> None:
+        """The first so many regions of the step's blocks are computed; on a GPU once `stream`, a stream of the engine
+        on it, has come so far. OSError if its driver refuses."""
 
-    def step_ends(self) -> None:
-        """All of them are."""
+    def step_ends(self, stream: int = 0) -> None:
+        """The same of all of them. A GPU's stream may compute on when the next step begins."""
 
     def take_counts(self) -> tuple[int, int, int, int, int]:
         """Since the last call: READs that brought their bytes, READs that did not, runs of neighbouring bytes of which

@@ -122,14 +122,14 @@ class Agent:
 class World:
     """An engine with direct hand-offs."""
 
-    def __init__(self, blocks: int = 400, **settings: Any) -> None:
+    def __init__(self, blocks: int = 400, steps_at_once: int = 1, /, **settings: Any) -> None:
         self.engine = Engine(FakeCore(), blocks=blocks, settings={"kvlane.direct": "on", **settings})
         self.pool = LandingPool(blocks)
         self.engine.pool = self.pool
         side = self.engine.scheduler
         self.agent = Agent()
         parsed = self.engine.scheduler._shared.settings
-        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES)
+        self.direct = Direct(parsed, full_group(), b"n" * 16, (1, 1), True, BLOCK_BYTES, steps_at_once)
         self.direct.agent = cast("Any", self.agent)
         self.direct.peers = cast("Any", SimpleNamespace(allows=lambda address: address == PEER))
         side._shared.direct = self.direct
@@ -138,9 +138,9 @@ class World:
         (self.land,) = (kind for kind in side.kinds if isinstance(kind, LandDirect))
         (self.offer,) = (kind for kind in side.kinds if isinstance(kind, OfferDirect))
 
-    def request(self, name: str = "d", tokens: int = TOKENS, handoff: str = NAME) -> Request:
+    def request(self, name: str = "d", tokens: int = TOKENS, handoff: str = NAME, first: int = 0) -> Request:
         params = {"kvlane": {"handoff": handoff, "peer": PEER}}
-        request = Request(name, list(range(tokens)), transfer=params)
+        request = Request(name, list(range(first, first + tokens)), transfer=params)
         self.side.add_request(request)
         return request
 
@@ -187,6 +187,37 @@ def test_what_lands_whole_is_the_engines_own_cache_and_its_last_tokens_are_copie
     assert world.references() - ALL == 1
     world.step()
     assert world.references() == ALL, "the request's own"
+
+
+@pytest.mark.parametrize("how", ["goes on", "is reset"])
+def test_where_steps_overlap_nothing_lands_in_a_copys_source_before_its_step_is_over(how: str) -> None:
+    world = World(400, 2)
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    world.agent.end(ID, "landed", ALL, [world.hash(request, WHOLE - 1), world.hash(request, WHOLE)])
+    world.step()
+    local = WHOLE * BLOCK
+    assert world.side.matched_tokens(request, local) == (TOKENS - 1 - local, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), TOKENS - 1 - local)
+    source = world.pool.blocks[world.agent.room[ID][-1]]
+    held = source.ref_cnt
+    world.step()  # plans the step that copies
+    if how == "is reset":
+        world.engine.free(request)
+        assert world.pool.reset_prefix_cache()
+        assert source.ref_cnt == 0
+    other = world.request("e", handoff="other", first=1000)
+    assert world.waits(other)
+    world.step()
+    if how == "is reset":
+        assert Leg("other").id not in world.agent.room
+        world.step()
+    else:
+        assert source.ref_cnt == held
+        world.step()
+        assert source.ref_cnt == held - 1
+    assert len(world.agent.room[Leg("other").id]) == ALL
 
 
 def test_a_prompt_whose_beginning_the_engine_has_is_asked_for_from_there() -> None:
@@ -268,7 +299,7 @@ def test_a_rank_that_does_not_answer_holds_its_blocks_and_not_the_request() -> N
 
 
 def test_at_most_a_tenth_of_the_engines_blocks_is_landed_in_at_once() -> None:
-    world = World(blocks=300)
+    world = World(300)
     requests = [world.request(f"d{number}", handoff=f"d{number}") for number in range(3)]
     for request in requests:
         assert world.waits(request)
@@ -407,7 +438,7 @@ def test_a_prompt_that_ends_half_way_or_pins_too_much_is_given_up() -> None:
     world.engine.compute(request, 50)
     world.side.request_finished(request, world.engine.tables["p"])
     assert world.agent.given_up == [ID]
-    small = World(blocks=50, **{"kvlane.max_pinned_share": 0.4})
+    small = World(50, **{"kvlane.max_pinned_share": 0.4})
     request = leg(small)
     small.engine.compute(request, TOKENS)
     assert small.agent.given_up == [ID]

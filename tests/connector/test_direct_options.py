@@ -101,7 +101,7 @@ def test_prompts_land_in_as_many_bytes_as_kv_buffer_size_says() -> None:
 
 def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> None:
     """Each prompt that has landed takes a block more to go on: without one the engine would stand still."""
-    world = World(blocks=100, kv_buffer_size="8e9")
+    world = World(100, kv_buffer_size="8e9")
     for number in range(6):
         assert world.waits(world.request(f"d{number}", handoff=f"d{number}"))
     world.step()
@@ -110,7 +110,7 @@ def test_however_large_kv_buffer_size_is_prompts_do_not_land_in_all_blocks() -> 
 
 def test_a_long_prompt_lands_in_more_than_a_tenth_of_all_blocks_when_it_is_the_first() -> None:
     """With a tenth for all, no prompt landed that takes more."""
-    world = World(blocks=200)
+    world = World(200)
     names = [Leg(f"d{number}").id for number in range(3)]
     short, long, last = (
         world.request(f"d{number}", tokens, f"d{number}")
@@ -141,7 +141,7 @@ def test_a_prompt_that_is_larger_than_the_room_for_it_is_computed_at_once(
     blocks: int, buffer: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waited for room that never came, half a minute without any progress."""
-    world = World(blocks=blocks, **({"kv_buffer_size": buffer} if buffer else {}))
+    world = World(blocks, **({"kv_buffer_size": buffer} if buffer else {}))
     request = world.request()
     world.waits(request)
     world.step()

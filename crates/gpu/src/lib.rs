@@ -25,6 +25,7 @@ mod relay;
 mod ring;
 pub mod split;
 mod stream;
+mod stream_word;
 mod together;
 mod words;
 
@@ -43,4 +44,5 @@ pub use pinned::{CHUNK_BYTES, HostBuffer, Pinned};
 pub use plan::{Direction, Thresholds};
 pub use rails::{Loader, Loading, RailChoice, RailOptions, Rails, Staging};
 pub use stream::{EngineStream, Event, Stream};
+pub use stream_word::StreamWord;
 pub use together::Together;

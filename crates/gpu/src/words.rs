@@ -39,6 +39,14 @@ impl Words {
         unsafe { AtomicU32::from_ptr(word.add(index)) }.store(value, Ordering::SeqCst);
     }
 
+    /// What a word is. Whoever sees what a stream wrote sees what the stream had done before.
+    pub(crate) fn get(&self, index: usize) -> u32 {
+        assert!(index < self.count, "word {index} of {}", self.count);
+        let word: *mut u32 = self.buffer.as_ptr().cast();
+        // SAFETY: as in `set`.
+        unsafe { AtomicU32::from_ptr(word.add(index)) }.load(Ordering::SeqCst)
+    }
+
     /// Whatever is waited for has come.
     pub(crate) fn release(&self, index: usize) {
         self.set(index, ENOUGH);

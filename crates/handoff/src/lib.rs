@@ -16,6 +16,7 @@ mod landings;
 mod legs;
 mod message;
 mod offering;
+mod progress;
 mod rank_agent;
 mod reading;
 mod remembered;

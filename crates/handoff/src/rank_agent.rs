@@ -1,30 +1,36 @@
 //! A rank's part of hand-offs, carried out: windows, READs, and what its scheduler and other ranks say.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
 use kvlane_fabric::{
-    Engine, EngineId, FabricError, Message as Received, PeerId, Pieces, Place, Run, Transfer,
+    Engine, EngineId, FabricError, MemoryKind, Message as Received, PeerId, Pieces, Place, Run, Transfer,
     WINDOW_RANGES_MAX, WindowDescriptor, WindowRange,
 };
+use kvlane_gpu::{EngineStream, Gpu, GpuError};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 
 use crate::geometry::Geometry;
 use crate::message::{BLOCKS_MAX, Endpoint, HandoffId, Message, Offer};
 use crate::offering::{Computed, Offering, OfferingAction};
+use crate::progress::Progress;
 use crate::reading::{Reading, ReadingAction};
 use crate::talk::{AgentError, Talk};
 
 /// Blocks are offered together until they have so many bytes: enough for a READ to be worth its messages, and little enough
 /// that the next one is under way meanwhile.
-const OFFER_BYTES: u64 = 4 << 20;
+const OFFER_BYTES: u64 = 16 << 20;
 /// Layers are offered before their step is over where they have so many bytes.
 const OFFER_BYTES_MIN: u64 = 1 << 20;
+/// While a step computes what is to be offered, the thread looks so often how far it is: to be woken for each layer would cost
+/// the engine a system call in each, and its processor.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 const READ_PATIENCE: Duration = Duration::from_secs(30);
 /// Of so many engines the log says how their blocks come.
 const TOLD_WAYS_MAX: usize = 1024;
@@ -47,6 +53,8 @@ pub struct RankOptions {
     pub regions: Vec<Region>,
     /// Where they lie, registered for windows only.
     pub areas: Vec<Area>,
+    /// The GPU whose memory the areas are; None for the host's.
+    pub gpu: Option<Gpu>,
     /// Its own scheduler proves by this that it is that.
     pub key: [u8; 16],
 }
@@ -85,12 +93,14 @@ struct Read {
     from: (EngineId, PeerId),
     runs: u64,
     bytes: u64,
+    /// Whether either side's memory is a GPU's.
+    is_on_gpu: bool,
 }
 
 #[derive(Debug)]
 enum Event {
-    StepBegins(Vec<Filled>),
-    Layers(u32),
+    /// What the word will count from, and what is filled.
+    StepBegins(u32, Vec<Filled>),
     StepEnds,
     ReadOver(HandoffId, u64, Option<Read>),
     Closed(HandoffId),
@@ -104,6 +114,10 @@ pub struct RankAgent {
     events: mpsc::UnboundedSender<Event>,
     endpoint: Endpoint,
     counts: Arc<Mutex<ReadCounts>>,
+    regions: u32,
+    /// What `computed` counts the engine's present step from.
+    step: AtomicU32,
+    computed: Arc<Progress>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -117,6 +131,9 @@ impl RankAgent {
         let engine = Arc::new(engine);
         let (events, incoming) = mpsc::unbounded_channel();
         let counts = Arc::new(Mutex::new(ReadCounts::default()));
+        let is_on_gpu = options.gpu.is_some();
+        let computed = Arc::new(Progress::new(options.gpu.as_ref())?);
+        let regions = geometry.regions();
         let at_rank = AtRank {
             engine: Arc::clone(&engine),
             events: events.clone(),
@@ -125,11 +142,13 @@ impl RankAgent {
             areas: options.areas.iter().map(|area| area.region).collect(),
             key: options.key,
             scheduler: None,
-            step: Step::default(),
+            is_on_gpu,
+            steps: VecDeque::new(),
             offering: Offering::default(),
             windows: HashMap::new(),
             waiting: Vec::new(),
             counts: Arc::clone(&counts),
+            computed: Arc::clone(&computed),
             told_ways: HashSet::new(),
             cancels: HashMap::new(),
             started: Instant::now(),
@@ -139,7 +158,8 @@ impl RankAgent {
             let local = tokio::task::LocalSet::new();
             local.block_on(&runtime, at_rank.run(incoming));
         })?;
-        Ok(RankAgent { engine, events, endpoint, counts, thread: Some(thread) })
+        let step = AtomicU32::new(0);
+        Ok(RankAgent { engine, events, endpoint, counts, regions, step, computed, thread: Some(thread) })
     }
 
     /// Where it can be reached.
@@ -152,20 +172,27 @@ impl RankAgent {
         std::mem::take(&mut self.counts.lock())
     }
 
-    /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over.
+    /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over. One thread
+    /// says when steps begin and how far they are; a step may begin while the stream computes the one before.
     pub fn step_begins(&self, filled: Vec<Filled>) {
         // Without the thread nobody reads them.
-        let _ = self.events.send(Event::StepBegins(filled));
+        let _ = self.events.send(Event::StepBegins(self.step.load(Ordering::Relaxed), filled));
     }
 
-    /// Of the step's blocks so many regions, the first ones, are computed.
-    pub fn layers_computed(&self, regions: u32) {
-        let _ = self.events.send(Event::Layers(regions));
+    /// Of the step's blocks so many regions, the first ones, are computed once `stream` has done what is enqueued; in the
+    /// host's memory they are now. The agent's thread sees it within a millisecond.
+    pub fn layers_computed(&self, regions: u32, stream: &EngineStream) -> Result<(), GpuError> {
+        let from = self.step.load(Ordering::Relaxed);
+        self.computed.reach(from.wrapping_add(regions.min(self.regions)), stream)
     }
 
-    /// All of the step's blocks are computed.
-    pub fn step_ends(&self) {
+    /// As [`RankAgent::layers_computed`], of all of the step's blocks. What comes next is another step.
+    pub fn step_ends(&self, stream: &EngineStream) -> Result<(), GpuError> {
+        let end = self.step.load(Ordering::Relaxed).wrapping_add(self.regions);
+        self.step.store(end, Ordering::Relaxed);
+        self.computed.reach(end, stream)?;
         let _ = self.events.send(Event::StepEnds);
+        Ok(())
     }
 
     /// Nothing is read or written any more when this returns.
@@ -191,9 +218,11 @@ enum NotOffered {
     Never(String),
 }
 
-/// What the engine's present step fills.
-#[derive(Debug, Default)]
+/// What a step of the engine fills.
+#[derive(Debug)]
 struct Step {
+    /// What the word of progress counts it from.
+    from: u32,
     filled: Vec<Filled>,
     /// So many regions are offered.
     offered: u32,
@@ -207,13 +236,16 @@ struct AtRank {
     areas: Vec<u32>,
     key: [u8; 16],
     scheduler: Option<(EngineId, Endpoint)>,
-    step: Step,
+    is_on_gpu: bool,
+    /// Those of which not everything is offered.
+    steps: VecDeque<Step>,
     offering: Offering,
     reading: Reading,
     windows: HashMap<HandoffId, Vec<WindowDescriptor>>,
     /// Offers for which there are no windows left before others are closed.
     waiting: Vec<(HandoffId, Endpoint, Computed)>,
     counts: Arc<Mutex<ReadCounts>>,
+    computed: Arc<Progress>,
     /// By which ways which engines' blocks come: the log has it once.
     told_ways: HashSet<(EngineId, bool)>,
     /// What tells the READs of a hand-off to end.
@@ -233,7 +265,8 @@ impl AtRank {
         let mut receiving = self.engine.receiving();
         loop {
             let tick = self.reading.next_tick().unwrap_or(Duration::MAX);
-            let wait = tick.saturating_sub(self.now()).min(Duration::from_secs(3600));
+            let look = if self.steps.is_empty() { Duration::from_secs(3600) } else { LOOK_EVERY };
+            let wait = tick.saturating_sub(self.now()).min(look);
             tokio::select! {
                 received = &mut receiving => match received {
                     Some(received) => self.take(&mut talk, received),
@@ -242,6 +275,7 @@ impl AtRank {
                 Some(event) = events.recv() => self.happen(&mut talk, event),
                 () = tokio::time::sleep(wait) => self.reading.tick(self.now()),
             }
+            self.look_how_far_steps_are();
             self.carry_out(&mut talk);
         }
     }
@@ -272,21 +306,9 @@ impl AtRank {
 
     fn happen(&mut self, talk: &mut Talk, event: Event) {
         match event {
-            Event::StepBegins(filled) => {
-                self.offer_up_to(self.geometry.regions());
-                self.step = Step { filled, offered: 0 };
-            }
-            Event::Layers(regions) => {
-                let blocks: usize = self.step.filled.iter().map(|filled| filled.blocks.len()).sum();
-                let bytes = self.geometry.bytes_of(self.step.offered..regions) * blocks as u64;
-                if bytes >= OFFER_BYTES_MIN {
-                    self.offer_up_to(regions);
-                }
-            }
-            Event::StepEnds => {
-                self.offer_up_to(self.geometry.regions());
-                self.step = Step::default();
-            }
+            Event::StepBegins(from, filled) => self.steps.push_back(Step { from, filled, offered: 0 }),
+            // Whatever happens, the steps are looked at.
+            Event::StepEnds => {}
             Event::ReadOver(id, number, read) => {
                 self.count(read.as_ref());
                 self.reading.read_over(id, number, read.is_some());
@@ -304,18 +326,30 @@ impl AtRank {
         }
     }
 
-    /// Of the step's blocks so many regions can be read.
-    fn offer_up_to(&mut self, regions: u32) {
+    /// Offers whole steps, and before them layers together that are worth a READ.
+    fn look_how_far_steps_are(&mut self) {
         let all = self.geometry.regions();
-        let (from, to) = (self.step.offered, regions.min(all));
-        if from >= to {
-            return;
+        while let Some(mut step) = self.steps.pop_front() {
+            let computed = self.computed.since(step.from).min(all);
+            let blocks: usize = step.filled.iter().map(|filled| filled.blocks.len()).sum();
+            let bytes = self.geometry.bytes_of(step.offered..computed.max(step.offered)) * blocks as u64;
+            if computed == all || bytes >= OFFER_BYTES_MIN {
+                self.offer_up_to(&mut step, computed);
+            }
+            if computed < all {
+                self.steps.push_front(step);
+                return;
+            }
         }
-        self.step.offered = to;
-        for Filled { id, first_block, blocks, hash } in &self.step.filled {
-            let hash = hash.filter(|_| to == all);
+    }
+
+    /// Of the step's blocks so many regions can be read.
+    fn offer_up_to(&mut self, step: &mut Step, regions: u32) {
+        let from = std::mem::replace(&mut step.offered, regions);
+        for Filled { id, first_block, blocks, hash } in &step.filled {
+            let hash = hash.filter(|_| regions == self.geometry.regions());
             let computed =
-                Computed { first_block: *first_block, blocks: blocks.clone(), regions: from..to, hash };
+                Computed { first_block: *first_block, blocks: blocks.clone(), regions: from..regions, hash };
             self.offering.computed(*id, computed);
         }
     }
@@ -462,7 +496,8 @@ impl AtRank {
             let _ = events.send(Event::ReadOver(id, number, None));
             return;
         };
-        let read = Read { from: (source, peer), runs, bytes: offer.window.len };
+        let is_on_gpu = self.is_on_gpu || offer.window.kind == MemoryKind::Cuda;
+        let read = Read { from: (source, peer), runs, bytes: offer.window.len, is_on_gpu };
         let mut cancel = self.cancels.entry(id).or_insert_with(|| watch::Sender::new(false)).subscribe();
         tokio::task::spawn_local(async move {
             let outcome = tokio::select! {
@@ -478,12 +513,12 @@ impl AtRank {
 
     fn count(&mut self, read: Option<&Read>) {
         let mut counts = self.counts.lock();
-        let Some(Read { from: (engine, peer), runs, bytes }) = read else {
+        let Some(Read { from: (engine, peer), runs, bytes, is_on_gpu }) = read else {
             counts.failed += 1;
             return;
         };
         let paths = self.engine.paths(*peer);
-        let is_cma = paths.iter().any(|path| path.carrier == "cma" && path.is_up);
+        let is_cma = !is_on_gpu && paths.iter().any(|path| path.carrier == "cma" && path.is_up);
         *(if is_cma { &mut counts.cma_bytes } else { &mut counts.tcp_bytes }) += bytes;
         counts.reads += 1;
         counts.runs += runs;
@@ -491,8 +526,9 @@ impl AtRank {
         if self.told_ways.len() < TOLD_WAYS_MAX && self.told_ways.insert((*engine, is_cma)) {
             let address = paths.iter().find_map(|path| path.address);
             let address = address.map_or_else(String::new, |address| format!(" at {address}"));
-            let why =
+            let trouble =
                 paths.iter().find(|path| path.carrier == "cma").and_then(|path| path.trouble.as_deref());
+            let why = if *is_on_gpu { Some("they are in a GPU's memory") } else { trouble };
             if is_cma {
                 tracing::info!("blocks of the engine{address} are read by process_vm, on this host");
             } else {

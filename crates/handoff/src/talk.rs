@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvlane_fabric::{Descriptor, Engine, EngineId, FabricError, PeerId, Priority, SendOptions};
+use kvlane_gpu::GpuError;
 use thiserror::Error;
 use tokio::sync::mpsc;
 
@@ -30,6 +31,9 @@ pub enum AgentError {
     /// The kernel's refusal of a thread, or of random bytes.
     #[error("{0}")]
     Io(#[from] std::io::Error),
+    /// A GPU's driver.
+    #[error("{0}")]
+    Gpu(#[from] GpuError),
     /// What it is about cannot be handed over.
     #[error("{0}")]
     Geometry(#[from] GeometryError),

@@ -3,7 +3,9 @@
 use std::ffi::OsString;
 use std::sync::{Arc, OnceLock};
 
-use kvlane_gpu::{DRIVER_VARIABLE, Driver, Drivers, Gpu, GpuError, NoDriver, detect};
+use kvlane_gpu::{
+    DRIVER_VARIABLE, Driver, Drivers, EngineStream, Gpu, GpuError, NoDriver, StreamHandle, detect,
+};
 use parking_lot::Mutex;
 use pyo3::{exceptions::PyOSError, prelude::*};
 
@@ -39,4 +41,10 @@ pub(crate) fn driver() -> PyResult<Arc<dyn Driver>> {
 
 pub(crate) fn failed(error: GpuError) -> PyErr {
     PyOSError::new_err(error.to_string())
+}
+
+/// A stream that Python names.
+pub(crate) fn engine_stream(stream: u64) -> EngineStream {
+    // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
+    unsafe { EngineStream::from_raw(StreamHandle(stream)) }
 }

@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use kvlane_fabric::{Access, Engine, EngineOptions, Transport};
+use kvlane_gpu::Gpu;
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
     RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Standing, Wanted,
@@ -12,6 +13,7 @@ use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
 use crate::fabric::{error, resolve, transport_of};
+use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
 
 /// Of blocks that a step fills: the hand-off, which block of the prompt the first is, their ids, the last one's hash.
@@ -23,8 +25,10 @@ pub(crate) struct PyHandoffRank(Own<RwLock<Option<RankAgent>>>);
 
 #[pymethods]
 impl PyHandoffRank {
-    /// The memory of all areas stays until `close`.
+    /// The memory of all areas stays until `close`. `gpu`: the UUID of the GPU whose memory it is.
     #[new]
+    #[pyo3(signature = (listen, token, regions, areas, key, transport, gpu = None))]
+    #[allow(clippy::too_many_arguments, reason = "arguments for Python")]
     fn new(
         py: Python<'_>,
         listen: &str,
@@ -33,17 +37,26 @@ impl PyHandoffRank {
         areas: Vec<(u64, u64)>,
         key: &[u8],
         transport: &str,
+        gpu: Option<Vec<u8>>,
     ) -> PyResult<Self> {
         let key = bytes16("a key", key)?;
         let engine = engine(listen, token, transport_of(transport)?)?;
+        let gpu = gpu.map(|uuid| bytes16("a GPU's UUID", &uuid)).transpose()?;
+        let gpu = gpu.map(|uuid| Gpu::open_uuid(driver()?, uuid).map_err(failed)).transpose()?;
         let register = |(base, bytes): (u64, u64)| {
-            let memory = std::ptr::with_exposed_provenance_mut(base as usize);
-            // SAFETY: `_core.pyi` asks the caller to keep it until `close`.
-            let region = unsafe { engine.register(memory, bytes, Access::Windows) }.map_err(error)?;
-            Ok(Area { region, base, bytes })
+            let registered = match &gpu {
+                // SAFETY: `_core.pyi` asks the caller to keep it until `close`.
+                Some(gpu) => unsafe { engine.register_gpu(gpu, base, bytes, Access::Windows) },
+                None => {
+                    let memory = std::ptr::with_exposed_provenance_mut(base as usize);
+                    // SAFETY: as for a GPU's.
+                    unsafe { engine.register(memory, bytes, Access::Windows) }
+                }
+            };
+            Ok(Area { region: registered.map_err(error)?, base, bytes })
         };
         let areas = py.detach(|| areas.into_iter().map(register).collect::<PyResult<_>>())?;
-        let options = RankOptions { regions: regions.into_iter().map(region).collect(), areas, key };
+        let options = RankOptions { regions: regions.into_iter().map(region).collect(), areas, gpu, key };
         let agent = RankAgent::start(engine, options).map_err(agent_error)?;
         Ok(Self(Own::new(RwLock::new(Some(agent)))))
     }
@@ -62,14 +75,14 @@ impl PyHandoffRank {
         Ok(())
     }
 
-    fn layers_computed(&self, regions: u32) -> PyResult<()> {
-        here(self.0.get()?)?.layers_computed(regions);
-        Ok(())
+    #[pyo3(signature = (regions, stream = 0))]
+    fn layers_computed(&self, regions: u32, stream: u64) -> PyResult<()> {
+        here(self.0.get()?)?.layers_computed(regions, &engine_stream(stream)).map_err(failed)
     }
 
-    fn step_ends(&self) -> PyResult<()> {
-        here(self.0.get()?)?.step_ends();
-        Ok(())
+    #[pyo3(signature = (stream = 0))]
+    fn step_ends(&self, stream: u64) -> PyResult<()> {
+        here(self.0.get()?)?.step_ends(&engine_stream(stream)).map_err(failed)
     }
 
     /// Since the last call: reads, failed ones, runs, bytes by cma, bytes by TCP.
@@ -246,10 +259,11 @@ fn word(outcome: &Outcome) -> &'static str {
     }
 }
 
-fn agent_error(failed: AgentError) -> PyErr {
-    match failed {
-        AgentError::Fabric(failed) => error(failed),
-        AgentError::Io(failed) => failed.into(),
+fn agent_error(why: AgentError) -> PyErr {
+    match why {
+        AgentError::Fabric(why) => error(why),
+        AgentError::Io(why) => why.into(),
+        AgentError::Gpu(why) => failed(why),
         other => value_error(other),
     }
 }

@@ -4,17 +4,16 @@ use std::{collections::HashMap, sync::Arc};
 
 use kvlane_block::{BlockHash, BlockId, Rank};
 use kvlane_client::{
-    EngineStream, Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod,
-    Worker, WorkerGpu, WorkerGroupSpec, WorkerOptions,
+    Finished, JobKind, LoadGroup, OwnBlocks, Promises, Release, SaveGroupSpec, SaveMethod, Worker, WorkerGpu,
+    WorkerGroupSpec, WorkerOptions,
 };
-use kvlane_gpu::StreamHandle;
 use kvlane_memory::PoolPage;
 use kvlane_proto::packed::Pages;
 use parking_lot::RwLock;
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyList};
 
 use crate::convert::{PyRegion, address, bytes16, daemon_user, hashes, milliseconds, region, value_error};
-use crate::gpu::{driver, failed};
+use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
 use crate::shard_layout::{PyShardLayout, shard_layouts};
 
@@ -77,12 +76,6 @@ impl PyFinished {
 type PySaveGroup<'py> = (u32, Vec<u8>, Bound<'py, PyList>, Vec<u32>);
 /// (group, block ids, pages).
 type PyLoadGroup = (u32, Vec<u32>, Vec<u8>);
-
-/// A stream that Python names.
-fn engine_stream(stream: u64) -> EngineStream {
-    // SAFETY: the caller names a stream of the engine, which outlives the engine's steps; `_core.pyi` says so.
-    unsafe { EngineStream::from_raw(StreamHandle(stream)) }
-}
 
 /// One rank of an engine. `close` needs the worker alone; the other calls share it.
 #[pyclass(name = "Worker", module = "kvlane._core", frozen)]

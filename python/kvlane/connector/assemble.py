@@ -104,7 +104,8 @@ def build_direct(
     parallel = vllm_config.parallel_config
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     size = block_bytes(kv_cache_config) if settings.kv_buffer_size is not None else 0
-    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None, size)
+    steps = capabilities.steps_at_once(vllm_config)
+    return Direct(settings, group, namespaces[0], sizes, vllm_config.speculative_config is None, size, steps)
 
 
 def build_worker_core(

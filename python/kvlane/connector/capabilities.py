@@ -100,6 +100,13 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
     return 1 if latent and vllm_config.model_config.use_mla else None
 
 
+def steps_at_once(vllm_config: VllmConfig) -> int:
+    """How many steps an engine may have under way: more than one with async scheduling, or in a pipeline."""
+    known = getattr(vllm_config, "max_concurrent_batches", None)
+    # What no version has more of, where it does not tell.
+    return known if isinstance(known, int) else 1 + vllm_config.parallel_config.pipeline_parallel_size
+
+
 def step_kind() -> str | None:
     """How the step that begins runs its forward pass, if its layers call the connector's hooks: without CUDA graphs, or
     with graphs between the attention layers. None for a full graph, and where vLLM does not tell."""

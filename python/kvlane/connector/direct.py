@@ -54,8 +54,11 @@ class Direct:
         sizes: tuple[int, int],
         hands_over_rests: bool,
         block_bytes: int = 0,
+        steps_at_once: int = 1,
     ) -> None:
         """`block_bytes`: of a block in one rank; asked for where there is a `kv_buffer_size`."""
+        self.steps_at_once = steps_at_once
+        """How many steps vLLM may have under way: when it plans one, those before the last so many are over."""
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings

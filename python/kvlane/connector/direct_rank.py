@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
 from kvlane.connector.direct import the_group
-from kvlane.connector.groups import Unsupported, cache_groups
+from kvlane.connector.groups import cache_groups
 from kvlane.connector.kinds.kind import DirectRank
 from kvlane.connector.layers import Layers
 from kvlane.connector.layout import Region, group_layout, layer_hints
@@ -45,7 +44,7 @@ def start_rank(
     from kvlane import _core
 
     group = the_group(cache_groups(vllm_config, kv_cache_config))
-    areas = _areas(kv_caches)
+    device = gpu_of(kv_caches)
     parallel = vllm_config.parallel_config
     layout = group_layout(
         kv_caches,
@@ -57,28 +56,55 @@ def start_rank(
     regions: list[Region] = layout.regions
     key = secrets.token_bytes(16)
     host = settings.direct_listen.rpartition(":")[0]
+    storages = _storages(kv_caches)
     agent = _core.HandoffRank(
-        f"{host}:0", settings.direct_token, regions, areas, key, settings.direct_transport
+        f"{host}:0",
+        settings.direct_token,
+        regions,
+        [(address, storage.nbytes()) for address, storage in storages.items()],
+        key,
+        settings.direct_transport,
+        device_uuid(device) if device is not None else None,
     )
-    rank = DirectRank(agent, Layers(layout.last_region), functools.partial(_copy_block, regions))
+    rank = DirectRank(
+        agent,
+        Layers(layout.last_region),
+        block_copier(regions, storages),
+        compute_stream(device) if device is not None else lambda: 0,
+    )
     return rank, RankHandshake(parallel.rank, agent.endpoint, key, layout.digest)
 
 
-def _copy_block(regions: list[Region], source: int, target: int) -> None:
-    """In the memory of the host."""
-    for base, stride, _, piece, offsets in regions:
+def block_copier(
+    regions: list[Region], storages: Mapping[int, torch.UntypedStorage]
+) -> Callable[[int, int], None]:
+    """What copies a block, from, to, in these regions of these storages, which are named by their addresses."""
+    import torch
+
+    pieces: list[torch.Tensor] = []  # each with a row of bytes for each block
+    for base, stride, blocks, piece, offsets in regions:
+        begin = max(address for address in storages if address <= base)
+        storage = storages[begin]
         for offset in offsets:
-            at = base + offset
-            ctypes.memmove(at + target * stride, at + source * stride, piece)
+            rows = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            pieces.append(rows.set_(storage, base - begin + offset, (blocks, piece), (stride, 1)))
+
+    def copy(source: int, target: int) -> None:
+        # vLLM computes in this mode; a step without a forward pass may come without it.
+        with torch.inference_mode():
+            for rows in pieces:
+                rows[target].copy_(rows[source])
+
+    return copy
 
 
-def _areas(kv_caches: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and bytes of each piece of memory in which the caches lie. Raises Unsupported."""
-    areas: dict[int, int] = {}
+def _storages(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The memory in which the caches lie, by its address."""
+    storages: dict[int, torch.UntypedStorage] = {}
     for cache in kv_caches.values():
         for tensor in cache if isinstance(cache, list | tuple) else [cache]:
-            if tensor.device.type != "cpu":
-                raise Unsupported("direct hand-offs need KV caches in the memory of the host")
             storage = tensor.untyped_storage()
-            areas[storage.data_ptr()] = max(areas.get(storage.data_ptr(), 0), storage.nbytes())
-    return sorted(areas.items())
+            known = storages.get(storage.data_ptr())
+            if known is None or known.nbytes() < storage.nbytes():
+                storages[storage.data_ptr()] = storage
+    return storages

@@ -7,6 +7,7 @@ are done, so that no block is taken that another request was just told it has.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -78,7 +79,10 @@ class LandDirect(SchedulerKind):
         self._copies: list[tuple[int, int]] = []
         self._sources: list[Block] = []
         """Of this step's copies: without a hash they would be the first to be reused, in the same step."""
-        self._former_sources: list[Block] = []
+        self._former_sources: deque[list[Block]] = deque()
+        """Of steps that may be under way."""
+        self._plans_without_room = 0
+        """So often no block is taken: steps that copy from blocks given back meanwhile may be under way."""
 
     def request_added(self, state: RequestState) -> None:
         self._end_those_over()
@@ -177,17 +181,28 @@ class LandDirect(SchedulerKind):
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         if self._copies:
             jobs.others[self.name], self._copies = self._copies, []
-        if self._former_sources:
-            self._shared.pins.unpin(self._former_sources)
-        self._former_sources, self._sources = self._sources, []
+        self._give_sources_back()
         self._end_those_over()
         room, is_first = BLOCKS_A_STEP, True
+        if self._plans_without_room:
+            self._plans_without_room -= 1
+            room = 0
         for landed in list(self._landings.values()):
             if landed.is_alive and not landed.is_ready and not landed.is_begun:
                 self._begin(landed)
             if landed.is_alive and not landed.is_ready:
                 room -= self._give_room(landed, room, is_first)
                 is_first = False
+
+    def _give_sources_back(self) -> None:
+        """Those of which the step that copies from them is over."""
+        direct = self._shared.direct
+        self._former_sources.append(self._sources)
+        self._sources = []
+        while len(self._former_sources) > (direct.steps_at_once if direct is not None else 1):
+            over = self._former_sources.popleft()
+            if over:
+                self._shared.pins.unpin(over)
 
     def _pool(self) -> LandingPool:
         assert self._shared.pins.pool is not None
@@ -387,7 +402,10 @@ class LandDirect(SchedulerKind):
 
     def pinned(self) -> Iterable[Block]:
         landing = [block for landed in self._landings.values() for block in landed.local + landed.taken]
-        return landing + self._sources + self._former_sources
+        return landing + self._held_sources()
+
+    def _held_sources(self) -> list[Block]:
+        return self._sources + [block for step in self._former_sources for block in step]
 
     def before_pool_reset(self) -> None:
         """Nothing may be read or written any more when vLLM resets. What was landing is of before the reset."""
@@ -397,9 +415,12 @@ class LandDirect(SchedulerKind):
         if not direct.agent.end_all(END_TIMEOUT_MS):
             logger.warning("kvlane: vLLM cannot reset its cache now: direct hand-offs did not end within 2 s")
             return
-        # The steps of these copies are over, or will not be made.
-        self._shared.pins.unpin(self._sources + self._former_sources)
-        self._sources, self._former_sources, self._copies = [], [], []
+        sources = self._held_sources()
+        self._shared.pins.unpin(sources)
+        self._sources, self._copies = [], []
+        self._former_sources.clear()
+        # What vLLM computes next comes behind the copies of steps that are under way. What lands does not.
+        self._plans_without_room = direct.steps_at_once - 1 if sources else 0
         for landed in list(self._landings.values()):
             standing = direct.agent.standing(landed.landing.id) if landed.is_begun else None
             if standing is not None and standing[0] is not None:

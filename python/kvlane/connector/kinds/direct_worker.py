@@ -36,11 +36,12 @@ class DirectWorker(WorkerKind):
         self._fills = bool(filled) and direct is not None
         if direct is None or not filled:
             return None
-        direct.agent.step_begins(filled)
-        return direct.layers.begin(direct.agent.layers_computed)
+        agent, stream = direct.agent, direct.stream()
+        agent.step_begins(filled)
+        return direct.layers.begin(lambda regions: agent.layers_computed(regions, stream))
 
     def computed(self, jobs: StepJobs) -> None:
         direct, fills = self._shared.direct, self._fills
         self._fills = False
         if direct is not None and fills:
-            direct.agent.step_ends()
+            direct.agent.step_ends(direct.stream())

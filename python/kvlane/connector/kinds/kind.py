@@ -178,7 +178,10 @@ class DirectRank:
     agent: HandoffRank
     layers: Layers
     copy_block: Callable[[int, int], None]
-    """Copies one block of the rank to another one: from, to."""
+    """Copies one block of the rank to another one: from, to. On a GPU in the stream that the calling thread computes
+    in."""
+    stream: Callable[[], int]
+    """Gives the handle of that stream; 0 on a CPU."""
 
 
 @dataclass

@@ -5,11 +5,14 @@
     reason = "helpers of tests fail like tests; tests register their own memory"
 )]
 
+mod gpus;
+
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use kvlane_block::Region;
 use kvlane_fabric::{Access, Address, Descriptor, Engine, EngineOptions, Transport, Trust};
+use kvlane_gpu::EngineStream;
 use kvlane_handoff::{
     AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RANKS_MAX, RankAddress,
     RankAgent, RankOptions, ReadCounts, Reason, SchedulerAgent, SchedulerOptions, Standing, Wanted,
@@ -49,15 +52,19 @@ fn rank(number: u8, token: &str) -> Rank {
 }
 
 fn rank_by(number: u8, token: &str, transport: Option<Transport>) -> Rank {
-    let layer = |base: u64, layer| Region {
+    rank_of(number, engine_by(token, transport), BLOCKS * PIECE * LAYERS, layers)
+}
+
+/// Of memory that begins there.
+fn layers(base: u64) -> Vec<Region> {
+    let layer = |layer| Region {
         base: base + layer * BLOCKS * PIECE,
         block_stride: PIECE,
         blocks: BLOCKS,
         piece_bytes: PIECE,
         piece_offsets: vec![0],
     };
-    let layers = |base| (0..LAYERS).map(|each| layer(base, each)).collect();
-    rank_of(number, engine_by(token, transport), BLOCKS * PIECE * LAYERS, layers)
+    (0..LAYERS).map(layer).collect()
 }
 
 /// `regions`: of memory that begins there and has so many bytes.
@@ -70,7 +77,8 @@ fn rank_of(number: u8, engine: Engine, bytes: u64, regions: impl Fn(u64) -> Vec<
     let base = base.expose_provenance() as u64;
     let areas = vec![Area { region, base, bytes: bytes as u64 }];
     let key = [number; 16];
-    let agent = RankAgent::start(engine, RankOptions { regions: regions(base), areas, key }).unwrap();
+    let agent =
+        RankAgent::start(engine, RankOptions { regions: regions(base), areas, gpu: None, key }).unwrap();
     Rank { agent, memory, key }
 }
 
@@ -145,7 +153,7 @@ impl Side {
             }
             let hash = Some([first_block as u8 + blocks.len() as u8; 16]);
             rank.agent.step_begins(vec![Filled { id, first_block, blocks: blocks.to_vec(), hash }]);
-            rank.agent.step_ends();
+            rank.agent.step_ends(&EngineStream::DEFAULT).unwrap();
         }
     }
 
@@ -231,14 +239,14 @@ fn layers_are_read_while_their_step_computes_the_next_ones() {
         for block in &blocks {
             p.ranks[0].block(layer, *block).fill(value(0, layer, *block));
         }
-        p.ranks[0].agent.layers_computed(layer as u32 + 1);
+        p.ranks[0].agent.layers_computed(layer as u32 + 1, &EngineStream::DEFAULT).unwrap();
         if layer + 1 < LAYERS {
             let last = layer * BLOCKS * PIECE + 31 * PIECE + PIECE - 1;
             until("the layer", || look(d.ranks[0].memory, last) == value(0, layer, 31));
             assert_eq!(d.scheduler.standing(id).unwrap().end_block, 0, "a block has all layers or none");
         }
     }
-    p.ranks[0].agent.step_ends();
+    p.ranks[0].agent.step_ends(&EngineStream::DEFAULT).unwrap();
     let standing = d.over(id);
     assert_eq!((standing.outcome, standing.hashes), (Some(Outcome::Landed), vec![(31, [1; 16])]));
     assert!(d.holds(0, &blocks));
@@ -383,7 +391,7 @@ fn more_pieces_than_windows_may_show_at_once_wait_until_another_hand_off_is_over
         let blocks: Vec<u32> = (first..first + count).collect();
         let filled = Filled { id, first_block: 0, blocks: blocks.clone(), hash: Some([1; 16]) };
         p.ranks[0].agent.step_begins(vec![filled]);
-        p.ranks[0].agent.step_ends();
+        p.ranks[0].agent.step_ends(&EngineStream::DEFAULT).unwrap();
         d.scheduler.give_room(id, &blocks[..count.min(8) as usize]);
     };
     let (first, second, last, small) = (id(30), id(31), id(32), id(33));

@@ -1,0 +1,263 @@
+"""Two engines on GPUs, one that prefills and one that decodes: prompts handed over directly, and through the daemon.
+
+    python bench/gpu/direct.py --out out/direct                # both on one GPU
+    python bench/gpu/direct.py --gpus 2 --out out/direct       # each on its own
+
+| name | what |
+|---|---|
+| alone | TTFT where the decode engine computes the prompt |
+| both at once | TTFT where both engines get the request at once, and blocks land layer by layer |
+| one after the other | the prefill engine's answer, and then the decode engine's first token, with blocks that land |
+| store | the same with blocks that go through the daemon's pool |
+| gaps | between tokens of the decode engine's running requests: while nothing else runs, while the prefill engine \
+computes prompts for nobody, and while such prompts land |
+
+Every prompt is new, and the kinds have their turns with each. Controls: vLLM says how many tokens of a prompt it did
+not compute; blocks that land in poisoned memory are byte by byte the prefill engine's; answers are those of the prefill
+engine alone; each prompt has its own answer; one changed block changes the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import itertools
+import json
+import os
+import random
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import model
+from measure import POISON, Engine, start, summary
+from systems import ENVIRONMENT, SYSTEMS, kvlane_address, running, versions
+
+from kvlane.bench import report
+
+HERE = Path(__file__).resolve().parent
+PEER = "127.0.0.1:7100"
+KINDS = ("alone", "both at once", "one after the other", "store")
+GAPS = ("nothing else", "computing", "landing")
+
+
+class Pair:
+    """An engine that prefills, P, and one that decodes, D."""
+
+    def __init__(self, p: Engine, d: Engine, settings: argparse.Namespace) -> None:
+        self.p, self.d = p, d
+        self._settings = settings
+        self._source = random.Random(5)
+        self.came: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        """Tokens of each prompt that D did not compute."""
+
+    def draw(self, tokens: int) -> list[int]:
+        vocabulary = model.SHAPES[self._settings.shape]["vocab_size"]
+        return [self._source.randrange(100, vocabulary) for _ in range(tokens)]
+
+    async def ask(self, kind: str, prompt: list[int], tokens: int = 1) -> tuple[float, tuple[int, ...]]:
+        """Milliseconds from the request to D's first token, and the answer."""
+        name = secrets.token_hex(16)
+        for_p = {"do_remote_decode": True, "kvlane": {"handoff": name}}
+        for_d: dict[str, Any] | None = {"kvlane": {"handoff": name, "peer": PEER}}
+        began = time.perf_counter()
+        beside = None
+        if kind == "both at once":
+            beside = asyncio.create_task(self.p.answer(prompt, params=for_p))
+        elif kind == "one after the other":
+            await self.p.answer(prompt, params=for_p)
+        elif kind == "store":
+            await self.p.answer(prompt, params={"do_remote_decode": True})
+            stored = self.p.handed.get("kvlane", {})
+            for_d = {
+                "kvlane": {key: value for key, value in stored.items() if key not in ("handoff", "peer")}
+            }
+        else:
+            for_d = None
+        before = (time.perf_counter() - began) * 1e3
+        times, answer = await self.d.answer(prompt, tokens, for_d)
+        self.came[kind].append(self.d.cached_tokens)
+        if beside is not None:
+            await beside
+        return before + times[0], answer
+
+    async def gaps(self, what: str) -> list[float]:
+        """Between tokens of D's running requests, while so many prompts come."""
+        settings = self._settings
+
+        async def decode() -> list[float]:
+            began = time.perf_counter()
+            times, _ = await self.d.answer(self.draw(512), settings.decode_tokens)
+            return [began + each / 1e3 for each in times]
+
+        running_requests = [asyncio.create_task(decode()) for _ in range(settings.decodes)]
+        await asyncio.sleep(1.0)  # all of them decode by then
+        first = time.perf_counter()
+        for _ in range(settings.landings):
+            if what == "landing":
+                await self.ask("both at once", self.draw(settings.tokens))
+            elif what == "computing":
+                await self.p.answer(self.draw(settings.tokens))
+            else:
+                await asyncio.sleep(0.3)
+        last = time.perf_counter()
+        between: list[float] = []
+        for came in await asyncio.gather(*running_requests):
+            if came[-1] < last:
+                report.say("    --decode-tokens are too few: a request ended before the prompts did")
+            between += [(b - a) * 1e3 for a, b in itertools.pairwise(came) if first <= a and b <= last]
+        return between
+
+    async def same_bytes(self, found: dict[str, Any]) -> None:
+        """What lands in poisoned memory, beside what P has computed. D computes the last token: the block with
+        it may differ in its last bits."""
+        prompts = [self.draw(self._settings.tokens + 7) for _ in range(2)]
+        for engine in (self.p, self.d):
+            await engine.forget()
+            await engine.on_workers(model.poison, POISON)
+        for prompt in prompts:
+            await self.ask("both at once", prompt)
+        computed = set((await self.p.on_workers(model.block_hashes, POISON))[0])
+        landed = (await self.d.on_workers(model.block_hashes, POISON))[0]
+        found["landed_blocks"] = len(landed)
+        found["landed_blocks_that_differ"] = len([block for block in landed if block not in computed])
+        found["control_bytes"] = len(landed) > 0 and found["landed_blocks_that_differ"] <= len(prompts)
+
+    async def same_answers(self, found: dict[str, Any]) -> None:
+        prompts = [self.draw(self._settings.tokens) for _ in range(4)]
+        landed = [(await self.ask("both at once", prompt, 16))[1] for prompt in prompts]
+        alone = [(await self.p.answer(prompt, 16))[1] for prompt in prompts]
+        changed = list(prompts[0])
+        changed[64:96] = [token + 1 for token in changed[64:96]]
+        found["same_tokens"] = landed == alone
+        found["control_distinct"] = len(set(alone)) == len(alone)
+        found["control_block_matters"] = (await self.p.answer(changed, 16))[1] != alone[0]
+
+
+async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
+    """All that the table above names."""
+    found: dict[str, Any] = {}
+    for engine in (pair.p, pair.d):
+        await engine.on_workers(model.redraw_weights, model.DEVIATION[settings.shape])
+        # kvlane looks at the weights again.
+        await engine.forget()
+    for kind in KINDS:
+        await pair.ask(kind, pair.draw(settings.tokens))
+        await pair.ask(kind, pair.draw(200))
+    await pair.same_bytes(found)
+    await pair.same_answers(found)
+    pair.came = {kind: [] for kind in KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for index in range(settings.prompts):
+        for turn in range(len(KINDS)):
+            kind = KINDS[(index + turn) % len(KINDS)]
+            times[kind].append((await pair.ask(kind, pair.draw(settings.tokens)))[0])
+            await asyncio.sleep(0.3)  # what is saved does not take the next one's links
+    found["ttft"] = {kind: summary(values) for kind, values in times.items()}
+    found["tokens_not_computed"] = {kind: min(values, default=0) for kind, values in pair.came.items()}
+    gaps: dict[str, list[list[float]]] = {what: [] for what in GAPS}
+    for _ in range(settings.gap_rounds):
+        for what in GAPS:
+            gaps[what].append(await pair.gaps(what))
+    found["gaps"] = {what: summary([gap for one in rounds for gap in one]) for what, rounds in gaps.items()}
+    found["gaps_p99_by_round"] = {
+        what: [summary(one).get("p99") for one in rounds] for what, rounds in gaps.items()
+    }
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    alone = found["ttft"]["alone"]["p50"]
+    rows = [
+        [kind, f"{each['p50']:.1f}", f"{each['p50'] - alone:+.1f}", str(found["tokens_not_computed"][kind])]
+        for kind, each in found["ttft"].items()
+    ]
+    lines = [report.table(["TTFT", "p50 ms", "beside alone", "tokens not computed"], rows)]
+    rows = [
+        [what, f"{each.get('p50', 0):.2f}", f"{each.get('p99', 0):.2f}"]
+        for what, each in found["gaps"].items()
+    ]
+    lines.append(report.table(["D's gaps beside", "p50 ms", "p99 ms"], rows))
+    lines += [f"{name}: {value}" for name, value in found.items() if not isinstance(value, dict)]
+    return "\n".join(lines)
+
+
+def controls_hold(found: dict[str, Any], tokens: int) -> bool:
+    """What came is right, and was not computed."""
+    names = ("control_bytes", "same_tokens", "control_distinct", "control_block_matters")
+    came = found["tokens_not_computed"]
+    lands = all(came[kind] >= tokens - 1 for kind in ("both at once", "one after the other"))
+    return lands and came["alone"] == 0 and came["store"] > tokens // 2 and all(found[name] for name in names)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="one for both, or each its own")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--no-async-scheduling", dest="async_scheduling", action="store_const", const=False, default=None
+    )
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="llama-8b")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument("--decodes", type=int, default=8, help="requests that run in D (default %(default)s)")
+    parser.add_argument("--decode-tokens", type=int, default=600)
+    parser.add_argument("--landings", type=int, default=5, help="while they run (default %(default)s)")
+    parser.add_argument("--gap-rounds", type=int, default=3)
+    parser.add_argument("--cache-bytes", type=int, default=24_000_000_000, help="of the daemon's pool")
+    parser.add_argument("--kv-cache-bytes", type=int, default=13_000_000_000, help="of each engine")
+    parser.add_argument("--gpu-memory", type=float, default=0.12, help="share that is free at each start")
+    parser.add_argument(
+        "--extra", default="{}", help="further keys of both engines' kv_connector_extra_config, JSON"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/direct"))
+    settings = parser.parse_args()
+    settings.tensor_parallel, settings.new_tokens = 1, 0
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
+    os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        settings.scratch = scratch
+
+        def engine(number: int) -> Engine:
+            config = json.loads(SYSTEMS["kvlane"].connector(settings.cache_bytes, folder))
+            direct = {"kvlane.direct": "on"} | ({"kvlane.direct.listen": PEER} if number == 0 else {})
+            config["kv_connector_extra_config"] |= direct | json.loads(settings.extra)
+            if settings.gpus == 2:
+                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+            connector = json.dumps(config)
+            return start(argparse.Namespace(**vars(settings) | {"connector": connector}))[0]
+
+        with running(SYSTEMS["kvlane"], settings.cache_bytes, folder, settings.out / "kvlane.log"):
+            engines = [engine(0)]
+            try:
+                engines.append(engine(1))
+                report.say(f"both engines are up; the daemon is at {kvlane_address(folder)}")
+                with report.CpuWatch() as watch:
+                    found = asyncio.run(measure(Pair(engines[0], engines[1], settings), settings))
+            finally:
+                for each in engines:
+                    each.shutdown()
+    public = {key: value for key, value in vars(settings).items() if key not in ("out", "scratch")}
+    result = {
+        "benchmark": "direct hand-offs between engines on GPUs",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "settings": public,
+        "machine": report.machine_facts() | {"cpu_use": watch.facts},
+        "found": found,
+    }
+    report.write_json(settings.out / "direct.json", result)
+    print(table(found))
+    return 0 if controls_hold(found, settings.tokens) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
