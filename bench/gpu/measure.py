@@ -117,6 +117,10 @@ class Engine:
         """Calls `function(worker, ...)` in every worker process."""
         return await self._llm.collective_rpc(function, args=arguments)
 
+    def has_async_scheduling(self) -> bool:
+        """Whether it plans a step while the one before is computed."""
+        return bool(self._llm.vllm_config.scheduler_config.async_scheduling)
+
     def shutdown(self) -> None:
         """Ends its processes."""
         self._llm.shutdown()

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
 from kvlane.connector.direct import the_group
-from kvlane.connector.groups import cache_groups
+from kvlane.connector.groups import Unsupported, cache_groups
 from kvlane.connector.kinds.kind import DirectRank
 from kvlane.connector.layers import Layers
 from kvlane.connector.layout import Region, group_layout, layer_hints
@@ -45,6 +45,8 @@ def start_rank(
 
     group = the_group(cache_groups(vllm_config, kv_cache_config))
     device = gpu_of(kv_caches)
+    if device is not None and vllm_config.model_config.enable_sleep_mode:
+        raise Unsupported("in sleep mode a GPU's memory may go away while another engine reads it")
     parallel = vllm_config.parallel_config
     layout = group_layout(
         kv_caches,
