@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without an installed kvlane too, and beside one of another version.
-sys.path[:0] = [str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds")]
+sys.path[:0] = [str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds", "bench/pd")]
 
+import direct as pd_direct  # noqa: E402
 import first_picture  # noqa: E402
 import pictures as gpu_pictures  # noqa: E402
 import route_peers  # noqa: E402
@@ -71,7 +72,9 @@ def committed() -> Iterator[Redrawn]:
         if (read := _read(result)).get("compared"):
             yield _bars(result.with_suffix(".png"), result, route_peers.picture(read))
     for result in sorted((ROOT / "bench/pd/results").glob("*.json")):
-        yield _bars(result.with_suffix(".png"), result, pictures.pairs(_read(result)))
+        read = _read(result)
+        picture = pd_direct.picture(read) if "systems" in read else pictures.pairs(read)
+        yield _bars(result.with_suffix(".png"), result, picture)
     for name, wanted in FABRIC.items():
         result = fabric / f"{name}.json"
         drawn = pictures.fabric(_read(result))

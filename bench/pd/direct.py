@@ -241,6 +241,13 @@ def publish(found: dict[str, Any], out: Path) -> None:
     print(report.table(["pair", "later than one engine, ms", "landed", "CPU s"], rows))
     if "of_nixl" in found:
         print(f"kvlane's of NixlConnector's: {found['of_nixl']:.2f}")
+    report.write_json(out / "pd-direct.json", found)
+    save(picture(found), out / "pd-direct.png")
+    print(f"written: {out / 'pd-direct.json'}, {out / 'pd-direct.png'}")
+
+
+def picture(found: dict[str, Any]) -> Picture:
+    """Of what was measured."""
     bars = [(each["name"], each["later_ms"], each["later_each_ms"]) for each in found["systems"]] + [
         ("kvlane, both at once", found["kvlane_at_once_later_ms"], found["kvlane_at_once_later_each_ms"])
     ]
@@ -251,12 +258,8 @@ def publish(found: dict[str, Any], out: Path) -> None:
             for place, (name, median, each) in enumerate(bars)
         ),
     )
-    picture = Picture(
-        "From a prefill to a decode engine", f"{found['title']}. Bars: medians; dots: prompts.", (panel,)
-    )
-    report.write_json(out / "pd-direct.json", found)
-    save(picture, out / "pd-direct.png")
-    print(f"written: {out / 'pd-direct.json'}, {out / 'pd-direct.png'}")
+    title = f"{found['title']}. Bars: medians; dots: prompts."
+    return Picture("From a prefill to a decode engine", title, (panel,))
 
 
 def parse() -> argparse.Namespace:

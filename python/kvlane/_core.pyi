@@ -241,10 +241,12 @@ class HandoffRank:
         key: bytes,
         transport: str,
         gpu: bytes | None = None,
+        tls: tuple[str, str, str] | None = None,
     ) -> None:
         """`listen`: HOST:PORT. `regions`: as of `Worker`, one after the other. `areas`: address and bytes of the memory
         in which they lie, which has to stay until `close`. `key`: 16 bytes, by which its own scheduler is known.
-        `transport`: auto, tcp or cma. `gpu`: the UUID of the GPU whose memory it is. OSError, ValueError."""
+        `transport`: auto, tcp or cma. `gpu`: the UUID of the GPU whose memory it is. `tls`: files with
+        a certificate, its key, and the authority's certificate. OSError, ValueError."""
 
     @property
     def endpoint(self) -> bytes:
@@ -280,9 +282,10 @@ class HandoffScheduler:
         ranks: list[tuple[bytes, bytes]],
         shape: bytes,
         networks: list[tuple[IPv4Address | IPv6Address, int]],
+        tls: tuple[str, str, str] | None = None,
     ) -> None:
         """`ranks`: endpoint and key of each, in their order. `shape`: the same in engines whose blocks are cut alike.
-        `networks`: those that may be connected to beside the loopback."""
+        `networks`: those that may be connected to beside the loopback. `tls`: as of the ranks."""
 
     @property
     def address(self) -> str:
@@ -309,6 +312,9 @@ class HandoffScheduler:
 
     def give_room(self, id: bytes, blocks: list[int], /) -> None:
         """These blocks of the engine are for the next of the prompt. They may be written until it is over."""
+
+    def live_landings(self) -> list[bytes]:
+        """Those that are not over, so that their blocks may be written."""
 
     def standing(self, id: bytes, /) -> tuple[str | None, str, int, list[tuple[int, bytes]]] | None:
         """How it ended, None while it goes on: landed, refused, unreachable, unheard, stalled, too_long, peer_lost or

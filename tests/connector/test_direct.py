@@ -13,6 +13,7 @@ from kvlane.connector.direct import Direct
 from kvlane.connector.direct_request import Leg
 from kvlane.connector.kinds.direct_land import STUCK_SECONDS, LandDirect
 from kvlane.connector.kinds.direct_offer import Computed, OfferDirect, RankGone
+from kvlane.connector.known_weights import PATIENCE_SECONDS
 from kvlane.testing import FakeCore
 
 OWN = "127.0.0.1:7200"
@@ -90,6 +91,9 @@ class Agent:
 
     def give_room(self, landing: bytes, blocks: list[int]) -> None:
         self.room.setdefault(landing, []).extend(blocks)
+
+    def live_landings(self) -> list[bytes]:
+        return [landing for landing, standing in self.standings.items() if standing[0] is None]
 
     def standing(self, landing: bytes) -> Any:
         return self.standings.get(landing)
@@ -453,6 +457,53 @@ def test_what_nobody_wants_any_more_is_not_pinned_further() -> None:
     world.engine.compute(request, TOKENS - 50)
     world.engine.free(request)
     assert world.references() == 12
+
+
+def test_a_leg_after_a_reset_begins_when_the_weights_are_known() -> None:
+    world = World()
+    known = world.side._shared.weights
+    assert world.pool.reset_prefix_cache()
+    world.side.reset()
+    request = leg(world)
+    assert not known.are_known and world.agent.legs == []
+    world.engine.compute(request, 50)
+    assert known.are_known, "the workers have answered in this step"
+    told = filled(world)
+    world.engine.compute(request, TOKENS - 50)
+    assert world.agent.legs == [ID]
+    assert [(each.first_block, len(each.blocks)) for each in told] == [(0, WHOLE), (WHOLE, 1)]
+
+
+def test_a_request_that_ends_before_the_weights_are_known_is_not_handed_over() -> None:
+    world = World()
+    world.side.reset()
+    request = leg(world)
+    world.side.request_finished(request, ([],))
+    world.step()
+    assert world.agent.legs == []
+    assert world.side.take_stats()["direct_not_offered"] == 1  # pyright: ignore
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_prompt_after_a_reset_is_asked_for_when_the_weights_are_known_or_computed(answers: bool) -> None:
+    world = World()
+    assert world.pool.reset_prefix_cache()
+    world.side.reset()
+    if not answers:
+        world.side._shared.weights.answer = lambda report: False  # pyright: ignore
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    assert world.agent.landings == {}
+    if answers:
+        assert world.waits(request)
+        world.step()
+        assert list(world.agent.landings) == [ID]
+        return
+    world.engine.now += PATIENCE_SECONDS
+    world.step()
+    assert not world.waits(request) and world.agent.landings == {}
+    assert world.side.take_stats()["direct_fallbacks"] == 1  # pyright: ignore
 
 
 def test_an_engine_without_prefix_caching_offers_nothing() -> None:

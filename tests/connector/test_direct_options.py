@@ -20,6 +20,19 @@ from kvlane.connector.settings_check import EXAMPLE, check
 ON = {"kvlane.direct": "on"}
 
 
+TLS = {"kvlane.direct.tls_certificate": "c", "kvlane.direct.tls_key": "k", "kvlane.direct.tls_authority": "a"}
+
+
+def test_the_files_of_tls_belong_together_and_go_through_sockets() -> None:
+    assert Settings.parse(ON).tls_files() is None
+    assert Settings.parse({**ON, **TLS}).tls_files() == ("c", "k", "a")
+    for missing in TLS:
+        with pytest.raises(ValueError, match="give all three or none"):
+            Settings.parse({**ON, **{key: value for key, value in TLS.items() if key != missing}})
+    with pytest.raises(ValueError, match="TLS cannot encrypt it"):
+        Settings.parse({**ON, **TLS, "kvlane.direct.transport": "cma"})
+
+
 def test_with_get_a_prompt_is_offered_in_the_step_that_completes_it() -> None:
     world = World(send_type="get")
     request, told = leg(world), filled(world)

@@ -439,6 +439,28 @@ def test_engines_with_new_weights_of_one_name_hand_over(
         p.ask("retrain", 1 / TRAINED, "step-2")
 
 
+@pytest.mark.parametrize("how", ["both at once", "one after the other"])
+def test_the_first_prompt_after_new_weights_of_one_name_lands(
+    p: PrefillEngine, d: InProcessEngine, how: str
+) -> None:
+    asked = prompt(f"first after new weights, {how}", TOKENS)
+    retrain(d, TRAINED, f"{how}, new")
+    p.ask("retrain", TRAINED, f"{how}, new")
+    try:
+        if how == "both at once":
+            for_p, for_d = both_params(p)
+            p.ask("prefill", asked, for_p)
+            name = d.add(asked, 24, for_d)
+            p.ask("finish")
+        else:
+            p.ask("prefill", asked, {"do_remote_decode": True})
+            name = d.add(asked, 24, p.ask("finish"))
+        assert answer(d, name) == (p.ask("generate", asked, 24), ALL)
+    finally:
+        retrain(d, 1 / TRAINED, f"{how}, old")
+        p.ask("retrain", 1 / TRAINED, f"{how}, old")
+
+
 # Sleep is a pause on CPUs, whose caches stay.
 @pytest.mark.parametrize("how", ["sleep", "pause abort", "pause keep"])
 @pytest.mark.parametrize("who", ["p", "d"])
@@ -461,7 +483,6 @@ def test_either_engine_sleeps_or_pauses_amid_a_hand_off(
         assert not d.llm.llm_engine.has_unfinished_requests()
         name = d.add(asked, 24)
     assert answer(d, name) == (truth, 3 * BLOCK if who == "p" else 0)
-    # P looks at its weights with the first prompt after that, which it does not hand over.
     p.take_note()
     assert p.ask("books") == start
     # From then on they hand over again.

@@ -392,9 +392,11 @@ impl Landings {
         assert!(is_over, "{id:?} is forgotten while it may be written");
     }
 
-    /// Whether one may be written still.
-    pub fn any_live(&self) -> bool {
-        self.landings.values().any(|landing| !matches!(landing.phase, Phase::Over(_)))
+    /// Those that may be written still, in no order.
+    pub fn live(&self) -> impl Iterator<Item = HandoffId> {
+        let live =
+            |(id, landing): (&HandoffId, &Landing)| (!matches!(landing.phase, Phase::Over(_))).then_some(*id);
+        self.landings.iter().filter_map(live)
     }
 
     /// Gives up what is over by time, and says again what is wanted.

@@ -160,6 +160,11 @@ impl SchedulerAgent {
         self.shared.state.lock().landings.standing(id)
     }
 
+    /// As [`Landings::live`].
+    pub fn live_landings(&self) -> Vec<HandoffId> {
+        self.shared.state.lock().landings.live().collect()
+    }
+
     /// As [`Landings::give_up`].
     pub fn give_landing_up(&self, id: HandoffId) {
         self.with(|state, _| state.landings.give_up(id));
@@ -182,9 +187,10 @@ impl SchedulerAgent {
             state.landings.give_all_up();
         });
         let mut state = self.shared.state.lock();
-        while state.legs.live() > 0 || state.landings.any_live() {
+        let is_live = |state: &State| state.legs.live() > 0 || state.landings.live().next().is_some();
+        while is_live(&state) {
             if self.shared.changed.wait_until(&mut state, deadline).timed_out() {
-                return state.legs.live() == 0 && !state.landings.any_live();
+                return !is_live(&state);
             }
         }
         true

@@ -42,7 +42,7 @@ pub(crate) struct PyGroup(Own<Group>);
 /// What a transfer has beside its bytes: a counter and its generation at the peer, milliseconds, whether it is bulk.
 type Extras = (Option<(u32, u32)>, Option<f64>, bool);
 /// Certificate, key, authority.
-type PyTls = (PathBuf, PathBuf, PathBuf);
+pub(crate) type PyTls = (PathBuf, PathBuf, PathBuf);
 /// What a member is written, and a counter with its generation there.
 type PyPart<'a> = (PyRef<'a, PyPieces>, Option<(u32, u32)>);
 /// Engine id and boot nonce.
@@ -69,7 +69,7 @@ impl PyEngine {
         tls: Option<PyTls>,
     ) -> PyResult<Self> {
         let transport = transport_of(transport)?;
-        let tls = tls.map(|(certificate, key, authority)| Tls { certificate, key, authority });
+        let tls = tls.map(tls_of);
         let mut options =
             EngineOptions { token, connections, transport, checksums, tls, ..EngineOptions::default() };
         options.copy_threads = copy_threads.unwrap_or(options.copy_threads);
@@ -508,6 +508,10 @@ fn parse(descriptor: &[u8]) -> PyResult<Descriptor> {
 }
 
 /// None: whichever is best.
+pub(crate) fn tls_of((certificate, key, authority): PyTls) -> Tls {
+    Tls { certificate, key, authority }
+}
+
 pub(crate) fn transport_of(name: &str) -> PyResult<Option<Transport>> {
     match name {
         "auto" => Ok(None),

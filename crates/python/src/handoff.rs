@@ -12,7 +12,7 @@ use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
-use crate::fabric::{error, resolve, transport_of};
+use crate::fabric::{PyTls, error, resolve, tls_of, transport_of};
 use crate::gpu::{driver, engine_stream, failed};
 use crate::own::Own;
 
@@ -27,7 +27,7 @@ pub(crate) struct PyHandoffRank(Own<RwLock<Option<RankAgent>>>);
 impl PyHandoffRank {
     /// The memory of all areas stays until `close`. `gpu`: the UUID of the GPU whose memory it is.
     #[new]
-    #[pyo3(signature = (listen, token, regions, areas, key, transport, gpu = None))]
+    #[pyo3(signature = (listen, token, regions, areas, key, transport, gpu = None, tls = None))]
     #[allow(clippy::too_many_arguments, reason = "arguments for Python")]
     fn new(
         py: Python<'_>,
@@ -38,9 +38,10 @@ impl PyHandoffRank {
         key: &[u8],
         transport: &str,
         gpu: Option<Vec<u8>>,
+        tls: Option<PyTls>,
     ) -> PyResult<Self> {
         let key = bytes16("a key", key)?;
-        let engine = engine(listen, token, transport_of(transport)?)?;
+        let engine = engine(listen, token, transport_of(transport)?, tls)?;
         let gpu = gpu.map(|uuid| bytes16("a GPU's UUID", &uuid)).transpose()?;
         let gpu = gpu.map(|uuid| Gpu::open_uuid(driver()?, uuid).map_err(failed)).transpose()?;
         let register = |(base, bytes): (u64, u64)| {
@@ -111,15 +112,17 @@ type PyStanding = (Option<&'static str>, String, u32, Vec<(u32, Vec<u8>)>);
 #[pymethods]
 impl PyHandoffScheduler {
     #[new]
+    #[pyo3(signature = (listen, token, ranks, shape, networks, tls = None))]
     fn new(
         listen: &str,
         token: String,
         ranks: Vec<(Vec<u8>, Vec<u8>)>,
         shape: &[u8],
         networks: Vec<(IpAddr, u8)>,
+        tls: Option<PyTls>,
     ) -> PyResult<Self> {
         // Messages only, which also go where bytes cannot.
-        let engine = engine(listen, token, None)?;
+        let engine = engine(listen, token, None, tls)?;
         let own = engine.describe().map_err(error)?;
         let address = own.socket_addresses().next().map(|address| address.to_string()).unwrap_or_default();
         let of_rank =
@@ -181,6 +184,10 @@ impl PyHandoffScheduler {
         Ok(())
     }
 
+    fn live_landings(&self) -> PyResult<Vec<Vec<u8>>> {
+        Ok(self.agent()?.live_landings().into_iter().map(|id| id.0.to_vec()).collect())
+    }
+
     /// None if there is no such landing.
     fn standing(&self, id: &[u8]) -> PyResult<Option<PyStanding>> {
         let standing = self.agent()?.standing(handoff_id(id)?);
@@ -235,9 +242,10 @@ fn here<T>(agent: &RwLock<Option<T>>) -> PyResult<MappedRwLockReadGuard<'_, T>> 
         .map_err(|_| PyValueError::new_err("this part of hand-offs is closed"))
 }
 
-fn engine(listen: &str, token: String, transport: Option<Transport>) -> PyResult<Engine> {
+fn engine(listen: &str, token: String, transport: Option<Transport>, tls: Option<PyTls>) -> PyResult<Engine> {
+    let listen = vec![resolve(listen)?];
     let options =
-        EngineOptions { listen: vec![resolve(listen)?], token, transport, ..EngineOptions::default() };
+        EngineOptions { listen, token, transport, tls: tls.map(tls_of), ..EngineOptions::default() };
     Engine::new(options).map_err(error)
 }
 

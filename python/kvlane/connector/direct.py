@@ -124,6 +124,7 @@ class Direct:
             [(rank.endpoint, rank.key) for rank in ranks],
             shape.digest(),
             self.peers.networks,
+            self._settings.tls_files(),
         )
         publish(self.agent.address, os.getpid())
 

@@ -67,6 +67,7 @@ def start_rank(
         key,
         settings.direct_transport,
         device_uuid(device) if device is not None else None,
+        settings.tls_files(),
     )
     rank = DirectRank(
         agent,

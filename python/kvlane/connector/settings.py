@@ -55,6 +55,13 @@ class Settings:
     """HOST:PORT at which other engines reach this one for direct hand-offs, the host as a number; port 0 for any."""
     direct_token: str = ""
     """What all engines share that hand over to each other; needed where `direct.listen` is no loopback address."""
+    direct_tls_certificate: str = ""
+    """A file with this engine's certificate for direct hand-offs, PEM, which encrypts all of them: every engine has one
+    then, signed by the same authority, and all bytes go through sockets."""
+    direct_tls_key: str = ""
+    """The file with its key."""
+    direct_tls_authority: str = ""
+    """The file with the certificate of who signed it and the other engines'."""
     direct_peers: str = ""
     """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
     this host."""
@@ -137,6 +144,16 @@ class Settings:
                 f"kvlane.direct.listen is {self.direct_listen!r}, which other hosts reach: that needs a "
                 "kvlane.direct.token, the same in all engines"
             )
+        files = (self.direct_tls_certificate, self.direct_tls_key, self.direct_tls_authority)
+        if any(files) and not all(files):
+            raise ValueError(
+                "kvlane.direct.tls_certificate, kvlane.direct.tls_key and kvlane.direct.tls_authority belong together: "
+                "give all three or none"
+            )
+        if any(files) and self.direct_transport == "cma":
+            raise ValueError(
+                "kvlane.direct.transport is cma, which copies without sockets: TLS cannot encrypt it"
+            )
         for network in self.networks():
             try:
                 ipaddress.ip_network(network, strict=False)
@@ -144,6 +161,11 @@ class Settings:
                 raise ValueError(
                     f"kvlane.direct.peers must name networks and addresses, such as 10.0.0.0/8, not {network!r}"
                 ) from None
+
+    def tls_files(self) -> tuple[str, str, str] | None:
+        """Certificate, key and authority; None without TLS."""
+        files = (self.direct_tls_certificate, self.direct_tls_key, self.direct_tls_authority)
+        return files if all(files) else None
 
     def networks(self) -> list[str]:
         """Those of `direct_peers`."""

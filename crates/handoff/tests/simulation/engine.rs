@@ -141,7 +141,7 @@ impl Engine {
         let open = self.ranks.iter().flat_map(|rank| rank.windows.values());
         let open = open.filter(|window| !window.is_closed).count();
         let used = self.owners.iter().filter(|owner| **owner != Owner::Nobody).count();
-        let machines = (self.legs.live(), self.landings.any_live(), in_ranks, self.next_tick());
+        let machines = (self.legs.live(), self.landings.live().next().is_some(), in_ranks, self.next_tick());
         let is_empty =
             machines == (0, false, 0, None) && open + used + self.prompts.len() + self.tasks.len() == 0;
         (!is_empty).then(|| {

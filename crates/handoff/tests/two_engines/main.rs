@@ -5,7 +5,10 @@
     reason = "helpers of tests fail like tests; tests register their own memory"
 )]
 
+#[path = "../../../fabric/tests/certificates/mod.rs"]
+mod certificates;
 mod gpus;
+mod tls;
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -87,7 +90,11 @@ fn side(ranks: u8, shape: [u8; 16], token: &str) -> Side {
 }
 
 fn side_of(ranks: Vec<Rank>, shape: [u8; 16], token: &str) -> Side {
-    let engine = engine(token);
+    side_by(engine(token), ranks, shape)
+}
+
+/// `engine`: the scheduler's.
+fn side_by(engine: Engine, ranks: Vec<Rank>, shape: [u8; 16]) -> Side {
     let address = engine.describe().unwrap().socket_addresses().next().unwrap();
     let of_rank = |rank: &Rank| RankAddress { endpoint: rank.agent.endpoint().clone(), key: rank.key };
     let options = SchedulerOptions {

@@ -40,6 +40,7 @@ END_TIMEOUT_MS = 2000.0
 STUCK_SECONDS = 5.0
 # A running request waits for so long for a landing's blocks.
 YIELD_TIMEOUT_MS = 50.0
+_UNKNOWN = "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
 
 
 @dataclass
@@ -118,8 +119,8 @@ class LandDirect(SchedulerKind):
             return "no_cache", "it asks for no cache, as for the prompt's own probabilities"
         if not request.block_hashes:
             return "hashes", "vLLM's prefix caching is off"
-        if not state.takes_part() or not self._shared.weights.are_known or landing.id in self._landings:
-            return "unknown", "nobody can know for certain what its blocks mean, or its id is another's"
+        if not state.takes_part() or landing.id in self._landings:
+            return _UNKNOWN
         if landing.peer == direct.address:
             return "own_address", f"{landing.peer!r} is this engine itself"
         if not direct.peers.allows(landing.peer):
@@ -187,11 +188,16 @@ class LandDirect(SchedulerKind):
         if self._plans_without_room:
             self._plans_without_room -= 1
             room = 0
+        in_use = sum(len(each.taken) for each in self._landings.values())
         for landed in list(self._landings.values()):
-            if landed.is_alive and not landed.is_ready and not landed.is_begun:
+            if not landed.is_alive or landed.is_ready:
+                continue
+            if not landed.is_begun and self._may_begin(landed):
                 self._begin(landed)
-            if landed.is_alive and not landed.is_ready:
-                room -= self._give_room(landed, room, is_first)
+            if landed.is_begun and not landed.is_ready:
+                if len(landed.taken) < landed.wanted:
+                    given = self._give_room(landed, room, in_use, is_first)
+                    room, in_use = room - given, in_use + given
                 is_first = False
 
     def _give_sources_back(self) -> None:
@@ -207,6 +213,16 @@ class LandDirect(SchedulerKind):
     def _pool(self) -> LandingPool:
         assert self._shared.pins.pool is not None
         return cast("LandingPool", self._shared.pins.pool)
+
+    def _may_begin(self, landed: _Landed) -> bool:
+        """After a reset not before it is known what weights the engine has; but nobody waits for that for ever."""
+        shared = self._shared
+        if shared.weights.are_known:
+            return True
+        if not shared.weights.is_worth_waiting(shared.clock()):
+            self._fell_back(*_UNKNOWN)
+            landed.is_ready = True
+        return False
 
     def _begin(self, landed: _Landed) -> None:
         """Hold what the engine has of the prompt, and ask for the rest."""
@@ -246,17 +262,16 @@ class LandDirect(SchedulerKind):
             return
         shared.counters.add("direct_landings")
 
-    def _give_room(self, landed: _Landed, most: int, is_first: bool) -> int:
-        """The oldest free blocks, within the bounds. The first of all that land gets what it needs, so that a long
-        prompt has its turn."""
+    def _give_room(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
+        """The oldest free blocks, within the bounds; `in_use` are those of all that land. The first of all gets what
+        it needs, so that a long prompt has its turn."""
         direct, pool = self._shared.direct, self._pool()
         assert direct is not None and direct.agent is not None
-        in_use = sum(len(each.taken) for each in self._landings.values())
         share = direct.landing_blocks(len(pool.blocks)) - in_use
         if is_first:
             share = max(share, direct.largest_landing(len(pool.blocks)) - len(landed.taken))
         count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
-        if landed.is_ready or count <= 0:
+        if count <= 0:
             return 0
         blocks: list[Block] = []
         queue = pool.free_block_queue
@@ -282,11 +297,12 @@ class LandDirect(SchedulerKind):
                 landed.is_ready = True
                 self._forget(landed)
             return
+        if not self._landings:
+            return
+        live = set(direct.agent.live_landings())
         for landed in list(self._landings.values()):
-            if landed.is_begun and not landed.is_ready:
-                standing = direct.agent.standing(landed.landing.id)
-                if standing is None or standing[0] is not None:
-                    self._end(landed, standing)
+            if landed.is_begun and not landed.is_ready and landed.landing.id not in live:
+                self._end(landed, direct.agent.standing(landed.landing.id))
 
     def _end(
         self, landed: _Landed, standing: tuple[str | None, str, int, list[tuple[int, bytes]]] | None
@@ -422,7 +438,9 @@ class LandDirect(SchedulerKind):
         # What vLLM computes next comes behind the copies of steps that are under way. What lands does not.
         self._plans_without_room = direct.steps_at_once - 1 if sources else 0
         for landed in list(self._landings.values()):
-            standing = direct.agent.standing(landed.landing.id) if landed.is_begun else None
+            if not landed.is_begun:
+                continue
+            standing = direct.agent.standing(landed.landing.id)
             if standing is not None and standing[0] is not None:
                 direct.agent.forget_landing(landed.landing.id)
             landed.is_ready = True

@@ -68,6 +68,8 @@ class OfferDirect(SchedulerKind):
         super().__init__(shared)
         self._legs: dict[bytes, _Offered] = {}
         self._by_request: dict[str, _Offered] = {}
+        self._later: dict[str, Leg] = {}
+        """Of requests that came after a reset: legs that begin once it is known what weights the engine has."""
         self._told: set[str] = set()
 
     def request_added(self, state: RequestState) -> None:
@@ -88,15 +90,36 @@ class OfferDirect(SchedulerKind):
         ):
             self._tell("hashes", "vLLM's prefix caching is off")
             return
-        if not state.takes_part() or not shared.weights.are_known or wants_no_cache(state.request):
-            self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
-            return
+        if not state.takes_part() or wants_no_cache(state.request):
+            self._tell_unknown()
+        elif shared.weights.are_known:
+            self._begin(state, leg)
+        else:
+            self._later[state.request.request_id] = leg
+
+    def _begin(self, state: RequestState, leg: Leg) -> None:
+        direct, shared = self._shared.direct, self._shared
+        assert direct is not None and direct.agent is not None
         if not direct.agent.begin_leg(leg.id, direct.content(shared.hashes.key(state))):
             self._tell("full", "too many hand-offs are under way, or its id was used before")
             return
         shared.counters.add("direct_legs")
         offered = _Offered(leg, state.request.request_id)
         self._legs[leg.id] = self._by_request[state.request.request_id] = offered
+
+    def _begin_later(self) -> None:
+        """Those that waited for the weights."""
+        direct, shared = self._shared.direct, self._shared
+        if not self._later or not shared.weights.are_known or direct is None or direct.agent is None:
+            return
+        later, self._later = self._later, {}
+        for request_id, leg in later.items():
+            state = shared.requests.get(request_id)
+            if state is not None:
+                self._begin(state, leg)
+
+    def _tell_unknown(self) -> None:
+        self._tell("unknown", "nobody can know for certain what its blocks mean, or it asks for no cache")
 
     def _tell(self, kind: str, why: str) -> None:
         """Once for each kind of reason; further ones are only counted."""
@@ -111,6 +134,7 @@ class OfferDirect(SchedulerKind):
 
     def plan(self, output: SchedulerOutput, jobs: StepJobs) -> None:
         self._unpin_free()
+        self._begin_later()
         if not self._by_request:
             return
         filled: list[Computed] = []
@@ -172,6 +196,8 @@ class OfferDirect(SchedulerKind):
         return sum(len(offered.pinned) for offered in self._legs.values())
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
+        if self._later.pop(request.request_id, None) is not None:
+            self._tell_unknown()
         offered = self._by_request.get(request.request_id)
         if offered is not None and self._shared.direct is not None:
             blocks = self._shared.direct.blocks_of(request.num_prompt_tokens)
@@ -196,6 +222,7 @@ class OfferDirect(SchedulerKind):
         return found[0].leg.params(direct.address)
 
     def give_back(self, state: RequestState) -> None:
+        self._later.pop(state.request.request_id, None)
         self._end_request(state.request.request_id, is_complete=False)
 
     def _unpin_free(self) -> None:
@@ -226,7 +253,7 @@ class OfferDirect(SchedulerKind):
         direct.close()
         for offered in self._legs.values():
             self._shared.pins.unpin(offered.pinned)
-        self._legs, self._by_request = {}, {}
+        self._legs, self._by_request, self._later = {}, {}, {}
 
     def before_pool_reset(self) -> None:
         """The landings' half has ended everything by now."""

@@ -1,7 +1,7 @@
 """Two engines on GPUs, one that prefills and one that decodes: prompts handed over directly, and through the daemon.
 
-    python bench/gpu/direct.py --out out/direct                # both on one GPU
-    python bench/gpu/direct.py --gpus 2 --out out/direct       # each on its own
+    python bench/gpu/handoff.py --out out/direct                # both on one GPU
+    python bench/gpu/handoff.py --gpus 2 --out out/direct       # each on its own
 
 | name | what |
 |---|---|
