@@ -121,11 +121,14 @@ class Pair:
             await engine.on_workers(model.poison, POISON)
         for prompt in prompts:
             await self.ask("both at once", prompt)
-        computed = set((await self.p.on_workers(model.block_hashes, POISON))[0])
-        landed = (await self.d.on_workers(model.block_hashes, POISON))[0]
-        found["landed_blocks"] = len(landed)
-        found["landed_blocks_that_differ"] = len([block for block in landed if block not in computed])
-        found["control_bytes"] = len(landed) > 0 and found["landed_blocks_that_differ"] <= len(prompts)
+        computed, landed = [await each.on_workers(model.block_hashes, POISON) for each in (self.p, self.d)]
+        found["landed_blocks"] = [len(of_rank) for of_rank in landed]
+        found["landed_blocks_that_differ"] = [
+            len(set(ours) - set(theirs)) for ours, theirs in zip(landed, computed, strict=True)
+        ]
+        found["control_bytes"] = min(found["landed_blocks"]) > 0 and all(
+            count <= len(prompts) for count in found["landed_blocks_that_differ"]
+        )
 
     async def same_answers(self, found: dict[str, Any]) -> None:
         """Of D with what has landed, and of D again with what it has by then: a block that comes late would be seen.
@@ -205,6 +208,7 @@ def controls_hold(found: dict[str, Any], tokens: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="one for both, or each its own")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of each engine")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
         "--no-async-scheduling", dest="async_scheduling", action="store_const", const=False, default=None
@@ -224,7 +228,9 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("out/direct"))
     settings = parser.parse_args()
-    settings.tensor_parallel, settings.new_tokens = 1, 0
+    settings.new_tokens = 0
+    if settings.gpus == 2 and settings.tensor_parallel > 1:
+        parser.error("--gpus 2 gives each engine one; with --tensor-parallel they share all that there are")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (str(HERE), os.environ.get("PYTHONPATH")) if p)
     os.environ.update(ENVIRONMENT)
     os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
