@@ -115,6 +115,10 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),
     ),
+    "vllm-router": Part(
+        "a prefill and a decode engine that hand over directly, behind vllm-router",
+        [sys.executable, "scripts/vllm_router_pair.py"],
+    ),
     "direct-lost": Part(
         "engines that hand over directly, of which one is killed, stopped or out of blocks",
         _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_lost.py"),

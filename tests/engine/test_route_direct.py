@@ -4,55 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from direct_served import Pair, served_pair
 from pairs import SPLIT, alone, complete, counted, counters, prompt
 from routed import Router, ask
-from served import ServedEngine, free_port
-from tiny_model import build_tiny_model
 
 PROMPTS = 20
 pytestmark = pytest.mark.soak
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Both engines."""
-
-    prefill: ServedEngine
-    decode: ServedEngine
-    handoff: str
-    """Where the one that prefills hands over."""
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    handoff = f"127.0.0.1:{free_port()}"
-    folder = tmp_path_factory.mktemp("direct")
-    model = build_tiny_model(folder / "tiny")
-    nobody = {"kvlane.address": f"unix:{folder}/nobody.sock", "kvlane.direct": "on"}
-    transfer = {
-        "kv_connector": "KVLaneConnector",
-        "kv_connector_module_path": "kvlane.connector",
-        "kv_role": "kv_both",
-    }
-    extras = {"prefill": {**nobody, "kvlane.direct.listen": handoff}, "decode": nobody}
-    engines = [
-        ServedEngine(
-            model, "", folder / f"{name}.log", transfer={**transfer, "kv_connector_extra_config": extra}
-        )
-        for name, extra in extras.items()
-    ]
-    try:
-        for each in engines:
-            each.wait()
-        prefill, decode = engines
-        yield Pair(prefill, decode, handoff)
-    finally:
-        for each in engines:
-            each.close()
+    with served_pair(tmp_path_factory.mktemp("direct")) as pair:
+        yield pair
 
 
 @contextmanager

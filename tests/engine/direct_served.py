@@ -1,0 +1,49 @@
+"""Two served engines that hand over directly, with no daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from served import ServedEngine, free_port
+from tiny_model import build_tiny_model
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both engines."""
+
+    prefill: ServedEngine
+    decode: ServedEngine
+    handoff: str
+    """Where the one that prefills hands over."""
+
+
+@contextmanager
+def served_pair(folder: Path) -> Iterator[Pair]:
+    """Both, once they answer."""
+    handoff = f"127.0.0.1:{free_port()}"
+    model = build_tiny_model(folder / "tiny")
+    nobody = {"kvlane.address": f"unix:{folder}/nobody.sock", "kvlane.direct": "on"}
+    transfer = {
+        "kv_connector": "KVLaneConnector",
+        "kv_connector_module_path": "kvlane.connector",
+        "kv_role": "kv_both",
+    }
+    extras = {"prefill": {**nobody, "kvlane.direct.listen": handoff}, "decode": nobody}
+    engines = [
+        ServedEngine(
+            model, "", folder / f"{name}.log", transfer={**transfer, "kv_connector_extra_config": extra}
+        )
+        for name, extra in extras.items()
+    ]
+    try:
+        for each in engines:
+            each.wait()
+        prefill, decode = engines
+        yield Pair(prefill, decode, handoff)
+    finally:
+        for each in engines:
+            each.close()

@@ -1,0 +1,76 @@
+"""A pair of kvlane's engines that hand over directly, behind vllm-router as it is, told that they are NixlConnector's.
+Part of `make soak`: scripts/vllm_router_pair.py installs the router."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from direct_served import Pair, served_pair
+from pairs import alone, complete, counted, counters, prompt
+from served import free_port
+
+PROMPTS = 20
+START_SECONDS = 60.0
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with served_pair(tmp_path_factory.mktemp("direct")) as pair:
+        yield pair
+
+
+@contextmanager
+def vllm_router(pair: Pair, log: Path) -> Iterator[str]:
+    """Its URL, once it answers."""
+    program = os.environ.get("KVLANE_VLLM_ROUTER")
+    assert program, "name vllm-router's program: KVLANE_VLLM_ROUTER=.../bin/vllm-router"
+    port = free_port()
+    command = [program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(f"{url}/health"):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            try:  # its end would come first; there is no event for its being up
+                process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                pass
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def test_prompts_land_and_answers_are_those_of_one_engine(pair: Pair, tmp_path: Path) -> None:
+    answered = []
+    with vllm_router(pair, tmp_path / "router.log") as url:
+        for number in range(PROMPTS):
+            text = prompt(f"behind vllm-router {number}")
+            answered.append(alone(pair.prefill, text))
+            before = counters(pair.decode)
+            assert complete(url, text) == answered[-1]
+            grown = counted(pair.decode, before)
+            assert grown.computed == 1, grown
+    assert len({tuple(answer) for answer in answered}) == PROMPTS
