@@ -39,17 +39,30 @@ def former(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return environment
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["off", "on"])
 def engines(
-    former: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, former: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[ServedEngine, ServedEngine]]:
-    """One of the release before, and one of today."""
+    """One of the release before, and one of today, without direct hand-offs and with them."""
     folder = tmp_path_factory.mktemp("pd")
     model = build_tiny_model(folder / "tiny")
     daemon = Daemon(folder)
     started = [
         ServedEngine(model, daemon.address, folder / "former.log", environment=former),
-        ServedEngine(model, daemon.address, folder / "today.log"),
+        ServedEngine(
+            model,
+            daemon.address,
+            folder / "today.log",
+            transfer={
+                "kv_connector": "KVLaneConnector",
+                "kv_connector_module_path": "kvlane.connector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "kvlane.address": daemon.address,
+                    "kvlane.direct": request.param,
+                },
+            },
+        ),
     ]
     try:
         for engine in started:
