@@ -120,12 +120,19 @@ PARTS = {
         [sys.executable, "scripts/vllm_router_pair.py"],
     ),
     "direct-lost": Part(
-        "engines that hand over directly, of which one is killed, stopped or out of blocks",
-        _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_lost.py"),
+        "engines that hand over directly, of which some come and go, or are killed, stopped or out of blocks",
+        _make(
+            "engines",
+            "ARGS=-m soak tests/connector/test_vllm_direct_lost.py tests/connector/test_vllm_direct_joining.py",
+        ),
     ),
     "direct-ranks": Part(
         "engines of two ranks that hand over directly: tensor parallel, and in pipeline stages",
         _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_served.py"),
+    ),
+    "direct-drafter": Part(
+        "engines with a drafter that hand over directly",
+        _make("engines", "ARGS=-m soak tests/connector/test_vllm_direct_drafter.py"),
     ),
     "nixl": Part(
         "a prefill and a decode engine with vLLM's NixlConnector behind the router",
