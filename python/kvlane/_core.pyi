@@ -300,6 +300,10 @@ class HandoffScheduler:
     def give_leg_up(self, id: bytes, /) -> None:
         """It ended before all was computed, or its blocks cannot stay."""
 
+    def end_oldest_unwanted_leg(self, but: bytes, /) -> bytes | None:
+        """Ends the one that nobody has wanted for the longest time, another one than `but`. Its blocks may be used
+        otherwise at once: nobody was told of them."""
+
     def take_free_legs(self) -> list[bytes]:
         """Those that are over since the last call: their blocks may be used otherwise."""
 

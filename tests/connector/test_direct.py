@@ -60,6 +60,7 @@ class Agent:
     def __init__(self) -> None:
         self.legs: list[bytes] = []
         self.unwanted: set[bytes] = set()
+        self.wanted: set[bytes] = set()
         self.given_up: list[bytes] = []
         self.free: list[bytes] = []
         self.landings: dict[bytes, tuple[int, int]] = {}
@@ -77,6 +78,14 @@ class Agent:
 
     def give_leg_up(self, leg: bytes) -> None:
         self.given_up.append(leg)
+
+    def end_oldest_unwanted_leg(self, but: bytes) -> bytes | None:
+        for leg in self.legs:
+            if leg != but and leg not in self.wanted and leg not in self.unwanted:
+                self.unwanted.add(leg)
+                self.free.append(leg)
+                return leg
+        return None
 
     def take_free_legs(self) -> list[bytes]:
         free, self.free = self.free, []
@@ -396,10 +405,9 @@ def test_an_engine_whose_caches_go_away_waits_for_nothing_and_holds_nothing() ->
 # The engine that computes
 
 
-def leg(world: World, name: str = "p", tokens: int = TOKENS) -> Request:
-    request = Request(
-        name, list(range(tokens)), transfer={"do_remote_decode": True, "kvlane": {"handoff": NAME}}
-    )
+def leg(world: World, name: str = "p", tokens: int = TOKENS, handoff: str = NAME) -> Request:
+    params = {"do_remote_decode": True, "kvlane": {"handoff": handoff}}
+    request = Request(name, list(range(tokens)), transfer=params)
     world.side.add_request(request)
     return request
 
@@ -447,6 +455,25 @@ def test_a_prompt_that_ends_half_way_or_pins_too_much_is_given_up() -> None:
     small.engine.compute(request, TOKENS)
     assert small.agent.given_up == [ID]
     assert small.side.take_stats()["direct_not_offered"] == 1  # pyright: ignore
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_where_no_more_may_be_pinned_what_nobody_has_wanted_goes_first(is_wanted: bool) -> None:
+    world = World(100, **{"kvlane.max_pinned_share": 0.4})
+    first, second = leg(world, "first"), leg(world, "second", handoff="second")
+    ids = [ID, Leg("second").id]
+    if is_wanted:
+        world.agent.wanted.add(ids[0])
+    for request in (first, second):
+        world.engine.compute(request, TOKENS)
+        world.side.request_finished(request, world.engine.tables[request.request_id])
+        world.engine.free(request)
+    assert world.agent.given_up == ([ids[1]] if is_wanted else [])
+    assert world.references() == ALL, "of one of them"
+    assert (ids[0] in world.agent.unwanted) == (not is_wanted)
+    world.agent.free += ids
+    world.step()
+    assert world.references() == 0
 
 
 def test_what_nobody_wants_any_more_is_not_pinned_further() -> None:

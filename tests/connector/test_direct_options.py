@@ -94,6 +94,7 @@ def test_kv_buffer_size_bounds_what_is_pinned_for_all_prompts_together() -> None
     world = World(send_type="GET", kv_buffer_size=(ALL + 5) * BLOCK_BYTES)
     first = leg(world)
     world.engine.compute(first, TOKENS)
+    world.agent.wanted.add(ID)
     params = {"do_remote_decode": True, "kvlane": {"handoff": "second"}}
     second = Request("second", list(range(TOKENS)), transfer=params)
     world.side.add_request(second)

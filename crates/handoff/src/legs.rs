@@ -119,7 +119,8 @@ impl Legs {
             self.match_up(now, id);
             return true;
         }
-        if self.legs.len() >= self.options.legs_max && !self.end_oldest_unwanted() {
+        // It is not over before its ranks have said so: there is room for one more than it seems.
+        if self.legs.len() >= self.options.legs_max && self.end_oldest_unwanted(id).is_none() {
             return false;
         }
         let leg = self.leg(now, now + self.options.lease);
@@ -279,12 +280,14 @@ impl Legs {
         ids.into_iter().for_each(|id| self.end(id, false));
     }
 
-    fn end_oldest_unwanted(&mut self) -> bool {
-        let unwanted = self.legs.iter().filter(|(_, leg)| leg.reader.is_none() && leg.closing.is_none());
+    /// Ends the one that nobody has wanted for the longest time, another one than `but`. Its ranks have told nobody of its
+    /// blocks, so these may be unpinned at once.
+    pub fn end_oldest_unwanted(&mut self, but: HandoffId) -> Option<HandoffId> {
+        let unwanted =
+            self.legs.iter().filter(|(id, leg)| **id != but && leg.reader.is_none() && leg.closing.is_none());
         let oldest = unwanted.min_by_key(|(_, leg)| leg.until).map(|(id, _)| *id);
         oldest.into_iter().for_each(|id| self.end(id, false));
-        // It is not over before its ranks have said so: there is room for one more than it seems.
-        oldest.is_some()
+        oldest
     }
 
     fn end(&mut self, id: HandoffId, tells_reader: bool) {
@@ -409,6 +412,23 @@ mod tests {
         let cancel = LegAction::Send(READER, Message::Cancel(ID));
         assert_eq!(said, [cancel, LegAction::Rank(0, Message::Close(ID))]);
         assert!(!legs.goes_on(ID));
+    }
+
+    #[test]
+    fn of_those_that_nobody_wants_the_oldest_goes_first_and_no_rank_was_told_of_it() {
+        let mut legs = Legs::new(LegOptions::default(), [0; 16], vec![Vec::new()]);
+        let other = |number| HandoffId([number; 16]);
+        for (second, id) in (0..).zip([ID, other(2), other(3)]) {
+            assert!(legs.begin(Duration::from_secs(second), id, [0; 16]));
+        }
+        legs.message(Duration::ZERO, READER, want());
+        while legs.next_action().is_some() {}
+        assert_eq!(legs.end_oldest_unwanted(other(2)), Some(other(3)), "the first one is wanted");
+        assert_eq!(legs.end_oldest_unwanted(ID), Some(other(2)));
+        assert_eq!(legs.end_oldest_unwanted(other(9)), None);
+        let said: Vec<LegAction> = std::iter::from_fn(|| legs.next_action()).collect();
+        assert_eq!(said, [3, 2].map(|number| LegAction::Rank(0, Message::Close(other(number)))));
+        assert!(legs.goes_on(ID) && !legs.goes_on(other(2)));
     }
 
     /// What a rank is told, or says, may be lost, as when it is stopped for long: then its blocks were pinned for ever.

@@ -155,6 +155,11 @@ impl SchedulerAgent {
         self.with(|state, _| state.landings.give_room(id, blocks));
     }
 
+    /// As [`Legs::end_oldest_unwanted`].
+    pub fn end_oldest_unwanted_leg(&self, but: HandoffId) -> Option<HandoffId> {
+        self.with(|state, _| state.legs.end_oldest_unwanted(but))
+    }
+
     /// As [`Landings::standing`].
     pub fn standing(&self, id: HandoffId) -> Option<Standing> {
         self.shared.state.lock().landings.standing(id)

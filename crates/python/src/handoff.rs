@@ -156,6 +156,10 @@ impl PyHandoffScheduler {
         Ok(())
     }
 
+    fn end_oldest_unwanted_leg(&self, but: &[u8]) -> PyResult<Option<Vec<u8>>> {
+        Ok(self.agent()?.end_oldest_unwanted_leg(handoff_id(but)?).map(|id| id.0.to_vec()))
+    }
+
     fn take_free_legs(&self) -> PyResult<Vec<Vec<u8>>> {
         Ok(self.agent()?.take_free_legs().into_iter().map(|id| id.0.to_vec()).collect())
     }

@@ -171,7 +171,7 @@ class OfferDirect(SchedulerKind):
         pool = shared.pins.pool
         assert pool is not None
         most, setting = direct.offered_blocks(len(pool.blocks))
-        if self._pinned_blocks() + end - first > most:
+        if not self._make_room(end - first, most, offered.leg.id):
             self._tell("pins", f"more blocks than {setting} allows would be pinned")
             self._end_request(request.request_id, is_complete=False)
             return []
@@ -192,8 +192,19 @@ class OfferDirect(SchedulerKind):
         shared.counters.add("direct_offered_blocks", sum(len(each.blocks) for each in filled))
         return filled
 
-    def _pinned_blocks(self) -> int:
-        return sum(len(offered.pinned) for offered in self._legs.values())
+    def _make_room(self, blocks: int, most: int, leg: bytes) -> bool:
+        """Whether so many blocks more may be pinned for a leg. Where they may not, those go first that nobody has
+        wanted for the longest time."""
+        direct = self._shared.direct
+        assert direct is not None and direct.agent is not None
+        if len(self._legs[leg].pinned) + blocks > most:
+            return False
+        while sum(len(offered.pinned) for offered in self._legs.values()) + blocks > most:
+            unwanted = direct.agent.end_oldest_unwanted_leg(leg)
+            if unwanted is None:
+                return False
+            self._unpin(unwanted)
+        return True
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         if self._later.pop(request.request_id, None) is not None:
@@ -231,12 +242,17 @@ class OfferDirect(SchedulerKind):
         if direct is None or direct.agent is None or not self._legs:
             return
         for leg in direct.agent.take_free_legs():
-            offered = self._legs.pop(leg, None)
-            if offered is not None:
-                self._by_request = {
-                    request: each for request, each in self._by_request.items() if each is not offered
-                }
-                self._shared.pins.unpin(offered.pinned)
+            self._unpin(leg)
+
+    def _unpin(self, leg: bytes) -> None:
+        """It is over, and nobody reads its blocks."""
+        offered = self._legs.pop(leg, None)
+        if offered is None:
+            return
+        self._by_request = {
+            request: each for request, each in self._by_request.items() if each is not offered
+        }
+        self._shared.pins.unpin(offered.pinned)
 
     def pinned(self) -> Iterable[Block]:
         return [block for offered in self._legs.values() for block in offered.pinned]
