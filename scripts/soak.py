@@ -111,6 +111,14 @@ PARTS = {
         "a prefill and a decode engine that hand over directly, and one with two decode engines",
         _make("demo-direct", "ARGS=--prefill 1 --decode 2"),
     ),
+    "direct-many-decode": Part(
+        "one prefill and three decode engines that hand over directly",
+        _make("demo-direct", "ARGS=--prefill 1 --decode 3"),
+    ),
+    "direct-many-prefill": Part(
+        "three prefill engines and one decode engine that hand over directly",
+        _make("demo-direct", "ARGS=--prefill 3 --decode 1"),
+    ),
     "route-direct": Part(
         "a prefill and a decode engine that hand over directly, behind the router",
         _make("engines", "ARGS=-m soak tests/engine/test_route_direct.py"),

@@ -23,7 +23,7 @@ def test_each_transport_is_measured_beside_a_bare_read(tmp_path: Path) -> None:
         counts = found["results"][transport]["counts"]
         assert (counts[f"{transport}_bytes"], counts[f"{other}_bytes"], counts["failed"]) == (moved, 0, 0)
         assert all(len(seconds) == 2 for seconds in found["results"][transport]["seconds"].values())
-    assert len(found["figures"]) == 10 and (tmp_path / "handoff.png").exists()
+    assert len(found["figures"]) == 12 and (tmp_path / "handoff.png").exists()
 
 
 def test_a_byte_that_did_not_land_is_found() -> None:

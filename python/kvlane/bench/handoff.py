@@ -75,6 +75,7 @@ class _Pair:
         )
         self.results: dict[str, list[float]] = {}
         self.hook_us: list[float] = []
+        self.bare_hook_us: list[float] = []
 
     def meet(self, arguments: argparse.Namespace) -> None:
         """What a first hand-off takes more is not measured."""
@@ -113,14 +114,17 @@ class _Pair:
         self.prefill.ask("compute", id=name, layer_ms=0, at_once=True)
         return self.decode.ask("land", id=name)["seconds"]
 
-    def overlapped(self, layer_ms: float, at_once: bool) -> tuple[float, float]:
-        """Seconds from the last layer to the end of the landing, and of a layer's hook."""
+    def overlapped(self, layer_ms: float, at_once: bool) -> float:
+        """Seconds from the last layer to the end of the landing."""
         name = secrets.token_hex(16)
         self.prefill.ask("begin", id=name)
         self.decode.ask("want", id=name)
         self.decode.tell("landed", id=name)
         computed = self.prefill.ask("compute", id=name, layer_ms=layer_ms, at_once=at_once)
-        return self.decode.answer("landed")["over"] - computed["last"], computed["hook_s"]
+        if not at_once:
+            self.hook_us.append(computed["hook_s"] * 1e6)
+            self.bare_hook_us.append(computed["bare_hook_s"] * 1e6)
+        return self.decode.answer("landed")["over"] - computed["last"]
 
     def round(self, salt: int) -> None:
         """Each case once."""
@@ -129,10 +133,7 @@ class _Pair:
         self._add("whole_s", self.whole(salt))
         layer_ms = self.layer_ms
         for case, at_once in (("layers_s", False), ("get_s", True)):
-            seconds, hook_s = self.overlapped(layer_ms, at_once)
-            self._add(case, seconds)
-            if not at_once:
-                self.hook_us.append(hook_s * 1e6)
+            self._add(case, self.overlapped(layer_ms, at_once))
 
     @property
     def layer_ms(self) -> float:
@@ -179,6 +180,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
                 at_most=OVERLAP_GOAL,
             ),
             Figure(f"{name}: a layer's hook while it is offered", hook_us, "us", at_most=HOOK_GOAL_US),
+            Figure(f"{name}: an empty call at the same place", statistics.median(pair.bare_hook_us), "us"),
             Figure(f"{name}: bare READ", size / median["bare_s"] / 1e9, "GB/s"),
             Figure(f"{name}: a layer is computed in", pair.layer_ms, "ms"),
         ]
