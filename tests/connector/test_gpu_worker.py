@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvlane.connector.core_protocols import WorkerCore
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
+from kvlane.connector.kinds.direct_offer import Computed
+from kvlane.connector.kinds.kind import DirectRank
+from kvlane.connector.layers import Layers
 from kvlane.connector.stream import Stream
 from kvlane.connector.worker import WorkerSide
 
@@ -184,3 +189,49 @@ def test_an_idle_step_waits_for_copies_but_not_when_one_was_just_released() -> N
     assert core.idle_waits == before, "the engine learns of it in the step after"
     step(side, idle=True)
     assert core.idle_waits == before + 1, "nobody computes: no spinning until the load has ended"
+
+
+class Agent:
+    """A rank's agent for direct hand-offs; its driver may refuse."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+        self.told: list[tuple[Any, ...]] = []
+
+    def step_begins(self, filled: Any) -> None:
+        self.told.append(("begins",))
+
+    def layers_computed(self, regions: int, stream: int) -> None:
+        if self.refuses:
+            raise OSError("the driver refuses")
+        self.told.append((regions, stream))
+
+    def step_ends(self, stream: int) -> None:
+        self.told.append(("ends", stream))
+
+    def take_counts(self) -> tuple[int, ...]:
+        return (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_hand_off_is_told_of_layers_in_the_engines_stream_and_a_refusal_ends_nothing(refuses: bool) -> None:
+    side, _ = worker()
+    agent, copied = Agent(refuses), []
+    last_region = {name: index for index, name in enumerate(LAYERS)}
+    copy = cast("Any", lambda source, target: copied.append((source, target)))
+    side.attach_direct(DirectRank(cast("Any", agent), Layers(last_region), copy, lambda: 77))
+    filled = [Computed(b"i" * 16, 0, [1, 2], None)]
+    side.bind(StepJobs(others={"direct": filled, "land": [(3, 4)]}))
+    assert side.on_layer_computed is not None
+    for name in LAYERS:
+        side.on_layer_computed(name)
+    side.start_saves()
+    side.unbind()
+    layers = [] if refuses else [(1, 77), (2, 77), (3, 77)]
+    assert agent.told == [("begins",), *layers, ("ends", 77)]
+    assert copied == [(3, 4)]
+    errors = (side.take_stats() or {}).get("errors", 0)
+    assert errors == (3 if refuses else 0)
+    side.bind(StepJobs())
+    assert side.on_layer_computed is None, "a hook with nothing to do costs nothing"
+    side.unbind()

@@ -36,9 +36,16 @@ class DirectWorker(WorkerKind):
         self._fills = bool(filled) and direct is not None
         if direct is None or not filled:
             return None
-        agent, stream = direct.agent, direct.stream()
+        agent, stream, failures = direct.agent, direct.stream(), self._shared.failures
         agent.step_begins(filled)
-        return direct.layers.begin(lambda regions: agent.layers_computed(regions, stream))
+
+        def tell(regions: int) -> None:
+            try:
+                agent.layers_computed(regions, stream)
+            except Exception as error:  # noqa: BLE001
+                failures.record("telling how far a step is", error, "its layers are offered later")
+
+        return direct.layers.begin(tell)
 
     def computed(self, jobs: StepJobs) -> None:
         direct, fills = self._shared.direct, self._fills
