@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::device::Gpu;
+use crate::driver::Priority;
 use crate::error::GpuError;
-use crate::stream::EngineStream;
+use crate::stream::{EngineStream, Stream};
 use crate::words::Words;
 
 /// How long a word waits, at its end, for what its streams have yet to write.
@@ -26,8 +27,16 @@ pub struct StreamWord {
 
 impl StreamWord {
     /// For streams of this GPU.
+    ///
+    /// # Errors
+    /// Where its driver has no pinned memory to give, or no stream of it can write a word.
     pub fn new(gpu: &Gpu) -> Result<StreamWord, GpuError> {
-        let words = ManuallyDrop::new(Words::new(gpu, 1)?);
+        let words = Words::new(gpu, 1)?;
+        let stream = Stream::new(gpu, Priority::Normal)?;
+        // SAFETY: the word lives until the stream is done.
+        unsafe { stream.write_word(words.address(0), 0)? };
+        stream.synchronize()?;
+        let words = ManuallyDrop::new(words);
         Ok(StreamWord { gpu: gpu.clone(), words, last: Mutex::new(0) })
     }
 

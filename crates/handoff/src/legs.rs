@@ -119,7 +119,7 @@ impl Legs {
             self.match_up(now, id);
             return true;
         }
-        // It is not over before its ranks have said so: there is room for one more than it seems.
+        // The one that ends stays until its ranks have said so: for a moment there is one more than `legs_max`.
         if self.legs.len() >= self.options.legs_max && self.end_oldest_unwanted(id).is_none() {
             return false;
         }

@@ -25,8 +25,8 @@ impl Progress {
         }
     }
 
-    /// Counts up to `count` once `stream` has done what is enqueued there, in the host's memory now. Whoever sees it sees the
-    /// bytes that were computed before.
+    /// Counts up to `count`: on a GPU once `stream` has done what is enqueued there, on the host at once. Whoever sees the
+    /// count sees the bytes that were computed before.
     pub(crate) fn reach(&self, count: u32, stream: &EngineStream) -> Result<(), GpuError> {
         match self {
             Progress::Host(word) => word.store(count, Ordering::Release),

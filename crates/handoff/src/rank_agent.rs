@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -117,6 +117,8 @@ pub struct RankAgent {
     regions: u32,
     /// What `computed` counts the engine's present step from.
     step: AtomicU32,
+    /// Whether that has begun and not ended.
+    is_in_step: AtomicBool,
     computed: Arc<Progress>,
     thread: Option<JoinHandle<()>>,
 }
@@ -159,7 +161,9 @@ impl RankAgent {
             local.block_on(&runtime, at_rank.run(incoming));
         })?;
         let step = AtomicU32::new(0);
-        Ok(RankAgent { engine, events, endpoint, counts, regions, step, computed, thread: Some(thread) })
+        let is_in_step = AtomicBool::new(false);
+        let thread = Some(thread);
+        Ok(RankAgent { engine, events, endpoint, counts, regions, step, is_in_step, computed, thread })
     }
 
     /// Where it can be reached.
@@ -175,6 +179,10 @@ impl RankAgent {
     /// A step of the engine fills these blocks. They stay as they are, once computed, until their hand-off is over. One thread
     /// says when steps begin and how far they are; a step may begin while the stream computes the one before.
     pub fn step_begins(&self, filled: Vec<Filled>) {
+        if self.is_in_step.swap(true, Ordering::Relaxed) {
+            // Nobody has said that the former one is over: it counts as computed when a layer of this one is.
+            self.step.fetch_add(self.regions, Ordering::Relaxed);
+        }
         // Without the thread nobody reads them.
         let _ = self.events.send(Event::StepBegins(self.step.load(Ordering::Relaxed), filled));
     }
@@ -190,6 +198,7 @@ impl RankAgent {
     pub fn step_ends(&self, stream: &EngineStream) -> Result<(), GpuError> {
         let end = self.step.load(Ordering::Relaxed).wrapping_add(self.regions);
         self.step.store(end, Ordering::Relaxed);
+        self.is_in_step.store(false, Ordering::Relaxed);
         self.computed.reach(end, stream)?;
         let _ = self.events.send(Event::StepEnds);
         Ok(())

@@ -103,7 +103,7 @@ def tensor_shards(vllm_config: VllmConfig, spec: KVCacheSpec) -> int | None:
 def steps_at_once(vllm_config: VllmConfig) -> int:
     """How many steps an engine may have under way: more than one with async scheduling, or in a pipeline."""
     known = getattr(vllm_config, "max_concurrent_batches", None)
-    # What no version has more of, where it does not tell.
+    # A version that does not tell has no more than this.
     return known if isinstance(known, int) else 1 + vllm_config.parallel_config.pipeline_parallel_size
 
 

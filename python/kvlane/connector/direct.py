@@ -58,7 +58,7 @@ class Direct:
     ) -> None:
         """`block_bytes`: of a block in one rank; asked for where there is a `kv_buffer_size`."""
         self.steps_at_once = steps_at_once
-        """How many steps vLLM may have under way: when it plans one, those before the last so many are over."""
+        """How many steps vLLM may have under way, the one included that it plans."""
         self.group = group
         self.peers = Peers(settings.networks())
         self._settings = settings

@@ -69,9 +69,11 @@ def start_rank(
         device_uuid(device) if device is not None else None,
         settings.tls_files(),
     )
+    # Where a step is computed in micro-batches, each layer is computed several times: only its end says something.
+    in_parts = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
     rank = DirectRank(
         agent,
-        Layers(layout.last_region),
+        Layers({} if in_parts else layout.last_region),
         block_copier(regions, storages),
         compute_stream(device) if device is not None else lambda: 0,
     )

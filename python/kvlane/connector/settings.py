@@ -61,7 +61,7 @@ class Settings:
     direct_tls_key: str = ""
     """The file with its key."""
     direct_tls_authority: str = ""
-    """The file with the certificate of who signed it and the other engines'."""
+    """The file with the authority's own certificate. It has signed those of all engines."""
     direct_peers: str = ""
     """Networks and addresses, with commas between, of engines that this one may connect to, beside this user's own on
     this host."""

@@ -260,6 +260,29 @@ fn layers_are_read_while_their_step_computes_the_next_ones() {
 }
 
 #[test]
+fn a_step_of_which_nobody_says_the_end_does_not_count_for_the_next_one() {
+    let (mut p, mut d) = (side(1, SHAPE, "m"), side(1, SHAPE, "m"));
+    let id = id(15);
+    p.scheduler.begin_leg(id, CONTENT);
+    d.scheduler.begin_landing(id, wanted(p.address, 0, 3));
+    d.scheduler.give_room(id, &[3, 4, 5]);
+    let regions = LAYERS as u32;
+    for (of_prompt, block) in [(0, 7), (1, 8)] {
+        let agent = &p.ranks[0].agent;
+        agent.step_begins(vec![Filled { id, first_block: of_prompt, blocks: vec![block], hash: None }]);
+        // Long enough that what is offered too early would land: the block of the step before it does.
+        until("the block before", || d.scheduler.standing(id).unwrap().end_block == of_prompt);
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(d.scheduler.standing(id).unwrap().end_block, of_prompt);
+        p.ranks[0].compute(0, of_prompt, block);
+        p.ranks[0].agent.layers_computed(regions, &EngineStream::DEFAULT).unwrap();
+    }
+    p.compute(id, 2, &[9]);
+    assert_eq!(d.over(id).outcome, Some(Outcome::Landed));
+    assert!(d.holds(0, &[3, 4, 5]));
+}
+
+#[test]
 fn the_want_may_come_before_the_request() {
     let (mut p, mut d) = (side(1, SHAPE, "b"), side(1, SHAPE, "b"));
     let id = id(2);

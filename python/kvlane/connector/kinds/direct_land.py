@@ -83,7 +83,8 @@ class LandDirect(SchedulerKind):
         self._former_sources: deque[list[Block]] = deque()
         """Of steps that may be under way."""
         self._plans_without_room = 0
-        """So often no block is taken: steps that copy from blocks given back meanwhile may be under way."""
+        """After a reset no block is taken in so many plans: steps may be under way that copy from blocks which the
+        reset gave back."""
 
     def request_added(self, state: RequestState) -> None:
         self._end_those_over()
@@ -435,7 +436,7 @@ class LandDirect(SchedulerKind):
         self._shared.pins.unpin(sources)
         self._sources, self._copies = [], []
         self._former_sources.clear()
-        # What vLLM computes next comes behind the copies of steps that are under way. What lands does not.
+        # A step that is under way may still copy from them. vLLM's next steps come behind it, but what lands does not.
         self._plans_without_room = direct.steps_at_once - 1 if sources else 0
         for landed in list(self._landings.values()):
             if not landed.is_begun:

@@ -21,6 +21,7 @@ class DirectWorker(WorkerKind):
     def __init__(self, shared: WorkerShared) -> None:
         super().__init__(shared)
         self._fills = False
+        self._stream = 0
 
     def step_begins(self, jobs: StepJobs) -> LayerHook | None:
         """Copies the last tokens of prompts that have landed into their requests' own blocks."""
@@ -37,6 +38,7 @@ class DirectWorker(WorkerKind):
         if direct is None or not filled:
             return None
         agent, stream, failures = direct.agent, direct.stream(), self._shared.failures
+        self._stream = stream
         agent.step_begins(filled)
 
         def tell(regions: int) -> None:
@@ -51,4 +53,4 @@ class DirectWorker(WorkerKind):
         direct, fills = self._shared.direct, self._fills
         self._fills = False
         if direct is not None and fills:
-            direct.agent.step_ends(direct.stream())
+            direct.agent.step_ends(self._stream)
