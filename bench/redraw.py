@@ -72,8 +72,8 @@ def committed() -> Iterator[Redrawn]:
         if (read := _read(result)).get("compared"):
             yield _bars(result.with_suffix(".png"), result, route_peers.picture(read))
     for result in sorted((ROOT / "bench/pd/results").glob("*.json")):
-        if (read := _read(result)).get("benchmark") == "steps while prompts that land wait":
-            # Four numbers need no picture.
+        if (read := _read(result)).get("benchmark"):
+            # Those with a name have a table in the README, which says it all.
             continue
         picture = pd_direct.picture(read) if "systems" in read else pictures.pairs(read)
         yield _bars(result.with_suffix(".png"), result, picture)
