@@ -31,12 +31,12 @@ impl StreamWord {
     /// # Errors
     /// Where its driver has no pinned memory to give, or no stream of it can write a word.
     pub fn new(gpu: &Gpu) -> Result<StreamWord, GpuError> {
-        let words = Words::new(gpu, 1)?;
+        // On an error a stream may write it still: then it is never given back.
+        let words = ManuallyDrop::new(Words::new(gpu, 1)?);
         let stream = Stream::new(gpu, Priority::Normal)?;
-        // SAFETY: the word lives until the stream is done.
+        // SAFETY: the word is not given back before the stream is done.
         unsafe { stream.write_word(words.address(0), 0)? };
         stream.synchronize()?;
-        let words = ManuallyDrop::new(words);
         Ok(StreamWord { gpu: gpu.clone(), words, last: Mutex::new(0) })
     }
 

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvlane.connector.assemble import compute_stream, device_uuid, gpu_of
 from kvlane.connector.direct import the_group
 from kvlane.connector.groups import Unsupported, cache_groups
+from kvlane.connector.guard import logger
 from kvlane.connector.kinds.kind import DirectRank
 from kvlane.connector.layers import Layers
 from kvlane.connector.layout import Region, group_layout, layer_hints
@@ -71,6 +72,10 @@ def start_rank(
     )
     # Where a step is computed in micro-batches, each layer is computed several times: only its end says something.
     in_parts = getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False)
+    if in_parts:
+        logger.info(
+            "kvlane: prompts are handed over step by step, not layer by layer: vLLM computes micro-batches"
+        )
     rank = DirectRank(
         agent,
         Layers({} if in_parts else layout.last_region),
