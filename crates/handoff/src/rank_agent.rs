@@ -25,7 +25,7 @@ use crate::talk::{AgentError, Talk};
 
 /// Blocks are offered together until they have so many bytes: enough for a READ to be worth its messages, and little enough
 /// that the next one is under way meanwhile.
-const OFFER_BYTES: u64 = 16 << 20;
+const OFFER_BYTES: u64 = 64 << 20;
 /// Layers are offered before their step is over where they have so many bytes.
 const OFFER_BYTES_MIN: u64 = 1 << 20;
 /// While a step computes what is to be offered, the thread looks so often how far it is: to be woken for each layer would cost

@@ -24,6 +24,7 @@ class LoadJob:
 
     job: int
     request_id: str
+    """Who waits for it in vLLM; empty if nobody does, and only the job's end is reported."""
     boot: bytes
     groups: list[tuple[int, list[int], list[bytes]]] | None
     """(group, block ids, pool pages for each rank). None: the promise cannot be kept; report it as failed."""

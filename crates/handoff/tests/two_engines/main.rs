@@ -323,10 +323,10 @@ fn what_had_landed_is_kept_when_the_other_engine_gives_up_or_goes() {
         let (mut p, mut d) = (side(2, SHAPE, "d"), side(2, SHAPE, "d"));
         let id = id(8);
         p.scheduler.begin_leg(id, CONTENT);
-        d.scheduler.begin_landing(id, wanted(p.address, 0, 6));
-        d.scheduler.give_room(id, &[1, 2, 3, 4, 5, 6]);
-        p.compute(id, 0, &[9, 8, 7]);
-        until("three blocks", || d.scheduler.standing(id).unwrap().end_block == 3);
+        d.scheduler.begin_landing(id, wanted(p.address, 0, 10));
+        d.scheduler.give_room(id, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+        p.compute(id, 0, &[9, 8, 7, 6, 5, 4, 3, 2]);
+        until("four fifths", || d.scheduler.standing(id).unwrap().end_block == 8);
         if goes {
             drop(p);
         } else {
@@ -334,9 +334,9 @@ fn what_had_landed_is_kept_when_the_other_engine_gives_up_or_goes() {
             p.is_free(id);
         }
         let standing = d.over(id);
-        assert_eq!(standing.end_block, 3);
+        assert_eq!(standing.end_block, 8);
         assert!(matches!(standing.outcome, Some(Outcome::Refused(Reason::Over) | Outcome::PeerLost)));
-        assert!(d.holds(0, &[1, 2, 3]));
+        assert!(d.holds(0, &[1, 2, 3, 4, 5, 6, 7, 8]));
         d.scheduler.forget_landing(id);
     }
 }

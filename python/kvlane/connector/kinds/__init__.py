@@ -1,8 +1,8 @@
 """The kinds of job that the connector does, in the order in which both roles ask them.
 
 - reset: which weights the engine has; prompts wait while nobody knows.
-- load: prompts are looked up, and what the daemon has of them is loaded.
 - land: prompts that another engine computes and hands over directly land in this engine's own cache.
+- load: prompts are looked up, and what the daemon has of them is loaded.
 - save: blocks that are full are saved.
 - direct: blocks that are computed for another engine are handed over to it.
 
@@ -25,10 +25,11 @@ from kvlane.connector.kinds.save_worker import SaveWorker
 
 def scheduler_kinds(shared: SchedulerShared) -> list[SchedulerKind]:
     """Those of the scheduler role. The first that has an answer for a prompt decides."""
+    loads = LookUpAndLoad(shared)
     return [
         Reset(shared),
-        LandDirect(shared),
-        LookUpAndLoad(shared),
+        LandDirect(shared, loads),
+        loads,
         OfferDirect(shared),
         SaveBlocks(shared),
     ]

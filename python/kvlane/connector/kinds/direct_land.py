@@ -2,7 +2,8 @@
 
 Nothing is promised: a request waits until its blocks are there or given up for, and then finds them as what the engine
 has computed itself. What is not there is computed. Blocks are taken in `plan` alone: there the step's own allocations
-are done, so that no block is taken that another request was just told it has.
+are done, so that no block is taken that another request was just told it has. What the daemon has of a prompt's
+beginning is loaded into such blocks too, and the other engine is asked for the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvlane.connector.direct_request import Landing, NotDirect, direct_of
 from kvlane.connector.guard import logger
 from kvlane.connector.jobs import StepJobs
 from kvlane.connector.kinds.kind import ASK_AGAIN, NOTHING, Answer, SchedulerKind, SchedulerShared
+from kvlane.connector.kinds.load import LookUpAndLoad
 from kvlane.connector.requests import RequestState
 from kvlane.connector.vllm_protocols import (
     AllocatedBlocks,
@@ -50,9 +52,15 @@ class _Landed:
     local: list[Block] = field(default_factory=list)
     """The prompt's first blocks, which the engine had itself."""
     taken: list[Block] = field(default_factory=list)
-    """Those behind, in which bytes land."""
+    """Those behind, into which bytes come."""
     wanted: int = 0
     """How many of these there are in all."""
+    stored: int = 0
+    """How many of them, the first ones, come from the daemon."""
+    loads: bool = False
+    """These are under way."""
+    failed: bool = False
+    """They did not come."""
     rest: Block | None = None
     """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
     It is copied into the request's own."""
@@ -70,8 +78,9 @@ class LandDirect(SchedulerKind):
 
     name = "land"
 
-    def __init__(self, shared: SchedulerShared) -> None:
+    def __init__(self, shared: SchedulerShared, loads: LookUpAndLoad) -> None:
         super().__init__(shared)
+        self._loads = loads
         self._landings: dict[bytes, _Landed] = {}
         self._by_request: dict[str, _Landed] = {}
         self._with: dict[str, _Landed] = {}
@@ -193,12 +202,15 @@ class LandDirect(SchedulerKind):
         for landed in list(self._landings.values()):
             if not landed.is_alive or landed.is_ready:
                 continue
+            before = len(landed.taken)
             if not landed.is_begun and self._may_begin(landed):
-                self._begin(landed)
+                self._begin(landed, self._share(landed, room, in_use, is_first))
             if landed.is_begun and not landed.is_ready:
+                given = len(landed.taken) - before
                 if len(landed.taken) < landed.wanted:
-                    given = self._give_room(landed, room, in_use, is_first)
-                    room, in_use = room - given, in_use + given
+                    self._give_room(landed, self._share(landed, room - given, in_use + given, is_first))
+                given = len(landed.taken) - before
+                room, in_use = room - given, in_use + given
                 is_first = False
 
     def _give_sources_back(self) -> None:
@@ -225,26 +237,29 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
         return False
 
-    def _begin(self, landed: _Landed) -> None:
-        """Hold what the engine has of the prompt, and ask for the rest."""
+    def _begin(self, landed: _Landed, most: int) -> None:
+        """Hold what the engine has of the prompt, load what the daemon has of it, at most so many blocks, and ask for
+        the rest."""
         direct, shared, request = self._shared.direct, self._shared, landed.state.request
         pool = self._pool()
         assert direct is not None and direct.agent is not None
         landed.is_begun = True
-        whole = request.num_prompt_tokens // direct.group.tokens_per_block
+        size = direct.group.tokens_per_block
         end = direct.blocks_of(request.num_prompt_tokens)
+        whole = request.num_prompt_tokens // size
         for block_hash in shared.hashes.raw(landed.state, direct.group, 0, whole):
             found = pool.get_cached_block(block_hash, [direct.group.group_id])
             if not found:
                 break
             landed.local += found
-        first = len(landed.local)
-        landed.wanted = end - first
+        local = len(landed.local)
+        landed.wanted = end - local
         fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
         if not fits:
             # It would wait for room that does not come.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
-        if not fits or landed.wanted * direct.group.tokens_per_block < TOKENS_MIN:
+        stored = max(0, min(self._loads.tokens_found(landed.state) // size - local, most)) if fits else 0
+        if not fits or (landed.wanted - stored) * size < TOKENS_MIN:
             landed.local, landed.is_ready = [], True
             return
         pool.touch(landed.local)
@@ -253,7 +268,9 @@ class LandDirect(SchedulerKind):
         landing = landed.landing
         against = "full", "too many hand-offs are under way, or its id was used before"
         try:
-            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
+            begun = direct.agent.begin_landing(
+                landing.id, landing.peer, content, local + stored, end, patience
+            )
         except ValueError as error:
             begun, against = False, ("no_address", str(error))
         if not begun:
@@ -262,31 +279,59 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
             return
         shared.counters.add("direct_landings")
+        if stored:
+            self._load(landed, stored)
 
-    def _give_room(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
-        """The oldest free blocks, within the bounds; `in_use` are those of all that land. The first of all gets what
-        it needs, so that a long prompt has its turn."""
+    def _load(self, landed: _Landed, count: int) -> None:
+        """The next blocks come from the daemon."""
+        direct = self._shared.direct
+        assert direct is not None and not landed.taken
+
+        def ended(ok: bool) -> None:
+            landed.loads, landed.failed = False, not ok
+            # Promising them would fail again.
+            landed.state.load_failed = landed.state.load_failed or not ok
+
+        landed.taken = self._take(count)
+        landed.stored, landed.loads = len(landed.taken), True
+        first = len(landed.local)
+        self._loads.load_into(landed.state, direct.group, first, list(landed.taken), ended)
+        size = direct.group.tokens_per_block
+        self._shared.counters.add("direct_loaded_tokens", landed.stored * size)
+
+    def _share(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
+        """How many more blocks it may take; `in_use` are those of all that land. The first of all gets what it needs,
+        so that a long prompt has its turn."""
         direct, pool = self._shared.direct, self._pool()
-        assert direct is not None and direct.agent is not None
+        assert direct is not None
         share = direct.landing_blocks(len(pool.blocks)) - in_use
         if is_first:
             share = max(share, direct.largest_landing(len(pool.blocks)) - len(landed.taken))
-        count = min(landed.wanted - len(landed.taken), most, share, pool.get_num_free_blocks())
-        if count <= 0:
-            return 0
+        return min(most, share, pool.get_num_free_blocks())
+
+    def _give_room(self, landed: _Landed, most: int) -> None:
+        """The next blocks come from the other engine."""
+        direct = self._shared.direct
+        assert direct is not None and direct.agent is not None
+        blocks = self._take(min(landed.wanted - len(landed.taken), most))
+        if blocks:
+            landed.taken += blocks
+            direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])
+
+    def _take(self, count: int) -> list[Block]:
+        """The oldest free blocks, at most so many."""
+        pool = self._pool()
         blocks: list[Block] = []
-        queue = pool.free_block_queue
-        block = queue.fake_free_list_head.next_free_block
+        block = pool.free_block_queue.fake_free_list_head.next_free_block
         watched = getattr(pool, "_reuse_watchers", {})
         while len(blocks) < count and block is not None and block.next_free_block is not None:
             if block.block_id not in watched:
                 blocks.append(block)
             block = block.next_free_block
-        pool.evict_blocks({each.block_id for each in blocks})
-        pool.touch(blocks)
-        landed.taken += blocks
-        direct.agent.give_room(landed.landing.id, [each.block_id for each in blocks])
-        return len(blocks)
+        if blocks:
+            pool.evict_blocks({each.block_id for each in blocks})
+            pool.touch(blocks)
+        return blocks
 
     def _end_those_over(self) -> None:
         direct = self._shared.direct
@@ -302,7 +347,8 @@ class LandDirect(SchedulerKind):
             return
         live = set(direct.agent.live_landings())
         for landed in list(self._landings.values()):
-            if landed.is_begun and not landed.is_ready and landed.landing.id not in live:
+            goes_on = landed.loads or landed.landing.id in live
+            if landed.is_begun and not landed.is_ready and not goes_on:
                 self._end(landed, direct.agent.standing(landed.landing.id))
 
     def _end(
@@ -316,8 +362,8 @@ class LandDirect(SchedulerKind):
             self._free(landed)
             return
         word, sentence, end_block, hashes = standing
-        first = len(landed.local)
-        arrived = min(end_block - first, len(landed.taken))
+        first = len(landed.local) + landed.stored
+        arrived = max(0, min(end_block - first, len(landed.taken) - landed.stored))
         known = self._known_to_be_right(landed.state, hashes)
         # Nothing is used that lies behind the last block whose hash came.
         count = max(0, min(arrived, (known or 0) - first))
@@ -326,12 +372,24 @@ class LandDirect(SchedulerKind):
             self._fell_back("other_content", "what came is not what this engine would compute")
         elif word != "landed" and landed.is_alive:
             self._fell_back(str(word), sentence)
+        elif landed.failed and landed.is_alive:
+            self._fell_back("store", "what the daemon had of its beginning did not come")
         direct.agent.forget_landing(landed.landing.id)
-        size = direct.group.tokens_per_block
-        whole = min(count, landed.state.request.num_prompt_tokens // size - first)
+        has_beginning = not landed.loads and not landed.failed
+        is_whole = is_whole and has_beginning
+        size, prompt = direct.group.tokens_per_block, landed.state.request.num_prompt_tokens
+        # From here on of all that was taken.
+        count = landed.stored + count if has_beginning else 0
+        whole = min(count, prompt // size - len(landed.local))
         if whole > 0 and not landed.state.stale:
             self._cache(landed, whole)
-        if is_whole and count and direct.hands_over_rests and landed.is_alive and not landed.state.stale:
+        if (
+            is_whole
+            and count > landed.stored
+            and direct.hands_over_rests
+            and landed.is_alive
+            and not landed.state.stale
+        ):
             landed.rest = landed.taken[count - 1]
         elif count > whole:
             count = whole
@@ -339,7 +397,7 @@ class LandDirect(SchedulerKind):
         del landed.taken[count:]
         counters = shared.counters
         counters.add("direct_landed", is_whole)
-        landed_tokens = min((first + count) * size, landed.state.request.num_prompt_tokens) - first * size
+        landed_tokens = min((len(landed.local) + count) * size, prompt) - first * size
         counters.add("direct_landed_tokens", max(0, landed_tokens))
         if not landed.is_alive:
             self._free(landed)

@@ -5,10 +5,11 @@ A hit is promised only while its lease is held; the lease is given back when all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlane.connector.core_protocols import HandOffWait, Hit
+from kvlane.connector.groups import CacheGroup
 from kvlane.connector.guard import logger
 from kvlane.connector.hand_off import HandOff, NotAHandOff
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
@@ -32,12 +33,15 @@ class _Load:
     """A load under way."""
 
     request_id: str
+    """Empty for one that no request waits for."""
     boot: bytes
     lease: int
     blocks: list[Block]
     """Pinned until the end: a load may outlive its request."""
     ranks_left: int
     ok: bool = True
+    tell: Callable[[bool], None] | None = None
+    """Who wants to hear whether it brought all bytes, where that is not a request."""
 
 
 class LookUpAndLoad(SchedulerKind):
@@ -144,19 +148,24 @@ class LookUpAndLoad(SchedulerKind):
         return own != hand_off.last
 
     def answer(self, state: RequestState, local_tokens: int) -> Answer:
+        if not self._is_looked_up(state, self._wait_us):
+            return ASK_AGAIN
+        if state.hit is None or state.hit.tokens <= local_tokens:
+            return NOTHING
+        return Answer(state.hit.tokens - local_tokens)
+
+    def _is_looked_up(self, state: RequestState, wait_us: Callable[[RequestState], int]) -> bool:
+        """Whether it is known what the daemon has of it: in `state.hit`. False: not yet."""
         self._drop_former_hit(state)
         if self._wants_new_lookup(state):
             self._start_lookup(state)
         if state.looking_up:
-            shared = self._shared
-            hit = shared.core.lookup_poll(state.request.request_id, self._wait_us(state))
+            hit = self._shared.core.lookup_poll(state.request.request_id, wait_us(state))
             if hit is None:
-                return ASK_AGAIN
+                return False
             self._take_answer(state, hit)
             self._drop_former_hit(state)
-        if state.hit is None or state.hit.tokens <= local_tokens:
-            return NOTHING
-        return Answer(state.hit.tokens - local_tokens)
+        return True
 
     def _wait_us(self, state: RequestState) -> int:
         """vLLM asks for each waiting request in each step, and those that run wait meanwhile."""
@@ -289,6 +298,42 @@ class LookUpAndLoad(SchedulerKind):
             groups.append((group.index, ids, pages))
         return groups
 
+    # Loads for other kinds
+
+    def tokens_found(self, state: RequestState) -> int:
+        """How many of a prompt's first tokens the daemon has, for who does not wait for its answer: 0 if that is not
+        here in a moment."""
+
+        def wait_us(state: RequestState) -> int:
+            # One that waits for another engine's saves may take long.
+            return self._shared.settings.lookup_wait_us if state.hand_off is None else 0
+
+        if not self._is_looked_up(state, wait_us) or state.hit is None:
+            return 0
+        return state.hit.tokens
+
+    def load_into(
+        self,
+        state: RequestState,
+        group: CacheGroup,
+        first: int,
+        blocks: list[Block],
+        tell: Callable[[bool], None],
+    ) -> None:
+        """Load a prompt's blocks from `first` on, which `tokens_found` has said, into these of the engine. They are
+        written until `tell` hears whether all bytes came; they stay pinned until then."""
+        shared, hit = self._shared, state.hit
+        assert hit is not None and hit.tokens >= (first + len(blocks)) * group.tokens_per_block
+        wanted = list(range(first, first + len(blocks)))
+        pages = [hit.pages_of(group.index, rank, wanted) for rank in range(shared.shape.workers)]
+        state.hit = None  # the lease belongs to the load now
+        job = next(shared.jobs)
+        shared.pins.pin(blocks)
+        self.under_way[job] = _Load("", hit.boot, hit.lease, blocks, shared.shape.workers, tell=tell)
+        ids = [block.block_id for block in blocks]
+        self.to_send.append(LoadJob(job, "", hit.boot, [(group.index, ids, pages)]))
+        shared.counters.add("hit_tokens", len(blocks) * group.tokens_per_block)
+
     def take(self) -> list[LoadJob]:
         """Loads that the workers have not been told of; from here on they have."""
         loads, self.to_send = self.to_send, []
@@ -315,6 +360,9 @@ class LookUpAndLoad(SchedulerKind):
         self._shared.pins.unpin(load.blocks)
         if load.lease:
             self._shared.core.release(load.boot, load.lease)
+        if load.tell is not None:
+            load.tell(load.ok)
+            return
         state = self._shared.requests.get(load.request_id)
         if state is not None and state.loading == job:
             state.loading = None

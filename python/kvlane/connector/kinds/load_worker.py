@@ -118,7 +118,9 @@ class LoadWorker(WorkerKind):
         try:
             groups = [(group, ids, self._pages(group, pages)) for group, ids, pages in load.groups if ids]
             if groups:
-                shared.core.load(load.job, load.boot, groups, shared.stream_handle(), self._release(idle))
+                shared.core.load(
+                    load.job, load.boot, groups, shared.stream_handle(), self._release(load, idle)
+                )
             else:
                 self._end(load.job, ok=True)
         except Exception as error:  # noqa: BLE001
@@ -132,11 +134,11 @@ class LoadWorker(WorkerKind):
         first = shared.rank - shared.rank % replicas
         return b"".join(pages[first : first + replicas])
 
-    def _release(self, idle: bool) -> Release:
+    def _release(self, load: LoadJob, idle: bool) -> Release:
         """When a load's request may compute. Before its end only where every step can be made to wait; where others
         run that would have to wait with it, not long before."""
         stream = self._shared.stream
-        if stream is None or not stream.last_region:
+        if not load.request_id or stream is None or not stream.last_region:
             return "at_end"
         return "at_once" if idle else "when_near"
 
@@ -156,11 +158,7 @@ class LoadWorker(WorkerKind):
         shared.counters.add("load_seconds", end.seconds)
         if not end.ok:
             released = end.job in self._released
-            then = (
-                "its request computes with wrong blocks"
-                if released
-                else "the request is reported as not loaded"
-            )
+            then = "its request computes with wrong blocks" if released else "what did not come is computed"
             shared.failures.record("a load", RuntimeError(end.detail), then)
         self._end(end.job, ok=end.ok)
         return True
@@ -172,7 +170,7 @@ class LoadWorker(WorkerKind):
             shared.counters.add("failed_loads")
         if job in self._released:
             self._released.remove(job)
-        else:
+        elif load.request_id:
             reports.loaded.add(load.request_id)
             if not ok:
                 reports.failed.add(load.request_id)
