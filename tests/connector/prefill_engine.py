@@ -14,6 +14,10 @@ from direct_pair import interrupt, landed_blocks
 from engine import InProcessEngine, prompt
 from trainer import retrain, retrain_amid_requests
 
+from kvlane.testing import FakeCore
+
+STORE = "in the engine's process"
+"""A daemon that an engine with the address `fake:` and this has for itself."""
 START_SECONDS = 180
 ANSWER_SECONDS = 60
 CHUNK = 96
@@ -123,6 +127,7 @@ _COMMANDS: dict[str, Any] = {
     "retrain": retrain,
     "retrain_amid_requests": retrain_amid_requests,
     "interrupt": interrupt,
+    "corrupt_store": lambda engine: FakeCore.named(STORE).corrupt(),
     "landed_blocks": landed_blocks,
     "preemptions": lambda engine: engine.metric("vllm:num_preemptions"),
     "books": InProcessEngine.books,

@@ -136,7 +136,8 @@ class World:
     """An engine with direct hand-offs."""
 
     def __init__(self, blocks: int = 400, steps_at_once: int = 1, /, **settings: Any) -> None:
-        self.engine = Engine(FakeCore(), blocks=blocks, settings={"kvlane.direct": "on", **settings})
+        self.store = FakeCore()
+        self.engine = Engine(self.store, blocks=blocks, settings={"kvlane.direct": "on", **settings})
         self.pool = LandingPool(blocks)
         self.engine.pool = self.pool
         side = self.engine.scheduler
@@ -156,6 +157,19 @@ class World:
         request = Request(name, list(range(first, first + tokens)), transfer=params)
         self.side.add_request(request)
         return request
+
+    def store_beginning(self, blocks: int) -> None:
+        """The daemon has so many blocks of `request()`'s beginning, from another engine."""
+        other = Engine(self.store, engine_id="other")
+        request = Request("stored", list(range(blocks * BLOCK + 1)))
+        other.run(request)
+        other.finish(request)
+        assert self.store.block_count() == blocks and not self.store.leases
+
+    def cached(self, request: Request) -> list[int]:
+        """The blocks that hold the prompt's beginning in the engine's own cache."""
+        found = [self.pool.get_cached_block(each, [0]) for each in request.block_hashes]
+        return [blocks[0].block_id for blocks in found if blocks]
 
     def waits(self, request: Request, local: int = 0) -> bool:
         return self.side.matched_tokens(request, local) == (None, False)
@@ -244,6 +258,145 @@ def test_a_prompt_whose_beginning_the_engine_has_is_asked_for_from_there() -> No
     assert world.agent.landings == {ID: (4, ALL)}
     assert all(block.ref_cnt == 1 for block in own), "it is there at the end"
     assert not {block.block_id for block in own} & set(world.agent.room[ID])
+
+
+STORED = 4
+
+
+@pytest.mark.parametrize("first", ["load", "landing"])
+def test_what_the_daemon_has_of_the_beginning_is_loaded_while_the_rest_lands(first: str) -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.store.hold_loads = True
+    world.step()
+    assert world.agent.landings == {ID: (STORED, ALL)}
+    assert len(world.agent.room[ID]) == ALL - STORED
+    world.step()
+    if first == "load":
+        world.store.release_held()
+        world.step()
+    hashes = [world.hash(request, WHOLE - 1), world.hash(request, WHOLE)]
+    world.agent.end(ID, "landed", ALL, hashes)
+    world.step()
+    if first == "landing":
+        assert world.waits(request) and not world.cached(request)
+        world.store.release_held()
+        world.step()
+        world.step()
+    cached = world.cached(request)
+    assert len(cached) == WHOLE and cached[STORED:] == world.agent.room[ID][: WHOLE - STORED]
+    group = full_group()
+    right = [world.engine.value(request, group, block, 0) for block in range(STORED)]
+    assert [world.engine.content(0, 0, block) for block in cached[:STORED]] == right
+    local = WHOLE * BLOCK
+    assert world.side.matched_tokens(request, local) == (TOKENS - 1 - local, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), TOKENS - 1 - local)
+    stats = world.side.take_stats()
+    assert stats is not None and "direct_fallbacks" not in stats
+    assert stats["direct_loaded_tokens"] == stats["hit_tokens"] == STORED * BLOCK
+    assert (stats["direct_landed"], stats["direct_landed_tokens"]) == (1, TOKENS - STORED * BLOCK)
+    world.step()
+    world.step()
+    assert world.references() == ALL, "the request's own"
+    assert not world.store.leases
+
+
+def test_what_the_daemon_has_is_used_when_the_other_engine_is_lost() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    world.step()
+    world.agent.end(ID, "peer_lost", STORED, [])
+    world.step()
+    assert len(world.cached(request)) == STORED
+    assert world.side.matched_tokens(request, STORED * BLOCK) == (0, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert world.references() == ALL and not world.store.leases
+
+
+def test_where_the_beginning_does_not_come_nothing_behind_it_is_used() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.store.fail_loads = True
+    world.step()
+    world.agent.end(ID, "landed", ALL, [world.hash(request, WHOLE - 1), world.hash(request, WHOLE)])
+    world.step()
+    world.step()
+    assert not world.cached(request)
+    assert world.side.matched_tokens(request, 0) == (0, False)
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert world.references() == ALL and not world.store.leases
+    stats = world.side.take_stats()
+    assert stats is not None and stats["direct_fallbacks"] == 1
+    assert not stats.get("direct_landed") and not stats.get("direct_landed_tokens")
+
+
+@pytest.mark.parametrize("what", ["an abort", "a running request without a block"])
+def test_blocks_are_not_used_otherwise_before_their_load_is_over(what: str) -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.store.hold_loads = True
+    world.step()
+    world.step()
+    if what == "an abort":
+        world.side.forget_request(request.request_id)
+    else:
+        assert world.side.frees_are_near()
+    assert not world.cached(request)
+    assert world.references() >= STORED and world.side.has_pending_work()
+    assert not world.pool.reset_prefix_cache(), "as with each load"
+    world.store.release_held()
+    world.step()
+    world.step()
+    if what != "an abort":
+        world.side.forget_request(request.request_id)
+    assert world.references() == 0 and not world.store.leases
+    assert world.pool.reset_prefix_cache() and not world.side.has_pending_work()
+
+
+def test_a_prompt_of_which_the_daemon_has_all_but_a_little_is_loaded_and_computed() -> None:
+    world = World()
+    world.store_beginning(8)
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    assert world.side.matched_tokens(request, 0) == (8 * BLOCK, True)
+    assert not world.agent.landings
+
+
+def test_the_other_engine_is_asked_at_once_where_the_daemon_does_not_answer() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    world.store.hold_lookups = True
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    assert world.agent.landings == {ID: (0, ALL)}
+    world.agent.end(ID, "landed", ALL, [world.hash(request, WHOLE)])
+    world.store.release_held()
+    world.step()
+    assert len(world.cached(request)) == WHOLE
+    world.side.allocated(request, world.engine.allocate(request, TOKENS), 0)
+    assert not world.store.leases
+
+
+def test_no_more_is_loaded_than_prompts_may_land_in_at_once() -> None:
+    """Of 240 blocks 24: the first prompt has 21, the second the rest."""
+    world = World(240)
+    world.store_beginning(STORED)
+    requests = [world.request(name, handoff=name) for name in ("one", "other")]
+    assert all(world.waits(request) for request in requests)
+    world.step()
+    assert [world.agent.landings[Leg(name).id] for name in ("one", "other")] == [(STORED, ALL), (3, ALL)]
+    assert world.references() == 24 + STORED + 3, "its load holds a block too"
 
 
 @pytest.mark.parametrize("what", ["other hashes", "no hash"])
