@@ -9,6 +9,8 @@
 | both at once | TTFT where both engines get the request at once, and blocks land layer by layer |
 | one after the other | the prefill engine's answer, and then the decode engine's first token, with blocks that land |
 | store | the same with blocks that go through the daemon's pool |
+| next turn | TTFT of prompts of which P computed the first four fifths before, and the daemon has them: where D \
+loads these and computes the rest, and where both engines get the request at once |
 | gaps | between tokens of the decode engine's running requests: while nothing else runs, while the prefill engine \
 computes prompts for nobody, and while such prompts land |
 
@@ -42,6 +44,7 @@ from kvlane.bench import report
 HERE = Path(__file__).resolve().parent
 PEER = "127.0.0.1:7100"
 KINDS = ("alone", "both at once", "one after the other", "store")
+NEXT_TURN = ("alone", "both at once")
 GAPS = ("nothing else", "computing", "landing")
 
 
@@ -85,6 +88,25 @@ class Pair:
             await beside
         return before + times[0], answer
 
+    async def turn_before(self) -> list[int]:
+        """Four fifths of a prompt, which P computes and the daemon stores."""
+        prompt = self.draw(self._settings.tokens * 4 // 5 // 128 * 128)
+        await self.p.answer([*prompt, 100])
+        await asyncio.sleep(0.5)  # P saves it
+        return prompt
+
+    async def next_turns(self) -> dict[str, list[float]]:
+        """Of each kind D's first tokens."""
+        times: dict[str, list[float]] = {kind: [] for kind in NEXT_TURN}
+        for index in range(self._settings.prompts):
+            for turn in range(len(NEXT_TURN)):
+                kind = NEXT_TURN[(index + turn) % len(NEXT_TURN)]
+                before = await self.turn_before()
+                prompt = before + self.draw(self._settings.tokens - len(before))
+                times[kind].append((await self.ask(kind, prompt))[0])
+                await asyncio.sleep(0.3)
+        return times
+
     async def gaps(self, what: str) -> list[float]:
         """Between tokens of D's running requests, while so many prompts come."""
         settings = self._settings
@@ -112,23 +134,20 @@ class Pair:
             between += [(b - a) * 1e3 for a, b in itertools.pairwise(came) if first <= a and b <= last]
         return between
 
-    async def same_bytes(self, found: dict[str, Any]) -> None:
-        """What lands in poisoned memory, beside what P has computed. D computes the last token: the block with
-        it may differ in its last bits."""
-        prompts = [self.draw(self._settings.tokens + 7) for _ in range(2)]
+    async def same_bytes(self, found: dict[str, Any], name: str, is_next_turn: bool = False) -> None:
+        """What lands in poisoned memory, and is loaded into it, beside what P has computed. D computes the last token:
+        the block with it may differ in its last bits."""
         for engine in (self.p, self.d):
             await engine.forget()
             await engine.on_workers(model.poison, POISON)
-        for prompt in prompts:
-            await self.ask("both at once", prompt)
+        for _ in range(2):
+            before = await self.turn_before() if is_next_turn else []
+            await self.ask("both at once", before + self.draw(self._settings.tokens + 7 - len(before)))
         computed, landed = [await each.on_workers(model.block_hashes, POISON) for each in (self.p, self.d)]
-        found["landed_blocks"] = [len(of_rank) for of_rank in landed]
-        found["landed_blocks_that_differ"] = [
-            len(set(ours) - set(theirs)) for ours, theirs in zip(landed, computed, strict=True)
-        ]
-        found["control_bytes"] = min(found["landed_blocks"]) > 0 and all(
-            count <= len(prompts) for count in found["landed_blocks_that_differ"]
-        )
+        found[f"{name}_blocks"] = [len(of_rank) for of_rank in landed]
+        differ = [len(set(ours) - set(theirs)) for ours, theirs in zip(landed, computed, strict=True)]
+        found[f"{name}_blocks_that_differ"] = differ
+        found[f"control_{name}_bytes"] = min(found[f"{name}_blocks"]) > 0 and max(differ) <= 2
 
     async def same_answers(self, found: dict[str, Any]) -> None:
         """Of D with what has landed, and of D again with what it has by then: a block that comes late would be seen.
@@ -158,7 +177,8 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
     for kind in KINDS:
         await pair.ask(kind, pair.draw(settings.tokens))
         await pair.ask(kind, pair.draw(200))
-    await pair.same_bytes(found)
+    await pair.same_bytes(found, "landed")
+    await pair.same_bytes(found, "next_turn", is_next_turn=True)
     await pair.same_answers(found)
     pair.came = {kind: [] for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -169,6 +189,9 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(0.3)  # what is saved does not take the next one's links
     found["ttft"] = {kind: summary(values) for kind, values in times.items()}
     found["tokens_not_computed"] = {kind: min(values, default=0) for kind, values in pair.came.items()}
+    pair.came = {kind: [] for kind in KINDS}
+    found["next_turn"] = {kind: summary(values) for kind, values in (await pair.next_turns()).items()}
+    found["next_turn_tokens_not_computed"] = {kind: min(pair.came[kind]) for kind in NEXT_TURN}
     gaps: dict[str, list[list[float]]] = {what: [] for what in GAPS}
     for _ in range(settings.gap_rounds):
         for what in GAPS:
@@ -188,6 +211,13 @@ def table(found: dict[str, Any]) -> str:
         for kind, each in found["ttft"].items()
     ]
     lines = [report.table(["TTFT", "p50 ms", "beside alone", "tokens not computed"], rows)]
+    alone = found["next_turn"]["alone"]["p50"]
+    not_computed = found["next_turn_tokens_not_computed"]
+    rows = [
+        [kind, f"{each['p50']:.1f}", f"{each['p50'] - alone:+.1f}", str(not_computed[kind])]
+        for kind, each in found["next_turn"].items()
+    ]
+    lines.append(report.table(["TTFT, next turn", "p50 ms", "beside alone", "tokens not computed"], rows))
     rows = [
         [what, f"{each.get('p50', 0):.2f}", f"{each.get('p99', 0):.2f}"]
         for what, each in found["gaps"].items()
@@ -199,9 +229,16 @@ def table(found: dict[str, Any]) -> str:
 
 def controls_hold(found: dict[str, Any], tokens: int) -> bool:
     """What came is right, and was not computed."""
-    names = ("control_bytes", "same_tokens", "control_distinct", "control_block_matters")
+    names = (
+        "control_landed_bytes",
+        "control_next_turn_bytes",
+        "same_tokens",
+        "control_distinct",
+        "control_block_matters",
+    )
     came = found["tokens_not_computed"]
     lands = all(came[kind] >= tokens - 1 for kind in ("both at once", "one after the other"))
+    lands = lands and found["next_turn_tokens_not_computed"]["both at once"] >= tokens - 1
     return lands and came["alone"] == 0 and came["store"] > tokens // 2 and all(found[name] for name in names)
 
 

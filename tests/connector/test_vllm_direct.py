@@ -316,6 +316,38 @@ def test_of_two_prompts_with_one_id_at_both_engines_one_lands(p: PrefillEngine, 
     assert p.ask("books") == start
 
 
+def test_what_ds_daemon_has_of_a_prompt_is_loaded_while_p_hands_over_the_rest(
+    p: PrefillEngine, model: Path, runtime_folder: None
+) -> None:
+    beginning = 5 * BLOCK
+    other = PrefillEngine(model, f"fake:{STORE}", DIRECT)
+    try:
+        for seed in (50, 51):
+            asked = prompt(seed, TOKENS)
+            truth = p.ask("generate", asked, 24)
+            # It stores whole blocks, and forgets its own cache.
+            other.ask("generate", [*asked[:beginning], 5], 1)
+            before = other.ask("counted")
+            if seed == 51:
+                # A control: wrong bytes have to change the answer.
+                assert other.ask("corrupt_store") > 0
+            for_p, for_d = both_params(p)
+            name = other.ask("add", asked, 24, for_d)
+            p.ask("prefill", asked, for_p)
+            p.ask("finish")
+            got, cached = other.ask("answers")[name]
+            assert cached == ALL
+            assert (got == truth) == (seed == 50)
+            counted = other.ask("counted")
+            names = ("direct_loaded_tokens", "direct_landed_tokens", "direct_fallbacks", "failed_loads")
+            grown = [counted.get(each, 0) - before.get(each, 0) for each in names]
+            assert grown == [beginning, TOKENS - beginning, 0, 0]
+        other.take_note()
+        assert other.ask("reset") and other.ask("errors") == 0
+    finally:
+        other.close()
+
+
 TRAINED = 2.0
 """A power of two: its inverse brings the first weights back, bit for bit."""
 
@@ -538,38 +570,6 @@ def test_when_p_is_stopped_half_way_what_has_landed_is_used_and_p_goes_on_later(
     while p.ask("books") != start:
         assert time.monotonic() < deadline, "P's blocks are free"
         p.take_note()
-
-
-def test_what_ds_daemon_has_of_a_prompt_is_loaded_while_p_hands_over_the_rest(
-    p: PrefillEngine, model: Path, runtime_folder: None
-) -> None:
-    beginning = 5 * BLOCK
-    other = PrefillEngine(model, f"fake:{STORE}", DIRECT)
-    try:
-        for seed in (50, 51):
-            asked = prompt(seed, TOKENS)
-            truth = p.ask("generate", asked, 24)
-            # It stores whole blocks, and forgets its own cache.
-            other.ask("generate", [*asked[:beginning], 5], 1)
-            before = other.ask("counted")
-            if seed == 51:
-                # A control: wrong bytes have to change the answer.
-                assert other.ask("corrupt_store") > 0
-            for_p, for_d = both_params(p)
-            name = other.ask("add", asked, 24, for_d)
-            p.ask("prefill", asked, for_p)
-            p.ask("finish")
-            got, cached = other.ask("answers")[name]
-            assert cached == ALL
-            assert (got == truth) == (seed == 50)
-            counted = other.ask("counted")
-            names = ("direct_loaded_tokens", "direct_landed_tokens", "direct_fallbacks", "failed_loads")
-            grown = [counted.get(each, 0) - before.get(each, 0) for each in names]
-            assert grown == [beginning, TOKENS - beginning, 0, 0]
-        other.take_note()
-        assert other.ask("reset") and other.ask("errors") == 0
-    finally:
-        other.close()
 
 
 # Last: it ends P.
