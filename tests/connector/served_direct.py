@@ -18,8 +18,6 @@ ANSWER = 16
 PROMPT = 300
 PROMPTS = 3
 CHUNK = 96
-# Some tokens of an answer stand in its prompt, too: then this proposes those that follow there.
-DRAFTER = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
 
 
 def main() -> None:
@@ -28,7 +26,6 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
-    parser.add_argument("--drafter", action="store_true")
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     print("RESULT " + json.dumps(asyncio.run(run(parser.parse_args()))), flush=True)
 
@@ -62,7 +59,6 @@ def start(arguments: argparse.Namespace) -> Any:
             tensor_parallel_size=arguments.tensor,
             pipeline_parallel_size=arguments.pipeline,
             worker_cls="warmed_worker.WarmedWorker" if arguments.pipeline > 1 else "auto",
-            speculative_config=DRAFTER if arguments.drafter else None,
             kv_transfer_config={
                 "kv_connector": "KVLaneConnector",
                 "kv_connector_module_path": "kvlane.connector",
