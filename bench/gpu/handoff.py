@@ -95,6 +95,16 @@ class Pair:
         await asyncio.sleep(0.5)  # P saves it
         return prompt
 
+    def loaded(self) -> float:
+        """Tokens that D loaded from the daemon while the rest landed: vLLM counts for the engine that was started
+        last."""
+        from prometheus_client import REGISTRY
+
+        name = "vllm:kvlane_direct_loaded_tokens_total"
+        return sum(
+            each.value for metric in REGISTRY.collect() for each in metric.samples if each.name == name
+        )
+
     async def next_turns(self) -> dict[str, list[float]]:
         """Of each kind D's first tokens."""
         times: dict[str, list[float]] = {kind: [] for kind in NEXT_TURN}
@@ -190,7 +200,9 @@ async def measure(pair: Pair, settings: argparse.Namespace) -> dict[str, Any]:
     found["ttft"] = {kind: summary(values) for kind, values in times.items()}
     found["tokens_not_computed"] = {kind: min(values, default=0) for kind, values in pair.came.items()}
     pair.came = {kind: [] for kind in KINDS}
+    loaded = pair.loaded()
     found["next_turn"] = {kind: summary(values) for kind, values in (await pair.next_turns()).items()}
+    found["next_turn_tokens_loaded"] = pair.loaded() - loaded
     found["next_turn_tokens_not_computed"] = {kind: min(pair.came[kind]) for kind in NEXT_TURN}
     gaps: dict[str, list[list[float]]] = {what: [] for what in GAPS}
     for _ in range(settings.gap_rounds):
@@ -239,6 +251,7 @@ def controls_hold(found: dict[str, Any], tokens: int) -> bool:
     came = found["tokens_not_computed"]
     lands = all(came[kind] >= tokens - 1 for kind in ("both at once", "one after the other"))
     lands = lands and found["next_turn_tokens_not_computed"]["both at once"] >= tokens - 1
+    lands = lands and found["next_turn_tokens_loaded"] > 0
     return lands and came["alone"] == 0 and came["store"] > tokens // 2 and all(found[name] for name in names)
 
 
