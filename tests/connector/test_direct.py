@@ -388,6 +388,154 @@ def test_the_other_engine_is_asked_at_once_where_the_daemon_does_not_answer() ->
     assert not world.store.leases
 
 
+def fill_room(world: World, request: Request) -> None:
+    """What the other engine has computed comes into the room that it was given."""
+    first, end = world.agent.landings[ID]
+    for block, target in zip(range(first, end), world.agent.room[ID], strict=True):
+        if (block + 1) * BLOCK <= request.num_prompt_tokens:
+            world.engine.fill(0, 0, target, world.engine.value(request, full_group(), block, 0))
+
+
+@pytest.mark.parametrize("why", ["its own beginning", "watched blocks"])
+def test_the_other_engine_is_asked_from_where_the_loaded_blocks_end(why: str) -> None:
+    """Of the blocks that were free some were the prompt's own beginning, or may not be taken: fewer were loaded than
+    the other engine was told, and all of its blocks were taken for later ones."""
+    world = World(600)
+    world.store_beginning(12)
+    tokens = 162
+    request = world.request(tokens=tokens)
+    keep = set(range(310, 316))
+    if why == "its own beginning":
+        for number in range(4):
+            block = world.pool.blocks[300 + number]
+            block.block_hash = request.block_hashes[number]
+            world.engine.fill(0, 0, 300 + number, world.engine.value(request, full_group(), number, 0))
+            keep.add(block.block_id)
+    else:
+        cast("Any", world.pool)._reuse_watchers = {312: None, 314: None}
+    others = [block for block in world.pool.blocks if block.block_id not in keep and not block.is_null]
+    world.pool.touch(others)
+    assert world.waits(request)
+    world.step()
+    first, _ = world.agent.landings[ID]
+    assert first == (10 if why == "its own beginning" else 4)
+    world.pool.free_blocks(others)
+    world.step()
+    world.step()
+    fill_room(world, request)
+    whole = tokens // BLOCK
+    hashes = [world.hash(request, whole - 1), world.hash(request, whole)]
+    world.agent.end(ID, "landed", whole + 1, hashes)
+    world.step()
+    cached = world.cached(request)
+    right = [world.engine.value(request, full_group(), number, 0) for number in range(whole)]
+    assert [world.engine.content(0, 0, block) for block in cached] == right
+
+
+@pytest.mark.parametrize("where", ["the lookup", "the load"])
+def test_an_error_on_the_way_to_the_daemon_costs_no_block_and_no_lease(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    world.store_beginning(STORED)
+    other, request = world.request("other", handoff="other", first=5000), world.request()
+    own = world.pool.blocks[50:52]
+    world.pool.touch(own)
+    for block, block_hash in zip(own, request.block_hashes, strict=False):
+        block.block_hash = block_hash
+    before = [block.ref_cnt for block in world.pool.blocks]
+
+    def fail(*arguments: object) -> None:
+        raise ValueError("no")
+
+    name = "tokens_found" if where == "the lookup" else "load_into"
+    monkeypatch.setattr(world.land._loads, name, fail)
+    assert world.waits(request) and world.waits(other)
+    world.step()
+    world.step()
+    for each in (request, other):
+        world.side.forget_request(each.request_id)
+    world.step()
+    assert [block.ref_cnt for block in world.pool.blocks] == before and not world.store.leases
+    assert world.side.take_stats()["errors"] >= 1  # pyright: ignore
+
+
+def test_a_beginning_of_before_a_reset_that_vllm_refused_is_not_used() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.store.hold_loads = True
+    world.step()
+    world.step()
+    assert not world.pool.reset_prefix_cache(), "as with each load"
+    world.side.reset()
+    world.store.release_held()
+    world.step()
+    world.agent.end(ID, "landed", ALL, [(WHOLE, b"x" * 16)])
+    world.step()
+    assert not world.cached(request)
+
+
+def test_a_reset_ends_a_load_that_no_worker_knows_of() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    assert world.waits(request)
+    world.step()
+    assert world.side.has_pending_work() and world.references()
+    assert world.pool.reset_prefix_cache()
+    assert world.references() == 0 and not world.store.leases
+    world.step()
+    assert not world.side.has_pending_work() and not world.cached(request)
+
+
+def test_another_sample_is_not_promised_what_did_not_come() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    one, other = world.request(), world.request("other")
+    assert world.waits(one) and world.waits(other)
+    world.store.fail_loads = True
+    world.step()
+    world.step()
+    world.agent.end(ID, "peer_lost", STORED, [])
+    world.step()
+    assert [world.side.matched_tokens(each, 0) for each in (one, other)] == [(0, False), (0, False)]
+
+
+def test_a_running_request_does_not_wait_for_blocks_of_a_load() -> None:
+    """All that the landing has by then is written by its load."""
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    others = [block for block in world.pool.blocks[STORED + 1 :] if not block.is_null]
+    world.pool.touch(others)
+    assert world.waits(request)
+    world.store.hold_loads = True
+    world.step()
+    assert world.agent.landings == {ID: (STORED, ALL)} and not world.pool.get_num_free_blocks()
+    assert not world.side.frees_are_near() and not world.agent.given_up
+    world.pool.free_blocks(others)
+    world.step()
+    world.pool.touch([block for block in world.pool.blocks if not block.ref_cnt and not block.is_null])
+    assert world.side.frees_are_near()
+    assert world.pool.get_num_free_blocks() == ALL - STORED
+
+
+def test_a_prompt_that_has_landed_is_not_looked_up_again() -> None:
+    world = World()
+    world.store_beginning(STORED)
+    request = world.request()
+    world.direct.hands_over_rests = False
+    assert world.waits(request)
+    world.step()
+    world.step()
+    world.agent.end(ID, "landed", WHOLE, [world.hash(request, WHOLE - 1)])
+    world.step()
+    world.store.hold_lookups = True
+    assert world.side.matched_tokens(request, WHOLE * BLOCK) == (0, False)
+
+
 def test_no_more_is_loaded_than_prompts_may_land_in_at_once() -> None:
     """Of 240 blocks 24: the first prompt has 21, the second the rest."""
     world = World(240)

@@ -60,7 +60,7 @@ class _Landed:
     loads: bool = False
     """These are under way."""
     failed: bool = False
-    """They did not come."""
+    """They did not come, or are of before a reset."""
     rest: Block | None = None
     """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
     It is copied into the request's own."""
@@ -204,7 +204,7 @@ class LandDirect(SchedulerKind):
                 continue
             before = len(landed.taken)
             if not landed.is_begun and self._may_begin(landed):
-                self._begin(landed, self._share(landed, room, in_use, is_first))
+                self._begin(landed, room, in_use, is_first)
             if landed.is_begun and not landed.is_ready:
                 given = len(landed.taken) - before
                 if len(landed.taken) < landed.wanted:
@@ -237,9 +237,9 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
         return False
 
-    def _begin(self, landed: _Landed, most: int) -> None:
-        """Hold what the engine has of the prompt, load what the daemon has of it, at most so many blocks, and ask for
-        the rest."""
+    def _begin(self, landed: _Landed, room: int, in_use: int, is_first: bool) -> None:
+        """Hold what the engine has of the prompt, load what the daemon has of it, and ask for the rest. The other
+        arguments are those of `_share`."""
         direct, shared, request = self._shared.direct, self._shared, landed.state.request
         pool = self._pool()
         assert direct is not None and direct.agent is not None
@@ -247,30 +247,32 @@ class LandDirect(SchedulerKind):
         size = direct.group.tokens_per_block
         end = direct.blocks_of(request.num_prompt_tokens)
         whole = request.num_prompt_tokens // size
+        found = min(self._loads.tokens_found(landed.state) // size, whole)
         for block_hash in shared.hashes.raw(landed.state, direct.group, 0, whole):
-            found = pool.get_cached_block(block_hash, [direct.group.group_id])
-            if not found:
+            own = pool.get_cached_block(block_hash, [direct.group.group_id])
+            if not own:
                 break
-            landed.local += found
+            pool.touch(own)
+            landed.local += own
         local = len(landed.local)
         landed.wanted = end - local
         fits = landed.wanted <= direct.largest_landing(len(pool.blocks))
         if not fits:
             # It would wait for room that does not come.
             self._fell_back("no_room", "it takes more blocks than a prompt may land in")
-        stored = max(0, min(self._loads.tokens_found(landed.state) // size - local, most)) if fits else 0
-        if not fits or (landed.wanted - stored) * size < TOKENS_MIN:
-            landed.local, landed.is_ready = [], True
+        if not fits or (end - max(local, found)) * size < TOKENS_MIN:
+            self._free(landed)
+            landed.is_ready = True
             return
-        pool.touch(landed.local)
+        # Behind what is held by now: that is free no more.
+        landed.taken = self._take(min(found - local, self._share(landed, room, in_use, is_first)))
+        landed.stored = len(landed.taken)
         content = direct.content(shared.hashes.key(landed.state))
-        patience = shared.settings.direct_wait_ms
+        patience, first = shared.settings.direct_wait_ms, local + landed.stored
         landing = landed.landing
         against = "full", "too many hand-offs are under way, or its id was used before"
         try:
-            begun = direct.agent.begin_landing(
-                landing.id, landing.peer, content, local + stored, end, patience
-            )
+            begun = direct.agent.begin_landing(landing.id, landing.peer, content, first, end, patience)
         except ValueError as error:
             begun, against = False, ("no_address", str(error))
         if not begun:
@@ -279,25 +281,38 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
             return
         shared.counters.add("direct_landings")
-        if stored:
-            self._load(landed, stored)
+        if landed.stored:
+            self._load(landed)
 
-    def _load(self, landed: _Landed, count: int) -> None:
-        """The next blocks come from the daemon."""
-        direct = self._shared.direct
-        assert direct is not None and not landed.taken
+    def _load(self, landed: _Landed) -> None:
+        """What was taken first comes from the daemon."""
+        direct, shared = self._shared.direct, self._shared
+        assert direct is not None
+        size = direct.group.tokens_per_block
 
         def ended(ok: bool) -> None:
-            landed.loads, landed.failed = False, not ok
-            # Promising them would fail again.
-            landed.state.load_failed = landed.state.load_failed or not ok
+            landed.loads = False
+            if ok:
+                shared.counters.add("direct_loaded_tokens", landed.stored * size)
+            else:
+                self._load_failed(landed)
 
-        landed.taken = self._take(count)
-        landed.stored, landed.loads = len(landed.taken), True
-        first = len(landed.local)
-        self._loads.load_into(landed.state, direct.group, first, list(landed.taken), ended)
-        size = direct.group.tokens_per_block
-        self._shared.counters.add("direct_loaded_tokens", landed.stored * size)
+        blocks = landed.taken[: landed.stored]
+        try:
+            self._loads.load_into(landed.state, direct.group, len(landed.local), blocks, ended)
+            landed.loads = True
+        except Exception as error:  # noqa: BLE001
+            shared.failures.record("loading a prompt's beginning", error, "it is computed")
+            self._load_failed(landed)
+
+    def _load_failed(self, landed: _Landed) -> None:
+        """To promise the same would fail again, as to another sample of the prompt."""
+        landed.failed = True
+        self._loads.promise_no_more(landed.state)
+        for request_id, other in self._with.items():
+            state = self._shared.requests.get(request_id)
+            if other is landed and state is not None:
+                self._loads.promise_no_more(state)
 
     def _share(self, landed: _Landed, most: int, in_use: int, is_first: bool) -> int:
         """How many more blocks it may take; `in_use` are those of all that land. The first of all gets what it needs,
@@ -372,7 +387,7 @@ class LandDirect(SchedulerKind):
             self._fell_back("other_content", "what came is not what this engine would compute")
         elif word != "landed" and landed.is_alive:
             self._fell_back(str(word), sentence)
-        elif landed.failed and landed.is_alive:
+        elif (landed.failed or landed.loads) and landed.is_alive:
             self._fell_back("store", "what the daemon had of its beginning did not come")
         direct.agent.forget_landing(landed.landing.id)
         has_beginning = not landed.loads and not landed.failed
@@ -513,7 +528,9 @@ class LandDirect(SchedulerKind):
         if direct is None or direct.agent is None:
             return False
         for landed in reversed(list(self._landings.values())):
-            if not landed.taken or landed.is_ready:
+            # A load that goes on keeps its blocks.
+            held = landed.stored if landed.loads else 0
+            if len(landed.taken) <= held or landed.is_ready:
                 continue
             direct.agent.give_landing_up(landed.landing.id)
             if direct.agent.wait_over(landed.landing.id, YIELD_TIMEOUT_MS):
@@ -522,6 +539,11 @@ class LandDirect(SchedulerKind):
                 return True
             return False
         return False
+
+    def reset(self) -> None:
+        """What the daemon had for the weights of before is not used, also where vLLM did not reset its own cache."""
+        for landed in self._landings.values():
+            landed.failed = landed.failed or landed.stored > 0
 
     def request_finished(self, request: Request, state: RequestState, tables: Tables) -> None:
         """`give_back` follows."""

@@ -102,13 +102,12 @@ class LookUpAndLoad(SchedulerKind):
             or shared.pins.pool is None
             or not shared.weights.are_known
             or state.load_failed
+            or not state.is_looked_up
             or not state.takes_part()
             or wants_no_cache(request)
         ):
             return
-        # The engine must compute at least one token itself.
-        alignment = shared.shape.hit_alignment
-        tokens = (request.num_tokens - 1) // alignment * alignment
+        tokens = self._tokens_to_find(state)
         state.asked_tokens = tokens
         if tokens <= 0 or not request.block_hashes:
             return
@@ -119,6 +118,11 @@ class LookUpAndLoad(SchedulerKind):
         ]
         shared.core.lookup_start(request.request_id, hashes, tokens, self._wait(state))
         state.looking_up = True
+
+    def _tokens_to_find(self, state: RequestState) -> int:
+        """The engine must compute at least one token itself."""
+        alignment = self._shared.shape.hit_alignment
+        return (state.request.num_tokens - 1) // alignment * alignment
 
     def _wait(self, state: RequestState) -> HandOffWait | None:
         """What the daemon is to wait for before it answers."""
@@ -187,7 +191,8 @@ class LookUpAndLoad(SchedulerKind):
         if state.looking_up:
             return False
         if state.hit is None:
-            return True
+            # Of a prompt that the engine has itself the daemon need not be asked.
+            return state.local_tokens < self._tokens_to_find(state)
         # After a preemption the prompt includes what was generated.
         longer = state.request.num_tokens - 1 >= state.asked_tokens + self._shared.shape.hit_alignment
         old_miss = state.hit.tokens == 0 and self._shared.clock() - state.answered_at >= MISS_IS_OLD_SECONDS
@@ -326,13 +331,31 @@ class LookUpAndLoad(SchedulerKind):
         assert hit is not None and hit.tokens >= (first + len(blocks)) * group.tokens_per_block
         wanted = list(range(first, first + len(blocks)))
         pages = [hit.pages_of(group.index, rank, wanted) for rank in range(shared.shape.workers)]
-        state.hit = None  # the lease belongs to the load now
+        ids = [block.block_id for block in blocks]
         job = next(shared.jobs)
         shared.pins.pin(blocks)
+        state.hit = None  # the lease belongs to the load now
         self.under_way[job] = _Load("", hit.boot, hit.lease, blocks, shared.shape.workers, tell=tell)
-        ids = [block.block_id for block in blocks]
         self.to_send.append(LoadJob(job, "", hit.boot, [(group.index, ids, pages)]))
         shared.counters.add("hit_tokens", len(blocks) * group.tokens_per_block)
+
+    def promise_no_more(self, state: RequestState) -> None:
+        """What the daemon has of a prompt did not come."""
+        self._drop_hit(state)
+        state.is_looked_up = False
+
+    def _for_others(self) -> list[LoadJob]:
+        """Loads for other kinds that no worker has been told of."""
+        return [load for load in self.to_send if self.under_way[load.job].tell is not None]
+
+    def pinned(self) -> list[Block]:
+        return [block for load in self._for_others() for block in self.under_way[load.job].blocks]
+
+    def before_pool_reset(self) -> None:
+        """Nothing is written for those that no worker knows."""
+        for load in self._for_others():
+            self.to_send.remove(load)
+            self.ended(load.job, JobEnd(self._shared.shape.workers, ok=False))
 
     def take(self) -> list[LoadJob]:
         """Loads that the workers have not been told of; from here on they have."""
