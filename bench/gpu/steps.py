@@ -11,7 +11,7 @@
 Every prompt is new. `fit` has the coefficients of two formulas, by least squares of the relative error, and the largest
 one that is left:
 
-    prefill ms = base + token * n + pair * n * (c + n / 2)        n new tokens behind c
+    prefill ms = base + token * n + known * c + pair * n * (c + n / 2)        n new tokens behind c
     decode ms  = base + request * b + token * (tokens of all b requests)
 """
 
@@ -119,11 +119,17 @@ def fit(rows: list[list[float]], times: list[float]) -> tuple[list[float], float
 def fits(found: dict[str, Any]) -> dict[str, Any]:
     """Both formulas."""
     rows = [
-        [1.0, each["tokens"], each["tokens"] * (each["context"] + each["tokens"] / 2)]
+        [1.0, each["tokens"], each["context"], each["tokens"] * (each["context"] + each["tokens"] / 2)]
         for each in found["prefill"]
     ]
-    (base, token, pair), error = fit(rows, [each["ms"] for each in found["prefill"]])
-    prefill = {"base_ms": base, "token_ms": token, "pair_ms": pair, "largest_error": error}
+    (base, token, known, pair), error = fit(rows, [each["ms"] for each in found["prefill"]])
+    prefill = {
+        "base_ms": base,
+        "token_ms": token,
+        "known_ms": known,
+        "pair_ms": pair,
+        "largest_error": error,
+    }
     rows = [[1.0, each["batch"], each["batch"] * each["context"]] for each in found["decode"]]
     (base, request, token), error = fit(rows, [each["ms"] for each in found["decode"]])
     decode = {"base_ms": base, "request_ms": request, "token_ms": token, "largest_error": error}
