@@ -1,0 +1,257 @@
+//! One engine: requests wait, are prefilled in parts, and decode together, step after step.
+//!
+//! ```text
+//!   push --> waiting --- room in the KV cache ---> running: prompt in parts, then a token a step --> finished
+//!              ^                                      |
+//!              '------ preempted: no room left -------'
+//! ```
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_policy::{CacheModel, PolicyKind};
+
+use crate::costs::Costs;
+use crate::trace::Trace;
+
+/// Engines that are alike.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Class {
+    /// For people.
+    pub name: String,
+    /// What their steps take.
+    pub costs: Costs,
+    /// Tokens that the requests which run may have together.
+    pub kv_tokens: u64,
+    /// Tokens whose blocks are found again: the engine's own cache, and its daemon's pool.
+    pub cached_tokens: u64,
+    /// Which of these blocks make room for others.
+    pub eviction: PolicyKind,
+    /// Requests that run at once, at the most.
+    pub requests_max: usize,
+    /// Tokens of a step, at the most.
+    pub step_tokens: u64,
+}
+
+impl Default for Class {
+    /// An H100 with Llama-3.1-8B's shape: 45 GB for its requests, and a pool of 256 GB.
+    fn default() -> Self {
+        Self {
+            name: "h100-llama-8b".into(),
+            costs: Costs::H100_LLAMA_8B,
+            kv_tokens: 340_000,
+            cached_tokens: 2_000_000,
+            eviction: PolicyKind::Lru,
+            requests_max: 256,
+            step_tokens: 8192,
+        }
+    }
+}
+
+/// What an engine does for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Job {
+    /// Its number in the trace.
+    pub(crate) request: usize,
+    /// Tokens that it generates, in all.
+    pub(crate) output: u64,
+    /// Another engine has computed its prompt, but for the last token.
+    pub(crate) is_handed_over: bool,
+    /// How often the request was begun anew, so that a word of an earlier time is told from it.
+    pub(crate) attempt: u32,
+}
+
+/// What a step has brought.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Came {
+    /// The first token, with so many tokens of the prompt found in a cache.
+    First { job: Job, found: u64 },
+    /// The last one.
+    Last(Job),
+}
+
+#[derive(Debug)]
+struct Running {
+    job: Job,
+    /// The prompt's tokens, and after a preemption those that were generated before.
+    prompt: u64,
+    /// Of these, computed or found.
+    done: u64,
+    found: u64,
+    generated: u64,
+    /// Of these, before it was preempted: part of `prompt`.
+    before: u64,
+    /// What is found has come from the cache by then.
+    ready_at: Duration,
+    /// New tokens of the step that is under way.
+    part: u64,
+}
+
+impl Running {
+    fn decodes(&self) -> bool {
+        self.done == self.prompt
+    }
+
+    /// That it has in the KV cache, or will have before its next token.
+    fn tokens(&self) -> u64 {
+        self.prompt + self.generated - self.before
+    }
+}
+
+/// One of the fleet.
+pub(crate) struct Engine {
+    class: Arc<Class>,
+    cache: CacheModel,
+    waiting: VecDeque<(Job, u64)>,
+    running: Vec<Running>,
+    is_in_step: bool,
+    /// Steps have taken so long.
+    pub(crate) busy: Duration,
+    pub(crate) preemptions: u64,
+}
+
+impl Engine {
+    pub(crate) fn new(class: Arc<Class>, block_tokens: u64) -> Self {
+        let blocks = (class.cached_tokens / block_tokens).clamp(1, u64::from(u32::MAX - 1)) as usize;
+        Self {
+            cache: CacheModel::new(class.eviction, blocks),
+            class,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            is_in_step: false,
+            busy: Duration::ZERO,
+            preemptions: 0,
+        }
+    }
+
+    /// A request has come.
+    pub(crate) fn push(&mut self, job: Job) {
+        self.waiting.push_back((job, 0));
+    }
+
+    /// Requests that run or wait, as its metrics tell.
+    pub(crate) fn requests(&self) -> u64 {
+        (self.waiting.len() + self.running.len()) as u64
+    }
+
+    /// Percent of its KV cache that running requests use.
+    pub(crate) fn cache_percent(&self) -> u64 {
+        (self.used() * 100 / self.class.kv_tokens.max(1)).min(100)
+    }
+
+    fn used(&self) -> u64 {
+        self.running.iter().map(Running::tokens).sum()
+    }
+
+    /// Begins a step, if none is under way and something is to be done: when it will be over. An error tells when to ask again,
+    /// if something comes by itself.
+    pub(crate) fn begin_step(&mut self, trace: &Trace, now: Duration) -> Result<Duration, Option<Duration>> {
+        if self.is_in_step {
+            return Err(None);
+        }
+        self.make_room();
+        let mut left = self.class.step_tokens;
+        let decoding = self.running.iter_mut().filter(|running| running.decodes());
+        let mut cached = 0;
+        for running in decoding {
+            running.part = u64::from(left > 0);
+            left = left.saturating_sub(1);
+            cached += running.part * running.tokens();
+        }
+        for running in self.running.iter_mut().filter(|running| !running.decodes()) {
+            running.part = if running.ready_at <= now { left.min(running.prompt - running.done) } else { 0 };
+            left -= running.part;
+        }
+        while left > 0 && self.admit(trace, now) {
+            if let Some(running) = self.running.last_mut().filter(|running| running.ready_at <= now) {
+                running.part = left.min(running.prompt - running.done);
+                left -= running.part;
+            }
+        }
+        let decodes = self.running.iter().filter(|running| running.decodes() && running.part > 0).count();
+        let parts = self.running.iter().filter(|running| !running.decodes() && running.part > 0);
+        let parts = parts.map(|running| (running.part, running.done));
+        if decodes == 0 && parts.clone().next().is_none() {
+            return Err(self.running.iter().map(|running| running.ready_at).min());
+        }
+        let takes = self.class.costs.step(decodes as u64, cached, parts).max(Duration::from_nanos(1));
+        self.is_in_step = true;
+        self.busy += takes;
+        Ok(now + takes)
+    }
+
+    /// Who came last goes back to the queue while there is no room for a token of each.
+    fn make_room(&mut self) {
+        while self.running.len() > 1 && self.used() + self.running.len() as u64 > self.class.kv_tokens {
+            let Some(last) = self.running.pop() else { return };
+            self.preemptions += 1;
+            self.waiting.push_front((last.job, last.generated));
+        }
+    }
+
+    /// The next request begins, if there is room for it.
+    fn admit(&mut self, trace: &Trace, now: Duration) -> bool {
+        let Some(&(job, generated)) = self.waiting.front() else { return false };
+        let request = &trace.requests[job.request];
+        let prompt = request.prompt_tokens + generated;
+        let has_room = self.used() + prompt + self.running.len() as u64 + 1 <= self.class.kv_tokens;
+        // One that fits nowhere would wait for ever: alone it runs in any case.
+        if !self.running.is_empty() && (!has_room || self.running.len() >= self.class.requests_max) {
+            return false;
+        }
+        self.waiting.pop_front();
+        let blocks = request.blocks.iter().take_while(|block| self.cache.contains(**block)).count() as u64;
+        let in_cache = (blocks * trace.block_tokens).min(request.prompt_tokens - 1);
+        let found = if job.is_handed_over && generated == 0 { prompt - 1 } else { in_cache };
+        let known = if job.is_handed_over { 0 } else { found };
+        self.running.push(Running {
+            job,
+            prompt,
+            done: found,
+            found,
+            generated,
+            before: generated,
+            ready_at: now + self.class.costs.before(known),
+            part: 0,
+        });
+        true
+    }
+
+    /// The step is over: what it has brought.
+    pub(crate) fn end_step(&mut self, trace: &Trace) -> Vec<Came> {
+        self.is_in_step = false;
+        let mut came = Vec::new();
+        for running in &mut self.running {
+            if running.part == 0 {
+                continue;
+            }
+            if !running.decodes() {
+                running.done += running.part;
+                if !running.decodes() {
+                    continue;
+                }
+                self.cache.request(&trace.requests[running.job.request].blocks, |_| ());
+                if running.generated == 0 {
+                    came.push(Came::First { job: running.job, found: running.found });
+                }
+            }
+            running.generated += 1;
+            if running.generated >= running.job.output {
+                came.push(Came::Last(running.job));
+            }
+        }
+        self.running.retain(|running| running.generated < running.job.output || !running.decodes());
+        self.running.iter_mut().for_each(|running| running.part = 0);
+        came
+    }
+
+    /// The process dies: its requests, and all that it had.
+    pub(crate) fn die(&mut self, block_tokens: u64) -> Vec<Job> {
+        let lost = self.running.drain(..).map(|running| running.job);
+        let lost = lost.chain(self.waiting.drain(..).map(|(job, _)| job)).collect();
+        let (busy, preemptions) = (self.busy, self.preemptions);
+        *self = Self { busy, preemptions, ..Self::new(Arc::clone(&self.class), block_tokens) };
+        lost
+    }
+}

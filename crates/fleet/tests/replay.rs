@@ -1,0 +1,218 @@
+//! Traces through simulated fleets.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane_fleet::{
+    Class, Costs, HandOver, Limits, NodeSetup, Request, Served, Setup, Signals, Summary, Trace, replay,
+};
+use kvlane_router::schedule::{Policy, Role, Settings};
+use proptest::prelude::*;
+
+const BLOCK: u64 = 512;
+
+fn request(at_ms: u64, prompt: u64, output: u64, first_block: u64) -> Request {
+    let blocks = (first_block..first_block + prompt.div_ceil(BLOCK)).collect();
+    Request { at: Duration::from_millis(at_ms), prompt_tokens: prompt, output_tokens: output, blocks }
+}
+
+fn trace(requests: Vec<Request>) -> Trace {
+    Trace::new(BLOCK, requests)
+}
+
+fn node(role: Role, class: &Class) -> NodeSetup {
+    NodeSetup { role, class: Arc::new(class.clone()), dies: None }
+}
+
+fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
+    Setup {
+        nodes: roles.iter().map(|role| node(*role, class)).collect(),
+        scheduler: Settings { policy, decode_policy: policy, ..Settings::default() },
+        speed: 1.0,
+        hand_over: HandOver::default(),
+        signals: Signals::default(),
+    }
+}
+
+fn run(trace: &Trace, setup: &Setup) -> Vec<Served> {
+    replay(trace, setup, |_| ())
+}
+
+fn near(found: Duration, wanted: Duration) -> bool {
+    found.abs_diff(wanted) < Duration::from_micros(1)
+}
+
+#[test]
+fn a_request_alone_takes_what_the_formulas_say() {
+    let (class, costs) = (Class::default(), Costs::H100_LLAMA_8B);
+    let trace = trace(vec![request(10, 2000, 3, 0)]);
+    let served = run(&trace, &fleet(&[Role::Worker], &class, Policy::LeastWork))[0];
+    let first = costs.before(0) + costs.step(0, 0, std::iter::once((2000, 0)));
+    assert!(near(served.first.unwrap(), first), "{served:?}");
+    let decode = costs.step(1, 2001, std::iter::empty()) + costs.step(1, 2002, std::iter::empty());
+    assert!(near(served.last.unwrap(), first + decode), "{served:?}");
+    assert!(near(served.tpot().unwrap(), decode / 2));
+}
+
+#[test]
+fn a_long_prompt_is_prefilled_in_parts_beside_what_decodes() {
+    let class = Class { step_tokens: 1000, ..Class::default() };
+    let trace = trace(vec![request(0, 100, 200, 0), request(500, 5000, 1, 100)]);
+    let served = run(&trace, &fleet(&[Role::Worker], &class, Policy::LeastWork));
+    let costs = Costs::H100_LLAMA_8B;
+    // Six steps, of which each has one token of the request that decodes.
+    let parts = [(999, 0), (999, 999), (999, 1998), (999, 2997), (999, 3996), (5, 4995)];
+    let steps: Duration = parts.map(|part| costs.step(1, 170, std::iter::once(part))).iter().sum();
+    let ttft = served[1].first.unwrap();
+    assert!(ttft > steps && ttft < steps + Duration::from_millis(15), "{ttft:?} {steps:?}");
+}
+
+#[test]
+fn what_a_node_has_is_not_prefilled_again() {
+    let trace = trace(vec![request(0, 4096, 2, 0), request(5000, 4096, 2, 0), request(9000, 4096, 2, 500)]);
+    let served = run(&trace, &fleet(&[Role::Worker], &Class::default(), Policy::LeastWork));
+    assert_eq!([0, 1, 2].map(|index: usize| served[index].found_tokens), [0, 4095, 0]);
+    assert!(served[1].first.unwrap() * 4 < served[0].first.unwrap());
+    assert!(near(served[2].first.unwrap(), served[0].first.unwrap()));
+    // With a cache of one block nothing is left.
+    let small = Class { cached_tokens: BLOCK, ..Class::default() };
+    let served = run(&trace, &fleet(&[Role::Worker], &small, Policy::LeastWork));
+    assert!(served[1].found_tokens <= BLOCK);
+}
+
+#[test]
+fn a_router_that_knows_prefixes_finds_more_of_them() {
+    let turns = (0..200).map(|number| request(number * 100, 3000, 20, number % 11 * 100)).collect();
+    let trace = trace(turns);
+    let found = |policy| {
+        let served = run(&trace, &fleet(&[Role::Worker; 4], &Class::default(), policy));
+        let all = Limits { ttft: Duration::MAX, tpot: Duration::MAX };
+        Summary::of(&served, all).found
+    };
+    let (by_turns, by_work) = (found(Policy::RoundRobin), found(Policy::LeastWork));
+    assert!(by_work > 0.9 && by_work > by_turns + 0.05, "{by_work} {by_turns}");
+}
+
+#[test]
+fn a_pair_hands_over_and_its_first_token_comes_from_the_node_that_decodes() {
+    let hand_over = HandOver { base_ms: 30.0, token_ms: 0.01 };
+    let setup =
+        Setup { hand_over, ..fleet(&[Role::Prefill, Role::Decode], &Class::default(), Policy::LeastWork) };
+    let trace = trace(vec![request(0, 2000, 3, 0)]);
+    let served = run(&trace, &setup)[0];
+    assert_eq!((served.prefill, served.decode), (Some(0), Some(1)));
+    let costs = Costs::H100_LLAMA_8B;
+    let prefill = costs.before(0) + costs.step(0, 0, std::iter::once((2000, 0)));
+    let last_token = costs.before(0) + costs.step(0, 0, std::iter::once((1, 1999)));
+    let wanted = prefill + Duration::from_millis(50) + last_token;
+    assert!(near(served.first.unwrap(), wanted), "{served:?} {wanted:?}");
+    assert!(served.last.unwrap() > served.first.unwrap());
+}
+
+#[test]
+fn an_engine_without_room_has_requests_wait_and_preempts_none_twice_for_ever() {
+    let class = Class { kv_tokens: 3000, ..Class::default() };
+    let trace = trace((0..20).map(|number| request(0, 900, 400, number * 10)).collect());
+    let served = run(&trace, &fleet(&[Role::Worker], &class, Policy::LeastWork));
+    assert!(served.iter().all(|each| each.last.is_some()), "{served:?}");
+    let roomy = run(&trace, &fleet(&[Role::Worker], &Class::default(), Policy::LeastWork));
+    let end = |served: &[Served]| served.iter().filter_map(|each| each.last).max().unwrap();
+    assert!(end(&served) > 2 * end(&roomy));
+    // One that fits nowhere runs alone.
+    let tiny = Class { kv_tokens: 100, ..Class::default() };
+    assert!(
+        run(&trace, &fleet(&[Role::Worker], &tiny, Policy::LeastWork)).iter().all(|each| each.last.is_some())
+    );
+}
+
+#[test]
+fn when_a_node_dies_another_one_begins_what_nobody_has_heard_of() {
+    let trace = trace((0..60).map(|number| request(number * 100, 8000, 50, number * 100)).collect());
+    let mut setup = fleet(&[Role::Worker; 2], &Class::default(), Policy::LeastLoaded);
+    setup.nodes[0].dies = Some((Duration::from_millis(2050), Some(Duration::from_secs(2))));
+    let served = run(&trace, &setup);
+    let lost: Vec<_> = served.iter().filter(|each| each.last.is_none()).collect();
+    assert!(lost.iter().all(|each| each.first.is_some() && each.prefill == Some(0)), "{lost:?}");
+    assert!(!lost.is_empty(), "somebody was amid an answer");
+    assert!(served.iter().any(|each| each.attempts == 2 && each.last.is_some()));
+    let after = |each: &&Served| each.at > Duration::from_secs(5);
+    assert!(served.iter().filter(after).any(|each| each.prefill == Some(0)), "it has come back");
+    // A fleet without nodes that live serves nobody, and ends.
+    setup.nodes.iter_mut().for_each(|node| node.dies = Some((Duration::ZERO, None)));
+    assert!(run(&trace, &setup).iter().all(|each| each.first.is_none()));
+}
+
+#[test]
+fn faster_arrivals_make_longer_waits() {
+    let trace = trace((0..300).map(|number| request(number * 500, 6000, 100, number * 100)).collect());
+    let at = |speed| {
+        let setup = Setup { speed, ..fleet(&[Role::Worker; 2], &Class::default(), Policy::LeastWork) };
+        let limits = Limits { ttft: Duration::from_secs(1), tpot: Duration::from_millis(50) };
+        Summary::of(&run(&trace, &setup), limits)
+    };
+    let (slow, fast) = (at(0.5), at(20.0));
+    assert!(slow.within > 0.99 && fast.within < 0.5, "{slow:?} {fast:?}");
+    assert!(fast.ttft_p99 > 10 * slow.ttft_p99);
+}
+
+fn any_trace() -> impl Strategy<Value = Trace> {
+    let one = (0u64..20_000, 1u64..9000, 1u64..60, 0u64..8);
+    prop::collection::vec(one, 1..40).prop_map(|all| {
+        trace(
+            all.into_iter()
+                .map(|(at, prompt, output, chat)| request(at, prompt, output, chat * 100))
+                .collect(),
+        )
+    })
+}
+
+fn any_setup() -> impl Strategy<Value = Setup> {
+    let roles = prop::sample::select(vec![
+        vec![Role::Worker],
+        vec![Role::Worker; 3],
+        vec![Role::Prefill, Role::Decode],
+        vec![Role::Prefill, Role::Prefill, Role::Decode, Role::Worker],
+    ]);
+    let deaths = prop::option::of((0u64..20_000, prop::option::of(0u64..5000)));
+    let class = (500u64..30_000, 256u64..100_000, 1usize..9, 1u64..9000);
+    let policy = prop::sample::select(Policy::ALL.to_vec());
+    (roles, deaths, class, policy, 0u64..9, 0u8..101).prop_map(
+        |(roles, dies, class, policy, seed, lost_percent)| {
+            let (kv_tokens, cached_tokens, requests_max, step_tokens) = class;
+            let class = Class { kv_tokens, cached_tokens, requests_max, step_tokens, ..Class::default() };
+            let mut setup = fleet(&roles, &class, policy);
+            setup.scheduler.seed = seed;
+            setup.signals.lost_percent = lost_percent;
+            setup.nodes[0].dies =
+                dies.map(|(at, back)| (Duration::from_millis(at), back.map(Duration::from_millis)));
+            setup
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    /// The replay asserts by itself that no node has a load left.
+    #[test]
+    fn every_request_ends_and_the_same_arguments_give_the_same_answers(trace in any_trace(), setup in any_setup()) {
+        let served = run(&trace, &setup);
+        prop_assert_eq!(served.len(), trace.requests.len());
+        for (each, request) in served.iter().zip(&trace.requests) {
+            if let Some(first) = each.first {
+                // Nothing is faster than a request alone that has all but one token.
+                let alone = Costs::H100_LLAMA_8B.step(0, 0, std::iter::once((1, request.prompt_tokens - 1)));
+                prop_assert!(first >= alone);
+                prop_assert!(each.last.is_none_or(|last| last >= first));
+            }
+            prop_assert!(each.found_tokens < each.prompt_tokens);
+            prop_assert!(each.first.is_some() || each.last.is_none());
+        }
+        if setup.nodes.iter().all(|node| node.dies.is_none()) {
+            prop_assert!(served.iter().all(|each| each.last.is_some()));
+        }
+        prop_assert_eq!(run(&trace, &setup), served);
+    }
+}
