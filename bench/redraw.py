@@ -26,7 +26,7 @@ import pictures as gpu_pictures  # noqa: E402
 import route_peers  # noqa: E402
 import two_builds  # noqa: E402
 
-from kvlane.bench import drawing, pictures, replay_picture  # noqa: E402
+from kvlane.bench import drawing, pictures, replay_picture, route_replay_picture  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,11 +84,9 @@ def committed() -> Iterator[Redrawn]:
             yield _bars(fabric / f"{name}{suffix}.png", result, drawn[suffix])
     for result in sorted(replay.glob("*.json")):
         read = _read(result)
+        of = route_replay_picture if "fleet" in read else replay_picture
         yield Redrawn(
-            result.with_suffix(".png"),
-            result,
-            replay_picture.facts(read),
-            lambda read=read: replay_picture.picture(read),
+            result.with_suffix(".png"), result, of.facts(read), lambda of=of, read=read: of.picture(read)
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.bench import drawing, pictures, replay_picture
+from kvlane.bench import drawing, pictures, replay_picture, route_replay_picture
 from kvlane.bench.drawing import Bar, Panel, Picture
 from kvlane.bench.figures import Figure
 
@@ -264,3 +264,25 @@ def test_capacities_that_lie_close_together_are_not_written_on_each_other() -> N
         ],
     }
     assert unreadable(replay_picture.picture(report)) == []
+
+
+def test_policies_of_a_fleet_are_not_written_on_each_other() -> None:
+    figures = ("ttft_p50_ms", "ttft_p99_ms", "within_limits_percent")
+    report = {
+        "trace": "conversation_trace.jsonl",
+        "fleet": "4 prefill h100-llama-8b, 4 decode h100-llama-8b",
+        "capacity_requests_per_second": 10.6,
+        "results": [
+            {"policy": policy, "load": load} | dict.fromkeys(figures, 30_000 * load)
+            for policy in (
+                "random",
+                "round-robin",
+                "power-of-two",
+                "least-loaded",
+                "prefix-affinity",
+                "least-work",
+            )
+            for load in (0.3, 0.95)
+        ],
+    }
+    assert unreadable(route_replay_picture.picture(report)) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.bench import replay_picture
+from kvlane.bench import replay_picture, route_replay_picture
 
 
 def _result(policy: str, share: float, hits: float) -> dict[str, Any]:
@@ -92,3 +92,51 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         done.returncode == 1 and "turns.jsonl: line 201, column 16: missing field `hash_ids`" in done.stderr
     )
     assert _kvlane(tmp_path, str(trace), "--policy", "fifo").returncode == 2
+
+
+def test_a_trace_goes_through_a_simulated_fleet(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    route = tmp_path / "fleet.toml"
+    route.write_text('policies = ["round-robin", "least-work"]\nloads = [0.2, 0.9]\n[[node]]\ncount = 3\n')
+    trace = str(_trace(tmp_path))
+    done = _kvlane(tmp_path, trace, "--route", str(route), "--json", "--plot", "fleet.png")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [(each["load"], each["policy"]) for each in report["results"]] == [
+        (load, policy) for load in (0.2, 0.9) for policy in ("round-robin", "least-work")
+    ]
+    by_turns, by_work = report["results"][:2]
+    assert by_work["found_percent"] > by_turns["found_percent"] > 50
+    assert all(each["lost"] == 0 and each["ttft_p50_ms"] > 0 for each in report["results"])
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+    assert route_replay_picture.lines(report, "lost") == {
+        "round-robin": [(20.0, 0), (90.0, 0)],
+        "least-work": [(20.0, 0), (90.0, 0)],
+    }
+    table = _kvlane(tmp_path, trace, "--route", str(route))
+    assert "3 worker h100-llama-8b can serve" in table.stdout and table.stdout.splitlines()[-1] == "turns.png"
+    # The same arguments give the same answers.
+    assert json.loads(_kvlane(tmp_path, trace, "--route", str(route), "--json").stdout) == report
+
+
+def test_mistakes_with_a_fleet_are_one_sentence(tmp_path: Path) -> None:
+    trace, route = _trace(tmp_path), tmp_path / "fleet.toml"
+    route.write_text("loads = [0.5, -1]\n")
+    done = _kvlane(tmp_path, str(trace), "--route", str(route))
+    assert done.returncode == 1 and "loads: -1 is no share of what the fleet can serve" in done.stderr
+    with trace.open("a") as file:
+        file.write('{"timestamp": 5, "hash_ids": [1]}\n')
+    done = _kvlane(tmp_path, str(trace), "--route", str(route))
+    assert done.returncode == 1 and "line 201: it has no input_length and output_length" in done.stderr
+    assert _kvlane(tmp_path, str(trace), "--route", str(route), "--policy", "lru").returncode == 2
+
+
+def test_the_file_of_the_docs_is_taken(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs/routing.md").read_text()
+    _, _, rest = page.partition("```toml\n")
+    (tmp_path / "fleet.toml").write_text(rest.partition("```")[0])
+    shutil.copy(root / "bench/gpu/results/2026-11-26-h100-steps.json", tmp_path / "steps.json")
+    done = _kvlane(tmp_path, str(_trace(tmp_path)), "--route", "fleet.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fleet"] == "3 prefill h100, 5 decode h100"

@@ -59,6 +59,9 @@ RUN_BY = {
     ),
     "kvlane replay TRACE": REPLAY,
     # docs/routing.md
+    "kvlane replay TRACE --route fleet.toml": (
+        "tests/bench/test_replay_picture.py::test_a_trace_goes_through_a_simulated_fleet"
+    ),
     "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
     "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
     'vllm serve M --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '

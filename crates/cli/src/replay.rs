@@ -1,6 +1,9 @@
-//! `kvlane replay`: a recorded trace against caches of several sizes and policies, in virtual time.
+//! `kvlane replay`: a recorded trace against caches of several sizes and policies, or through a router and a fleet of engines,
+//! in virtual time.
 
 mod capacity;
+mod fleet;
+mod fleet_file;
 mod picture;
 mod report;
 mod trace_file;
@@ -18,6 +21,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, estimate_ceiling, replay};
+use serde_json::Value;
 
 use self::capacity::Capacity;
 use crate::size::Size;
@@ -25,8 +29,12 @@ use crate::size::Size;
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// Requests, one JSON object a line: Mooncake's (timestamp in ms, hash_ids) or Qwen-Bailian's (chat_id, timestamp in s,
-    /// hash_ids)
+    /// hash_ids); with --route also input_length and output_length
     trace: PathBuf,
+    /// Send the requests through `kvlane route`'s scheduler to the simulated engines that this file describes, by each of its
+    /// policies and at each of its loads (docs/routing.md); an empty file is eight H100s
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["policy", "capacity", "block_bytes", "ssd", "with_scans"])]
+    route: Option<PathBuf>,
     /// Policies: lru, arc, s3fifo, sieve, tinylfu, wtinylfu, auto, or all
     #[arg(long, value_name = "LIST", default_value = "all", value_delimiter = ',', value_parser = parse_policy)]
     policy: Vec<Policies>,
@@ -45,7 +53,8 @@ pub(crate) struct ReplayArgs {
     /// Print JSON; then a picture is drawn only with --plot
     #[arg(long)]
     json: bool,
-    /// The picture, hit rate against capacity: a PNG [default: the trace's name in the current folder]
+    /// The picture, hit rate against capacity or first tokens against load: a PNG [default: the trace's name in the current
+    /// folder]
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
@@ -101,6 +110,11 @@ struct Run {
 /// Replays the trace, prints what came out, and draws it.
 pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
     let file = trace_file::read(&args.trace)?;
+    if let Some(route) = &args.route {
+        let report = fleet::run(args, route, file)?;
+        let text = fleet::to_text(&report);
+        return publish(args, &report, &text, "route_replay_picture");
+    }
     let trace = if args.with_scans { file.trace.with_scans() } else { file.trace };
     let blocks = |capacity: &Capacity| capacity.blocks(trace.distinct(), args.block_bytes);
     let ssd_capacity = args.ssd.as_ref().map(&blocks).transpose()?.unwrap_or(0);
@@ -133,17 +147,22 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         runs: &runs,
     };
     let json = report.to_json();
+    publish(args, &json, &report.to_text(), "replay_picture")
+}
+
+/// Prints what came out, and draws it.
+fn publish(args: &ReplayArgs, json: &Value, text: &str, module: &str) -> Result<()> {
     if args.json {
         println!("{json:#}");
     } else {
-        print!("{}", report.to_text());
+        print!("{text}");
     }
     match &args.plot {
-        Some(path) => picture::draw(path, &json)?,
+        Some(path) => picture::draw(path, json, module)?,
         None if args.json => return Ok(()),
         None => {
             let path = picture::default_path(&args.trace);
-            if let Err(error) = picture::draw(&path, &json) {
+            if let Err(error) = picture::draw(&path, json, module) {
                 println!("no picture: {error:#}");
                 return Ok(());
             }
@@ -159,34 +178,45 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
 
 /// All setups, each with its share, on as many threads as there are cores; in the order in which they were given.
 fn replay_all(trace: &Trace, setups: &[(Setup, f64)]) -> Vec<Run> {
-    let bar = ProgressBar::new((trace.references() * setups.len()) as u64).with_message("replaying");
-    if let Ok(style) =
-        ProgressStyle::with_template("{msg} {bar:40} {percent}% of {human_len} references, {eta}")
-    {
+    let bar = progress_bar(trace.references() * setups.len(), "references");
+    let runs = on_all_cores(setups, |&(setup, share)| {
+        let start = Instant::now();
+        let replayed = replay(trace, setup, |references| bar.inc(references as u64));
+        Run { setup, share, replayed, seconds: start.elapsed().as_secs_f64() }
+    });
+    bar.finish_and_clear();
+    runs
+}
+
+fn progress_bar(count: usize, of: &str) -> ProgressBar {
+    let bar = ProgressBar::new(count as u64).with_message("replaying");
+    let template = format!("{{msg}} {{bar:40}} {{percent}}% of {{human_len}} {of}, {{eta}}");
+    if let Ok(style) = ProgressStyle::with_template(&template) {
         bar.set_style(style);
     }
+    bar
+}
+
+/// What `run` makes of each, in their order.
+fn on_all_cores<T: Sync, R: Send>(all: &[T], run: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
-    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(setups.len());
+    let threads = thread::available_parallelism().map_or(1, NonZero::get).min(all.len());
     let (done, finished) = mpsc::channel();
     thread::scope(|scope| {
         for _ in 0..threads {
-            let (done, next, bar) = (done.clone(), &next, &bar);
+            let (done, next, run) = (done.clone(), &next, &run);
             scope.spawn(move || {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(&(setup, share)) = setups.get(index) else { break };
-                    let start = Instant::now();
-                    let replayed = replay(trace, setup, |references| bar.inc(references as u64));
-                    let run = Run { setup, share, replayed, seconds: start.elapsed().as_secs_f64() };
+                    let Some(one) = all.get(index) else { break };
                     // The receiver outlives this scope.
-                    let _ = done.send((index, run));
+                    let _ = done.send((index, run(one)));
                 }
             });
         }
     });
     drop(done);
-    bar.finish_and_clear();
-    let mut runs: Vec<(usize, Run)> = finished.into_iter().collect();
+    let mut runs: Vec<(usize, R)> = finished.into_iter().collect();
     runs.sort_by_key(|(index, _)| *index);
     runs.into_iter().map(|(_, run)| run).collect()
 }

@@ -195,7 +195,7 @@ impl Engine {
         let Some(&(job, generated)) = self.waiting.front() else { return false };
         let request = &trace.requests[job.request];
         let prompt = request.prompt_tokens + generated;
-        let has_room = self.used() + prompt + self.running.len() as u64 + 1 <= self.class.kv_tokens;
+        let has_room = self.used() + prompt + (self.running.len() as u64) < self.class.kv_tokens;
         // One that fits nowhere would wait for ever: alone it runs in any case.
         if !self.running.is_empty() && (!has_room || self.running.len() >= self.class.requests_max) {
             return false;

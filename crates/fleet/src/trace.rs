@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kvlane_policy::spread;
+
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
@@ -34,6 +36,8 @@ impl Trace {
         for request in &mut requests {
             let most = request.prompt_tokens.div_ceil(block_tokens.max(1));
             request.blocks.truncate(usize::try_from(most).unwrap_or(usize::MAX));
+            // Caches and the router's index take keys for hashes, and traces number their blocks.
+            request.blocks.iter_mut().for_each(|block| *block = spread(*block));
         }
         requests.sort_by_key(|request| request.at);
         Self { block_tokens: block_tokens.max(1), requests }

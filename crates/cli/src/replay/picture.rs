@@ -16,11 +16,11 @@ pub(super) fn default_path(trace: &Path) -> PathBuf {
     PathBuf::from(trace.file_stem().unwrap_or(trace.as_os_str())).with_extension("png")
 }
 
-/// Draws the JSON of a report into a PNG.
-pub(super) fn draw(path: &Path, report: &Value) -> Result<()> {
+/// Draws the JSON of a report into a PNG, by this module of `kvlane.bench`.
+pub(super) fn draw(path: &Path, report: &Value, module: &str) -> Result<()> {
     let interpreter = python::interpreter();
     let mut drawing = Command::new(&interpreter)
-        .args(["-m", "kvlane.bench.replay_picture"])
+        .args(["-m", &format!("kvlane.bench.{module}")])
         .arg(path)
         .stdin(Stdio::piped())
         .stdout(Stdio::null())

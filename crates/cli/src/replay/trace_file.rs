@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use kvlane_fleet::Request;
 use kvlane_policy::{Trace, spread};
 use serde::{Deserialize, Deserializer, de};
 
@@ -30,6 +31,14 @@ impl Format {
             Self::QwenBailian => "qwen-bailian",
         }
     }
+
+    /// Tokens of a block in the published traces.
+    pub(super) fn block_tokens(self) -> u64 {
+        match self {
+            Self::Mooncake => 512,
+            Self::QwenBailian => 16,
+        }
+    }
 }
 
 /// What a replay needs of a line; other fields may be there.
@@ -38,6 +47,8 @@ struct Line {
     timestamp: f64,
     hash_ids: Vec<Id>,
     chat_id: Option<de::IgnoredAny>,
+    input_length: Option<u64>,
+    output_length: Option<u64>,
 }
 
 /// Any 64-bit number, signed or not.
@@ -69,6 +80,8 @@ impl<'de> Deserialize<'de> for Id {
 pub(super) struct TraceFile {
     pub(super) trace: Trace,
     pub(super) format: Format,
+    /// The same requests with their lengths. An error names the first line without them.
+    pub(super) requests: Result<Vec<Request>, String>,
 }
 
 /// Reads a whole trace; a mistake is told with its line.
@@ -87,6 +100,7 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
     let mut trace = Trace::new();
     let mut format = None;
     let mut ids = Vec::new();
+    let mut requests = Ok(Vec::new());
     let mut line = String::new();
     for number in 1.. {
         line.clear();
@@ -125,9 +139,19 @@ fn parse(mut lines: impl BufRead, progress: impl Fn(usize)) -> Result<TraceFile>
             }
         }
         trace.push(at, &ids);
+        let lengths = request.input_length.zip(request.output_length);
+        match (&mut requests, lengths) {
+            (Ok(all), Some((prompt_tokens, output_tokens))) => {
+                all.push(Request { at, prompt_tokens, output_tokens, blocks: ids.clone() });
+            }
+            (Ok(_), None) => {
+                requests = Err(format!("line {number}: it has no input_length and output_length"));
+            }
+            _ => {}
+        }
     }
     match format {
-        Some(format) if trace.references() > 0 => Ok(TraceFile { trace, format }),
+        Some(format) if trace.references() > 0 => Ok(TraceFile { trace, format, requests }),
         _ => bail!("no request with blocks in it"),
     }
 }

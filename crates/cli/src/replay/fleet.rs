@@ -1,0 +1,151 @@
+//! A trace through the router's scheduler to simulated engines.
+
+use std::{path::Path, time::Duration};
+
+use anyhow::{Context, Result, anyhow};
+use kvlane_fleet::{NodeSetup, Served, Setup, Summary, Trace, replay};
+use kvlane_router::schedule::Policy;
+use serde_json::{Value, json};
+
+use super::{ReplayArgs, fleet_file, on_all_cores, progress_bar, trace_file::TraceFile};
+
+/// Of all requests, so many count for what a fleet can serve: the last ones run alone.
+const COUNTED: f64 = 0.95;
+/// All requests come at once, as good as.
+const AT_ONCE: f64 = 1e6;
+
+/// Replays all policies at all loads: the report.
+pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Value> {
+    let name = args.trace.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let requests = file.requests.map_err(|line| anyhow!(line)).with_context(|| {
+        format!("{}: --route needs the lengths of prompts and answers", args.trace.display())
+    })?;
+    let trace = Trace::new(file.format.block_tokens(), requests);
+    let fleet = fleet_file::read(route)?;
+    let recorded = trace.requests.len() as f64 / trace.end().as_secs_f64().max(1e-3);
+    let capacity = capacity(&trace, &fleet.setup);
+    let cases: Vec<(f64, Policy)> =
+        fleet.loads.iter().flat_map(|load| fleet.policies.iter().map(|policy| (*load, *policy))).collect();
+    let bar = progress_bar(trace.requests.len() * cases.len(), "requests");
+    let summaries = on_all_cores(&cases, |(load, policy)| {
+        let mut setup = fleet.setup.clone();
+        (setup.scheduler.policy, setup.scheduler.decode_policy) = (*policy, *policy);
+        setup.speed = load * capacity / recorded;
+        Summary::of(&replay(&trace, &setup, |count| bar.inc(count as u64)), fleet.limits)
+    });
+    bar.finish_and_clear();
+    let results: Vec<Value> = cases
+        .iter()
+        .zip(&summaries)
+        .map(|((load, policy), summary)| {
+            json!({
+                "load": load,
+                "requests_per_second": load * capacity,
+                "policy": policy.name(),
+                "ttft_p50_ms": milliseconds(summary.ttft_p50),
+                "ttft_p99_ms": milliseconds(summary.ttft_p99),
+                "tpot_p50_ms": milliseconds(summary.tpot_p50),
+                "tpot_p99_ms": milliseconds(summary.tpot_p99),
+                "within_limits_percent": 100.0 * summary.within,
+                "found_percent": 100.0 * summary.found,
+                "lost": summary.lost,
+            })
+        })
+        .collect();
+    Ok(json!({
+        "trace": name,
+        "requests": trace.requests.len(),
+        "recorded_requests_per_second": recorded,
+        "capacity_requests_per_second": capacity,
+        "fleet": describe(&fleet.setup.nodes),
+        "ttft_limit_ms": milliseconds(fleet.limits.ttft),
+        "tpot_limit_ms": milliseconds(fleet.limits.tpot),
+        "seed": fleet.setup.scheduler.seed,
+        "results": results,
+    }))
+}
+
+/// Requests a second that the fleet serves where all of them wait from the beginning, by the default policy.
+fn capacity(trace: &Trace, setup: &Setup) -> f64 {
+    let bar = progress_bar(trace.requests.len(), "requests, to see what the fleet can serve");
+    let mut setup = Setup { speed: AT_ONCE, ..setup.clone() };
+    (setup.scheduler.policy, setup.scheduler.decode_policy) = (Policy::default(), Policy::default());
+    setup.nodes.iter_mut().for_each(|node| node.dies = None);
+    let served = replay(trace, &setup, |count| bar.inc(count as u64));
+    bar.finish_and_clear();
+    let end = |each: &Served| each.last.map(|last| each.at + last);
+    let mut ends: Vec<Duration> = served.iter().filter_map(end).collect();
+    ends.sort_unstable();
+    let counted = ((ends.len() as f64 * COUNTED) as usize).max(1);
+    let last = ends.get(counted - 1).copied().unwrap_or(Duration::from_secs(1));
+    counted as f64 / last.as_secs_f64().max(1e-9)
+}
+
+/// As "8 worker h100-llama-8b".
+fn describe(nodes: &[NodeSetup]) -> String {
+    let mut kinds: Vec<(String, usize)> = Vec::new();
+    for node in nodes {
+        let kind = format!("{} {}", node.role, node.class.name);
+        match kinds.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((kind, 1)),
+        }
+    }
+    kinds.iter().map(|(kind, count)| format!("{count} {kind}")).collect::<Vec<_>>().join(", ")
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// The report as a table.
+pub(super) fn to_text(report: &Value) -> String {
+    let number = |value: &Value, name: &str| value[name].as_f64().unwrap_or(f64::NAN);
+    let mut text = format!(
+        "{} requests of {}, recorded at {:.2} a second; {} can serve {:.2} a second\nwithin limits: first token in {} ms, \
+         {} ms a token behind it\n\n{:<6}{:<17}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>6}\n{:<6}{:<17}{:>9}{:>9}{:>9}{:>9}{:>9}{:>8}{:>6}\n",
+        report["requests"],
+        report["trace"].as_str().unwrap_or_default(),
+        number(report, "recorded_requests_per_second"),
+        report["fleet"].as_str().unwrap_or_default(),
+        number(report, "capacity_requests_per_second"),
+        number(report, "ttft_limit_ms"),
+        number(report, "tpot_limit_ms"),
+        "load",
+        "policy",
+        "TTFT ms",
+        "",
+        "TPOT ms",
+        "",
+        "within",
+        "found",
+        "lost",
+        "",
+        "",
+        "p50",
+        "p99",
+        "p50",
+        "p99",
+        "limits %",
+        "%",
+        "",
+    );
+    let mut former = f64::NAN;
+    for result in report["results"].as_array().into_iter().flatten() {
+        let load = number(result, "load");
+        let shown = if load == former { String::new() } else { format!("{:.0} %", 100.0 * load) };
+        former = load;
+        text.push_str(&format!(
+            "{shown:<6}{:<17}{:>9.0}{:>9.0}{:>9.1}{:>9.1}{:>9.1}{:>8.1}{:>6}\n",
+            result["policy"].as_str().unwrap_or_default(),
+            number(result, "ttft_p50_ms"),
+            number(result, "ttft_p99_ms"),
+            number(result, "tpot_p50_ms"),
+            number(result, "tpot_p99_ms"),
+            number(result, "within_limits_percent"),
+            number(result, "found_percent"),
+            result["lost"],
+        ));
+    }
+    text
+}

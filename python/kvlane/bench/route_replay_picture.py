@@ -1,0 +1,81 @@
+"""`python -m kvlane.bench.route_replay_picture FILE.png`: the report of `kvlane replay --route FILE --json`, from stdin,
+as a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlane.bench.drawing import COLOURS, WIDTH, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PANELS = (
+    ("ttft_p50_ms", "first token, ms: half of the requests"),
+    ("ttft_p99_ms", "first token, ms: 99 of 100 requests"),
+    ("within_limits_percent", "requests within the limits, %"),
+)
+
+
+def lines(report: Mapping[str, Any], figure: str) -> dict[str, list[tuple[float, float]]]:
+    """A figure of each policy, by load in percent, ascending."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for result in report["results"]:
+        found.setdefault(result["policy"], []).append((100 * result["load"], result[figure]))
+    return {policy: sorted(points) for policy, points in found.items()}
+
+
+def facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the picture shows, as JSON gives it back."""
+    shown = {
+        "title": f"{Path(report['trace']).name}, simulated: {report['fleet']}; 100 % are "
+        f"{report['capacity_requests_per_second']:.3g} requests a second",
+        "panels": [[label, lines(report, figure)] for figure, label in PANELS],
+    }
+    return json.loads(json.dumps(shown))
+
+
+def picture(report: Mapping[str, Any]) -> Figure:
+    """A panel for each figure, with a line for each policy."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = facts(report)
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, len(PANELS))
+    for axes, (label, policies) in zip(all_axes, shown["panels"], strict=True):
+        for index, (policy, points) in enumerate(policies.items()):
+            loads, values = zip(*points, strict=True)
+            axes.plot(
+                loads, values, label=policy, color=COLOURS[index % len(COLOURS)], marker="o", markersize=3
+            )
+        axes.set_title(textwrap.fill(label, 26), fontsize=9, loc="left")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("load, %")
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels), fontsize=8)
+    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=10, x=0.02, ha="left", weight="bold")
+    return figure
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """The picture into a PNG, with what it shows."""
+    write(picture(report), facts(report), path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw what comes in by stdin."""
+    (path,) = arguments
+    draw(json.load(sys.stdin), Path(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
