@@ -231,7 +231,7 @@ def test_clients_of_the_former_proxy_find_the_router_at_a_second_port() -> None:
         ('[[node]]\nurl = 3\nrole = "worker"', "url = 3: it has to be a text"),
         (
             '[[node]]\nurl = "http://h:1"\nrole = "worker"\nrank = 2',
-            "rank = 2: .*there are url, role, group, ranks",
+            "rank = 2: .*there are url, role, group, class, ranks",
         ),
         ('[[node]]\nrole = "worker"', "url is missing"),
         ('[[node]]\nurl = "http://h:1"\nrole = "worker"\nranks = 0', "ranks = 0: .*from 1 to 1024"),
@@ -281,3 +281,34 @@ def test_flags_count_more_than_the_file_and_engines_add_up(tmp_path: Path) -> No
             router.process.send_signal(signal.SIGTERM)
             router.process.wait(PATIENCE)
         assert any("stopping" in line and "seconds=3" in line for line in router.lines)
+
+
+def test_a_router_learns_which_class_of_engines_answers_sooner(tmp_path: Path) -> None:
+    """Engines of one class answer after 60 ms, of the other after 5."""
+    with FakeEngine("--ttft-ms", "5") as fast, FakeEngine("--ttft-ms", "60") as slow:
+        config = tmp_path / "route.toml"
+        tables = [
+            f'[[node]]\nurl = "{engine.url}"\nrole = "worker"\nclass = "{name}"\n'
+            for name, engine in (("fast", fast), ("slow", slow))
+        ]
+        config.write_text('policy = "least-delay"\n' + "".join(tables))
+        with Router("--config", str(config), nodes=2) as router:
+
+            def predictions() -> dict[str, dict[str, object] | None]:
+                _, page, _ = ask(router.admin, "/nodes")
+                return {node["class"]: node["prediction"] for node in page["nodes"]}
+
+            assert predictions() == {"fast": None, "slow": None}
+            # Answers in one piece say nothing of their first token.
+            assert ask(router.address, COMPLETIONS, wanted("whole"))[0] == 200
+            assert predictions() == {"fast": None, "slow": None}
+            for number in range(120):
+                body = wanted(f"{number} of many", stream=True, max_tokens=1)
+                assert ask(router.address, COMPLETIONS, body)[0] == 200
+            known = predictions()
+            assert all(each is not None and each["is_used"] for each in known.values()), known
+            before = len(slow.log())
+            for number in range(20):
+                body = wanted(f"{number} of others", stream=True, max_tokens=1)
+                assert ask(router.address, COMPLETIONS, body)[0] == 200
+            assert len(slow.log()) == before

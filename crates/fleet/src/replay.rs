@@ -250,7 +250,8 @@ impl<'a> World<'a> {
 
     fn arrives(&mut self, now: Duration, request: usize) {
         let tried = std::mem::take(&mut self.open[request].tried);
-        let asked = Asked { model: None, marks: &self.marks[request], one_node: false, tried: &tried };
+        let asked =
+            Asked { model: None, marks: &self.marks[request], one_node: false, streams: true, tried: &tried };
         let chosen = self.scheduler.choose(&asked, self.start + now);
         let open = &mut self.open[request];
         open.tried = tried;
@@ -323,7 +324,7 @@ impl<'a> World<'a> {
         let open = &mut self.open[request];
         let reservation = if is_handed_over { open.decode.as_mut() } else { open.prefill.as_mut() };
         if let Some(reservation) = reservation {
-            self.scheduler.prefilled(reservation, &self.marks[request]);
+            self.scheduler.prefilled(reservation, &self.marks[request], self.start + now);
         }
     }
 
@@ -427,6 +428,7 @@ impl<'a> World<'a> {
 
 fn of_scheduler(number: usize, setup: &NodeSetup) -> Node {
     let mut node = Node::new(&format!("{}-{number}", setup.role), setup.role, "fleet");
+    node.class = setup.class.name.as_str().into();
     (node.state, node.connector) = (NodeState::Ready, Connector::Direct);
     // Who hands over directly has an address for that.
     node.connector_address = Some("fleet:1".into());

@@ -157,6 +157,25 @@ fn faster_arrivals_make_longer_waits() {
     assert!(fast.ttft_p99 > 10 * slow.ttft_p99);
 }
 
+/// Half of the nodes take three times as long. Who takes all for alike gives them as much work.
+#[test]
+fn a_router_that_learns_what_nodes_take_spares_the_slow_ones() {
+    let all = (0..2000).map(|number| request(number * 60, 500 + number * 37 % 7000, 20, number * 100));
+    let trace = trace(all.collect());
+    let Costs { step, request, cached_token, token, pair, known, before } = Costs::H100_LLAMA_8B;
+    let [step, request, token, pair] = [step, request, token, pair].map(|each| 3.0 * each);
+    let costs = Costs { step, request, cached_token, token, pair, known, before };
+    let slow = Class { name: "slow".into(), costs, ..Class::default() };
+    let at = |policy| {
+        let mut setup = fleet(&[Role::Worker; 2], &Class::default(), policy);
+        setup.nodes.extend([node(Role::Worker, &slow), node(Role::Worker, &slow)]);
+        Summary::of(&run(&trace, &setup), Limits { ttft: Duration::MAX, tpot: Duration::MAX })
+    };
+    let (blind, learning) = (at(Policy::LeastWork), at(Policy::LeastDelay));
+    assert!(learning.ttft_p50 < blind.ttft_p50.mul_f64(0.9), "{learning:?} {blind:?}");
+    assert!(learning.ttft_p99 < blind.ttft_p99.mul_f64(0.9), "{learning:?} {blind:?}");
+}
+
 fn any_trace() -> impl Strategy<Value = Trace> {
     let one = (0u64..20_000, 1u64..9000, 1u64..60, 0u64..8);
     prop::collection::vec(one, 1..40).prop_map(|all| {

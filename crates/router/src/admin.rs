@@ -301,11 +301,20 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
             .nodes()
             .map(|(id, node)| {
                 let status = knowledge.status(id);
+                let prediction = scheduler.prediction(&node.class).map(|prediction| {
+                    json!({
+                        "first_tokens": prediction.observations(),
+                        "mean_error": prediction.error(),
+                        "is_used": prediction.is_calibrated(),
+                    })
+                });
                 json!({
                     "id": id.to_string(),
                     "node": &*node.name,
                     "role": node.role.name(),
                     "group": &*node.group,
+                    "class": &*node.class,
+                    "prediction": prediction,
                     "connector": node.connector.name(),
                     "connector_address": node.connector_address.as_deref(),
                     "known_by": node.known_by.names(),

@@ -59,7 +59,7 @@ impl World {
     }
 
     fn ask_without(&mut self, marks: &[Mark], tried: &[NodeId]) -> Result<Choice, NoNode> {
-        let request = Request { model: Some("m"), marks, one_node: false, tried };
+        let request = Request { model: Some("m"), marks, one_node: false, streams: true, tried };
         self.scheduler.choose(&request, self.now)
     }
 
@@ -154,7 +154,7 @@ fn a_hot_prefix_does_not_drown_its_node() {
         for _ in 0..100 {
             let (number, mut reservation) = world.one(&prompt(1, 50));
             counts[number] += 1;
-            world.scheduler.prefilled(&mut reservation, &prompt(1, 50));
+            world.scheduler.prefilled(&mut reservation, &prompt(1, 50), world.now);
             drop(reservation);
         }
         assert!(counts.iter().all(|&count| count < 60), "{policy}: {counts:?}");
@@ -205,7 +205,7 @@ fn long_prompts_are_prefilled_apart_and_short_or_cached_ones_stay() {
     assert_eq!(world.number(reservation.node), 1);
     world.end(reservation);
     let (prefill, mut decode) = world.pair(&prompt(2, 20));
-    world.scheduler.prefilled(&mut decode, &prompt(2, 20));
+    world.scheduler.prefilled(&mut decode, &prompt(2, 20), world.now);
     assert_eq!((world.number(prefill.node), world.number(decode.node)), (0, 1));
     world.end(prefill);
     world.end(decode);
@@ -213,7 +213,8 @@ fn long_prompts_are_prefilled_apart_and_short_or_cached_ones_stay() {
     assert_eq!((cached.why, cached.prompt_tokens, cached.cached_tokens), (Why::Cached, 21 * 64, 20 * 64));
     let Chosen::One(reservation) = cached.chosen else { panic!("a pair") };
     world.end(reservation);
-    let request = Request { model: Some("m"), marks: &prompt(3, 50), one_node: true, tried: &[] };
+    let request =
+        Request { model: Some("m"), marks: &prompt(3, 50), one_node: true, streams: true, tried: &[] };
     let stays = world.scheduler.choose(&request, world.now).unwrap();
     assert_eq!(stays.why, Why::MustStay);
     let Chosen::One(reservation) = stays.chosen else { panic!("a pair") };
@@ -278,7 +279,7 @@ fn whoever_lives_serves() {
         panic!("one")
     };
     assert_ne!(prefill.node, p);
-    let request = Request { model: Some("m"), marks: &marks, one_node: false, tried: &[d] };
+    let request = Request { model: Some("m"), marks: &marks, one_node: false, streams: true, tried: &[d] };
     let again = world.scheduler.choose_decode(&request, prefill.node, world.now).unwrap();
     assert_ne!(again.node, d);
     let alone = world.ask_without(&marks, &[world.ids[0], world.ids[1]]).unwrap();
@@ -304,7 +305,7 @@ fn whoever_lives_serves() {
 fn an_unknown_model_is_told_from_nobody_there() {
     let mut world = World::workers(Policy::LeastWork, 1);
     let ask = |world: &mut World, model| {
-        let request = Request { model: Some(model), marks: &[], one_node: false, tried: &[] };
+        let request = Request { model: Some(model), marks: &[], one_node: false, streams: true, tried: &[] };
         world.scheduler.choose(&request, world.now).map(|choice| choice.prompt_tokens)
     };
     assert_eq!(ask(&mut world, "m"), Ok(1));
@@ -368,6 +369,59 @@ fn a_node_that_comes_back_has_no_prefix() {
     assert_eq!(world.ask(&marks).unwrap().cached_tokens, 0);
 }
 
+/// Nodes of two classes, of which one takes four times as long; each has answered so many prompts of different lengths.
+fn of_two_speeds(answered: u32, streams: bool) -> World {
+    let mut world = World::workers(Policy::LeastDelay, 2);
+    for (id, class) in world.ids.clone().into_iter().zip(["fast", "slow"]) {
+        world.scheduler.node_mut(id).unwrap().class = class.into();
+    }
+    for number in 0..answered {
+        for (at, slower) in [(0, 1), (1, 4)] {
+            let marks = prompt(u64::from(1000 + number), 1 + number * 7 % 90);
+            let other = world.ids[1 - at];
+            let request =
+                Request { model: Some("m"), marks: &marks, one_node: false, streams, tried: &[other] };
+            let Chosen::One(mut reservation) = world.scheduler.choose(&request, world.now).unwrap().chosen
+            else {
+                panic!("a pair")
+            };
+            assert_eq!(world.number(reservation.node), at);
+            // 10 ms, and 20 us a token of four bytes.
+            let took = Duration::from_micros(10_000 + 20 * u64::from(marks.last().unwrap().bytes) / 4);
+            world.scheduler.prefilled(&mut reservation, &marks, world.now + slower * took);
+            world.end(reservation);
+        }
+    }
+    world
+}
+
+#[test]
+fn where_first_tokens_come_sooner_is_learned_for_each_class_of_nodes() {
+    let mut world = of_two_speeds(80, true);
+    let classes = ["fast", "slow"].map(|class| world.scheduler.prediction(class).unwrap().clone());
+    assert!(classes.iter().all(|each| each.is_calibrated() && each.error() < 0.1), "{classes:?}");
+    // The slow node waits until the fast one has as much to do as it takes four times as long.
+    let held: Vec<_> = (0..10).map(|name| world.one(&prompt(name, 60))).collect();
+    let on_fast = held.iter().filter(|(number, _)| *number == 0).count();
+    assert!((7..10).contains(&on_fast), "{on_fast}");
+    assert_eq!(held[0].0, 0);
+    held.into_iter().for_each(|(_, reservation)| world.end(reservation));
+    assert!(world.is_at_rest());
+}
+
+#[test]
+fn nothing_is_predicted_before_enough_first_tokens_came() {
+    for (answered, streams) in [(40, true), (80, false)] {
+        let mut world = of_two_speeds(answered, streams);
+        let known = ["fast", "slow"].map(|class| world.scheduler.prediction(class).is_some());
+        assert_eq!(known, [streams, streams], "whole answers say nothing of their first token");
+        let held: Vec<_> = (0..10).map(|name| world.one(&prompt(name, 60))).collect();
+        let on_fast = held.iter().filter(|(number, _)| *number == 0).count();
+        assert_eq!(on_fast, 5, "as least-work");
+        held.into_iter().for_each(|(_, reservation)| world.end(reservation));
+    }
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Ask { name: u64, pieces: u32, one_node: bool },
@@ -404,7 +458,7 @@ proptest! {
             match step {
                 Step::Ask { name, pieces, one_node } => {
                     let marks = prompt(name, pieces);
-                    let request = Request { model: Some("m"), marks: &marks, one_node, tried: &[] };
+                    let request = Request { model: Some("m"), marks: &marks, one_node, streams: true, tried: &[] };
                     let lives = world.scheduler.nodes().any(|(_, node)| node.state != NodeState::Draining);
                     match world.scheduler.choose(&request, world.now) {
                         Ok(Choice { chosen: Chosen::One(one), .. }) => held.push(one),
@@ -419,7 +473,7 @@ proptest! {
                 }
                 Step::Prefilled(at) if !held.is_empty() => {
                     let at = at % held.len();
-                    world.scheduler.prefilled(&mut held[at], &prompt(1, 3));
+                    world.scheduler.prefilled(&mut held[at], &prompt(1, 3), world.now);
                 }
                 Step::End(at, end) if !held.is_empty() => {
                     let reservation = held.swap_remove(at % held.len());
@@ -502,7 +556,7 @@ proptest! {
         let mut met = std::collections::BTreeSet::new();
         for name in 0..1500 {
             let marks = prompt(name, 10);
-            let request = Request { model: Some("m"), marks: &marks, one_node: name % 10 == 9, tried: &[] };
+            let request = Request { model: Some("m"), marks: &marks, one_node: name % 10 == 9, streams: name % 2 == 0, tried: &[] };
             match scheduler.choose(&request, now).map(|choice| choice.chosen) {
                 Ok(Chosen::Pair { prefill, decode }) => {
                     met.insert((prefill.node, decode.node));

@@ -43,11 +43,10 @@ pub(super) fn run(args: BeatArgs) -> Result<()> {
     let filter = logging::parse_filter("info").map_err(|sentence| anyhow!(sentence))?;
     logging::start(filter, LogFormat::Text);
     let node = Spec {
-        address: args.url,
-        role: args.role,
         group: args.group.into(),
         connector: args.connector,
         connector_address: args.zmq.or(args.handoff).map(|address| address.0),
+        ..Spec::new(args.url, args.role)
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

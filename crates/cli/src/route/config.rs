@@ -126,8 +126,8 @@ fn sentence(error: &clap::Error) -> String {
     lines.join(" ")
 }
 
-const NODE_KEYS: &[&str] = &["url", "role", "group", "ranks", "connector", "zmq", "handoff"];
-const DNS_KEYS: &[&str] = &["name", "role", "group", "ranks", "connector"];
+const NODE_KEYS: &[&str] = &["url", "role", "group", "class", "ranks", "connector", "zmq", "handoff"];
+const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "ranks", "connector"];
 
 fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
     let Some(value) = table.remove(key) else { return Ok(Vec::new()) };
@@ -201,10 +201,12 @@ impl Keys {
             bail!("handoff is of nodes with connector = \"direct\" only");
         }
         let group = self.given::<String>("group")?.unwrap_or_default().into();
+        let class = self.given::<String>("class")?.unwrap_or_default().into();
         Ok(Spec {
             address,
             role,
             group,
+            class,
             connector,
             connector_address: zmq.or(handoff).map(|address| address.0),
         })

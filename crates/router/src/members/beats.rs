@@ -100,7 +100,12 @@ fn spec_of(ping: Ping, allow: &AllowList) -> Result<Spec, (BeatRefused, String)>
         (None, None) => None,
     };
     let group = ping.group.unwrap_or_default().into();
-    Ok(Spec { address, role, group, connector, connector_address: ping.zmq_address.map(Into::into) })
+    Ok(Spec {
+        connector,
+        connector_address: ping.zmq_address.map(Into::into),
+        group,
+        ..Spec::new(address, role)
+    })
 }
 
 /// The number of `HOST:PORT`.

@@ -19,6 +19,8 @@ pub struct Spec {
     pub role: Role,
     /// Whom it can hand over to, or take over from.
     pub group: Arc<str>,
+    /// Nodes of one class are alike: what one takes for a prompt says what the others take.
+    pub class: Arc<str>,
     /// How. None leaves it to the node's pings; [`Connector::Store`] if it sends none.
     pub connector: Option<Connector>,
     /// Where other engines reach its connector, `HOST:PORT`.
@@ -28,7 +30,7 @@ pub struct Spec {
 impl Spec {
     /// A node of the default group.
     pub fn new(address: Address, role: Role) -> Self {
-        Self { address, role, group: "".into(), connector: None, connector_address: None }
+        Self { address, role, group: "".into(), class: "".into(), connector: None, connector_address: None }
     }
 }
 

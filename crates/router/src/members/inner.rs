@@ -96,10 +96,11 @@ impl Inner {
     }
 
     fn join(&self, book: &mut Book, spec: Spec) {
-        let Spec { address, role, group, connector, connector_address } = spec;
+        let Spec { address, role, group, class, connector, connector_address } = spec;
         tracing::info!(node = %address, %role, group = &*group, "a node joins");
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
+        node.class = class;
         let id = self.shared.add(node, address.clone());
         book.nodes.insert(address.clone(), id);
         // The thread that asks it ends with this.

@@ -86,8 +86,6 @@ fn carry_out(call: Call, inner: &Inner) -> Result<Answer, String> {
         Call::Add { url, role, group, connector, connector_address } => {
             let address = parse(&url)?;
             let spec = Spec {
-                address: address.clone(),
-                role: role.parse()?,
                 group: group.unwrap_or_default().into(),
                 connector: connector.map(|name| name.parse()).transpose()?,
                 connector_address: connector_address
@@ -98,6 +96,7 @@ fn carry_out(call: Call, inner: &Inner) -> Result<Answer, String> {
                     })
                     .transpose()?
                     .map(|connector_address| connector_address.0),
+                ..Spec::new(address.clone(), role.parse()?)
             };
             (address, Event::Added(spec))
         }

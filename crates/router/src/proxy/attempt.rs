@@ -61,6 +61,8 @@ pub(super) struct Work<'a> {
     pub(super) client_id: &'a HeaderValue,
     /// It cannot be split.
     pub(super) one_node: bool,
+    /// Its answer comes token by token.
+    pub(super) streams: bool,
     /// Nodes that have failed after they took it.
     pub(super) taken: Cell<u32>,
     /// The number of the next attempt.
@@ -179,7 +181,13 @@ impl Work<'_> {
     }
 
     fn request<'r>(&'r self, tried: &'r [NodeId]) -> Request<'r> {
-        Request { model: self.model, marks: self.marks, one_node: self.one_node, tried }
+        Request {
+            model: self.model,
+            marks: self.marks,
+            one_node: self.one_node,
+            streams: self.streams,
+            tried,
+        }
     }
 
     async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {

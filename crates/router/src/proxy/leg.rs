@@ -27,7 +27,7 @@ impl LegGuard {
     /// The first byte has come.
     pub(super) fn prefilled(&mut self, marks: &[Mark]) {
         if let Some(reservation) = &mut self.reservation {
-            self.shared.state.lock().scheduler.prefilled(reservation, marks);
+            self.shared.state.lock().scheduler.prefilled(reservation, marks, Instant::now());
         }
     }
 

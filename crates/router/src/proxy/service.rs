@@ -226,6 +226,7 @@ async fn post(
         prompt: prompt.as_ref(),
         id,
         client_id,
+        streams: scanned.as_ref().is_some_and(|scan| scan.raw("stream") == Some(b"true")),
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
         attempts: Cell::new(0),

@@ -16,6 +16,8 @@ pub struct Request<'a> {
     pub marks: &'a [Mark],
     /// Prefill and decode must not be apart.
     pub one_node: bool,
+    /// Its answer comes token by token: when its first byte comes, that is its first token.
+    pub streams: bool,
     /// Nodes that have failed this request.
     pub tried: &'a [NodeId],
 }

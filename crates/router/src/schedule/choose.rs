@@ -7,6 +7,8 @@ use super::{
     known::Known,
     nodes::{Node, NodeId, Role},
     pick::Candidate,
+    policy::Policy,
+    prediction::Terms,
     reservation::{Leg, Reservation},
     scheduler::Scheduler,
 };
@@ -58,7 +60,7 @@ impl Scheduler {
             .find(|candidates| !candidates.is_empty())?;
         let candidates: Vec<_> = candidates.iter().map(|&each| Candidate { miss: 0, ..each }).collect();
         let decode = self.pick(&candidates, self.settings.decode_policy, Some(after));
-        Some(self.reserve(decode, Leg::Decode, now))
+        Some(self.reserve(request, decode, Leg::Decode, now))
     }
 
     fn choose_pair(&mut self, request: &Request<'_>, now: Instant) -> Option<Choice> {
@@ -83,7 +85,7 @@ impl Scheduler {
             let one = self.pick(&near, self.settings.decode_policy, None);
             let why = if prompt_tokens < self.settings.short_tokens { Why::Short } else { Why::Cached };
             return Some(Choice {
-                chosen: Chosen::One(self.reserve(one, Leg::Whole, now)),
+                chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
                 why,
                 prompt_tokens,
                 cached_tokens: prompt_tokens.saturating_sub(one.miss),
@@ -101,8 +103,8 @@ impl Scheduler {
         self.pairs.insert((prefill.id, decode.id), self.choices + 1);
         Some(Choice {
             chosen: Chosen::Pair {
-                prefill: self.reserve(prefill, Leg::Prefill, now),
-                decode: self.reserve(decode, Leg::Decode, now),
+                prefill: self.reserve(request, prefill, Leg::Prefill, now),
+                decode: self.reserve(request, decode, Leg::Decode, now),
             },
             why: Why::Pair,
             prompt_tokens,
@@ -129,7 +131,7 @@ impl Scheduler {
                 let prompt_tokens = self.prompt_tokens(request);
                 let is_other = role == Role::Prefill || role == Role::Decode && !request.one_node;
                 return Some(Choice {
-                    chosen: Chosen::One(self.reserve(one, Leg::Whole, now)),
+                    chosen: Chosen::One(self.reserve(request, one, Leg::Whole, now)),
                     why: if is_other { Why::OtherRole } else { why },
                     prompt_tokens,
                     cached_tokens: prompt_tokens.saturating_sub(one.miss),
@@ -160,7 +162,8 @@ impl Scheduler {
                 // What is known roughly must not look like more than the prompt is: nodes known exactly would get all.
                 // The last token is always computed.
                 let miss = prompt_tokens.saturating_sub(self.cached_tokens(request, id)).max(1);
-                Candidate { id, miss, grain: self.grain(id).min(prompt_tokens) }
+                let found = prompt_tokens - miss.min(prompt_tokens);
+                Candidate { id, miss, found, grain: self.grain(id).min(prompt_tokens) }
             })
             .collect()
     }
@@ -169,13 +172,28 @@ impl Scheduler {
         self.nodes.get(prefill).zip(self.nodes.get(decode)).is_some_and(|(one, other)| one.pairs_with(other))
     }
 
-    fn reserve(&mut self, candidate: Candidate, leg: Leg, now: Instant) -> Reservation {
+    fn reserve(
+        &mut self,
+        request: &Request<'_>,
+        candidate: Candidate,
+        leg: Leg,
+        now: Instant,
+    ) -> Reservation {
         self.choices += 1;
+        // A prefill node's answer is one token, whatever the client asks for.
+        let is_first_token = leg == Leg::Prefill || leg == Leg::Whole && request.streams;
+        let learns = is_first_token && self.settings.policy == Policy::LeastDelay;
+        let found = self.prompt_tokens(request).saturating_sub(candidate.miss);
+        let asked = self.nodes.get(candidate.id).filter(|_| learns).map(|node| {
+            let load = &node.load;
+            (Terms::new(candidate.miss, found, load.own_tokens, load.batch()), now)
+        });
         if let Some(node) = self.nodes.get_mut(candidate.id) {
             node.chosen = self.choices;
             node.breaker.sent(now);
         }
-        Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss)
+        let reservation = Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss);
+        Reservation { asked, ..reservation }
     }
 
     pub(super) fn tokens(&self, bytes: u32) -> u64 {

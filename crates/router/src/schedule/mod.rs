@@ -6,7 +6,8 @@
 //!   probes, beats --> nodes: role, models, state, breaker --.
 //!   /metrics -------> loads: running and waiting -----------+--> choose --> reservations of one or two legs
 //!   marks of a prompt --> index: who has which prefix ------+       |            | first byte, end
-//!   tokens, KV events --> known: what engines tell of it ---'       |            |
+//!   tokens, KV events --> known: what engines tell of it --+       |            |
+//!   first tokens ------> prediction: what they took -------'       |            |
 //!                          ^----------------------------------------'            v
 //!                            the chosen nodes will have it                     loads
 //! ```
@@ -20,6 +21,7 @@ mod load;
 mod nodes;
 mod pick;
 mod policy;
+mod prediction;
 mod reservation;
 mod scheduler;
 mod settings;
@@ -33,6 +35,7 @@ pub use self::{
     load::{Load, Reported},
     nodes::{Connector, KnownBy, Node, NodeId, NodeState, Role},
     policy::{Policy, UnknownPolicy},
+    prediction::Prediction,
     reservation::{Leg, LegEnd, Reservation},
     scheduler::Scheduler,
     settings::Settings,

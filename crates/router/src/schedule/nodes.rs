@@ -168,6 +168,8 @@ pub struct Node {
     pub connector_address: Option<Arc<str>>,
     /// Who has named it, for people.
     pub known_by: KnownBy,
+    /// Of nodes that are alike, so that what one takes says what the others take.
+    pub class: Arc<str>,
     /// Models and adapters that it serves.
     pub models: Vec<Arc<str>>,
     /// Whether it gets requests.
@@ -190,6 +192,7 @@ impl Node {
             connector: Connector::default(),
             connector_address: None,
             known_by: KnownBy::default(),
+            class: "".into(),
             models: Vec::new(),
             state: NodeState::Suspect,
             load: Load::default(),

@@ -1,16 +1,23 @@
 //! One node of several, by a policy.
 
-use super::{nodes::NodeId, policy::Policy, scheduler::Scheduler};
+use super::{nodes::NodeId, policy::Policy, prediction::Terms, scheduler::Scheduler};
 
 /// A node is overloaded for [`Policy::PrefixAffinity`] when it has this many requests more than the least loaded one, and half
 /// as many again.
 const OVERLOAD: u64 = 8;
+
+/// Of the time that a prompt keeps a node from each of its other requests, so much counts beside its own first token, for
+/// [`Policy::LeastDelay`]. More lets long prompts wait for the shorter ones' sake; by replays of the conversation trace
+/// (docs/routing.md) 0.05 serves both.
+const OTHERS_SHARE: f64 = 0.05;
 
 /// A node that could take a request, and the tokens that it would prefill.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
     pub(super) id: NodeId,
     pub(super) miss: u64,
+    /// Tokens of the prompt before these, which it has.
+    pub(super) found: u64,
     /// Tokens to within which that is known.
     pub(super) grain: u64,
 }
@@ -27,6 +34,7 @@ impl Scheduler {
         let turn = |each: &Candidate| self.turn(each.id, partner);
         let batch = |each: &Candidate| self.batch(each.id);
         let least_loaded = || candidates.iter().min_by_key(|each| (batch(each), turn(each)));
+        let least_work = || candidates.iter().min_by_key(|each| (self.work(each), turn(each)));
         let picked = match policy {
             Policy::Random => candidates.get(one),
             Policy::RoundRobin => candidates.iter().min_by_key(|each| turn(each)),
@@ -42,9 +50,30 @@ impl Scheduler {
                 let best = candidates.iter().min_by_key(|each| (each.miss, turn(each)));
                 best.filter(|best| best.miss * 2 <= most && !is_overloaded(best)).or_else(least_loaded)
             }
-            Policy::LeastWork => candidates.iter().min_by_key(|each| (self.work(each), turn(each))),
+            Policy::LeastDelay if partner.is_none() => self
+                .delays(candidates)
+                .and_then(|delays| {
+                    let all = candidates.iter().zip(delays);
+                    all.min_by_key(|(each, delay)| (*delay, turn(each))).map(|(each, _)| each)
+                })
+                .or_else(least_work),
+            Policy::LeastWork | Policy::LeastDelay => least_work(),
         };
         picked.copied().unwrap_or(candidates[0])
+    }
+
+    /// Microseconds until the first token at each of them, with a part of what others wait for it. None while that cannot be
+    /// predicted of one of them: they would not be compared fairly.
+    fn delays(&self, candidates: &[Candidate]) -> Option<Vec<u64>> {
+        let delay = |each: &Candidate| {
+            let node = self.nodes.get(each.id)?;
+            let prediction = self.predictions.get(&node.class).filter(|it| it.is_calibrated())?;
+            let miss = each.miss.max(each.grain);
+            let terms = Terms::new(miss, each.found, node.load.own_tokens, node.load.batch());
+            let others = prediction.prefill(miss, each.found) * node.load.batch() as f64;
+            Some(((prediction.first_token(terms) + OTHERS_SHARE * others) * 1e3) as u64)
+        };
+        candidates.iter().map(delay).collect()
     }
 
     fn work(&self, candidate: &Candidate) -> u128 {

@@ -20,24 +20,28 @@ pub enum Policy {
     /// The one with the least product of tokens to prefill and requests, where what it has of the prompt is not prefilled.
     #[default]
     LeastWork,
+    /// The one where the first token is predicted soonest, with a part of what the prompt keeps the others' tokens waiting. What
+    /// nodes take is learned from first tokens; until that is known, and for decode nodes, as [`Policy::LeastWork`].
+    LeastDelay,
 }
 
 /// No policy has this name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
-    "{0} is no policy; choose one of random, round-robin, power-of-two, least-loaded, prefix-affinity, least-work"
+    "{0} is no policy; choose one of random, round-robin, power-of-two, least-loaded, prefix-affinity, least-work, least-delay"
 )]
 pub struct UnknownPolicy(String);
 
 impl Policy {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Random,
         Self::RoundRobin,
         Self::PowerOfTwo,
         Self::LeastLoaded,
         Self::PrefixAffinity,
         Self::LeastWork,
+        Self::LeastDelay,
     ];
 
     /// As in flags, metrics and answers.
@@ -49,12 +53,13 @@ impl Policy {
             Self::LeastLoaded => "least-loaded",
             Self::PrefixAffinity => "prefix-affinity",
             Self::LeastWork => "least-work",
+            Self::LeastDelay => "least-delay",
         }
     }
 
     /// Whether it asks who has which prefix.
     pub fn needs_prefixes(self) -> bool {
-        matches!(self, Self::PrefixAffinity | Self::LeastWork)
+        matches!(self, Self::PrefixAffinity | Self::LeastWork | Self::LeastDelay)
     }
 }
 

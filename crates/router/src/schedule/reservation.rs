@@ -1,6 +1,8 @@
 //! What a request takes of a node from the choice to its last byte.
 
-use super::{NodeId, nodes::Nodes};
+use std::time::Instant;
+
+use super::{NodeId, nodes::Nodes, prediction::Terms};
 
 /// What a node does for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +38,7 @@ pub enum LegEnd {
 }
 
 /// A leg's share of its node's load. It has to be given back to the scheduler, once: so it cannot be copied.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 #[must_use = "the node counts as loaded until the scheduler hears of the leg's end"]
 pub struct Reservation {
     /// The node that it counts at.
@@ -45,6 +47,8 @@ pub struct Reservation {
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,
+    /// What its first token will depend on, and since when it is awaited, where that is to be learned.
+    pub(super) asked: Option<(Terms, Instant)>,
 }
 
 impl Reservation {
@@ -53,7 +57,7 @@ impl Reservation {
             node.load.own_requests += 1;
             node.load.own_tokens += tokens;
         }
-        Self { node, leg, tokens }
+        Self { node, leg, tokens, asked: None }
     }
 
     /// The first byte has come: nothing is left to prefill.

@@ -1,11 +1,12 @@
 //! What the scheduler knows: nodes, loads, prefixes.
 
-use std::{collections::HashMap, time::Instant};
+use std::{collections::HashMap, sync::Arc, time::Instant};
 
 use super::{
     index::Index,
     known::Known,
     nodes::{Node, NodeId, Nodes},
+    prediction::Prediction,
     reservation::{Leg, LegEnd, Reservation},
     settings::Settings,
 };
@@ -22,6 +23,8 @@ pub struct Scheduler {
     /// in turn would meet in the same pairs for ever.
     pub(super) pairs: HashMap<(NodeId, NodeId), u64>,
     pub(super) chance: u64,
+    /// By class of nodes.
+    pub(super) predictions: HashMap<Arc<str>, Prediction>,
     /// Reused: bytes of the prompt that each node has.
     pub(super) matched: Vec<u32>,
     /// Of the prompt that is looked at.
@@ -37,6 +40,7 @@ impl Scheduler {
             choices: 0,
             pairs: HashMap::new(),
             chance: settings.seed,
+            predictions: HashMap::new(),
             matched: Vec::new(),
             known: Known::default(),
             settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
@@ -78,14 +82,25 @@ impl Scheduler {
         self.nodes.all()
     }
 
+    /// What is known of the nodes of a class, if a first token has come from one.
+    pub fn prediction(&self, class: &str) -> Option<&Prediction> {
+        self.predictions.get(class)
+    }
+
     /// Bytes of memory that prefixes take.
     pub fn index_bytes(&self) -> usize {
         self.index.bytes()
     }
 
     /// A leg's first byte has come: its node has the prompt, which these are the marks of.
-    pub fn prefilled(&mut self, reservation: &mut Reservation, marks: &[Mark]) {
+    pub fn prefilled(&mut self, reservation: &mut Reservation, marks: &[Mark], now: Instant) {
         reservation.prefilled(&mut self.nodes);
+        if let (Some((terms, since)), Some(node)) =
+            (reservation.asked.take(), self.nodes.get(reservation.node))
+        {
+            let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
+            prediction.observe(terms, now.saturating_duration_since(since));
+        }
         if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
             self.note_prefix(marks, reservation.node);
         }
