@@ -76,9 +76,9 @@ python: dev ## tests without vLLM: the daemon, the connector's units, the benchm
 engines: vllm ## tests with the newest real vLLM; or ARGS=tests/engine
 	$(PYTEST_VLLM) --junitxml $(TIMES)/engines.xml -m "not gate and not soak" $(or $(ARGS),tests/connector/test_vllm_*.py tests/engine)
 
-oldest: ## tests with the oldest real vLLM
+oldest: ## tests with the oldest real vLLM; OLDEST=all: also those that `make soak` runs
 	$(ENVIRONMENT) $(if $(RELEASE),--release) vllm-0.24
-	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m old_vllm tests/connector/test_vllm_*.py
+	$(PYTEST_OLD_VLLM) --junitxml $(TIMES)/oldest.xml -m "old_vllm$(if $(OLDEST), or old_vllm_soak)" tests/connector/test_vllm_*.py
 
 data-parallel: vllm ## data-parallel engines of the newest vLLM
 	$(PYTEST_VLLM) --junitxml $(TIMES)/data-parallel.xml -m gate tests/connector/test_vllm_*.py tests/engine

@@ -90,7 +90,7 @@ PARTS = {
     ),
     "engines": Part(
         "all tests of vLLM, newest and oldest; kvlane as users get it",
-        _make("engines", "data-parallel", "oldest", "RELEASE=1"),
+        _make("engines", "data-parallel", "oldest", "RELEASE=1", "OLDEST=all"),
     ),
     "chaos": Part(
         "5,000 requests of a real vLLM whose daemon is killed, stopped and restarted at the worst moments",
@@ -128,10 +128,11 @@ PARTS = {
         [sys.executable, "scripts/vllm_router_pair.py"],
     ),
     "direct-lost": Part(
-        "engines that hand over directly, of which some come and go, or are killed, stopped or out of blocks",
+        "engines that hand over directly, of which some come and go, or are killed, stopped or out of blocks; GET",
         _make(
             "engines",
-            "ARGS=-m soak tests/connector/test_vllm_direct_lost.py tests/connector/test_vllm_direct_joining.py",
+            "ARGS=-m soak tests/connector/test_vllm_direct.py tests/connector/test_vllm_direct_lost.py "
+            "tests/connector/test_vllm_direct_joining.py",
         ),
     ),
     "direct-ranks": Part(

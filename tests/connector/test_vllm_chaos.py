@@ -20,7 +20,7 @@ import pytest
 from engine import BLOCK, InProcessEngine, engines, prompt
 from stores import DaemonStore
 
-pytestmark = pytest.mark.old_vllm
+pytestmark = pytest.mark.old_vllm_soak
 ROUNDS = int(os.environ.get("KVLANE_TEST_ROUNDS", "1"))
 # A hundred requests for each round of all meetings: 5,000 in a soak.
 REQUESTS = 100 * ROUNDS

@@ -30,7 +30,7 @@ from engine import BLOCK, InProcessEngine, prompt
 from prefill_engine import STORE, PrefillEngine
 from trainer import retrain, retrain_amid_requests
 
-pytestmark = pytest.mark.old_vllm
+pytestmark = pytest.mark.old_vllm_soak
 TOKENS = 470
 ALL = TOKENS - 1
 """vLLM computes one token of each prompt."""
@@ -62,6 +62,7 @@ def books_stay_even(d: InProcessEngine, request: pytest.FixtureRequest) -> Itera
     assert d.errors() == 0
 
 
+@pytest.mark.old_vllm
 def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     p: PrefillEngine, d: InProcessEngine
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_prompt_that_both_engines_get_at_once_lands_while_it_is_computed(
     assert p.ask("errors") == 0
 
 
+@pytest.mark.soak
 def test_with_get_a_prompt_lands_once_all_of_it_is_computed(
     model: Path, nobody: str, runtime_folder: None, d: InProcessEngine
 ) -> None:
@@ -115,6 +117,7 @@ def test_with_get_a_prompt_lands_once_all_of_it_is_computed(
         p.close()
 
 
+@pytest.mark.soak
 def test_a_prompt_that_does_not_fit_what_may_be_pinned_with_get_is_computed(
     model: Path, nobody: str, runtime_folder: None, d: InProcessEngine
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_prompt_that_does_not_fit_what_may_be_pinned_with_get_is_computed(
         p.close()
 
 
+@pytest.mark.old_vllm
 def test_p_may_be_asked_first_and_its_answer_given_to_d(p: PrefillEngine, d: InProcessEngine) -> None:
     truth = p.ask("generate", prompt(2, TOKENS), 24)
     p.ask("prefill", prompt(2, TOKENS), {"do_remote_decode": True, "do_remote_prefill": False})
@@ -140,6 +144,7 @@ def test_p_may_be_asked_first_and_its_answer_given_to_d(p: PrefillEngine, d: InP
     assert (got, cached) == (truth, ALL)
 
 
+@pytest.mark.old_vllm
 def test_one_landed_byte_that_is_flipped_changes_the_answer(
     p: PrefillEngine, d: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +200,7 @@ def test_a_byte_flipped_in_the_last_block_changes_the_answer(
     assert got != truth
 
 
+@pytest.mark.old_vllm
 def test_other_requests_go_on_while_one_waits_and_an_abort_leaves_what_has_landed(
     p: PrefillEngine, d: InProcessEngine
 ) -> None:
@@ -218,6 +224,7 @@ def test_other_requests_go_on_while_one_waits_and_an_abort_leaves_what_has_lande
     assert 3 * BLOCK <= cached < WHOLE
 
 
+@pytest.mark.old_vllm
 def test_a_reset_of_either_engine_succeeds_at_the_first_call_and_answers_stay_right(
     p: PrefillEngine, d: InProcessEngine
 ) -> None:
@@ -390,6 +397,7 @@ def begin(p: PrefillEngine, d: InProcessEngine) -> Iterator[Callable[[int], Begu
     assert cached == ALL
 
 
+@pytest.mark.old_vllm
 def test_what_has_landed_of_old_weights_is_not_used_when_d_gets_new_ones(
     p: PrefillEngine, d: InProcessEngine, begin: Callable[[int], Begun]
 ) -> None:

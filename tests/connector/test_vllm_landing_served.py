@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.gate]
 @pytest.mark.parametrize(
     ("arguments", "batches"),
     [
-        pytest.param([], 1, id="one batch", marks=pytest.mark.old_vllm),
+        pytest.param([], 1, id="one batch", marks=pytest.mark.old_vllm_soak),
         # The CPU worker of 0.24 has no stand-in for what it does with streams.
         pytest.param(["--overlap"], 2, id="asynchronous scheduling"),
-        pytest.param(["--pipeline", "2"], 2, id="two pipeline stages", marks=pytest.mark.old_vllm),
+        pytest.param(["--pipeline", "2"], 2, id="two pipeline stages", marks=pytest.mark.old_vllm_soak),
     ],
 )
 def test_blocks_land_in_a_served_engine(

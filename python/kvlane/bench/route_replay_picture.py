@@ -1,5 +1,6 @@
-"""`python -m kvlane.bench.route_replay_picture FILE.png`: the report of `kvlane replay --route FILE --json`, from stdin,
-as a picture."""
+"""`python -m kvlane.bench.route_replay_picture FILE.png`: a report of `kvlane replay --route FILE --json` as a picture.
+
+The report comes from stdin."""
 
 from __future__ import annotations
 
