@@ -332,6 +332,7 @@ impl Work<'_> {
                 return Err(self.taken(Failed::bad_gateway(node, sentence)).into());
             }
         };
+        guard.answers(head.status);
         guard.prefilled(self.marks);
         guard.end(LegEnd::Served);
         if !head.status.is_success() {
@@ -411,6 +412,7 @@ impl Work<'_> {
         let body = match first {
             Ok(Some(Ok(first))) => {
                 self.compare(node, first.data_ref().map_or(&[], |data| data));
+                guard.answers(head.status);
                 EngineBody::new(first, body, guard, self.marks)
             }
             Ok(None) => EngineBody::empty(guard),

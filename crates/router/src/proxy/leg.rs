@@ -2,6 +2,8 @@
 
 use std::{sync::Arc, time::Instant};
 
+use hyper::StatusCode;
+
 use super::shared::{Counters, Shared};
 use crate::{
     body::Mark,
@@ -22,6 +24,13 @@ impl LegGuard {
 
     pub(super) fn node(&self) -> Option<NodeId> {
         self.reservation.as_ref().map(|reservation| reservation.node)
+    }
+
+    /// An answer with this status comes. Of one that is no success there is nothing to learn: it takes no time to refuse.
+    pub(super) fn answers(&mut self, status: StatusCode) {
+        if let Some(reservation) = self.reservation.as_mut().filter(|_| !status.is_success()) {
+            reservation.learn_nothing();
+        }
     }
 
     /// The first byte has come.

@@ -60,6 +60,11 @@ impl Reservation {
         Self { node, leg, tokens, asked: None }
     }
 
+    /// Its answer says nothing of what a first token takes.
+    pub fn learn_nothing(&mut self) {
+        self.asked = None;
+    }
+
     /// The first byte has come: nothing is left to prefill.
     pub(super) fn prefilled(&mut self, nodes: &mut Nodes) {
         let tokens = std::mem::take(&mut self.tokens);
