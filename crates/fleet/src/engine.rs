@@ -106,9 +106,6 @@ pub(crate) struct Engine {
     waiting: VecDeque<(Job, u64)>,
     running: Vec<Running>,
     is_in_step: bool,
-    /// Steps have taken so long.
-    pub(crate) busy: Duration,
-    pub(crate) preemptions: u64,
 }
 
 impl Engine {
@@ -120,8 +117,6 @@ impl Engine {
             waiting: VecDeque::new(),
             running: Vec::new(),
             is_in_step: false,
-            busy: Duration::ZERO,
-            preemptions: 0,
         }
     }
 
@@ -177,7 +172,6 @@ impl Engine {
         }
         let takes = self.class.costs.step(decodes as u64, cached, parts).max(Duration::from_nanos(1));
         self.is_in_step = true;
-        self.busy += takes;
         Ok(now + takes)
     }
 
@@ -185,7 +179,6 @@ impl Engine {
     fn make_room(&mut self) {
         while self.running.len() > 1 && self.used() + self.running.len() as u64 > self.class.kv_tokens {
             let Some(last) = self.running.pop() else { return };
-            self.preemptions += 1;
             self.waiting.push_front((last.job, last.generated));
         }
     }
@@ -250,8 +243,7 @@ impl Engine {
     pub(crate) fn die(&mut self, block_tokens: u64) -> Vec<Job> {
         let lost = self.running.drain(..).map(|running| running.job);
         let lost = lost.chain(self.waiting.drain(..).map(|(job, _)| job)).collect();
-        let (busy, preemptions) = (self.busy, self.preemptions);
-        *self = Self { busy, preemptions, ..Self::new(Arc::clone(&self.class), block_tokens) };
+        *self = Self::new(Arc::clone(&self.class), block_tokens);
         lost
     }
 }

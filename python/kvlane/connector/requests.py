@@ -36,7 +36,7 @@ class RequestState:
     """Another engine said that it stores the prompt, and no lookup has waited for that yet."""
     counted_inputs: bool = False
     """Whether an image or the like has a name that is only a number."""
-    is_looked_up: bool = True
+    may_be_looked_up: bool = True
     """False once what the daemon has of it was not to be had: it is not asked again."""
     looking_up: bool = False
     hit: Hit | None = None

@@ -102,7 +102,7 @@ class LookUpAndLoad(SchedulerKind):
             or shared.pins.pool is None
             or not shared.weights.are_known
             or state.load_failed
-            or not state.is_looked_up
+            or not state.may_be_looked_up
             or not state.takes_part()
             or wants_no_cache(request)
         ):
@@ -342,7 +342,7 @@ class LookUpAndLoad(SchedulerKind):
     def promise_no_more(self, state: RequestState) -> None:
         """What the daemon has of a prompt did not come."""
         self._drop_hit(state)
-        state.is_looked_up = False
+        state.may_be_looked_up = False
 
     def _for_others(self) -> list[LoadJob]:
         """Loads for other kinds that no worker has been told of."""
