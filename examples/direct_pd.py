@@ -19,8 +19,8 @@ from typing import Any
 from kvlane.bench import pictures, report
 from kvlane.bench.drawing import save
 from kvlane.demo import running
-from kvlane.demo.direct.cluster import Cluster
-from kvlane.demo.direct.scenarios import Demo
+from kvlane.demo.direct.cluster import CHUNK_TOKENS, Cluster
+from kvlane.demo.direct.scenarios import KILLED_PROMPT, Demo
 from kvlane.demo.model import TINY, build_model
 from kvlane.demo.pd import plan
 from kvlane.demo.processes import ProcessFailed
@@ -43,7 +43,7 @@ def main() -> int:
     report.say(f"{len(places.engines)} engines; about {needed / (1 << 30):.1f} GiB; logs in {logs}")
     running.end_at_signals()
     began = time.monotonic()
-    longest = 2 * arguments.prompt_tokens
+    longest = (KILLED_PROMPT + 1) * arguments.prompt_tokens
     with (
         report.CpuWatch() as watch,
         Cluster(places, model, logs, longest, kv_cache) as cluster,
@@ -118,7 +118,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=int, default=10, help="whose answers are compared (default %(default)s)"
     )
-    parser.add_argument("--prompt-tokens", type=int, default=1000, help="of each (default %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=1000,
+        help=f"of each; one prompt has {KILLED_PROMPT} times as many (default %(default)s)",
+    )
     parser.add_argument("--kv-cache", type=int, default=256, help="MiB of each engine (default %(default)s)")
     parser.add_argument(
         "--prefill-port", type=int, default=8100, help="of the first one (default %(default)s)"
@@ -130,8 +135,8 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"
     )
     arguments = parser.parse_args()
-    if arguments.prompts < 2 or arguments.prompt_tokens < 128:
-        parser.error("--prompts must be at least 2, and --prompt-tokens at least 128")
+    if arguments.prompts < 2 or arguments.prompt_tokens < CHUNK_TOKENS:
+        parser.error(f"--prompts must be at least 2, and --prompt-tokens at least {CHUNK_TOKENS}")
     return arguments
 
 

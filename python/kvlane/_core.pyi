@@ -257,9 +257,9 @@ class HandoffRank:
         is, their ids, and 16 bytes of the hash of the last of them. Once computed they stay as they are until the
         scheduler's `take_free_legs` names the hand-off."""
 
-    def layers_computed(self, regions: int, stream: int = 0) -> None:
-        """The first so many regions of the step's blocks are computed; on a GPU once `stream`, a stream of the engine
-        on it, has come so far. OSError if its driver refuses."""
+    def layer_hook(self, layers: list[tuple[str, int]], /) -> LayerHook:
+        """What is to be called within steps with each layer that is computed. `layers`: their names, each with the
+        last region that it writes. Regions count from 0."""
 
     def step_ends(self, stream: int = 0) -> None:
         """The same of all of them. A GPU's stream may compute on when the next step begins."""
@@ -270,6 +270,21 @@ class HandoffRank:
 
     def close(self) -> None:
         """When this returns nothing is read or written any more."""
+
+class LayerHook:
+    """Tells a rank's part of direct hand-offs how far a step is: the regions of layers that are done, in the order of
+    regions. A layer that is done before its turn is counted when those before it are done, too."""
+
+    def begin(self, stream: int, /) -> None:
+        """A step begins, which `step_begins` was told of. On a GPU, `stream` is the handle of the engine's stream that
+        computes; 0 on a CPU."""
+
+    def __call__(self, layer: str, /) -> None:
+        """This layer's part of the step's blocks is computed; on a GPU once the stream has come so far. Raises nothing
+        where it cannot be told."""
+
+    def check(self) -> None:
+        """Raises the first error since this was last called: OSError if a GPU's driver refuses."""
 
 class HandoffScheduler:
     """A scheduler's part of direct hand-offs. Ids, contents and keys have 16 bytes. It has a thread; no call but

@@ -13,7 +13,6 @@ from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, LoadJob, StepJobs
 from kvlane.connector.kinds.direct_offer import Computed
 from kvlane.connector.kinds.kind import DirectRank
-from kvlane.connector.layers import Layers
 from kvlane.connector.stream import Stream
 from kvlane.connector.worker import WorkerSide
 
@@ -191,6 +190,24 @@ def test_an_idle_step_waits_for_copies_but_not_when_one_was_just_released() -> N
     assert core.idle_waits == before + 1, "nobody computes: no spinning until the load has ended"
 
 
+class Hook:
+    """Of an agent, called with each layer."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent, self.stream = agent, 0
+
+    def begin(self, stream: int) -> None:
+        self.stream = stream
+
+    def __call__(self, layer: str) -> None:
+        if not self.agent.refuses:
+            self.agent.told.append((layer, self.stream))
+
+    def check(self) -> None:
+        if self.agent.refuses:
+            raise OSError("the driver refuses")
+
+
 class Agent:
     """A rank's agent for direct hand-offs; its driver may refuse."""
 
@@ -201,10 +218,8 @@ class Agent:
     def step_begins(self, filled: Any) -> None:
         self.told.append(("begins",))
 
-    def layers_computed(self, regions: int, stream: int) -> None:
-        if self.refuses:
-            raise OSError("the driver refuses")
-        self.told.append((regions, stream))
+    def layer_hook(self) -> Any:
+        return Hook(self)
 
     def step_ends(self, stream: int) -> None:
         self.told.append(("ends", stream))
@@ -217,9 +232,8 @@ class Agent:
 def test_a_hand_off_is_told_of_layers_in_the_engines_stream_and_a_refusal_ends_nothing(refuses: bool) -> None:
     side, _ = worker()
     agent, copied = Agent(refuses), []
-    last_region = {name: index for index, name in enumerate(LAYERS)}
     copy = cast("Any", lambda source, target: copied.append((source, target)))
-    side.attach_direct(DirectRank(cast("Any", agent), Layers(last_region), copy, lambda: 77))
+    side.attach_direct(DirectRank(cast("Any", agent), agent.layer_hook(), copy, lambda: 77))
     filled = [Computed(b"i" * 16, 0, [1, 2], None)]
     side.bind(StepJobs(others={"direct": filled, "land": [(3, 4)]}))
     assert side.on_layer_computed is not None
@@ -227,11 +241,11 @@ def test_a_hand_off_is_told_of_layers_in_the_engines_stream_and_a_refusal_ends_n
         side.on_layer_computed(name)
     side.start_saves()
     side.unbind()
-    layers = [] if refuses else [(1, 77), (2, 77), (3, 77)]
+    layers = [] if refuses else [(name, 77) for name in LAYERS]
     assert agent.told == [("begins",), *layers, ("ends", 77)]
     assert copied == [(3, 4)]
     errors = (side.take_stats() or {}).get("errors", 0)
-    assert errors == (3 if refuses else 0)
+    assert errors == (1 if refuses else 0)
     side.bind(StepJobs())
     assert side.on_layer_computed is None, "a hook with nothing to do costs nothing"
     side.unbind()

@@ -13,6 +13,7 @@
 
 mod geometry;
 mod landings;
+mod layers;
 mod legs;
 mod message;
 mod offering;
@@ -26,6 +27,7 @@ mod wire;
 
 pub use geometry::{Geometry, GeometryError};
 pub use landings::{LandingAction, LandingOptions, Landings, Outcome, Standing, Wanted};
+pub use layers::LayerOrder;
 pub use legs::{LegAction, LegOptions, Legs};
 pub use message::{
     BLOCKS_MAX, BadMessage, Endpoint, HASHES_MAX, HandoffId, Message, Offer, Queued, RANKS_MAX, Reason,

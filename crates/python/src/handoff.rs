@@ -5,10 +5,10 @@ use std::net::IpAddr;
 use kvlane_fabric::{Access, Engine, EngineOptions, Transport};
 use kvlane_gpu::Gpu;
 use kvlane_handoff::{
-    AgentError, Area, Filled, HandoffId, LandingOptions, LegOptions, Outcome, RankAddress, RankAgent,
-    RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Standing, Wanted,
+    AgentError, Area, Filled, HandoffId, LandingOptions, LayerOrder, LegOptions, Outcome, RankAddress,
+    RankAgent, RankOptions, ReadCounts, SchedulerAgent, SchedulerOptions, Standing, Wanted,
 };
-use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard};
+use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use crate::convert::{PyRegion, bytes16, milliseconds, region, value_error};
@@ -76,9 +76,9 @@ impl PyHandoffRank {
         Ok(())
     }
 
-    #[pyo3(signature = (regions, stream = 0))]
-    fn layers_computed(&self, regions: u32, stream: u64) -> PyResult<()> {
-        here(self.0.get()?)?.layers_computed(regions, &engine_stream(stream)).map_err(failed)
+    /// What is called with each layer that is computed. `layers`: names with the last region that each writes.
+    fn layer_hook(slf: Py<Self>, layers: Vec<(String, u32)>) -> PyLayerHook {
+        PyLayerHook { rank: slf, step: Mutex::new(LayersOfStep::new(layers)) }
     }
 
     #[pyo3(signature = (stream = 0))]
@@ -96,6 +96,57 @@ impl PyHandoffRank {
         if let Some(agent) = self.0.if_here() {
             py.detach(|| drop(agent.write().take()));
         }
+    }
+}
+
+impl PyHandoffRank {
+    fn layers_computed(&self, regions: u32, stream: u64) -> PyResult<()> {
+        here(self.0.get()?)?.layers_computed(regions, &engine_stream(stream)).map_err(failed)
+    }
+}
+
+/// A layer's hook: what vLLM calls within the forward pass, so it takes no more than it must and raises nothing.
+#[pyclass(name = "LayerHook", module = "kvlane._core", frozen)]
+pub(crate) struct PyLayerHook {
+    rank: Py<PyHandoffRank>,
+    step: Mutex<LayersOfStep>,
+}
+
+#[pymethods]
+impl PyLayerHook {
+    fn begin(&self, stream: u64) {
+        self.step.lock().begin(stream);
+    }
+
+    fn __call__(&self, layer: &str) {
+        let mut step = self.step.lock();
+        let Some(regions) = step.layers.computed(layer) else { return };
+        let told = self.rank.get().layers_computed(regions, step.stream);
+        if let Err(why) = told {
+            step.failed.get_or_insert(why);
+        }
+    }
+
+    /// Raises what went wrong first since this was last called.
+    fn check(&self) -> PyResult<()> {
+        self.step.lock().failed.take().map_or(Ok(()), Err)
+    }
+}
+
+struct LayersOfStep {
+    layers: LayerOrder,
+    stream: u64,
+    failed: Option<PyErr>,
+}
+
+impl LayersOfStep {
+    fn new(layers: Vec<(String, u32)>) -> LayersOfStep {
+        LayersOfStep { layers: LayerOrder::new(layers), stream: 0, failed: None }
+    }
+
+    fn begin(&mut self, stream: u64) {
+        self.layers.begin();
+        self.stream = stream;
     }
 }
 

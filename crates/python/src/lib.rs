@@ -39,6 +39,7 @@ pub fn fill_core(module: &Bound<'_, PyModule>, drivers: Drivers) -> PyResult<()>
     module.add_class::<fabric::PyTransfer>()?;
     module.add_class::<gpu_memory::PyGpuMemory>()?;
     module.add_class::<handoff::PyHandoffRank>()?;
+    module.add_class::<handoff::PyLayerHook>()?;
     module.add_class::<handoff::PyHandoffScheduler>()?;
     module.add_function(wrap_pyfunction!(default_address, module)?)?;
     module.add_function(wrap_pyfunction!(runtime_folder, module)?)?;

@@ -15,7 +15,6 @@ from kvlane import _core, fabric
 from kvlane.bench.children import serve_commands
 from kvlane.bench.extra import numpy
 from kvlane.bench.memory import Memory
-from kvlane.connector.layers import Layers
 
 _RUN = struct.Struct("<QQQ")
 _SHAPE, _CONTENT, _HASH = bytes(16), bytes(16), bytes(16)
@@ -38,6 +37,7 @@ class EngineSide:
         self.transport, self.key = transport, secrets.token_bytes(16)
         areas = [(self.memory.address, self.memory.size)]
         self.rank = _core.HandoffRank("127.0.0.1:0", "", regions, areas, self.key, transport)
+        self.hook = self.rank.layer_hook([(str(layer), layer) for layer in range(layers)])
         ranks = [(self.rank.endpoint, self.key)]
         self.scheduler = _core.HandoffScheduler("127.0.0.1:0", "", ranks, _SHAPE, [])
         self.order = list(range(blocks))
@@ -99,9 +99,8 @@ class EngineSide:
         hook = None
         if not at_once:
             self.rank.step_begins(filled)
-            hook = Layers({str(layer): layer for layer in range(self.layers)}).begin(
-                self.rank.layers_computed
-            )
+            hook = self.hook
+            hook.begin(0)
         spent: list[float] = []
         nothing = str
         bare: list[float] = []

@@ -14,7 +14,6 @@ from kvlane.connector.direct import the_group
 from kvlane.connector.groups import Unsupported, cache_groups
 from kvlane.connector.guard import logger
 from kvlane.connector.kinds.kind import DirectRank
-from kvlane.connector.layers import Layers
 from kvlane.connector.layout import Region, group_layout, layer_hints
 from kvlane.connector.settings import Settings
 
@@ -78,7 +77,7 @@ def start_rank(
         )
     rank = DirectRank(
         agent,
-        Layers({} if in_parts else layout.last_region),
+        None if in_parts else agent.layer_hook(list(layout.last_region.items())),
         block_copier(regions, storages),
         compute_stream(device) if device is not None else lambda: 0,
     )

@@ -37,20 +37,20 @@ class DirectWorker(WorkerKind):
         self._fills = bool(filled) and direct is not None
         if direct is None or not filled:
             return None
-        agent, stream, failures = direct.agent, direct.stream(), self._shared.failures
-        self._stream = stream
-        agent.step_begins(filled)
-
-        def tell(regions: int) -> None:
-            try:
-                agent.layers_computed(regions, stream)
-            except Exception as error:  # noqa: BLE001
-                failures.record("telling how far a step is", error, "its layers are offered later")
-
-        return direct.layers.begin(tell)
+        self._stream = direct.stream()
+        direct.agent.step_begins(filled)
+        if direct.layer_hook is not None:
+            direct.layer_hook.begin(self._stream)
+        return direct.layer_hook
 
     def computed(self, jobs: StepJobs) -> None:
         direct, fills = self._shared.direct, self._fills
         self._fills = False
-        if direct is not None and fills:
-            direct.agent.step_ends(self._stream)
+        if direct is None or not fills:
+            return
+        try:
+            if direct.layer_hook is not None:
+                direct.layer_hook.check()
+        except Exception as error:  # noqa: BLE001
+            self._shared.failures.record("telling how far a step is", error, "its layers are offered later")
+        direct.agent.step_ends(self._stream)

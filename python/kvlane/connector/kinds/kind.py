@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from kvlane.connector.adapters import Moment
 from kvlane.connector.announcements import Announcements
 from kvlane.connector.connection import Connection
-from kvlane.connector.core_protocols import Finished, HandoffRank, SchedulerCore, WorkerCore
+from kvlane.connector.core_protocols import Finished, HandoffRank, RankLayerHook, SchedulerCore, WorkerCore
 from kvlane.connector.counters import Counters
 from kvlane.connector.guard import Failures
 from kvlane.connector.jobs import JobEnd, Mergeable, StepJobs
 from kvlane.connector.known_weights import KnownWeights
-from kvlane.connector.layers import Layers
 from kvlane.connector.pins import Pins
 from kvlane.connector.requests import GroupHashes, RequestState
 from kvlane.connector.settings import Settings
@@ -176,7 +175,8 @@ class DirectRank:
     """What hands over and lands directly in a rank."""
 
     agent: HandoffRank
-    layers: Layers
+    layer_hook: RankLayerHook | None
+    """To be called with each layer that is computed; None where only whole steps are told of."""
     copy_block: Callable[[int, int], None]
     """Copies one block of the rank to another one: from, to. On a GPU in the stream that the calling thread computes
     in."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +16,13 @@ from typing import Any
 from kvlane.bench.report import summary
 from kvlane.demo.direct.asking import counters, hand_over, stream
 from kvlane.demo.direct.cluster import CHUNK_TOKENS, Cluster, Side
-from kvlane.demo.pd.asking import PromptTokens, counted, prompt_text, prompt_tokens
+from kvlane.demo.pd.asking import ANSWER_TIMEOUT_S, PromptTokens, counted, prompt_text, prompt_tokens
 from kvlane.demo.scenarios import Scenario
 
 ANSWER_TOKENS = 16
+KILLED_PROMPT = 3
+"""The prompt amid which a prefill engine is killed is so many times as long as the others: there is time to see that a
+part of it has landed."""
 
 
 class Demo:
@@ -56,7 +58,7 @@ class Demo:
             prefill, decode = next(self._pairs)
             before, landed = prompt_tokens(decode.node.url), counters(decode)
             made = hand_over(self._pool, prefill, decode, prompt, ANSWER_TOKENS)
-            grown = self._grown(decode, before)
+            grown = self._grown(decode, before, self._tokens)
             now = counters(decode)
             equal += made.answer.tokens == right
             computed.append(grown.computed)
@@ -92,8 +94,14 @@ class Demo:
         }
         return scenario
 
-    def _grown(self, decode: Side, before: PromptTokens) -> PromptTokens:
-        return counted(lambda: prompt_tokens(decode.node.url), before, self._tokens)
+    def _token_bytes(self) -> float:
+        """Of a token's KV, by what has been handed over."""
+        sides = self._cluster.decode
+        landed = sum(counters(side).get("direct_landed_tokens", 0) for side in sides)
+        return sum(_read_bytes(side) for side in sides) / landed
+
+    def _grown(self, decode: Side, before: PromptTokens, tokens: int) -> PromptTokens:
+        return counted(lambda: prompt_tokens(decode.node.url), before, tokens)
 
     def control(self, step: Callable[[str], object]) -> Scenario:
         """The bytes that have landed are made wrong: the answer must change, or equal answers prove nothing."""
@@ -117,32 +125,46 @@ class Demo:
     def prefill_killed(self, step: Callable[[str], object]) -> Scenario:
         """A prefill engine gets SIGKILL amid a prompt: what had landed is used, and the answer is right."""
         victim, decode = self._cluster.prefill[0], self._cluster.decode[-1]
-        scenario = Scenario(f"{victim.node.name} killed -9 half way: the answer is right")
+        scenario = Scenario(f"{victim.node.name} killed -9 amid a prompt: the answer is right")
         step("right answer")
-        prompt = prompt_text(self._tokens, "killed")
+        tokens = KILLED_PROMPT * self._tokens
+        prompt = prompt_text(tokens, "killed")
         right = self._alone(prompt)
-        usual = [each["prefill_ms"] for each in self.handed_over if each["prefill_ms"] is not None]
-        half = sorted(usual)[len(usual) // 2] / 2e3
         before, landed = prompt_tokens(decode.node.url), counters(decode)
-        step(f"{victim.node.name} is killed {half * 1e3:.0f} ms after it was asked")
-        killer = threading.Timer(half, victim.engine.kill)
-        killer.start()
+        part = max(tokens / 4, CHUNK_TOKENS)
+        step(f"{victim.node.name} is killed once {decode.node.name} has read {part:.0f} of {tokens} tokens")
+        goal = _read_bytes(decode) + part * self._token_bytes()
+        killing = self._pool.submit(_kill_once_read, victim, decode, goal)
         began = time.monotonic()
         made = hand_over(self._pool, victim, decode, prompt, ANSWER_TOKENS)
         seconds = time.monotonic() - began
-        killer.join()
-        grown, name = self._grown(decode, before), "direct_landed_tokens"
+        killing.result()
+        grown, name = self._grown(decode, before, tokens), "direct_landed_tokens"
         landed_tokens = int(counters(decode).get(name, 0) - landed.get(name, 0))
         scenario.figures |= {
+            "prompt_tokens": tokens,
             "landed_tokens": landed_tokens,
             "computed_tokens": grown.computed,
             "seconds": seconds,
         }
         scenario.must(made.prefill_s is None, f"{victim.node.name} had answered before it was killed")
         scenario.must(made.answer.tokens == right, "the answer differs")
-        whole_steps = self._tokens > 2 * CHUNK_TOKENS
-        scenario.must(landed_tokens > 0 or not whole_steps, "nothing of what it had computed was used")
+        scenario.must(landed_tokens > 0, "nothing of what it had computed was used")
         return scenario
+
+
+def _read_bytes(side: Side) -> float:
+    """What an engine has read of other engines' blocks; all of it has landed."""
+    counted = counters(side)
+    return counted.get("direct_cma_bytes", 0) + counted.get("direct_tcp_bytes", 0)
+
+
+def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
+    """Kills an engine once another one tells that it has read so many bytes."""
+    end = time.monotonic() + ANSWER_TIMEOUT_S
+    while _read_bytes(decode) < goal and time.monotonic() < end:
+        pass
+    victim.engine.kill()
 
 
 def _make_cache_wrong(processes: Sequence[int], kv_cache: int) -> int:
