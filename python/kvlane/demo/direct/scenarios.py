@@ -23,6 +23,7 @@ ANSWER_TOKENS = 16
 KILLED_PROMPT = 3
 """The prompt amid which a prefill engine is killed is so many times as long as the others: there is time to see that a
 part of it has landed."""
+_MOMENT_S = 0.03
 
 
 class Demo:
@@ -160,10 +161,13 @@ def _read_bytes(side: Side) -> float:
 
 
 def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
-    """Kills an engine once another one tells that it has read so many bytes."""
+    """Kills an engine once another one tells that it has read so many bytes. It computes for a moment at a time, so that
+    it is not done before that is told, however busy the machine is."""
     end = time.monotonic() + ANSWER_TIMEOUT_S
     while _read_bytes(decode) < goal and time.monotonic() < end:
-        pass
+        victim.engine.go_on()
+        time.sleep(_MOMENT_S)
+        victim.engine.pause()
     victim.engine.kill()
 
 
