@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Without an installed kvlane too, and beside one of another version.
-sys.path[:0] = [str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds", "bench/pd")]
+sys.path[:0] = [
+    str(ROOT / name) for name in ("python", "bench", "bench/gpu", "bench/builds", "bench/pd", "bench/replay")
+]
 
 import direct as pd_direct  # noqa: E402
 import first_picture  # noqa: E402
 import pictures as gpu_pictures  # noqa: E402
+import roles  # noqa: E402
 import route_peers  # noqa: E402
 import two_builds  # noqa: E402
 
@@ -84,7 +87,8 @@ def committed() -> Iterator[Redrawn]:
             yield _bars(fabric / f"{name}{suffix}.png", result, drawn[suffix])
     for result in sorted(replay.glob("*.json")):
         read = _read(result)
-        of = route_replay_picture if "fleet" in read else replay_picture
+        kinds = (("roles", roles), ("fleet", route_replay_picture), ("", replay_picture))
+        of = next(module for key, module in kinds if not key or key in read)
         yield Redrawn(
             result.with_suffix(".png"), result, of.facts(read), lambda of=of, read=read: of.picture(read)
         )

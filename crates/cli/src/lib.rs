@@ -1,6 +1,7 @@
 //! What the one program `kvlane` does: the daemon, its status, and the benchmarks.
 #![forbid(unsafe_code)]
 
+mod balance_table;
 mod doctor;
 mod errors;
 mod logging;

@@ -109,6 +109,19 @@ impl Costs {
         costs.checked()
     }
 
+    /// Of hardware on which prompts take so many times as long, and steps and requests that decode.
+    #[must_use]
+    pub fn times(self, prefill: f64, decode: f64) -> Self {
+        Self {
+            step: self.step * decode,
+            request: self.request * decode,
+            cached_token: self.cached_token * decode,
+            token: self.token * prefill,
+            pair: self.pair * prefill,
+            ..self
+        }
+    }
+
     /// The same, if its numbers make sense.
     ///
     /// # Errors

@@ -130,6 +130,11 @@ impl Engine {
         (self.waiting.len() + self.running.len()) as u64
     }
 
+    /// Requests that wait.
+    pub(crate) fn waiting(&self) -> u64 {
+        self.waiting.len() as u64
+    }
+
     /// Percent of its KV cache that running requests use.
     pub(crate) fn cache_percent(&self) -> u64 {
         (self.used() * 100 / self.class.kv_tokens.max(1)).min(100)

@@ -21,6 +21,6 @@ pub use self::{
     costs::{Costs, CostsError},
     engine::Class,
     outcome::{Limits, Served, Summary},
-    replay::{HandOver, NodeSetup, Setup, Signals, replay},
+    replay::{HandOver, NodeSetup, Replayed, Setup, Signals, Turn, replay},
     trace::{Request, Trace},
 };

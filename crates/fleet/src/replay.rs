@@ -5,6 +5,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvlane_router::balance::{self, Balancers};
 use kvlane_router::body::Mark;
 use kvlane_router::schedule::{
     Chosen, Connector, LegEnd, Node, NodeId, NodeState, Reported, Request as Asked, Reservation, Role,
@@ -79,6 +80,10 @@ pub struct Setup {
     pub hand_over: HandOver,
     /// What the router hears.
     pub signals: Signals,
+    /// The router does not hear of what class nodes are.
+    pub class_blind: bool,
+    /// How the router divides nodes between both roles; None: they keep theirs.
+    pub balance: Option<balance::Settings>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -94,11 +99,13 @@ enum Event {
     HandedOver(usize, u32),
     Asked,
     Told(usize, Told),
+    Looked,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Told {
     requests: u64,
+    waiting: u64,
     cache_percent: u64,
     own_before: u64,
 }
@@ -126,6 +133,7 @@ struct World<'a> {
     setup: &'a Setup,
     start: Instant,
     scheduler: Scheduler,
+    balancer: Option<Balancers>,
     places: Vec<Place>,
     marks: Vec<Vec<Mark>>,
     open: Vec<Open>,
@@ -135,11 +143,31 @@ struct World<'a> {
     /// Requests that are not over.
     left: usize,
     chance: u64,
+    turns: Vec<Turn>,
 }
 
-/// Replays a whole trace; `progress` is told now and then how many more requests are over. One for each request of the trace, in
-/// its order.
-pub fn replay(trace: &Trace, setup: &Setup, mut progress: impl FnMut(usize)) -> Vec<Served> {
+/// What a replay has brought.
+#[derive(Debug, Clone, Default)]
+pub struct Replayed {
+    /// One for each request of the trace, in its order.
+    pub served: Vec<Served>,
+    /// By time.
+    pub turns: Vec<Turn>,
+}
+
+/// A node has got another role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Turn {
+    /// When.
+    pub at: Duration,
+    /// By its number.
+    pub node: usize,
+    /// That it has from then on.
+    pub role: Role,
+}
+
+/// Replays a whole trace; `progress` is told now and then how many more requests are over.
+pub fn replay(trace: &Trace, setup: &Setup, mut progress: impl FnMut(usize)) -> Replayed {
     let mut world = World::new(trace, setup);
     let mut told = world.left;
     while world.left > 0 {
@@ -152,7 +180,7 @@ pub fn replay(trace: &Trace, setup: &Setup, mut progress: impl FnMut(usize)) -> 
     }
     progress(told - world.left);
     debug_assert!(world.left > 0 || world.is_at_rest(), "whoever is over holds nothing");
-    world.served
+    Replayed { served: world.served, turns: world.turns }
 }
 
 impl<'a> World<'a> {
@@ -160,7 +188,7 @@ impl<'a> World<'a> {
         let mut scheduler = Scheduler::new(setup.scheduler.clone());
         let places = setup.nodes.iter().enumerate().map(|(number, node)| Place {
             engine: Engine::new(Arc::clone(&node.class), trace.block_tokens),
-            id: scheduler.add(of_scheduler(number, node)),
+            id: scheduler.add(of_scheduler(number, node, setup.class_blind)),
             life: 0,
             is_alive: true,
         });
@@ -186,6 +214,7 @@ impl<'a> World<'a> {
             setup,
             start: Instant::now(),
             scheduler,
+            balancer: setup.balance.map(Balancers::new),
             places,
             marks: marks.collect(),
             open: (0..count).map(|_| Open::default()).collect(),
@@ -193,6 +222,7 @@ impl<'a> World<'a> {
             events: BinaryHeap::new(),
             next: 0,
             left: count,
+            turns: Vec::new(),
             chance: setup.scheduler.seed ^ 0x9e37_79b9_7f4a_7c15,
         };
         for request in 0..count {
@@ -205,6 +235,9 @@ impl<'a> World<'a> {
             }
         }
         world.later(setup.signals.every, Event::Asked);
+        if setup.balance.is_some() {
+            world.later(Duration::ZERO, Event::Looked);
+        }
         world
     }
 
@@ -227,6 +260,7 @@ impl<'a> World<'a> {
             Event::HandedOver(request, attempt) => self.handed_over(now, request, attempt),
             Event::Asked => self.ask_for_metrics(now),
             Event::Told(node, told) => self.told(node, told),
+            Event::Looked => self.look(now),
             Event::Dies(node) => self.dies(now, node),
             Event::Hidden(node) if !self.places[node].is_alive => self.set_state(node, NodeState::Suspect),
             Event::Hidden(_) => {}
@@ -333,7 +367,8 @@ impl<'a> World<'a> {
         let open = &mut self.open[request];
         let goes_on = open.is_pair && !is_handed_over;
         let reservation = if is_handed_over { open.decode.take() } else { open.prefill.take() };
-        if let Some(reservation) = reservation {
+        if let Some(mut reservation) = reservation {
+            reservation.generated(job.output);
             self.scheduler.end(reservation, LegEnd::Served, self.start + now);
         }
         if goes_on {
@@ -366,18 +401,35 @@ impl<'a> World<'a> {
                 continue;
             }
             let own_before = self.scheduler.node(place.id).map_or(0, |node| node.load.own_requests);
-            let (requests, cache_percent) = (place.engine.requests(), place.engine.cache_percent());
-            let told = Told { requests, cache_percent, own_before };
+            let engine = &place.engine;
+            let (requests, waiting, cache_percent) =
+                (engine.requests(), engine.waiting(), engine.cache_percent());
+            let told = Told { requests, waiting, cache_percent, own_before };
             self.later(now + self.setup.signals.late, Event::Told(node, told));
         }
         self.later(now + self.setup.signals.every.max(Duration::from_millis(1)), Event::Asked);
     }
 
     fn told(&mut self, node: usize, told: Told) {
-        let Told { requests, cache_percent, own_before } = told;
+        let Told { requests, waiting, cache_percent, own_before } = told;
         if let Some(node) = self.scheduler.node_mut(self.places[node].id) {
-            node.load.observe(Reported { requests, cache_percent }, own_before);
+            node.load.observe(Reported { requests, waiting, cache_percent }, own_before);
         }
+    }
+
+    fn look(&mut self, now: Duration) {
+        let Some(balancer) = &mut self.balancer else { return };
+        let looked = balancer.look(&mut self.scheduler, self.start + now);
+        let turns = looked.iter().flat_map(|looked| &looked.acts).filter_map(|act| match act {
+            balance::Act::Turn(id, role) => {
+                let node = self.places.iter().position(|place| place.id == *id)?;
+                Some(Turn { at: now, node, role: *role })
+            }
+            _ => None,
+        });
+        self.turns.extend(turns);
+        let every = balancer.settings().every.max(Duration::from_millis(10));
+        self.later(now + every, Event::Looked);
     }
 
     fn dies(&mut self, now: Duration, node: usize) {
@@ -426,10 +478,13 @@ impl<'a> World<'a> {
     }
 }
 
-fn of_scheduler(number: usize, setup: &NodeSetup) -> Node {
+fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
     let mut node = Node::new(&format!("{}-{number}", setup.role), setup.role, "fleet");
-    node.class = setup.class.name.as_str().into();
+    if !class_blind {
+        node.class = setup.class.name.as_str().into();
+    }
     (node.state, node.connector) = (NodeState::Ready, Connector::Direct);
+    node.may_flip = setup.role == Role::Worker;
     // Who hands over directly has an address for that.
     node.connector_address = Some("fleet:1".into());
     node

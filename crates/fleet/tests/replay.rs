@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvlane_fleet::{
     Class, Costs, HandOver, Limits, NodeSetup, Request, Served, Setup, Signals, Summary, Trace, replay,
 };
+use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use proptest::prelude::*;
 
@@ -33,11 +34,13 @@ fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
         speed: 1.0,
         hand_over: HandOver::default(),
         signals: Signals::default(),
+        class_blind: false,
+        balance: None,
     }
 }
 
 fn run(trace: &Trace, setup: &Setup) -> Vec<Served> {
-    replay(trace, setup, |_| ())
+    replay(trace, setup, |_| ()).served
 }
 
 fn near(found: Duration, wanted: Duration) -> bool {
@@ -176,6 +179,50 @@ fn a_router_that_learns_what_nodes_take_spares_the_slow_ones() {
     assert!(learning.ttft_p99 < blind.ttft_p99.mul_f64(0.9), "{learning:?} {blind:?}");
 }
 
+/// A minute and a half of long prompts with short answers, then of the reverse.
+fn swinging() -> Trace {
+    let long = (0..4000).map(|number| request(number * 22, 3500 + number * 37 % 1500, 60, number * 100));
+    let short = (0..6500).map(|number| request(90_000 + number * 13, 400, 700, 1_000_000 + number * 100));
+    trace(long.chain(short).collect())
+}
+
+#[test]
+fn roles_follow_the_work_and_serve_more_than_roles_that_stay() {
+    let trace = swinging();
+    let limits = Limits { ttft: Duration::from_millis(500), tpot: Duration::from_millis(30) };
+    let within = |setup: &Setup| {
+        let replayed = replay(&trace, setup, |_| ());
+        (Summary::of(&replayed.served, limits), replayed.turns)
+    };
+    let (half, _) = within(&fleet(
+        &[[Role::Prefill; 3], [Role::Decode; 3]].concat(),
+        &Class::default(),
+        Policy::LeastWork,
+    ));
+    let workers = fleet(&[Role::Worker; 6], &Class::default(), Policy::LeastWork);
+    let settings = balance::Settings {
+        ttft: limits.ttft,
+        tpot: limits.tpot,
+        // Decode nodes that help out would do without changes.
+        relief: 0.0,
+        ..balance::Settings::default()
+    };
+    for drains in [false, true] {
+        let balance = Some(balance::Settings { drains, ..settings });
+        let (ours, turns) = within(&Setup { balance, ..workers.clone() });
+        assert_eq!(ours.lost, 0);
+        assert!(ours.within > half.within + 0.2, "{ours:?} {half:?}");
+        let prefill_at = |at: Duration| {
+            let before = turns.iter().filter(|turn| turn.at <= at);
+            let mut roles = [Role::Worker; 6];
+            before.for_each(|turn| roles[turn.node] = turn.role);
+            roles.iter().filter(|role| **role == Role::Prefill).count()
+        };
+        let (first, second) = (prefill_at(Duration::from_secs(85)), prefill_at(Duration::from_secs(170)));
+        assert!(first > 3 && second < 3, "{first} then {second} of 6 prefill");
+    }
+}
+
 fn any_trace() -> impl Strategy<Value = Trace> {
     let one = (0u64..20_000, 1u64..9000, 1u64..60, 0u64..8);
     prop::collection::vec(one, 1..40).prop_map(|all| {
@@ -197,13 +244,14 @@ fn any_setup() -> impl Strategy<Value = Setup> {
     let deaths = prop::option::of((0u64..20_000, prop::option::of(0u64..5000)));
     let class = (500u64..30_000, 256u64..100_000, 1usize..9, 1u64..9000);
     let policy = prop::sample::select(Policy::ALL.to_vec());
-    (roles, deaths, class, policy, 0u64..9, 0u8..101).prop_map(
-        |(roles, dies, class, policy, seed, lost_percent)| {
+    (roles, deaths, class, policy, 0u64..9, 0u8..101, any::<bool>()).prop_map(
+        |(roles, dies, class, policy, seed, lost_percent, is_balanced)| {
             let (kv_tokens, cached_tokens, requests_max, step_tokens) = class;
             let class = Class { kv_tokens, cached_tokens, requests_max, step_tokens, ..Class::default() };
             let mut setup = fleet(&roles, &class, policy);
             setup.scheduler.seed = seed;
             setup.signals.lost_percent = lost_percent;
+            setup.balance = is_balanced.then(balance::Settings::default);
             setup.nodes[0].dies =
                 dies.map(|(at, back)| (Duration::from_millis(at), back.map(Duration::from_millis)));
             setup

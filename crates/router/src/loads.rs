@@ -76,6 +76,8 @@ pub fn read(page: &str, rank: Option<u32>) -> Option<Reported> {
         match name {
             "vllm:num_requests_running" | "vllm:num_requests_waiting" => {
                 reported.requests = reported.requests.saturating_add(count);
+                let waits = name == "vllm:num_requests_waiting";
+                reported.waiting = reported.waiting.saturating_add(if waits { count } else { 0 });
                 found = Some(());
             }
             "vllm:kv_cache_usage_perc" => {
@@ -197,12 +199,12 @@ mod tests {
             vllm:num_requests_waiting{engine=\"0\"} 4.0\n\
             vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 4.0\n\
             vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n";
-        assert_eq!(read(page, None), Some(Reported { requests: 9, cache_percent: 50 }));
-        assert_eq!(read(page, Some(1)), Some(Reported { requests: 2, cache_percent: 50 }));
+        assert_eq!(read(page, None), Some(Reported { requests: 9, waiting: 4, cache_percent: 50 }));
+        assert_eq!(read(page, Some(1)), Some(Reported { requests: 2, waiting: 0, cache_percent: 50 }));
         assert_eq!(read(page, Some(2)), None);
         assert_eq!(
             read("vllm:num_requests_running 1", None),
-            Some(Reported { requests: 1, cache_percent: 0 })
+            Some(Reported { requests: 1, waiting: 0, cache_percent: 0 })
         );
         let odd =
             "vllm:num_requests_running NaN\nvllm:num_requests_waiting -3\nvllm:num_requests_waiting{ +Inf";

@@ -3,14 +3,16 @@
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context, Result, anyhow};
-use kvlane_fleet::{NodeSetup, Served, Setup, Summary, Trace, replay};
-use kvlane_router::schedule::Policy;
+use kvlane_fleet::{Limits, NodeSetup, Replayed, Served, Setup, Summary, Trace, replay};
+use kvlane_router::schedule::{Policy, Role};
 use serde_json::{Value, json};
 
 use super::{ReplayArgs, fleet_file, on_all_cores, progress_bar, trace_file::TraceFile};
 
 /// Of all requests, so many count for what a fleet can serve: the last ones run alone.
 const COUNTED: f64 = 0.95;
+/// Points of a curve over time.
+const SPANS: u32 = 180;
 /// All requests come at once, as good as.
 const AT_ONCE: f64 = 1e6;
 
@@ -24,20 +26,26 @@ pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Va
     let fleet = fleet_file::read(route)?;
     let recorded = trace.requests.len() as f64 / trace.end().as_secs_f64().max(1e-3);
     let capacity = capacity(&trace, &fleet.setup);
+    let loads: Vec<f64> = match fleet.speeds[..] {
+        [] => fleet.loads.clone(),
+        _ => fleet.speeds.iter().map(|speed| speed * recorded / capacity).collect(),
+    };
     let cases: Vec<(f64, Policy)> =
-        fleet.loads.iter().flat_map(|load| fleet.policies.iter().map(|policy| (*load, *policy))).collect();
+        loads.iter().flat_map(|load| fleet.policies.iter().map(|policy| (*load, *policy))).collect();
     let bar = progress_bar(trace.requests.len() * cases.len(), "requests");
     let summaries = on_all_cores(&cases, |(load, policy)| {
         let mut setup = fleet.setup.clone();
         (setup.scheduler.policy, setup.scheduler.decode_policy) = (*policy, *policy);
         setup.speed = load * capacity / recorded;
-        Summary::of(&replay(&trace, &setup, |count| bar.inc(count as u64)), fleet.limits)
+        let replayed = replay(&trace, &setup, |count| bar.inc(count as u64));
+        let over_time = over_time(&replayed, &setup, fleet.limits);
+        (Summary::of(&replayed.served, fleet.limits), replayed.turns.len(), over_time)
     });
     bar.finish_and_clear();
     let results: Vec<Value> = cases
         .iter()
         .zip(&summaries)
-        .map(|((load, policy), summary)| {
+        .map(|((load, policy), (summary, turns, over_time))| {
             json!({
                 "load": load,
                 "requests_per_second": load * capacity,
@@ -49,6 +57,8 @@ pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Va
                 "within_limits_percent": 100.0 * summary.within,
                 "found_percent": 100.0 * summary.found,
                 "lost": summary.lost,
+                "turns": turns,
+                "over_time": over_time,
             })
         })
         .collect();
@@ -65,13 +75,45 @@ pub(super) fn run(args: &ReplayArgs, route: &Path, file: TraceFile) -> Result<Va
     }))
 }
 
+/// Of each span of time: when it began, how many requests came, the share of them that was served within limits, and how many
+/// nodes of each role there were at its end.
+fn over_time(replayed: &Replayed, setup: &Setup, limits: Limits) -> Vec<Value> {
+    let mut roles: Vec<Role> = setup.nodes.iter().map(|node| node.role).collect();
+    let mut turns = replayed.turns.iter().peekable();
+    let end = replayed.served.iter().map(|served| served.at).max().unwrap_or_default();
+    let span = (end / SPANS).max(Duration::from_secs(1));
+    let mut requests = replayed.served.iter().peekable();
+    let mut spans = Vec::new();
+    let mut from = Duration::ZERO;
+    while from <= end {
+        let to = from + span;
+        while let Some(turn) = turns.next_if(|turn| turn.at < to) {
+            roles[turn.node] = turn.role;
+        }
+        let came: Vec<_> = std::iter::from_fn(|| requests.next_if(|served| served.at < to)).collect();
+        let within = came.iter().filter(|served| limits.hold(served)).count();
+        let count = |role| roles.iter().filter(|of| **of == role).count();
+        spans.push(json!({
+            "from_s": from.as_secs_f64(),
+            "requests": came.len(),
+            "within_limits_percent": (!came.is_empty()).then(|| 100.0 * within as f64 / came.len() as f64),
+            "prefill_nodes": count(Role::Prefill),
+            "decode_nodes": count(Role::Decode),
+            "workers": count(Role::Worker),
+        }));
+        from = to;
+    }
+    spans
+}
+
 /// Requests a second that the fleet serves where all of them wait from the beginning, by the default policy.
 fn capacity(trace: &Trace, setup: &Setup) -> f64 {
     let bar = progress_bar(trace.requests.len(), "requests, to see what the fleet can serve");
     let mut setup = Setup { speed: AT_ONCE, ..setup.clone() };
     (setup.scheduler.policy, setup.scheduler.decode_policy) = (Policy::default(), Policy::default());
+    setup.balance = None;
     setup.nodes.iter_mut().for_each(|node| node.dies = None);
-    let served = replay(trace, &setup, |count| bar.inc(count as u64));
+    let served = replay(trace, &setup, |count| bar.inc(count as u64)).served;
     bar.finish_and_clear();
     let end = |each: &Served| each.last.map(|last| each.at + last);
     let mut ends: Vec<Duration> = served.iter().filter_map(end).collect();

@@ -8,6 +8,8 @@ use kvlane_policy::PolicyKind;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use serde::Deserialize;
 
+use crate::balance_table::BalanceTable;
+
 /// Nodes of a fleet, at the most.
 const NODES_MAX: usize = 4096;
 
@@ -19,6 +21,8 @@ pub(super) struct FleetFile {
     pub(super) policies: Vec<Policy>,
     /// Shares of what the fleet can serve.
     pub(super) loads: Vec<f64>,
+    /// In place of loads: times as fast as recorded.
+    pub(super) speeds: Vec<f64>,
     pub(super) limits: Limits,
 }
 
@@ -27,14 +31,17 @@ pub(super) struct FleetFile {
 struct File {
     policies: Vec<String>,
     loads: Vec<f64>,
+    speeds: Vec<f64>,
     seed: u64,
     short_tokens: u64,
+    class_blind: bool,
     ttft_ms: f64,
     tpot_ms: f64,
     class: Vec<ClassTable>,
     node: Vec<NodeTable>,
     hand_over: HandOverTable,
     signals: SignalsTable,
+    balance: Option<BalanceTable>,
 }
 
 impl Default for File {
@@ -42,14 +49,17 @@ impl Default for File {
         Self {
             policies: Policy::ALL.map(|policy| policy.name().to_owned()).to_vec(),
             loads: vec![0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
+            speeds: Vec::new(),
             seed: 0,
             short_tokens: Settings::default().short_tokens,
+            class_blind: false,
             ttft_ms: 2000.0,
             tpot_ms: 50.0,
             class: Vec::new(),
             node: Vec::new(),
             hand_over: HandOverTable::default(),
             signals: SignalsTable::default(),
+            balance: None,
         }
     }
 }
@@ -60,6 +70,9 @@ struct ClassTable {
     name: String,
     /// A file of bench/gpu/steps.py; without it those of an H100.
     steps: Option<String>,
+    /// What prompts and what further tokens take, in times of that.
+    prefill_times: Option<f64>,
+    decode_times: Option<f64>,
     kv_tokens: Option<u64>,
     cached_tokens: Option<u64>,
     eviction: Option<String>,
@@ -143,6 +156,9 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
     if let Some(load) = file.loads.iter().find(|load| !(0.001..=10.0).contains(*load)) {
         bail!("loads: {load} is no share of what the fleet can serve; 0.8 is one");
     }
+    if let Some(speed) = file.speeds.iter().find(|speed| !(0.001..=1000.0).contains(*speed)) {
+        bail!("speeds: {speed} times as fast as recorded is not from 0.001 to 1000");
+    }
     let setup = Setup {
         nodes: nodes(file.node, &classes(file.class, folder)?)?,
         scheduler: Settings {
@@ -163,9 +179,11 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
             lost_percent: file.signals.lost_percent.min(100),
             death: time("signals.death-ms", file.signals.death_ms)?,
         },
+        class_blind: file.class_blind,
+        balance: file.balance.map(|table| table.settings()).transpose()?,
     };
     let limits = Limits { ttft: time("ttft-ms", file.ttft_ms)?, tpot: time("tpot-ms", file.tpot_ms)? };
-    Ok(FleetFile { setup, policies, loads: file.loads, limits })
+    Ok(FleetFile { setup, policies, loads: file.loads, speeds: file.speeds, limits })
 }
 
 fn classes(tables: Vec<ClassTable>, folder: &Path) -> Result<HashMap<String, Arc<Class>>> {
@@ -182,6 +200,13 @@ fn classes(tables: Vec<ClassTable>, folder: &Path) -> Result<HashMap<String, Arc
                 Costs::from_steps(&json).with_context(|| format!("steps = {steps:?}")).with_context(place)?
             }
         };
+        let times = |key: &str, value: Option<f64>| match value.unwrap_or(1.0) {
+            times if (0.001..=1000.0).contains(&times) => Ok(times),
+            times => Err(anyhow!("{key} = {times}: from 0.001 to 1000")),
+        };
+        let prefill = times("prefill-times", table.prefill_times).with_context(place)?;
+        let decode = times("decode-times", table.decode_times).with_context(place)?;
+        let costs = costs.times(prefill, decode);
         let eviction: Result<PolicyKind> = table
             .eviction
             .as_ref()

@@ -45,6 +45,8 @@ pub enum Why {
     Short,
     /// The decode node has little to prefill: it has most of the prompt.
     Cached,
+    /// Prefill nodes have too much to do, and this decode node has not.
+    Relief,
     /// The request cannot be served by two.
     MustStay,
     /// Two nodes, which is what prefill and decode nodes are for.
@@ -60,6 +62,7 @@ impl Why {
             Self::NoPair => "one node",
             Self::Short => "short prompt stays on decode node",
             Self::Cached => "cached prompt stays on decode node",
+            Self::Relief => "prefill nodes are busy, decode node prefills",
             Self::MustStay => "request cannot be split",
             Self::Pair => "prefill, then decode",
             Self::OtherRole => "no node of the right role is left",

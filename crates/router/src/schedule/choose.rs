@@ -7,12 +7,14 @@ use super::{
     known::Known,
     nodes::{Node, NodeId, Role},
     pick::Candidate,
-    policy::Policy,
     prediction::Terms,
     reservation::{Leg, Reservation},
     scheduler::Scheduler,
 };
 use crate::body::MARK_BYTES;
+
+/// A decode node whose KV cache is fuller than this prefills for nobody else.
+const CACHE_PERCENT_MAX: u64 = 80;
 
 impl Scheduler {
     /// Chooses, and takes the load.
@@ -93,6 +95,15 @@ impl Scheduler {
             });
         }
         let prefill = self.pick(&prefills, self.settings.policy, None);
+        if let Some(free) = self.free_decode(prefill, &decodes) {
+            return Some(Choice {
+                chosen: Chosen::One(self.reserve(request, free, Leg::Whole, now)),
+                why: Why::Relief,
+                prompt_tokens,
+                cached_tokens: prompt_tokens.saturating_sub(free.miss),
+                candidates: decodes.len(),
+            });
+        }
         let partners: Vec<_> = decodes
             .into_iter()
             .filter(|each| self.can_pair(prefill.id, each.id))
@@ -111,6 +122,28 @@ impl Scheduler {
             cached_tokens: prompt_tokens.saturating_sub(prefill.miss),
             candidates: prefills.len(),
         })
+    }
+
+    /// A decode node that has time and room for a prompt which would wait too long at this prefill node.
+    fn free_decode(&self, prefill: Candidate, decodes: &[Candidate]) -> Option<Candidate> {
+        let relief = self.relief?;
+        let node = self.nodes.get(prefill.id)?;
+        let rate = self.predictions.get(&node.class)?.prefill_rate()?;
+        let waits = node.load.own_tokens as f64 / rate * 1e3;
+        if waits <= relief.as_secs_f64() * 1e3 {
+            return None;
+        }
+        let is_free = |each: &&Candidate| {
+            self.nodes.get(each.id).is_some_and(|node| {
+                let has_room = node.load.cache_percent.is_none_or(|percent| percent < CACHE_PERCENT_MAX);
+                let prediction = self.predictions.get(&node.class);
+                let is_soon =
+                    prediction.is_some_and(|prediction| prediction.prefill(each.miss, each.found) < waits);
+                node.serves_alone() && node.load.own_tokens == 0 && has_room && is_soon
+            })
+        };
+        let batch = |each: &&Candidate| self.nodes.get(each.id).map_or(u64::MAX, |node| node.load.batch());
+        decodes.iter().filter(is_free).min_by_key(batch).copied()
     }
 
     /// Workers first, then decode nodes, which can prefill, then whatever is left.
@@ -182,9 +215,8 @@ impl Scheduler {
         self.choices += 1;
         // A prefill node's answer is one token, whatever the client asks for.
         let is_first_token = leg == Leg::Prefill || leg == Leg::Whole && request.streams;
-        let learns = is_first_token && self.settings.policy == Policy::LeastDelay;
         let found = self.prompt_tokens(request).saturating_sub(candidate.miss);
-        let asked = self.nodes.get(candidate.id).filter(|_| learns).map(|node| {
+        let asked = self.nodes.get(candidate.id).filter(|_| is_first_token).map(|node| {
             let load = &node.load;
             (Terms::new(candidate.miss, found, load.own_tokens, load.batch()), now)
         });
@@ -192,8 +224,9 @@ impl Scheduler {
             node.chosen = self.choices;
             node.breaker.sent(now);
         }
-        let reservation = Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss);
-        Reservation { asked, ..reservation }
+        let mut reservation = Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss);
+        reservation.asked = asked;
+        reservation
     }
 
     pub(super) fn tokens(&self, bytes: u32) -> u64 {

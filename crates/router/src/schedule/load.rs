@@ -5,10 +5,14 @@
 pub struct Load {
     /// Requests that this router has there.
     pub own_requests: u64,
-    /// Tokens of them that are still to be prefilled.
+    /// Of these, requests that it decodes, or will: whoever prefilled them.
+    pub own_decodes: u64,
+    /// Tokens of own requests that are still to be prefilled.
     pub own_tokens: u64,
     /// Requests of others, by the node's own metrics.
     pub other_requests: u64,
+    /// Requests that wait in it, by its own metrics; None if they are not known.
+    pub waiting: Option<u64>,
     /// Percent of the node's KV cache that running requests use, by its own metrics; None if they are not known.
     pub cache_percent: Option<u64>,
 }
@@ -18,6 +22,8 @@ pub struct Load {
 pub struct Reported {
     /// Requests that run and that wait, whoever sent them.
     pub requests: u64,
+    /// Of these, those that wait.
+    pub waiting: u64,
     /// Percent of its KV cache that running requests use.
     pub cache_percent: u64,
 }
@@ -33,12 +39,14 @@ impl Load {
     /// node must not look loaded by its own shadow.
     pub fn observe(&mut self, reported: Reported, own_before: u64) {
         self.other_requests = reported.requests.saturating_sub(self.own_requests.max(own_before));
+        self.waiting = Some(reported.waiting);
         self.cache_percent = Some(reported.cache_percent);
     }
 
     /// Nothing is known of others any more.
     pub fn observe_nothing(&mut self) {
         self.other_requests = 0;
+        self.waiting = None;
         self.cache_percent = None;
     }
 
@@ -58,7 +66,7 @@ mod tests {
     #[test]
     fn only_what_exceeds_our_own_is_others() {
         let mut load = Load { own_requests: 3, ..Load::default() };
-        let requests = |requests| Reported { requests, cache_percent: 40 };
+        let requests = |requests| Reported { requests, waiting: 1, cache_percent: 40 };
         load.observe(requests(10), 2);
         assert_eq!((load.other_requests, load.batch(), load.cache_percent), (7, 10, Some(40)));
         // Requests that ended while the node answered are still in what it counted.

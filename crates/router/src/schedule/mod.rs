@@ -17,6 +17,7 @@ mod choice;
 mod choose;
 mod index;
 mod known;
+mod least_squares;
 mod load;
 mod nodes;
 mod pick;

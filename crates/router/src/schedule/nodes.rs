@@ -174,6 +174,10 @@ pub struct Node {
     pub models: Vec<Arc<str>>,
     /// Whether it gets requests.
     pub state: NodeState,
+    /// Whether its role may change, as the work does.
+    pub may_flip: bool,
+    /// The role that it takes once its requests are over; it gets no others until then.
+    pub next_role: Option<Role>,
     /// What it has to do.
     pub load: Load,
     /// Keeps requests away while it fails.
@@ -195,6 +199,8 @@ impl Node {
             class: "".into(),
             models: Vec::new(),
             state: NodeState::Suspect,
+            may_flip: false,
+            next_role: None,
             load: Load::default(),
             breaker: Breaker::default(),
             chosen: 0,
@@ -232,7 +238,9 @@ impl Node {
     /// Whether it may get a request; suspects only where nobody else can.
     pub(super) fn takes(&self, is_last_resort: bool, now: Instant) -> bool {
         let is_up = self.state == NodeState::Ready || is_last_resort && self.state == NodeState::Suspect;
-        is_up && (is_last_resort || self.breaker.allows(now))
+        // Whoever changes its role serves still, where nobody else does.
+        let is_here = self.next_role.is_none() || is_last_resort;
+        is_up && is_here && (is_last_resort || self.breaker.allows(now))
     }
 }
 

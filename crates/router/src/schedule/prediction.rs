@@ -1,30 +1,21 @@
-//! How long a node takes to a first token, learned from first tokens that came.
+//! How long a node takes to a first token and to each further one, learned from tokens that came.
 //!
 //! ```text
-//!  ms = a + b * waiting + c * miss * (found + miss / 2) + d * requests
+//!  first token, ms     = a + b * waiting + c * miss * (found + miss / 2) + d * requests
 //!         waiting: tokens that the node still prefills, these among them; miss of them are this prompt's, behind `found` others
+//!  further tokens, ms  = e + f * requests
 //! ```
-//! The coefficients follow by recursive least squares with forgetting (Ljung, System Identification, 1999, 11.2), of the
-//! relative error: else a few long prompts would decide all.
 
 use std::time::Duration;
 
-/// Coefficients.
+use super::least_squares::LeastSquares;
+
+/// Of a first token.
 const TERMS: usize = 4;
-/// Of what was learned before an observation, so much counts after it: half of it is forgotten after 700.
-const KEPT: f64 = 0.999;
-/// How little is known at the beginning.
-const UNKNOWN: f64 = 1e6;
-/// With fewer observations nothing is predicted.
-const OBSERVATIONS_MIN: u64 = 50;
-/// Nor while the mean relative error is more.
-const ERROR_MAX: f64 = 0.5;
-/// Share of the newest observation in that mean.
-const NEWEST: f64 = 0.02;
-/// First tokens that took less or more than this say nothing of a node.
-const SANE_MS: std::ops::RangeInclusive<f64> = 0.01..=3_600_000.0;
-/// Errors count as relative to no less than this.
-const SMALL_MS: f64 = 1.0;
+/// For a rate, prompts of this length are looked at.
+const USUAL_TOKENS: u64 = 2000;
+/// Requests at which nodes' speeds are compared.
+const USUAL_REQUESTS: u64 = 32;
 
 /// What a first token is said to depend on.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,89 +32,78 @@ impl Terms {
 }
 
 /// What is known of nodes that are alike.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Prediction {
-    coefficients: [f64; TERMS],
-    covariance: [[f64; TERMS]; TERMS],
-    observations: u64,
-    error: f64,
-}
-
-impl Default for Prediction {
-    fn default() -> Self {
-        let mut covariance = [[0.0; TERMS]; TERMS];
-        (0..TERMS).for_each(|at| covariance[at][at] = UNKNOWN);
-        Self { coefficients: [0.0; TERMS], covariance, observations: 0, error: 0.0 }
-    }
+    first: LeastSquares<TERMS>,
+    further: LeastSquares<2>,
 }
 
 impl Prediction {
-    /// Whether it has seen enough to be right.
+    /// Whether it has seen enough first tokens to be right.
     pub fn is_calibrated(&self) -> bool {
-        self.observations >= OBSERVATIONS_MIN && self.error <= ERROR_MAX
+        self.first.is_calibrated()
     }
 
     /// First tokens that it has learned from.
     pub fn observations(&self) -> u64 {
-        self.observations
+        self.first.observations()
     }
 
     /// Mean of the last relative errors, each of what was predicted before the first token came.
     pub fn error(&self) -> f64 {
-        self.error
+        self.first.error()
     }
 
     /// Milliseconds to a first token; 0 where the formula says less.
     pub(super) fn first_token(&self, terms: Terms) -> f64 {
-        self.value(&terms.0).max(0.0)
+        self.first.predict(&terms.0)
     }
 
     /// Milliseconds by which a prompt keeps a node from others, of which `miss` tokens are prefilled behind `found`.
     pub(super) fn prefill(&self, miss: u64, found: u64) -> f64 {
         let Terms([_, tokens, pairs, _]) = Terms::new(miss, found, 0, 0);
-        let [_, token, pair, _] = self.coefficients.map(|each| each.max(0.0));
+        let [_, token, pair, _] = self.first.coefficients.map(|each| each.max(0.0));
         token * tokens + pair * pairs
     }
 
-    fn value(&self, terms: &[f64; TERMS]) -> f64 {
-        self.coefficients.iter().zip(terms).map(|(coefficient, term)| coefficient * term).sum()
+    /// Tokens that a node prefills in a second, in prompts of two thousand; None while too little is known.
+    pub fn prefill_rate(&self) -> Option<f64> {
+        let ms = self.prefill(USUAL_TOKENS, 0);
+        (self.is_calibrated() && ms > 0.0).then(|| USUAL_TOKENS as f64 / ms * 1e3)
+    }
+
+    /// Milliseconds to each further token of a request beside others, all in all `requests`; None while too little is known.
+    pub fn further_token(&self, requests: u64) -> Option<f64> {
+        self.further.is_calibrated().then(|| self.further.predict(&further(requests)))
+    }
+
+    /// Requests at once whose further tokens come within `limit`; None while too little is known.
+    pub fn requests_within(&self, limit: Duration) -> Option<f64> {
+        let [alone, each] = self.further.coefficients;
+        let left = limit.as_secs_f64() * 1e3 - alone;
+        let requests = if each > 0.0 { (left / each * 10.0).max(1.0) } else { f64::INFINITY };
+        self.further.is_calibrated().then_some(requests)
+    }
+
+    /// How much better these nodes are at prompts than at further tokens, beside others of which that is known as well. None while
+    /// too little is known.
+    pub fn leans_to_prefill(&self) -> Option<f64> {
+        Some(self.prefill_rate()? * self.further_token(USUAL_REQUESTS)?).filter(|leans| *leans > 0.0)
     }
 
     /// A first token has come after so long.
     pub(super) fn observe(&mut self, terms: Terms, took: Duration) {
-        let took = took.as_secs_f64() * 1e3;
-        if !SANE_MS.contains(&took) || terms.0.iter().any(|term| !term.is_finite()) {
-            return;
-        }
-        let scale = took.max(SMALL_MS);
-        let error = (took - self.first_token(terms)).abs() / scale;
-        // The first ones are predicted by nothing.
-        if self.observations >= TERMS as u64 {
-            let share = NEWEST.max(1.0 / (self.observations - TERMS as u64 + 1) as f64);
-            self.error += share * (error.min(10.0) - self.error);
-        }
-        let terms = terms.0.map(|term| term / scale);
-        let mut gain = [0.0; TERMS];
-        for (row, gain) in self.covariance.iter().zip(&mut gain) {
-            *gain = row.iter().zip(&terms).map(|(value, term)| value * term).sum();
-        }
-        let known: f64 = KEPT + gain.iter().zip(&terms).map(|(gain, term)| gain * term).sum::<f64>();
-        let off = took / scale - self.value(&terms);
-        let mut next = self.clone();
-        for at in 0..TERMS {
-            next.coefficients[at] += gain[at] / known * off;
-            for other in 0..TERMS {
-                let less = gain[at] * gain[other] / known;
-                next.covariance[at][other] = (self.covariance[at][other] - less) / KEPT;
-            }
-            // What does not vary for long would be taken for unknown without end.
-            next.covariance[at][at] = next.covariance[at][at].min(UNKNOWN);
-        }
-        next.observations += 1;
-        let is_sound =
-            next.coefficients.iter().chain(next.covariance.iter().flatten()).all(|it| it.is_finite());
-        *self = if is_sound { next } else { Self::default() };
+        self.first.observe(&terms.0, took.as_secs_f64() * 1e3);
     }
+
+    /// Further tokens have come, one in so long on average, beside others.
+    pub(super) fn observe_further(&mut self, requests: u64, took: Duration) {
+        self.further.observe(&further(requests), took.as_secs_f64() * 1e3);
+    }
+}
+
+fn further(requests: u64) -> [f64; 2] {
+    [1.0, requests as f64 / 10.0]
 }
 
 #[cfg(test)]
@@ -203,6 +183,23 @@ mod tests {
         let ms = prediction.first_token(Terms::new(4000, 0, 0, 10));
         let wanted = 3e3 * took(4000, 0, 0, 10).as_secs_f64();
         assert!((ms / wanted - 1.0).abs() < 0.2, "{ms} {wanted}");
+    }
+
+    #[test]
+    fn further_tokens_take_longer_the_more_requests_there_are() {
+        let mut prediction = Prediction::default();
+        assert_eq!(
+            (prediction.further_token(9), prediction.requests_within(Duration::from_millis(20))),
+            (None, None)
+        );
+        for (_, _, _, requests) in spread(6).take(200) {
+            prediction.observe_further(requests, Duration::from_micros(7000 + 100 * requests));
+        }
+        let found = prediction.further_token(50).unwrap();
+        assert!((found / 12.0 - 1.0).abs() < 0.02, "{found}");
+        let within = prediction.requests_within(Duration::from_millis(20)).unwrap();
+        assert!((within / 130.0 - 1.0).abs() < 0.05, "{within}");
+        assert_eq!(prediction.leans_to_prefill(), None, "no first token has come");
     }
 
     proptest! {

@@ -1,8 +1,11 @@
 //! What a request takes of a node from the choice to its last byte.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{NodeId, nodes::Nodes, prediction::Terms};
+
+/// Of fewer tokens behind the first one no mean is taken.
+const FURTHER_MIN: u32 = 8;
 
 /// What a node does for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +50,10 @@ pub struct Reservation {
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,
+    /// When its first byte came, and how many requests the node had then.
+    pub(super) begun: Option<(Instant, u64)>,
+    /// Tokens that have come, as far as they are counted.
+    generated: u64,
     /// What its first token will depend on, and since when it is awaited, where that is to be learned.
     pub(super) asked: Option<(Terms, Instant)>,
 }
@@ -56,8 +63,9 @@ impl Reservation {
         if let Some(node) = nodes.get_mut(node) {
             node.load.own_requests += 1;
             node.load.own_tokens += tokens;
+            node.load.own_decodes += u64::from(leg == Leg::Decode);
         }
-        Self { node, leg, tokens, asked: None }
+        Self { node, leg, tokens, begun: None, generated: 0, asked: None }
     }
 
     /// Its answer says nothing of what a first token takes.
@@ -65,11 +73,27 @@ impl Reservation {
         self.asked = None;
     }
 
+    /// So many more tokens have come.
+    pub fn generated(&mut self, tokens: u64) {
+        self.generated += tokens;
+    }
+
+    /// How many requests there were beside it, on average, and how long it waited for each further token; None where that was not
+    /// counted, or is too little to tell.
+    pub(super) fn further(&self, requests_now: u64, now: Instant) -> Option<(u64, Duration)> {
+        let (begun, requests_then) = self.begun.filter(|_| self.leg != Leg::Prefill)?;
+        let behind =
+            u32::try_from(self.generated).ok()?.checked_sub(1).filter(|behind| *behind >= FURTHER_MIN)?;
+        Some((requests_then.midpoint(requests_now), now.saturating_duration_since(begun) / behind))
+    }
+
     /// The first byte has come: nothing is left to prefill.
-    pub(super) fn prefilled(&mut self, nodes: &mut Nodes) {
+    pub(super) fn prefilled(&mut self, nodes: &mut Nodes, now: Instant) {
         let tokens = std::mem::take(&mut self.tokens);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= tokens;
+            node.load.own_decodes += u64::from(self.leg == Leg::Whole && self.begun.is_none());
+            self.begun.get_or_insert((now, node.load.batch()));
         }
     }
 
@@ -78,6 +102,8 @@ impl Reservation {
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= self.tokens;
             node.load.own_requests -= 1;
+            let decodes = self.leg == Leg::Decode || self.leg == Leg::Whole && self.begun.is_some();
+            node.load.own_decodes -= u64::from(decodes);
         }
     }
 }

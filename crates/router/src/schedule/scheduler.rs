@@ -1,6 +1,10 @@
 //! What the scheduler knows: nodes, loads, prefixes.
 
-use std::{collections::HashMap, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{
     index::Index,
@@ -29,6 +33,8 @@ pub struct Scheduler {
     pub(super) matched: Vec<u32>,
     /// Of the prompt that is looked at.
     pub(super) known: Known,
+    /// A prompt that would wait longer at prefill nodes may be prefilled by a decode node.
+    pub(super) relief: Option<Duration>,
 }
 
 impl Scheduler {
@@ -43,6 +49,7 @@ impl Scheduler {
             predictions: HashMap::new(),
             matched: Vec::new(),
             known: Known::default(),
+            relief: None,
             settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
         }
     }
@@ -82,6 +89,12 @@ impl Scheduler {
         self.nodes.all()
     }
 
+    /// A prompt that would wait longer than this at prefill nodes is prefilled by a decode node that has time and room for it;
+    /// None: it waits.
+    pub fn set_relief(&mut self, relief: Option<Duration>) {
+        self.relief = relief;
+    }
+
     /// What is known of the nodes of a class, if a first token has come from one.
     pub fn prediction(&self, class: &str) -> Option<&Prediction> {
         self.predictions.get(class)
@@ -94,7 +107,7 @@ impl Scheduler {
 
     /// A leg's first byte has come: its node has the prompt, which these are the marks of.
     pub fn prefilled(&mut self, reservation: &mut Reservation, marks: &[Mark], now: Instant) {
-        reservation.prefilled(&mut self.nodes);
+        reservation.prefilled(&mut self.nodes, now);
         if let (Some((terms, since)), Some(node)) =
             (reservation.asked.take(), self.nodes.get(reservation.node))
         {
@@ -109,6 +122,10 @@ impl Scheduler {
     /// A leg has ended, well or by its client.
     pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) {
         if let Some(node) = self.nodes.get_mut(reservation.node) {
+            if let Some((requests, took)) = reservation.further(node.load.batch(), now) {
+                let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
+                prediction.observe_further(requests, took);
+            }
             match end {
                 LegEnd::Served => node.breaker.served(),
                 LegEnd::Failed => node.breaker.failed(now),

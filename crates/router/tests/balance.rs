@@ -1,0 +1,271 @@
+//! Nodes change their roles as the work does.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::time::{Duration, Instant};
+
+use kvlane_router::balance::{Act, Balancer, Balancers, Capacity, Sample, Settings, State, View};
+use kvlane_router::schedule::{Node, NodeId, NodeState, Role, Scheduler};
+use proptest::prelude::*;
+
+const CAPACITY: Capacity = Capacity {
+    prefill_rate: 10_000.0,
+    decodes: 100.0,
+    step_tokens: 8000.0,
+    queue: 8.0,
+    ttft: Duration::from_secs(2),
+};
+
+fn ids(count: usize) -> Vec<NodeId> {
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    (0..count).map(|_| scheduler.add(Node::new("a", Role::Worker, ""))).collect()
+}
+
+fn view(id: NodeId, role: Role) -> View {
+    View {
+        id,
+        role,
+        next_role: None,
+        may_flip: true,
+        is_ready: true,
+        requests: 0,
+        leans_to_prefill: None,
+        sample: Sample::default(),
+        capacity: CAPACITY,
+    }
+}
+
+/// Tokens to prefill at each prefill node, requests at each decode node.
+fn loaded(views: &mut [View], prefill_tokens: u64, decoding: u64) {
+    for view in views {
+        view.sample = match view.role {
+            Role::Prefill => Sample { prefill_tokens, ..Sample::default() },
+            _ => Sample { decoding, ..Sample::default() },
+        };
+    }
+}
+
+/// Does what is to be done.
+fn carry_out(views: &mut [View], acts: &[Act]) {
+    for act in acts {
+        let (Act::Drain(id, role) | Act::Turn(id, role)) = *act else { continue };
+        let view = views.iter_mut().find(|view| view.id == id).unwrap();
+        match act {
+            Act::Drain(..) => view.next_role = Some(role),
+            _ => (view.role, view.next_role) = (role, None),
+        }
+    }
+}
+
+/// Eight workers that have got their roles, four of each.
+fn eight(settings: Settings, now: Instant) -> (Balancer, Vec<View>) {
+    let mut balancer = Balancer::new(settings);
+    let mut views: Vec<View> = ids(8).into_iter().map(|id| view(id, Role::Worker)).collect();
+    let acts = balancer.tick(&views, now);
+    carry_out(&mut views, &acts);
+    assert_eq!(prefill_nodes(&views), 4);
+    (balancer, views)
+}
+
+fn prefill_nodes(views: &[View]) -> usize {
+    views.iter().filter(|view| view.role == Role::Prefill).count()
+}
+
+/// So many looks at an unchanged load.
+fn looks(
+    balancer: &mut Balancer,
+    views: &mut [View],
+    now: &mut Instant,
+    (prefill_tokens, decoding): (u64, u64),
+    count: usize,
+) -> Vec<Act> {
+    let mut all = Vec::new();
+    for _ in 0..count {
+        *now += balancer.settings().every;
+        loaded(views, prefill_tokens, decoding);
+        let acts = balancer.tick(views, *now);
+        carry_out(views, &acts);
+        all.extend(acts);
+    }
+    all
+}
+
+#[test]
+fn states_follow_both_levels() {
+    let (busy, some, idle) = (40_000, 6000, 0);
+    let (full, half, none) = (120, 50, 0);
+    let rows = [
+        (idle, none, State::Underload),
+        (some, none, State::Normal),
+        (idle, half, State::Normal),
+        (some, half, State::Normal),
+        (busy, none, State::Imbalanced(Role::Prefill)),
+        (busy, half, State::Imbalanced(Role::Prefill)),
+        (idle, full, State::Imbalanced(Role::Decode)),
+        (some, full, State::Imbalanced(Role::Decode)),
+        (busy, full, State::Overload),
+    ];
+    for (prefill_tokens, decoding, wanted) in rows {
+        let mut now = Instant::now();
+        let (mut balancer, mut views) = eight(Settings { flips: true, ..Settings::default() }, now);
+        // Nobody may change: only the state is looked at.
+        views.iter_mut().for_each(|view| view.may_flip = false);
+        looks(&mut balancer, &mut views, &mut now, (prefill_tokens, decoding), 40);
+        assert_eq!(balancer.state(), wanted, "{prefill_tokens} {decoding} {:?}", balancer.scores());
+    }
+}
+
+#[test]
+fn idle_decode_nodes_become_prefill_nodes_and_come_back() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    looks(&mut balancer, &mut views, &mut now, (40_000, 5), 400);
+    assert_eq!(prefill_nodes(&views), 7, "one always decodes");
+    looks(&mut balancer, &mut views, &mut now, (0, 120), 400);
+    assert_eq!(prefill_nodes(&views), 1, "one always prefills");
+    assert!(looks(&mut balancer, &mut views, &mut now, (0, 50), 400).is_empty(), "nothing has to change");
+}
+
+#[test]
+fn a_node_whose_work_the_others_of_its_role_cannot_take_stays() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    // Four decode nodes that are half full: three would be at two thirds, which is too much.
+    let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 62), 100);
+    assert_eq!((balancer.state(), acts), (State::Imbalanced(Role::Prefill), vec![]));
+}
+
+#[test]
+fn a_node_that_drains_changes_when_its_requests_are_over() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) =
+        eight(Settings { drains: true, flips_at_once: 1, ..Settings::default() }, now);
+    views.iter_mut().for_each(|view| view.requests = 3);
+    let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 5), 100);
+    let [Act::Drain(id, Role::Prefill)] = acts[..] else { panic!("{acts:?}") };
+    assert_eq!(prefill_nodes(&views), 4);
+    views.iter_mut().find(|view| view.id == id).unwrap().requests = 0;
+    let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 5), 1);
+    assert_eq!(acts[0], Act::Turn(id, Role::Prefill));
+}
+
+#[test]
+fn the_node_that_is_better_at_it_changes_and_two_that_are_better_at_the_others_work_swap() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let decode: Vec<NodeId> =
+        views.iter().filter(|view| view.role == Role::Decode).map(|view| view.id).collect();
+    views
+        .iter_mut()
+        .for_each(|view| view.leans_to_prefill = Some(if view.id == decode[2] { 6.0 } else { 1.0 }));
+    let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 5), 41);
+    assert!(acts.starts_with(&[Act::Turn(decode[2], Role::Prefill)]), "{acts:?}");
+
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    for view in &mut views {
+        view.leans_to_prefill = Some(if view.role == Role::Decode { 6.0 } else { 1.0 });
+    }
+    looks(&mut balancer, &mut views, &mut now, (4000, 50), 400);
+    let is_well = |view: &View| (view.role == Role::Prefill) == (view.leans_to_prefill == Some(6.0));
+    assert!(views.iter().all(is_well), "{views:?}");
+    assert!(looks(&mut balancer, &mut views, &mut now, (4000, 50), 400).is_empty(), "they stay so");
+}
+
+#[test]
+fn nodes_are_asked_for_after_a_long_overload_and_offered_after_a_longer_underload() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    views.iter_mut().for_each(|view| view.may_flip = false);
+    let acts = looks(&mut balancer, &mut views, &mut now, (400_000, 150), 4 * 40);
+    assert_eq!(acts, [Act::ScaleUp(Role::Prefill); 2], "once each 15 s");
+    let acts = looks(&mut balancer, &mut views, &mut now, (10_000, 250), 4 * 20);
+    assert_eq!(acts, [Act::ScaleUp(Role::Decode)]);
+    let acts = looks(&mut balancer, &mut views, &mut now, (0, 3), 4 * 290);
+    assert_eq!((balancer.state(), acts), (State::Underload, vec![]));
+    let acts = looks(&mut balancer, &mut views, &mut now, (0, 3), 4 * 30);
+    assert_eq!(acts, [Act::ScaleDown(Role::Prefill)]);
+}
+
+#[test]
+fn a_switch_that_is_off_changes_nothing() {
+    let mut now = Instant::now();
+    let mut balancer = Balancer::new(Settings { flips: false, ..Settings::default() });
+    let mut views: Vec<View> = ids(4).into_iter().map(|id| view(id, Role::Worker)).collect();
+    views[0].role = Role::Prefill;
+    views[1].role = Role::Decode;
+    assert!(looks(&mut balancer, &mut views, &mut now, (40_000, 5), 100).is_empty());
+    assert_eq!(balancer.state(), State::Imbalanced(Role::Prefill));
+}
+
+/// One look of a random history: which node, its load, what is told, and how far the clock goes, back, too.
+type Step = (usize, u64, u64, Option<f64>, bool, i64);
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let told = prop::option::of(prop_oneof![0.0..2.0f64, Just(f64::NAN), Just(-1.0), Just(1e18)]);
+    let step = (0usize..6, 0u64..60_000, 0u64..200, told, prop::bool::weighted(0.9), -2000i64..20_000);
+    prop::collection::vec(step, 0..300)
+}
+
+proptest! {
+    #[test]
+    fn whatever_comes_no_role_is_emptied_and_no_node_changes_before_its_time(steps in steps(), drains: bool) {
+        let settings = Settings { drains, ..Settings::default() };
+        let mut balancer = Balancer::new(settings);
+        let mut views: Vec<View> = ids(6).into_iter().map(|id| view(id, Role::Worker)).collect();
+        let start = Instant::now() + Duration::from_secs(1000);
+        let mut now = start;
+        let mut changed = std::collections::HashMap::new();
+        let acts = balancer.tick(&views, now);
+        carry_out(&mut views, &acts);
+        views.iter().for_each(|view| { changed.insert(view.id, now); });
+        for (node, prefill_tokens, decoding, told, is_ready, ms) in steps {
+            now = if ms < 0 { now - Duration::from_millis(ms.unsigned_abs()) } else { now + Duration::from_millis(ms as u64) };
+            let before = views.clone();
+            views[node].sample = Sample {
+                prefill_tokens, decoding, sending: told, waiting: told, preempted: told, step_tokens: told,
+                cache_used: told, gpu_used: told, memory_used: told,
+            };
+            views[node].requests = decoding / 20;
+            views[node].is_ready = is_ready;
+            let acts = balancer.tick(&views, now);
+            for act in &acts {
+                let (Act::Drain(id, role) | Act::Turn(id, role)) = *act else { continue };
+                let was = before.iter().find(|view| view.id == id).unwrap();
+                prop_assert!(was.role != role, "it has this role already");
+                prop_assert!(role != Role::Worker);
+                if was.next_role.is_none() {
+                    let since: Instant = changed[&id];
+                    prop_assert!(now.saturating_duration_since(since) >= settings.role_dwell);
+                }
+                if matches!(act, Act::Turn(..)) {
+                    changed.insert(id, now);
+                }
+            }
+            carry_out(&mut views, &acts);
+            for role in [Role::Prefill, Role::Decode] {
+                let left = views.iter().filter(|view| view.role == role && view.next_role.is_none()).count();
+                prop_assert!(left > 0, "{role} is empty");
+            }
+            for score in [balancer.scores().0, balancer.scores().1].into_iter().flatten() {
+                prop_assert!((0.0..=2.0).contains(&score));
+            }
+        }
+    }
+}
+
+#[test]
+fn nodes_that_come_and_go_are_forgotten_and_a_new_one_gets_a_role() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    let gone = views.pop().unwrap();
+    looks(&mut balancer, &mut views, &mut now, (4000, 50), 1);
+    assert!(balancer.score(gone.id).is_none());
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let mut node = Node::new("b", Role::Worker, "");
+    (node.state, node.may_flip) = (NodeState::Ready, true);
+    scheduler.add(Node::new("a", Role::Decode, ""));
+    let id = scheduler.add(node);
+    let looked = Balancers::new(Settings::default()).look(&mut scheduler, now);
+    let [looked] = &looked[..] else { panic!("{looked:?}") };
+    assert_eq!(looked.acts, [Act::Turn(id, Role::Prefill)], "the other one decodes already");
+    assert_eq!(scheduler.node(id).unwrap().role, Role::Prefill);
+}
