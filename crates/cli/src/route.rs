@@ -20,6 +20,7 @@ use clap::{Args, Subcommand};
 use kvlane_door::{CONNECTIONS_MAX, Names, Pages, Slots};
 use kvlane_router::{
     admin::pages,
+    balancing::Balancing,
     knowledge::EventReaders,
     loads::Loads,
     members::{AllowList, Block, Membership, MembershipOptions, PingOptions},
@@ -30,6 +31,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
+    balance_table::BalanceTable,
     errors,
     logging::{self, LogFormat},
     route_knowledge::{KnowledgeArgs, knowledge},
@@ -144,6 +146,10 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_SHORT_PROMPT", value_name = "TOKENS", default_value_t = 128)]
     short_prompt: u64,
 
+    /// Have workers prefill or decode, as the work needs it: docs/routing.md. In the file, a table [balance] with its limits
+    #[arg(long, env = "KVLANE_ROUTE_BALANCE")]
+    balance: bool,
+
     #[command(flatten)]
     knowledge: KnowledgeArgs,
 
@@ -210,6 +216,8 @@ fn route(args: RouteArgs) -> Result<()> {
     let args = &args;
     let filter = logging::parse_filter(&args.log).map_err(|sentence| anyhow!(sentence))?;
     let settings = settings(args)?;
+    let balance = tables.balance.clone().or_else(|| args.balance.then(BalanceTable::default));
+    let balance = balance.map(|table| table.settings()).transpose()?;
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Settings {
         policy: args.policy,
@@ -232,6 +240,9 @@ fn route(args: RouteArgs) -> Result<()> {
         |at: &SocketAddr| TcpListener::bind(at).with_context(|| format!("cannot listen at {at} (--listen)"));
     let listeners = args.listen.iter().map(listen).collect::<Result<Vec<_>>>()?;
     let shared = Shared::knowing(settings, Scheduler::new(scheduler), random()?, knowledge);
+    if let Some(settings) = balance {
+        shared.balance(settings);
+    }
     let admin = admin(args, &shared)?;
     let (control, _socket_file) = control::bind(args.socket.as_deref(), &shared)?.unzip();
     let counts = nodes::counts(&nodes);
@@ -242,6 +253,7 @@ fn route(args: RouteArgs) -> Result<()> {
         tracing::info!("engines' beats are taken at {at}");
     }
     let loads = Loads::start(&shared)?;
+    let balancing = Balancing::start(&shared)?;
     let events = {
         let named = Arc::clone(&shared);
         EventReaders::start(&shared.knowledge, Box::new(move || named.names()))?
@@ -274,6 +286,7 @@ fn route(args: RouteArgs) -> Result<()> {
     });
     members.stop();
     loads.stop();
+    balancing.into_iter().for_each(Balancing::stop);
     events.stop();
     admin.into_iter().for_each(Pages::stop);
     Ok(())

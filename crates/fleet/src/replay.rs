@@ -242,7 +242,10 @@ impl<'a> World<'a> {
     }
 
     fn is_at_rest(&self) -> bool {
-        self.scheduler.nodes().all(|(_, node)| node.load.own_requests == 0 && node.load.own_tokens == 0)
+        self.scheduler.nodes().all(|(_, node)| {
+            let load = &node.load;
+            (load.own_requests, load.own_tokens, load.own_decodes, load.own_awaited) == (0, 0, 0, 0)
+        })
     }
 
     fn later(&mut self, at: Duration, event: Event) {

@@ -1,6 +1,9 @@
 //! What the admin port shows: health, metrics, nodes, the last decisions. Nothing can be changed there.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    collections::HashMap,
+    sync::{Arc, atomic::Ordering},
+};
 
 use axum::{
     Json, Router,
@@ -14,10 +17,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
+    balance::{Balancer, Balancers, Group, Indicators},
+    balancing::{Records, score_page},
     beats_refused::BeatRefused,
     knowledge::{Reason, Status},
     proxy::Shared,
-    schedule::{Node, NodeState},
+    schedule::{Node, NodeId, NodeState, Role},
 };
 
 /// Decisions that are shown where nobody says how many.
@@ -202,6 +207,69 @@ pub const METRICS: &[Metric] = &[
             Reason::ALL.into_iter().map(row).collect()
         },
     ),
+    each(
+        "kvlane_route_balance_state",
+        MetricKind::Gauge,
+        "group, state",
+        "1 for the state that the nodes of a group are in.",
+        |shared| {
+            let row = |(group, balancer): (&Group, &Balancer)| {
+                let labels =
+                    format!("group=\"{}\",state=\"{}\"", escape_label(&group.0), balancer.state().name());
+                (labels, 1.0)
+            };
+            shared.with_balance(|balancers, _| balancers.groups().map(row).collect()).unwrap_or_default()
+        },
+    ),
+    each(
+        "kvlane_route_balance_score",
+        MetricKind::Gauge,
+        "group, role",
+        "How loaded the nodes of a role are, on average.",
+        |shared| {
+            let rows = |(group, balancer): (&Group, &Balancer)| {
+                let (prefill, decode) = balancer.scores();
+                let row = |role: Role, score: Option<f64>| {
+                    Some((format!("group=\"{}\",role=\"{role}\"", escape_label(&group.0)), score?))
+                };
+                [row(Role::Prefill, prefill), row(Role::Decode, decode)]
+            };
+            let all = shared
+                .with_balance(|balancers, _| balancers.groups().flat_map(rows).flatten().collect::<Vec<_>>());
+            all.unwrap_or_default()
+        },
+    ),
+    each(
+        "kvlane_route_node_score",
+        MetricKind::Gauge,
+        "node, role",
+        "How loaded a node is, for the role that it has.",
+        |shared| {
+            let scores = scores(shared);
+            shared.with_scheduler(|scheduler| {
+                let row = |(id, node): (NodeId, &Node)| Some((labels(node), scores.get(&id)?.0?));
+                scheduler.nodes().filter_map(row).collect()
+            })
+        },
+    ),
+    total("kvlane_route_role_changes_total", MetricKind::Counter, "Changes of a node's role.", |shared| {
+        shared.with_balance(|_, records| records.turns).unwrap_or_default()
+    }),
+    each(
+        "kvlane_route_scale_wanted_total",
+        MetricKind::Counter,
+        "direction",
+        "Times that one node more (up) was wanted, or one less (down) would have done.",
+        |shared| {
+            let rows = |records: &Records| {
+                vec![
+                    ("direction=\"up\"".to_owned(), records.scale_ups as f64),
+                    ("direction=\"down\"".to_owned(), records.scale_downs as f64),
+                ]
+            };
+            shared.with_balance(|_, records| rows(records)).unwrap_or_default()
+        },
+    ),
     total(
         "kvlane_route_blocks_bytes",
         MetricKind::Gauge,
@@ -289,13 +357,24 @@ fn metrics_page(shared: &Shared) -> String {
                 scheduler.nodes().map(|(_, node)| (labels(node), value(node) as f64)).collect()
             }),
         };
-        write_metric(&mut page, name, *kind, help, values);
+        // What the router does not do has no numbers.
+        if !values.is_empty() {
+            write_metric(&mut page, name, *kind, help, values);
+        }
     }
     page
 }
 
+/// Of each node: its score, and what it comes from. None where nodes keep their roles.
+fn scores(shared: &Shared) -> HashMap<NodeId, (Option<f64>, Indicators)> {
+    let ids: Vec<NodeId> = shared.with_scheduler(|scheduler| scheduler.nodes().map(|(id, _)| id).collect());
+    let of = |balancers: &Balancers| ids.iter().filter_map(|id| Some((*id, balancers.of(*id)?))).collect();
+    shared.with_balance(|balancers, _| of(balancers)).unwrap_or_default()
+}
+
 async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
     let knowledge = &shared.knowledge;
+    let scores = scores(&shared);
     let nodes: Vec<Value> = shared.with_scheduler(|scheduler| {
         scheduler
             .nodes()
@@ -312,6 +391,9 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "id": id.to_string(),
                     "node": &*node.name,
                     "role": node.role.name(),
+                    "next_role": node.next_role.map(Role::name),
+                    "role_may_change": node.may_flip,
+                    "load": score_page(scores.get(&id).copied()),
                     "group": &*node.group,
                     "class": &*node.class,
                     "prediction": prediction,
@@ -345,5 +427,5 @@ struct Shown {
 }
 
 async fn decisions(State(shared): State<Arc<Shared>>, Query(shown): Query<Shown>) -> Json<Value> {
-    Json(json!({ "decisions": shared.decisions_page(shown.limit.unwrap_or(DECISIONS_SHOWN)) }))
+    Json(shared.decisions_page(shown.limit.unwrap_or(DECISIONS_SHOWN)))
 }

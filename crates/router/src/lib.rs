@@ -3,6 +3,7 @@
 //! - [`admin`]: what operators see.
 //! - [`answers`]: where engines' answers end. Pure.
 //! - [`balance`]: which nodes prefill and which decode, as the work changes. Pure.
+//! - [`balancing`]: has nodes change their roles.
 //! - [`beats_refused`]: nodes' beats that do not count.
 //! - [`body`]: request bodies, which are scanned and not parsed into trees.
 //! - [`decisions`]: the last choices.
@@ -18,6 +19,7 @@
 pub mod admin;
 pub mod answers;
 pub mod balance;
+pub mod balancing;
 pub mod beats_refused;
 pub mod body;
 pub mod decisions;

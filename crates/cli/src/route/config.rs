@@ -15,7 +15,7 @@ use kvlane_router::{
 use toml::{Table, Value};
 
 use super::RouteArgs;
-use crate::Cli;
+use crate::{Cli, balance_table::BalanceTable};
 
 /// Most data-parallel ranks of a server.
 const RANKS_MAX: u32 = 1024;
@@ -34,6 +34,8 @@ const OF_TABLES: [(&str, &str); 6] = [
 pub(super) struct Tables {
     pub(super) nodes: Vec<Spec>,
     pub(super) names: Vec<DnsName>,
+    /// How workers become prefill or decode nodes, if they do.
+    pub(super) balance: Option<BalanceTable>,
 }
 
 /// Reads the file and puts its values where neither a flag nor the environment has one.
@@ -69,6 +71,9 @@ fn parse(text: &str, given: &ArgMatches) -> Result<(Vec<String>, Tables)> {
     for (number, table) in each_table(&mut table, "dns")?.into_iter().enumerate() {
         let place = || format!("[[dns]] number {}", number + 1);
         tables.names.push(name(Keys::of(table, DNS_KEYS).with_context(place)?).with_context(place)?);
+    }
+    if let Some(value) = table.remove("balance") {
+        tables.balance = balance(value).context("[balance]")?;
     }
     let flags = RouteArgs::augment_args(Command::new("route"));
     let mut words = Vec::new();
@@ -136,6 +141,18 @@ fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
         _ => None,
     };
     tables.ok_or_else(|| anyhow!("{key} has to be tables: write [[{key}]]"))
+}
+
+/// Looked at here, so that a mistake shows with the file's name.
+fn balance(value: Value) -> Result<Option<BalanceTable>> {
+    if let Value::Boolean(is_on) = value {
+        return Ok(is_on.then(BalanceTable::default));
+    }
+    let table: BalanceTable = value
+        .try_into()
+        .map_err(|error: toml::de::Error| anyhow!("{}", error.message().replace('\n', ", ")))?;
+    table.settings()?;
+    Ok(Some(table))
 }
 
 /// One engine for each rank.

@@ -114,7 +114,7 @@ fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> 
         leans_to_prefill: prediction.and_then(Prediction::leans_to_prefill),
         sample: Sample {
             prefill_tokens: load.own_tokens,
-            decoding: load.own_decodes,
+            decoding: load.decoding(),
             waiting: load.waiting.filter(|_| node.role == Role::Decode).map(|waiting| waiting as f64),
             cache_used: load.cache_percent.map(|percent| percent as f64 / 100.0),
             ..Sample::default()

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     proxy::{Address, Shared},
-    schedule::{Node, NodeId, NodeState},
+    schedule::{Node, NodeId, NodeState, Role},
 };
 
 /// Models of a node that are listed.
@@ -101,6 +101,8 @@ impl Inner {
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
         node.class = class;
+        // Whoever named it as a worker leaves it to the router what it does.
+        node.may_flip = role == Role::Worker && self.shared.is_balancing();
         let id = self.shared.add(node, address.clone());
         book.nodes.insert(address.clone(), id);
         // The thread that asks it ends with this.

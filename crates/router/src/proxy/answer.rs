@@ -43,6 +43,7 @@ impl EngineBody {
     pub(super) fn new(first: Frame<Bytes>, rest: Incoming, mut leg: LegGuard, marks: &[Mark]) -> Self {
         leg.prefilled(marks);
         let mut body = Self { first: Some(first), rest: Some(rest), leg };
+        body.count();
         body.end_if_over();
         body
     }
@@ -51,6 +52,12 @@ impl EngineBody {
     pub(super) fn empty(mut leg: LegGuard) -> Self {
         leg.end(LegEnd::Served);
         Self { first: None, rest: None, leg }
+    }
+
+    fn count(&mut self) {
+        if let Some(first) = &self.first {
+            self.leg.generated(tokens(first));
+        }
     }
 
     fn end_if_over(&mut self) {
@@ -66,6 +73,7 @@ impl EngineBody {
         let Some(incoming) = &mut self.rest else { return Poll::Ready(None) };
         match ready!(Pin::new(incoming).poll_frame(context)) {
             Some(Ok(frame)) => {
+                self.leg.generated(tokens(&frame));
                 self.end_if_over();
                 Poll::Ready(Some(Ok(frame)))
             }
@@ -81,6 +89,11 @@ impl EngineBody {
             }
         }
     }
+}
+
+/// Tokens of a streamed answer: an event each. Of other answers there are none.
+fn tokens(frame: &Frame<Bytes>) -> u64 {
+    frame.data_ref().map_or(0, |data| memchr::memmem::find_iter(data, b"data: ").count() as u64)
 }
 
 impl Body for AnswerBody {

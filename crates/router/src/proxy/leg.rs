@@ -40,6 +40,13 @@ impl LegGuard {
         }
     }
 
+    /// So many more tokens have come.
+    pub(super) fn generated(&mut self, tokens: u64) {
+        if let Some(reservation) = &mut self.reservation {
+            reservation.generated(tokens);
+        }
+    }
+
     /// The leg has ended. What is said later does not count.
     pub(super) fn end(&mut self, end: LegEnd) {
         if let Some(reservation) = self.reservation.take() {

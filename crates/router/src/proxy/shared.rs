@@ -9,6 +9,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 use hyper::Uri;
@@ -18,6 +19,8 @@ use tokio::sync::Semaphore;
 
 use super::settings::ProxySettings;
 use crate::{
+    balance::{self, Balancers},
+    balancing::Records,
     beats_refused::BeatsRefused,
     decisions::Decisions,
     ids::Ids,
@@ -172,6 +175,9 @@ pub(super) struct State {
     descriptions: HashMap<NodeId, Vec<(Arc<str>, String)>>,
     pub(super) ids: Ids,
     pub(super) decisions: Decisions,
+    /// None: nodes keep their roles.
+    balancers: Option<Balancers>,
+    records: Records,
 }
 
 impl Shared {
@@ -193,6 +199,8 @@ impl Shared {
             descriptions: HashMap::new(),
             ids: Ids::new(run),
             decisions: Decisions::default(),
+            balancers: None,
+            records: Records::default(),
         };
         let places = Arc::new(Semaphore::new(settings.connections_max));
         Arc::new(Self {
@@ -202,6 +210,32 @@ impl Shared {
             counters: Counters::default(),
             knowledge,
         })
+    }
+
+    /// Nodes that serve whole requests prefill or decode from now on, as the work needs it.
+    pub fn balance(&self, settings: balance::Settings) {
+        self.state.lock().balancers = Some(Balancers::new(settings));
+    }
+
+    /// Whether nodes change their roles.
+    pub(crate) fn is_balancing(&self) -> bool {
+        self.state.lock().balancers.is_some()
+    }
+
+    /// Looks at the balancers, if there are some, and at what they did. Must not take long: all requests wait.
+    pub(crate) fn with_balance<T>(&self, work: impl FnOnce(&Balancers, &Records) -> T) -> Option<T> {
+        let state = self.state.lock();
+        state.balancers.as_ref().map(|balancers| work(balancers, &state.records))
+    }
+
+    /// A look of the balancers at all nodes.
+    pub(crate) fn look(&self, now: Instant) {
+        let mut state = self.state.lock();
+        let State { scheduler, balancers, records, .. } = &mut *state;
+        let Some(balancers) = balancers else { return };
+        for looked in balancers.look(scheduler, now) {
+            records.note(&looked, |id| scheduler.node(id).map(|node| Arc::clone(&node.name)));
+        }
     }
 
     /// A node joins.
@@ -277,9 +311,10 @@ impl Shared {
         format!(r#"{{"object": "list", "data": [{}]}}"#, listed.join(", "))
     }
 
-    /// JSON of the last choices, the newest first.
+    /// JSON of the last choices, and of the last changes of roles and states, the newest first.
     pub(crate) fn decisions_page(&self, most: usize) -> serde_json::Value {
-        self.state.lock().decisions.page(most)
+        let state = self.state.lock();
+        serde_json::json!({ "decisions": state.decisions.page(most), "balance": state.records.page(most) })
     }
 
     /// Looks at the scheduler, or changes it. Must not take long: all requests wait.

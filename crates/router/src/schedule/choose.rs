@@ -112,11 +112,11 @@ impl Scheduler {
             .collect();
         let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
         self.pairs.insert((prefill.id, decode.id), self.choices + 1);
+        let mut prefilling = self.reserve(request, prefill, Leg::Prefill, now);
+        let decoding = self.reserve(request, decode, Leg::Decode, now);
+        prefilling.await_at(&mut self.nodes, decoding.node);
         Some(Choice {
-            chosen: Chosen::Pair {
-                prefill: self.reserve(request, prefill, Leg::Prefill, now),
-                decode: self.reserve(request, decode, Leg::Decode, now),
-            },
+            chosen: Chosen::Pair { prefill: prefilling, decode: decoding },
             why: Why::Pair,
             prompt_tokens,
             cached_tokens: prompt_tokens.saturating_sub(prefill.miss),

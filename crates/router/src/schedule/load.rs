@@ -7,6 +7,8 @@ pub struct Load {
     pub own_requests: u64,
     /// Of these, requests that it decodes, or will: whoever prefilled them.
     pub own_decodes: u64,
+    /// Of these, requests whose prompts other nodes have yet to prefill.
+    pub own_awaited: u64,
     /// Tokens of own requests that are still to be prefilled.
     pub own_tokens: u64,
     /// Requests of others, by the node's own metrics.
@@ -32,6 +34,12 @@ impl Load {
     /// All requests that it works at or that wait in it.
     pub fn batch(&self) -> u64 {
         self.own_requests + self.other_requests
+    }
+
+    /// Own requests that it decodes now.
+    pub fn decoding(&self) -> u64 {
+        // A leg may end before the one that it waits for.
+        self.own_decodes.saturating_sub(self.own_awaited)
     }
 
     /// The node's metrics have come. What they tell beyond this router's own requests is others'. The own ones come and go

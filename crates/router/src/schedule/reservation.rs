@@ -50,6 +50,8 @@ pub struct Reservation {
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,
+    /// The node that waits for this prompt.
+    awaited_by: Option<NodeId>,
     /// When its first byte came, and how many requests the node had then.
     pub(super) begun: Option<(Instant, u64)>,
     /// Tokens that have come, as far as they are counted.
@@ -65,7 +67,21 @@ impl Reservation {
             node.load.own_tokens += tokens;
             node.load.own_decodes += u64::from(leg == Leg::Decode);
         }
-        Self { node, leg, tokens, begun: None, generated: 0, asked: None }
+        Self { node, leg, tokens, awaited_by: None, begun: None, generated: 0, asked: None }
+    }
+
+    /// This node decodes what the leg prefills, and has nothing to do for it until then.
+    pub(super) fn await_at(&mut self, nodes: &mut Nodes, decode: NodeId) {
+        if let Some(node) = nodes.get_mut(decode) {
+            node.load.own_awaited += 1;
+            self.awaited_by = Some(decode);
+        }
+    }
+
+    fn await_no_more(&mut self, nodes: &mut Nodes) {
+        if let Some(node) = self.awaited_by.take().and_then(|decode| nodes.get_mut(decode)) {
+            node.load.own_awaited -= 1;
+        }
     }
 
     /// Its answer says nothing of what a first token takes.
@@ -89,6 +105,7 @@ impl Reservation {
 
     /// The first byte has come: nothing is left to prefill.
     pub(super) fn prefilled(&mut self, nodes: &mut Nodes, now: Instant) {
+        self.await_no_more(nodes);
         let tokens = std::mem::take(&mut self.tokens);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= tokens;
@@ -98,7 +115,8 @@ impl Reservation {
     }
 
     /// The leg is over. A node that has gone meanwhile took its load with it.
-    pub(super) fn give_back(self, nodes: &mut Nodes) {
+    pub(super) fn give_back(mut self, nodes: &mut Nodes) {
+        self.await_no_more(nodes);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= self.tokens;
             node.load.own_requests -= 1;

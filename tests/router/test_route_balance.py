@@ -1,0 +1,169 @@
+"""Workers of `kvlane route --balance` prefill or decode, as the work needs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import KVLANE, PATIENCE, until
+from routed import COMPLETIONS, LONG, Router, ask, routed, text_of, wanted
+
+from kvlane.testing.fake_engine import FakeEngine
+
+ENGINE = ["--pairs", "kvlane", "--prefill-tokens-per-second", "4000", "--itl-ms", "5"]
+# What would take minutes takes seconds.
+QUICK = """
+[balance]
+every-ms = 50
+window = 4
+level-dwell-ms = 100
+flip-after-ms = 100
+flip-every-ms = 100
+role-dwell-ms = 500
+ttft-ms = 200
+prefill-rate = 4000
+step-tokens = 500
+requests-max = 8
+relief = 0
+"""
+
+
+def roles(router: Router) -> list[str]:
+    _, page, _ = ask(router.admin, "/nodes")
+    return [node["role"] for node in page["nodes"]]
+
+
+def balance_records(router: Router) -> list[dict[str, Any]]:
+    _, page, _ = ask(router.admin, "/decisions")
+    return page["balance"]
+
+
+@contextmanager
+def asking(
+    router: Router, clients: int, body: Callable[[int], dict[str, Any]]
+) -> Iterator[list[tuple[Any, ...]]]:
+    """So many clients ask one request after the other, until the context ends."""
+    over, answers = threading.Event(), list[tuple[Any, ...]]()
+
+    def client(number: int) -> None:
+        turn = 0
+        while not over.is_set():
+            asked = body(number * 100_000 + turn)
+            status, answer, _ = ask(router.address, COMPLETIONS, asked)
+            answers.append((status, asked["prompt"], asked["max_tokens"], answer))
+            turn += 1
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("drains", ["false", "true"])
+def test_roles_follow_the_work_and_no_request_is_lost(tmp_path: Path, drains: str) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(QUICK + f"drains = {drains}\n")
+    with (
+        FakeEngine(*ENGINE) as alone,
+        routed(*[ENGINE] * 4, flags=("--config", str(config))) as (router, engines),
+    ):
+        until("roles", lambda: sorted(roles(router)) == ["decode", "decode", "prefill", "prefill"])
+
+        def prefills(number: int) -> dict[str, Any]:
+            return wanted(f"{number} " + LONG, max_tokens=1)
+
+        with asking(router, 12, prefills) as first:
+            until("another node prefills", lambda: roles(router).count("prefill") == 3)
+
+        def decodes(number: int) -> dict[str, Any]:
+            return wanted(f"short {number} " * 40, max_tokens=60)
+
+        with asking(router, 24, decodes) as second:
+            until("all but one decode", lambda: roles(router).count("decode") == 3)
+        answers = [*first, *second]
+        assert len(answers) > 30
+        assert {status for status, *_ in answers} == {200}
+        for _, prompt, tokens, answer in (answers[0], answers[-1]):
+            _, expected, _ = ask(alone.address, COMPLETIONS, wanted(prompt, max_tokens=tokens))
+            assert text_of(answer) == text_of(expected)
+        legs = {seen["leg"] for engine in engines for seen in engine.log()}
+        assert {"prefill", "decode"} <= legs
+        told = balance_records(router)
+        assert {each["state"] for each in told} >= {
+            "imbalanced: too few prefill nodes",
+            "imbalanced: too few decode nodes",
+        }
+        changes = [each for each in told if each["what"] == "changes to"]
+        assert len(changes) >= 4 + 1 + 2 and all(each["node"] and each["role"] for each in changes)
+        _, page, _ = ask(router.admin, "/metrics")
+        count = re.search(r"^kvlane_route_role_changes_total (\d+)$", page, re.MULTILINE)
+        assert count is not None and int(count[1]) == len(changes)
+        assert 'kvlane_route_balance_state{group="",state=' in page
+        assert 'kvlane_route_balance_score{group="",role="prefill"}' in page
+        assert "kvlane_route_node_score{" in page
+        _, page, _ = ask(router.admin, "/nodes")
+        assert all(
+            node["role_may_change"] and "running" in node["load"]["indicators"] for node in page["nodes"]
+        )
+        at_rest = until(
+            "rest",
+            lambda: all(node["requests"] == 0 for node in ask(router.admin, "/nodes")[1]["nodes"]),
+        )
+        assert at_rest
+
+
+def test_named_roles_stay_and_one_worker_helps_where_it_is_needed(tmp_path: Path) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(QUICK)
+    with routed(*[ENGINE] * 3, roles="pdw", flags=("--config", str(config))) as (router, _):
+        by_start = lambda: [ask(router.admin, "/nodes")[1]["nodes"][at]["role"] for at in range(3)]  # noqa: E731
+        until("the worker decodes", lambda: sorted(by_start()) == ["decode", "decode", "prefill"])
+        with asking(router, 12, lambda number: wanted(f"{number} " + LONG, max_tokens=1)) as answers:
+            until("it prefills", lambda: sorted(by_start()) == ["decode", "prefill", "prefill"])
+        assert {status for status, *_ in answers} == {200}
+        _, page, _ = ask(router.admin, "/nodes")
+        assert sorted(node["role_may_change"] for node in page["nodes"]) == [False, False, True]
+
+
+def test_without_it_workers_serve_whole_requests() -> None:
+    with routed(ENGINE, ENGINE) as (router, _):
+        ask(router.address, COMPLETIONS, wanted(max_tokens=1))
+        assert roles(router) == ["worker", "worker"]
+        assert balance_records(router) == []
+        _, page, _ = ask(router.admin, "/metrics")
+        assert "kvlane_route_balance_state" not in page
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ("flips = 3", "[balance]: invalid type"),
+        ("speed = 3", "[balance]: unknown field `speed`"),
+        ("ttft-ms = -1", "balance.ttft-ms = -1: from 1 to 86400000"),
+        ("ttft-ms = nan", "balance.ttft-ms = NaN: from 1 to"),
+        ("window = 0", "balance.window = 0: from 1 to 10000 looks"),
+        ("[balance.prefill]\nhigh-enter = 0.01", "[balance.prefill]: low-enter = 0.1"),
+        (
+            "[balance.decode]\nweights = { speed = 1 }",
+            "weights.speed: there is no such indicator; there are running",
+        ),
+        ("[balance.decode]\nweights = { gpu = -1 }", "weights.gpu = -1: from 0 to 1000000"),
+    ],
+)
+def test_mistakes_in_the_table_are_told_with_their_key(tmp_path: Path, table: str, sentence: str) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(f"[balance]\n{table}\n")
+    command = [str(KVLANE), "route", "--worker", "http://127.0.0.1:1", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode != 0 and sentence in done.stderr, done.stderr
