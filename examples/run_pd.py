@@ -2,6 +2,7 @@
 
 python examples/run_pd.py                             one of each, and what they do, in ten minutes on two cores
 python examples/run_pd.py --prefill 2 --decode 2      more of them
+python examples/run_pd.py --flip                      with a worker that prefills or decodes as the work needs it
 python examples/run_pd.py --serve                     only starts them, for own requests, until Ctrl-C
 
 One `kvlane serve` keeps the blocks. The engines are `vllm serve` on the CPU, each with
@@ -24,6 +25,7 @@ from kvlane.demo.model import TINY, build_model
 from kvlane.demo.pd import plan, results
 from kvlane.demo.pd.asking import MODEL_NAME
 from kvlane.demo.pd.cluster import Cluster
+from kvlane.demo.pd.flip import BALANCE, FlipDemo
 from kvlane.demo.pd.scenarios import Demo
 from kvlane.demo.processes import ProcessFailed
 
@@ -40,7 +42,13 @@ def main() -> int:
 
     # 1. What goes where, and whether there is room for it.
     try:
-        places = plan.plan(arguments.prefill, arguments.decode, arguments.prefill_port, arguments.decode_port)
+        places = plan.plan(
+            arguments.prefill,
+            arguments.decode,
+            arguments.prefill_port,
+            arguments.decode_port,
+            workers=1 if arguments.flip else 0,
+        )
         needed = plan.check_memory(
             len(places.engines), plan.weight_bytes(Path(model)), kv_cache, POOL_BYTES, plan.available_memory()
         )
@@ -55,9 +63,12 @@ def main() -> int:
     began = time.monotonic()
     # vLLM takes no text of more than six characters for each token that it may have.
     longest = 2 * arguments.prompt_tokens
+    config = logs / "route.toml" if arguments.flip else None
+    if config is not None:
+        config.write_text(BALANCE)
     with (
         report.CpuWatch() as watch,
-        Cluster(places, model, logs, longest, kv_cache, str(POOL_BYTES)) as cluster,
+        Cluster(places, model, logs, longest, kv_cache, str(POOL_BYTES), config) as cluster,
     ):
         try:
             cluster.start(report.say)
@@ -65,13 +76,20 @@ def main() -> int:
             sys.exit(f"run_pd: {error}")
         if arguments.serve:
             serve(places)
-        demo = Demo(cluster, arguments.prompts, arguments.prompt_tokens, arguments.out, arguments.vllm_bench)
+        demo = (
+            FlipDemo(cluster, arguments.prompt_tokens)
+            if arguments.flip
+            else Demo(
+                cluster, arguments.prompts, arguments.prompt_tokens, arguments.out, arguments.vllm_bench
+            )
+        )
         scenarios = running.run(demo.all())
 
     # 3. What came of it.
     machine = report.machine_facts()
     found = results.result(scenarios, len(demo.all()), demo.requests) | {
-        "title": f"{arguments.prefill} prefill and {arguments.decode} decode engines on {machine['cpu']}, "
+        "title": f"{arguments.prefill} prefill and {arguments.decode} decode engines"
+        f"{', and a worker,' if arguments.flip else ''} on {machine['cpu']}, "
         f"{machine['cores']} cores",
         "prefill": arguments.prefill,
         "decode": arguments.decode,
@@ -82,7 +100,7 @@ def main() -> int:
         "machine": machine | {"cpu_use": watch.facts},
         "commit": report.commit(),
     }
-    results.publish(found, arguments.out)
+    results.publish(found, arguments.out, "demo-pd-flip" if arguments.flip else "demo-pd")
     print(f"{found['seconds']:.0f} s in all")
     return 0 if found["passed"] else 1
 
@@ -106,6 +124,11 @@ def parse() -> argparse.Namespace:
         "--decode-port", type=int, default=8200, help="of the first one (default %(default)s)"
     )
     parser.add_argument("--vllm-bench", action="store_true", help="vLLM's own bench client too")
+    parser.add_argument(
+        "--flip",
+        action="store_true",
+        help="a worker beside them, which changes its role with the work; only that is shown",
+    )
     parser.add_argument("--serve", action="store_true", help="start everything, and wait for Ctrl-C")
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder of the results (default %(default)s)"

@@ -99,6 +99,10 @@ PARTS = {
     ),
     "demo": Part("the demo, on the CPU", _make("demo", "ARGS=--device cpu")),
     "demo-pd": Part("prefill and decode engines behind the router, one of each", _make("demo-pd")),
+    "demo-flip": Part(
+        "a worker beside a prefill and a decode engine, which changes its role with the work",
+        _make("demo-pd", "ARGS=--flip"),
+    ),
     "many-decode": Part(
         "one prefill and three decode engines behind the router, with vLLM's own bench client",
         _make("demo-pd", "ARGS=--prefill 1 --decode 3 --vllm-bench"),

@@ -63,6 +63,9 @@ RUN_BY = {
         "tests/bench/test_replay_picture.py::test_a_trace_goes_through_a_simulated_fleet"
     ),
     "kvlane route --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": ROUTE,
+    "kvlane route --balance --worker http://127.0.0.1:8100 --worker http://127.0.0.1:8101": (
+        "tests/router/test_route_balance.py::test_workers_get_roles_by_a_flag"
+    ),
     "kvlane route --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200": ROUTE,
     'vllm serve M --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'': (

@@ -127,13 +127,17 @@ def test_named_roles_stay_and_one_worker_helps_where_it_is_needed(tmp_path: Path
     config = tmp_path / "route.toml"
     config.write_text(QUICK)
     with routed(*[ENGINE] * 3, roles="pdw", flags=("--config", str(config))) as (router, _):
-        by_start = lambda: [ask(router.admin, "/nodes")[1]["nodes"][at]["role"] for at in range(3)]  # noqa: E731
-        until("the worker decodes", lambda: sorted(by_start()) == ["decode", "decode", "prefill"])
+        until("the worker decodes", lambda: sorted(roles(router)) == ["decode", "decode", "prefill"])
         with asking(router, 12, lambda number: wanted(f"{number} " + LONG, max_tokens=1)) as answers:
-            until("it prefills", lambda: sorted(by_start()) == ["decode", "prefill", "prefill"])
+            until("it prefills", lambda: sorted(roles(router)) == ["decode", "prefill", "prefill"])
         assert {status for status, *_ in answers} == {200}
         _, page, _ = ask(router.admin, "/nodes")
         assert sorted(node["role_may_change"] for node in page["nodes"]) == [False, False, True]
+
+
+def test_workers_get_roles_by_a_flag() -> None:
+    with routed(ENGINE, ENGINE, ENGINE, flags=("--balance",)) as (router, _):
+        until("roles", lambda: sorted(roles(router)) == ["decode", "decode", "prefill"])
 
 
 def test_without_it_workers_serve_whole_requests() -> None:

@@ -126,3 +126,53 @@ fn number(key: &str, value: Option<f64>, usual: f64, least: f64, most: f64) -> R
     }
     Ok(value)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> Result<Settings> {
+        toml::from_str::<BalanceTable>(text)?.settings()
+    }
+
+    #[test]
+    fn what_is_not_named_is_as_by_default() {
+        assert_eq!(parsed("").unwrap(), Settings::default());
+        let one = parsed("flips = false\n[decode]\nweights = { running = 7 }").unwrap();
+        assert!(!one.flips);
+        assert_eq!(one.decode.weights, [7.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn the_page_shows_the_defaults() {
+        let page = include_str!("../../../docs/routing.md");
+        let (_, from) = page.split_once("```toml\n[balance]\n").unwrap();
+        let (table, _) = from.split_once("```").unwrap();
+        let table = table.replace("[balance.", "[");
+        assert!(table.contains("prefill-rate") && table.contains("[decode]"));
+        assert_eq!(parsed(&table).unwrap(), Settings::default());
+    }
+
+    #[test]
+    fn mistakes_are_told_with_their_key() {
+        for (text, wanted) in [
+            ("ttft-ms = -1", "balance.ttft-ms = -1: from 1 to"),
+            ("ttft-ms = inf", "balance.ttft-ms = inf: from 1 to"),
+            ("relief = nan", "balance.relief = NaN: from 0 to"),
+            ("window = 0", "balance.window = 0: from 1 to 10000 looks"),
+            ("requests-max = 0", "balance.requests-max = 0: from 1"),
+            ("[prefill]\nhigh-exit = 0.5", "high-exit = 0.5, high-enter = 0.4: they have to rise"),
+            ("[decode]\nhigh-enter = 3", "high-enter = 3: they have to rise"),
+            ("[decode]\nlow-enter = nan", "low-enter = NaN"),
+            (
+                "[decode]\nweights = { speed = 1 }",
+                "weights.speed: there is no such indicator; there are running",
+            ),
+            ("[decode]\nweights = { running = 0, waiting = 0, swapped = 0, kv-cache = 0 }", "one at least"),
+            ("speed = 1", "unknown field `speed`"),
+        ] {
+            let told = format!("{:#}", parsed(text).unwrap_err());
+            assert!(told.contains(wanted), "{text}: {told}");
+        }
+    }
+}

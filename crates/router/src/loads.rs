@@ -3,7 +3,13 @@
 //! Own counters are exact and at once; what is read here only adds what others than this router send to a node. No oftener than
 //! probes come: engines have become unresponsive by being asked for their metrics too often.
 
-use std::{collections::HashMap, io, sync::Arc, thread::JoinHandle, time::Duration};
+use std::{
+    collections::HashMap,
+    io,
+    sync::Arc,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Empty, Limited};
@@ -57,12 +63,31 @@ enum LoadError {
     NotThere,
 }
 
+/// What a node has counted since its start.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Counted {
+    preemptions: Option<f64>,
+    steps: Option<f64>,
+    tokens: Option<f64>,
+}
+
+impl Counted {
+    /// Preemptions a second and tokens a step, since `before`, so many seconds ago. None of what is not told, and of a node that
+    /// has started anew.
+    fn since(&self, before: &Self, seconds: f64) -> (Option<f64>, Option<f64>) {
+        let grown = |now: Option<f64>, then: Option<f64>| Some(now? - then?).filter(|grown| *grown >= 0.0);
+        let preempted = grown(self.preemptions, before.preemptions).map(|count| count / seconds.max(1e-3));
+        let steps = grown(self.steps, before.steps).filter(|steps| *steps > 0.0);
+        (preempted, grown(self.tokens, before.tokens).zip(steps).map(|(tokens, steps)| tokens / steps))
+    }
+}
+
 /// What a page of metrics in Prometheus' text format says, summed over the engines that it lists. None if it says nothing of it.
 /// Of a server with several data-parallel ranks, only what it says of `rank`, if one is given.
-pub fn read(page: &str, rank: Option<u32>) -> Option<Reported> {
+pub fn read(page: &str, rank: Option<u32>) -> Option<(Reported, Counted)> {
     let label = rank.map(|rank| format!("engine=\"{rank}\""));
     let mut found = None;
-    let mut reported = Reported::default();
+    let (mut reported, mut counted) = (Reported::default(), Counted::default());
     let is_of_rank = |line: &&str| label.as_ref().is_none_or(|label| line.contains(label.as_str()));
     for line in page.lines().filter(|line| line.starts_with("vllm:")).filter(is_of_rank) {
         let name = line.split(['{', ' ']).next().unwrap_or_default();
@@ -83,10 +108,15 @@ pub fn read(page: &str, rank: Option<u32>) -> Option<Reported> {
             "vllm:kv_cache_usage_perc" => {
                 reported.cache_percent = reported.cache_percent.max((value * 100.0) as u64).min(100);
             }
+            "vllm:num_preemptions_total" => {
+                counted.preemptions = Some(counted.preemptions.unwrap_or(0.0) + value)
+            }
+            "vllm:iteration_tokens_total_sum" => counted.tokens = Some(counted.tokens.unwrap_or(0.0) + value),
+            "vllm:iteration_tokens_total_count" => counted.steps = Some(counted.steps.unwrap_or(0.0) + value),
             _ => {}
         }
     }
-    found.map(|()| reported)
+    found.map(|()| (reported, counted))
 }
 
 impl Loads {
@@ -139,13 +169,18 @@ async fn ask_for_ever(shared: Arc<Shared>, id: NodeId, address: Arc<Address>) {
     let mut period = interval(PERIOD);
     period.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut misses, mut is_said) = (0, false);
+    let mut before: Option<(Counted, Instant)> = None;
     loop {
         period.tick().await;
         let own_before = shared.own_requests(id);
         let asked = timeout(PATIENCE, page_of(&address)).await.unwrap_or(Err(LoadError::Late));
         match asked.and_then(|page| read(&page, address.rank).ok_or(LoadError::NotThere)) {
-            Ok(reported) => {
+            Ok((mut reported, counted)) => {
                 misses = 0;
+                if let Some((before, at)) = before.replace((counted, Instant::now())) {
+                    (reported.preempted, reported.step_tokens) =
+                        counted.since(&before, at.elapsed().as_secs_f64());
+                }
                 shared.observe_load(id, Some((reported, own_before)));
             }
             Err(error) => {
@@ -199,13 +234,17 @@ mod tests {
             vllm:num_requests_waiting{engine=\"0\"} 4.0\n\
             vllm:num_requests_waiting_by_reason{reason=\"capacity\"} 4.0\n\
             vllm:kv_cache_usage_perc{engine=\"0\"} 0.25\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n";
-        assert_eq!(read(page, None), Some(Reported { requests: 9, waiting: 4, cache_percent: 50 }));
-        assert_eq!(read(page, Some(1)), Some(Reported { requests: 2, waiting: 0, cache_percent: 50 }));
+        let read = |page, rank| read(page, rank).map(|(reported, _)| reported);
+        let told = |requests, waiting, cache_percent| Reported {
+            requests,
+            waiting,
+            cache_percent,
+            ..Reported::default()
+        };
+        assert_eq!(read(page, None), Some(told(9, 4, 50)));
+        assert_eq!(read(page, Some(1)), Some(told(2, 0, 50)));
         assert_eq!(read(page, Some(2)), None);
-        assert_eq!(
-            read("vllm:num_requests_running 1", None),
-            Some(Reported { requests: 1, waiting: 0, cache_percent: 0 })
-        );
+        assert_eq!(read("vllm:num_requests_running 1", None), Some(told(1, 0, 0)));
         let odd =
             "vllm:num_requests_running NaN\nvllm:num_requests_waiting -3\nvllm:num_requests_waiting{ +Inf";
         assert!(read(odd, None).is_some_and(|reported| reported.requests == 0));
@@ -213,5 +252,25 @@ mod tests {
         {
             assert_eq!(read(nothing, None), None, "{nothing}");
         }
+    }
+
+    #[test]
+    fn rates_are_of_the_time_since_the_last_page_and_none_of_a_node_that_started_anew() {
+        let page = |preemptions: f64, tokens: f64, steps: f64| {
+            let page = format!(
+                "vllm:num_requests_running 1\nvllm:num_preemptions_total{{engine=\"0\"}} {preemptions}\n\
+                 vllm:iteration_tokens_total_sum{{engine=\"0\"}} {tokens}\n\
+                 vllm:iteration_tokens_total_bucket{{engine=\"0\",le=\"1\"}} 7\n\
+                 vllm:iteration_tokens_total_count{{engine=\"0\"}} {steps}\n"
+            );
+            read(&page, None).unwrap().1
+        };
+        assert_eq!(page(7.0, 900.0, 10.0).since(&page(1.0, 100.0, 6.0), 2.0), (Some(3.0), Some(200.0)));
+        assert_eq!(page(7.0, 900.0, 10.0).since(&page(7.0, 900.0, 10.0), 2.0), (Some(0.0), None));
+        assert_eq!(page(0.0, 5.0, 1.0).since(&page(7.0, 900.0, 10.0), 2.0), (None, None));
+        let nothing = read("vllm:num_requests_running 1", None).unwrap().1;
+        assert_eq!(page(1.0, 1.0, 1.0).since(&nothing, 2.0), (None, None));
+        let odd = page(f64::NAN, f64::INFINITY, 3.0).since(&page(1.0, 1.0, 1.0), 0.0);
+        assert_eq!(odd, (None, Some(f64::INFINITY)), "what is absurd is bounded where it is used");
     }
 }

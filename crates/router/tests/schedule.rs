@@ -186,7 +186,7 @@ fn what_metrics_say_does_not_touch_own_counters() {
     let mut world = World::workers(Policy::LeastLoaded, 2);
     let (number, held) = world.one(&prompt(1, 4));
     let id = world.ids[number];
-    let reported = |requests| Reported { requests, waiting: 0, cache_percent: 0 };
+    let reported = |requests| Reported { requests, ..Reported::default() };
     let load = &mut world.scheduler.node_mut(id).unwrap().load;
     load.observe(reported(0), 1);
     assert_eq!((load.own_requests, load.other_requests, load.batch()), (1, 0, 1));

@@ -117,6 +117,9 @@ fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> 
             decoding: load.decoding(),
             waiting: load.waiting.filter(|_| node.role == Role::Decode).map(|waiting| waiting as f64),
             cache_used: load.cache_percent.map(|percent| percent as f64 / 100.0),
+            preempted: load.preempted,
+            step_tokens: load.step_tokens,
+            // Whoever waits to be handed over, and the GPU, nobody tells of yet.
             ..Sample::default()
         },
         capacity: Capacity {

@@ -111,7 +111,9 @@ impl Scheduler {
             .map(|each| Candidate { miss: 0, ..each })
             .collect();
         let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
-        self.pairs.insert((prefill.id, decode.id), self.choices + 1);
+        let with = self.pairs.entry(prefill.id).or_default();
+        with.resize(with.len().max(decode.id.slot() + 1), 0);
+        with[decode.id.slot()] = self.choices + 1;
         let mut prefilling = self.reserve(request, prefill, Leg::Prefill, now);
         let decoding = self.reserve(request, decode, Leg::Decode, now);
         prefilling.await_at(&mut self.nodes, decoding.node);

@@ -1,7 +1,7 @@
 //! What a node has to do: what this router gave it, and what others did.
 
 /// What a node works at. Tokens are those of prompts.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Load {
     /// Requests that this router has there.
     pub own_requests: u64,
@@ -15,12 +15,16 @@ pub struct Load {
     pub other_requests: u64,
     /// Requests that wait in it, by its own metrics; None if they are not known.
     pub waiting: Option<u64>,
+    /// As in [`Reported`].
+    pub preempted: Option<f64>,
+    /// As in [`Reported`].
+    pub step_tokens: Option<f64>,
     /// Percent of the node's KV cache that running requests use, by its own metrics; None if they are not known.
     pub cache_percent: Option<u64>,
 }
 
 /// What a node's own metrics say.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Reported {
     /// Requests that run and that wait, whoever sent them.
     pub requests: u64,
@@ -28,6 +32,10 @@ pub struct Reported {
     pub waiting: u64,
     /// Percent of its KV cache that running requests use.
     pub cache_percent: u64,
+    /// Requests that it has put off for lack of room, a second, since it was asked before; None where it does not tell.
+    pub preempted: Option<f64>,
+    /// Tokens that a step has computed since then, on average; None where it does not tell, or has made none.
+    pub step_tokens: Option<f64>,
 }
 
 impl Load {
@@ -48,6 +56,7 @@ impl Load {
     pub fn observe(&mut self, reported: Reported, own_before: u64) {
         self.other_requests = reported.requests.saturating_sub(self.own_requests.max(own_before));
         self.waiting = Some(reported.waiting);
+        (self.preempted, self.step_tokens) = (reported.preempted, reported.step_tokens);
         self.cache_percent = Some(reported.cache_percent);
     }
 
@@ -55,6 +64,7 @@ impl Load {
     pub fn observe_nothing(&mut self) {
         self.other_requests = 0;
         self.waiting = None;
+        (self.preempted, self.step_tokens) = (None, None);
         self.cache_percent = None;
     }
 
@@ -74,7 +84,7 @@ mod tests {
     #[test]
     fn only_what_exceeds_our_own_is_others() {
         let mut load = Load { own_requests: 3, ..Load::default() };
-        let requests = |requests| Reported { requests, waiting: 1, cache_percent: 40 };
+        let requests = |requests| Reported { requests, waiting: 1, cache_percent: 40, ..Reported::default() };
         load.observe(requests(10), 2);
         assert_eq!((load.other_requests, load.batch(), load.cache_percent), (7, 10, Some(40)));
         // Requests that ended while the node answered are still in what it counted.

@@ -1,6 +1,13 @@
 //! One node of several, by a policy.
 
-use super::{nodes::NodeId, policy::Policy, prediction::Terms, scheduler::Scheduler};
+use std::sync::Arc;
+
+use super::{
+    nodes::NodeId,
+    policy::Policy,
+    prediction::{Prediction, Terms},
+    scheduler::Scheduler,
+};
 
 /// A node is overloaded for [`Policy::PrefixAffinity`] when it has this many requests more than the least loaded one, and half
 /// as many again.
@@ -31,10 +38,11 @@ impl Scheduler {
         partner: Option<NodeId>,
     ) -> Candidate {
         let (one, two) = (self.any(candidates.len()), self.any(candidates.len().max(2) - 1));
-        let turn = |each: &Candidate| self.turn(each.id, partner);
+        let with = partner.and_then(|partner| self.pairs.get(&partner)).map_or(&[][..], Vec::as_slice);
+        let turn = |each: &Candidate| self.turn(each.id, with);
         let batch = |each: &Candidate| self.batch(each.id);
-        let least_loaded = || candidates.iter().min_by_key(|each| (batch(each), turn(each)));
-        let least_work = || candidates.iter().min_by_key(|each| (self.work(each), turn(each)));
+        let least_loaded = || least(candidates, batch, turn);
+        let least_work = || least(candidates, |each| self.work(each), turn);
         let picked = match policy {
             Policy::Random => candidates.get(one),
             Policy::RoundRobin => candidates.iter().min_by_key(|each| turn(each)),
@@ -47,14 +55,14 @@ impl Scheduler {
                 let fewest = candidates.iter().map(batch).min().unwrap_or(0);
                 let most = candidates.iter().map(|each| each.miss).max().unwrap_or(0);
                 let is_overloaded = |each: &Candidate| batch(each) > fewest + OVERLOAD.max(fewest / 2);
-                let best = candidates.iter().min_by_key(|each| (each.miss, turn(each)));
+                let best = least(candidates, |each| each.miss, turn);
                 best.filter(|best| best.miss * 2 <= most && !is_overloaded(best)).or_else(least_loaded)
             }
             Policy::LeastDelay if partner.is_none() => self
                 .delays(candidates)
                 .and_then(|delays| {
-                    let all = candidates.iter().zip(delays);
-                    all.min_by_key(|(each, delay)| (*delay, turn(each))).map(|(each, _)| each)
+                    let all: Vec<(&Candidate, u64)> = candidates.iter().zip(delays).collect();
+                    least(&all, |(_, delay)| *delay, |(each, _)| turn(each)).map(|(each, _)| *each)
                 })
                 .or_else(least_work),
             Policy::LeastWork | Policy::LeastDelay => least_work(),
@@ -62,12 +70,23 @@ impl Scheduler {
         picked.copied().unwrap_or(candidates[0])
     }
 
-    /// Microseconds until the first token at each of them, with a part of what others wait for it. None while that cannot be
-    /// predicted of one of them: they would not be compared fairly.
+    /// Microseconds until the first token at each of them, with a part of what others wait for it. None where all are alike, of
+    /// whom the product of work says as much (docs/routing.md), and while that cannot be predicted of one of them: they would not
+    /// be compared fairly.
     fn delays(&self, candidates: &[Candidate]) -> Option<Vec<u64>> {
+        let class = |each: &Candidate| self.nodes.get(each.id).map(|node| &node.class);
+        if candidates.windows(2).all(|two| class(&two[0]) == class(&two[1])) {
+            return None;
+        }
+        // Neighbours are of one class mostly.
+        let mut last: Option<(&Arc<str>, &Prediction)> = None;
         let delay = |each: &Candidate| {
             let node = self.nodes.get(each.id)?;
-            let prediction = self.predictions.get(&node.class).filter(|it| it.is_calibrated())?;
+            let prediction = match last {
+                Some((class, prediction)) if *class == node.class => prediction,
+                _ => self.predictions.get(&node.class).filter(|it| it.is_calibrated())?,
+            };
+            last = Some((&node.class, prediction));
             let miss = each.miss.max(each.grain);
             let terms = Terms::new(miss, each.found, node.load.own_tokens, node.load.batch());
             let others = prediction.prefill(miss, each.found) * node.load.batch() as f64;
@@ -86,9 +105,10 @@ impl Scheduler {
         self.nodes.get(id).map_or(u64::MAX, |node| node.load.batch())
     }
 
-    /// Who was taken least recently comes first: with this partner, then with any.
-    fn turn(&self, id: NodeId, partner: Option<NodeId>) -> (u64, u64) {
-        let together = partner.and_then(|partner| self.pairs.get(&(partner, id)).copied());
+    /// Who was taken least recently comes first: together with a partner, then with any. `with`: of the partner, the last choice
+    /// of each.
+    fn turn(&self, id: NodeId, with: &[u64]) -> (u64, u64) {
+        let together = with.get(id.slot()).copied();
         (together.unwrap_or(0), self.nodes.get(id).map_or(u64::MAX, |node| node.chosen))
     }
 
@@ -99,4 +119,10 @@ impl Scheduler {
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((u128::from(mixed ^ (mixed >> 31)) * below.max(1) as u128) >> 64) as usize
     }
+}
+
+/// The one with the least key, and of several with the least turn, which takes longer to find out.
+fn least<T, K: Ord, U: Ord>(all: &[T], key: impl Fn(&T) -> K, turn: impl Fn(&T) -> U) -> Option<&T> {
+    let least = all.iter().map(&key).min()?;
+    all.iter().filter(|each| key(each) == least).min_by_key(|each| turn(each))
 }

@@ -21,7 +21,8 @@ pub enum Policy {
     #[default]
     LeastWork,
     /// The one where the first token is predicted soonest, with a part of what the prompt keeps the others' tokens waiting. What
-    /// nodes take is learned from first tokens; until that is known, and for decode nodes, as [`Policy::LeastWork`].
+    /// nodes take is learned from first tokens. Until that is known, among nodes of one class, and for decode nodes, as
+    /// [`Policy::LeastWork`].
     LeastDelay,
 }
 

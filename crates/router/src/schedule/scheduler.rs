@@ -25,7 +25,8 @@ pub struct Scheduler {
     pub(super) choices: u64,
     /// The number of the choice that took a prefill and a decode node together last. Without it two roles that are both taken
     /// in turn would meet in the same pairs for ever.
-    pub(super) pairs: HashMap<(NodeId, NodeId), u64>,
+    /// By prefill node, and the decode node's slot; 0 where there was none.
+    pub(super) pairs: HashMap<NodeId, Vec<u64>>,
     pub(super) chance: u64,
     /// By class of nodes.
     pub(super) predictions: HashMap<Arc<str>, Prediction>,
@@ -63,7 +64,8 @@ impl Scheduler {
 
     /// A node goes, with all that was known of it.
     pub fn remove(&mut self, id: NodeId) -> Option<Node> {
-        self.pairs.retain(|pair, _| pair.0 != id && pair.1 != id);
+        self.pairs.remove(&id);
+        self.pairs.values_mut().filter_map(|of| of.get_mut(id.slot())).for_each(|choice| *choice = 0);
         self.nodes.remove(id)
     }
 

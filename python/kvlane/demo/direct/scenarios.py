@@ -161,8 +161,8 @@ def _read_bytes(side: Side) -> float:
 
 
 def _kill_once_read(victim: Side, decode: Side, goal: float) -> None:
-    """Kills an engine once another one tells that it has read so many bytes. It computes for a moment at a time, so that
-    it is not done before that is told, however busy the machine is."""
+    """Kills an engine once another one tells that it has read so many bytes. It computes for a moment at a time, so
+    that it is not done before that is told, however busy the machine is."""
     end = time.monotonic() + ANSWER_TIMEOUT_S
     while _read_bytes(decode) < goal and time.monotonic() < end:
         victim.engine.go_on()

@@ -20,8 +20,16 @@ class Cluster:
     """Everything of a plan. As a context it ends all processes at its end."""
 
     def __init__(
-        self, plan: Plan, model: str, logs: Path, max_tokens: int, kv_cache: int, pool_size: str
+        self,
+        plan: Plan,
+        model: str,
+        logs: Path,
+        max_tokens: int,
+        kv_cache: int,
+        pool_size: str,
+        route_config: Path | None = None,
     ) -> None:
+        """`route_config`: a file with further settings of the router."""
         self.plan = plan
         self.engines: dict[str, ServedEngine] = {}
         self.memory: dict[str, int] = {}
@@ -30,6 +38,7 @@ class Cluster:
         """Name or folder."""
         self._logs = logs
         self._max_tokens, self._kv_cache, self._pool_size = max_tokens, kv_cache, pool_size
+        self._route_config = route_config
         self._router: Router | None = None
         self._daemon: Daemon | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvlane-demo-")
@@ -61,7 +70,8 @@ class Cluster:
         )
         self._daemon.start()
         show("the daemon is ready")
-        self._router = Router(self.plan, self._logs / "router.log", Path(self._folder.name) / "route.sock")
+        socket = Path(self._folder.name) / "route.sock"
+        self._router = Router(self.plan, self._logs / "router.log", socket, self._route_config)
         for node in self.plan.engines:
             self._start_engine(node)
         waiting = list(self.plan.engines)

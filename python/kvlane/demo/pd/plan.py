@@ -30,7 +30,7 @@ class Node:
     name: str
     """P1, P2, D1 ..."""
     role: str
-    """prefill or decode"""
+    """prefill, decode or worker"""
     port: int
 
     @property
@@ -45,6 +45,8 @@ class Plan:
 
     prefill: list[Node]
     decode: list[Node]
+    workers: list[Node]
+    """Engines that the router has prefill or decode, as the work needs it."""
     joins: Node
     """A further prefill engine, which comes later: the router is told of it then."""
     router_port: int
@@ -55,7 +57,7 @@ class Plan:
     @property
     def engines(self) -> list[Node]:
         """Those that run from the beginning."""
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *self.decode, *self.workers]
 
     @property
     def router_url(self) -> str:
@@ -77,28 +79,33 @@ class Plan:
         return next((node.name for node in [*self.engines, self.joins] if node.url == url), url or "-")
 
 
-def plan(prefill: int, decode: int, prefill_port: int, decode_port: int) -> Plan:
-    """Raises NotPossible where the ports of engines are taken; router and admin port move to free ones."""
+def plan(prefill: int, decode: int, prefill_port: int, decode_port: int, workers: int = 0) -> Plan:
+    """Workers have the ports behind those of decode engines. Raises NotPossible where the ports of engines are taken;
+    router and admin port move to free ones."""
     if prefill < 1 or decode < 1:
         raise NotPossible(f"--prefill {prefill} and --decode {decode}: there must be at least one of each")
-    ports = {prefill_port + at for at in range(prefill + 1)} & {decode_port + at for at in range(decode)}
+    ports = {prefill_port + at for at in range(prefill + 1)} & {
+        decode_port + at for at in range(decode + workers)
+    }
     if ports:
         raise NotPossible(f"port {min(ports)} is meant for two engines: choose another --decode-port")
     notes: list[str] = []
     nodes = [
         *(Node(f"P{at + 1}", "prefill", prefill_port + at) for at in range(prefill + 1)),
         *(Node(f"D{at + 1}", "decode", decode_port + at) for at in range(decode)),
+        *(Node(f"W{at + 1}", "worker", decode_port + decode + at) for at in range(workers)),
     ]
     for node in nodes:
         if not _is_free(node.port):
-            flag = f"--{node.role}-port"
+            flag = "--prefill-port" if node.role == "prefill" else "--decode-port"
             raise NotPossible(
                 f"port {node.port} is taken, and {node.name} was to listen there: end what listens there "
                 f"(ss -ltnp 'sport = :{node.port}' shows it), or choose other ports with {flag}"
             )
     router = _this_or_free(ROUTER_PORT, "clients are served", notes)
     admin = _this_or_free(ADMIN_PORT, "the router's admin pages are", notes)
-    return Plan(nodes[:prefill], nodes[prefill + 1 :], nodes[prefill], router, admin, notes)
+    others = nodes[prefill + 1 :]
+    return Plan(nodes[:prefill], others[:decode], others[decode:], nodes[prefill], router, admin, notes)
 
 
 def _this_or_free(port: int, what: str, notes: list[str]) -> int:

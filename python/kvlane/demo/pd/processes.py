@@ -124,12 +124,14 @@ class ServedEngine:
 class Router:
     """`kvlane route` before the engines of a plan."""
 
-    def __init__(self, plan: Plan, log: Path, socket: Path) -> None:
+    def __init__(self, plan: Plan, log: Path, socket: Path, config: Path | None = None) -> None:
+        """`config`: a file with further settings."""
         self._plan = plan
         self._socket = socket
         self.log = log
         command = [beside_python("kvlane"), "route", "--listen", f"127.0.0.1:{plan.router_port}"]
         command += ["--admin", f"127.0.0.1:{plan.admin_port}", "--socket", str(socket)]
+        command += ["--config", str(config)] if config is not None else []
         for node in plan.engines:
             command += [f"--{node.role}", node.url]
         with log.open("wb") as sink:

@@ -37,8 +37,8 @@ def _passed(scenarios: Sequence[Scenario], name: str) -> bool:
     return any(each.name.startswith(name) and each.passed for each in scenarios)
 
 
-def publish(found: Mapping[str, Any], out: Path) -> None:
-    """Print the tables, write demo-pd.json and demo-pd.png."""
+def publish(found: Mapping[str, Any], out: Path, name: str = "demo-pd") -> None:
+    """Print the tables, write both files of this name, a .json and a .png."""
     print(report.paragraph(found["title"]))
     print(report.table(["request", "prefill", "decode", "why"], _served(found["requests"])))
     print()
@@ -50,9 +50,9 @@ def publish(found: Mapping[str, Any], out: Path) -> None:
     for scenario in found["scenarios"]:
         for problem in scenario["problems"]:
             print(report.paragraph(f"{scenario['name']}: {problem}"))
-    report.write_json(out / "demo-pd.json", found)
-    save(pictures.pairs(found), out / "demo-pd.png")
-    print(f"written: {out / 'demo-pd.json'}, {out / 'demo-pd.png'}")
+    report.write_json(out / f"{name}.json", found)
+    save(pictures.pairs(found), out / f"{name}.png")
+    print(f"written: {out / name}.json, {out / name}.png")
 
 
 def _served(requests: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -74,6 +74,8 @@ def _short(name: str, figures: Mapping[str, Any]) -> str:
         return f"{figures['equal']} of {figures['prompts']} equal"
     if name.startswith(COMPUTES) and figures:
         return f"{figures['within']} of {figures['prompts']}, most {max(figures['computed_tokens_each'])}"
+    if "roles" in figures:
+        return f"it had the roles {', '.join(figures['roles'])}; {figures['answered']} answered"
     if "changed_tokens" in figures:
         return f"{figures['changed_tokens']} tokens changed"
     if "answered" in figures:
