@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,70 @@ def test_workers_get_roles_by_a_flag() -> None:
         until("roles", lambda: sorted(roles(router)) == ["decode", "decode", "prefill"])
 
 
+# Whatever the load is, it is high.
+OVERLOADED = """
+[balance.prefill]
+high-enter = 0
+high-exit = 0
+low-exit = 0
+low-enter = 0
+[balance.decode]
+high-enter = 0
+high-exit = 0
+low-exit = 0
+low-enter = 0
+"""
+
+
+def test_in_an_overload_classes_that_the_operator_names_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(QUICK + "scale-up-after-ms = 300\nrefuse-s = { batch = 30 }\n" + OVERLOADED)
+    with routed(ENGINE, ENGINE, flags=("--config", str(config))) as (router, _):
+        until("an overload", lambda: any(each["state"] == "overload" for each in balance_records(router)))
+        body = wanted(max_tokens=1)
+        status, answer, headers = ask(router.address, COMPLETIONS, body, {"X-Request-Class": "batch"})
+        assert (status, headers["retry-after"]) == (429, "30")
+        assert answer["error"]["type"] == "RateLimitError" and "the class batch" in answer["error"]["message"]
+        for others in ({}, {"X-Request-Class": "interactive"}, {"X-Request-Class": "b\xe4tch"}):
+            assert ask(router.address, COMPLETIONS, body, others)[0] == 200
+        wanted_more = until(
+            "one more is asked for",
+            lambda: [each for each in balance_records(router) if each["what"] == "one more wanted"],
+        )
+        assert wanted_more[0]["role"] in ("prefill", "decode")
+        _, page, _ = ask(router.admin, "/metrics")
+        assert "kvlane_route_shed_total 1\n" in page
+        assert re.search(r'^kvlane_route_scale_wanted_total\{direction="up"\} [1-9]', page, re.MULTILINE)
+
+
+def test_a_webhook_is_told_and_a_dead_one_holds_nothing_up(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    config = tmp_path / "route.toml"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config.write_text(QUICK + f'webhook = "http://127.0.0.1:{server.server_port}/records"\n')
+        with routed(ENGINE, ENGINE, flags=("--config", str(config))) as (router, _):
+            until("two are told", lambda: len([each for each in told if each["what"] == "changes to"]) == 2)
+            assert told[::-1] == balance_records(router)[-len(told) :]
+        server.shutdown()
+        dead = server.server_port
+    config.write_text(QUICK + f'webhook = "http://127.0.0.1:{dead}/records"\n')
+    with routed(ENGINE, ENGINE, flags=("--config", str(config))) as (router, _):
+        until("it is logged", lambda: any("the webhook was not told" in line for line in router.lines))
+        assert sorted(roles(router)) == ["decode", "prefill"]
+        assert ask(router.address, COMPLETIONS, wanted(max_tokens=1))[0] == 200
+
+
 def test_without_it_workers_serve_whole_requests() -> None:
     with routed(ENGINE, ENGINE) as (router, _):
         ask(router.address, COMPLETIONS, wanted(max_tokens=1))
@@ -156,6 +222,8 @@ def test_without_it_workers_serve_whole_requests() -> None:
         ("speed = 3", "[balance]: unknown field `speed`"),
         ("ttft-ms = -1", "balance.ttft-ms = -1: from 1 to 86400000"),
         ("ttft-ms = nan", "balance.ttft-ms = NaN: from 1 to"),
+        ('webhook = "ftp://a"', "balance.webhook: ftp://a is no address"),
+        ("refuse-s = { batch = 0 }", "balance.refuse-s.batch = 0: from 1 to 86400"),
         ("window = 0", "balance.window = 0: from 1 to 10000 looks"),
         ("[balance.prefill]\nhigh-enter = 0.01", "[balance.prefill]: low-enter = 0.1"),
         (

@@ -2,8 +2,11 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use anyhow::{Context, Result, bail};
-use kvlane_router::balance::{NAMES, RoleSettings, Settings, Thresholds};
+use anyhow::{Context, Result, anyhow, bail};
+use kvlane_router::{
+    balance::{NAMES, RoleSettings, Settings, Thresholds},
+    proxy::Address,
+};
 use serde::Deserialize;
 
 /// A day: no time of the table is longer.
@@ -30,6 +33,8 @@ pub(crate) struct BalanceTable {
     relief: Option<f64>,
     scale_up_after_ms: Option<f64>,
     scale_down_after_ms: Option<f64>,
+    webhook: Option<String>,
+    refuse_s: BTreeMap<String, f64>,
     prefill: RoleTable,
     decode: RoleTable,
 }
@@ -45,6 +50,21 @@ struct RoleTable {
 }
 
 impl BalanceTable {
+    /// Where what is done is told, beside the log.
+    pub(crate) fn webhook(&self) -> Result<Option<Address>> {
+        let parsed = self.webhook.as_ref().map(|url| url.parse::<Address>());
+        parsed.transpose().map_err(|error| anyhow!("balance.webhook: {error}"))
+    }
+
+    /// Classes of requests that are refused in an overload, and when they may come again.
+    pub(crate) fn refuse(&self) -> Result<Vec<(String, Duration)>> {
+        let each = |(class, seconds): (&String, &f64)| {
+            let wait = number(&format!("refuse-s.{class}"), Some(*seconds), 0.0, 1.0, 86_400.0)?;
+            Ok((class.clone(), Duration::from_secs_f64(wait)))
+        };
+        self.refuse_s.iter().map(each).collect()
+    }
+
     /// A mistake is told with its key.
     pub(crate) fn settings(&self) -> Result<Settings> {
         let usual = Settings::default();
@@ -132,7 +152,10 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> Result<Settings> {
-        toml::from_str::<BalanceTable>(text)?.settings()
+        let table = toml::from_str::<BalanceTable>(text)?;
+        table.webhook()?;
+        table.refuse()?;
+        table.settings()
     }
 
     #[test]
@@ -170,6 +193,8 @@ mod tests {
             ),
             ("[decode]\nweights = { running = 0, waiting = 0, swapped = 0, kv-cache = 0 }", "one at least"),
             ("speed = 1", "unknown field `speed`"),
+            ("webhook = \"ftp://a\"", "balance.webhook: ftp://a is no address"),
+            ("[refuse-s]\nbatch = 0", "balance.refuse-s.batch = 0: from 1 to 86400"),
         ] {
             let told = format!("{:#}", parsed(text).unwrap_err());
             assert!(told.contains(wanted), "{text}: {told}");

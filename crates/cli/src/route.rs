@@ -26,6 +26,7 @@ use kvlane_router::{
     members::{AllowList, Block, Membership, MembershipOptions, PingOptions},
     proxy::{Address, Proxy, ProxySettings, Shared},
     schedule::{Policy, Scheduler, Settings},
+    webhook::Webhook,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
@@ -215,8 +216,10 @@ fn route(args: RouteArgs) -> Result<()> {
     };
     let args = &args;
     let filter = logging::parse_filter(&args.log).map_err(|sentence| anyhow!(sentence))?;
-    let settings = settings(args)?;
+    let mut settings = settings(args)?;
     let balance = tables.balance.clone().or_else(|| args.balance.then(BalanceTable::default));
+    let webhook = balance.as_ref().map(BalanceTable::webhook).transpose()?.flatten();
+    settings.refuse = balance.as_ref().map(BalanceTable::refuse).transpose()?.unwrap_or_default();
     let balance = balance.map(|table| table.settings()).transpose()?;
     let (nodes, names) = nodes::all(args, tables)?;
     let scheduler = Settings {
@@ -253,7 +256,7 @@ fn route(args: RouteArgs) -> Result<()> {
         tracing::info!("engines' beats are taken at {at}");
     }
     let loads = Loads::start(&shared)?;
-    let balancing = Balancing::start(&shared)?;
+    let balancing = Balancing::start(&shared, webhook.map(Webhook::start).transpose()?)?;
     let events = {
         let named = Arc::clone(&shared);
         EventReaders::start(&shared.knowledge, Box::new(move || named.names()))?

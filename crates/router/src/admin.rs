@@ -69,6 +69,12 @@ pub const METRICS: &[Metric] = &[
         |shared| shared.counters.refused.load(Ordering::Relaxed),
     ),
     total(
+        "kvlane_route_shed_total",
+        MetricKind::Counter,
+        "Requests that were refused with 429, since all engines were overloaded.",
+        |shared| shared.counters.shed.load(Ordering::Relaxed),
+    ),
+    total(
         "kvlane_route_not_handed_over_total",
         MetricKind::Counter,
         "Requests whose prefill node named nothing for the decode node, which then computes the prompt again.",

@@ -14,6 +14,7 @@ use crate::{
     balance::{Act, Looked, NAMES, State},
     proxy::Shared,
     schedule::{NodeId, Role},
+    webhook::Webhook,
 };
 
 /// Records that are remembered.
@@ -27,11 +28,11 @@ pub struct Balancing {
 }
 
 impl Balancing {
-    /// Looks until it is stopped, if the router is to balance.
+    /// Looks until it is stopped, if the router is to balance. What it does is told to the webhook, if there is one.
     ///
     /// # Errors
     /// The kernel gives no thread.
-    pub fn start(shared: &Arc<Shared>) -> io::Result<Option<Self>> {
+    pub fn start(shared: &Arc<Shared>, webhook: Option<Webhook>) -> io::Result<Option<Self>> {
         let Some(every) = shared.with_balance(|balancers, _| balancers.settings().every) else {
             return Ok(None);
         };
@@ -39,8 +40,11 @@ impl Balancing {
         let shared = Arc::clone(shared);
         let thread = std::thread::Builder::new().name("kvlane-balance".into()).spawn(move || {
             while stopped.recv_timeout(every) == Err(mpsc::RecvTimeoutError::Timeout) {
-                shared.look(Instant::now());
+                for record in shared.look(Instant::now()) {
+                    webhook.iter().for_each(|webhook| webhook.tell(record.clone()));
+                }
             }
+            webhook.into_iter().for_each(Webhook::stop);
         })?;
         Ok(Some(Self { stop, thread }))
     }
@@ -74,14 +78,15 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    /// Remembers and logs what a look has found. `name`: of a node.
-    pub(crate) fn note(&mut self, looked: &Looked, name: impl Fn(NodeId) -> Option<Arc<str>>) {
+    /// Remembers and logs what a look has found; answers it as JSON. `name`: of a node.
+    pub(crate) fn note(&mut self, looked: &Looked, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
+        let mut pages = Vec::new();
         let Looked { group, state, scores, is_new, acts } = looked;
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
             tracing::info!(group = &*group.0, %prefill, %decode, "the state is {}", state.name());
-            self.push(looked, None);
+            pages.push(self.push(looked, None));
         }
         for act in acts {
             let (what, node, role) = match *act {
@@ -98,21 +103,25 @@ impl Records {
             }
             let node_name = node.as_deref().unwrap_or("");
             tracing::info!(node = node_name, group = &*group.0, %prefill, %decode, "{what} {role}");
-            self.push(looked, Some((what, node, role)));
+            pages.push(self.push(looked, Some((what, node, role))));
         }
+        pages
     }
 
-    fn push(&mut self, looked: &Looked, act: Option<(&'static str, Option<Arc<str>>, Role)>) {
+    fn push(&mut self, looked: &Looked, act: Option<(&'static str, Option<Arc<str>>, Role)>) -> Value {
         if self.records.len() == RECORDS_MAX {
             self.records.pop_front();
         }
-        self.records.push_back(Record {
+        let record = Record {
             at: SystemTime::now(),
             group: Arc::clone(&looked.group.0),
             state: looked.state,
             scores: looked.scores,
             act,
-        });
+        };
+        let page = record.page();
+        self.records.push_back(record);
+        page
     }
 
     /// The last `most`, the newest first.

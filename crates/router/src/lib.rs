@@ -14,6 +14,7 @@
 //! - [`members`]: which nodes there are, and whether they answer.
 //! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
 //! - [`schedule`]: which nodes a request goes to. Pure.
+//! - [`webhook`]: tells an operator's program what the balancer did.
 #![forbid(unsafe_code)]
 
 pub mod admin;
@@ -30,3 +31,4 @@ pub mod loads;
 pub mod members;
 pub mod proxy;
 pub mod schedule;
+pub mod webhook;

@@ -152,6 +152,8 @@ fn balance(value: Value) -> Result<Option<BalanceTable>> {
         .try_into()
         .map_err(|error: toml::de::Error| anyhow!("{}", error.message().replace('\n', ", ")))?;
     table.settings()?;
+    table.webhook()?;
+    table.refuse()?;
     Ok(Some(table))
 }
 

@@ -33,6 +33,8 @@ use crate::{
     schedule::NodeState,
 };
 
+/// Says of which class a request is, for those that are refused in an overload.
+const REQUEST_CLASS: &str = "x-request-class";
 /// Longest id of a client that comes back to it.
 const CLIENT_ID_BYTES_MAX: usize = 256;
 
@@ -76,6 +78,9 @@ async fn route(
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
+            if let Some(problem) = refused(shared, &head.headers) {
+                return Err(problem);
+            }
             post(shared, upstreams, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
@@ -84,6 +89,17 @@ async fn route(
         )),
         _ => Err(Problem::new(StatusCode::NOT_FOUND, format!("{} {path} is not served here", head.method))),
     }
+}
+
+/// A problem if requests of this one's class are refused now.
+fn refused(shared: &Shared, headers: &HeaderMap) -> Option<Problem> {
+    let class = headers.get(REQUEST_CLASS).map_or(Some("default"), |value| value.to_str().ok())?;
+    let wait = shared.refusal(class)?;
+    Counters::count(&shared.counters.shed);
+    let sentence = format!(
+        "all engines are overloaded, and requests of the class {class} are refused until they are not"
+    );
+    Some(Problem { retry_after: Some(wait), ..Problem::new(StatusCode::TOO_MANY_REQUESTS, sentence) })
 }
 
 /// Whether a path means to an engine what it means here: engines decode what is escaped in it.

@@ -15,6 +15,9 @@ pub struct ProxySettings {
     pub body_bytes_max: usize,
     /// Bytes of all bodies that are held at a time, each until its answer has begun.
     pub bodies_bytes_max: usize,
+    /// Classes of requests that are refused while all nodes are overloaded, and when they may be sent again. The class is in the
+    /// header `X-Request-Class`; those without are of the class "default".
+    pub refuse: Vec<(String, Duration)>,
     /// How long a client may take for each piece of its body.
     pub client_timeout: Duration,
     /// How long a connection to a node may take.
@@ -31,6 +34,7 @@ impl Default for ProxySettings {
             keys: Vec::new(),
             body_bytes_max: 64 << 20,
             bodies_bytes_max: 1 << 30,
+            refuse: Vec::new(),
             client_timeout: Duration::from_secs(30),
             connect_timeout: Duration::from_secs(2),
             first_byte_timeout: None,

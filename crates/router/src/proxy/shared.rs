@@ -7,9 +7,9 @@ use std::{
     str::FromStr,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use hyper::Uri;
@@ -19,7 +19,7 @@ use tokio::sync::Semaphore;
 
 use super::settings::ProxySettings;
 use crate::{
-    balance::{self, Balancers},
+    balance::{self, Balancers, Looked},
     balancing::Records,
     beats_refused::BeatsRefused,
     decisions::Decisions,
@@ -126,6 +126,8 @@ pub struct Counters {
     pub retries: AtomicU64,
     /// Requests that no node could serve.
     pub refused: AtomicU64,
+    /// Requests that were refused in an overload.
+    pub shed: AtomicU64,
     /// Pairs whose prefill node named no blocks: the decode node computes the prompt.
     pub not_handed_over: AtomicU64,
     /// Legs whose client left before the last byte.
@@ -161,6 +163,8 @@ pub struct Shared {
     pub(super) places: Arc<Semaphore>,
     /// Held for microseconds, never over an await.
     pub(super) state: Mutex<State>,
+    /// As of the last look: no node has time for more.
+    is_overloaded: AtomicBool,
     /// What has happened.
     pub counters: Counters,
     /// What nodes have of prompts, by what their engines tell.
@@ -207,6 +211,7 @@ impl Shared {
             settings,
             places,
             state: Mutex::new(state),
+            is_overloaded: AtomicBool::new(false),
             counters: Counters::default(),
             knowledge,
         })
@@ -228,14 +233,24 @@ impl Shared {
         state.balancers.as_ref().map(|balancers| work(balancers, &state.records))
     }
 
-    /// A look of the balancers at all nodes.
-    pub(crate) fn look(&self, now: Instant) {
+    /// A look of the balancers at all nodes: what is new, as JSON.
+    pub(crate) fn look(&self, now: Instant) -> Vec<serde_json::Value> {
         let mut state = self.state.lock();
         let State { scheduler, balancers, records, .. } = &mut *state;
-        let Some(balancers) = balancers else { return };
-        for looked in balancers.look(scheduler, now) {
-            records.note(&looked, |id| scheduler.node(id).map(|node| Arc::clone(&node.name)));
-        }
+        let Some(balancers) = balancers else { return Vec::new() };
+        let all = balancers.look(scheduler, now);
+        let is_overload = |looked: &Looked| looked.state == balance::State::Overload;
+        self.is_overloaded.store(!all.is_empty() && all.iter().all(is_overload), Ordering::Relaxed);
+        let name = |id| scheduler.node(id).map(|node| Arc::clone(&node.name));
+        all.iter().flat_map(|looked| records.note(looked, name)).collect()
+    }
+
+    /// How long a request of this class has to wait before it is sent again, if it is refused now: all nodes are overloaded, and
+    /// the operator wants it.
+    pub(crate) fn refusal(&self, class: &str) -> Option<Duration> {
+        let is_overloaded = self.is_overloaded.load(Ordering::Relaxed);
+        let refused = self.settings.refuse.iter().find(|(name, _)| is_overloaded && name == class);
+        refused.map(|(_, wait)| *wait)
     }
 
     /// A node joins.
