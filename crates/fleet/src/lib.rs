@@ -13,6 +13,7 @@
 
 mod costs;
 mod engine;
+mod live;
 mod outcome;
 mod replay;
 mod trace;
@@ -20,6 +21,7 @@ mod trace;
 pub use self::{
     costs::{Costs, CostsError},
     engine::Class,
+    live::{Brought, LiveEngine},
     outcome::{Limits, Served, Summary},
     replay::{HandOver, NodeSetup, Replayed, Setup, Signals, Turn, replay},
     trace::{Request, Trace},

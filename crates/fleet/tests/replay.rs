@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Class, Costs, HandOver, Limits, NodeSetup, Request, Served, Setup, Signals, Summary, Trace, replay,
+    Brought, Class, Costs, HandOver, Limits, LiveEngine, NodeSetup, Request, Served, Setup, Signals, Summary,
+    Trace, replay,
 };
 use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
@@ -221,6 +222,36 @@ fn roles_follow_the_work_and_serve_more_than_roles_that_stay() {
         let (first, second) = (prefill_at(Duration::from_secs(85)), prefill_at(Duration::from_secs(170)));
         assert!(first > 3 && second < 3, "{first} then {second} of 6 prefill");
     }
+}
+
+/// The engine of a server, in the caller's time.
+#[test]
+fn a_live_engine_takes_the_same_time_as_one_in_a_replay() {
+    let asked = || (0..20).map(|number| request(0, 700 + 300 * number, 5 + number, 100 * number));
+    let all = trace(asked().collect());
+    let served = run(&all, &fleet(&[Role::Worker], &Class::default(), Policy::LeastWork));
+    let mut engine = LiveEngine::new(Class::default(), BLOCK);
+    let numbers: Vec<usize> = all.requests.iter().map(|request| engine.push(request.clone())).collect();
+    assert_eq!(engine.load(), (0, 20, 0));
+    let (mut now, mut firsts, mut lasts) = (Duration::ZERO, vec![None; 20], vec![None; 20]);
+    while lasts.iter().any(Option::is_none) {
+        match engine.begin_step(now) {
+            Ok(over) => {
+                now = over;
+                for brought in engine.end_step() {
+                    match brought {
+                        Brought::First(number) => firsts[number] = Some(now),
+                        Brought::Last(number) => lasts[number] = Some(now),
+                    }
+                }
+            }
+            Err(again) => now = again.unwrap(),
+        }
+    }
+    for (number, served) in numbers.into_iter().zip(&served) {
+        assert_eq!((firsts[number], lasts[number]), (served.first, served.last));
+    }
+    assert_eq!(engine.load(), (0, 0, 0));
 }
 
 fn any_trace() -> impl Strategy<Value = Trace> {
