@@ -42,7 +42,7 @@ def roles(router: Router) -> list[str]:
 
 
 def balance_records(router: Router) -> list[dict[str, Any]]:
-    _, page, _ = ask(router.admin, "/decisions")
+    _, page, _ = ask(router.admin, "/decisions?limit=500")
     return page["balance"]
 
 
@@ -89,7 +89,7 @@ def test_roles_follow_the_work_and_no_request_is_lost(tmp_path: Path, drains: st
             until("another node prefills", lambda: roles(router).count("prefill") == 3)
 
         def decodes(number: int) -> dict[str, Any]:
-            return wanted(f"short {number} " * 40, max_tokens=60)
+            return wanted(f"short {number} " * 20, max_tokens=60)
 
         with asking(router, 24, decodes) as second:
             until("all but one decode", lambda: roles(router).count("decode") == 3)
@@ -111,8 +111,8 @@ def test_roles_follow_the_work_and_no_request_is_lost(tmp_path: Path, drains: st
         _, page, _ = ask(router.admin, "/metrics")
         count = re.search(r"^kvlane_route_role_changes_total (\d+)$", page, re.MULTILINE)
         assert count is not None and int(count[1]) == len(changes)
-        assert 'kvlane_route_balance_state{group="",state=' in page
-        assert 'kvlane_route_balance_score{group="",role="prefill"}' in page
+        assert 'kvlane_route_balance_state{group="",connector="store",model="fake",state=' in page
+        assert 'kvlane_route_balance_score{group="",connector="store",model="fake",role="prefill"}' in page
         assert "kvlane_route_node_score{" in page
         _, page, _ = ask(router.admin, "/nodes")
         assert all(

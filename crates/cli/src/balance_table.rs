@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 use anyhow::{Context, Result, anyhow, bail};
 use kvlane_router::{
     balance::{NAMES, RoleSettings, Settings, Thresholds},
-    proxy::Address,
+    webhook::WebhookUrl,
 };
 use serde::Deserialize;
 
@@ -51,8 +51,8 @@ struct RoleTable {
 
 impl BalanceTable {
     /// Where what is done is told, beside the log.
-    pub(crate) fn webhook(&self) -> Result<Option<Address>> {
-        let parsed = self.webhook.as_ref().map(|url| url.parse::<Address>());
+    pub(crate) fn webhook(&self) -> Result<Option<WebhookUrl>> {
+        let parsed = self.webhook.as_ref().map(|url| url.parse::<WebhookUrl>());
         parsed.transpose().map_err(|error| anyhow!("balance.webhook: {error}"))
     }
 
@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(parsed("").unwrap(), Settings::default());
         let one = parsed("flips = false\n[decode]\nweights = { running = 7 }").unwrap();
         assert!(!one.flips);
-        assert_eq!(one.decode.weights, [7.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
+        assert_eq!(one.decode.weights, [7.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]);
     }
 
     #[test]
@@ -191,9 +191,9 @@ mod tests {
                 "[decode]\nweights = { speed = 1 }",
                 "weights.speed: there is no such indicator; there are running",
             ),
-            ("[decode]\nweights = { running = 0, waiting = 0, swapped = 0, kv-cache = 0 }", "one at least"),
+            ("[decode]\nweights = { running = 0, waiting = 0, kv-cache = 0 }", "one at least"),
             ("speed = 1", "unknown field `speed`"),
-            ("webhook = \"ftp://a\"", "balance.webhook: ftp://a is no address"),
+            ("webhook = \"ftp://a\"", "balance.webhook: ftp://a is no address of a webhook"),
             ("[refuse-s]\nbatch = 0", "balance.refuse-s.batch = 0: from 1 to 86400"),
         ] {
             let told = format!("{:#}", parsed(text).unwrap_err());

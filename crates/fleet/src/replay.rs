@@ -416,8 +416,15 @@ impl<'a> World<'a> {
     fn told(&mut self, node: usize, told: Told) {
         let Told { requests, waiting, cache_percent, own_before } = told;
         if let Some(node) = self.scheduler.node_mut(self.places[node].id) {
-            node.load
-                .observe(Reported { requests, waiting, cache_percent, ..Reported::default() }, own_before);
+            node.load.observe(
+                Reported {
+                    requests,
+                    waiting: Some(waiting),
+                    cache_percent: Some(cache_percent),
+                    ..Reported::default()
+                },
+                own_before,
+            );
         }
     }
 

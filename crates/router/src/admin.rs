@@ -216,12 +216,11 @@ pub const METRICS: &[Metric] = &[
     each(
         "kvlane_route_balance_state",
         MetricKind::Gauge,
-        "group, state",
+        "group, connector, model, state",
         "1 for the state that the nodes of a group are in.",
         |shared| {
             let row = |(group, balancer): (&Group, &Balancer)| {
-                let labels =
-                    format!("group=\"{}\",state=\"{}\"", escape_label(&group.0), balancer.state().name());
+                let labels = format!("{},state=\"{}\"", group_labels(group), balancer.state().name());
                 (labels, 1.0)
             };
             shared.with_balance(|balancers, _| balancers.groups().map(row).collect()).unwrap_or_default()
@@ -230,13 +229,13 @@ pub const METRICS: &[Metric] = &[
     each(
         "kvlane_route_balance_score",
         MetricKind::Gauge,
-        "group, role",
+        "group, connector, model, role",
         "How loaded the nodes of a role are, on average.",
         |shared| {
             let rows = |(group, balancer): (&Group, &Balancer)| {
                 let (prefill, decode) = balancer.scores();
                 let row = |role: Role, score: Option<f64>| {
-                    Some((format!("group=\"{}\",role=\"{role}\"", escape_label(&group.0)), score?))
+                    Some((format!("{},role=\"{role}\"", group_labels(group)), score?))
                 };
                 [row(Role::Prefill, prefill), row(Role::Decode, decode)]
             };
@@ -309,6 +308,11 @@ const fn each(
 
 fn labels(node: &Node) -> String {
     format!("node=\"{}\",role=\"{}\"", escape_label(&node.name), node.role)
+}
+
+fn group_labels(group: &Group) -> String {
+    let Group { name, connector, model } = group;
+    format!("group=\"{}\",connector=\"{connector}\",model=\"{}\"", escape_label(name), escape_label(model))
 }
 
 /// What is known of each node's prefixes, with its labels.

@@ -11,7 +11,7 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    balance::{Act, Looked, NAMES, State},
+    balance::{Act, Group, Looked, NAMES, State},
     proxy::Shared,
     schedule::{NodeId, Role},
     webhook::Webhook,
@@ -60,7 +60,7 @@ impl Balancing {
 #[derive(Debug, Clone)]
 struct Record {
     at: SystemTime,
-    group: Arc<str>,
+    group: Group,
     state: State,
     scores: (Option<f64>, Option<f64>),
     act: Option<(&'static str, Option<Arc<str>>, Role)>,
@@ -85,7 +85,7 @@ impl Records {
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
-            tracing::info!(group = &*group.0, %prefill, %decode, "the state is {}", state.name());
+            tracing::info!(group = &*group.name, model = &*group.model, %prefill, %decode, "the state is {}", state.name());
             pages.push(self.push(looked, None));
         }
         for act in acts {
@@ -102,7 +102,7 @@ impl Records {
                 Act::Drain(..) => {}
             }
             let node_name = node.as_deref().unwrap_or("");
-            tracing::info!(node = node_name, group = &*group.0, %prefill, %decode, "{what} {role}");
+            tracing::info!(node = node_name, group = &*group.name, model = &*group.model, %prefill, %decode, "{what} {role}");
             pages.push(self.push(looked, Some((what, node, role))));
         }
         pages
@@ -114,7 +114,7 @@ impl Records {
         }
         let record = Record {
             at: SystemTime::now(),
-            group: Arc::clone(&looked.group.0),
+            group: looked.group.clone(),
             state: looked.state,
             scores: looked.scores,
             act,
@@ -135,7 +135,9 @@ impl Record {
         let at = self.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         json!({
             "time": at,
-            "group": &*self.group,
+            "group": &*self.group.name,
+            "connector": self.group.connector,
+            "model": &*self.group.model,
             "state": self.state.name(),
             "prefill_score": self.scores.0,
             "decode_score": self.scores.1,

@@ -101,12 +101,14 @@ pub fn read(page: &str, rank: Option<u32>) -> Option<(Reported, Counted)> {
         match name {
             "vllm:num_requests_running" | "vllm:num_requests_waiting" => {
                 reported.requests = reported.requests.saturating_add(count);
-                let waits = name == "vllm:num_requests_waiting";
-                reported.waiting = reported.waiting.saturating_add(if waits { count } else { 0 });
+                if name == "vllm:num_requests_waiting" {
+                    reported.waiting = Some(reported.waiting.unwrap_or(0).saturating_add(count));
+                }
                 found = Some(());
             }
             "vllm:kv_cache_usage_perc" => {
-                reported.cache_percent = reported.cache_percent.max((value * 100.0) as u64).min(100);
+                let percent = ((value * 100.0) as u64).min(100);
+                reported.cache_percent = Some(reported.cache_percent.unwrap_or(0).max(percent));
             }
             "vllm:num_preemptions_total" => {
                 counted.preemptions = Some(counted.preemptions.unwrap_or(0.0) + value)
@@ -241,10 +243,10 @@ mod tests {
             cache_percent,
             ..Reported::default()
         };
-        assert_eq!(read(page, None), Some(told(9, 4, 50)));
-        assert_eq!(read(page, Some(1)), Some(told(2, 0, 50)));
+        assert_eq!(read(page, None), Some(told(9, Some(4), Some(50))));
+        assert_eq!(read(page, Some(1)), Some(told(2, None, Some(50))));
         assert_eq!(read(page, Some(2)), None);
-        assert_eq!(read("vllm:num_requests_running 1", None), Some(told(1, 0, 0)));
+        assert_eq!(read("vllm:num_requests_running 1", None), Some(told(1, None, None)));
         let odd =
             "vllm:num_requests_running NaN\nvllm:num_requests_waiting -3\nvllm:num_requests_waiting{ +Inf";
         assert!(read(odd, None).is_some_and(|reported| reported.requests == 0));

@@ -2,7 +2,12 @@
 
 use std::{
     io,
-    sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+    str::FromStr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+    },
     thread::JoinHandle,
     time::Duration,
 };
@@ -10,26 +15,46 @@ use std::{
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::{
-    Request, StatusCode,
+    Method, Request, StatusCode, Uri,
     client::conn::http1,
-    header::{CONTENT_TYPE, HOST},
+    header::{CONTENT_TYPE, HOST, HeaderValue},
 };
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use thiserror::Error;
 use tokio::{net::TcpStream, time::timeout};
 
-use crate::proxy::Address;
-
 /// Records that wait to be told; of more, the newest are not told.
 const WAITING_MAX: usize = 64;
 /// For one POST.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Where records are POSTed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WebhookUrl(Uri);
+
+/// No address of a webhook.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("{0} is no address of a webhook: write it as http://HOST:PORT/PATH")]
+pub struct WebhookUrlError(String);
+
+impl FromStr for WebhookUrl {
+    type Err = WebhookUrlError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let url = text.parse::<Uri>().map_err(|_| WebhookUrlError(text.into()))?;
+        let has_host = url.host().is_some_and(|host| !host.is_empty());
+        let has_user = url.authority().is_some_and(|authority| authority.as_str().contains('@'));
+        let is_good = url.scheme_str() == Some("http") && has_host && !has_user;
+        is_good.then_some(Self(url)).ok_or_else(|| WebhookUrlError(text.into()))
+    }
+}
 
 /// Where records go. Telling never waits: a slow or dead program misses some.
 #[derive(Debug)]
 pub struct Webhook {
     records: SyncSender<Value>,
+    is_stopping: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
@@ -47,17 +72,19 @@ enum WebhookError {
 }
 
 impl Webhook {
-    /// POSTs to this address, whose path is whole.
+    /// POSTs there.
     ///
     /// # Errors
     /// The kernel gives no thread.
-    pub fn start(address: Address) -> io::Result<Self> {
+    pub fn start(url: WebhookUrl) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let (records, waiting) = sync_channel(WAITING_MAX);
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let stops = Arc::clone(&is_stopping);
         let thread = std::thread::Builder::new()
             .name("kvlane-webhook".into())
-            .spawn(move || tell_all(&runtime, &address, &waiting))?;
-        Ok(Self { records, thread })
+            .spawn(move || tell_all(&runtime, &url, &waiting, &stops))?;
+        Ok(Self { records, is_stopping, thread })
     }
 
     /// Tells a record soon, if the program keeps up.
@@ -67,48 +94,72 @@ impl Webhook {
         }
     }
 
-    /// Tells what waits, and ends.
+    /// Ends after the record that it is telling: within two seconds.
     pub fn stop(self) {
+        self.is_stopping.store(true, Ordering::Relaxed);
         drop(self.records);
         let _ = self.thread.join();
     }
 }
 
-fn tell_all(runtime: &tokio::runtime::Runtime, address: &Address, waiting: &Receiver<Value>) {
+fn tell_all(
+    runtime: &tokio::runtime::Runtime,
+    url: &WebhookUrl,
+    waiting: &Receiver<Value>,
+    is_stopping: &AtomicBool,
+) {
     let mut fails = false;
-    for record in waiting {
+    for record in waiting.iter().take_while(|_| !is_stopping.load(Ordering::Relaxed)) {
         let posted = runtime.block_on(async {
-            timeout(PATIENCE, post(address, record.to_string())).await.unwrap_or(Err(WebhookError::Late))
+            timeout(PATIENCE, post(url, record.to_string())).await.unwrap_or(Err(WebhookError::Late))
         });
         match posted {
             Ok(()) if fails => {
                 fails = false;
-                tracing::info!(webhook = %address, "the webhook answers again");
+                tracing::info!(webhook = %url.0, "the webhook answers again");
             }
             Ok(()) => {}
             Err(error) if !fails => {
                 fails = true;
-                tracing::warn!(webhook = %address, %error, "the webhook was not told a record; said once until it is told one");
+                tracing::warn!(webhook = %url.0, %error, "the webhook was not told a record; said once until it is told one");
             }
             Err(_) => {}
         }
     }
 }
 
-async fn post(address: &Address, record: String) -> Result<(), WebhookError> {
-    let stream = TcpStream::connect((address.host.as_str(), address.port)).await?;
+async fn post(WebhookUrl(url): &WebhookUrl, record: String) -> Result<(), WebhookError> {
+    let host = url.host().unwrap_or_default();
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let stream = TcpStream::connect((bare, url.port_u16().unwrap_or(80))).await?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     let connection = tokio::spawn(connection);
-    let mut request = Request::post(if address.path.is_empty() { "/" } else { &address.path });
-    if let Some(headers) = request.headers_mut() {
-        headers.insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static("application/json"));
-        if let Ok(host) = address.authority.parse() {
-            headers.insert(HOST, host);
-        }
+    let mut request = Request::new(Full::new(Bytes::from(record)));
+    *request.method_mut() = Method::POST;
+    if let Some(path) = url.path_and_query() {
+        *request.uri_mut() = Uri::from(path.clone());
     }
-    let Ok(request) = request.body(Full::new(Bytes::from(record))) else { return Ok(()) };
+    request.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    if let Some(host) = url.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok()) {
+        request.headers_mut().insert(HOST, host);
+    }
     let response = sender.send_request(request).await?;
     let status = response.status();
     connection.abort();
     if status.is_success() { Ok(()) } else { Err(WebhookError::Status(status)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_keeps_its_path_and_query() {
+        let url: WebhookUrl = "http://h:9/hooks/v1/?token=a".parse().unwrap();
+        assert_eq!(url.0.path_and_query().unwrap().as_str(), "/hooks/v1/?token=a");
+        for wrong in ["https://h/a", "ftp://a", "h:9", "", "http:///a", "http://user@h/a"] {
+            let told = wrong.parse::<WebhookUrl>().unwrap_err().to_string();
+            assert!(told.contains("write it as http://HOST:PORT/PATH"), "{told}");
+        }
+    }
 }

@@ -66,6 +66,10 @@ fn eight(settings: Settings, now: Instant) -> (Balancer, Vec<View>) {
     (balancer, views)
 }
 
+fn serving(views: &[View], role: Role) -> usize {
+    views.iter().filter(|view| view.is_ready && view.role == role && view.next_role.is_none()).count()
+}
+
 fn prefill_nodes(views: &[View]) -> usize {
     views.iter().filter(|view| view.role == Role::Prefill).count()
 }
@@ -186,6 +190,65 @@ fn nodes_are_asked_for_after_a_long_overload_and_offered_after_a_longer_underloa
 }
 
 #[test]
+fn a_role_that_loses_its_last_node_gets_another_one_at_once() {
+    for (lost, other) in [(Role::Decode, Role::Prefill), (Role::Prefill, Role::Decode)] {
+        let mut now = Instant::now();
+        let (mut balancer, mut views) = eight(Settings::default(), now);
+        views.iter_mut().filter(|view| view.role == lost).for_each(|view| view.is_ready = false);
+        let acts = looks(&mut balancer, &mut views, &mut now, (40_000, 120), 1);
+        let [Act::Turn(id, role)] = acts[..] else { panic!("{acts:?}") };
+        assert_eq!(role, lost);
+        assert_eq!((serving(&views, lost), serving(&views, other)), (1, 3), "{id}");
+    }
+}
+
+#[test]
+fn one_node_alone_keeps_serving_all_and_nothing_is_said_of_a_role_without_nodes() {
+    let mut now = Instant::now();
+    let mut balancer = Balancer::new(Settings::default());
+    let mut views: Vec<View> = ids(3).into_iter().map(|id| view(id, Role::Worker)).collect();
+    views[1].is_ready = false;
+    views[2].is_ready = false;
+    assert!(looks(&mut balancer, &mut views, &mut now, (40_000, 120), 40).is_empty());
+    assert_eq!((balancer.state(), balancer.scores()), (State::Normal, (None, None)));
+    views[1].is_ready = true;
+    let acts = looks(&mut balancer, &mut views, &mut now, (0, 0), 1);
+    assert_eq!(acts, [Act::Turn(views[0].id, Role::Decode), Act::Turn(views[1].id, Role::Prefill)]);
+}
+
+#[test]
+fn nodes_of_two_models_are_two_groups() {
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let ids: Vec<NodeId> = ["a", "b", "a", "b"]
+        .into_iter()
+        .map(|model| {
+            let mut node = Node::new(model, Role::Worker, "");
+            (node.state, node.may_flip, node.models) = (NodeState::Ready, true, vec![model.into()]);
+            scheduler.add(node)
+        })
+        .collect();
+    Balancers::new(Settings::default()).look(&mut scheduler, Instant::now());
+    let roles: Vec<Role> = ids.iter().map(|id| scheduler.node(*id).unwrap().role).collect();
+    assert_eq!(roles, [Role::Decode, Role::Decode, Role::Prefill, Role::Prefill]);
+}
+
+#[test]
+fn decode_nodes_that_prefill_by_themselves_get_help() {
+    let mut now = Instant::now();
+    let (mut balancer, mut views) = eight(Settings::default(), now);
+    for _ in 0..200 {
+        now += balancer.settings().every;
+        views.iter_mut().for_each(|view| {
+            let prefill_tokens = if view.role == Role::Decode { 30_000 } else { 0 };
+            view.sample = Sample { prefill_tokens, ..Sample::default() };
+        });
+        let acts = balancer.tick(&views, now);
+        carry_out(&mut views, &acts);
+    }
+    assert_eq!(prefill_nodes(&views), 1);
+}
+
+#[test]
 fn a_switch_that_is_off_changes_nothing() {
     let mut now = Instant::now();
     let mut balancer = Balancer::new(Settings { flips: false, ..Settings::default() });
@@ -197,11 +260,12 @@ fn a_switch_that_is_off_changes_nothing() {
 }
 
 /// One look of a random history: which node, its load, what is told, and how far the clock goes, back, too.
-type Step = (usize, u64, u64, Option<f64>, bool, i64);
+type Step = (usize, u64, u64, Option<f64>, Option<f64>, bool, i64);
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let told = prop::option::of(prop_oneof![0.0..2.0f64, Just(f64::NAN), Just(-1.0), Just(1e18)]);
-    let step = (0usize..6, 0u64..60_000, 0u64..200, told, prop::bool::weighted(0.9), -2000i64..20_000);
+    let leans = prop::option::of(0.1..10.0f64);
+    let step = (0usize..6, 0u64..60_000, 0u64..200, told, leans, prop::bool::weighted(0.9), -2000i64..20_000);
     prop::collection::vec(step, 0..300)
 }
 
@@ -217,7 +281,7 @@ proptest! {
         let acts = balancer.tick(&views, now);
         carry_out(&mut views, &acts);
         views.iter().for_each(|view| { changed.insert(view.id, now); });
-        for (node, prefill_tokens, decoding, told, is_ready, ms) in steps {
+        for (node, prefill_tokens, decoding, told, leans, is_ready, ms) in steps {
             now = if ms < 0 { now - Duration::from_millis(ms.unsigned_abs()) } else { now + Duration::from_millis(ms as u64) };
             let before = views.clone();
             views[node].sample = Sample {
@@ -226,13 +290,15 @@ proptest! {
             };
             views[node].requests = decoding / 20;
             views[node].is_ready = is_ready;
+            views[node].leans_to_prefill = leans;
             let acts = balancer.tick(&views, now);
             for act in &acts {
                 let (Act::Drain(id, role) | Act::Turn(id, role)) = *act else { continue };
                 let was = before.iter().find(|view| view.id == id).unwrap();
                 prop_assert!(was.role != role, "it has this role already");
                 prop_assert!(role != Role::Worker);
-                if was.next_role.is_none() {
+                let is_empty = |role| serving(&views, role) == 0;
+                if was.next_role.is_none() && !is_empty(role) {
                     let since: Instant = changed[&id];
                     prop_assert!(now.saturating_duration_since(since) >= settings.role_dwell);
                 }
@@ -241,9 +307,13 @@ proptest! {
                 }
             }
             carry_out(&mut views, &acts);
-            for role in [Role::Prefill, Role::Decode] {
-                let left = views.iter().filter(|view| view.role == role && view.next_role.is_none()).count();
-                prop_assert!(left > 0, "{role} is empty");
+            // Who is lost is replaced, as long as the other role has two.
+            for (role, other) in [(Role::Prefill, Role::Decode), (Role::Decode, Role::Prefill)] {
+                let coming = views.iter().any(|view| view.is_ready && view.next_role == Some(role));
+                prop_assert!(
+                    serving(&views, role) > 0 || serving(&views, other) < 2 || coming || !acts.is_empty(),
+                    "{role} is empty"
+                );
             }
             for score in [balancer.scores().0, balancer.scores().1].into_iter().flatten() {
                 prop_assert!((0.0..=2.0).contains(&score));
@@ -262,7 +332,9 @@ fn nodes_that_come_and_go_are_forgotten_and_a_new_one_gets_a_role() {
     let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
     let mut node = Node::new("b", Role::Worker, "");
     (node.state, node.may_flip) = (NodeState::Ready, true);
-    scheduler.add(Node::new("a", Role::Decode, ""));
+    let mut other = Node::new("a", Role::Decode, "");
+    other.state = NodeState::Ready;
+    scheduler.add(other);
     let id = scheduler.add(node);
     let looked = Balancers::new(Settings::default()).look(&mut scheduler, now);
     let [looked] = &looked[..] else { panic!("{looked:?}") };

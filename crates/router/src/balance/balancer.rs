@@ -175,22 +175,19 @@ impl Balancer {
         self.scores = (self.mean(views, Role::Prefill), self.mean(views, Role::Decode));
         let Settings { level_dwell, prefill, decode, .. } = self.settings;
         let (of_prefill, of_decode) = self.scores;
-        let prefill = self.prefill.see(of_prefill.unwrap_or(0.0), &prefill.thresholds, level_dwell, now);
-        let decode = self.decode.see(of_decode.unwrap_or(0.0), &decode.thresholds, level_dwell, now);
+        let prefill = self.prefill.see(of_prefill, &prefill.thresholds, level_dwell, now);
+        let decode = self.decode.see(of_decode, &decode.thresholds, level_dwell, now);
         let state = State::of(prefill, decode);
         if state != self.state {
             (self.state, self.since, self.scaled) = (state, Some(now), None);
         }
         let mut acts: Vec<Act> = self.first_roles(views).into_iter().chain(drained(views)).collect();
-        if let Some(flip) = self.flip(views, now) {
-            self.flipped = Some(now);
-            acts.push(flip);
-        } else {
-            let swap = self.swap(views, now);
-            if !swap.is_empty() {
+        if acts.is_empty() {
+            let turn = self.refill(views).or_else(|| self.flip(views, now));
+            acts = turn.map_or_else(|| self.swap(views, now), |turn| vec![turn]);
+            if !acts.is_empty() {
                 self.flipped = Some(now);
             }
-            acts.extend(swap);
         }
         if let Some(scale) = self.scale(views, now) {
             self.scaled = Some(now);
@@ -234,20 +231,42 @@ impl Balancer {
         (count > 0.0).then(|| sum / count)
     }
 
-    /// Nodes that have no role of their own get one: of both, the one that fewer have. A decode node serves alone, too.
+    /// Nodes that have no role of their own get one: of both, the one that fewer have. A decode node serves alone, too. Where one
+    /// node is all there is, it keeps serving all.
     fn first_roles(&self, views: &[View]) -> Vec<Act> {
-        if !self.settings.flips {
+        let ready = || views.iter().filter(|view| view.is_ready);
+        if !self.settings.flips || ready().count() < 2 {
             return Vec::new();
         }
-        let count = |role| views.iter().filter(|view| view.next_role.unwrap_or(view.role) == role).count();
+        let count = |role| ready().filter(|view| view.next_role.unwrap_or(view.role) == role).count();
         let (mut prefill, mut decode) = (count(Role::Prefill), count(Role::Decode));
-        let free = views.iter().filter(|view| view.may_flip && view.role == Role::Worker);
+        let free = ready().filter(|view| view.may_flip && view.role == Role::Worker);
         free.map(|view| {
             let role = if prefill < decode { Role::Prefill } else { Role::Decode };
             *(if role == Role::Prefill { &mut prefill } else { &mut decode }) += 1;
             Act::Turn(view.id, role)
         })
         .collect()
+    }
+
+    /// A role that has lost its last node gets one of the other role's at once, if that has two.
+    fn refill(&self, views: &[View]) -> Option<Act> {
+        if !self.settings.flips {
+            return None;
+        }
+        let is_coming = |role| views.iter().any(|view| view.is_ready && view.next_role == Some(role));
+        [(Role::Prefill, Role::Decode), (Role::Decode, Role::Prefill)].into_iter().find_map(
+            |(empty, other)| {
+                let is_wanted = serving(views, empty).next().is_none() && !is_coming(empty);
+                let mut others = serving(views, other);
+                let (first, second) = (others.next()?, others.next()?);
+                let all = [first, second].into_iter().chain(others);
+                let work =
+                    |view: &&View| (view.sample.prefill_tokens.saturating_add(view.sample.decoding), view.id);
+                let node = all.filter(|view| is_wanted && view.may_flip).min_by_key(work)?;
+                Some(Act::Turn(node.id, empty))
+            },
+        )
     }
 
     /// A node of the role that has less to do goes over to the one that has too much, if the others of its role can take its
@@ -263,13 +282,11 @@ impl Balancer {
         if !may {
             return None;
         }
-        let (cold, score, thresholds) = match hot {
-            Role::Prefill => (Role::Decode, self.scores.1, settings.decode.thresholds),
-            _ => (Role::Prefill, self.scores.0, settings.prefill.thresholds),
+        let (cold, thresholds) = match hot {
+            Role::Prefill => (Role::Decode, settings.decode.thresholds),
+            _ => (Role::Prefill, settings.prefill.thresholds),
         };
-        let count = serving(views, cold).count();
-        let after = score? * count as f64 / (count.checked_sub(1).filter(|left| *left > 0)?) as f64;
-        if after >= thresholds.high_exit {
+        if self.score_of_one_less(views, cold)? >= thresholds.high_exit {
             return None;
         }
         let may_turn: Vec<&View> = self.movable(views, cold, now).collect();
@@ -281,9 +298,20 @@ impl Balancer {
         };
         let best = may_turn.iter().filter_map(|view| leans(view)).fold(0.0, f64::max);
         let is_good = |view: &&&View| leans(view).is_none_or(|leans| leans * ALIKE >= best);
-        let work = |view: &&&View| (view.sample.prefill_tokens + view.sample.decoding, view.id);
+        let work = |view: &&&View| (view.sample.prefill_tokens.saturating_add(view.sample.decoding), view.id);
         let node = may_turn.iter().filter(is_good).min_by_key(work)?;
         Some(Act::Drain(node.id, hot))
+    }
+
+    /// What the mean score of a role's nodes would be if one of them were gone; None if none were left. What prefill nodes still
+    /// decode, since they did so before, counts for decode nodes: whatever comes in its place will come to them.
+    fn score_of_one_less(&self, views: &[View], role: Role) -> Option<f64> {
+        let count = serving(views, role).count();
+        let left = count.checked_sub(1).filter(|left| *left > 0)?;
+        let others = views.iter().filter(|view| role == Role::Decode && view.role == Role::Prefill);
+        let still: f64 = others.map(|view| view.sample.decodes(&view.capacity)).sum();
+        let score = if role == Role::Prefill { self.scores.0? } else { self.scores.1? };
+        Some((score * count as f64 + still) / left as f64)
     }
 
     /// Whether more or fewer nodes are wanted, each time that the state has lasted so long.
@@ -298,14 +326,12 @@ impl Balancer {
                 Some(Act::ScaleUp(if is_prefill { Role::Prefill } else { Role::Decode }))
             }
             State::Underload if lasts(self.settings.scale_down_after) => {
-                let after = |role, score: f64, settings: &RoleSettings| {
-                    let count = serving(views, role).count();
-                    let left = count.checked_sub(1).filter(|left| *left > 0)?;
-                    let after = score * count as f64 / left as f64;
+                let after = |role, settings: &RoleSettings| {
+                    let after = self.score_of_one_less(views, role)?;
                     (after < settings.thresholds.low_exit).then_some((after, role))
                 };
-                let prefill = after(Role::Prefill, prefill, &self.settings.prefill);
-                let decode = after(Role::Decode, decode, &self.settings.decode);
+                let prefill = after(Role::Prefill, &self.settings.prefill);
+                let decode = after(Role::Decode, &self.settings.decode);
                 let least = prefill.into_iter().chain(decode).min_by(|one, other| one.0.total_cmp(&other.0));
                 least.map(|(_, role)| Act::ScaleDown(role))
             }
@@ -325,6 +351,13 @@ impl Balancer {
     fn swap(&self, views: &[View], now: Instant) -> Vec<Act> {
         let settings = &self.settings;
         if !settings.flips || !is_over(self.flipped, settings.flip_every.max(settings.role_dwell), now) {
+            return Vec::new();
+        }
+        // Nodes that drain serve neither role meanwhile.
+        let least_left = if settings.drains { 2 } else { 1 };
+        let is_enough = |role| serving(views, role).count() >= least_left;
+        let is_under_way = views.iter().any(|view| view.next_role.is_some());
+        if is_under_way || !is_enough(Role::Prefill) || !is_enough(Role::Decode) {
             return Vec::new();
         }
         let leaning =

@@ -53,12 +53,24 @@ pub struct Capacity {
     pub ttft: Duration,
 }
 
+impl Capacity {
+    /// How long so many tokens take, of the time to a first token that is still well.
+    fn wait(&self, tokens: f64) -> f64 {
+        tokens / self.prefill_rate / self.ttft.as_secs_f64()
+    }
+}
+
 impl Sample {
+    /// How much of a node's capacity its decoding takes.
+    pub(super) fn decodes(&self, capacity: &Capacity) -> f64 {
+        self.decoding as f64 / capacity.decodes
+    }
+
     /// How loaded a prefill node is.
     pub fn of_prefill(&self, capacity: &Capacity) -> Indicators {
         let tokens = self.prefill_tokens as f64;
         let in_step = tokens.min(capacity.step_tokens);
-        let waits = (tokens - in_step) / capacity.prefill_rate / capacity.ttft.as_secs_f64();
+        let waits = capacity.wait(tokens - in_step);
         let sending = self.sending.map(|sending| sending / capacity.queue);
         self.with_shared(
             [Some(in_step / capacity.step_tokens), Some(waits), self.preempted, sending],
@@ -68,8 +80,11 @@ impl Sample {
 
     /// How loaded a decode node is. It sends nothing.
     pub fn of_decode(&self, capacity: &Capacity) -> Indicators {
-        // Whichever is used up first: places in a step, or room for tokens.
-        let running = (self.decoding as f64 / capacity.decodes).max(self.cache_used.unwrap_or(0.0));
+        // Whichever is used up first: places in a step, room for tokens, or time, where it prefills by itself.
+        let running = self
+            .decodes(capacity)
+            .max(self.cache_used.unwrap_or(0.0))
+            .max(capacity.wait(self.prefill_tokens as f64));
         let waiting = self.waiting.map(|waiting| waiting / capacity.queue);
         self.with_shared([Some(running), waiting, self.preempted, None], capacity)
     }

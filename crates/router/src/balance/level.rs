@@ -42,14 +42,18 @@ pub(super) struct Latch {
 }
 
 impl Latch {
-    /// The score is this now; a level stays for `dwell` at least.
+    /// The score is this now; a level stays for `dwell` at least. Without a score nothing is known: the level is in the middle.
     pub(super) fn see(
         &mut self,
-        score: f64,
+        score: Option<f64>,
         thresholds: &Thresholds,
         dwell: Duration,
         now: Instant,
     ) -> Level {
+        let Some(score) = score else {
+            *self = Self::default();
+            return self.level;
+        };
         let next = match self.level {
             _ if score >= thresholds.high_enter => Level::High,
             Level::High if score >= thresholds.high_exit => Level::High,
@@ -92,7 +96,7 @@ mod tests {
         ];
         for (at, (score, level)) in steps.into_iter().enumerate() {
             let now = start + Duration::from_secs(at as u64);
-            assert_eq!(latch.see(score, &THRESHOLDS, Duration::ZERO, now), level, "step {at}");
+            assert_eq!(latch.see(Some(score), &THRESHOLDS, Duration::ZERO, now), level, "step {at}");
         }
     }
 
@@ -100,9 +104,13 @@ mod tests {
     fn it_stays_for_its_time_also_where_the_clock_goes_back() {
         let (mut latch, start) = (Latch::default(), Instant::now() + Duration::from_secs(60));
         let dwell = Duration::from_secs(2);
-        assert_eq!(latch.see(0.9, &THRESHOLDS, dwell, start), Level::High);
-        assert_eq!(latch.see(0.1, &THRESHOLDS, dwell, start + Duration::from_millis(1999)), Level::High);
-        assert_eq!(latch.see(0.1, &THRESHOLDS, dwell, start - Duration::from_secs(30)), Level::High);
-        assert_eq!(latch.see(0.1, &THRESHOLDS, dwell, start + dwell), Level::Low);
+        assert_eq!(latch.see(Some(0.9), &THRESHOLDS, dwell, start), Level::High);
+        assert_eq!(
+            latch.see(Some(0.1), &THRESHOLDS, dwell, start + Duration::from_millis(1999)),
+            Level::High
+        );
+        assert_eq!(latch.see(Some(0.1), &THRESHOLDS, dwell, start - Duration::from_secs(30)), Level::High);
+        assert_eq!(latch.see(Some(0.1), &THRESHOLDS, dwell, start + dwell), Level::Low);
+        assert_eq!(latch.see(None, &THRESHOLDS, dwell, start + dwell), Level::Middle);
     }
 }

@@ -12,8 +12,26 @@ use crate::schedule::{Node, NodeId, NodeState, Prediction, Role, Scheduler};
 /// So many requests that wait at a decode node, or prompts that wait to be handed over, are a full load.
 const QUEUE: f64 = 16.0;
 
-/// Nodes that can hand over to each other: their group and their connector.
-pub type Group = (Arc<str>, &'static str);
+/// Nodes that can hand over to each other.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Group {
+    /// As the operator names it.
+    pub name: Arc<str>,
+    /// How they hand over.
+    pub connector: &'static str,
+    /// The first model that they serve; empty while that is not known.
+    pub model: Arc<str>,
+}
+
+impl Group {
+    fn of(node: &Node) -> Self {
+        Self {
+            name: Arc::clone(&node.group),
+            connector: node.connector.name(),
+            model: node.models.first().cloned().unwrap_or_default(),
+        }
+    }
+}
 
 /// A balancer for all nodes that can hand over to each other.
 #[derive(Debug)]
@@ -62,8 +80,7 @@ impl Balancers {
     pub fn look(&mut self, scheduler: &mut Scheduler, now: Instant) -> Vec<Looked> {
         let mut views: BTreeMap<Group, Vec<View>> = BTreeMap::new();
         for (id, node) in scheduler.nodes() {
-            let group = (Arc::clone(&node.group), node.connector.name());
-            views.entry(group).or_default().push(view(scheduler, id, node, &self.settings));
+            views.entry(Group::of(node)).or_default().push(view(scheduler, id, node, &self.settings));
         }
         self.groups.retain(|group, _| views.contains_key(group));
         let mut all = Vec::new();

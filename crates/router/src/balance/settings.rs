@@ -64,11 +64,11 @@ impl Default for Settings {
             window: 8,
             level_dwell: Duration::from_millis(500),
             prefill: RoleSettings {
-                weights: [1.0, 3.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0],
+                weights: [1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
                 thresholds: Thresholds { high_enter: 0.4, high_exit: 0.3, low_enter: 0.1, low_exit: 0.15 },
             },
             decode: RoleSettings {
-                weights: [3.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0],
+                weights: [3.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
                 thresholds: Thresholds { high_enter: 0.7, high_exit: 0.6, low_enter: 0.2, low_exit: 0.3 },
             },
             ttft: Duration::from_secs(2),

@@ -242,12 +242,18 @@ async fn post(
         prompt: prompt.as_ref(),
         id,
         client_id,
-        streams: scanned.as_ref().is_some_and(|scan| scan.raw("stream") == Some(b"true")),
+        streams: scanned.as_ref().is_some_and(is_one_stream),
         one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
         taken: Cell::new(0),
         attempts: Cell::new(0),
     };
     Ok(work.serve().await)
+}
+
+/// Whether one answer comes token by token.
+fn is_one_stream(scan: &Scan<'_>) -> bool {
+    let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"));
+    scan.raw("stream") == Some(b"true") && is_one
 }
 
 /// What decides, besides the text, which blocks a prompt has.

@@ -239,8 +239,10 @@ impl Shared {
         let State { scheduler, balancers, records, .. } = &mut *state;
         let Some(balancers) = balancers else { return Vec::new() };
         let all = balancers.look(scheduler, now);
+        // Nodes without roles have no state.
+        let judged = || all.iter().filter(|looked| looked.scores.0.is_some() && looked.scores.1.is_some());
         let is_overload = |looked: &Looked| looked.state == balance::State::Overload;
-        self.is_overloaded.store(!all.is_empty() && all.iter().all(is_overload), Ordering::Relaxed);
+        self.is_overloaded.store(judged().next().is_some() && judged().all(is_overload), Ordering::Relaxed);
         let name = |id| scheduler.node(id).map(|node| Arc::clone(&node.name));
         all.iter().flat_map(|looked| records.note(looked, name)).collect()
     }

@@ -56,6 +56,9 @@ impl Scheduler {
     ) -> Option<Reservation> {
         let prefill = self.nodes.get(after)?;
         let is_partner = |node: &Node| node.role == Role::Decode && node.pairs_with(prefill);
+        // It may have become a decode node meanwhile.
+        let tried: Vec<NodeId> = request.tried.iter().copied().chain([after]).collect();
+        let request = &Request { tried: &tried, ..*request };
         let candidates = [false, true]
             .into_iter()
             .map(|is_last_resort| self.candidates(request, is_last_resort, now, is_partner))
@@ -139,8 +142,9 @@ impl Scheduler {
             self.nodes.get(each.id).is_some_and(|node| {
                 let has_room = node.load.cache_percent.is_none_or(|percent| percent < CACHE_PERCENT_MAX);
                 let prediction = self.predictions.get(&node.class);
-                let is_soon =
-                    prediction.is_some_and(|prediction| prediction.prefill(each.miss, each.found) < waits);
+                let is_soon = prediction.is_some_and(|prediction| {
+                    prediction.is_calibrated() && prediction.prefill(each.miss, each.found) < waits
+                });
                 node.serves_alone() && node.load.own_tokens == 0 && has_room && is_soon
             })
         };
@@ -227,7 +231,11 @@ impl Scheduler {
             node.breaker.sent(now);
         }
         let mut reservation = Reservation::take(&mut self.nodes, candidate.id, leg, candidate.miss);
-        reservation.asked = asked;
+        (reservation.asked, reservation.streams) = (asked, request.streams);
+        // When the first token of a whole answer comes nobody sees.
+        if leg == Leg::Whole && !request.streams {
+            reservation.begin_decoding(&mut self.nodes);
+        }
         reservation
     }
 

@@ -28,10 +28,10 @@ pub struct Load {
 pub struct Reported {
     /// Requests that run and that wait, whoever sent them.
     pub requests: u64,
-    /// Of these, those that wait.
-    pub waiting: u64,
-    /// Percent of its KV cache that running requests use.
-    pub cache_percent: u64,
+    /// Of these, those that wait; None where it does not tell.
+    pub waiting: Option<u64>,
+    /// Percent of its KV cache that running requests use; None where it does not tell.
+    pub cache_percent: Option<u64>,
     /// Requests that it has put off for lack of room, a second, since it was asked before; None where it does not tell.
     pub preempted: Option<f64>,
     /// Tokens that a step has computed since then, on average; None where it does not tell, or has made none.
@@ -55,9 +55,9 @@ impl Load {
     /// node must not look loaded by its own shadow.
     pub fn observe(&mut self, reported: Reported, own_before: u64) {
         self.other_requests = reported.requests.saturating_sub(self.own_requests.max(own_before));
-        self.waiting = Some(reported.waiting);
+        self.waiting = reported.waiting;
         (self.preempted, self.step_tokens) = (reported.preempted, reported.step_tokens);
-        self.cache_percent = Some(reported.cache_percent);
+        self.cache_percent = reported.cache_percent;
     }
 
     /// Nothing is known of others any more.
@@ -84,7 +84,12 @@ mod tests {
     #[test]
     fn only_what_exceeds_our_own_is_others() {
         let mut load = Load { own_requests: 3, ..Load::default() };
-        let requests = |requests| Reported { requests, waiting: 1, cache_percent: 40, ..Reported::default() };
+        let requests = |requests| Reported {
+            requests,
+            waiting: Some(1),
+            cache_percent: Some(40),
+            ..Reported::default()
+        };
         load.observe(requests(10), 2);
         assert_eq!((load.other_requests, load.batch(), load.cache_percent), (7, 10, Some(40)));
         // Requests that ended while the node answered are still in what it counted.

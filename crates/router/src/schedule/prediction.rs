@@ -12,6 +12,8 @@ use super::least_squares::LeastSquares;
 
 /// Of a first token.
 const TERMS: usize = 4;
+/// No engine generates a request's tokens faster, one after the other.
+const FURTHER_LEAST: Duration = Duration::from_micros(500);
 /// For a rate, prompts of this length are looked at.
 const USUAL_TOKENS: u64 = 2000;
 /// Requests at which nodes' speeds are compared.
@@ -98,7 +100,10 @@ impl Prediction {
 
     /// Further tokens have come, one in so long on average, beside others.
     pub(super) fn observe_further(&mut self, requests: u64, took: Duration) {
-        self.further.observe(&further(requests), took.as_secs_f64() * 1e3);
+        // Faster ones came all at once, and say nothing of the node.
+        if took >= FURTHER_LEAST {
+            self.further.observe(&further(requests), took.as_secs_f64() * 1e3);
+        }
     }
 }
 

@@ -50,10 +50,14 @@ pub struct Reservation {
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,
+    /// Whether it counts as decoding.
+    decodes: bool,
     /// The node that waits for this prompt.
     awaited_by: Option<NodeId>,
     /// When its first byte came, and how many requests the node had then.
     pub(super) begun: Option<(Instant, u64)>,
+    /// Whether its tokens come one by one.
+    pub(super) streams: bool,
     /// Tokens that have come, as far as they are counted.
     generated: u64,
     /// What its first token will depend on, and since when it is awaited, where that is to be learned.
@@ -65,9 +69,30 @@ impl Reservation {
         if let Some(node) = nodes.get_mut(node) {
             node.load.own_requests += 1;
             node.load.own_tokens += tokens;
-            node.load.own_decodes += u64::from(leg == Leg::Decode);
         }
-        Self { node, leg, tokens, awaited_by: None, begun: None, generated: 0, asked: None }
+        let mut taken = Self {
+            decodes: false,
+            node,
+            leg,
+            tokens,
+            awaited_by: None,
+            begun: None,
+            streams: false,
+            generated: 0,
+            asked: None,
+        };
+        if leg == Leg::Decode {
+            taken.begin_decoding(nodes);
+        }
+        taken
+    }
+
+    /// It counts as decoding from now on.
+    pub(super) fn begin_decoding(&mut self, nodes: &mut Nodes) {
+        if let Some(node) = nodes.get_mut(self.node).filter(|_| !self.decodes) {
+            node.load.own_decodes += 1;
+            self.decodes = true;
+        }
     }
 
     /// This node decodes what the leg prefills, and has nothing to do for it until then.
@@ -97,7 +122,7 @@ impl Reservation {
     /// How many requests there were beside it, on average, and how long it waited for each further token; None where that was not
     /// counted, or is too little to tell.
     pub(super) fn further(&self, requests_now: u64, now: Instant) -> Option<(u64, Duration)> {
-        let (begun, requests_then) = self.begun.filter(|_| self.leg != Leg::Prefill)?;
+        let (begun, requests_then) = self.begun.filter(|_| self.streams && self.leg != Leg::Prefill)?;
         let behind =
             u32::try_from(self.generated).ok()?.checked_sub(1).filter(|behind| *behind >= FURTHER_MIN)?;
         Some((requests_then.midpoint(requests_now), now.saturating_duration_since(begun) / behind))
@@ -106,10 +131,12 @@ impl Reservation {
     /// The first byte has come: nothing is left to prefill.
     pub(super) fn prefilled(&mut self, nodes: &mut Nodes, now: Instant) {
         self.await_no_more(nodes);
+        if self.leg == Leg::Whole {
+            self.begin_decoding(nodes);
+        }
         let tokens = std::mem::take(&mut self.tokens);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= tokens;
-            node.load.own_decodes += u64::from(self.leg == Leg::Whole && self.begun.is_none());
             self.begun.get_or_insert((now, node.load.batch()));
         }
     }
@@ -120,8 +147,7 @@ impl Reservation {
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= self.tokens;
             node.load.own_requests -= 1;
-            let decodes = self.leg == Leg::Decode || self.leg == Leg::Whole && self.begun.is_some();
-            node.load.own_decodes -= u64::from(decodes);
+            node.load.own_decodes -= u64::from(self.decodes);
         }
     }
 }

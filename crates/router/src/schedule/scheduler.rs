@@ -124,7 +124,8 @@ impl Scheduler {
     /// A leg has ended, well or by its client.
     pub fn end(&mut self, reservation: Reservation, end: LegEnd, now: Instant) {
         if let Some(node) = self.nodes.get_mut(reservation.node) {
-            if let Some((requests, took)) = reservation.further(node.load.batch(), now) {
+            let further = reservation.further(node.load.batch(), now);
+            if let Some((requests, took)) = further.filter(|_| end == LegEnd::Served) {
                 let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
                 prediction.observe_further(requests, took);
             }
