@@ -278,6 +278,7 @@ def test_what_the_daemon_has_of_the_beginning_is_loaded_while_the_rest_lands(fir
         world.store.release_held()
         world.step()
     hashes = [world.hash(request, WHOLE - 1), world.hash(request, WHOLE)]
+    world.engine.now += 1.5
     world.agent.end(ID, "landed", ALL, hashes)
     world.step()
     if first == "landing":
@@ -297,6 +298,7 @@ def test_what_the_daemon_has_of_the_beginning_is_loaded_while_the_rest_lands(fir
     assert stats is not None and "direct_fallbacks" not in stats
     assert stats["direct_loaded_tokens"] == stats["hit_tokens"] == STORED * BLOCK
     assert (stats["direct_landed"], stats["direct_landed_tokens"]) == (1, TOKENS - STORED * BLOCK)
+    assert stats["direct_wait_seconds"] == pytest.approx(1.5)
     world.step()
     world.step()
     assert world.references() == ALL, "the request's own"

@@ -38,6 +38,7 @@ COUNTERS = {
     "direct_landings": "Prompts that other engines were asked for",
     "direct_landed": "Of them, those that came whole",
     "direct_landed_tokens": "Prompt tokens that other engines handed over directly",
+    "direct_wait_seconds": "Seconds in which other engines were asked for prompts, summed over prompts",
     "direct_loaded_tokens": "Prompt tokens loaded from the daemon while other engines handed over the rest",
     "direct_fallbacks": "Prompts that were to be handed over directly, and were computed, at least the rest",
     "direct_reads": "Reads of other engines' blocks, by worker",

@@ -65,6 +65,8 @@ class _Landed:
     """One of `taken`, once all has landed: the block with the prompt's last tokens, which vLLM does not take as a hit.
     It is copied into the request's own."""
     is_begun: bool = False
+    begun: float = 0.0
+    """When the other engine was asked, in seconds of the scheduler's clock."""
     is_ready: bool = False
     """The request need not wait any more."""
     until: float = 0.0
@@ -281,6 +283,7 @@ class LandDirect(SchedulerKind):
             landed.is_ready = True
             return
         shared.counters.add("direct_landings")
+        landed.begun = shared.clock()
         if landed.stored:
             self._load(landed)
 
@@ -412,6 +415,7 @@ class LandDirect(SchedulerKind):
         del landed.taken[count:]
         counters = shared.counters
         counters.add("direct_landed", is_whole)
+        counters.add("direct_wait_seconds", shared.clock() - landed.begun)
         landed_tokens = min((len(landed.local) + count) * size, prompt) - first * size
         counters.add("direct_landed_tokens", max(0, landed_tokens))
         if not landed.is_alive:
