@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -183,6 +184,7 @@ def test_a_webhook_is_told_and_a_dead_one_holds_nothing_up(tmp_path: Path) -> No
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            assert self.path == "/records/v1/?from=kvlane", self.path
             told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
@@ -193,10 +195,11 @@ def test_a_webhook_is_told_and_a_dead_one_holds_nothing_up(tmp_path: Path) -> No
     config = tmp_path / "route.toml"
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        config.write_text(QUICK + f'webhook = "http://127.0.0.1:{server.server_port}/records"\n')
+        config.write_text(QUICK + f'webhook = "http://127.0.0.1:{server.server_port}/records/v1/?from=kvlane"\n')
         with routed(ENGINE, ENGINE, flags=("--config", str(config))) as (router, _):
             until("two are told", lambda: len([each for each in told if each["what"] == "changes to"]) == 2)
-            assert told[::-1] == balance_records(router)[-len(told) :]
+            seen = list(told)
+            assert seen[::-1] == balance_records(router)[-len(seen) :]
         server.shutdown()
         dead = server.server_port
     config.write_text(QUICK + f'webhook = "http://127.0.0.1:{dead}/records"\n')
@@ -204,6 +207,17 @@ def test_a_webhook_is_told_and_a_dead_one_holds_nothing_up(tmp_path: Path) -> No
         until("it is logged", lambda: any("the webhook was not told" in line for line in router.lines))
         assert sorted(roles(router)) == ["decode", "prefill"]
         assert ask(router.address, COMPLETIONS, wanted(max_tokens=1))[0] == 200
+
+
+def test_a_webhook_that_never_answers_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    config = tmp_path / "route.toml"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config.write_text(QUICK + f'webhook = "http://127.0.0.1:{silent.getsockname()[1]}/"\n')
+        with routed(*[ENGINE] * 6, flags=("--config", str(config))) as (router, _):
+            until("roles", lambda: "worker" not in roles(router))
+            router.process.terminate()
+            # Eight records wait, at two seconds each.
+            assert router.process.wait(12) == 0
 
 
 def test_without_it_workers_serve_whole_requests() -> None:

@@ -244,7 +244,8 @@ impl<'a> World<'a> {
     fn is_at_rest(&self) -> bool {
         self.scheduler.nodes().all(|(_, node)| {
             let load = &node.load;
-            (load.own_requests, load.own_tokens, load.own_decodes, load.own_awaited) == (0, 0, 0, 0)
+            [load.own_requests, load.own_tokens, load.own_unseen, load.own_decodes, load.own_awaited]
+                == [0; 5]
         })
     }
 

@@ -45,7 +45,9 @@ impl FromStr for WebhookUrl {
         let url = text.parse::<Uri>().map_err(|_| WebhookUrlError(text.into()))?;
         let has_host = url.host().is_some_and(|host| !host.is_empty());
         let has_user = url.authority().is_some_and(|authority| authority.as_str().contains('@'));
-        let is_good = url.scheme_str() == Some("http") && has_host && !has_user;
+        let port = url.authority().and_then(|authority| authority.as_str().rsplit_once(':'));
+        let has_port = url.port_u16().is_some() || port.is_none_or(|(_, rest)| rest.ends_with(']'));
+        let is_good = url.scheme_str() == Some("http") && has_host && has_port && !has_user;
         is_good.then_some(Self(url)).ok_or_else(|| WebhookUrlError(text.into()))
     }
 }
@@ -81,9 +83,11 @@ impl Webhook {
         let (records, waiting) = sync_channel(WAITING_MAX);
         let is_stopping = Arc::new(AtomicBool::new(false));
         let stops = Arc::clone(&is_stopping);
-        let thread = std::thread::Builder::new()
-            .name("kvlane-webhook".into())
-            .spawn(move || tell_all(&runtime, &url, &waiting, &stops))?;
+        let thread = std::thread::Builder::new().name("kvlane-webhook".into()).spawn(move || {
+            tell_all(&runtime, &url, &waiting, &stops);
+            // A name that is being looked up is not waited for.
+            runtime.shutdown_background();
+        })?;
         Ok(Self { records, is_stopping, thread })
     }
 
@@ -157,7 +161,9 @@ mod tests {
     fn an_address_keeps_its_path_and_query() {
         let url: WebhookUrl = "http://h:9/hooks/v1/?token=a".parse().unwrap();
         assert_eq!(url.0.path_and_query().unwrap().as_str(), "/hooks/v1/?token=a");
-        for wrong in ["https://h/a", "ftp://a", "h:9", "", "http:///a", "http://user@h/a"] {
+        assert!("http://[::1]/a".parse::<WebhookUrl>().is_ok() && "http://h".parse::<WebhookUrl>().is_ok());
+        for wrong in ["https://h/a", "ftp://a", "h:9", "", "http:///a", "http://user@h/a", "http://h:99999/a"]
+        {
             let told = wrong.parse::<WebhookUrl>().unwrap_err().to_string();
             assert!(told.contains("write it as http://HOST:PORT/PATH"), "{told}");
         }

@@ -182,12 +182,18 @@ impl Balancer {
             (self.state, self.since, self.scaled) = (state, Some(now), None);
         }
         let mut acts: Vec<Act> = self.first_roles(views).into_iter().chain(drained(views)).collect();
-        if acts.is_empty() {
-            let turn = self.refill(views).or_else(|| self.flip(views, now));
-            acts = turn.map_or_else(|| self.swap(views, now), |turn| vec![turn]);
-            if !acts.is_empty() {
-                self.flipped = Some(now);
+        let turns_to = |role| acts.iter().any(|act| matches!(act, Act::Turn(_, to) if *to == role));
+        let refill = self.refill(views).filter(|(_, role)| !turns_to(*role));
+        let more = match refill {
+            Some((id, role)) => vec![Act::Turn(id, role)],
+            None if acts.is_empty() => {
+                self.flip(views, now).map_or_else(|| self.swap(views, now), |flip| vec![flip])
             }
+            None => Vec::new(),
+        };
+        if !more.is_empty() {
+            self.flipped = Some(now);
+            acts.extend(more);
         }
         if let Some(scale) = self.scale(views, now) {
             self.scaled = Some(now);
@@ -250,21 +256,24 @@ impl Balancer {
     }
 
     /// A role that has lost its last node gets one of the other role's at once, if that has two.
-    fn refill(&self, views: &[View]) -> Option<Act> {
+    fn refill(&self, views: &[View]) -> Option<(NodeId, Role)> {
         if !self.settings.flips {
             return None;
         }
-        let is_coming = |role| views.iter().any(|view| view.is_ready && view.next_role == Some(role));
+        let work = |view: &&View| (view.sample.prefill_tokens.saturating_add(view.sample.decoding), view.id);
+        let ready = || views.iter().filter(|view| view.is_ready);
         [(Role::Prefill, Role::Decode), (Role::Decode, Role::Prefill)].into_iter().find_map(
             |(empty, other)| {
-                let is_wanted = serving(views, empty).next().is_none() && !is_coming(empty);
-                let mut others = serving(views, other);
-                let (first, second) = (others.next()?, others.next()?);
-                let all = [first, second].into_iter().chain(others);
-                let work =
-                    |view: &&View| (view.sample.prefill_tokens.saturating_add(view.sample.decoding), view.id);
-                let node = all.filter(|view| is_wanted && view.may_flip).min_by_key(work)?;
-                Some(Act::Turn(node.id, empty))
+                if serving(views, empty).next().is_some() {
+                    return None;
+                }
+                // Who is on its way there need not drain first, and who is leaving comes back.
+                let coming = ready().find(|view| view.next_role == Some(empty));
+                let leaving = || ready().find(|view| view.role == empty && view.next_role.is_some());
+                let has_two = serving(views, other).nth(1).is_some();
+                let spare = || serving(views, other).filter(|view| has_two && view.may_flip).min_by_key(work);
+                let node = coming.or_else(leaving).or_else(spare)?;
+                Some((node.id, empty))
             },
         )
     }

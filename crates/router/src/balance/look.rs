@@ -71,6 +71,11 @@ impl Balancers {
         self.groups.iter()
     }
 
+    /// Whether the nodes that this one can hand over to are overloaded, and it with them.
+    pub fn is_overloaded(&self, node: &Node) -> bool {
+        self.groups.get(&Group::of(node)).is_some_and(|balancer| balancer.state() == State::Overload)
+    }
+
     /// A node's score and indicators, of the role that it has.
     pub fn of(&self, id: NodeId) -> Option<(Option<f64>, Indicators)> {
         self.groups.values().find_map(|balancer| Some((balancer.score(id), balancer.indicators(id)?)))
@@ -130,7 +135,7 @@ fn view(scheduler: &Scheduler, id: NodeId, node: &Node, settings: &Settings) -> 
         requests: load.own_requests,
         leans_to_prefill: prediction.and_then(Prediction::leans_to_prefill),
         sample: Sample {
-            prefill_tokens: load.own_tokens,
+            prefill_tokens: load.prefilling(),
             decoding: load.decoding(),
             waiting: load.waiting.filter(|_| node.role == Role::Decode).map(|waiting| waiting as f64),
             cache_used: load.cache_percent.map(|percent| percent as f64 / 100.0),

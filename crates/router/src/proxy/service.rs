@@ -78,9 +78,6 @@ async fn route(
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
-            if let Some(problem) = refused(shared, &head.headers) {
-                return Err(problem);
-            }
             post(shared, upstreams, head, &body, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
@@ -92,9 +89,9 @@ async fn route(
 }
 
 /// A problem if requests of this one's class are refused now.
-fn refused(shared: &Shared, headers: &HeaderMap) -> Option<Problem> {
+fn refused(shared: &Shared, headers: &HeaderMap, model: Option<&str>) -> Option<Problem> {
     let class = headers.get(REQUEST_CLASS).map_or(Some("default"), |value| value.to_str().ok())?;
-    let wait = shared.refusal(class)?;
+    let wait = shared.refusal(class, model)?;
     Counters::count(&shared.counters.shed);
     let sentence = format!(
         "all engines are overloaded, and requests of the class {class} are refused until they are not"
@@ -226,6 +223,9 @@ async fn post(
     {
         return Err(Problem::new(StatusCode::BAD_REQUEST, "model is no string").with_param("model"));
     }
+    if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
+        return Err(problem);
+    }
     let marks = scanned.as_ref().map(|scan| marks(scan, seed(scan))).unwrap_or_default();
     let prompt = match &scanned {
         Some(scan) => shared.knowledge.prompt(head.uri.path(), scan, model.as_deref()).await,
@@ -252,7 +252,8 @@ async fn post(
 
 /// Whether one answer comes token by token.
 fn is_one_stream(scan: &Scan<'_>) -> bool {
-    let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"));
+    let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"))
+        && legs::stays(scan) != Some(legs::Stays::ManyPrompts);
     scan.raw("stream") == Some(b"true") && is_one
 }
 

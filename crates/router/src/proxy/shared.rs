@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -19,13 +19,13 @@ use tokio::sync::Semaphore;
 
 use super::settings::ProxySettings;
 use crate::{
-    balance::{self, Balancers, Looked},
+    balance::{self, Balancers},
     balancing::Records,
     beats_refused::BeatsRefused,
     decisions::Decisions,
     ids::Ids,
     knowledge::Knowledge,
-    schedule::{Connector, Node, NodeId, Reported, Scheduler},
+    schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
 };
 
 /// Where a node is reached: `http://HOST:PORT`, the path before `/v1` if it has one, and `#RANK` where it is one data-parallel
@@ -163,8 +163,6 @@ pub struct Shared {
     pub(super) places: Arc<Semaphore>,
     /// Held for microseconds, never over an await.
     pub(super) state: Mutex<State>,
-    /// As of the last look: no node has time for more.
-    is_overloaded: AtomicBool,
     /// What has happened.
     pub counters: Counters,
     /// What nodes have of prompts, by what their engines tell.
@@ -211,7 +209,6 @@ impl Shared {
             settings,
             places,
             state: Mutex::new(state),
-            is_overloaded: AtomicBool::new(false),
             counters: Counters::default(),
             knowledge,
         })
@@ -239,20 +236,21 @@ impl Shared {
         let State { scheduler, balancers, records, .. } = &mut *state;
         let Some(balancers) = balancers else { return Vec::new() };
         let all = balancers.look(scheduler, now);
-        // Nodes without roles have no state.
-        let judged = || all.iter().filter(|looked| looked.scores.0.is_some() && looked.scores.1.is_some());
-        let is_overload = |looked: &Looked| looked.state == balance::State::Overload;
-        self.is_overloaded.store(judged().next().is_some() && judged().all(is_overload), Ordering::Relaxed);
         let name = |id| scheduler.node(id).map(|node| Arc::clone(&node.name));
         all.iter().flat_map(|looked| records.note(looked, name)).collect()
     }
 
-    /// How long a request of this class has to wait before it is sent again, if it is refused now: all nodes are overloaded, and
-    /// the operator wants it.
-    pub(crate) fn refusal(&self, class: &str) -> Option<Duration> {
-        let is_overloaded = self.is_overloaded.load(Ordering::Relaxed);
-        let refused = self.settings.refuse.iter().find(|(name, _)| is_overloaded && name == class);
-        refused.map(|(_, wait)| *wait)
+    /// How long a request of this class has to wait before it is sent again, if it is refused now: all nodes that serve the model
+    /// are overloaded, and the operator wants it.
+    pub(crate) fn refusal(&self, class: &str, model: Option<&str>) -> Option<Duration> {
+        let (_, wait) = self.settings.refuse.iter().find(|(name, _)| name == class)?;
+        let state = self.state.lock();
+        let balancers = state.balancers.as_ref()?;
+        let serves =
+            |node: &&Node| node.state == NodeState::Ready && model.is_none_or(|model| node.serves(model));
+        let mut nodes = state.scheduler.nodes().map(|(_, node)| node).filter(serves).peekable();
+        let is_overloaded = nodes.peek().is_some() && nodes.all(|node| balancers.is_overloaded(node));
+        is_overloaded.then_some(*wait)
     }
 
     /// A node joins.

@@ -134,7 +134,7 @@ impl Scheduler {
         let relief = self.relief?;
         let node = self.nodes.get(prefill.id)?;
         let rate = self.predictions.get(&node.class)?.prefill_rate()?;
-        let waits = node.load.own_tokens as f64 / rate * 1e3;
+        let waits = node.load.prefilling() as f64 / rate * 1e3;
         if waits <= relief.as_secs_f64() * 1e3 {
             return None;
         }
@@ -145,7 +145,7 @@ impl Scheduler {
                 let is_soon = prediction.is_some_and(|prediction| {
                     prediction.is_calibrated() && prediction.prefill(each.miss, each.found) < waits
                 });
-                node.serves_alone() && node.load.own_tokens == 0 && has_room && is_soon
+                node.serves_alone() && node.load.prefilling() == 0 && has_room && is_soon
             })
         };
         let batch = |each: &&Candidate| self.nodes.get(each.id).map_or(u64::MAX, |node| node.load.batch());
@@ -234,7 +234,7 @@ impl Scheduler {
         (reservation.asked, reservation.streams) = (asked, request.streams);
         // When the first token of a whole answer comes nobody sees.
         if leg == Leg::Whole && !request.streams {
-            reservation.begin_decoding(&mut self.nodes);
+            reservation.begin_unseen(&mut self.nodes);
         }
         reservation
     }

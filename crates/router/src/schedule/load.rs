@@ -11,6 +11,8 @@ pub struct Load {
     pub own_awaited: u64,
     /// Tokens of own requests that are still to be prefilled.
     pub own_tokens: u64,
+    /// Of these, tokens of answers that come in one piece: when they have been prefilled nobody sees.
+    pub own_unseen: u64,
     /// Requests of others, by the node's own metrics.
     pub other_requests: u64,
     /// Requests that wait in it, by its own metrics; None if they are not known.
@@ -42,6 +44,11 @@ impl Load {
     /// All requests that it works at or that wait in it.
     pub fn batch(&self) -> u64 {
         self.own_requests + self.other_requests
+    }
+
+    /// Tokens that are certainly still to be prefilled.
+    pub fn prefilling(&self) -> u64 {
+        self.own_tokens.saturating_sub(self.own_unseen)
     }
 
     /// Own requests that it decodes now.

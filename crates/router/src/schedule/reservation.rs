@@ -50,6 +50,8 @@ pub struct Reservation {
     pub leg: Leg,
     /// Tokens that were to be prefilled when the node was chosen, and are not yet.
     pub(super) tokens: u64,
+    /// Of its tokens, those that count as unseen.
+    unseen: u64,
     /// Whether it counts as decoding.
     decodes: bool,
     /// The node that waits for this prompt.
@@ -71,6 +73,7 @@ impl Reservation {
             node.load.own_tokens += tokens;
         }
         let mut taken = Self {
+            unseen: 0,
             decodes: false,
             node,
             leg,
@@ -85,6 +88,15 @@ impl Reservation {
             taken.begin_decoding(nodes);
         }
         taken
+    }
+
+    /// Its answer comes in one piece: it counts as decoding from now on, and when its prompt has been prefilled nobody sees.
+    pub(super) fn begin_unseen(&mut self, nodes: &mut Nodes) {
+        self.begin_decoding(nodes);
+        if let Some(node) = nodes.get_mut(self.node) {
+            node.load.own_unseen += self.tokens;
+            self.unseen = self.tokens;
+        }
     }
 
     /// It counts as decoding from now on.
@@ -134,9 +146,10 @@ impl Reservation {
         if self.leg == Leg::Whole {
             self.begin_decoding(nodes);
         }
-        let tokens = std::mem::take(&mut self.tokens);
+        let (tokens, unseen) = (std::mem::take(&mut self.tokens), std::mem::take(&mut self.unseen));
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= tokens;
+            node.load.own_unseen -= unseen;
             self.begun.get_or_insert((now, node.load.batch()));
         }
     }
@@ -146,6 +159,7 @@ impl Reservation {
         self.await_no_more(nodes);
         if let Some(node) = nodes.get_mut(self.node) {
             node.load.own_tokens -= self.tokens;
+            node.load.own_unseen -= self.unseen;
             node.load.own_requests -= 1;
             node.load.own_decodes -= u64::from(self.decodes);
         }
