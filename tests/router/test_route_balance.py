@@ -195,7 +195,9 @@ def test_a_webhook_is_told_and_a_dead_one_holds_nothing_up(tmp_path: Path) -> No
     config = tmp_path / "route.toml"
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        config.write_text(QUICK + f'webhook = "http://127.0.0.1:{server.server_port}/records/v1/?from=kvlane"\n')
+        config.write_text(
+            QUICK + f'webhook = "http://127.0.0.1:{server.server_port}/records/v1/?from=kvlane"\n'
+        )
         with routed(ENGINE, ENGINE, flags=("--config", str(config))) as (router, _):
             until("two are told", lambda: len([each for each in told if each["what"] == "changes to"]) == 2)
             seen = list(told)

@@ -29,10 +29,12 @@ const TOKEN_BYTES: u64 = 4;
 const NAME_BYTES: usize = 16;
 
 type Events = mpsc::UnboundedSender<Bytes>;
+/// Where a request's tokens go, and how many there will be.
+type Waiting = HashMap<usize, (Events, u64)>;
 
 /// One engine, and who waits for its tokens.
 struct Server {
-    state: Mutex<(LiveEngine, HashMap<usize, (Events, u64)>)>,
+    state: Mutex<(LiveEngine, Waiting)>,
     came: Notify,
     start: Instant,
 }

@@ -18,10 +18,10 @@ use serde_json::{Value, json};
 
 use crate::{
     balance::{Balancer, Balancers, Group, Indicators},
-    balancing::{Records, score_page},
     beats_refused::BeatRefused,
     knowledge::{Reason, Status},
     proxy::Shared,
+    role_records::{Records, score_page},
     schedule::{Node, NodeId, NodeState, Role},
 };
 

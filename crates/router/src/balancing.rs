@@ -1,24 +1,13 @@
 //! Has nodes change their roles as the work does: looks at them four times a second, and says what it did and why.
 
 use std::{
-    collections::VecDeque,
     io,
     sync::{Arc, mpsc},
     thread::JoinHandle,
-    time::{Instant, SystemTime},
+    time::Instant,
 };
 
-use serde_json::{Value, json};
-
-use crate::{
-    balance::{Act, Group, Looked, NAMES, State},
-    proxy::Shared,
-    schedule::{NodeId, Role},
-    webhook::Webhook,
-};
-
-/// Records that are remembered.
-const RECORDS_MAX: usize = 200;
+use crate::{proxy::Shared, webhook::Webhook};
 
 /// The looking thread.
 #[derive(Debug)]
@@ -54,107 +43,4 @@ impl Balancing {
         let _ = self.stop.send(());
         let _ = self.thread.join();
     }
-}
-
-/// Something that was done, or a state that began.
-#[derive(Debug, Clone)]
-struct Record {
-    at: SystemTime,
-    group: Group,
-    state: State,
-    scores: (Option<f64>, Option<f64>),
-    act: Option<(&'static str, Option<Arc<str>>, Role)>,
-}
-
-/// The last things that were done, for people.
-#[derive(Debug, Default)]
-pub(crate) struct Records {
-    records: VecDeque<Record>,
-    /// Changes of a node's role.
-    pub(crate) turns: u64,
-    /// Times that more nodes, or fewer, were asked for.
-    pub(crate) scale_ups: u64,
-    pub(crate) scale_downs: u64,
-}
-
-impl Records {
-    /// Remembers and logs what a look has found; answers it as JSON. `name`: of a node.
-    pub(crate) fn note(&mut self, looked: &Looked, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
-        let mut pages = Vec::new();
-        let Looked { group, state, scores, is_new, acts } = looked;
-        let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
-        let (prefill, decode) = (shown(scores.0), shown(scores.1));
-        if *is_new {
-            tracing::info!(group = &*group.name, model = &*group.model, %prefill, %decode, "the state is {}", state.name());
-            pages.push(self.push(looked, None));
-        }
-        for act in acts {
-            let (what, node, role) = match *act {
-                Act::Drain(id, role) => ("drains before it changes to", name(id), role),
-                Act::Turn(id, role) => ("changes to", name(id), role),
-                Act::ScaleUp(role) => ("one more wanted:", None, role),
-                Act::ScaleDown(role) => ("one less would do:", None, role),
-            };
-            match *act {
-                Act::Turn(..) => self.turns += 1,
-                Act::ScaleUp(_) => self.scale_ups += 1,
-                Act::ScaleDown(_) => self.scale_downs += 1,
-                Act::Drain(..) => {}
-            }
-            let node_name = node.as_deref().unwrap_or("");
-            tracing::info!(node = node_name, group = &*group.name, model = &*group.model, %prefill, %decode, "{what} {role}");
-            pages.push(self.push(looked, Some((what, node, role))));
-        }
-        pages
-    }
-
-    fn push(&mut self, looked: &Looked, act: Option<(&'static str, Option<Arc<str>>, Role)>) -> Value {
-        if self.records.len() == RECORDS_MAX {
-            self.records.pop_front();
-        }
-        let record = Record {
-            at: SystemTime::now(),
-            group: looked.group.clone(),
-            state: looked.state,
-            scores: looked.scores,
-            act,
-        };
-        let page = record.page();
-        self.records.push_back(record);
-        page
-    }
-
-    /// The last `most`, the newest first.
-    pub(crate) fn page(&self, most: usize) -> Value {
-        self.records.iter().rev().take(most).map(Record::page).collect()
-    }
-}
-
-impl Record {
-    fn page(&self) -> Value {
-        let at = self.at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        json!({
-            "time": at,
-            "group": &*self.group.name,
-            "connector": self.group.connector,
-            "model": &*self.group.model,
-            "state": self.state.name(),
-            "prefill_score": self.scores.0,
-            "decode_score": self.scores.1,
-            "what": self.act.as_ref().map(|(what, ..)| what.trim_end_matches(':')),
-            "node": self.act.as_ref().and_then(|(_, node, _)| node.as_deref()),
-            "role": self.act.as_ref().map(|(_, _, role)| role.name()),
-        })
-    }
-}
-
-/// A node's score and what it comes from, as JSON.
-pub(crate) fn score_page(of: Option<(Option<f64>, crate::balance::Indicators)>) -> Value {
-    let Some((score, indicators)) = of else { return Value::Null };
-    let known: serde_json::Map<String, Value> = NAMES
-        .iter()
-        .zip(indicators)
-        .filter_map(|(name, value)| Some(((*name).to_owned(), json!(value?))))
-        .collect();
-    json!({ "score": score, "indicators": known })
 }

@@ -13,6 +13,7 @@
 //! - [`loads`]: asks nodes how much they have to do.
 //! - [`members`]: which nodes there are, and whether they answer.
 //! - [`proxy`]: takes requests over HTTP, and brings the nodes' answers back.
+//! - [`role_records`]: the last changes of roles.
 //! - [`schedule`]: which nodes a request goes to. Pure.
 //! - [`webhook`]: tells an operator's program what the balancer did.
 #![forbid(unsafe_code)]
@@ -30,5 +31,6 @@ pub mod legs;
 pub mod loads;
 pub mod members;
 pub mod proxy;
+pub mod role_records;
 pub mod schedule;
 pub mod webhook;

@@ -20,11 +20,11 @@ use tokio::sync::Semaphore;
 use super::settings::ProxySettings;
 use crate::{
     balance::{self, Balancers},
-    balancing::Records,
     beats_refused::BeatsRefused,
     decisions::Decisions,
     ids::Ids,
     knowledge::Knowledge,
+    role_records::Records,
     schedule::{Connector, Node, NodeId, NodeState, Reported, Scheduler},
 };
 
