@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def wait_for(port: int) -> None:
     raise SystemExit(f"nobody listens at port {port}")
 
 
+def wait_for_engines(admin: str) -> None:
+    """Until a router has found all of them ready."""
+    for _ in range(600):
+        try:
+            with urllib.request.urlopen(f"http://{admin}/health") as page:
+                if json.load(page)["nodes_ready"] == NODES:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise SystemExit(f"the router with its pages at {admin} does not find its engines ready")
+
+
 def summary(rows: list[dict[str, Any]], served: list[list[float] | None]) -> dict[str, float]:
     """As the replay's."""
     within, first_s = 0, []
@@ -97,11 +111,11 @@ def live(program: str, engines: str, trace: Path, speed: float, folder: Path) ->
             start(engines, "engines", str(base), str(NODES))
             workers = [word for at in range(NODES) for word in ("--worker", f"http://127.0.0.1:{base + at}")]
             wait_for(base + NODES - 1)
-            listen = ("--listen", f"127.0.0.1:{base + 50}", "--admin", "off", "--socket", "off")
+            admin = f"127.0.0.1:{base + 51}"
+            listen = ("--listen", f"127.0.0.1:{base + 50}", "--admin", admin, "--socket", "off")
             start(program, "route", *listen, "--policy", policy, "--log", "warn", *workers)
             wait_for(base + 50)
-        # Routers ask engines for their models first.
-        time.sleep(5)
+            wait_for_engines(admin)
         for number, policy in enumerate(POLICIES):
             out = folder / f"{policy}.json"
             url = f"http://127.0.0.1:{21050 + 100 * number}"

@@ -134,8 +134,8 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_SOCKET", value_name = "PATH")]
     socket: Option<PathBuf>,
 
-    /// How an engine is chosen: least-work takes the one with the least product of tokens to prefill and requests; least-delay
-    /// the one where it learned that first tokens come soonest; or prefix-affinity, least-loaded, power-of-two, round-robin, random
+    /// How an engine is chosen: least-work takes the one with the least product of tokens to prefill and requests; least-delay,
+    /// for engines of several classes, the one where it learned that first tokens come soonest; or prefix-affinity, least-loaded, power-of-two, round-robin, random
     #[arg(long, env = "KVLANE_ROUTE_POLICY", value_name = "POLICY", default_value = "least-work")]
     policy: Policy,
 

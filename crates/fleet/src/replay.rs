@@ -158,7 +158,7 @@ pub struct Replayed {
 /// A node has got another role.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Turn {
-    /// When.
+    /// Since the replay began.
     pub at: Duration,
     /// By its number.
     pub node: usize,

@@ -1,7 +1,7 @@
 //! Tells an operator's own program what the balancer did: each record as a POST of JSON.
 
 use std::{
-    io,
+    fmt, io,
     str::FromStr,
     sync::{
         Arc,
@@ -29,9 +29,22 @@ const WAITING_MAX: usize = 64;
 /// For one POST.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Where records are POSTed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Where records are POSTed. Its path and query may be secret: no log shows them.
+#[derive(Clone, PartialEq, Eq)]
 pub struct WebhookUrl(Uri);
+
+impl WebhookUrl {
+    /// What a log may show.
+    fn host(&self) -> &str {
+        self.0.host().unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for WebhookUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("WebhookUrl").field(&self.host()).finish()
+    }
+}
 
 /// No address of a webhook.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -57,6 +70,8 @@ impl FromStr for WebhookUrl {
 pub struct Webhook {
     records: SyncSender<Value>,
     is_stopping: Arc<AtomicBool>,
+    /// Records were left out since the last one that was taken.
+    misses: AtomicBool,
     thread: JoinHandle<()>,
 }
 
@@ -88,13 +103,19 @@ impl Webhook {
             // A name that is being looked up is not waited for.
             runtime.shutdown_background();
         })?;
-        Ok(Self { records, is_stopping, thread })
+        Ok(Self { records, is_stopping, misses: AtomicBool::new(false), thread })
     }
 
     /// Tells a record soon, if the program keeps up.
     pub fn tell(&self, record: Value) {
-        if let Err(TrySendError::Full(_)) = self.records.try_send(record) {
-            tracing::debug!("the webhook does not keep up: a record is not told");
+        let is_full = matches!(self.records.try_send(record), Err(TrySendError::Full(_)));
+        if is_full && !self.misses.swap(is_full, Ordering::Relaxed) {
+            tracing::warn!(
+                "the webhook does not keep up: records are not told; said once until it takes one. /decisions has them"
+            );
+        }
+        if !is_full {
+            self.misses.store(false, Ordering::Relaxed);
         }
     }
 
@@ -120,12 +141,12 @@ fn tell_all(
         match posted {
             Ok(()) if fails => {
                 fails = false;
-                tracing::info!(webhook = %url.0, "the webhook answers again");
+                tracing::info!(webhook = url.host(), "the webhook answers again");
             }
             Ok(()) => {}
             Err(error) if !fails => {
                 fails = true;
-                tracing::warn!(webhook = %url.0, %error, "the webhook was not told a record; said once until it is told one");
+                tracing::warn!(webhook = url.host(), %error, "the webhook was not told a record; said once until it is told one");
             }
             Err(_) => {}
         }
@@ -161,6 +182,7 @@ mod tests {
     fn an_address_keeps_its_path_and_query() {
         let url: WebhookUrl = "http://h:9/hooks/v1/?token=a".parse().unwrap();
         assert_eq!(url.0.path_and_query().unwrap().as_str(), "/hooks/v1/?token=a");
+        assert_eq!(format!("{url:?}"), "WebhookUrl(\"h\")", "what may be a secret is not shown");
         assert!("http://[::1]/a".parse::<WebhookUrl>().is_ok() && "http://h".parse::<WebhookUrl>().is_ok());
         for wrong in ["https://h/a", "ftp://a", "h:9", "", "http:///a", "http://user@h/a", "http://h:99999/a"]
         {
