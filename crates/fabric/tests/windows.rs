@@ -204,7 +204,14 @@ fn windows_of_one_peer_have_a_million_ranges_and_room_again_when_some_are_closed
     let most = kvlane_fabric::WINDOW_RANGES_MAX;
     let ranges: Vec<WindowRange> = (0..most).map(|index| owner.range(2 * index, 1)).collect();
     let open = |to: &Side| owner.engine.open_window(to.engine.id(), ranges.clone());
-    let windows: Vec<WindowDescriptor> = (0..16).map(|_| open(&reader).unwrap()).collect();
+    // Each is read before the next is opened: sixteen at once are 25 MiB for a peer to take in, and a busy machine, where
+    // nothing is optimised, needs longer for them than a connection may be silent.
+    let open_and_read = || {
+        let window = open(&reader).unwrap();
+        assert_eq!(reader.read(peer, window, most - 1, 1), Ok(()));
+        window
+    };
+    let windows: Vec<WindowDescriptor> = (0..16).map(|_| open_and_read()).collect();
     assert!(matches!(open(&reader), Err(FabricError::WindowsFull)));
     open(&other).expect("another peer has room of its own");
     assert_eq!(reader.read(peer, windows[15], 0, most), Ok(()));
