@@ -37,6 +37,7 @@ SWITCHES = {
     "roles stay": "flips = false\n",
     "no relief": "relief = 0\n",
     "nodes drain before they change": "drains = true\n",
+    "predictions 20 % off, and noisy": "[predictor]\noff-percent = 20\nnoise-percent = 30\n",
 }
 # Bandwidth-rich: an H20's peak figures beside an H100's, 148 of 989 TFLOPS (bf16) and 4.0 of 3.35 TB/s. Not measured.
 CLASSES = """[[class]]

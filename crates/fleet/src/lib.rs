@@ -23,6 +23,6 @@ pub use self::{
     engine::Class,
     live::{Brought, LiveEngine},
     outcome::{Limits, Served, Summary},
-    replay::{HandOver, NodeSetup, Replayed, Setup, Signals, Turn, replay},
+    replay::{HandOver, Misread, NodeSetup, Replayed, Setup, Signals, Turn, replay},
     trace::{Request, Trace},
 };

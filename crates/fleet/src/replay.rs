@@ -29,6 +29,34 @@ pub struct NodeSetup {
     pub class: Arc<Class>,
     /// It dies then, if it does, and comes back with nothing so much later, if it does.
     pub dies: Option<(Duration, Option<Duration>)>,
+    /// It is there from then on only, with nothing in its cache.
+    pub joins: Option<Duration>,
+    /// From then on it gets no more requests, and finishes those that it has.
+    pub drains: Option<Duration>,
+}
+
+impl NodeSetup {
+    /// One that is there all the time.
+    pub fn new(role: Role, class: Arc<Class>) -> Self {
+        Self { role, class, dies: None, joins: None, drains: None }
+    }
+}
+
+/// How wrong the times are from which the router learns what nodes take: its predictions are as wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Misread {
+    /// All are longer by this share; less than nothing: shorter.
+    pub off: f64,
+    /// Each request's are longer or shorter by any share up to this.
+    pub noise: f64,
+}
+
+impl Misread {
+    /// A time of a request as the router reads it.
+    fn of(self, time: Duration, request: usize) -> Duration {
+        let share = mixed(request as u64) as f64 / u64::MAX as f64;
+        time.mul_f64(((1.0 + self.off) * (1.0 + self.noise * (2.0 * share - 1.0))).max(0.0))
+    }
 }
 
 /// How prompts go from a prefill node to a decode node.
@@ -80,6 +108,8 @@ pub struct Setup {
     pub hand_over: HandOver,
     /// What the router hears.
     pub signals: Signals,
+    /// How wrong the router's predictions are.
+    pub misread: Misread,
     /// The router does not hear of what class nodes are.
     pub class_blind: bool,
     /// How the router divides nodes between both roles; None: they keep theirs.
@@ -88,6 +118,8 @@ pub struct Setup {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
+    Joins(usize),
+    Drains(usize),
     Dies(usize),
     Returns(usize),
     Hidden(usize),
@@ -118,6 +150,8 @@ struct Open {
     attempt: u32,
     tried: Vec<NodeId>,
     is_pair: bool,
+    /// When its nodes were chosen.
+    chosen: Duration,
 }
 
 struct Place {
@@ -229,6 +263,8 @@ impl<'a> World<'a> {
             world.later(world.served[request].at, Event::Arrives(request));
         }
         for (number, node) in setup.nodes.iter().enumerate() {
+            node.joins.into_iter().for_each(|at| world.later(at, Event::Joins(number)));
+            node.drains.into_iter().for_each(|at| world.later(at, Event::Drains(number)));
             if let Some((at, back)) = node.dies {
                 world.later(at, Event::Dies(number));
                 back.into_iter().for_each(|back| world.later(at + back, Event::Returns(number)));
@@ -265,13 +301,16 @@ impl<'a> World<'a> {
             Event::Asked => self.ask_for_metrics(now),
             Event::Told(node, told) => self.told(node, told),
             Event::Looked => self.look(now),
+            Event::Joins(node) => self.set_state(node, NodeState::Ready),
+            Event::Drains(node) => self.set_state(node, NodeState::Draining),
             Event::Dies(node) => self.dies(now, node),
             Event::Hidden(node) if !self.places[node].is_alive => self.set_state(node, NodeState::Suspect),
             Event::Hidden(_) => {}
             Event::Returns(node) => {
                 self.places[node].is_alive = true;
                 self.scheduler.forget_prefixes(self.places[node].id);
-                self.set_state(node, NodeState::Ready);
+                let has_left = self.setup.nodes[node].drains.is_some_and(|drains| drains <= now);
+                self.set_state(node, if has_left { NodeState::Draining } else { NodeState::Ready });
             }
         }
     }
@@ -293,7 +332,7 @@ impl<'a> World<'a> {
         let chosen = self.scheduler.choose(&asked, self.start + now);
         let open = &mut self.open[request];
         open.tried = tried;
-        open.attempt += 1;
+        (open.attempt, open.chosen) = (open.attempt + 1, now);
         self.served[request].attempts = open.attempt;
         let (first, second) = match chosen.map(|choice| choice.chosen) {
             Err(_) => return self.is_over(request),
@@ -359,21 +398,23 @@ impl<'a> World<'a> {
             let at = self.served[request].at;
             self.served[request].first.get_or_insert(now - at);
         }
+        let read = self.read_at(now, request);
         let open = &mut self.open[request];
         let reservation = if is_handed_over { open.decode.as_mut() } else { open.prefill.as_mut() };
         if let Some(reservation) = reservation {
-            self.scheduler.prefilled(reservation, &self.marks[request], self.start + now);
+            self.scheduler.prefilled(reservation, &self.marks[request], read);
         }
     }
 
     fn last(&mut self, now: Duration, job: Job) {
         let Job { request, is_handed_over, attempt, .. } = job;
+        let read = self.read_at(now, request);
         let open = &mut self.open[request];
         let goes_on = open.is_pair && !is_handed_over;
         let reservation = if is_handed_over { open.decode.take() } else { open.prefill.take() };
         if let Some(mut reservation) = reservation {
             reservation.generated(job.output);
-            self.scheduler.end(reservation, LegEnd::Served, self.start + now);
+            self.scheduler.end(reservation, LegEnd::Served, read);
         }
         if goes_on {
             let HandOver { base_ms, token_ms } = self.setup.hand_over;
@@ -383,6 +424,12 @@ impl<'a> World<'a> {
         let at = self.served[request].at;
         self.served[request].last = Some(now - at);
         self.is_over(request);
+    }
+
+    /// When something of a request happened, as the router reads it.
+    fn read_at(&self, now: Duration, request: usize) -> Instant {
+        let chosen = self.open[request].chosen;
+        self.start + chosen + self.setup.misread.of(now.saturating_sub(chosen), request)
     }
 
     fn handed_over(&mut self, now: Duration, request: usize, attempt: u32) {
@@ -481,13 +528,18 @@ impl<'a> World<'a> {
         self.left -= 1;
     }
 
-    /// By SplitMix64.
     fn any(&mut self) -> u64 {
-        self.chance = self.chance.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.chance ^ (self.chance >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        self.chance = self.chance.wrapping_add(1);
+        mixed(self.chance)
     }
+}
+
+/// Any number, always the same for the same one: SplitMix64.
+fn mixed(number: u64) -> u64 {
+    let number = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mixed = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
 }
 
 fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
@@ -495,7 +547,9 @@ fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
     if !class_blind {
         node.class = setup.class.name.as_str().into();
     }
-    (node.state, node.connector) = (NodeState::Ready, Connector::Direct);
+    // Who is not there yet gets as little as who leaves.
+    let state = if setup.joins.is_some() { NodeState::Draining } else { NodeState::Ready };
+    (node.state, node.connector) = (state, Connector::Direct);
     node.may_flip = setup.role == Role::Worker;
     // Who hands over directly has an address for that.
     node.connector_address = Some("fleet:1".into());

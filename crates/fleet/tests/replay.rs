@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Brought, Class, Costs, HandOver, Limits, LiveEngine, NodeSetup, Request, Served, Setup, Signals, Summary,
-    Trace, replay,
+    Brought, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, Request, Served, Setup, Signals,
+    Summary, Trace, replay,
 };
 use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
@@ -25,7 +25,7 @@ fn trace(requests: Vec<Request>) -> Trace {
 }
 
 fn node(role: Role, class: &Class) -> NodeSetup {
-    NodeSetup { role, class: Arc::new(class.clone()), dies: None }
+    NodeSetup::new(role, Arc::new(class.clone()))
 }
 
 fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
@@ -35,6 +35,7 @@ fn fleet(roles: &[Role], class: &Class, policy: Policy) -> Setup {
         speed: 1.0,
         hand_over: HandOver::default(),
         signals: Signals::default(),
+        misread: Misread::default(),
         class_blind: false,
         balance: None,
     }
@@ -313,4 +314,36 @@ proptest! {
         }
         prop_assert_eq!(run(&trace, &setup), served);
     }
+}
+
+/// Two workers, of which one comes at one second and another one leaves at two.
+#[test]
+fn a_node_gets_nothing_before_it_joins_and_nothing_new_once_it_drains() {
+    let mut setup = fleet(&[Role::Worker; 3], &Class::default(), Policy::RoundRobin);
+    (setup.nodes[1].joins, setup.nodes[2].drains) =
+        (Some(Duration::from_secs(1)), Some(Duration::from_secs(2)));
+    let trace = trace((0..60).map(|number| request(number * 50, 500, 40, number * 10)).collect());
+    let served = run(&trace, &setup);
+    let by = |node| served.iter().filter(move |each| each.prefill == Some(node));
+    assert!(by(1).all(|each| each.at >= Duration::from_secs(1)) && by(1).count() > 10);
+    assert!(by(2).all(|each| each.at <= Duration::from_secs(2)) && by(2).count() > 10);
+    assert!(served.iter().all(|each| each.last.is_some()), "what it had is finished");
+}
+
+#[test]
+fn a_router_that_misreads_times_predicts_others_and_loses_nothing() {
+    let slow = Class { name: "slow".into(), costs: Costs::H100_LLAMA_8B.times(4.0, 1.0), ..Class::default() };
+    let requests = (0..400).map(|number| request(number * 60, 1500 + number % 7 * 500, 20, number * 100));
+    let trace = trace(requests.collect());
+    let mut setup = fleet(&[Role::Worker; 2], &Class::default(), Policy::LeastDelay);
+    setup.nodes[1] = node(Role::Worker, &slow);
+    let right = run(&trace, &setup);
+    setup.misread = Misread { off: 0.2, noise: 0.3 };
+    let wrong = run(&trace, &setup);
+    assert_eq!(wrong, run(&trace, &setup), "the same each time");
+    assert_ne!(right, wrong);
+    assert!(wrong.iter().all(|each| each.last.is_some()));
+    let limits = Limits { ttft: Duration::MAX, tpot: Duration::MAX };
+    let median = |served: &[Served]| Summary::of(served, limits).ttft_p50.as_secs_f64();
+    assert!(median(&wrong) < 1.2 * median(&right), "{} {}", median(&wrong), median(&right));
 }

@@ -1,6 +1,6 @@
 //! A trace through the router's scheduler to simulated engines.
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, anyhow};
 use kvlane_fleet::{Limits, NodeSetup, Replayed, Served, Setup, Summary, Trace, replay};
@@ -112,7 +112,7 @@ fn capacity(trace: &Trace, setup: &Setup) -> f64 {
     let mut setup = Setup { speed: AT_ONCE, ..setup.clone() };
     (setup.scheduler.policy, setup.scheduler.decode_policy) = (Policy::default(), Policy::default());
     setup.balance = None;
-    setup.nodes.iter_mut().for_each(|node| node.dies = None);
+    setup.nodes.iter_mut().for_each(|node| *node = NodeSetup::new(node.role, Arc::clone(&node.class)));
     let served = replay(trace, &setup, |count| bar.inc(count as u64)).served;
     bar.finish_and_clear();
     let end = |each: &Served| each.last.map(|last| each.at + last);

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, fs, path::Path, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, anyhow, bail};
-use kvlane_fleet::{Class, Costs, HandOver, Limits, NodeSetup, Setup, Signals};
+use kvlane_fleet::{Class, Costs, HandOver, Limits, Misread, NodeSetup, Setup, Signals};
 use kvlane_policy::PolicyKind;
 use kvlane_router::schedule::{Policy, Role, Settings};
 use serde::Deserialize;
@@ -41,6 +41,7 @@ struct File {
     node: Vec<NodeTable>,
     hand_over: HandOverTable,
     signals: SignalsTable,
+    predictor: PredictorTable,
     balance: Option<BalanceTable>,
 }
 
@@ -59,6 +60,7 @@ impl Default for File {
             node: Vec::new(),
             hand_over: HandOverTable::default(),
             signals: SignalsTable::default(),
+            predictor: PredictorTable::default(),
             balance: None,
         }
     }
@@ -90,6 +92,8 @@ struct NodeTable {
     class: Option<String>,
     dies_s: Option<f64>,
     returns_s: Option<f64>,
+    joins_s: Option<f64>,
+    drains_s: Option<f64>,
 }
 
 fn worker() -> String {
@@ -121,6 +125,29 @@ struct SignalsTable {
     late_ms: f64,
     lost_percent: u8,
     death_ms: f64,
+}
+
+/// How wrong the router's predictions are: the times from which it learns are.
+#[derive(Debug, Deserialize, Default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct PredictorTable {
+    off_percent: f64,
+    noise_percent: f64,
+}
+
+impl PredictorTable {
+    fn misread(&self) -> Result<Misread> {
+        let share = |key: &str, percent: f64, least: f64, most: f64| {
+            if !(least..=most).contains(&percent) {
+                bail!("predictor.{key} = {percent}: from {least} to {most}");
+            }
+            Ok(percent / 100.0)
+        };
+        Ok(Misread {
+            off: share("off-percent", self.off_percent, -90.0, 1000.0)?,
+            noise: share("noise-percent", self.noise_percent, 0.0, 90.0)?,
+        })
+    }
 }
 
 impl Default for SignalsTable {
@@ -179,6 +206,7 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
             lost_percent: file.signals.lost_percent.min(100),
             death: time("signals.death-ms", file.signals.death_ms)?,
         },
+        misread: file.predictor.misread()?,
         class_blind: file.class_blind,
         balance: file.balance.map(|table| table.settings()).transpose()?,
     };
@@ -233,8 +261,8 @@ fn classes(tables: Vec<ClassTable>, folder: &Path) -> Result<HashMap<String, Arc
 fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Result<Vec<NodeSetup>> {
     let mut nodes = Vec::new();
     let usual = Arc::new(Class::default());
-    for (number, table) in tables.iter().enumerate() {
-        let place = || format!("[[node]] number {}", number + 1);
+    for (index, table) in tables.iter().enumerate() {
+        let place = || format!("[[node]] number {}", index + 1);
         let role: Role = table.role.parse().map_err(|error: String| anyhow!(error)).with_context(place)?;
         let class = match (&table.class, classes.len()) {
             (Some(name), _) => classes.get(name).with_context(|| {
@@ -244,14 +272,21 @@ fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Resul
             (None, 1) => classes.values().next().unwrap_or(&usual),
             (None, _) => bail!("{}: say which class it is of", place()),
         };
-        let at = table.dies_s.map(|at| time("dies-s", at * 1e3)).transpose().with_context(place)?;
-        let back =
-            table.returns_s.map(|back| time("returns-s", back * 1e3)).transpose().with_context(place)?;
+        let seconds = |key: &str, value: Option<f64>| {
+            value.map(|value| number(key, value).map(Duration::from_secs_f64)).transpose().with_context(place)
+        };
+        let at = seconds("dies-s", table.dies_s)?;
+        let back = seconds("returns-s", table.returns_s)?;
         if back.is_some_and(|back| at.is_none_or(|at| back < at)) {
             bail!("{}: returns-s without an earlier dies-s", place());
         }
         let dies = at.map(|at| (at, back.map(|back| back - at)));
-        let node = NodeSetup { role, class: Arc::clone(class), dies };
+        let (joins, drains) = (seconds("joins-s", table.joins_s)?, seconds("drains-s", table.drains_s)?);
+        let goes = [at, drains].into_iter().flatten().min();
+        if joins.is_some_and(|joins| goes.is_some_and(|goes| goes <= joins)) {
+            bail!("{}: joins-s has to be before dies-s and drains-s", place());
+        }
+        let node = NodeSetup { dies, joins, drains, ..NodeSetup::new(role, Arc::clone(class)) };
         if nodes.len() + table.count > NODES_MAX {
             bail!("{}: more than {NODES_MAX} nodes", place());
         }
@@ -259,7 +294,7 @@ fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Resul
     }
     if tables.is_empty() {
         let class = classes.values().next().unwrap_or(&usual);
-        let node = NodeSetup { role: Role::Worker, class: Arc::clone(class), dies: None };
+        let node = NodeSetup::new(Role::Worker, Arc::clone(class));
         nodes.extend(std::iter::repeat_n(node, 8));
     }
     if nodes.is_empty() {
@@ -315,12 +350,21 @@ mod tests {
             class = \"small\"
             dies-s = 10.5
             returns-s = 12
+            joins-s = 3
+            drains-s = 60
+            [predictor]
+            off-percent = -20
+            noise-percent = 50
         ";
-        let nodes = parsed(text).unwrap().setup.nodes;
+        let setup = parsed(text).unwrap().setup;
+        assert_eq!(setup.misread, Misread { off: -0.2, noise: 0.5 });
+        let nodes = setup.nodes;
         assert_eq!(nodes.len(), 4);
         assert_eq!((nodes[2].role, nodes[2].class.kv_tokens), (Role::Prefill, 7));
         assert_eq!((nodes[3].role, nodes[3].class.step_tokens), (Role::Decode, 9));
         assert_eq!(nodes[3].dies, Some((Duration::from_millis(10_500), Some(Duration::from_millis(1500)))));
+        assert_eq!([nodes[3].joins, nodes[3].drains], [3, 60].map(|at| Some(Duration::from_secs(at))));
+        assert_eq!((nodes[0].joins, nodes[0].drains), (None, None));
     }
 
     #[test]
@@ -340,6 +384,10 @@ mod tests {
             ("[[node]]\ncount = 5000", "more than 4096 nodes"),
             ("[[node]]\ncount = 0", "[[node]]: there is none"),
             ("[[node]]\nreturns-s = 3", "returns-s without an earlier dies-s"),
+            ("[[node]]\njoins-s = 3\ndrains-s = 2", "number 1: joins-s has to be before dies-s and drains-s"),
+            ("[[node]]\njoins-s = -3", "joins-s = -3: at least 0"),
+            ("[predictor]\noff-percent = -95", "predictor.off-percent = -95: from -90 to 1000"),
+            ("[predictor]\nnoise-percent = nan", "predictor.noise-percent = NaN: from 0 to 90"),
             ("[[class]]\nname = \"a\"\n[[class]]\nname = \"a\"", "\"a\" is there twice"),
             ("[[class]]\nname = \"a\"\nstep-tokens = 0", "step-tokens"),
             ("[[class]]\nname = \"a\"\neviction = \"mru\"", "eviction: "),
