@@ -2,7 +2,8 @@
 
     python bench/replay/roles.py KVLANE [--out FOLDER]
 
-KVLANE is the program. Each trace at its own rate, eight nodes, within 500 ms to a first token and 30 ms between tokens.
+KVLANE is the program. Each trace at its own rate, eight nodes, within 500 ms to a first token and 30 ms between tokens. Then two classes of nodes, and
+two hosts between which a hand-over takes longer.
 The same on every machine. Writes roles.json, and roles.png: what was served within the limits over time, and roles.
 """
 
@@ -50,12 +51,15 @@ kv-tokens = 500000
 """
 # Of the traces' rates: what these two classes can serve is less.
 CLASS_SPEEDS = {"prefill-heavy": (0.6, 0.7, 0.75), "swinging": (0.6, 0.7, 0.8)}
+# Between two hosts, each with three prefill and two decode nodes: milliseconds a token of 128 KiB, by 35 and by 10 Gb/s.
+FAR_TOKEN_MS = (0.03, 0.105)
+HOSTS_SPEED = 0.75
 
 
-def nodes(role: str, count: int, kind: str = "") -> str:
+def nodes(role: str, count: int, **keys: str) -> str:
     """A table, or none."""
-    kind = f'class = "{kind}"\n' if kind else ""
-    return f'[[node]]\nrole = "{role}"\ncount = {count}\n{kind}' if count else ""
+    lines = "".join(f'{key} = "{value}"\n' for key, value in keys.items())
+    return f'[[node]]\nrole = "{role}"\ncount = {count}\n{lines}' if count else ""
 
 
 def fleets() -> dict[str, str]:
@@ -76,13 +80,20 @@ def fleets() -> dict[str, str]:
 def class_fleets() -> dict[str, tuple[str, str]]:
     """Of two kinds of nodes: keys before the tables, and the tables."""
     half = NODES // 2
-    workers = nodes("worker", half, "compute-rich") + nodes("worker", half, "bandwidth-rich")
-    fixed = nodes("prefill", half, "compute-rich") + nodes("decode", half, "bandwidth-rich")
+    compute, bandwidth = "compute-rich", "bandwidth-rich"
+    workers = nodes("worker", half, **{"class": compute}) + nodes("worker", half, **{"class": bandwidth})
+    fixed = nodes("prefill", half, **{"class": compute}) + nodes("decode", half, **{"class": bandwidth})
     return {
         "classes told": ("", workers + BALANCE),
         "classes not told": ("class-blind = true\n", workers + BALANCE),
         "compute-rich prefill, bandwidth-rich decode": ("", fixed),
     }
+
+
+def hosts(far_token_ms: float) -> str:
+    """Two of them, and what a token takes from one to the other."""
+    both = [nodes("prefill", 3, host=host) + nodes("decode", 2, host=host) for host in "ab"]
+    return "".join(both) + f"[hand-over]\nfar-token-ms = {far_token_ms}\n"
 
 
 def replay(program: str, trace: Path, file: str) -> dict[str, Any]:
@@ -117,7 +128,14 @@ def measure(program: str, traces: Mapping[str, Path]) -> dict[str, Any]:
                 print(f"{name}: {fleet} at {speed}", file=sys.stderr)
                 file = head("least-delay", speed) + keys + CLASSES + tables
                 case[fleet] = replay(program, traces[name], file)
-    return {"roles": equal, "classes": classes}
+    apart: dict[str, Any] = {}
+    for far in FAR_TOKEN_MS:
+        case = apart.setdefault(f"two hosts, {far} ms a token between them", {})
+        for policy in ("least-work", "least-delay"):
+            print(f"two hosts, {far}: {policy}", file=sys.stderr)
+            file = head(policy, HOSTS_SPEED) + hosts(far)
+            case[policy] = replay(program, traces["prefill-heavy"], file)
+    return {"roles": equal, "classes": classes, "hosts": apart}
 
 
 def best_fixed(results: Mapping[str, Any]) -> str:
@@ -129,7 +147,7 @@ def best_fixed(results: Mapping[str, Any]) -> str:
 def table(found: Mapping[str, Any]) -> str:
     """For people."""
     lines = []
-    for kind in ("roles", "classes"):
+    for kind in ("roles", "classes", "hosts"):
         for name, results in found[kind].items():
             for fleet, result in results.items():
                 lines.append(
@@ -145,7 +163,7 @@ def shorten(found: dict[str, Any]) -> None:
     shown = found["roles"]["swinging"]
     fleets = (OURS, TOGETHER, best_fixed(shown))
     keep = [id(shown[name]) for name in fleets]
-    for kind in ("roles", "classes"):
+    for kind in ("roles", "classes", "hosts"):
         for results in found[kind].values():
             for result in results.values():
                 if id(result) not in keep:

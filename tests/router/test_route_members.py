@@ -232,7 +232,7 @@ def test_clients_of_the_former_proxy_find_the_router_at_a_second_port() -> None:
         ('[[node]]\nurl = 3\nrole = "worker"', "url = 3: it has to be a text"),
         (
             '[[node]]\nurl = "http://h:1"\nrole = "worker"\nrank = 2',
-            "rank = 2: .*there are url, role, group, class, ranks",
+            "rank = 2: .*there are url, role, group, class, host, ranks",
         ),
         ('[[node]]\nrole = "worker"', "url is missing"),
         ('[[node]]\nurl = "http://h:1"\nrole = "worker"\nranks = 0', "ranks = 0: .*from 1 to 1024"),
@@ -319,3 +319,46 @@ def test_a_router_learns_which_class_of_engines_answers_sooner(tmp_path: Path) -
                 body = wanted(f"{number} of others", stream=True, max_tokens=1)
                 assert ask(router.address, COMPLETIONS, body)[0] == 200
             assert len(slow.log()) - before <= 2
+
+
+def test_a_router_learns_which_decode_engine_a_prompt_reaches_sooner(tmp_path: Path) -> None:
+    """Beside the prefill engine one whose first token comes at once; on another host one that waits 160 ms for the prompt."""
+    with (
+        FakeEngine("--pairs", "kvlane") as prefill,
+        FakeEngine("--pairs", "kvlane", "--ttft-ms", "5") as near,
+        FakeEngine("--pairs", "kvlane", "--ttft-ms", "160") as far,
+    ):
+        config = tmp_path / "route.toml"
+        tables = [
+            f'[[node]]\nurl = "{engine.url}"\nrole = "{role}"\nhost = "{host}"\n'
+            for engine, role, host in (
+                (prefill, "prefill", "a"),
+                (near, "decode", "a"),
+                (far, "decode", "b"),
+            )
+        ]
+        config.write_text('policy = "least-delay"\nshort-prompt = 0\n' + "".join(tables))
+        with Router("--config", str(config), nodes=3) as router:
+            _, page, _ = ask(router.admin, "/nodes")
+            assert {node["role"] + node["host"] for node in page["nodes"]} == {
+                "prefilla",
+                "decodea",
+                "decodeb",
+            }
+            numbers = itertools.count()
+
+            def sent() -> None:
+                body = wanted(f"{next(numbers)} of many" + LONG, stream=True, max_tokens=1)
+                assert ask(router.address, COMPLETIONS, body)[0] == 200
+
+            def only_the_near_one() -> bool:
+                before = len(far.log())
+                for _ in range(20):
+                    sent()
+                return len(far.log()) == before
+
+            sent()
+            sent()
+            assert len(near.log()) and len(far.log()), "by turns, while nothing is known"
+            until("prompts go to the near one", only_the_near_one)
+            assert len(far.log()) >= 40, "both were learned of"

@@ -139,7 +139,8 @@ pub(crate) struct RouteArgs {
     #[arg(long, env = "KVLANE_ROUTE_POLICY", value_name = "POLICY", default_value = "least-work")]
     policy: Policy,
 
-    /// How a decode engine is chosen [default: as --policy says]
+    /// How a decode engine is chosen; least-delay takes one that the prefill engine hands over to soonest, as on its own host
+    /// [default: as --policy says]
     #[arg(long, env = "KVLANE_ROUTE_DECODE_POLICY", value_name = "POLICY")]
     decode_policy: Option<Policy>,
 

@@ -27,6 +27,8 @@ pub struct NodeSetup {
     pub role: Role,
     /// What it is.
     pub class: Arc<Class>,
+    /// Where it is.
+    pub host: String,
     /// It dies then, if it does, and comes back with nothing so much later, if it does.
     pub dies: Option<(Duration, Option<Duration>)>,
     /// It is there from then on only, with nothing in its cache.
@@ -38,7 +40,7 @@ pub struct NodeSetup {
 impl NodeSetup {
     /// One that is there all the time.
     pub fn new(role: Role, class: Arc<Class>) -> Self {
-        Self { role, class, dies: None, joins: None, drains: None }
+        Self { role, class, host: String::new(), dies: None, joins: None, drains: None }
     }
 }
 
@@ -66,12 +68,14 @@ pub struct HandOver {
     pub base_ms: f64,
     /// Milliseconds more for each token.
     pub token_ms: f64,
+    /// In place of that between nodes of different hosts; None: no other.
+    pub far_token_ms: Option<f64>,
 }
 
 impl Default for HandOver {
     /// From the last layer to landed, over sockets: bench/pd/results/2026-11-26-handoff-10000-tokens.json, and a round trip.
     fn default() -> Self {
-        Self { base_ms: 2.0, token_ms: 0.001 }
+        Self { base_ms: 2.0, token_ms: 0.001, far_token_ms: None }
     }
 }
 
@@ -417,13 +421,20 @@ impl<'a> World<'a> {
             self.scheduler.end(reservation, LegEnd::Served, read);
         }
         if goes_on {
-            let HandOver { base_ms, token_ms } = self.setup.hand_over;
-            let takes = milliseconds(base_ms + token_ms * self.served[request].prompt_tokens as f64);
+            let takes = self.hand_over(&self.served[request]);
             return self.later(now + takes, Event::HandedOver(request, attempt));
         }
         let at = self.served[request].at;
         self.served[request].last = Some(now - at);
         self.is_over(request);
+    }
+
+    fn hand_over(&self, served: &Served) -> Duration {
+        let HandOver { base_ms, token_ms, far_token_ms } = self.setup.hand_over;
+        let [from, to] =
+            [served.prefill, served.decode].map(|node| node.map(|node| &self.setup.nodes[node].host));
+        let token_ms = if from == to { token_ms } else { far_token_ms.unwrap_or(token_ms) };
+        milliseconds(base_ms + token_ms * served.prompt_tokens as f64)
     }
 
     /// When something of a request happened, as the router reads it.
@@ -551,6 +562,7 @@ fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
     let state = if setup.joins.is_some() { NodeState::Draining } else { NodeState::Ready };
     (node.state, node.connector) = (state, Connector::Direct);
     node.may_flip = setup.role == Role::Worker;
+    node.host = setup.host.as_str().into();
     // Who hands over directly has an address for that.
     node.connector_address = Some("fleet:1".into());
     node

@@ -102,7 +102,7 @@ fn a_router_that_knows_prefixes_finds_more_of_them() {
 
 #[test]
 fn a_pair_hands_over_and_its_first_token_comes_from_the_node_that_decodes() {
-    let hand_over = HandOver { base_ms: 30.0, token_ms: 0.01 };
+    let hand_over = HandOver { base_ms: 30.0, token_ms: 0.01, ..HandOver::default() };
     let setup =
         Setup { hand_over, ..fleet(&[Role::Prefill, Role::Decode], &Class::default(), Policy::LeastWork) };
     let trace = trace(vec![request(0, 2000, 3, 0)]);
@@ -346,4 +346,30 @@ fn a_router_that_misreads_times_predicts_others_and_loses_nothing() {
     let limits = Limits { ttft: Duration::MAX, tpot: Duration::MAX };
     let median = |served: &[Served]| Summary::of(served, limits).ttft_p50.as_secs_f64();
     assert!(median(&wrong) < 1.2 * median(&right), "{} {}", median(&wrong), median(&right));
+}
+
+/// Two prefill nodes and a decode node on one host, two decode nodes on another one, between which prompts go over a slow network.
+#[test]
+fn prompts_stay_on_their_host_as_long_as_tokens_come_about_as_soon_there() {
+    let roles = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode, Role::Decode];
+    let run = |policy, output| {
+        let mut setup = fleet(&roles, &Class::default(), policy);
+        setup.hand_over.far_token_ms = Some(0.1);
+        setup.nodes[..3].iter_mut().for_each(|node| node.host = "a".into());
+        let requests =
+            (0..1500).map(|number| request(number * 50, 1500 + number % 9 * 100, output, number * 100));
+        let served = run(&trace(requests.collect()), &setup);
+        let near = served.iter().filter(|each| each.decode == Some(2)).count();
+        let summary = Summary::of(&served, Limits { ttft: Duration::MAX, tpot: Duration::MAX });
+        (near, summary.ttft_p50, summary.tpot_p99)
+    };
+    let (spread, slow, tpot) = run(Policy::LeastWork, 30);
+    let (near, fast, near_tpot) = run(Policy::LeastDelay, 30);
+    assert!((400..600).contains(&spread), "{spread} of 1500 by turns");
+    assert!(near > 1200 && fast.mul_f64(1.5) < slow, "{near} {fast:?} {slow:?}");
+    assert!(near_tpot < tpot.mul_f64(1.6), "{near_tpot:?} {tpot:?}");
+    // Long answers: one node for all of them would be too slow.
+    let (near, _, long_tpot) = run(Policy::LeastDelay, 1500);
+    assert!((500..1100).contains(&near), "{near}");
+    assert!(long_tpot < run(Policy::LeastWork, 1500).2.mul_f64(1.6));
 }

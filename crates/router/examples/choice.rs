@@ -22,6 +22,7 @@ const OPEN: usize = 4000;
 /// Prompts that begin alike, with so many marks of 256 bytes each.
 const FAMILIES: u64 = 2000;
 const MARKS: u64 = 128;
+const NODES_A_HOST: usize = 8;
 
 /// By SplitMix64.
 fn any(state: &mut u64) -> u64 {
@@ -59,6 +60,7 @@ fn choices(policy: Policy, nodes: usize, is_pairs: bool) -> Value {
         };
         let mut node = Node::new(&format!("http://10.0.0.1:{number}"), role, "");
         node.state = NodeState::Ready;
+        node.host = format!("10.0.{}", number / NODES_A_HOST).into();
         scheduler.add(node);
     }
     let (mut chance, now) = (1, Instant::now());
@@ -79,7 +81,12 @@ fn choices(policy: Policy, nodes: usize, is_pairs: bool) -> Value {
             Chosen::Pair { prefill, decode } => vec![prefill, decode],
         };
         let later = now + Duration::from_millis(20 + number as u64 % 50);
-        legs.iter_mut().for_each(|leg| scheduler.prefilled(leg, &marks, later));
+        let mut first = later;
+        for leg in &mut legs {
+            scheduler.prefilled(leg, &marks, first);
+            // Of a pair, what the decode node waits for the prompt.
+            first += Duration::from_millis(5 + number as u64 % 7);
+        }
         open.push_back(legs);
         if open.len() > OPEN {
             for leg in open.pop_front().into_iter().flatten() {

@@ -406,6 +406,7 @@ async fn nodes(State(shared): State<Arc<Shared>>) -> Json<Value> {
                     "load": score_page(scores.get(&id).copied()),
                     "group": &*node.group,
                     "class": &*node.class,
+                    "host": &*node.host,
                     "prediction": prediction,
                     "connector": node.connector.name(),
                     "connector_address": node.connector_address.as_deref(),

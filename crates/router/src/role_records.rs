@@ -37,12 +37,19 @@ impl Records {
     /// Remembers and logs what a look has found; answers it as JSON. `name`: of a node.
     pub(crate) fn note(&mut self, looked: &Looked, name: impl Fn(NodeId) -> Option<Arc<str>>) -> Vec<Value> {
         let mut pages = Vec::new();
-        let Looked { group, state, scores, is_new, acts } = looked;
+        let Looked { group, state, scores, is_new, acts, untold } = looked;
         let shown = |score: Option<f64>| score.map_or("none".to_owned(), |score| format!("{score:.2}"));
         let (prefill, decode) = (shown(scores.0), shown(scores.1));
         if *is_new {
             tracing::info!(group = &*group.name, model = &*group.model, %prefill, %decode, "the state is {}", state.name());
             pages.push(self.push(looked, None));
+        }
+        for (role, indicator) in untold {
+            tracing::warn!(
+                group = &*group.name,
+                model = &*group.model,
+                "no {role} engine tells its {indicator}, which has a weight: the others count for it. Said once"
+            );
         }
         for act in acts {
             let (what, node, role) = match *act {

@@ -342,3 +342,21 @@ fn nodes_that_come_and_go_are_forgotten_and_a_new_one_gets_a_role() {
     assert_eq!(looked.acts, [Act::Turn(id, Role::Prefill)], "the other one decodes already");
     assert_eq!(scheduler.node(id).unwrap().role, Role::Prefill);
 }
+
+#[test]
+fn what_has_a_weight_and_no_node_tells_is_named_once() {
+    let mut scheduler = Scheduler::new(kvlane_router::schedule::Settings::default());
+    let mut balancers = Balancers::new(Settings::default());
+    for _ in 0..4 {
+        let mut node = Node::new("a", Role::Worker, "");
+        (node.state, node.may_flip) = (NodeState::Ready, true);
+        scheduler.add(node);
+    }
+    let begin = Instant::now();
+    let mut untold = Vec::new();
+    for look in 0..400 {
+        let looked = balancers.look(&mut scheduler, begin + Duration::from_millis(250 * look));
+        untold.extend(looked.into_iter().flat_map(|looked| looked.untold));
+    }
+    assert_eq!(untold, [(Role::Decode, "waiting"), (Role::Decode, "kv-cache")]);
+}

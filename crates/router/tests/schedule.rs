@@ -594,3 +594,56 @@ fn a_pair_needs_the_addresses_that_one_of_both_looks_for() {
         assert_eq!(pairs, expected, "{connector}");
     }
 }
+
+/// A prefill node, a decode node beside it, and two on another host, to which a hand-over takes 200 ms in place of 5.
+fn near_and_far(handed_over: u64, policy: Policy) -> World {
+    let mut world = World::new(policy, &[Role::Prefill, Role::Decode, Role::Decode, Role::Decode]);
+    for (id, host) in world.ids.clone().into_iter().zip(["a", "a", "b", "b"]) {
+        world.scheduler.node_mut(id).unwrap().host = host.into();
+    }
+    for number in 0..handed_over {
+        let marks = prompt(1000 + number, 20 + number as u32 % 7);
+        let (mut prefill, mut decode) = world.pair(&marks);
+        world.scheduler.prefilled(&mut prefill, &marks, world.now);
+        world.end(prefill);
+        let takes = if world.number(decode.node) == 1 { 5 } else { 200 };
+        world.now += Duration::from_millis(takes);
+        world.scheduler.prefilled(&mut decode, &marks, world.now);
+        world.end(decode);
+    }
+    assert!(world.is_at_rest());
+    world
+}
+
+#[test]
+fn a_prompt_is_handed_over_to_where_it_is_soonest_as_long_as_there_is_room() {
+    let mut world = near_and_far(400, Policy::LeastDelay);
+    let mut beside = Vec::new();
+    for name in 0..20 {
+        let (prefill, decode) = world.pair(&prompt(name, 20));
+        assert_eq!(world.number(decode.node), 1, "{name} requests are there");
+        beside.extend([prefill, decode]);
+    }
+    beside.into_iter().for_each(|leg| world.end(leg));
+    let id = world.ids[1];
+    world.scheduler.node_mut(id).unwrap().load.cache_percent = Some(95);
+    let (prefill, decode) = world.pair(&prompt(51, 20));
+    assert_ne!(world.number(decode.node), 1, "it has no room");
+    [prefill, decode].into_iter().for_each(|leg| world.end(leg));
+}
+
+#[test]
+fn where_hand_overs_are_not_known_or_another_policy_decides_all_decode_nodes_get_prompts() {
+    for (handed_over, policy) in
+        [(9, Policy::LeastDelay), (400, Policy::LeastWork), (400, Policy::RoundRobin)]
+    {
+        let mut world = near_and_far(handed_over, policy);
+        let mut counts = [0; 4];
+        for name in 0..30 {
+            let (prefill, decode) = world.pair(&prompt(name, 20));
+            counts[world.number(decode.node)] += 1;
+            [prefill, decode].into_iter().for_each(|leg| world.end(leg));
+        }
+        assert!(counts[1..].iter().all(|count| *count >= 9), "{policy} {handed_over}: {counts:?}");
+    }
+}

@@ -90,6 +90,7 @@ struct NodeTable {
     #[serde(default = "one")]
     count: usize,
     class: Option<String>,
+    host: Option<String>,
     dies_s: Option<f64>,
     returns_s: Option<f64>,
     joins_s: Option<f64>,
@@ -109,12 +110,13 @@ fn one() -> usize {
 struct HandOverTable {
     base_ms: f64,
     token_ms: f64,
+    far_token_ms: Option<f64>,
 }
 
 impl Default for HandOverTable {
     fn default() -> Self {
-        let HandOver { base_ms, token_ms } = HandOver::default();
-        Self { base_ms, token_ms }
+        let HandOver { base_ms, token_ms, far_token_ms } = HandOver::default();
+        Self { base_ms, token_ms, far_token_ms }
     }
 }
 
@@ -199,6 +201,11 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
         hand_over: HandOver {
             base_ms: number("hand-over.base-ms", file.hand_over.base_ms)?,
             token_ms: number("hand-over.token-ms", file.hand_over.token_ms)?,
+            far_token_ms: file
+                .hand_over
+                .far_token_ms
+                .map(|ms| number("hand-over.far-token-ms", ms))
+                .transpose()?,
         },
         signals: Signals {
             every: time("signals.every-ms", file.signals.every_ms)?,
@@ -286,7 +293,8 @@ fn nodes(tables: Vec<NodeTable>, classes: &HashMap<String, Arc<Class>>) -> Resul
         if joins.is_some_and(|joins| goes.is_some_and(|goes| goes <= joins)) {
             bail!("{}: joins-s has to be before dies-s and drains-s", place());
         }
-        let node = NodeSetup { dies, joins, drains, ..NodeSetup::new(role, Arc::clone(class)) };
+        let host = table.host.clone().unwrap_or_default();
+        let node = NodeSetup { host, dies, joins, drains, ..NodeSetup::new(role, Arc::clone(class)) };
         if nodes.len() + table.count > NODES_MAX {
             bail!("{}: more than {NODES_MAX} nodes", place());
         }
@@ -393,6 +401,7 @@ mod tests {
             ("[[class]]\nname = \"a\"\neviction = \"mru\"", "eviction: "),
             ("[[class]]\nname = \"a\"\nsteps = \"nowhere.json\"", "steps = \"nowhere.json\""),
             ("[hand-over]\nbase-ms = -1", "hand-over.base-ms = -1"),
+            ("[hand-over]\nfar-token-ms = nan", "hand-over.far-token-ms = NaN"),
             ("[signals]\nlate-ms = 1e30", "signals.late-ms"),
         ] {
             let told = format!("{:#}", parsed(text).unwrap_err());

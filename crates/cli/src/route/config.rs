@@ -131,7 +131,7 @@ fn sentence(error: &clap::Error) -> String {
     lines.join(" ")
 }
 
-const NODE_KEYS: &[&str] = &["url", "role", "group", "class", "ranks", "connector", "zmq", "handoff"];
+const NODE_KEYS: &[&str] = &["url", "role", "group", "class", "host", "ranks", "connector", "zmq", "handoff"];
 const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "ranks", "connector"];
 
 fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
@@ -221,11 +221,13 @@ impl Keys {
         }
         let group = self.given::<String>("group")?.unwrap_or_default().into();
         let class = self.given::<String>("class")?.unwrap_or_default().into();
+        let host = self.given::<String>("host")?.map(Into::into);
         Ok(Spec {
             address,
             role,
             group,
             class,
+            host,
             connector,
             connector_address: zmq.or(handoff).map(|address| address.0),
         })

@@ -17,6 +17,7 @@ use super::{
     indicators::{Capacity, Indicators, Sample, Window, score},
     level::{Latch, Level},
     settings::{RoleSettings, Settings},
+    untold::Untold,
 };
 use crate::schedule::{NodeId, Role};
 
@@ -117,6 +118,7 @@ pub struct Balancer {
     flipped: Option<Instant>,
     /// When more or fewer nodes were asked for last.
     scaled: Option<Instant>,
+    untold: (Untold, Untold),
 }
 
 impl Balancer {
@@ -132,6 +134,7 @@ impl Balancer {
             since: None,
             flipped: None,
             scaled: None,
+            untold: <(Untold, Untold)>::default(),
         }
     }
 
@@ -167,6 +170,20 @@ impl Balancer {
             Role::Prefill => &self.settings.prefill.weights,
             _ => &self.settings.decode.weights,
         }
+    }
+
+    /// Indicators that have a weight, and that no node of the role has told for half a minute: each once. To be asked after a
+    /// look.
+    pub fn untold(&mut self, views: &[View], now: Instant) -> Vec<(Role, &'static str)> {
+        let means = |role| -> Vec<Indicators> {
+            serving(views, role).filter_map(|view| self.indicators(view.id)).collect()
+        };
+        let (prefill, decode) = (means(Role::Prefill), means(Role::Decode));
+        let (of_prefill, of_decode) = &mut self.untold;
+        let prefill = of_prefill.see(prefill.iter(), &self.settings.prefill.weights, now);
+        let decode = of_decode.see(decode.iter(), &self.settings.decode.weights, now);
+        let prefill = prefill.into_iter().map(|name| (Role::Prefill, name));
+        prefill.chain(decode.into_iter().map(|name| (Role::Decode, name))).collect()
     }
 
     /// A look at all nodes.

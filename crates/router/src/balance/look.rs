@@ -53,6 +53,8 @@ pub struct Looked {
     pub is_new: bool,
     /// What was done.
     pub acts: Vec<Act>,
+    /// Indicators that have a weight and that no node of this role tells: each is named once.
+    pub untold: Vec<(Role, &'static str)>,
 }
 
 impl Balancers {
@@ -93,12 +95,21 @@ impl Balancers {
             let balancer = self.groups.entry(group.clone()).or_insert_with(|| Balancer::new(self.settings));
             let before = balancer.state();
             let acts = balancer.tick(&views, now);
+            let untold = balancer.untold(&views, now);
             acts.iter().for_each(|act| carry_out(scheduler, *act));
             let state = balancer.state();
-            all.push(Looked { group, state, scores: balancer.scores(), is_new: state != before, acts });
+            all.push(Looked {
+                group,
+                state,
+                scores: balancer.scores(),
+                is_new: state != before,
+                acts,
+                untold,
+            });
         }
         let relief = self.settings.ttft.mul_f64(self.settings.relief);
         scheduler.set_relief((!relief.is_zero()).then_some(relief));
+        scheduler.set_tpot(Some(self.settings.tpot));
         all
     }
 }

@@ -11,6 +11,7 @@ mod indicators;
 mod level;
 mod look;
 mod settings;
+mod untold;
 
 pub use balancer::{Act, Balancer, State, View};
 pub use indicators::{Capacity, Indicators, NAMES, Sample, score};

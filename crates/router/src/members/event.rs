@@ -21,6 +21,8 @@ pub struct Spec {
     pub group: Arc<str>,
     /// Nodes of one class are alike: what one takes for a prompt says what the others take.
     pub class: Arc<str>,
+    /// Where it runs, as far as that matters for hand-overs; None: the host of its address.
+    pub host: Option<Arc<str>>,
     /// How. None leaves it to the node's pings; [`Connector::Store`] if it sends none.
     pub connector: Option<Connector>,
     /// Where other engines reach its connector, `HOST:PORT`.
@@ -30,7 +32,15 @@ pub struct Spec {
 impl Spec {
     /// A node of the default group.
     pub fn new(address: Address, role: Role) -> Self {
-        Self { address, role, group: "".into(), class: "".into(), connector: None, connector_address: None }
+        Self {
+            address,
+            role,
+            group: "".into(),
+            class: "".into(),
+            host: None,
+            connector: None,
+            connector_address: None,
+        }
     }
 }
 

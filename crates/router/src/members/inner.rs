@@ -96,11 +96,12 @@ impl Inner {
     }
 
     fn join(&self, book: &mut Book, spec: Spec) {
-        let Spec { address, role, group, class, connector, connector_address } = spec;
+        let Spec { address, role, group, class, host, connector, connector_address } = spec;
         tracing::info!(node = %address, %role, group = &*group, "a node joins");
         let mut node = Node::new(&address.to_string(), role, &group);
         (node.connector, node.connector_address) = (connector.unwrap_or_default(), connector_address);
         node.class = class;
+        node.host = host.unwrap_or_else(|| address.host.as_str().into());
         // Whoever named it as a worker leaves it to the router what it does.
         node.may_flip = role == Role::Worker && self.shared.is_balancing();
         let id = self.shared.add(node, address.clone());

@@ -5,16 +5,15 @@ use std::time::{Duration, Instant};
 use super::{
     choice::{Choice, Chosen, NoNode, Request, Why},
     known::Known,
+    load::CACHE_PERCENT_MAX,
     nodes::{Node, NodeId, Role},
     pick::Candidate,
+    policy::Policy,
     prediction::Terms,
     reservation::{Leg, Reservation},
     scheduler::Scheduler,
 };
 use crate::body::MARK_BYTES;
-
-/// A decode node whose KV cache is fuller than this prefills for nobody else.
-const CACHE_PERCENT_MAX: u64 = 80;
 
 impl Scheduler {
     /// Chooses, and takes the load.
@@ -113,12 +112,18 @@ impl Scheduler {
             // What comes from the prefill node is not prefilled again.
             .map(|each| Candidate { miss: 0, ..each })
             .collect();
+        let is_by_delay = self.settings.decode_policy == Policy::LeastDelay;
+        let near = is_by_delay.then(|| self.near(prefill.id, &partners, prompt_tokens)).flatten();
+        let partners = near.unwrap_or(partners);
         let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
         let with = self.pairs.entry(prefill.id).or_default();
         with.resize(with.len().max(decode.id.slot() + 1), 0);
         with[decode.id.slot()] = self.choices + 1;
+        let handing = self.handing(prefill.id, decode.id, prompt_tokens);
         let mut prefilling = self.reserve(request, prefill, Leg::Prefill, now);
-        let decoding = self.reserve(request, decode, Leg::Decode, now);
+        let mut decoding = self.reserve(request, decode, Leg::Decode, now);
+        prefilling.handing.clone_from(&handing);
+        decoding.handing = handing.filter(|_| request.streams);
         prefilling.await_at(&mut self.nodes, decoding.node);
         Some(Choice {
             chosen: Chosen::Pair { prefill: prefilling, decode: decoding },

@@ -1,5 +1,8 @@
 //! What a node has to do: what this router gave it, and what others did.
 
+/// A decode node whose KV cache is fuller than this has no room for what could go elsewhere.
+pub(super) const CACHE_PERCENT_MAX: u64 = 80;
+
 /// What a node works at. Tokens are those of prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Load {

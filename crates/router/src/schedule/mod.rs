@@ -15,6 +15,7 @@
 mod breaker;
 mod choice;
 mod choose;
+mod hand_over;
 mod index;
 mod known;
 mod least_squares;

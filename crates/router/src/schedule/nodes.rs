@@ -168,6 +168,8 @@ pub struct Node {
     pub connector_address: Option<Arc<str>>,
     /// Who has named it, for people.
     pub known_by: KnownBy,
+    /// Where it runs: nodes of one host hand over to each other sooner, mostly.
+    pub host: Arc<str>,
     /// Of nodes that are alike, so that what one takes says what the others take.
     pub class: Arc<str>,
     /// Models and adapters that it serves.
@@ -196,6 +198,7 @@ impl Node {
             connector: Connector::default(),
             connector_address: None,
             known_by: KnownBy::default(),
+            host: "".into(),
             class: "".into(),
             models: Vec::new(),
             state: NodeState::Suspect,

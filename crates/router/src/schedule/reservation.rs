@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{NodeId, nodes::Nodes, prediction::Terms};
+use super::{NodeId, hand_over::Handing, nodes::Nodes, prediction::Terms};
 
 /// Of fewer tokens behind the first one no mean is taken.
 const FURTHER_MIN: u32 = 8;
@@ -64,6 +64,8 @@ pub struct Reservation {
     generated: u64,
     /// What its first token will depend on, and since when it is awaited, where that is to be learned.
     pub(super) asked: Option<(Terms, Instant)>,
+    /// Of a leg of a pair, as long as its hand-over is to be learned from.
+    pub(super) handing: Option<Handing>,
 }
 
 impl Reservation {
@@ -83,6 +85,7 @@ impl Reservation {
             streams: false,
             generated: 0,
             asked: None,
+            handing: None,
         };
         if leg == Leg::Decode {
             taken.begin_decoding(nodes);
@@ -123,7 +126,7 @@ impl Reservation {
 
     /// Its answer says nothing of what a first token takes.
     pub fn learn_nothing(&mut self) {
-        self.asked = None;
+        (self.asked, self.handing) = (None, None);
     }
 
     /// So many more tokens have come.

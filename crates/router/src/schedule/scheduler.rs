@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::{
+    hand_over::Ways,
     index::Index,
     known::Known,
     nodes::{Node, NodeId, Nodes},
@@ -30,12 +31,16 @@ pub struct Scheduler {
     pub(super) chance: u64,
     /// By class of nodes.
     pub(super) predictions: HashMap<Arc<str>, Prediction>,
+    /// What hand-overs take.
+    pub(super) ways: Ways,
     /// Reused: bytes of the prompt that each node has.
     pub(super) matched: Vec<u32>,
     /// Of the prompt that is looked at.
     pub(super) known: Known,
     /// A prompt that would wait longer at prefill nodes may be prefilled by a decode node.
     pub(super) relief: Option<Duration>,
+    /// Tokens are to come within this time, one after the other.
+    pub(super) tpot: Option<Duration>,
 }
 
 impl Scheduler {
@@ -48,9 +53,11 @@ impl Scheduler {
             pairs: HashMap::new(),
             chance: settings.seed,
             predictions: HashMap::new(),
+            ways: Ways::default(),
             matched: Vec::new(),
             known: Known::default(),
             relief: None,
+            tpot: None,
             settings: Settings { bytes_per_token: settings.bytes_per_token.max(1), ..settings },
         }
     }
@@ -115,6 +122,10 @@ impl Scheduler {
         {
             let prediction = self.predictions.entry(Arc::clone(&node.class)).or_default();
             prediction.observe(terms, now.saturating_duration_since(since));
+        }
+        match (reservation.leg, reservation.handing.take()) {
+            (Leg::Decode, Some(handing)) => self.ways.observe(handing, now),
+            (_, handing) => handing.iter().for_each(|handing| handing.begin(now)),
         }
         if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
             self.note_prefix(marks, reservation.node);
