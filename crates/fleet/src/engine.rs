@@ -6,7 +6,8 @@
 //!              '------ preempted: no room left -------'
 //! ```
 
-use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -106,6 +107,8 @@ pub(crate) struct Engine {
     waiting: VecDeque<(Job, u64)>,
     running: Vec<Running>,
     is_in_step: bool,
+    /// Blocks of prompts that it was given and has not prefilled yet: of how many prompts.
+    expected: HashMap<u64, u32>,
 }
 
 impl Engine {
@@ -117,12 +120,24 @@ impl Engine {
             waiting: VecDeque::new(),
             running: Vec::new(),
             is_in_step: false,
+            expected: HashMap::new(),
         }
     }
 
     /// A request has come.
     pub(crate) fn push(&mut self, job: Job) {
         self.waiting.push_back((job, 0));
+    }
+
+    /// A prompt of these blocks will come.
+    pub(crate) fn expect(&mut self, blocks: &[u64]) {
+        blocks.iter().for_each(|block| *self.expected.entry(*block).or_default() += 1);
+    }
+
+    /// How many of these blocks it has, or will have, from the first one on.
+    pub(crate) fn leading_blocks(&self, blocks: &[u64]) -> u64 {
+        let has = |block: &&u64| self.cache.contains(**block) || self.expected.contains_key(*block);
+        blocks.iter().take_while(has).count() as u64
     }
 
     /// Requests that run or wait, as its metrics tell.
@@ -229,7 +244,9 @@ impl Engine {
                 if !running.decodes() {
                     continue;
                 }
-                self.cache.request(&trace.requests[running.job.request].blocks, |_| ());
+                let blocks = &trace.requests[running.job.request].blocks;
+                self.cache.request(blocks, |_| ());
+                expect_no_more(&mut self.expected, blocks);
                 if running.generated == 0 {
                     came.push(Came::First { job: running.job, found: running.found });
                 }
@@ -250,5 +267,17 @@ impl Engine {
         let lost = lost.chain(self.waiting.drain(..).map(|(job, _)| job)).collect();
         *self = Self::new(Arc::clone(&self.class), block_tokens);
         lost
+    }
+}
+
+/// A prompt of these blocks has come.
+fn expect_no_more(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
+    for block in blocks {
+        if let Entry::Occupied(mut count) = expected.entry(*block) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
     }
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvlane_router::balance::{self, Balancers};
 use kvlane_router::body::Mark;
 use kvlane_router::schedule::{
-    Chosen, Connector, LegEnd, Node, NodeId, NodeState, Reported, Request as Asked, Reservation, Role,
-    Scheduler, Settings,
+    Cached, Chosen, Connector, Known, LegEnd, Node, NodeId, NodeState, Reported, Request as Asked,
+    Reservation, Role, Scheduler, Settings,
 };
 
 use crate::costs::milliseconds;
@@ -90,12 +90,20 @@ pub struct Signals {
     pub lost_percent: u8,
     /// A node that has died gets no more requests after so long.
     pub death: Duration,
+    /// Engines tell which blocks they have, at once and without loss; else the router goes by the prompts that it has sent.
+    pub kv_events: bool,
 }
 
 impl Default for Signals {
     fn default() -> Self {
         let every = Duration::from_millis(1000);
-        Self { every, late: Duration::from_millis(5), lost_percent: 0, death: Duration::from_secs(3) }
+        Self {
+            every,
+            late: Duration::from_millis(5),
+            lost_percent: 0,
+            death: Duration::from_secs(3),
+            kv_events: false,
+        }
     }
 }
 
@@ -333,7 +341,8 @@ impl<'a> World<'a> {
         let tried = std::mem::take(&mut self.open[request].tried);
         let asked =
             Asked { model: None, marks: &self.marks[request], one_node: false, streams: true, tried: &tried };
-        let chosen = self.scheduler.choose(&asked, self.start + now);
+        let known = if self.setup.signals.kv_events { self.known(request) } else { Known::default() };
+        let chosen = self.scheduler.choose_knowing(&asked, known, self.start + now);
         let open = &mut self.open[request];
         open.tried = tried;
         (open.attempt, open.chosen) = (open.attempt + 1, now);
@@ -350,8 +359,22 @@ impl<'a> World<'a> {
         self.served[request].prefill = self.place_of(prefill);
         self.served[request].decode = self.place_of(decode);
         if let Some(node) = self.place_of(prefill) {
+            self.places[node].engine.expect(&self.trace.requests[request].blocks);
             self.later(now, Event::Starts(node, request, attempt));
         }
+    }
+
+    /// What engines have of a prompt, or will have once they have prefilled what they got.
+    fn known(&self, request: usize) -> Known {
+        let asked = &self.trace.requests[request];
+        let mut known = Known::counted(asked.prompt_tokens);
+        for place in self.places.iter().filter(|place| place.is_alive) {
+            let tokens = place.engine.leading_blocks(&asked.blocks) * self.trace.block_tokens;
+            let cached =
+                Cached { tokens: tokens.min(asked.prompt_tokens), block_size: self.trace.block_tokens };
+            known.set(place.id, cached);
+        }
+        known
     }
 
     fn starts(&mut self, now: Duration, node: usize, request: usize, attempt: u32) {

@@ -373,3 +373,27 @@ fn prompts_stay_on_their_host_as_long_as_tokens_come_about_as_soon_there() {
     assert!((500..1100).contains(&near), "{near}");
     assert!(long_tpot < run(Policy::LeastWork, 1500).2.mul_f64(1.6));
 }
+
+/// Each conversation's next prompt is its former one and more; all come while others are under way.
+#[test]
+fn a_router_that_engines_tell_of_their_blocks_knows_as_much_of_them_as_one_that_remembers_prompts() {
+    let turns = (0..40).flat_map(|turn: u64| (0..10).map(move |chat: u64| (turn, chat)));
+    let requests =
+        turns.map(|(turn, chat)| request(turn * 2000 + chat * 20, 512 * (turn + 4), 30, chat * 1000));
+    let trace = trace(requests.collect());
+    let mut setup = fleet(&[Role::Worker; 4], &Class::default(), Policy::LeastWork);
+    let found = |setup: &Setup| {
+        let served = run(&trace, setup);
+        assert!(served.iter().all(|each| each.last.is_some()));
+        served.iter().map(|each| each.found_tokens).sum::<u64>()
+    };
+    let by_texts = found(&setup);
+    setup.signals.kv_events = true;
+    let by_events = found(&setup);
+    assert!(by_events.abs_diff(by_texts) < by_texts / 20, "{by_events} {by_texts}");
+    // Nothing is found of what an engine has lost, and nobody is sent there for it.
+    setup.nodes.iter_mut().for_each(|node| {
+        node.class = Arc::new(Class { cached_tokens: BLOCK, ..Class::default() });
+    });
+    assert!(found(&setup) * 5 < by_events);
+}

@@ -127,6 +127,7 @@ struct SignalsTable {
     late_ms: f64,
     lost_percent: u8,
     death_ms: f64,
+    kv_events: bool,
 }
 
 /// How wrong the router's predictions are: the times from which it learns are.
@@ -154,9 +155,9 @@ impl PredictorTable {
 
 impl Default for SignalsTable {
     fn default() -> Self {
-        let Signals { every, late, lost_percent, death } = Signals::default();
+        let Signals { every, late, lost_percent, death, kv_events } = Signals::default();
         let [every_ms, late_ms, death_ms] = [every, late, death].map(|time| time.as_secs_f64() * 1e3);
-        Self { every_ms, late_ms, lost_percent, death_ms }
+        Self { every_ms, late_ms, lost_percent, death_ms, kv_events }
     }
 }
 
@@ -212,6 +213,7 @@ fn parse(text: &str, folder: &Path) -> Result<FleetFile> {
             late: time("signals.late-ms", file.signals.late_ms)?,
             lost_percent: file.signals.lost_percent.min(100),
             death: time("signals.death-ms", file.signals.death_ms)?,
+            kv_events: file.signals.kv_events,
         },
         misread: file.predictor.misread()?,
         class_blind: file.class_blind,

@@ -81,9 +81,10 @@ impl Load {
     /// The product of the time until a request starts and what it slows down: (tokens to be prefilled before it is done) x
     /// (requests that it shares the node with, and itself). Without weights, after LMetric (arXiv 2603.15202). `miss_tokens` is
     /// known to within `grain` tokens only, so it counts as no less: else a node that has all of a prompt would get thousands
-    /// of requests for it before the first one goes elsewhere.
-    pub fn work_with(&self, miss_tokens: u64, grain: u64) -> u128 {
-        u128::from(self.own_tokens + miss_tokens.max(grain).max(1)) * u128::from(self.batch() + 1)
+    /// of requests for it before the first one goes elsewhere. `beside` counts as so many requests more: with 1, the request itself,
+    /// it is LMetric's.
+    pub fn work_with(&self, miss_tokens: u64, grain: u64, beside: u64) -> u128 {
+        u128::from(self.own_tokens + miss_tokens.max(grain).max(1)) * u128::from(self.batch() + beside)
     }
 }
 

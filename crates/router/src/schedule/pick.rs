@@ -18,6 +18,11 @@ const OVERLOAD: u64 = 8;
 /// (docs/routing.md) 0.05 serves both.
 const OTHERS_SHARE: f64 = 0.05;
 
+/// Among nodes that are alike [`Policy::LeastDelay`] counts so many requests more than a node has. The more, the less it matters
+/// whether a node has one request or two: long prompts go where more of them is found. By replays of the first half hour of the
+/// conversation trace (docs/routing.md).
+const BESIDE: u64 = 4;
+
 /// A node that could take a request, and the tokens that it would prefill.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Candidate {
@@ -42,7 +47,7 @@ impl Scheduler {
         let turn = |each: &Candidate| self.turn(each.id, with);
         let batch = |each: &Candidate| self.batch(each.id);
         let least_loaded = || least(candidates, batch, turn);
-        let least_work = || least(candidates, |each| self.work(each), turn);
+        let least_work = |beside| least(candidates, |each| self.work(each, beside), turn);
         let picked = match policy {
             Policy::Random => candidates.get(one),
             Policy::RoundRobin => candidates.iter().min_by_key(|each| turn(each)),
@@ -64,14 +69,15 @@ impl Scheduler {
                     let all: Vec<(&Candidate, u64)> = candidates.iter().zip(delays).collect();
                     least(&all, |(_, delay)| *delay, |(each, _)| turn(each)).map(|(each, _)| *each)
                 })
-                .or_else(least_work),
-            Policy::LeastWork | Policy::LeastDelay => least_work(),
+                .or_else(|| least_work(BESIDE)),
+            Policy::LeastDelay => least_work(BESIDE),
+            Policy::LeastWork => least_work(1),
         };
         picked.copied().unwrap_or(candidates[0])
     }
 
     /// Microseconds until the first token at each of them, with a part of what others wait for it. None where all are alike, of
-    /// whom the product of work says as much (docs/routing.md), and while that cannot be predicted of one of them: they would not
+    /// whom a product of work says more (docs/routing.md), and while that cannot be predicted of one of them: they would not
     /// be compared fairly.
     fn delays(&self, candidates: &[Candidate]) -> Option<Vec<u64>> {
         let class = |each: &Candidate| self.nodes.get(each.id).map(|node| &node.class);
@@ -95,10 +101,10 @@ impl Scheduler {
         candidates.iter().map(delay).collect()
     }
 
-    fn work(&self, candidate: &Candidate) -> u128 {
+    fn work(&self, candidate: &Candidate, beside: u64) -> u128 {
         self.nodes
             .get(candidate.id)
-            .map_or(u128::MAX, |node| node.load.work_with(candidate.miss, candidate.grain))
+            .map_or(u128::MAX, |node| node.load.work_with(candidate.miss, candidate.grain, beside))
     }
 
     fn batch(&self, id: NodeId) -> u64 {

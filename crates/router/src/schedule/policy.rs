@@ -21,9 +21,9 @@ pub enum Policy {
     #[default]
     LeastWork,
     /// The one where the first token is predicted soonest, with a part of what the prompt keeps the others' tokens waiting. What
-    /// nodes take is learned from first tokens. Until that is known, and among nodes of one class, as
-    /// [`Policy::LeastWork`]. Of decode nodes, those that the prefill node hands over to soonest, as long as their tokens come in
-    /// time; of these as [`Policy::LeastWork`].
+    /// nodes take is learned from first tokens. Until that is known, and among nodes of one class: the least
+    /// product of tokens to prefill and requests, of which four more count than there are. Of decode nodes, those that the prefill
+    /// node hands over to soonest, as long as their tokens come in time; of these by the same product.
     LeastDelay,
 }
 
