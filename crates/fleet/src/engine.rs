@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use kvlane_policy::{CacheModel, PolicyKind};
 
+use crate::chooser::Chooser;
 use crate::costs::Costs;
 use crate::trace::Trace;
 
@@ -231,8 +232,12 @@ impl Engine {
         true
     }
 
-    /// The step is over: what it has brought.
-    pub(crate) fn end_step(&mut self, trace: &Trace) -> Vec<Came> {
+    /// The step is over: what it has brought. `told`: the engine's number, and who hears what its cache keeps and drops.
+    pub(crate) fn end_step(
+        &mut self,
+        trace: &Trace,
+        mut told: Option<(usize, &mut dyn Chooser)>,
+    ) -> Vec<Came> {
         self.is_in_step = false;
         let mut came = Vec::new();
         for running in &mut self.running {
@@ -245,7 +250,7 @@ impl Engine {
                     continue;
                 }
                 let blocks = &trace.requests[running.job.request].blocks;
-                self.cache.request(blocks, |_| ());
+                keep(&mut self.cache, blocks, &mut told);
                 expect_no_more(&mut self.expected, blocks);
                 if running.generated == 0 {
                     came.push(Came::First { job: running.job, found: running.found });
@@ -279,5 +284,23 @@ fn expect_no_more(expected: &mut HashMap<u64, u32>, blocks: &[u64]) {
                 count.remove();
             }
         }
+    }
+}
+
+/// A prompt's blocks come into the cache.
+fn keep(cache: &mut CacheModel, blocks: &[u64], told: &mut Option<(usize, &mut dyn Chooser)>) {
+    let Some((node, chooser)) = told else {
+        cache.request(blocks, |_| ());
+        return;
+    };
+    let mut gone = Vec::new();
+    let known = cache.request(blocks, |block| gone.push(block)).prefix_hits;
+    let (before, behind) = blocks.split_at(known);
+    let new = behind.iter().take_while(|block| cache.contains(**block)).count();
+    if !gone.is_empty() {
+        chooser.evicted(*node, &gone);
+    }
+    if new > 0 {
+        chooser.stored(*node, before.last().copied(), &behind[..new]);
     }
 }

@@ -11,6 +11,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod chooser;
 mod costs;
 mod engine;
 mod live;
@@ -19,10 +20,11 @@ mod replay;
 mod trace;
 
 pub use self::{
+    chooser::Chooser,
     costs::{Costs, CostsError},
     engine::Class,
     live::{Brought, LiveEngine},
     outcome::{Limits, Served, Summary},
-    replay::{HandOver, Misread, NodeSetup, Replayed, Setup, Signals, Turn, replay},
+    replay::{HandOver, Misread, NodeSetup, Replayed, Setup, Signals, Turn, replay, replay_by},
     trace::{Request, Trace},
 };

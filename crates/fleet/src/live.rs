@@ -51,7 +51,7 @@ impl LiveEngine {
             Came::First { job, .. } => Brought::First(job.request),
             Came::Last(job) => Brought::Last(job.request),
         };
-        self.engine.end_step(&self.trace).into_iter().map(brought).collect()
+        self.engine.end_step(&self.trace, None).into_iter().map(brought).collect()
     }
 
     /// Requests that run, that wait, and percent of the KV cache that is used.

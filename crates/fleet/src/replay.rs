@@ -12,6 +12,7 @@ use kvlane_router::schedule::{
     Reservation, Role, Scheduler, Settings,
 };
 
+use crate::chooser::Chooser;
 use crate::costs::milliseconds;
 use crate::engine::{Came, Class, Engine, Job};
 use crate::outcome::Served;
@@ -180,6 +181,7 @@ struct World<'a> {
     start: Instant,
     scheduler: Scheduler,
     balancer: Option<Balancers>,
+    chooser: Option<&'a mut dyn Chooser>,
     places: Vec<Place>,
     marks: Vec<Vec<Mark>>,
     open: Vec<Open>,
@@ -213,8 +215,21 @@ pub struct Turn {
 }
 
 /// Replays a whole trace; `progress` is told now and then how many more requests are over.
-pub fn replay(trace: &Trace, setup: &Setup, mut progress: impl FnMut(usize)) -> Replayed {
-    let mut world = World::new(trace, setup);
+pub fn replay(trace: &Trace, setup: &Setup, progress: impl FnMut(usize)) -> Replayed {
+    run(World::new(trace, setup, None), progress)
+}
+
+/// The same, but that `chooser` says which node gets a request, for fleets of workers.
+pub fn replay_by(
+    trace: &Trace,
+    setup: &Setup,
+    chooser: &mut dyn Chooser,
+    progress: impl FnMut(usize),
+) -> Replayed {
+    run(World::new(trace, setup, Some(chooser)), progress)
+}
+
+fn run(mut world: World<'_>, mut progress: impl FnMut(usize)) -> Replayed {
     let mut told = world.left;
     while world.left > 0 {
         let Some(Reverse((now, _, event))) = world.events.pop() else { break };
@@ -230,7 +245,7 @@ pub fn replay(trace: &Trace, setup: &Setup, mut progress: impl FnMut(usize)) -> 
 }
 
 impl<'a> World<'a> {
-    fn new(trace: &'a Trace, setup: &'a Setup) -> Self {
+    fn new(trace: &'a Trace, setup: &'a Setup, chooser: Option<&'a mut dyn Chooser>) -> Self {
         let mut scheduler = Scheduler::new(setup.scheduler.clone());
         let places = setup.nodes.iter().enumerate().map(|(number, node)| Place {
             engine: Engine::new(Arc::clone(&node.class), trace.block_tokens),
@@ -261,6 +276,7 @@ impl<'a> World<'a> {
             start: Instant::now(),
             scheduler,
             balancer: setup.balance.map(Balancers::new),
+            chooser,
             places,
             marks: marks.collect(),
             open: (0..count).map(|_| Open::default()).collect(),
@@ -338,11 +354,19 @@ impl<'a> World<'a> {
     }
 
     fn arrives(&mut self, now: Duration, request: usize) {
-        let tried = std::mem::take(&mut self.open[request].tried);
+        let mut tried = std::mem::take(&mut self.open[request].tried);
+        let dead = tried.len();
+        if let Some(chooser) = &mut self.chooser {
+            // The scheduler takes the only one that is left to it.
+            let node = chooser.choose(request, &self.trace.requests[request]);
+            let others = self.places.iter().enumerate().filter(|(number, _)| Some(*number) != node);
+            tried.extend(others.map(|(_, place)| place.id));
+        }
         let asked =
             Asked { model: None, marks: &self.marks[request], one_node: false, streams: true, tried: &tried };
         let known = if self.setup.signals.kv_events { self.known(request) } else { Known::default() };
         let chosen = self.scheduler.choose_knowing(&asked, known, self.start + now);
+        tried.truncate(dead);
         let open = &mut self.open[request];
         open.tried = tried;
         (open.attempt, open.chosen) = (open.attempt + 1, now);
@@ -402,7 +426,8 @@ impl<'a> World<'a> {
     }
 
     fn step_over(&mut self, now: Duration, node: usize) {
-        for came in self.places[node].engine.end_step(self.trace) {
+        let told = self.chooser.as_mut().map(|chooser| (node, &mut **chooser as &mut dyn Chooser));
+        for came in self.places[node].engine.end_step(self.trace, told) {
             let (Came::First { job, .. } | Came::Last(job)) = came;
             if self.open[job.request].attempt != job.attempt {
                 continue;
@@ -430,6 +455,9 @@ impl<'a> World<'a> {
         let reservation = if is_handed_over { open.decode.as_mut() } else { open.prefill.as_mut() };
         if let Some(reservation) = reservation {
             self.scheduler.prefilled(reservation, &self.marks[request], read);
+        }
+        if let Some(chooser) = &mut self.chooser {
+            chooser.prefilled(request);
         }
     }
 
@@ -554,12 +582,18 @@ impl<'a> World<'a> {
             return self.is_over(request);
         }
         self.served[request].found_tokens = 0;
+        if let Some(chooser) = &mut self.chooser {
+            chooser.over(request);
+        }
         self.arrives(now, request);
     }
 
     fn is_over(&mut self, request: usize) {
         debug_assert!(self.open[request].prefill.is_none() && self.open[request].decode.is_none());
         self.left -= 1;
+        if let Some(chooser) = &mut self.chooser {
+            chooser.over(request);
+        }
     }
 
     fn any(&mut self) -> u64 {

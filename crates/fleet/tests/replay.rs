@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvlane_fleet::{
-    Brought, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, Request, Served, Setup, Signals,
-    Summary, Trace, replay,
+    Brought, Chooser, Class, Costs, HandOver, Limits, LiveEngine, Misread, NodeSetup, Request, Served, Setup,
+    Signals, Summary, Trace, replay, replay_by,
 };
 use kvlane_router::balance;
 use kvlane_router::schedule::{Policy, Role, Settings};
@@ -253,6 +253,70 @@ fn a_live_engine_takes_the_same_time_as_one_in_a_replay() {
         assert_eq!((firsts[number], lasts[number]), (served.first, served.last));
     }
     assert_eq!(engine.load(), (0, 0, 0));
+}
+
+/// Takes nodes by turns, and remembers what it is told.
+#[derive(Default)]
+struct ByTurns {
+    under_way: Vec<usize>,
+    without_first: Vec<usize>,
+    over: usize,
+    has: [Vec<u64>; 3],
+    evicted: usize,
+}
+
+impl Chooser for ByTurns {
+    fn choose(&mut self, request: usize, asked: &Request) -> Option<usize> {
+        assert!(!asked.blocks.is_empty());
+        self.under_way.push(request);
+        self.without_first.push(request);
+        (request != 17).then_some(request % 3)
+    }
+
+    fn prefilled(&mut self, request: usize) {
+        self.without_first.retain(|each| *each != request);
+    }
+
+    fn over(&mut self, request: usize) {
+        let at = self.under_way.iter().position(|each| *each == request).unwrap();
+        self.under_way.remove(at);
+        self.over += 1;
+    }
+
+    fn stored(&mut self, node: usize, parent: Option<u64>, blocks: &[u64]) {
+        let has = &mut self.has[node];
+        assert!(parent.is_none_or(|parent| has.contains(&parent)));
+        assert!(!blocks.is_empty() && blocks.iter().all(|block| !has.contains(block)));
+        has.extend(blocks);
+    }
+
+    fn evicted(&mut self, node: usize, blocks: &[u64]) {
+        for block in blocks {
+            let at = self.has[node].iter().position(|each| each == block).unwrap();
+            self.has[node].remove(at);
+        }
+        self.evicted += blocks.len();
+    }
+}
+
+#[test]
+fn a_chooser_is_obeyed_and_told_what_becomes_of_requests_and_blocks() {
+    let turns = (0..90).map(|number| request(number * 150, 3000, 20, number % 7 * 100)).collect();
+    let trace = trace(turns);
+    let small = Class { cached_tokens: 20 * BLOCK, ..Class::default() };
+    let setup = fleet(&[Role::Worker; 3], &small, Policy::LeastWork);
+    let mut chooser = ByTurns::default();
+    let served = replay_by(&trace, &setup, &mut chooser, |_| ()).served;
+    for (number, each) in served.iter().enumerate() {
+        let wanted = (number != 17).then_some(number % 3);
+        assert_eq!((each.prefill, each.decode, each.last.is_some()), (wanted, wanted, number != 17));
+    }
+    assert_eq!((chooser.over, chooser.under_way.len(), chooser.without_first), (90, 0, vec![17]));
+    assert!(chooser.evicted > 0 && chooser.has.iter().all(|has| has.len() <= 20), "{:?}", chooser.has);
+    let large = fleet(&[Role::Worker; 3], &Class::default(), Policy::LeastWork);
+    let mut chooser = ByTurns::default();
+    replay_by(&trace, &large, &mut chooser, |_| ());
+    assert!(chooser.evicted == 0 && chooser.has.iter().all(|has| has.len() == 7 * 6));
 }
 
 fn any_trace() -> impl Strategy<Value = Trace> {
