@@ -156,6 +156,10 @@ PARTS = {
         _make("engines", "RELEASE=1", "ARGS=tests/engine/test_route_former.py -m soak"),
         needs=FORMER_WHEEL,
     ),
+    "dynamo": Part(
+        "the selector of Dynamo's router beside ours, on a generated trace",
+        [sys.executable, "scripts/dynamo_replay.py"],
+    ),
     "loom": Part("all orders of the steps at the fabric's ring", _make("loom")),
     "fuzz": Part("five minutes of each fuzz target", _make("fuzz", "ARGS=--seconds 300")),
     "defects": Part(

@@ -2,8 +2,8 @@
 
     python bench/replay/roles.py KVLANE [--out FOLDER]
 
-KVLANE is the program. Each trace at its own rate, eight nodes, within 500 ms to a first token and 30 ms between tokens. Then two classes of nodes, and
-two hosts between which a hand-over takes longer.
+KVLANE is the program. Each trace at its own rate, eight nodes, within 500 ms to a first token and 30 ms between tokens.
+Then two classes of nodes, and two hosts between which a hand-over takes longer.
 The same on every machine. Writes roles.json, and roles.png: what was served within the limits over time, and roles.
 """
 
@@ -51,7 +51,7 @@ kv-tokens = 500000
 """
 # Of the traces' rates: what these two classes can serve is less.
 CLASS_SPEEDS = {"prefill-heavy": (0.6, 0.7, 0.75), "swinging": (0.6, 0.7, 0.8)}
-# Between two hosts, each with three prefill and two decode nodes: milliseconds a token of 128 KiB, by 35 and by 10 Gb/s.
+# Between two hosts, each with three prefill and two decode nodes: milliseconds a token of 128 KiB, by 35 and 10 Gb/s.
 FAR_TOKEN_MS = (0.03, 0.105)
 HOSTS_SPEED = 0.75
 

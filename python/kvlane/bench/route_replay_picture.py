@@ -16,6 +16,8 @@ from kvlane.bench.drawing import COLOURS, WIDTH, write
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Of policies' names, with what stands before each, that fit beside each other below the panels.
+LEGEND_LETTERS = 125
 PANELS = (
     ("ttft_p50_ms", "first token, ms: half of the requests"),
     ("ttft_p99_ms", "first token, ms: 99 of 100 requests"),
@@ -61,7 +63,9 @@ def picture(report: Mapping[str, Any]) -> Figure:
         axes.set_xlabel("load, %")
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels), fontsize=8)
+    rows = -(-sum(len(label) + 6 for label in labels) // LEGEND_LETTERS)
+    columns = -(-len(labels) // max(rows, 1))
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns, fontsize=8)
     figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=10, x=0.02, ha="left", weight="bold")
     return figure
 
