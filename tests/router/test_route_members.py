@@ -322,7 +322,7 @@ def test_a_router_learns_which_class_of_engines_answers_sooner(tmp_path: Path) -
 
 
 def test_a_router_learns_which_decode_engine_a_prompt_reaches_sooner(tmp_path: Path) -> None:
-    """Beside the prefill engine one whose first token comes at once; on another host one that waits 160 ms for the prompt."""
+    """One beside the prefill engine, whose first token comes at once; on another host one that waits 160 ms."""
     with (
         FakeEngine("--pairs", "kvlane") as prefill,
         FakeEngine("--pairs", "kvlane", "--ttft-ms", "5") as near,
