@@ -20,6 +20,7 @@ mod index;
 mod known;
 mod least_squares;
 mod load;
+mod near;
 mod nodes;
 mod pick;
 mod policy;

@@ -104,6 +104,11 @@ impl Scheduler {
         self.relief = relief;
     }
 
+    /// Tokens are to come within this time, one after the other; None: no limit is set.
+    pub fn set_tpot(&mut self, limit: Option<Duration>) {
+        self.tpot = limit;
+    }
+
     /// What is known of the nodes of a class, if a first token has come from one.
     pub fn prediction(&self, class: &str) -> Option<&Prediction> {
         self.predictions.get(class)
