@@ -29,7 +29,7 @@ import roles  # noqa: E402
 import route_peers  # noqa: E402
 import two_builds  # noqa: E402
 
-from kvlane.bench import drawing, pictures, replay_picture, route_replay_picture  # noqa: E402
+from kvlane.bench import drawing, learned_picture, pictures, replay_picture, route_replay_picture  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,6 +95,13 @@ def committed() -> Iterator[Redrawn]:
         yield Redrawn(
             result.with_suffix(".png"), result, of.facts(read), lambda of=of, read=read: of.picture(read)
         )
+        if any(each.get("learnt") for each in read.get("results", [])):
+            yield Redrawn(
+                result.with_name(f"{result.stem}-learned.png"),
+                result,
+                learned_picture.facts(read),
+                lambda read=read: learned_picture.picture(read),
+            )
 
 
 def _read(result: Path) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.bench import replay_picture, route_replay_picture
+from kvlane.bench import learned_picture, replay_picture, route_replay_picture
 
 
 def _result(policy: str, share: float, hits: float) -> dict[str, Any]:
@@ -81,6 +81,51 @@ def test_a_table_and_a_picture_named_like_the_trace(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "wtinylfu" in done.stdout and done.stdout.splitlines()[-1] == "turns.png"
     assert (tmp_path / "turns.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_policy_has_learnt_is_told_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    # Prompts that come back, beside as many that do not.
+    prompts = [number for turn in range(700) for number in (turn % 20, 20 + turn)]
+    lines = [
+        {"timestamp": 100 * at, "hash_ids": list(range(10 * prompt, 10 * prompt + 10))}
+        for at, prompt in enumerate(prompts)
+    ]
+    trace = tmp_path / "both.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--policy", "lru,learned", "--capacity", "300", "--json", "--plot-learned", "learned.png")
+    done = _kvlane(tmp_path, str(trace), *flags)
+    assert done.returncode == 0, done.stderr
+    lru, learned = json.loads(done.stdout)["results"]
+    assert "learnt" not in lru and learned["prefix_hit_percent"] > lru["prefix_hit_percent"]
+    at_400 = {
+        kind["blocks"]: max(density for age, density in kind["density_by_age"] if age <= 400)
+        for kind in learned["learnt"]
+    }
+    once = at_400["asked for once, of a prompt of 4 to 15 new blocks"]
+    # Each comes back after 400 references.
+    again = at_400["asked for 33 or more times, 256 to 1023 references apart"]
+    assert again > 10 * once
+    assert (tmp_path / "learned.png").read_bytes().startswith(b"\x89PNG")
+    nothing = _kvlane(tmp_path, str(_trace(tmp_path)), "--policy", "learned", "--plot-learned", "no.png")
+    assert nothing.returncode == 1 and "more than 4,096 references" in nothing.stderr
+
+
+def test_the_kinds_that_were_seen_most_are_drawn() -> None:
+    kinds = [
+        {"blocks": f"kind {number}", "seen": number, "density_by_age": [[0, 0.5], [64, 0.25], [1 << 21, 0.1]]}
+        for number in range(12)
+    ]
+    small = {"policy": "learned", "capacity_blocks": 10, "learnt": kinds[:1]}
+    large = {"policy": "learned", "capacity_blocks": 1000, "learnt": kinds}
+    report = {
+        "trace": "folder/t.jsonl",
+        "results": [small, {"policy": "lru", "capacity_blocks": 9999}, large],
+    }
+    facts = learned_picture.facts(report)
+    assert list(facts["lines"]) == [f"kind {number}" for number in range(11, 3, -1)]
+    assert facts["lines"]["kind 11"] == [[64, 250.0]]
+    assert "1,000 blocks" in facts["title"] and "folder" not in facts["title"]
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from processes import Daemon, Engine, run_kvlane, until
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
 
-POLICIES = ["lru", "arc", "s3fifo", "sieve", "tinylfu", "wtinylfu", "auto"]
+POLICIES = ["lru", "arc", "s3fifo", "sieve", "tinylfu", "wtinylfu", "learned", "auto"]
 BLOCKS = 32
 
 

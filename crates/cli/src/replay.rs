@@ -35,7 +35,7 @@ pub(crate) struct ReplayArgs {
     /// policies and at each of its loads (docs/routing.md); an empty file is eight H100s
     #[arg(long, value_name = "FILE", conflicts_with_all = ["policy", "capacity", "block_bytes", "ssd", "with_scans"])]
     route: Option<PathBuf>,
-    /// Policies: lru, arc, s3fifo, sieve, tinylfu, wtinylfu, auto, or all
+    /// Policies: lru, arc, s3fifo, sieve, tinylfu, wtinylfu, learned, auto, or all
     #[arg(long, value_name = "LIST", default_value = "all", value_delimiter = ',', value_parser = parse_policy)]
     policy: Vec<Policies>,
     /// Cache sizes: a share of the trace's different blocks (10%), blocks (50000), or bytes (1tib; needs --block-bytes)
@@ -57,6 +57,9 @@ pub(crate) struct ReplayArgs {
     /// folder]
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// A second picture: what the policy learned has learnt, hit density by age of the kinds of blocks that it saw most: a PNG
+    #[arg(long, value_name = "FILE", conflicts_with = "route")]
+    plot_learned: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug)]
@@ -147,6 +150,9 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         runs: &runs,
     };
     let json = report.to_json();
+    if let Some(path) = &args.plot_learned {
+        picture::draw(path, &json, "learned_picture")?;
+    }
     publish(args, &json, &report.to_text(), "replay_picture")
 }
 

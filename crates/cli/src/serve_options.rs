@@ -164,6 +164,7 @@ enum PolicyArg {
     Sieve,
     TinyLfu,
     WTinyLfu,
+    Learned,
     Auto,
 }
 
@@ -177,6 +178,7 @@ impl From<PolicyArg> for Choice {
             PolicyArg::Sieve => PolicyKind::Sieve,
             PolicyArg::TinyLfu => PolicyKind::TinyLfu,
             PolicyArg::WTinyLfu => PolicyKind::WTinyLfu,
+            PolicyArg::Learned => PolicyKind::Learned,
         })
     }
 }

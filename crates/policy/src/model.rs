@@ -3,6 +3,7 @@
 use std::collections::hash_map::Entry;
 
 use crate::ghost::{KeyMap, map_bytes};
+use crate::learnt::LearntClass;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
@@ -65,12 +66,17 @@ pub struct CacheModel {
 impl CacheModel {
     /// An empty cache.
     pub fn new(policy: PolicyKind, capacity: usize) -> Self {
+        Self::with_policy(policy.build(capacity), capacity)
+    }
+
+    /// An empty cache that this policy, which is empty too, works for.
+    pub fn with_policy(policy: Box<dyn ReplacementPolicy>, capacity: usize) -> Self {
         let resident = Resident { blocks: Vec::new(), request: 0, leaves_first: true };
         Self {
             resident,
             free: Vec::new(),
             slots: KeyMap::default(),
-            policy: policy.build(capacity),
+            policy,
             capacity,
             hit: Vec::new(),
             run: Vec::new(),
@@ -137,7 +143,7 @@ impl CacheModel {
             }
             self.touch_hits();
             let missing = keys[at..].iter().take_while(|key| !self.slots.contains_key(key)).count();
-            let stored = self.store_run(&keys[at..at + missing], parent, &mut evicted);
+            let stored = self.store_run(at, &keys[at..at + missing], parent, &mut evicted);
             at += missing;
             if stored < missing {
                 // What follows is unreachable; it neither counts as used nor comes in.
@@ -157,10 +163,15 @@ impl CacheModel {
         }
     }
 
+    /// What its policy has learnt.
+    pub fn learnt(&self) -> Vec<LearntClass> {
+        self.policy.learnt()
+    }
+
     /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
-    fn store_run(&mut self, keys: &[u64], parent: u32, evicted: &mut impl FnMut(u64)) -> usize {
+    fn store_run(&mut self, known: usize, keys: &[u64], parent: u32, evicted: &mut impl FnMut(u64)) -> usize {
         self.run.clear();
-        self.policy.missed(&mut keys.iter().copied());
+        self.policy.missed(known, &mut keys.iter().copied());
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
         let refused = victims > 0 && !self.policy.admit(keys, victims, &self.resident);
         let admitted = if refused { keys.len().saturating_sub(victims) } else { keys.len() };

@@ -1,6 +1,7 @@
 //! The replacement policies, one a file.
 
 mod arc;
+mod learned;
 mod lru;
 mod s3fifo;
 mod sieve;
@@ -8,6 +9,7 @@ mod tinylfu;
 mod wtinylfu;
 
 pub use arc::Arc;
+pub use learned::Learned;
 pub use lru::Lru;
 pub use s3fifo::S3Fifo;
 pub use sieve::Sieve;

@@ -18,7 +18,8 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::policies::{Arc, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
+use crate::learnt::LearntClass;
+use crate::policies::{Arc, Learned, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
 
 /// What a policy asks about slots that it was told of.
 pub trait Blocks {
@@ -36,9 +37,9 @@ pub trait ReplacementPolicy: Send {
     /// Which of the policies this is.
     fn kind(&self) -> PolicyKind;
 
-    /// A request has missed these blocks, given by key from the head.
-    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
-        let _ = run;
+    /// A request has missed these blocks, given by key from the head, behind the first `known` ones of its prompt.
+    fn missed(&mut self, known: usize, run: &mut dyn Iterator<Item = u64>) {
+        let _ = (known, run);
     }
 
     /// Whether [`admit`](Self::admit) may say no.
@@ -92,6 +93,11 @@ pub trait ReplacementPolicy: Send {
     /// Bytes on the heap, about.
     fn heap_bytes(&self) -> usize;
 
+    /// What it has learnt of each kind of blocks that it has seen; nothing from policies that do not learn, or not yet.
+    fn learnt(&self) -> Vec<LearntClass> {
+        Vec::new()
+    }
+
     /// All slots, roughly the next victim first: what another policy starts with.
     fn slots(&self) -> Vec<u32>;
 }
@@ -112,12 +118,14 @@ pub enum PolicyKind {
     TinyLfu,
     /// [`WTinyLfu`]
     WTinyLfu,
+    /// [`Learned`]
+    Learned,
 }
 
 impl PolicyKind {
     /// All of them, the default first.
-    pub const ALL: [Self; 6] =
-        [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu];
+    pub const ALL: [Self; 7] =
+        [Self::Lru, Self::Arc, Self::S3Fifo, Self::Sieve, Self::TinyLfu, Self::WTinyLfu, Self::Learned];
 
     /// The name that flags and reports use.
     pub fn name(self) -> &'static str {
@@ -128,6 +136,7 @@ impl PolicyKind {
             Self::Sieve => "sieve",
             Self::TinyLfu => "tinylfu",
             Self::WTinyLfu => "wtinylfu",
+            Self::Learned => "learned",
         }
     }
 
@@ -140,6 +149,7 @@ impl PolicyKind {
             Self::Sieve => Box::new(Sieve::new()),
             Self::TinyLfu => Box::new(TinyLfu::new(capacity)),
             Self::WTinyLfu => Box::new(WTinyLfu::new(capacity)),
+            Self::Learned => Box::new(Learned::new(capacity)),
         }
     }
 
@@ -184,11 +194,12 @@ pub enum Choice {
 }
 
 impl Choice {
-    /// What it begins with.
+    /// What it begins with. The one that learns was at or near the best on every trace that was looked at, so that the others
+    /// have to show that they are better (docs/policies.md).
     pub fn first(self) -> PolicyKind {
         match self {
             Self::Fixed(kind) => kind,
-            Self::Auto => PolicyKind::default(),
+            Self::Auto => PolicyKind::Learned,
         }
     }
 }
@@ -210,5 +221,5 @@ impl fmt::Display for Choice {
 
 /// There is no policy of this name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no policy: use lru, arc, s3fifo, sieve, tinylfu or wtinylfu")]
+#[error("'{0}' is no policy: use lru, arc, s3fifo, sieve, tinylfu, wtinylfu or learned")]
 pub struct UnknownPolicy(String);

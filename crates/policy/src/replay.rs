@@ -1,6 +1,7 @@
 //! A trace against a cache, in virtual time.
 
 use crate::ceiling::{Ceiling, Window, WindowCount};
+use crate::learnt::LearntClass;
 use crate::model::CacheModel;
 use crate::replacement::{Choice, PolicyKind};
 use crate::shadow::{Auto, Switch};
@@ -36,6 +37,8 @@ pub struct Replayed {
     pub switches: Vec<(usize, Switch)>,
     /// Bytes that the shadow caches held at most.
     pub shadow_bytes: usize,
+    /// What the policy of RAM had learnt at the end.
+    pub learnt: Vec<LearntClass>,
 }
 
 /// Replays a whole trace; `progress` is told now and then how many more references are done.
@@ -67,6 +70,7 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
             told = replayed.references;
         }
     }
+    replayed.learnt = ram.learnt();
     replayed.shadow_bytes = auto.map_or(0, |auto| auto.heap_bytes());
     progress(replayed.references - told);
     replayed

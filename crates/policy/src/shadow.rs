@@ -132,6 +132,19 @@ impl Auto {
 mod tests {
     use super::*;
 
+    /// Prompts that are used all the time, beside others that come once: LRU keeps none of them.
+    #[test]
+    fn a_policy_that_hits_less_than_another_is_left() {
+        let mut auto = Auto::new(PolicyKind::Lru, 220);
+        let prompt = |first: u64| (first..first + 12).map(spread).collect::<Vec<_>>();
+        let prompts =
+            (0..8000u64).flat_map(|round| [prompt(round % 16 * 100), prompt((1 << 40) + round * 100)]);
+        let switches: Vec<Switch> = prompts.filter_map(|keys| auto.observe(&keys)).collect();
+        assert_eq!(switches[0].from, PolicyKind::Lru);
+        assert!(switches[0].hit_rates.1 > switches[0].hit_rates.0 && auto.active() != PolicyKind::Lru);
+        assert!(switches.len() < 5, "{switches:?}");
+    }
+
     #[test]
     fn small_caches_are_sampled_finely_and_shadows_do_not_grow() {
         let sample = |capacity| Auto::new(PolicyKind::Lru, capacity).sample();

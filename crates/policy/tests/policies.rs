@@ -109,7 +109,7 @@ proptest! {
                         above = Some(slot);
                     }
                     let keys: Vec<u64> = run.iter().map(|&slot| store.key(slot)).collect();
-                    policy.missed(&mut keys.iter().copied());
+                    policy.missed(0, &mut keys.iter().copied());
                     prop_assert!(policy.has_gate() || policy.admit(&keys, 1, &store), "only a gate keeps out");
                     policy.insert(&run, parent, &store);
                 }
@@ -222,5 +222,5 @@ fn all_but_lru_withstand_prompts_that_never_come_back() {
 fn names_are_read_back_and_others_refused() {
     assert!(PolicyKind::ALL.into_iter().all(|kind| kind.name().parse() == Ok(kind)));
     let error = "fifo".parse::<PolicyKind>().unwrap_err().to_string();
-    assert_eq!(error, "'fifo' is no policy: use lru, arc, s3fifo, sieve, tinylfu or wtinylfu");
+    assert_eq!(error, "'fifo' is no policy: use lru, arc, s3fifo, sieve, tinylfu, wtinylfu or learned");
 }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use kvlane_policy::{Auto, Choice, PolicyKind, Switch};
+use kvlane_policy::{Auto, Choice, LearntClass, PolicyKind, Switch};
 use parking_lot::{Condvar, Mutex};
 
 use crate::api::LookupGroup;
@@ -25,6 +25,8 @@ pub struct PolicyReport {
     pub active: PolicyKind,
     /// With `auto`, the recent prefix hit rate of each policy's shadow cache, 0 to 1; empty before the first lookup.
     pub shadow_hit_rates: Vec<(PolicyKind, f64)>,
+    /// What the policy at work has learnt, if it learns.
+    pub learnt: Vec<LearntClass>,
     /// Times that another policy took over.
     pub switches: u64,
     /// Sampled lookups that the shadows did not get, since too many came at once.
@@ -143,12 +145,12 @@ impl Store {
 
     /// Which policy is at work, and why.
     pub fn policy(&self) -> PolicyReport {
-        let (choice, active) = {
+        let (choice, active, learnt) = {
             let index = self.index.lock();
-            (index.options.policy, index.policy.kind())
+            (index.options.policy, index.policy.kind(), index.policy.learnt())
         };
         let mut report =
-            PolicyReport { choice, active, shadow_hit_rates: Vec::new(), switches: 0, left_out: 0 };
+            PolicyReport { choice, active, shadow_hit_rates: Vec::new(), learnt, switches: 0, left_out: 0 };
         if let Some(auto) = &self.auto {
             let shadows = auto.shadows.lock();
             report.shadow_hit_rates = shadows.iter().flat_map(|(auto, _)| auto.hit_rates()).collect();

@@ -73,7 +73,7 @@ impl Index {
         for (group, need) in groups.iter().zip(needs) {
             let end = (tokens / u64::from(need.tokens_per_block)) as usize;
             let beyond = group.hashes.get(end..).unwrap_or_default();
-            self.policy.missed(&mut beyond.iter().map(|hash| fingerprint(group.space, hash)));
+            self.policy.missed(end, &mut beyond.iter().map(|hash| fingerprint(group.space, hash)));
         }
     }
 }

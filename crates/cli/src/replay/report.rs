@@ -69,6 +69,12 @@ impl Report<'_> {
                 });
                 result["switches"] = switches.collect();
             }
+            if !run.replayed.learnt.is_empty() {
+                let classes = run.replayed.learnt.iter().map(|class| {
+                    json!({"blocks": class.blocks, "seen": class.seen, "density_by_age": class.densities})
+                });
+                result["learnt"] = classes.collect();
+            }
             result
         });
         json!({
@@ -132,7 +138,12 @@ impl Report<'_> {
             let switches = run.replayed.switches.iter();
             let switches: Vec<String> =
                 switches.map(|(request, switch)| format!("{} after request {request}", switch.to)).collect();
-            text.push_str(&format!("auto at {} blocks: lru, {}\n", run.setup.capacity, switches.join(", ")));
+            let first = run.replayed.switches.first().map_or("", |(_, switch)| switch.from.name());
+            text.push_str(&format!(
+                "auto at {} blocks: {first}, {}\n",
+                run.setup.capacity,
+                switches.join(", ")
+            ));
         }
         text
     }

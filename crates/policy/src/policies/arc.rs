@@ -43,7 +43,7 @@ impl ReplacementPolicy for Arc {
     }
 
     /// Blocks that come back move the border before victims are chosen.
-    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
         for key in run {
             let (once, again) = (self.evicted_once.len() as f64, self.evicted_again.len() as f64);
             if self.evicted_once.contains(key) {

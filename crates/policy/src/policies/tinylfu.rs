@@ -35,7 +35,7 @@ impl ReplacementPolicy for TinyLfu {
         PolicyKind::TinyLfu
     }
 
-    fn missed(&mut self, run: &mut dyn Iterator<Item = u64>) {
+    fn missed(&mut self, _known: usize, run: &mut dyn Iterator<Item = u64>) {
         run.for_each(|key| self.uses.increment(key));
     }
 

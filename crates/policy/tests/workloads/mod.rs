@@ -250,7 +250,7 @@ pub(crate) fn endless_loop(prompts: u64, length: u64, references: usize) -> Requ
 /// Prompts of `length` blocks that never come back; two calls with another `name` have none in common.
 pub(crate) fn never_again(name: u64, length: u64, references: usize) -> Requests {
     let requests = (0..references as u64 / length).map(|turn| {
-        let first = (6 + name << 32) + turn * length;
+        let first = ((6 + name) << 32) + turn * length;
         (turn * 100, (first..first + length).collect())
     });
     requests.collect()

@@ -184,6 +184,13 @@ pub const METRICS: &[Metric] = &[
         }),
     ),
     metric(
+        "kvlane_policy_learned_hit_density",
+        Gauge,
+        "blocks",
+        "With --policy learned, or auto while that one decides: hits that a block of this kind, just asked for, is expected to bring for each reference that it is kept.",
+        Read(|s| each(s.policy.learnt.iter().map(|class| (class.blocks.as_str(), class.density(0))))),
+    ),
+    metric(
         "kvlane_policy_switches_total",
         Counter,
         "",

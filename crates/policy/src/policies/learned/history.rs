@@ -1,0 +1,231 @@
+//! What became of a sample of blocks, whether they are in the cache or not.
+
+use super::classes::{CLASSES, Class};
+use super::density::{Densities, Fates, bucket};
+
+/// Blocks that are followed at a time. With the counts they take 150 KiB.
+const FOLLOWED: usize = 16_384;
+/// Places that a block can be followed at.
+const WAYS: usize = 8;
+/// The smallest sample is one block in 2 to this power: enough for the classes, even of a small cache, and its time.
+const MIN_SHIFT: u32 = 1;
+const MAX_SHIFT: u32 = 40;
+/// What happened so many references ago counts half, and half the capacity more.
+const HALF_LIFE: usize = 16_384;
+
+/// When a followed block was last asked for, and what was known of it then.
+#[derive(Clone, Copy)]
+pub(super) struct Followed {
+    /// How often it was asked for, at most [`MAX_USES`](super::classes::MAX_USES).
+    pub(super) uses: u8,
+    class: Class,
+    /// References since then. Time is counted in 32 bits: what was not asked for in four thousand million references looks
+    /// younger.
+    pub(super) age: u32,
+}
+
+/// The blocks that are followed at some places that a key has: one line of the processor's cache.
+#[derive(Clone, Copy, Default)]
+#[repr(align(64))]
+struct Places {
+    /// 16 bits of the key.
+    tags: [u16; WAYS],
+    /// 0 where nothing is followed.
+    uses: [u8; WAYS],
+    classes: [Class; WAYS],
+    asked_at: [u32; WAYS],
+}
+
+impl Places {
+    fn find(&self, key: u64) -> Option<usize> {
+        let tag = tag(key);
+        let found =
+            (0..WAYS).fold(0, |found, at| found | u32::from(self.tags[at] == tag && self.uses[at] > 0) << at);
+        (found != 0).then(|| found.trailing_zeros() as usize)
+    }
+
+    /// One where nothing is followed, else the one that was asked for the longest ago.
+    fn eldest(&self, now: u64) -> usize {
+        let age = |at: usize| (self.uses[at] == 0, (now as u32).wrapping_sub(self.asked_at[at]));
+        (1..WAYS).fold(0, |eldest, at| if age(at) > age(eldest) { at } else { eldest })
+    }
+
+    fn get(&self, at: usize, now: u64) -> Option<Followed> {
+        let age = (now as u32).wrapping_sub(self.asked_at[at]);
+        (self.uses[at] > 0).then_some(Followed { uses: self.uses[at], class: self.classes[at], age })
+    }
+}
+
+/// Follows the blocks of a sample of keys from one time that they are asked for to the next, and counts for each class at
+/// which ages that was.
+pub(super) struct History {
+    followed: Box<[Places]>,
+    fates: Box<[Fates]>,
+    /// One key in 2 to this power is sampled.
+    shift: u32,
+    capacity: usize,
+    learnt_at: u64,
+}
+
+impl History {
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            followed: vec![Places::default(); FOLLOWED / WAYS].into_boxed_slice(),
+            fates: vec![Fates::NONE; CLASSES].into_boxed_slice(),
+            shift: shift(capacity),
+            capacity,
+            learnt_at: 0,
+        }
+    }
+
+    /// The cache holds another number of blocks.
+    pub(super) fn resize(&mut self, capacity: usize) {
+        self.capacity = capacity;
+        if self.shift != shift(capacity) {
+            self.shift = shift(capacity);
+            // Some are not of the new sample; they would seem never to be asked for again.
+            self.followed.fill(Places::default());
+        }
+    }
+
+    pub(super) fn samples(&self, key: u64) -> bool {
+        key >> 20 & ((1 << self.shift) - 1) == 0
+    }
+
+    /// What is known of a sampled block.
+    pub(super) fn find(&self, key: u64, now: u64) -> Option<Followed> {
+        let places = &self.followed[place(key)];
+        places.get(places.find(key)?, now)
+    }
+
+    /// A sampled block is asked for, and is in `class` from now on.
+    pub(super) fn asked(&mut self, key: u64, now: u64, class: Class, uses: u8) {
+        let places = &mut self.followed[place(key)];
+        let known = places.find(key);
+        let at = known.unwrap_or_else(|| places.eldest(now));
+        if let Some(before) = places.get(at, now) {
+            let Fates { asked, left } = &mut self.fates[before.class.index()];
+            let counts = if known.is_some() { asked } else { left };
+            counts[bucket(before.age.into())] += 1.0;
+        }
+        places.tags[at] = tag(key);
+        places.uses[at] = uses.max(1);
+        places.classes[at] = class;
+        places.asked_at[at] = now as u32;
+    }
+
+    /// Events that were counted of a class.
+    pub(super) fn seen(&self, class: Class) -> f64 {
+        self.fates[class.index()].count()
+    }
+
+    /// Learns densities from what was counted, and lets it count less from now on.
+    pub(super) fn learn(&mut self, now: u64, densities: &mut Densities) {
+        // Those that are still followed have reached the age that they have.
+        let mut fates = self.fates.clone();
+        for places in &self.followed {
+            for followed in (0..WAYS).filter_map(|at| places.get(at, now)) {
+                fates[followed.class.index()].left[bucket(followed.age.into())] += 1.0;
+            }
+        }
+        densities.learn(&fates, (1u64 << self.shift) as f32);
+        let half_lives = (now - self.learnt_at) as f64 / HALF_LIFE.saturating_add(self.capacity / 2) as f64;
+        let keep = 0.5f64.powf(half_lives) as f32;
+        for fates in &mut self.fates {
+            fates.asked.iter_mut().chain(&mut fates.left).for_each(|count| *count *= keep);
+        }
+        self.learnt_at = now;
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        size_of_val(&*self.followed) + size_of_val(&*self.fates)
+    }
+}
+
+/// So that a sample of as many blocks as the cache holds can be followed.
+fn shift(capacity: usize) -> u32 {
+    let samples = capacity.div_ceil(FOLLOWED).max(1);
+    samples.next_power_of_two().ilog2().clamp(MIN_SHIFT, MAX_SHIFT)
+}
+
+fn place(key: u64) -> usize {
+    (key >> 32) as usize % (FOLLOWED / WAYS)
+}
+
+fn tag(key: u64) -> u16 {
+    key as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::spread;
+
+    fn sampled(history: &History) -> impl Iterator<Item = u64> {
+        (0..1_000_000).map(spread).filter(|&key| history.samples(key))
+    }
+
+    #[test]
+    fn the_sample_is_as_large_as_what_can_be_followed() {
+        let shifts = [0, 1, 32_768, 32_769, 65_536, 1 << 20, usize::MAX].map(shift);
+        assert_eq!(shifts, [1, 1, 1, 2, 2, 6, 40]);
+    }
+
+    #[test]
+    fn a_block_is_counted_at_the_age_at_which_it_was_asked_for() {
+        let mut history = History::new(100);
+        let key = sampled(&history).next().unwrap();
+        let class = Class::of_new(0, 10);
+        history.asked(key, 1000, class, 1);
+        assert_eq!(history.find(key, 1300).map(|found| (found.uses, found.age)), Some((1, 300)));
+        history.asked(key, 1300, Class::of_used(2, 300), 2);
+        assert_eq!(history.fates[class.index()].asked[bucket(300)], 1.0);
+        assert_eq!(history.find(key, 1300).map(|found| found.uses), Some(2));
+    }
+
+    #[test]
+    fn memory_is_bounded_and_what_was_longest_ago_is_followed_no_more() {
+        let mut history = History::new(100);
+        let bytes = history.heap_bytes();
+        let keys: Vec<u64> = sampled(&history).take(3 * FOLLOWED).collect();
+        for (now, &key) in keys.iter().enumerate() {
+            history.asked(key, now as u64, Class::of_new(0, 1), 1);
+        }
+        assert_eq!(history.heap_bytes(), bytes);
+        let found = |keys: &[u64]| keys.iter().filter(|&&key| history.find(key, 0).is_some()).count();
+        // A place is found by chance, so the age at which a block goes is not the same for all.
+        assert!(found(&keys[5 * FOLLOWED / 2..]) > FOLLOWED * 9 / 20);
+        assert!(found(&keys[..FOLLOWED]) < FOLLOWED / 20);
+        let left: f32 = history.fates[Class::of_new(0, 1).index()].left.iter().sum();
+        assert!(left >= 1.9 * FOLLOWED as f32, "{left}");
+    }
+
+    #[test]
+    fn what_was_counted_is_forgotten() {
+        let mut history = History::new(100);
+        let mut densities = Densities::new();
+        let class = Class::of_new(0, 1);
+        history.fates[class.index()].asked[20] = 1000.0;
+        history.learn(0, &mut densities);
+        let dense = densities.get(class, 500);
+        history.learn(10 * HALF_LIFE as u64, &mut densities);
+        assert!(history.fates[class.index()].asked[20] < 1.0);
+        history.learn(11 * HALF_LIFE as u64, &mut densities);
+        assert!(densities.get(class, 500) < dense / 2.0);
+    }
+
+    #[test]
+    fn ages_that_cannot_be_are_borne() {
+        let mut history = History::new(usize::MAX);
+        let mut densities = Densities::new();
+        let key = 7;
+        assert!(history.samples(key));
+        for now in [0, 5, u64::from(u32::MAX), 1 << 32, u64::MAX - 1, u64::MAX] {
+            history.asked(key, now, Class::of_used(64, u32::MAX), 64);
+            history.learn(now, &mut densities);
+        }
+        let all =
+            Class::all().flat_map(|class| [0, 1, 1 << 40, u64::MAX].map(|age| densities.get(class, age)));
+        assert!(all.into_iter().all(|density| density.is_finite() && density > 0.0));
+    }
+}

@@ -1,0 +1,162 @@
+//! Which ring gives the next victim.
+
+use super::rings::{RINGS, Ring};
+
+const NONE: u16 = u16::MAX;
+/// Eight to a doubling: 32 doublings below a hit for each reference.
+const RANKS: usize = 256;
+/// A rank is the exponent of a density and the first three bits behind it.
+const DROPPED_BITS: u32 = 20;
+const LEAST: u32 = (127 - 32) << 3;
+
+/// How dense, in 256 steps: what differs less than an eighth is taken as equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Rank(u8);
+
+impl Rank {
+    pub(super) fn of(density: f32) -> Self {
+        let steps = (density.to_bits() >> DROPPED_BITS).saturating_sub(LEAST);
+        Self(steps.min(RANKS as u32 - 1) as u8)
+    }
+
+    /// The least density of this rank.
+    pub(super) fn density(self) -> f32 {
+        f32::from_bits((u32::from(self.0) + LEAST) << DROPPED_BITS)
+    }
+}
+
+/// Rings by rank; those of one rank in an order that the caller knows.
+pub(super) struct Ranks {
+    /// The first and last ring of each rank.
+    ends: [(u16, u16); RANKS],
+    /// For each ring the next of its rank.
+    next: Box<[u16]>,
+    /// A bit for each rank that has rings.
+    filled: [u64; RANKS / 64],
+}
+
+impl Ranks {
+    pub(super) fn new() -> Self {
+        let next = vec![NONE; RINGS].into_boxed_slice();
+        Self { ends: [(NONE, NONE); RANKS], next, filled: [0; RANKS / 64] }
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.ends = [(NONE, NONE); RANKS];
+        self.filled = [0; RANKS / 64];
+    }
+
+    /// Adds `ring`, which is not in, behind all of its rank.
+    pub(super) fn add_last(&mut self, ring: Ring, rank: Rank) {
+        let at = usize::from(rank.0);
+        self.next[usize::from(ring.0)] = NONE;
+        let (first, last) = self.ends[at];
+        if first == NONE {
+            self.ends[at] = (ring.0, ring.0);
+            self.filled[at / 64] |= 1 << (at % 64);
+        } else {
+            self.next[usize::from(last)] = ring.0;
+            self.ends[at].1 = ring.0;
+        }
+    }
+
+    /// Adds `ring`, which is not in, before the first of its rank that is `later`.
+    pub(super) fn add(&mut self, ring: Ring, rank: Rank, later: impl Fn(Ring) -> bool) {
+        let (first, last) = self.ends[usize::from(rank.0)];
+        if first == NONE || !later(Ring(last)) {
+            return self.add_last(ring, rank);
+        }
+        let before = self.of_rank(rank).take_while(|&other| !later(other)).last();
+        match before {
+            None => {
+                self.next[usize::from(ring.0)] = first;
+                self.ends[usize::from(rank.0)].0 = ring.0;
+            }
+            Some(Ring(before)) => {
+                self.next[usize::from(ring.0)] = self.next[usize::from(before)];
+                self.next[usize::from(before)] = ring.0;
+            }
+        }
+    }
+
+    /// The least dense ring.
+    pub(super) fn first(&self) -> Option<(Rank, Ring)> {
+        let rank = self.ranks().next()?;
+        Some((rank, Ring(self.ends[usize::from(rank.0)].0)))
+    }
+
+    /// Takes out the least dense ring.
+    pub(super) fn remove_first(&mut self) {
+        let Some((Rank(rank), Ring(ring))) = self.first() else { return };
+        let at = usize::from(rank);
+        match self.next[usize::from(ring)] {
+            NONE => {
+                self.ends[at] = (NONE, NONE);
+                self.filled[at / 64] &= !(1 << (at % 64));
+            }
+            next => self.ends[at].0 = next,
+        }
+    }
+
+    /// All rings, the least dense first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, Ring)> + '_ {
+        self.ranks().flat_map(|rank| self.of_rank(rank).map(move |ring| (rank, ring)))
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.filled.iter().enumerate().flat_map(|(word, &bits)| {
+            let left = std::iter::successors(Some(bits), |bits| Some(bits & bits.wrapping_sub(1)));
+            let left = left.take_while(|&bits| bits != 0);
+            left.map(move |bits| Rank((word * 64) as u8 + bits.trailing_zeros() as u8))
+        })
+    }
+
+    fn of_rank(&self, rank: Rank) -> impl Iterator<Item = Ring> + '_ {
+        let is_one = |ring: u16| (ring != NONE).then_some(ring);
+        let first = is_one(self.ends[usize::from(rank.0)].0);
+        std::iter::successors(first, move |&ring| is_one(self.next[usize::from(ring)])).map(Ring)
+    }
+
+    pub(super) fn heap_bytes(&self) -> usize {
+        size_of_val(&*self.next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_rank_says_the_density_within_an_eighth() {
+        for step in 0..2000 {
+            let density = 2.0f32.powf(-31.9 + 31.0 * step as f32 / 2000.0);
+            let least = Rank::of(density).density();
+            assert!(least <= density && density < least * 1.126, "{density} {least}");
+        }
+        let ranks = [0.0, 1e-30, 1e-9, 1.0, f32::MAX].map(Rank::of);
+        assert!(ranks.is_sorted() && ranks[0] == ranks[1]);
+    }
+
+    proptest! {
+        #[test]
+        fn rings_come_by_rank_and_then_in_order(
+            rings in prop::collection::btree_map(0u16..500, 0u8..6, 0..40),
+            taken in 0usize..40,
+        ) {
+            let mut ranks = Ranks::new();
+            for (&ring, &rank) in rings.iter().rev() {
+                // Ranks in different words.
+                ranks.add(Ring(ring), Rank(rank * 50), |other| other.0 > ring);
+            }
+            let mut expected: Vec<_> = rings.iter().map(|(&ring, &rank)| (Rank(rank * 50), Ring(ring))).collect();
+            expected.sort();
+            prop_assert_eq!(ranks.iter().collect::<Vec<_>>(), expected.clone());
+            for _ in 0..taken.min(expected.len()) {
+                prop_assert_eq!(ranks.first(), Some(expected.remove(0)));
+                ranks.remove_first();
+            }
+            prop_assert_eq!(ranks.iter().collect::<Vec<_>>(), expected);
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The policy against a plain search through all blocks, and what it may never do.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::model::CacheModel;
+
+/// A store with leases.
+#[derive(Default)]
+struct Store {
+    blocks: HashMap<u32, Block>,
+}
+
+struct Block {
+    key: u64,
+    parent: Option<u32>,
+    leased: bool,
+}
+
+impl Store {
+    fn is_continued(&self, slot: u32) -> bool {
+        self.blocks.values().any(|block| block.parent == Some(slot))
+    }
+
+    fn prefix(&self, slot: u32) -> Vec<u32> {
+        let mut path: Vec<u32> = std::iter::successors(Some(slot), |slot| self.blocks[slot].parent).collect();
+        path.reverse();
+        path
+    }
+}
+
+impl Blocks for Store {
+    fn key(&self, slot: u32) -> u64 {
+        self.blocks[&slot].key
+    }
+
+    fn may_evict(&self, slot: u32) -> bool {
+        !self.blocks[&slot].leased && !self.is_continued(slot)
+    }
+
+    fn in_use(&self, slot: u32) -> bool {
+        self.blocks[&slot].leased
+    }
+}
+
+/// How soon a block goes: its rank, the beginning of its span, its class. Found without rings or ranks.
+fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
+    let Slot { asked_at, class, .. } = policy.slots[slot as usize];
+    let time = policy.now - u64::from((policy.now as u32).wrapping_sub(asked_at));
+    let start = policy.rings.span_at(time).start;
+    let density = policy.densities.get(class, policy.ranked_at - start.min(policy.ranked_at));
+    (Rank::of(density), start, class.index())
+}
+
+/// The least of the blocks that could go, without those that were refused since the rings were ranked.
+fn plain_search(policy: &Learned, store: &Store) -> Option<(Rank, u64, usize)> {
+    let leaves = store.blocks.keys().filter(|&&slot| store.may_evict(slot) && policy.rings.contains(slot));
+    leaves.map(|&slot| plain_order(policy, slot)).min()
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A prompt of so many blocks behind the block with this number, some of them asked for before.
+    Miss(usize, u32, u64),
+    Touch(usize),
+    Lease(usize, bool),
+    Evict,
+    /// So many references to other blocks.
+    Pass(u64),
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        4 => (0usize..80, 1u32..5, 0u64..200).prop_map(|(at, count, key)| Op::Miss(at, count, key)),
+        4 => (0usize..40).prop_map(Op::Touch),
+        1 => (0usize..40, any::<bool>()).prop_map(|(at, leased)| Op::Lease(at, leased)),
+        4 => Just(Op::Evict),
+        2 => (0u64..12).prop_map(|log| Op::Pass(1 << log)),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn the_victim_is_the_one_that_a_search_through_all_blocks_finds(
+        ops in prop::collection::vec(op(), 1..200),
+    ) {
+        let mut policy = Learned::new(40);
+        let mut store = Store::default();
+        for op in ops {
+            let slots = policy.slots();
+            let at = |at: usize| slots.get(at).copied();
+            match op {
+                Op::Miss(parent, count, key) => {
+                    let mut parent = at(parent);
+                    let top = parent;
+                    let free: Vec<u32> = (0..60).filter(|slot| !store.blocks.contains_key(slot)).collect();
+                    let run: Vec<u32> = free.into_iter().take(count as usize).collect();
+                    for (key, &slot) in (key..).zip(&run) {
+                        store.blocks.insert(slot, Block { key: spread(key), parent, leased: false });
+                        parent = Some(slot);
+                    }
+                    let known = top.map_or(0, |top| store.prefix(top).len());
+                    policy.missed(known, &mut run.iter().map(|&slot| store.key(slot)));
+                    policy.insert(&run, top, &store);
+                }
+                Op::Touch(slot) => {
+                    if let Some(slot) = at(slot) {
+                        policy.touch(&store.prefix(slot), &store);
+                    }
+                }
+                Op::Lease(slot, leased) => {
+                    if let Some(block) = at(slot).and_then(|slot| store.blocks.get_mut(&slot)) {
+                        block.leased = leased;
+                    }
+                }
+                Op::Evict => {
+                    let expected = plain_search(&policy, &store);
+                    let free_again = || store.blocks.keys().any(|&slot| store.may_evict(slot));
+                    match policy.take_victim(1000, &store) {
+                        None => prop_assert!(expected.is_none() && !free_again()),
+                        Some(slot) => {
+                            let found = expected.is_some().then(|| plain_order(&policy, slot));
+                            prop_assert_eq!(found, expected);
+                            prop_assert!(store.may_evict(slot));
+                            store.blocks.remove(&slot);
+                        }
+                    }
+                }
+                Op::Pass(references) => policy.pass(references as usize),
+            }
+            for (&slot, block) in &store.blocks {
+                let known = policy.slots[slot as usize];
+                prop_assert_eq!(known.parent, block.parent.unwrap_or(NONE));
+                prop_assert_eq!(known.children > 0, store.is_continued(slot));
+                // One that was refused may have been continued since, and more.
+                let (in_ring, refused) = (policy.rings.contains(slot), policy.refused.contains(&slot));
+                let is_leaf = known.children == 0;
+                prop_assert!(is_leaf || !in_ring, "{} is continued", slot);
+                prop_assert!(!is_leaf || in_ring || refused, "{} is lost", slot);
+            }
+        }
+    }
+}
+
+fn prompt(number: u64, length: u64) -> Vec<u64> {
+    (0..length).map(|block| spread(number << 16 | block)).collect()
+}
+
+#[test]
+fn before_anything_was_learnt_it_evicts_what_lru_evicts() {
+    let mut learned = CacheModel::new(PolicyKind::Learned, 400);
+    let mut lru = CacheModel::new(PolicyKind::Lru, 400);
+    let (mut hits, mut both) = (0, 0);
+    for step in 0..300u64 {
+        let keys = prompt(spread(step) % 60, 12);
+        let (a, b) = (learned.request(&keys, |_| ()).prefix_hits, lru.request(&keys, |_| ()).prefix_hits);
+        hits += b;
+        both += a.min(b);
+    }
+    assert!(hits > 1000 && both * 50 > hits * 49, "{both} of {hits}");
+}
+
+/// Prompts that come back soon beside prompts that never do.
+fn ask_for_two_kinds(cache: &mut CacheModel, steps: std::ops::Range<u64>) -> usize {
+    let mut hits = 0;
+    for step in steps {
+        hits += cache.request(&prompt(step / 40 * 10 + spread(step) % 10, 3), |_| ()).prefix_hits;
+        cache.request(&prompt(1 << 32 | step, 40), |_| ());
+    }
+    hits
+}
+
+#[test]
+fn what_comes_back_is_kept_from_what_does_not_and_dealt_classes_do_not_tell_them_apart() {
+    let hits =
+        |policy: Learned| ask_for_two_kinds(&mut CacheModel::with_policy(Box::new(policy), 400), 0..4000);
+    let lru = ask_for_two_kinds(&mut CacheModel::new(PolicyKind::Lru, 400), 0..4000);
+    let (learned, control) = (hits(Learned::new(400)), hits(Learned::with_dealt_classes(400)));
+    println!("lru {lru}, learned {learned}, dealt {control}");
+    assert!(learned > lru * 13 / 10, "{learned} beside {lru}");
+    assert!(control < (learned + lru) / 2, "{control} beside {learned}");
+}
+
+#[test]
+fn nothing_is_kept_for_ever() {
+    for asked_for in [1, 3, 100] {
+        let mut cache = CacheModel::new(PolicyKind::Learned, 400);
+        let old = prompt(1 << 40, 10);
+        (0..asked_for).for_each(|_| {
+            cache.request(&old, |_| ());
+        });
+        ask_for_two_kinds(&mut cache, 0..6000);
+        assert!(!old.iter().any(|&key| cache.contains(key)), "asked for {asked_for} times");
+    }
+}
+
+#[test]
+fn memory_beside_the_slots_is_bounded() {
+    let fixed = Learned::new(1 << 20).heap_bytes();
+    assert!(fixed <= 256 << 10, "{fixed}");
+    let mut cache = CacheModel::new(PolicyKind::Learned, 5000);
+    let empty = cache.heap_bytes();
+    ask_for_two_kinds(&mut cache, 0..2000);
+    assert!(cache.heap_bytes() > empty);
+}
+
+#[test]
+fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
+    let mut policy = Learned::new(8);
+    let mut store = Store::default();
+    for slot in 0..8 {
+        store
+            .blocks
+            .insert(slot, Block { key: spread(slot.into()), parent: slot.checked_sub(1), leased: false });
+        policy.insert(&[slot], slot.checked_sub(1), &store);
+        policy.pass(1 << 31);
+        policy.touch(&store.prefix(slot), &store);
+    }
+    for slot in (0..8).rev() {
+        assert_eq!(policy.take_victim(0, &store), Some(slot));
+        store.blocks.remove(&slot);
+    }
+}

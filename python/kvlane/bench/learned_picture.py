@@ -1,0 +1,84 @@
+"""`python -m kvlane.bench.learned_picture FILE.png`: what `--policy learned` has learnt in a replay, as a picture.
+
+The report of `kvlane replay --json` comes from stdin; of several caches the largest is shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlane.bench.drawing import COLOURS, WIDTH, write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Lines that can be told from each other: of the kinds of blocks that were seen most.
+MOST = 8
+# References beyond which nobody looks.
+LAST_AGE = 1 << 20
+
+
+def facts(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the picture shows, as JSON gives it back."""
+    results = [result for result in report["results"] if result.get("learnt")]
+    if not results:
+        raise ValueError(
+            "nothing was learnt: replay with --policy learned, and a trace of more than 4,096 references"
+        )
+    result = max(results, key=lambda result: result["capacity_blocks"])
+    classes = sorted(result["learnt"], key=lambda kind: -kind["seen"])[:MOST]
+    shown = {
+        "title": f"{Path(report['trace']).name}: what {result['policy']} has learnt in a cache of "
+        f"{result['capacity_blocks']:,} blocks",
+        # Hits for a thousand references: a block that is kept for as long brings so many.
+        "lines": {
+            kind["blocks"]: [
+                (age, 1000 * density) for age, density in kind["density_by_age"] if 0 < age <= LAST_AGE
+            ]
+            for kind in classes
+        },
+    }
+    return json.loads(json.dumps(shown))
+
+
+def picture(report: Mapping[str, Any]) -> Figure:
+    """Hit density against age, a line for each of the kinds of blocks that were seen most."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = facts(report)
+    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, (blocks, points) in enumerate(shown["lines"].items()):
+        ages, densities = zip(*points, strict=True)
+        axes.plot(ages, densities, label=blocks, color=COLOURS[index % len(COLOURS)], linewidth=1.4)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("block references since the block was asked for")
+    axes.set_ylabel("hits for each 1,000 references that it is kept")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")
+    figure.legend(frameon=False, loc="outside lower left", ncols=2, fontsize=8)
+    return figure
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """The picture into a PNG, with what it shows."""
+    write(picture(report), facts(report), path)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draw what comes in by stdin."""
+    (path,) = arguments
+    draw(json.load(sys.stdin), Path(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
