@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvlane.bench import learned_picture, replay_picture, route_replay_picture
+from kvlane.bench import drawing, learned_picture, replay_picture, route_replay_picture
 
 
 def _result(policy: str, share: float, hits: float) -> dict[str, Any]:
@@ -26,7 +26,8 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     results = [_result(policy, share, 50 * share) for policy in ("lru", "auto") for share in (0.01, 0.5)]
     report = {"trace": "t.jsonl", "with_scans": True, "ceiling_percent": 36.6, "results": results}
-    replay_picture.draw(report, tmp_path / "new" / "t.png")
+    path = tmp_path / "new" / "t.png"
+    drawing.write(replay_picture.picture(report), replay_picture.facts(report), path)
     assert (tmp_path / "new" / "t.png").read_bytes().startswith(b"\x89PNG")
 
 

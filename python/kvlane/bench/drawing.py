@@ -10,7 +10,8 @@ import io
 import json
 import math
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,6 +272,18 @@ class _Pen:
 def save(picture: Picture, path: Path) -> None:
     """Draw it into a PNG, with `Picture.facts` beside the pixels."""
     write(draw(picture), picture.facts(), path)
+
+
+def from_stdin(
+    picture: Callable[[Mapping[str, Any]], Figure],
+    facts: Callable[[Mapping[str, Any]], dict[str, Any]],
+    arguments: Sequence[str],
+) -> int:
+    """Draws the report that comes in by stdin, as JSON, into the PNG that the arguments name."""
+    (path,) = arguments
+    report = json.load(sys.stdin)
+    write(picture(report), facts(report), Path(path))
+    return 0
 
 
 def write(figure: Figure, facts: dict[str, Any], path: Path) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlane.bench.drawing import COLOURS, WIDTH, write
+from kvlane.bench.drawing import COLOURS, WIDTH, from_stdin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,17 +70,5 @@ def picture(report: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """The picture into a PNG, with what it shows."""
-    write(picture(report), facts(report), path)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Draw what comes in by stdin."""
-    (path,) = arguments
-    draw(json.load(sys.stdin), Path(path))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(from_stdin(picture, facts, sys.argv[1:]))
