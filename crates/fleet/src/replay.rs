@@ -332,15 +332,24 @@ impl<'a> World<'a> {
             Event::Joins(node) => self.set_state(node, NodeState::Ready),
             Event::Drains(node) => self.set_state(node, NodeState::Draining),
             Event::Dies(node) => self.dies(now, node),
-            Event::Hidden(node) if !self.places[node].is_alive => self.set_state(node, NodeState::Suspect),
+            Event::Hidden(node) if !self.places[node].is_alive => {
+                self.set_state(node, self.state_of(node, now, NodeState::Suspect));
+            }
             Event::Hidden(_) => {}
             Event::Returns(node) => {
                 self.places[node].is_alive = true;
+                // What it was given while nobody knew that it is dead is not there.
+                self.places[node].engine.die(self.trace.block_tokens);
                 self.scheduler.forget_prefixes(self.places[node].id);
-                let has_left = self.setup.nodes[node].drains.is_some_and(|drains| drains <= now);
-                self.set_state(node, if has_left { NodeState::Draining } else { NodeState::Ready });
+                self.set_state(node, self.state_of(node, now, NodeState::Ready));
             }
         }
+    }
+
+    /// This one, unless it has left.
+    fn state_of(&self, node: usize, now: Duration, state: NodeState) -> NodeState {
+        let has_left = self.setup.nodes[node].drains.is_some_and(|drains| drains <= now);
+        if has_left { NodeState::Draining } else { state }
     }
 
     fn set_state(&mut self, node: usize, state: NodeState) {

@@ -72,13 +72,15 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Preemptions a second and tokens a step, since `before`, so many seconds ago. None of what is not told, and of a node that
+    /// Preemptions a second and tokens a step (0 without one), since `before`, so many seconds ago. None of what is not told, and of a node that
     /// has started anew.
     fn since(&self, before: &Self, seconds: f64) -> (Option<f64>, Option<f64>) {
         let grown = |now: Option<f64>, then: Option<f64>| Some(now? - then?).filter(|grown| *grown >= 0.0);
         let preempted = grown(self.preemptions, before.preemptions).map(|count| count / seconds.max(1e-3));
-        let steps = grown(self.steps, before.steps).filter(|steps| *steps > 0.0);
-        (preempted, grown(self.tokens, before.tokens).zip(steps).map(|(tokens, steps)| tokens / steps))
+        let steps = grown(self.steps, before.steps);
+        // Who has made no step has used nothing of its budget.
+        let mean = |(tokens, steps): (f64, f64)| if steps > 0.0 { tokens / steps } else { 0.0 };
+        (preempted, grown(self.tokens, before.tokens).zip(steps).map(mean))
     }
 }
 
@@ -268,7 +270,7 @@ mod tests {
             read(&page, None).unwrap().1
         };
         assert_eq!(page(7.0, 900.0, 10.0).since(&page(1.0, 100.0, 6.0), 2.0), (Some(3.0), Some(200.0)));
-        assert_eq!(page(7.0, 900.0, 10.0).since(&page(7.0, 900.0, 10.0), 2.0), (Some(0.0), None));
+        assert_eq!(page(7.0, 900.0, 10.0).since(&page(7.0, 900.0, 10.0), 2.0), (Some(0.0), Some(0.0)));
         assert_eq!(page(0.0, 5.0, 1.0).since(&page(7.0, 900.0, 10.0), 2.0), (None, None));
         let nothing = read("vllm:num_requests_running 1", None).unwrap().1;
         assert_eq!(page(1.0, 1.0, 1.0).since(&nothing, 2.0), (None, None));

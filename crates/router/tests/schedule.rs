@@ -632,6 +632,27 @@ fn a_prompt_is_handed_over_to_where_it_is_soonest_as_long_as_there_is_room() {
     [prefill, decode].into_iter().for_each(|leg| world.end(leg));
 }
 
+/// A network that was slow for a while would be left alone for ever.
+#[test]
+fn a_way_that_was_not_taken_for_a_while_is_tried_again() {
+    let mut world = near_and_far(400, Policy::LeastDelay);
+    let mut taken = |world: &mut World| {
+        let (prefill, decode) = world.pair(&prompt(7, 20));
+        let number = world.number(decode.node);
+        [prefill, decode].into_iter().for_each(|leg| world.end(leg));
+        number
+    };
+    let counts = |world: &mut World, taken: &mut dyn FnMut(&mut World) -> usize| {
+        let mut counts = [0; 4];
+        (0..30).for_each(|_| counts[taken(world)] += 1);
+        counts
+    };
+    assert_eq!(counts(&mut world, &mut taken)[1], 30);
+    world.now += Duration::from_secs(61);
+    let found = counts(&mut world, &mut taken);
+    assert!(found[2] >= 9 && found[3] >= 9, "{found:?}");
+}
+
 #[test]
 fn where_hand_overs_are_not_known_or_another_policy_decides_all_decode_nodes_get_prompts() {
     for (handed_over, policy) in

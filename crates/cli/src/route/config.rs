@@ -132,7 +132,7 @@ fn sentence(error: &clap::Error) -> String {
 }
 
 const NODE_KEYS: &[&str] = &["url", "role", "group", "class", "host", "ranks", "connector", "zmq", "handoff"];
-const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "ranks", "connector"];
+const DNS_KEYS: &[&str] = &["name", "role", "group", "class", "host", "ranks", "connector"];
 
 fn each_table(table: &mut Table, key: &str) -> Result<Vec<Table>> {
     let Some(value) = table.remove(key) else { return Ok(Vec::new()) };

@@ -237,7 +237,12 @@ impl Work<'_> {
         let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
         let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None).into()) };
         let body = match self.prefill(prefill, scan, attempt).await {
-            Ok(handed_over) => handed_over,
+            Ok(Some(handed_over)) => handed_over,
+            Ok(None) => {
+                // It prefills by itself.
+                decode_guard.learn_nothing();
+                self.body.clone()
+            }
             Err(unserved) => {
                 decode_guard.end(LegEnd::Left);
                 return Err(unserved);
@@ -300,14 +305,20 @@ impl Work<'_> {
         Ok(answer)
     }
 
-    /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets.
-    async fn prefill(&self, prefill: LegGuard, body: &Scan<'_>, attempt: u32) -> Result<Bytes, Unserved> {
+    /// The prefill leg of a pair whose prefill node answers where the blocks are. Answers what the decode node gets; None if
+    /// nothing was handed over.
+    async fn prefill(
+        &self,
+        prefill: LegGuard,
+        body: &Scan<'_>,
+        attempt: u32,
+    ) -> Result<Option<Bytes>, Unserved> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
         let answer = self.prefill_answer(prefill, legs::prefill(body).into(), &id).await?;
         let handed_over = scan(&answer).ok();
         let transfer = handed_over.as_ref().and_then(legs::handed_over);
         if let Some(transfer) = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok()) {
-            return Ok(legs::decode(body, transfer).into());
+            return Ok(Some(legs::decode(body, transfer).into()));
         }
         if Counters::count(&self.shared.counters.not_handed_over) {
             tracing::warn!(
@@ -316,7 +327,7 @@ impl Work<'_> {
                  answer kv_transfer_params; further cases are only counted"
             );
         }
-        Ok(self.body.clone())
+        Ok(None)
     }
 
     /// A prefill leg, to the end of its answer.

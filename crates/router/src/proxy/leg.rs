@@ -33,6 +33,13 @@ impl LegGuard {
         }
     }
 
+    /// What comes says nothing of what a first token or a hand-over takes.
+    pub(super) fn learn_nothing(&mut self) {
+        if let Some(reservation) = &mut self.reservation {
+            reservation.learn_nothing();
+        }
+    }
+
     /// The first byte has come.
     pub(super) fn prefilled(&mut self, marks: &[Mark]) {
         if let Some(reservation) = &mut self.reservation {

@@ -113,7 +113,7 @@ impl Scheduler {
             .map(|each| Candidate { miss: 0, ..each })
             .collect();
         let is_by_delay = self.settings.decode_policy == Policy::LeastDelay;
-        let near = is_by_delay.then(|| self.near(prefill.id, &partners, prompt_tokens)).flatten();
+        let near = is_by_delay.then(|| self.near(prefill.id, &partners, prompt_tokens, now)).flatten();
         let partners = near.unwrap_or(partners);
         let decode = self.pick(&partners, self.settings.decode_policy, Some(prefill.id));
         let with = self.pairs.entry(prefill.id).or_default();

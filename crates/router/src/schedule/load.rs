@@ -39,7 +39,7 @@ pub struct Reported {
     pub cache_percent: Option<u64>,
     /// Requests that it has put off for lack of room, a second, since it was asked before; None where it does not tell.
     pub preempted: Option<f64>,
-    /// Tokens that a step has computed since then, on average; None where it does not tell, or has made none.
+    /// Tokens that a step has computed since then, on average, 0 if it has made none; None where it does not tell.
     pub step_tokens: Option<f64>,
 }
 

@@ -1,6 +1,6 @@
 //! Which decode nodes a prompt reaches soon from a prefill node.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use super::{
     hand_over::{Handing, Takes},
@@ -15,7 +15,7 @@ use super::{
 const NEAR: f64 = 1.1;
 /// so much.
 const NEAR_MS: f64 = 2.0;
-/// Where no limit is set, a decode node whose tokens take this many times as long as another one's has too much to do.
+/// A decode node whose tokens take this many times as long as another one's has too much to do, also within the limit.
 const SLOWER: f64 = 1.5;
 
 /// What is known of decode nodes of one class, on the prefill node's host or on another one.
@@ -28,17 +28,23 @@ struct Reach<'a> {
 
 impl Scheduler {
     /// What both legs of a pair keep of their hand-over.
-    pub(super) fn handing(&self, prefill: NodeId, decode: NodeId, prompt_tokens: u64) -> Option<Handing> {
-        Some(Handing::of(self.nodes.get(prefill)?, self.nodes.get(decode)?, prompt_tokens))
+    pub(super) fn handing(
+        &self,
+        prefill: NodeId,
+        decode: NodeId,
+        prompt_tokens: u64,
+    ) -> Option<Arc<Handing>> {
+        Some(Arc::new(Handing::of(self.nodes.get(prefill)?, self.nodes.get(decode)?, prompt_tokens)))
     }
 
     /// Of decode nodes, those that this prefill node hands over to soonest, among those whose tokens come within the limit. None
-    /// if that is not known of each of them, or all of them are alike in this.
+    /// if that is not known of each of them, or all of them are alike in this: so a way that was not taken for a while is.
     pub(super) fn near(
         &self,
         prefill: NodeId,
         decodes: &[Candidate],
         prompt_tokens: u64,
+        now: Instant,
     ) -> Option<Vec<Candidate>> {
         let from = self.nodes.get(prefill)?;
         let nodes: Vec<&Node> = decodes.iter().map(|each| self.nodes.get(each.id)).collect::<Option<_>>()?;
@@ -51,7 +57,7 @@ impl Scheduler {
             by.push(match reaches.iter().position(is_this) {
                 Some(at) => at,
                 None => {
-                    let takes = self.ways.between(from, node);
+                    let takes = self.ways.between(from, node, now);
                     let prediction = self.predictions.get(&node.class);
                     reaches.push(Reach { class: &node.class, is_one_host, takes, prediction });
                     reaches.len() - 1
@@ -68,7 +74,7 @@ impl Scheduler {
         let token = |at: usize| reaches[by[at]].prediction?.further_token(nodes[at].load.batch() + 1);
         let all = 0..decodes.len();
         let least = all.clone().filter_map(token).fold(f64::INFINITY, f64::min);
-        let limit = self.tpot.map_or(least * SLOWER, |limit| limit.as_secs_f64() * 1e3);
+        let limit = self.tpot.map_or(f64::INFINITY, |limit| limit.as_secs_f64() * 1e3).min(least * SLOWER);
         let is_free = |at: &usize| {
             let has_room = nodes[*at].load.cache_percent.is_none_or(|percent| percent < CACHE_PERCENT_MAX);
             has_room && token(*at).is_none_or(|ms| ms <= limit)

@@ -1,6 +1,9 @@
 //! What a request takes of a node from the choice to its last byte.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{NodeId, hand_over::Handing, nodes::Nodes, prediction::Terms};
 
@@ -65,7 +68,7 @@ pub struct Reservation {
     /// What its first token will depend on, and since when it is awaited, where that is to be learned.
     pub(super) asked: Option<(Terms, Instant)>,
     /// Of a leg of a pair, as long as its hand-over is to be learned from.
-    pub(super) handing: Option<Handing>,
+    pub(super) handing: Option<Arc<Handing>>,
 }
 
 impl Reservation {

@@ -129,7 +129,7 @@ impl Scheduler {
             prediction.observe(terms, now.saturating_duration_since(since));
         }
         match (reservation.leg, reservation.handing.take()) {
-            (Leg::Decode, Some(handing)) => self.ways.observe(handing, now),
+            (Leg::Decode, Some(handing)) => self.ways.observe(&handing, now),
             (_, handing) => handing.iter().for_each(|handing| handing.begin(now)),
         }
         if reservation.leg == Leg::Decode && self.nodes.get(reservation.node).is_some() {
