@@ -32,6 +32,11 @@ impl Blocks for Resident {
         self.blocks[slot as usize].key
     }
 
+    fn parent(&self, slot: u32) -> Option<u32> {
+        let parent = self.blocks[slot as usize].parent;
+        (parent != NONE).then_some(parent)
+    }
+
     fn may_evict(&self, slot: u32) -> bool {
         let block = &self.blocks[slot as usize];
         (block.children == 0 || !self.leaves_first) && block.request != self.request

@@ -23,6 +23,10 @@ use crate::policies::{Arc, Learned, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
 
 /// What a policy asks about slots that it was told of.
 pub trait Blocks {
+    /// The block that this one continues, in or not; None of a prompt's first one, and of blocks that continue nothing, as those of
+    /// a sliding window.
+    fn parent(&self, slot: u32) -> Option<u32>;
+
     /// The block's fingerprint: equal for equal content whenever it comes back, and uniform over 64 bits.
     fn key(&self, slot: u32) -> u64;
     /// False while it is leased, being written, or continued by a resident block.

@@ -30,6 +30,10 @@ impl Store {
 }
 
 impl Blocks for Store {
+    fn parent(&self, slot: u32) -> Option<u32> {
+        self.blocks[&slot].parent
+    }
+
     fn key(&self, slot: u32) -> u64 {
         self.blocks[&slot].key
     }

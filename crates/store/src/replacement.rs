@@ -11,7 +11,7 @@ use kvlane_policy::{Blocks, PolicyKind};
 
 use crate::api::{OwnerId, ShardNumber, SpaceId};
 use crate::claim::Caller;
-use crate::entries::{Entries, State, fingerprint};
+use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
 
 /// Refused runs that are remembered for the other workers of their engine.
@@ -21,6 +21,11 @@ impl Blocks for Entries {
     fn key(&self, slot: u32) -> u64 {
         let entry = self.at(slot);
         fingerprint(entry.space, &entry.hash)
+    }
+
+    fn parent(&self, slot: u32) -> Option<u32> {
+        let parent = self.at(slot).parent;
+        (parent != NONE).then_some(parent)
     }
 
     /// Also while it is being checked, though its memory is free only after that: to pass it over would be to pass over all

@@ -26,6 +26,9 @@ const SPANS: u64 = 16;
 const MIN_SPAN: u64 = 64;
 /// New blocks come in if they are so much denser than what they would displace: their density is known less well.
 const MARGIN: f64 = 1.25;
+/// One run in so many that are less dense comes in all the same: what was never counted, or counted wrongly, is not kept out for
+/// ever.
+const CHANCE: u64 = 32;
 /// Runs of missed blocks that are remembered until they are stored.
 const NOTES: usize = 512;
 
@@ -312,19 +315,19 @@ impl ReplacementPolicy for Learned {
             let class = self.class(known.class, || key);
             sum += f64::from(self.densities.get(class, 0));
         }
-        sum / run.len().max(1) as f64 >= MARGIN * self.displaced(victims, blocks)
+        let is_lucky = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(CHANCE));
+        sum / run.len().max(1) as f64 >= MARGIN * self.displaced(victims, blocks) || is_lucky()
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
-        let Some(&last) = run.last() else { return };
         // A prompt may be stored by and by: what continues new blocks came with them.
         let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
         let mut known = match above {
             Some(&Slot { class, uses: 1, .. }) => Known { class, uses: 1 },
             _ => Known { class: Class::of_new(usize::from(parent.is_some()), run.len()), uses: 1 },
         };
-        let mut parent = parent.unwrap_or(NONE);
         for &slot in run {
+            let parent = blocks.parent(slot).unwrap_or(NONE);
             let key = blocks.key(slot);
             known = self.noted(key).unwrap_or(known);
             let new = Slot {
@@ -342,10 +345,10 @@ impl ReplacementPolicy for Learned {
                 self.slot(parent).children += 1;
                 self.rings.remove(parent);
             }
-            parent = slot;
         }
         self.len += run.len();
-        self.enter(last, true);
+        // Of a chain only the last one enters.
+        run.iter().for_each(|&slot| self.enter(slot, true));
     }
 
     fn touch(&mut self, prefix: &[u32], blocks: &dyn Blocks) {

@@ -2,7 +2,8 @@
 
 use super::classes::{CLASSES, Class, GROUPS};
 
-/// Ages by half powers of two; the last has all above.
+/// Ages by half powers of two; the last has all above. At these nothing is expected any more: how long that would take is not
+/// known.
 pub(super) const BUCKETS: usize = 48;
 /// With nothing known, one block in so many is asked for before its age grows by a half.
 const PRIOR: f32 = 0.04;
@@ -83,7 +84,7 @@ fn densities(chances: &ByAge) -> ByAge {
     let mut parts = [(0.0f64, 0.0f64); BUCKETS];
     for (age, part) in parts.iter_mut().enumerate() {
         // Never certain: what comes behind would weigh nothing.
-        let chance = f64::from(chances[age].min(0.98));
+        let chance = if age == BUCKETS - 1 { 0.0 } else { f64::from(chances[age].min(0.98)) };
         let width = (first_age(age + 1) - first_age(age)) as f64;
         *part = (reaches * chance, reaches * width * (1.0 - chance / 2.0));
         reaches *= 1.0 - chance;
@@ -171,7 +172,7 @@ mod tests {
     fn plain(chances: &ByAge, age: usize) -> f64 {
         let (mut reaches, mut hits, mut time, mut best) = (1.0, 0.0, 0.0, 0.0f64);
         for (at, chance) in chances.iter().enumerate().skip(age) {
-            let chance = f64::from(chance.min(0.98));
+            let chance = if at == BUCKETS - 1 { 0.0 } else { f64::from(chance.min(0.98)) };
             hits += reaches * chance;
             time += reaches * (first_age(at + 1) - first_age(at)) as f64 * (1.0 - chance / 2.0);
             reaches *= 1.0 - chance;

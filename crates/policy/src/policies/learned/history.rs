@@ -12,6 +12,8 @@ const MIN_SHIFT: u32 = 1;
 const MAX_SHIFT: u32 = 40;
 /// What happened so many references ago counts half, and half the capacity more.
 const HALF_LIFE: usize = 16_384;
+/// Of an event.
+const LEAST: f32 = 1e-6;
 
 /// When a followed block was last asked for, and what was known of it then.
 #[derive(Clone, Copy)]
@@ -132,7 +134,9 @@ impl History {
         let half_lives = (now - self.learnt_at) as f64 / HALF_LIFE.saturating_add(self.capacity / 2) as f64;
         let keep = 0.5f64.powf(half_lives) as f32;
         for fates in &mut self.fates {
-            fates.asked.iter_mut().chain(&mut fates.left).for_each(|count| *count *= keep);
+            // What is hardly left is nothing: it would only take longer to count with.
+            let less = |count: &mut f32| *count = if *count * keep < LEAST { 0.0 } else { *count * keep };
+            fates.asked.iter_mut().chain(&mut fates.left).for_each(less);
         }
         self.learnt_at = now;
     }
@@ -226,6 +230,6 @@ mod tests {
         }
         let all =
             Class::all().flat_map(|class| [0, 1, 1 << 40, u64::MAX].map(|age| densities.get(class, age)));
-        assert!(all.into_iter().all(|density| density.is_finite() && density > 0.0));
+        assert!(all.into_iter().all(|density| density.is_finite() && density >= 0.0));
     }
 }

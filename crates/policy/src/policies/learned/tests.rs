@@ -32,6 +32,10 @@ impl Store {
 }
 
 impl Blocks for Store {
+    fn parent(&self, slot: u32) -> Option<u32> {
+        self.blocks[&slot].parent
+    }
+
     fn key(&self, slot: u32) -> u64 {
         self.blocks[&slot].key
     }
@@ -221,5 +225,64 @@ fn a_block_asked_for_four_thousand_million_references_ago_is_no_harm() {
     for slot in (0..8).rev() {
         assert_eq!(policy.take_victim(0, &store), Some(slot));
         store.blocks.remove(&slot);
+    }
+}
+
+/// A policy with its blocks, which continue nothing, as those of a sliding window: a run of them was taken for a chain, of which
+/// only the last one could go.
+#[test]
+fn blocks_that_continue_nothing_go_one_by_one() {
+    let mut policy = Learned::new(8);
+    let mut store = Store::default();
+    let insert = |policy: &mut Learned, store: &mut Store, run: &[u32]| {
+        for &slot in run {
+            store.blocks.insert(slot, Block { key: spread(slot.into()), parent: None, leased: false });
+        }
+        policy.insert(run, None, store);
+    };
+    insert(&mut policy, &mut store, &[5, 4, 3, 2, 1]);
+    for slot in 10..2000 {
+        policy.touch(&[1], &store);
+        insert(&mut policy, &mut store, &[slot]);
+        let victim = policy.take_victim(100, &store).unwrap();
+        assert_ne!(victim, 1, "it is asked for all the time");
+        store.blocks.remove(&victim);
+        policy.pass(10);
+    }
+    assert!([2, 3, 4, 5].iter().all(|slot| !policy.contains(*slot)));
+    // A slot that comes back has nobody below it.
+    insert(&mut policy, &mut store, &[3, 2]);
+    policy.remove(2);
+    store.blocks.remove(&2);
+    insert(&mut policy, &mut store, &[2]);
+    assert_eq!(policy.slots[2].children, 0);
+}
+
+/// One key in two is followed here, one in 64 in a large cache: of a short prompt that is none, mostly.
+#[test]
+fn a_prompt_of_which_no_block_is_followed_comes_in_all_the_same() {
+    let capacity = 400;
+    let mut cache = CacheModel::new(PolicyKind::Learned, capacity);
+    let history = History::new(capacity);
+    let unseen: Vec<u64> = (0..1 << 20).map(spread).filter(|&key| !history.samples(key)).take(3).collect();
+    let mut hits = 0;
+    for step in 0..6000u64 {
+        // More is asked for again and again than there is room for; the rest never is.
+        cache.request(&prompt(step % 80, 6), |_| ());
+        cache.request(&prompt(1 << 32 | step, 6), |_| ());
+        if step > 1000 && step % 5 == 0 {
+            hits += cache.request(&unseen, |_| ()).prefix_hits;
+        }
+    }
+    assert!(hits > 2000, "{hits} of 3000");
+}
+
+/// In a cache of many millions of blocks: what was older than the last age that is told apart was dense for ever.
+#[test]
+fn what_was_asked_for_longer_ago_than_ages_are_told_apart_goes_first() {
+    let densities = Densities::new();
+    for class in Class::all() {
+        assert_eq!(densities.get(class, u64::from(u32::MAX)), 0.0);
+        assert!(densities.get(class, 8 << 20) > 0.0);
     }
 }
