@@ -5,6 +5,7 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvlane_policy::spread;
 use kvlane_router::balance::{self, Balancers};
 use kvlane_router::body::Mark;
 use kvlane_router::schedule::{
@@ -613,10 +614,7 @@ impl<'a> World<'a> {
 
 /// Any number, always the same for the same one: SplitMix64.
 fn mixed(number: u64) -> u64 {
-    let number = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mixed = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
+    spread(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 fn of_scheduler(number: usize, setup: &NodeSetup, class_blind: bool) -> Node {
