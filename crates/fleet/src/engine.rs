@@ -297,7 +297,7 @@ fn keep(cache: &mut CacheModel, blocks: &[u64], told: &mut Option<(usize, &mut d
         return;
     };
     let mut gone = Vec::new();
-    let known = cache.request(blocks, |block| gone.push(block)).prefix_hits;
+    let known = cache.request(blocks, |evicted| gone.push(evicted.key)).prefix_hits;
     let (before, behind) = blocks.split_at(known);
     let new = behind.iter().take_while(|block| cache.contains(**block)).count();
     if !gone.is_empty() {

@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use kvlane_policy::policies::Learned;
-use kvlane_policy::{CacheModel, Choice, PolicyKind, ReplacementPolicy, Setup, Trace, replay};
+use kvlane_policy::{CacheModel, Choice, PolicyKind, ReplacementPolicy, Replayed, Setup, Trace, replay};
 
 #[path = "../tests/workloads/mod.rs"]
 mod workloads;
@@ -17,6 +17,8 @@ use workloads::{
 };
 
 const SHARES: [f64; 4] = [0.01, 0.03, 0.1, 0.3];
+/// Of RAM and of a tier below.
+const TIERS: [(f64, f64); 5] = [(0.01, 0.05), (0.01, 0.1), (0.03, 0.1), (0.03, 0.3), (0.1, 0.5)];
 const ROUNDS: usize = 7;
 
 /// Hits in percent of the references of the requests from number `from` on.
@@ -50,6 +52,22 @@ fn table(title: &str, trace: &Trace, capacities: &[usize], from: usize) {
         row(kind.name(), &|capacity| kind.build(capacity));
     }
     row("dealt classes", &|capacity| Box::new(Learned::with_dealt_classes(capacity)));
+}
+
+/// Hits with a tier below, in both together and in brackets in the tier below.
+fn two_tiers(title: &str, trace: &Trace) {
+    println!("{title}, RAM and a tier below of {TIERS:?} of {} blocks", trace.distinct());
+    let blocks = |share: f64| (trace.distinct() as f64 * share) as usize;
+    for kind in PolicyKind::ALL {
+        let rates = TIERS.map(|(ram, ssd)| {
+            let setup =
+                Setup { policy: Choice::Fixed(kind), capacity: blocks(ram), ssd_capacity: blocks(ssd) };
+            let Replayed { references, prefix_hits, ssd_prefix_hits, .. } = replay(trace, setup, |_| ());
+            let percent = |hits: usize| 100.0 * hits as f64 / references.max(1) as f64;
+            format!("{:6.2} ({:.2})", percent(prefix_hits + ssd_prefix_hits), percent(ssd_prefix_hits))
+        });
+        println!("  {:14} {}", kind.name(), rates.join(" "));
+    }
 }
 
 /// ns a reference of a replay, the least of some rounds that take turns, beside that of LRU.
@@ -93,6 +111,9 @@ fn recorded(path: &str) -> Result<(), String> {
     table("the trace", &all, &capacities, 0);
     table("its first half hour", &first, &capacities, 0);
     table("what comes after that", &all, &capacities, half_hour);
+    two_tiers("the trace", &all);
+    two_tiers("its first half hour", &first);
+    two_tiers("the trace, with one-time prompts", &all.with_scans());
     time("the trace", &all);
     Ok(())
 }
@@ -139,6 +160,7 @@ fn main() -> Result<(), String> {
     for (title, requests) in kinds(150_000) {
         let trace = trace(&requests);
         table(title, &trace, &sizes(trace.distinct()), 0);
+        two_tiers(title, &trace);
         time(title, &trace);
     }
     let (first, second) = turned(1, 200_000);

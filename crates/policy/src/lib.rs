@@ -4,34 +4,41 @@
 //!
 //! - [`ReplacementPolicy`] and its kinds: what a store evicts, and what it takes in. [`PrefixLru`] is the list that they are
 //!   made of.
+//! - [`Cleaner`]: what a tier on SSDs below the store gives up, and what it writes again.
 //! - [`longest_hit`]: how many tokens of a prompt can be reused.
-//! - [`CacheModel`]: a cache without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
+//! - [`CacheModel`], and [`SsdModel`] below it: caches without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
 //! - [`Ceilings`]: what a cache without limit could have hit.
 #![forbid(unsafe_code)]
 
 mod ceiling;
+mod cleaning;
 mod ghost;
 mod hit;
 mod hyperloglog;
 mod key;
 mod learnt;
 mod lru;
+mod memo;
 mod model;
 pub mod policies;
 mod replacement;
 mod replay;
 mod shadow;
 mod sketch;
+mod ssd_model;
 mod trace;
 
 pub use ceiling::{Ceiling, Ceilings, Window, WindowCount};
+pub use cleaning::{Cleaner, Worth};
 pub use hit::{PrefixGroup, longest_hit};
 pub use hyperloglog::{BadSketch, HyperLogLog};
 pub use key::spread;
 pub use learnt::LearntClass;
 pub use lru::PrefixLru;
-pub use model::{CacheModel, Outcome};
+pub use memo::Memo;
+pub use model::{CacheModel, Evicted, Outcome};
 pub use replacement::{Blocks, Choice, PolicyKind, ReplacementPolicy, UnknownPolicy};
 pub use replay::{EstimatedCeiling, Replayed, Setup, estimate_ceiling, replay};
 pub use shadow::{Auto, Switch};
+pub use ssd_model::SsdModel;
 pub use trace::Trace;

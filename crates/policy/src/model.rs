@@ -4,6 +4,7 @@ use std::collections::hash_map::Entry;
 
 use crate::ghost::{KeyMap, map_bytes};
 use crate::learnt::LearntClass;
+use crate::memo::Memo;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
@@ -23,8 +24,6 @@ struct Block {
 struct Resident {
     blocks: Vec<Block>,
     request: u32,
-    /// False: a block may go before those that continue it, as in a cache that knows nothing of prefixes.
-    leaves_first: bool,
 }
 
 impl Blocks for Resident {
@@ -39,7 +38,7 @@ impl Blocks for Resident {
 
     fn may_evict(&self, slot: u32) -> bool {
         let block = &self.blocks[slot as usize];
-        (block.children == 0 || !self.leaves_first) && block.request != self.request
+        block.children == 0 && block.request != self.request
     }
 
     fn in_use(&self, slot: u32) -> bool {
@@ -56,6 +55,15 @@ pub struct Outcome {
     pub block_hits: usize,
 }
 
+/// A block that had to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Its fingerprint.
+    pub key: u64,
+    /// What the policy knows of it, for a tier below.
+    pub memo: Option<Memo>,
+}
+
 /// A cache of `capacity` blocks with a policy, driven request by request: a request's blocks are looked up, what was
 /// hit is touched, what is missing comes in at the cost of victims. Its memory is in proportion to its capacity.
 pub struct CacheModel {
@@ -64,6 +72,8 @@ pub struct CacheModel {
     slots: KeyMap<u32>,
     policy: Box<dyn ReplacementPolicy>,
     capacity: usize,
+    /// How dense is what a tier below gives up.
+    below: Option<f32>,
     hit: Vec<u32>,
     run: Vec<u32>,
 }
@@ -76,22 +86,17 @@ impl CacheModel {
 
     /// An empty cache that this policy, which is empty too, works for.
     pub fn with_policy(policy: Box<dyn ReplacementPolicy>, capacity: usize) -> Self {
-        let resident = Resident { blocks: Vec::new(), request: 0, leaves_first: true };
+        let resident = Resident { blocks: Vec::new(), request: 0 };
         Self {
             resident,
             free: Vec::new(),
             slots: KeyMap::default(),
             policy,
             capacity,
+            below: None,
             hit: Vec::new(),
             run: Vec::new(),
         }
-    }
-
-    /// Lets a block be evicted before those that continue it, as caches do that know nothing of prefixes.
-    pub fn without_leaves_first(mut self) -> Self {
-        self.resident.leaves_first = false;
-        self
     }
 
     /// Resident blocks.
@@ -126,11 +131,46 @@ impl CacheModel {
     pub fn switch(&mut self, policy: PolicyKind) {
         if policy != self.policy.kind() {
             self.policy = policy.take_over(self.policy.as_ref(), self.capacity, &self.resident);
+            self.below.into_iter().for_each(|density| self.policy.set_below(density));
         }
     }
 
-    /// A request for a prompt of these blocks, head first. The keys of evicted blocks are given to `evicted`.
-    pub fn request(&mut self, keys: &[u64], mut evicted: impl FnMut(u64)) -> Outcome {
+    /// What the policy knows of a resident block, for a tier below.
+    pub fn memo(&self, key: u64) -> Option<Memo> {
+        self.slots.get(&key).and_then(|&slot| self.policy.memo(slot))
+    }
+
+    /// How dense the policy finds a block: by what it knows, or by `memo` if the block is not resident. See
+    /// [`ReplacementPolicy::density`].
+    pub fn density(&self, key: u64, memo: Memo) -> Option<f32> {
+        self.policy.density(self.memo(key).unwrap_or(memo))
+    }
+
+    /// See [`ReplacementPolicy::set_below`].
+    pub fn set_below(&mut self, density: f32) {
+        self.below = Some(density);
+        self.policy.set_below(density);
+    }
+
+    /// A tier below has the blocks of a prompt behind the `known` first ones, which are all that is resident of it, and
+    /// `memos` of as many as are to come: those come in, unjudged, as if somebody had stored them. What they displace is given
+    /// to `evicted`.
+    pub fn fetch(&mut self, keys: &[u64], known: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
+        self.resident.request = self.resident.request.wrapping_add(1);
+        let mut parent = NONE;
+        for key in &keys[..known] {
+            let Some(&slot) = self.slots.get(key) else { return };
+            self.resident.blocks[slot as usize].request = self.resident.request;
+            parent = slot;
+        }
+        self.add_run(&keys[known..known + memos.len()], parent, &mut evicted);
+        for (&slot, &memo) in self.run.iter().zip(memos) {
+            self.policy.remember(slot, memo);
+        }
+    }
+
+    /// A request for a prompt of these blocks, head first. What had to go is given to `evicted`.
+    pub fn request(&mut self, keys: &[u64], mut evicted: impl FnMut(Evicted)) -> Outcome {
         self.resident.request = self.resident.request.wrapping_add(1);
         self.hit.clear();
         let mut outcome = Outcome::default();
@@ -174,14 +214,26 @@ impl CacheModel {
     }
 
     /// Stores what the policy admits of a run that continues `parent`; says how many from its head.
-    fn store_run(&mut self, known: usize, keys: &[u64], parent: u32, evicted: &mut impl FnMut(u64)) -> usize {
-        self.run.clear();
+    fn store_run(
+        &mut self,
+        known: usize,
+        keys: &[u64],
+        parent: u32,
+        evicted: &mut impl FnMut(Evicted),
+    ) -> usize {
         self.policy.missed(known, &mut keys.iter().copied());
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
         let refused = victims > 0 && !self.policy.admit(keys, victims, &self.resident);
         let admitted = if refused { keys.len().saturating_sub(victims) } else { keys.len() };
+        self.add_run(&keys[..admitted], parent, evicted);
+        self.run.len()
+    }
+
+    /// Adds blocks that continue each other and `parent`, as many as there can be room for; `run` has their slots then.
+    fn add_run(&mut self, keys: &[u64], parent: u32, evicted: &mut impl FnMut(Evicted)) {
+        self.run.clear();
         let mut last = parent;
-        for &key in &keys[..admitted] {
+        for &key in keys {
             if self.len() >= self.capacity && !self.evict(evicted) {
                 break;
             }
@@ -192,7 +244,6 @@ impl CacheModel {
         }
         let parent = (parent != NONE).then_some(parent);
         self.policy.insert(&self.run, parent, &self.resident);
-        self.run.len()
     }
 
     /// The new block's slot; None if there is one of this key.
@@ -211,16 +262,17 @@ impl CacheModel {
         Some(slot)
     }
 
-    fn evict(&mut self, evicted: &mut impl FnMut(u64)) -> bool {
+    fn evict(&mut self, evicted: &mut impl FnMut(Evicted)) -> bool {
         let Some(victim) = self.policy.take_victim(REFUSALS, &self.resident) else { return false };
         let Block { key, parent, .. } = self.resident.blocks[victim as usize];
+        let memo = self.policy.memo(victim);
         self.slots.remove(&key);
         self.free.push(victim);
         if parent != NONE {
             let parent = &mut self.resident.blocks[parent as usize];
             parent.children = parent.children.saturating_sub(1);
         }
-        evicted(key);
+        evicted(Evicted { key, memo });
         true
     }
 }

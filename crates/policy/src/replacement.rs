@@ -19,6 +19,7 @@
 use std::{fmt, str::FromStr};
 
 use crate::learnt::LearntClass;
+use crate::memo::Memo;
 use crate::policies::{Arc, Learned, Lru, S3Fifo, Sieve, TinyLfu, WTinyLfu};
 
 /// What a policy asks about slots that it was told of.
@@ -81,6 +82,31 @@ pub trait ReplacementPolicy: Send {
     /// The cache turned out to hold so many blocks.
     fn grow(&mut self, capacity: usize) {
         let _ = capacity;
+    }
+
+    /// What it knows of a slot that is in, for a tier below that has the block too. None from policies that do not learn: they
+    /// have no use for it.
+    fn memo(&self, slot: u32) -> Option<Memo> {
+        let _ = slot;
+        None
+    }
+
+    /// A slot that is in came back from a tier below, which kept this of it.
+    fn remember(&mut self, slot: u32, memo: Memo) {
+        let _ = (slot, memo);
+    }
+
+    /// The hits that a block of which this is known will bring for each reference that it is kept, in whichever tier. None from
+    /// policies that do not learn, or not yet.
+    fn density(&self, memo: Memo) -> Option<f32> {
+        let _ = memo;
+        None
+    }
+
+    /// There is a tier below, which gets what comes in here and has given up blocks of this density lately; 0 before it had to
+    /// give up any. What is not worth a place here may be worth one there.
+    fn set_below(&mut self, density: f32) {
+        let _ = density;
     }
 
     /// Slots that are in.

@@ -2,9 +2,11 @@
 
 use crate::ceiling::{Ceiling, Window, WindowCount};
 use crate::learnt::LearntClass;
-use crate::model::CacheModel;
-use crate::replacement::{Choice, PolicyKind};
+use crate::memo::Memo;
+use crate::model::{CacheModel, Evicted, Outcome};
+use crate::replacement::Choice;
 use crate::shadow::{Auto, Switch};
+use crate::ssd_model::SsdModel;
 use crate::trace::Trace;
 
 /// Requests between two reports of progress.
@@ -17,8 +19,8 @@ pub struct Setup {
     pub policy: Choice,
     /// Blocks that fit into RAM.
     pub capacity: usize,
-    /// Blocks that fit into the tier below; 0 is none. What RAM evicts goes there, the least recently used go from there.
-    /// A hit there brings the block back to RAM and leaves the copy.
+    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as [`SsdModel`] does. A hit
+    /// there brings the block back to RAM and leaves the copy.
     pub ssd_capacity: usize,
 }
 
@@ -46,7 +48,10 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
     let first = setup.policy.first();
     let mut auto = (setup.policy == Choice::Auto).then(|| Auto::new(first, setup.capacity));
     let mut ram = CacheModel::new(first, setup.capacity);
-    let mut ssd = Ssd::new(setup.ssd_capacity);
+    let mut ssd = (setup.ssd_capacity > 0).then(|| SsdModel::new(setup.ssd_capacity));
+    if ssd.is_some() {
+        ram.set_below(0.0);
+    }
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();
     let mut told = 0;
@@ -54,10 +59,12 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
         keys.clear();
         keys.extend(request);
         replayed.references += keys.len();
-        let below = ssd.read(&ram, &keys);
-        let outcome = ram.request(&keys, |evicted| ssd.demote(evicted));
-        replayed.prefix_hits += outcome.prefix_hits;
-        replayed.block_hits += outcome.block_hits;
+        let (outcome, below) = match &mut ssd {
+            Some(ssd) => request_of_both(&mut ram, ssd, &keys),
+            None => (ram.request(&keys, |_| ()), 0),
+        };
+        replayed.prefix_hits += outcome.prefix_hits - below;
+        replayed.block_hits += outcome.block_hits - below;
         replayed.ssd_prefix_hits += below;
         if let Some(auto) = &mut auto
             && let Some(switch) = auto.observe(&keys)
@@ -74,6 +81,25 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
     replayed.shadow_bytes = auto.map_or(0, |auto| auto.heap_bytes());
     progress(replayed.references - told);
     replayed
+}
+
+/// A request to RAM with a tier below, as a daemon answers it: what the tier below has of the prompt comes back first. Says
+/// also how many of the hits came from there.
+fn request_of_both(ram: &mut CacheModel, ssd: &mut SsdModel, keys: &[u64]) -> (Outcome, usize) {
+    let known = keys.iter().take_while(|&&key| ram.contains(key)).count();
+    let memos: Vec<Memo> = keys[known..].iter().map_while(|&key| ssd.read(key)).collect();
+    let remember = |ssd: &mut SsdModel, Evicted { key, memo }: Evicted| {
+        memo.into_iter().for_each(|memo| ssd.remember(key, memo));
+    };
+    if !memos.is_empty() {
+        ram.fetch(keys, known, &memos, |evicted| remember(ssd, evicted));
+    }
+    let outcome = ram.request(keys, |evicted| remember(ssd, evicted));
+    for &key in keys.iter().skip(outcome.prefix_hits).filter(|&&key| ram.contains(key)) {
+        ssd.write(key, ram.memo(key).unwrap_or_default(), |key, memo| ram.density(key, memo));
+    }
+    ssd.given_up().into_iter().for_each(|density| ram.set_below(density));
+    (outcome, outcome.prefix_hits - known.min(outcome.prefix_hits))
 }
 
 /// What the sketches of the longest window say of a trace, beside the exact count of the same stretch.
@@ -95,37 +121,4 @@ pub fn estimate_ceiling(trace: &Trace) -> EstimatedCeiling {
     }
     let (references, distinct) = trace.count_since(Window::Day.start(trace.end()));
     EstimatedCeiling { estimated: ceiling.window(Window::Day, trace.end()), references, distinct }
-}
-
-/// The tier below RAM.
-struct Ssd {
-    blocks: CacheModel,
-    capacity: usize,
-}
-
-impl Ssd {
-    fn new(capacity: usize) -> Self {
-        // A parent that is in RAM is no reason to keep its child.
-        Self { blocks: CacheModel::new(PolicyKind::Lru, capacity).without_leaves_first(), capacity }
-    }
-
-    /// How far the prefix goes on beyond what RAM holds of it; those blocks are touched.
-    fn read(&mut self, ram: &CacheModel, keys: &[u64]) -> usize {
-        if self.capacity == 0 {
-            return 0;
-        }
-        let from = keys.iter().take_while(|&&key| ram.contains(key)).count();
-        let rest = &keys[from..];
-        let found = rest.iter().take_while(|&&key| self.blocks.contains(key) || ram.contains(key)).count();
-        for &key in rest[..found].iter().rev().filter(|&&key| self.blocks.contains(key)).collect::<Vec<_>>() {
-            self.blocks.request(&[key], |_| ());
-        }
-        found
-    }
-
-    fn demote(&mut self, key: u64) {
-        if self.capacity > 0 {
-            self.blocks.request(&[key], |_| ());
-        }
-    }
 }

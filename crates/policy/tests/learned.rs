@@ -30,6 +30,28 @@ fn it_is_near_the_best_or_better_on_every_kind_of_traffic() {
     }
 }
 
+/// Hits in RAM and in a tier below.
+fn hit_rate_of_both(trace: &Trace, kind: PolicyKind, capacity: usize, ssd_capacity: usize) -> f64 {
+    let replayed = replay(trace, Setup { policy: Choice::Fixed(kind), capacity, ssd_capacity }, |_| ());
+    (replayed.prefix_hits + replayed.ssd_prefix_hits) as f64 / trace.references() as f64
+}
+
+/// What it kept out of RAM never reached the tier below: together they hit a quarter less than with LRU.
+#[test]
+fn with_a_tier_below_it_is_near_the_best_or_better_too() {
+    for requests in [chat(1, 60_000), shared_prompts(1, 60_000), agents(1, 60_000)] {
+        let trace = trace(&requests);
+        for (ram, ssd) in [(1, 10), (3, 10), (3, 30)] {
+            let of = |percent: usize| trace.distinct() * percent / 100;
+            let hits = |kind| hit_rate_of_both(&trace, kind, of(ram), of(ssd));
+            let others = PolicyKind::ALL.into_iter().filter(|&kind| kind != PolicyKind::Learned);
+            let (learned, best) = (hits(PolicyKind::Learned), others.map(hits).fold(0.0, f64::max));
+            println!("{ram} % and {ssd} %: {learned:.4}, the best other {best:.4}");
+            assert!(learned > 0.95 * best, "{ram} % and {ssd} %: {learned} of {best}");
+        }
+    }
+}
+
 #[test]
 fn it_learns_anew_when_what_came_back_comes_back_no_more() {
     let (first, second) = turned(5, 80_000);

@@ -173,7 +173,7 @@ proptest! {
             let outcome = cache.request(&keys, |key| evicted.push(key));
             prop_assert_eq!((outcome.prefix_hits, outcome.block_hits), (resident, resident));
             prop_assert!(cache.len() <= capacity);
-            prop_assert!(evicted.iter().all(|&key| !cache.contains(key) && !keys.contains(&key)));
+            prop_assert!(evicted.iter().all(|gone| !cache.contains(gone.key) && !keys.contains(&gone.key)));
             let whole = (0..256).all(|path| {
                 let keys = blocks((path, 8));
                 let prefix = keys.iter().take_while(|&&key| cache.contains(key)).count();

@@ -15,6 +15,7 @@ use self::ranks::{Rank, Ranks};
 use self::rings::Rings;
 use crate::key::spread;
 use crate::learnt::LearntClass;
+use crate::memo::Memo;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
@@ -65,6 +66,8 @@ pub struct Learned {
     /// The run that was missed, and what it is known as: kept for their memory.
     run: Vec<u64>,
     known_as: Vec<Known>,
+    /// How dense is what a tier below gives up.
+    below: Option<f32>,
     /// Classes are dealt by chance.
     dealt: bool,
 }
@@ -127,6 +130,7 @@ impl Learned {
             notes: vec![Note::default(); NOTES].into_boxed_slice(),
             run: Vec::new(),
             known_as: Vec::new(),
+            below: None,
             dealt: false,
         }
     }
@@ -240,6 +244,11 @@ impl Learned {
         known_as[recognised..].fill(Known { class, uses: 1 });
     }
 
+    /// It tells of a time that has not come: another policy was at work since, and what this one learns began anew.
+    fn is_of_another_life(&self, memo: Memo) -> bool {
+        u64::from(memo.asked_at()) > self.now
+    }
+
     /// The mean density of the blocks that go if `victims` have to.
     fn displaced(&self, victims: usize, blocks: &dyn Blocks) -> f64 {
         let (mut sum, mut left) = (0.0, victims);
@@ -316,7 +325,10 @@ impl ReplacementPolicy for Learned {
             sum += f64::from(self.densities.get(class, 0));
         }
         let is_lucky = || run.first().is_some_and(|&key| spread(key ^ self.now).is_multiple_of(CHANCE));
-        sum / run.len().max(1) as f64 >= MARGIN * self.displaced(victims, blocks) || is_lucky()
+        let displaced = MARGIN * self.displaced(victims, blocks);
+        // What is worth a place in a tier below passes through here.
+        let least = self.below.map_or(displaced, |below| displaced.min(below.into()));
+        sum / run.len().max(1) as f64 >= least || is_lucky()
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
@@ -420,6 +432,33 @@ impl ReplacementPolicy for Learned {
 
     fn grow(&mut self, capacity: usize) {
         self.history.resize(capacity);
+    }
+
+    fn memo(&self, slot: u32) -> Option<Memo> {
+        let Slot { class, uses, asked_at, .. } = *self.slots.get(slot as usize)?;
+        Some(Memo::new(class.index() as u8, uses, asked_at))
+    }
+
+    fn remember(&mut self, slot: u32, memo: Memo) {
+        if !self.contains(slot) || memo.uses() == 0 || self.is_of_another_life(memo) {
+            return;
+        }
+        let at = &mut self.slots[slot as usize];
+        (at.class, at.uses, at.asked_at) =
+            (Class::from_memo(memo), memo.uses().min(MAX_USES), memo.asked_at());
+        if self.rings.remove(slot) {
+            self.enter(slot, true);
+        }
+    }
+
+    fn density(&self, memo: Memo) -> Option<f32> {
+        let memo = if self.is_of_another_life(memo) { Memo::default() } else { memo };
+        let age = (self.now as u32).wrapping_sub(memo.asked_at());
+        self.learnt.then(|| self.densities.get(Class::from_memo(memo), age.into()))
+    }
+
+    fn set_below(&mut self, density: f32) {
+        self.below = Some(density);
     }
 
     fn len(&self) -> usize {

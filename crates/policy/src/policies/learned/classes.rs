@@ -1,5 +1,7 @@
 //! What was known of a block when it was last asked for, as one of a hundred classes.
 
+use crate::memo::Memo;
+
 /// How much of its prompt was known: 0, 1 to 3, 4 to 15, and so on by factors of four.
 const KNOWN: usize = 6;
 /// How much of its prompt was new: 1 to 3, 4 to 15, and so on.
@@ -58,6 +60,10 @@ impl Class {
     pub(super) fn from_index(index: usize) -> Self {
         debug_assert!(index < CLASSES);
         Self(index as u8)
+    }
+
+    pub(super) fn from_memo(memo: Memo) -> Self {
+        if usize::from(memo.class()) < CLASSES { Self(memo.class()) } else { Self::UNKNOWN }
     }
 
     /// Which blocks are in it.

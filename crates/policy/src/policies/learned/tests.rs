@@ -52,7 +52,7 @@ impl Blocks for Store {
 /// How soon a block goes: its rank, the beginning of its span, its class. Found without rings or ranks.
 fn plain_order(policy: &Learned, slot: u32) -> (Rank, u64, usize) {
     let Slot { asked_at, class, .. } = policy.slots[slot as usize];
-    let time = policy.now - u64::from((policy.now as u32).wrapping_sub(asked_at));
+    let time = policy.now.saturating_sub((policy.now as u32).wrapping_sub(asked_at).into());
     let start = policy.rings.span_at(time).start;
     let density = policy.densities.get(class, policy.ranked_at - start.min(policy.ranked_at));
     (Rank::of(density), start, class.index())
@@ -73,6 +73,8 @@ enum Op {
     Evict,
     /// So many references to other blocks.
     Pass(u64),
+    /// It came from a tier below, which says this of it.
+    Remember(usize, u8, u8, u32),
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -82,6 +84,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0usize..40, any::<bool>()).prop_map(|(at, leased)| Op::Lease(at, leased)),
         4 => Just(Op::Evict),
         2 => (0u64..12).prop_map(|log| Op::Pass(1 << log)),
+        1 => (0usize..40, any::<u8>(), any::<u8>(), prop_oneof![0u32..4000, any::<u32>()])
+            .prop_map(|(at, class, uses, asked_at)| Op::Remember(at, class, uses, asked_at)),
     ]
 }
 
@@ -133,6 +137,11 @@ proptest! {
                     }
                 }
                 Op::Pass(references) => policy.pass(references as usize),
+                Op::Remember(slot, class, uses, asked_at) => {
+                    if let Some(slot) = at(slot) {
+                        policy.remember(slot, Memo::new(class, uses, asked_at));
+                    }
+                }
             }
             for (&slot, block) in &store.blocks {
                 let known = policy.slots[slot as usize];
@@ -285,4 +294,58 @@ fn what_was_asked_for_longer_ago_than_ages_are_told_apart_goes_first() {
         assert_eq!(densities.get(class, u64::from(u32::MAX)), 0.0);
         assert!(densities.get(class, 8 << 20) > 0.0);
     }
+}
+
+#[test]
+fn a_block_that_comes_back_from_a_tier_below_is_what_it_was_when_it_left() {
+    let mut policy = Learned::new(8);
+    policy.learnt = true;
+    let mut store = Store::default();
+    store.blocks.insert(1, Block { key: spread(1), parent: None, leased: false });
+    policy.missed(0, &mut [spread(1)].into_iter());
+    policy.insert(&[1], None, &store);
+    for _ in 0..3 {
+        policy.pass(1000);
+        policy.touch(&[1], &store);
+    }
+    let left_as = policy.slots[1];
+    let memo = policy.memo(1).unwrap();
+    let dense = policy.density(memo).unwrap();
+    assert_eq!(policy.take_victim(0, &store), Some(1));
+    policy.pass(500);
+    assert!(policy.density(memo).unwrap() < dense, "it has grown older meanwhile");
+    policy.insert(&[1], None, &store);
+    policy.remember(1, memo);
+    let back_as = policy.slots[1];
+    assert_eq!((back_as.class, back_as.uses, back_as.asked_at), (left_as.class, 4, left_as.asked_at));
+    assert_eq!(policy.memo(1), Some(memo));
+    policy.touch(&[1], &store);
+    assert_eq!((policy.slots[1].class, policy.slots[1].uses), (Class::of_used(5, 500 + 1), 5));
+    // A tier that knows nothing of a block, as after a restart, changes nothing.
+    policy.remember(1, Memo::default());
+    assert_eq!(policy.slots[1].uses, 5);
+}
+
+#[test]
+fn what_is_not_worth_a_place_here_passes_through_if_it_is_worth_one_in_the_tier_below() {
+    let mut cache = CacheModel::new(PolicyKind::Learned, 400);
+    let admitted = |cache: &mut CacheModel, prompts: std::ops::Range<u64>| {
+        let mut admitted = 0;
+        for step in prompts {
+            // More is asked for again and again than there is room for; the rest never is.
+            cache.request(&prompt(step % 80, 6), |_| ());
+            let once = prompt(1 << 32 | step, 6);
+            cache.request(&once, |_| ());
+            admitted += usize::from(once.iter().all(|&key| cache.contains(key)));
+        }
+        admitted
+    };
+    admitted(&mut cache, 0..2000);
+    let alone = admitted(&mut cache, 2000..3000);
+    cache.set_below(0.0);
+    let above_an_empty_tier = admitted(&mut cache, 3000..4000);
+    cache.set_below(1.0);
+    let above_a_tier_of_what_is_dense = admitted(&mut cache, 4000..5000);
+    println!("{alone}, {above_an_empty_tier}, {above_a_tier_of_what_is_dense} of 1000");
+    assert!(alone < 100 && above_an_empty_tier == 1000 && above_a_tier_of_what_is_dense < 100);
 }

@@ -1,0 +1,188 @@
+//! Which part of a full log is emptied, and what of it is written again.
+//!
+//! A tier on SSDs is a log of segments, which are emptied about in the order in which they were filled. What deserves it is
+//! written again at the log's end, but a quarter of a segment at most: so each cleaning gives at least three quarters of a
+//! segment of room, whatever its records are worth.
+//!
+//! A policy that learns tells the hit density of each record. Then those are written again that are twice as dense as what
+//! was given up lately: a record that is written again takes the room, and the writing, of one that would be given up later.
+//! Other policies tell nothing, and what was read since it was written has its second life, as in the CLOCK policy.
+
+use std::cmp::Reverse;
+
+/// How much of a segment may be written again: one part of so many.
+const KEPT_PART: u32 = 4;
+/// The oldest of so many parts of the segments are compared,
+const WINDOW_PART: usize = 8;
+/// but not more than these.
+const WINDOW: usize = 16;
+/// A record is written again if it is so many times as dense as what was given up lately.
+const DENSER: f32 = 2.0;
+/// What one cleaning gave up counts as one part of so many.
+const MEMORY: f32 = 20.0;
+
+/// What speaks for a record of a segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Worth {
+    /// How long it is.
+    pub pages: u32,
+    /// Reads since it was written.
+    pub reads: u8,
+    /// The hits that it is expected to bring for each reference that it is kept, 0 or above; None where the policy does not learn, or has
+    /// not yet.
+    pub density: Option<f32>,
+}
+
+/// Chooses for one log. It remembers how dense what it gave up was.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cleaner {
+    given_up: Option<f32>,
+}
+
+impl Cleaner {
+    /// So many of the oldest segments, of all that may be emptied, are to be compared.
+    pub fn window(segments: usize) -> usize {
+        (segments / WINDOW_PART).clamp(1, WINDOW)
+    }
+
+    /// The mean density of what was given up lately. None before anything was, and while the policy tells no densities.
+    pub fn given_up(&self) -> Option<f32> {
+        self.given_up
+    }
+
+    /// Which of some segments, given by their records, is to be emptied: the one that is worth the least; of equal ones the
+    /// first with the fewest pages. None without segments.
+    pub fn choose(&self, segments: &[Vec<Worth>]) -> Option<usize> {
+        let worth = |records: &Vec<Worth>| {
+            let sum = |of: fn(&Worth) -> f64| records.iter().map(of).sum::<f64>();
+            let is_learnt = records.iter().any(|record| record.density.is_some());
+            let of_all = match is_learnt {
+                true => sum(|record| f64::from(record.pages) * f64::from(record.density.unwrap_or(0.0))),
+                false => sum(|record| if record.reads > 0 { f64::from(record.pages) } else { 0.0 }),
+            };
+            (of_all, sum(|record| f64::from(record.pages)))
+        };
+        let worths: Vec<(f64, f64)> = segments.iter().map(worth).collect();
+        (0..segments.len()).min_by(|&a, &b| {
+            let ((a, a_pages), (b, b_pages)) = (worths[a], worths[b]);
+            a.total_cmp(&b).then(a_pages.total_cmp(&b_pages))
+        })
+    }
+
+    /// For each record of the segment that is emptied, which has `segment_pages`, whether it is to be written again.
+    pub fn split(&mut self, records: &[Worth], segment_pages: u32) -> Vec<bool> {
+        let known = |record: &Worth| record.density.unwrap_or(0.0);
+        let is_learnt = records.iter().any(|record| record.density.is_some());
+        let mut order: Vec<usize> = (0..records.len()).collect();
+        if is_learnt {
+            order.sort_by(|&a, &b| known(&records[b]).total_cmp(&known(&records[a])));
+        } else {
+            order.sort_by_key(|&at| Reverse(records[at].reads));
+        }
+        let mean = |given_up: &mut dyn Iterator<Item = &Worth>| {
+            let (sum, count) = given_up.fold((0.0, 0.0), |(sum, count), one| (sum + known(one), count + 1.0));
+            (count > 0.0).then(|| sum / count)
+        };
+        let usual = self.given_up.or_else(|| mean(&mut records.iter())).unwrap_or(0.0);
+        let mut kept = vec![false; records.len()];
+        let mut room = segment_pages / KEPT_PART;
+        for at in order {
+            let record = &records[at];
+            let deserves = if is_learnt { known(record) > DENSER * usual } else { record.reads > 0 };
+            if deserves && record.pages <= room {
+                room -= record.pages;
+                kept[at] = true;
+            }
+        }
+        if is_learnt {
+            let left = records.iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(record, _)| record);
+            if let Some(now) = mean(&mut { left }) {
+                let before = self.given_up.unwrap_or(now);
+                self.given_up = Some(before + (now - before) / MEMORY);
+            }
+        }
+        kept
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read(pages: u32, reads: u8) -> Worth {
+        Worth { pages, reads, density: None }
+    }
+
+    fn dense(pages: u32, density: f32) -> Worth {
+        Worth { pages, reads: 0, density: Some(density) }
+    }
+
+    #[test]
+    fn an_eighth_of_the_segments_is_compared_one_at_least_and_sixteen_at_most() {
+        assert_eq!([0, 1, 8, 16, 64, 128, 10_000].map(Cleaner::window), [1, 1, 1, 2, 8, 16, 16]);
+    }
+
+    #[test]
+    fn the_segment_of_which_the_least_was_read_goes_and_of_equal_ones_the_emptier() {
+        let cleaner = Cleaner::default();
+        let segments = [vec![read(10, 1), read(10, 0)], vec![read(10, 0), read(20, 0)], vec![read(20, 0)]];
+        assert_eq!(cleaner.choose(&segments), Some(2));
+        assert_eq!(cleaner.choose(&segments[..2]), Some(1));
+        assert_eq!(cleaner.choose(&[vec![], vec![]]), Some(0), "the older");
+        assert_eq!(cleaner.choose(&[]), None);
+    }
+
+    #[test]
+    fn what_is_dense_outweighs_what_was_read() {
+        let often_read = Worth { pages: 10, reads: 9, density: Some(0.001) };
+        assert_eq!(Cleaner::default().choose(&[vec![dense(10, 0.002)], vec![often_read]]), Some(1));
+    }
+
+    #[test]
+    fn what_was_read_is_kept_up_to_a_quarter_the_most_read_first() {
+        let records = [read(10, 0), read(10, 1), read(10, 7), read(10, 2), read(5, 1)];
+        let mut cleaner = Cleaner::default();
+        assert_eq!(cleaner.split(&records, 100), [false, false, true, true, true]);
+        assert_eq!(cleaner.given_up(), None);
+    }
+
+    #[test]
+    fn what_is_denser_than_what_is_usually_given_up_is_kept() {
+        let mut cleaner = Cleaner::default();
+        // Nothing is known of others yet: they are compared among themselves, and are alike.
+        assert_eq!(cleaner.split(&[dense(1, 0.01); 8], 100), [false; 8]);
+        assert!((cleaner.given_up().unwrap() - 0.01).abs() < 1e-6);
+        let kept = cleaner.split(&[dense(10, 0.015), dense(10, 0.03), dense(10, 0.021), dense(10, 0.5)], 100);
+        assert_eq!(kept, [false, true, false, true], "twice as dense, the densest first, a quarter at most");
+        for _ in 0..200 {
+            cleaner.split(&[dense(10, 0.1); 3], 100);
+        }
+        assert!(cleaner.given_up().unwrap() > 0.09, "it follows what is given up");
+    }
+
+    proptest! {
+        #[test]
+        fn each_cleaning_gives_three_quarters_of_room_and_keeps_nothing_that_is_worth_nothing(
+            records in prop::collection::vec(
+                (1u32..40, 0u8..4, prop_oneof![Just(0.0f32), 0.0f32..1.0]), 0..60),
+            is_learnt: bool,
+            rounds in 1usize..5,
+        ) {
+            let worth = |&(pages, reads, density): &(u32, u8, f32)| Worth { pages, reads, density: is_learnt.then_some(density) };
+            let records: Vec<Worth> = records.iter().map(worth).collect();
+            let pages = records.iter().map(|record| record.pages).sum::<u32>();
+            let mut cleaner = Cleaner::default();
+            for _ in 0..rounds {
+                let kept = cleaner.split(&records, pages);
+                prop_assert_eq!(kept.len(), records.len());
+                let of_kept = records.iter().zip(&kept).filter(|(_, kept)| **kept).map(|(record, _)| record);
+                prop_assert!(of_kept.clone().map(|record| record.pages).sum::<u32>() <= pages / KEPT_PART);
+                for record in of_kept {
+                    let is_worth_something = if is_learnt { record.density != Some(0.0) } else { record.reads > 0 };
+                    prop_assert!(is_worth_something);
+                }
+            }
+        }
+    }
+}
