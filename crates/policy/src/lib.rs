@@ -6,7 +6,7 @@
 //!   made of.
 //! - [`Cleaner`]: what a tier on SSDs below the store gives up, and what it writes again.
 //! - [`longest_hit`]: how many tokens of a prompt can be reused.
-//! - [`CacheModel`], and [`SsdModel`] below it: caches without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
+//! - [`CacheModel`], [`SsdModel`], and both as a [`TieredModel`]: caches without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
 //! - [`Ceilings`]: what a cache without limit could have hit.
 #![forbid(unsafe_code)]
 
@@ -26,6 +26,7 @@ mod replay;
 mod shadow;
 mod sketch;
 mod ssd_model;
+mod tiers;
 mod trace;
 
 pub use ceiling::{Ceiling, Ceilings, Window, WindowCount};
@@ -41,4 +42,5 @@ pub use replacement::{Blocks, Choice, PolicyKind, ReplacementPolicy, UnknownPoli
 pub use replay::{EstimatedCeiling, Replayed, Setup, estimate_ceiling, replay};
 pub use shadow::{Auto, Switch};
 pub use ssd_model::SsdModel;
+pub use tiers::{TieredModel, TieredOutcome};
 pub use trace::Trace;

@@ -6,6 +6,9 @@
 pub struct Memo([u8; 6]);
 
 impl Memo {
+    /// Nothing is known, as of what a tier has kept through a restart.
+    pub const NOTHING: Self = Self([0; 6]);
+
     pub(crate) fn new(class: u8, uses: u8, asked_at: u32) -> Self {
         let [a, b, c, d] = asked_at.to_le_bytes();
         Self([class, uses, a, b, c, d])
@@ -36,6 +39,6 @@ mod tests {
     fn it_tells_what_it_was_told() {
         let memo = Memo::new(7, 64, 0xFFFF_0102);
         assert_eq!((memo.class(), memo.uses(), memo.asked_at()), (7, 64, 0xFFFF_0102));
-        assert_eq!(Memo::default(), Memo::new(0, 0, 0));
+        assert_eq!([Memo::default(), Memo::NOTHING], [Memo::new(0, 0, 0); 2]);
     }
 }

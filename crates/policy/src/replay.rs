@@ -2,11 +2,9 @@
 
 use crate::ceiling::{Ceiling, Window, WindowCount};
 use crate::learnt::LearntClass;
-use crate::memo::Memo;
-use crate::model::{CacheModel, Evicted, Outcome};
 use crate::replacement::Choice;
 use crate::shadow::{Auto, Switch};
-use crate::ssd_model::SsdModel;
+use crate::tiers::TieredModel;
 use crate::trace::Trace;
 
 /// Requests between two reports of progress.
@@ -19,7 +17,7 @@ pub struct Setup {
     pub policy: Choice,
     /// Blocks that fit into RAM.
     pub capacity: usize,
-    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as [`SsdModel`] does. A hit
+    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as [`SsdModel`](crate::SsdModel) does. A hit
     /// there brings the block back to RAM and leaves the copy.
     pub ssd_capacity: usize,
 }
@@ -47,11 +45,7 @@ pub struct Replayed {
 pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> Replayed {
     let first = setup.policy.first();
     let mut auto = (setup.policy == Choice::Auto).then(|| Auto::new(first, setup.capacity));
-    let mut ram = CacheModel::new(first, setup.capacity);
-    let mut ssd = (setup.ssd_capacity > 0).then(|| SsdModel::new(setup.ssd_capacity));
-    if ssd.is_some() {
-        ram.set_below(0.0);
-    }
+    let mut cache = TieredModel::new(first, setup.capacity, setup.ssd_capacity);
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();
     let mut told = 0;
@@ -59,17 +53,14 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
         keys.clear();
         keys.extend(request);
         replayed.references += keys.len();
-        let (outcome, below) = match &mut ssd {
-            Some(ssd) => request_of_both(&mut ram, ssd, &keys),
-            None => (ram.request(&keys, |_| ()), 0),
-        };
-        replayed.prefix_hits += outcome.prefix_hits - below;
-        replayed.block_hits += outcome.block_hits - below;
-        replayed.ssd_prefix_hits += below;
+        let outcome = cache.request(&keys);
+        replayed.prefix_hits += outcome.prefix_hits;
+        replayed.ssd_prefix_hits += outcome.ssd_prefix_hits;
+        replayed.block_hits += outcome.block_hits;
         if let Some(auto) = &mut auto
             && let Some(switch) = auto.observe(&keys)
         {
-            ram.switch(switch.to);
+            cache.switch(switch.to);
             replayed.switches.push((index, switch));
         }
         if index % STEP == STEP - 1 {
@@ -77,29 +68,10 @@ pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> R
             told = replayed.references;
         }
     }
-    replayed.learnt = ram.learnt();
+    replayed.learnt = cache.ram().learnt();
     replayed.shadow_bytes = auto.map_or(0, |auto| auto.heap_bytes());
     progress(replayed.references - told);
     replayed
-}
-
-/// A request to RAM with a tier below, as a daemon answers it: what the tier below has of the prompt comes back first. Says
-/// also how many of the hits came from there.
-fn request_of_both(ram: &mut CacheModel, ssd: &mut SsdModel, keys: &[u64]) -> (Outcome, usize) {
-    let known = keys.iter().take_while(|&&key| ram.contains(key)).count();
-    let memos: Vec<Memo> = keys[known..].iter().map_while(|&key| ssd.read(key)).collect();
-    let remember = |ssd: &mut SsdModel, Evicted { key, memo }: Evicted| {
-        memo.into_iter().for_each(|memo| ssd.remember(key, memo));
-    };
-    if !memos.is_empty() {
-        ram.fetch(keys, known, &memos, |evicted| remember(ssd, evicted));
-    }
-    let outcome = ram.request(keys, |evicted| remember(ssd, evicted));
-    for &key in keys.iter().skip(outcome.prefix_hits).filter(|&&key| ram.contains(key)) {
-        ssd.write(key, ram.memo(key).unwrap_or_default(), |key, memo| ram.density(key, memo));
-    }
-    ssd.given_up().into_iter().for_each(|density| ram.set_below(density));
-    (outcome, outcome.prefix_hits - known.min(outcome.prefix_hits))
 }
 
 /// What the sketches of the longest window say of a trace, beside the exact count of the same stretch.

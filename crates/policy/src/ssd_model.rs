@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn what_is_dense_stays_whether_or_not_it_is_read() {
         let mut ssd = SsdModel::new(640);
-        let dense = |key: u64, _| Some(if key % 50 == 0 { 0.1 } else { 0.001 });
+        let dense = |key: u64, _| Some(if key.is_multiple_of(50) { 0.1 } else { 0.001 });
         (0..3000).for_each(|key| ssd.write(key, Memo::default(), dense));
         let kept = (0..2000).filter(|&key| ssd.contains(key)).count();
         assert!(kept == 40 && ssd.contains(0) && ssd.contains(1950), "{kept}");

@@ -1,17 +1,18 @@
 //! The SSD tier below the pool.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
 use kvlane_block::Namespace;
 use kvlane_memory::Arena;
+use kvlane_policy::Memo;
 use kvlane_proto::v1;
 use kvlane_ssd::{
-    DeviceOptions, Extent, Key, OpenError, Options, Read, ReadEnd, Record, Shard, Space, WriteEnd,
+    DeviceOptions, Extent, Judge, Key, OpenError, Options, Read, ReadEnd, Record, Shard, Space, WriteEnd,
 };
-use kvlane_store::{BlockKey, NotForGood, PoolExtent, ReadDone, SealedShard, Tier, WriteDone};
+use kvlane_store::{BlockKey, NotForGood, PoolExtent, ReadDone, SealedShard, Store, Tier, WriteDone};
 
 use crate::ssd_notes::SsdNotes;
 
@@ -81,6 +82,11 @@ impl Ssd {
         self.tier.status().into_iter().map(status).collect()
     }
 
+    /// From now on the policy of `store` says which blocks deserve to be written again.
+    pub(crate) fn ask(&self, store: &Arc<Store>) {
+        self.tier.set_judge(Arc::new(StorePolicy(Arc::downgrade(store))));
+    }
+
     /// For the store.
     pub(crate) fn below(&self) -> Arc<dyn Tier> {
         Arc::new(Below(Arc::clone(&self.tier)))
@@ -117,13 +123,21 @@ impl Tier for Below {
         self.0.contains(&name(key))
     }
 
-    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone) {
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
         let once = Once { done: Some(done), refused: || false };
         let shard = |shard: &SealedShard| Shard { extent: extent(&shard.at), crc: shard.crc32c };
-        let record = Record { key: name(&key), shards: shards.iter().map(shard).collect() };
+        let record = Record { key: name(&key), shards: shards.iter().map(shard).collect(), memo };
         if let Err(reason) = self.0.write(record, move |end| once.call(end == WriteEnd::Stored)) {
             tracing::debug!(%reason, hash = %key.hash, "a block does not go to the SSD");
         }
+    }
+
+    fn memo(&self, key: &BlockKey) -> Option<Memo> {
+        self.0.memo(&name(key))
+    }
+
+    fn remember(&self, lost: &[(BlockKey, Memo)]) {
+        self.0.remember(lost.iter().map(|(key, memo)| (name(key), *memo)));
     }
 
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone) {
@@ -154,6 +168,23 @@ impl Tier for Below {
         let sentence = not_noted.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
         tracing::error!(%namespace, "a restart would bring back what was dropped: {sentence}");
         Err(NotForGood(sentence))
+    }
+}
+
+/// The policy of the store above. Weak, since the store has the tier.
+struct StorePolicy(Weak<Store>);
+
+impl Judge for StorePolicy {
+    fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>> {
+        let key = |Key { space: Space { namespace, cut }, hash }| BlockKey { namespace, cut, hash };
+        let blocks: Vec<(BlockKey, Memo)> = blocks.iter().map(|&(name, memo)| (key(name), memo)).collect();
+        self.0.upgrade()?.densities(&blocks)
+    }
+
+    fn given_up(&self, density: f32) {
+        if let Some(store) = self.0.upgrade() {
+            store.set_given_up_below(density);
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ArenaError, ArenaOptions, HugePages, Numa};
+use kvlane_policy::Memo;
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -349,7 +350,8 @@ impl Writer {
         loop {
             goes_on = goes_on && accepted < count && keep();
             if goes_on {
-                let record = Record { key: key(first + accepted), shards: vec![self.shard] };
+                let record =
+                    Record { key: key(first + accepted), shards: vec![self.shard], memo: Memo::NOTHING };
                 let (end, at) = (end.clone(), Instant::now());
                 match self.tier.write(record, move |how| {
                     let _ = end.send((how, at.elapsed()));

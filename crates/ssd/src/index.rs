@@ -1,9 +1,10 @@
-//! Which blocks are stored, and where: about 50 bytes a block with everything. Pure.
+//! Which blocks are stored, and where: about 60 bytes a block with everything. Pure.
 
 use std::collections::HashMap;
 
 use hashbrown::HashTable;
 use kvlane_block::BlockHash;
+use kvlane_policy::Memo;
 
 use crate::layout::SegmentNumber;
 use crate::request::{Key, Space};
@@ -33,6 +34,8 @@ pub(crate) struct Live {
     pub(crate) pages: u32,
     /// Reads since it was written here; more than 255 count as 255.
     pub(crate) reads: u8,
+    /// What the pool's policy knew of it when it was written, or when the pool lost it.
+    pub(crate) memo: Memo,
 }
 
 #[derive(Clone, Copy)]
@@ -44,10 +47,19 @@ struct Entry {
     pages: u32,
     device: u8,
     reads: u8,
+    memo: Memo,
 }
 
-const NO_ENTRY: Entry =
-    Entry { hash: BlockHash([0; 16]), space: 0, segment: FREE, page: 0, pages: 0, device: 0, reads: 0 };
+const NO_ENTRY: Entry = Entry {
+    hash: BlockHash([0; 16]),
+    space: 0,
+    segment: FREE,
+    page: 0,
+    pages: 0,
+    device: 0,
+    reads: 0,
+    memo: Memo::NOTHING,
+};
 
 impl Entry {
     fn location(&self) -> Location {
@@ -147,6 +159,20 @@ impl Index {
         }
     }
 
+    /// What the pool's policy knows of the block, if it is stored.
+    pub(crate) fn memo(&self, key: &Key) -> Option<Memo> {
+        let slot = self.slot(self.space(&key.space)?, &key.hash)?;
+        Some(self.at(slot).memo)
+    }
+
+    /// The pool's policy knows this of the block now.
+    pub(crate) fn remember(&mut self, key: &Key, memo: Memo) {
+        let slot = self.space(&key.space).and_then(|space| self.slot(space, &key.hash));
+        if let Some(slot) = slot {
+            self.at_mut(slot).memo = memo;
+        }
+    }
+
     /// Puts a block where it was written; it leaves where it was before.
     pub(crate) fn insert(&mut self, key: &Key, location: Location) {
         let space = self.intern(key.space);
@@ -224,6 +250,7 @@ impl Index {
                 page: entry.page,
                 pages: entry.pages,
                 reads: entry.reads,
+                memo: entry.memo,
             })
             .collect();
         live.sort_unstable_by_key(|live| live.page);
@@ -326,6 +353,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use kvlane_block::{CutDigest, Namespace};
+    use kvlane_policy::{CacheModel, PolicyKind};
     use proptest::prelude::*;
 
     use super::*;
@@ -350,53 +378,71 @@ mod tests {
         assert!(each <= 64.0, "{each} bytes a block");
     }
 
+    /// One after the other, each another one.
+    fn memos() -> impl FnMut() -> Memo {
+        let mut cache = CacheModel::new(PolicyKind::Learned, 10);
+        move || {
+            cache.request(&[7, 8], |_| ());
+            cache.memo(7).unwrap_or_default()
+        }
+    }
+
     proptest! {
         #[test]
         fn it_is_a_map_and_its_segments_list_it(
-            steps in prop::collection::vec((0u8..4, 0u8..2, 0u32..24, 0u8..2, 0u32..4, 1u32..32), 1..300)
+            steps in prop::collection::vec((0u8..5, 0u8..2, 0u32..24, 0u8..2, 0u32..4, 1u32..32), 1..300)
         ) {
             let mut index = Index::new();
             index.add_device(4);
             index.add_device(4);
-            let mut model: BTreeMap<Key, (Location, u8)> = BTreeMap::new();
+            let mut model: BTreeMap<Key, (Location, u8, Memo)> = BTreeMap::new();
+            let mut memos = memos();
             for (step, space, hash, device, segment, page) in steps {
                 let (key, segment) = (key(space, hash), SegmentNumber(segment));
                 // A page of a segment holds one record: who is there leaves.
                 let location = Location { device, segment, page, pages: hash % 3 + 1 };
                 match step {
                     0 | 1 => {
-                        let there = model.iter().find(|(other, (at, _))| {
+                        let there = model.iter().find(|(other, (at, ..))| {
                             **other != key && (at.device, at.segment, at.page) == (device, segment, page)
                         });
                         if let Some(other) = there.map(|(other, _)| *other) {
                             model.remove(&other);
                             index.remove(&other);
                         }
-                        if model.get(&key).map(|(at, _)| *at) != Some(location) {
-                            model.insert(key, (location, 0));
+                        let memo = model.get(&key).map_or(Memo::NOTHING, |(.., memo)| *memo);
+                        if model.get(&key).map(|(at, ..)| *at) != Some(location) {
+                            model.insert(key, (location, 0, memo));
                         }
                         index.insert(&key, location);
                     }
                     2 => {
-                        let expected = model.remove(&key).map(|(at, _)| at);
+                        let expected = model.remove(&key).map(|(at, ..)| at);
                         prop_assert_eq!(index.remove(&key), expected);
+                    }
+                    3 => {
+                        let memo = memos();
+                        index.remember(&key, memo);
+                        if let Some((.., known)) = model.get_mut(&key) {
+                            *known = memo;
+                        }
                     }
                     _ => {
                         index.touch(&key);
-                        if let Some((_, reads)) = model.get_mut(&key) {
+                        if let Some((_, reads, _)) = model.get_mut(&key) {
                             *reads += 1;
                         }
                     }
                 }
                 prop_assert_eq!(index.blocks(), model.len());
-                let pages: u64 = model.values().map(|(at, _)| u64::from(at.pages)).sum();
+                let pages: u64 = model.values().map(|(at, ..)| u64::from(at.pages)).sum();
                 prop_assert_eq!(index.pages(), pages);
                 for number in 0..2 {
                     let space = super::tests::key(number, 0).space;
                     let of_it: Vec<u64> = model
                         .iter()
                         .filter(|(key, _)| key.space == space)
-                        .map(|(_, (at, _))| u64::from(at.pages))
+                        .map(|(_, (at, ..))| u64::from(at.pages))
                         .collect();
                     let expected = (!of_it.is_empty()).then(|| (of_it.len() as u64, of_it.iter().sum::<u64>()));
                     let found = index.spaces().find(|(found, ..)| *found == space);
@@ -409,14 +455,15 @@ mod tests {
                     let live = index.live(device, segment);
                     let mut expected: Vec<Live> = model
                         .iter()
-                        .filter(|(_, (at, _))| at.device == device && at.segment == segment)
-                        .map(|(key, (at, reads))| Live { key: *key, page: at.page, pages: at.pages, reads: *reads })
+                        .filter(|(_, (at, ..))| at.device == device && at.segment == segment)
+                        .map(|(&key, &(at, reads, memo))| Live { key, page: at.page, pages: at.pages, reads, memo })
                         .collect();
                     expected.sort_by_key(|live| live.page);
                     prop_assert_eq!(live, expected);
                 }
             }
             let all: Vec<Key> = (0..index.slots()).filter_map(|slot| index.key_at(slot)).collect();
+            prop_assert!(model.iter().all(|(key, (.., memo))| index.memo(key) == Some(*memo)));
             prop_assert_eq!(all.len(), model.len());
             prop_assert!(all.iter().all(|key| model.contains_key(key) && index.find(key).is_some()));
         }

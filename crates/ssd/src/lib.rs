@@ -11,12 +11,11 @@
 //!   stored (`done` was told so) before the process died is found again.
 //! - **Nobody is kept waiting.** Every call returns at once; what does not fit into the queues is refused.
 //!
-//! Pure parts: `layout` (bytes), `index`, `holdings`, `log`, `cleaning`, `rate`, `turns`, `health`. The rest does I/O: a thread for each
+//! Pure parts: `layout` (bytes), `index`, `holdings`, `log`, `rate`, `turns`, `health`. The rest does I/O: a thread for each
 //! device (`device`), which drives an [`Io`], a ring of io_uring or a few threads.
 #![deny(unsafe_code)]
 
 pub mod bench;
-mod cleaning;
 mod device;
 mod drops;
 mod error;
@@ -54,8 +53,8 @@ pub use layout::{
 pub use memory::Memory;
 pub use options::{DeviceOptions, Options};
 pub use request::{
-    Dropped, Extent, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space, SpaceUse,
-    WriteEnd,
+    Dropped, Extent, Judge, Key, Miss, NotNoted, NoteError, Read, ReadEnd, Record, Refused, Shard, Space,
+    SpaceUse, WriteEnd,
 };
 pub use stats::{DeviceStatus, Stats};
 pub use tier::SsdTier;

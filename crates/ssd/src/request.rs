@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_policy::Memo;
 use thiserror::Error;
 
 /// Blocks that engines share: a namespace with one cut.
@@ -50,6 +51,19 @@ pub struct Record {
     pub key: Key,
     /// Its shards, in the order of the cut.
     pub shards: Vec<Shard>,
+    /// What the pool's policy knows of it.
+    pub memo: Memo,
+}
+
+/// The pool's policy, as a tier asks it which blocks deserve to be written again when room is needed. Called by the devices'
+/// threads, without a lock of the tier.
+pub trait Judge: Send + Sync {
+    /// For each block, of which the policy knew this when it was written or left the pool, the hits that it will bring for each
+    /// reference that it is kept. None if the policy does not tell.
+    fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>>;
+
+    /// The mean density of what a device gave up lately.
+    fn given_up(&self, density: f32);
 }
 
 /// A block to be read. The extents are the tier's, and the kernel's, until `done` is called.

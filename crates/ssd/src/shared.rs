@@ -13,13 +13,15 @@ use crate::holdings::Holdings;
 use crate::index::Index;
 use crate::io::Waker;
 use crate::job::{ReadJob, WriteJob};
-use crate::request::Key;
+use crate::request::{Judge, Key};
 use crate::stats::{Counters, DeviceStatus};
 
 /// Of the tier.
 pub(crate) struct Shared {
     pub(crate) index: Mutex<Stored>,
     pub(crate) counters: Counters,
+    /// Says which blocks deserve to stay.
+    pub(crate) judge: OnceLock<Arc<dyn Judge>>,
 }
 
 /// What is stored, and what is being stored.

@@ -1,11 +1,12 @@
 //! The tier: opened, asked, closed.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, Namespace, PoolOffset};
+use kvlane_policy::Memo;
 use parking_lot::Mutex;
 
 use crate::device::{Device, Start};
@@ -22,7 +23,7 @@ use crate::memory::Memory;
 use crate::options::Options;
 use crate::recover::begin;
 use crate::request::{
-    Dropped, Extent, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
+    Dropped, Extent, Judge, Key, NotNoted, Read, ReadEnd, Record, Refused, Space, SpaceUse, WriteEnd,
 };
 use crate::shared::{Accepted, DeviceShared, Shared, Stored};
 use crate::stats::{Counters, DeviceStatus, Stats};
@@ -85,6 +86,7 @@ impl SsdTier {
                 writing: HashMap::new(),
             }),
             counters: Counters::default(),
+            judge: OnceLock::new(),
         });
         let mut tier = SsdTier {
             memory,
@@ -283,6 +285,23 @@ impl SsdTier {
             return Err(Refused::Closed);
         }
         Ok(())
+    }
+
+    /// From now on `judge` says which blocks deserve to be written again when room is needed. Before, and where it does not
+    /// tell, those do that were read since they were written. The first one stays.
+    pub fn set_judge(&self, judge: Arc<dyn Judge>) {
+        let _ = self.shared.judge.set(judge);
+    }
+
+    /// What the pool's policy knew of a block when it was written or left the pool, if it is stored.
+    pub fn memo(&self, key: &Key) -> Option<Memo> {
+        self.shared.index.lock().index.memo(key)
+    }
+
+    /// Blocks leave the pool, of which its policy knows this. Those that are stored keep it.
+    pub fn remember(&self, blocks: impl IntoIterator<Item = (Key, Memo)>) {
+        let mut stored = self.shared.index.lock();
+        blocks.into_iter().for_each(|(key, memo)| stored.index.remember(&key, memo));
     }
 
     /// Whether a block is stored.

@@ -7,13 +7,15 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use kvlane_block::PoolOffset;
+use kvlane_policy::{CacheModel, Memo, PolicyKind};
 use kvlane_ssd::{
-    DeviceOptions, Extent, Key, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused, Shard,
-    Space, SsdTier, Superblock, WriteEnd,
+    DeviceOptions, Extent, Judge, Key, Miss, OpenError, Options, PAGE_BYTES, Read, ReadEnd, Record, Refused,
+    Shard, Space, SsdTier, Superblock, WriteEnd,
 };
 use support::*;
 
@@ -101,12 +103,12 @@ fn calls_that_cannot_be_carried_out_are_refused_and_do_nothing() {
     ];
     let key = Block::new(1, &[1]).key;
     for extent in bad {
-        let record = Record { key, shards: vec![Shard { extent, crc: 0 }] };
+        let record = Record { key, shards: vec![Shard { extent, crc: 0 }], memo: Memo::NOTHING };
         let Extent { offset, bytes } = extent;
         assert_eq!(start_write(&tier, record).unwrap_err(), Refused::BadExtent { offset, bytes });
         assert_eq!(start_read(&tier, key, vec![extent]).unwrap_err(), Refused::BadExtent { offset, bytes });
     }
-    let none = Record { key, shards: Vec::new() };
+    let none = Record { key, shards: Vec::new(), memo: Memo::NOTHING };
     assert!(matches!(start_write(&tier, none), Err(Refused::BadExtent { .. })));
     let large = pool.record(&Block::new(1, &[256 * KIB]));
     assert!(matches!(start_write(&tier, large), Err(Refused::TooLarge { pages: 65, segment_pages: 64 })));
@@ -246,6 +248,92 @@ fn a_full_tier_drops_the_oldest_blocks_and_keeps_those_that_are_read() {
     assert!(favourites.iter().all(|&number| is_found(&tier, &mut pool, &block(number))));
     assert!((newest..2000).all(|number| is_found(&tier, &mut pool, &block(number))));
     close(tier);
+}
+
+/// Finds one block in 20 dense, whatever is known of it.
+#[derive(Default)]
+struct OneInTwenty {
+    asked: AtomicU64,
+    given_up: parking_lot::Mutex<Vec<f32>>,
+}
+
+impl Judge for OneInTwenty {
+    fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let number = |key: &Key| u64::from_le_bytes(*key.hash.0.first_chunk().unwrap());
+        Some(blocks.iter().map(|(key, _)| if number(key).is_multiple_of(20) { 0.5 } else { 0.01 }).collect())
+    }
+
+    fn given_up(&self, density: f32) {
+        self.given_up.lock().push(density);
+    }
+}
+
+#[test]
+fn a_full_tier_keeps_what_the_policy_finds_dense_whether_or_not_it_was_read() {
+    let (directory, mut pool) = (directory(), Pool::new(MIB));
+    let tier = open(small(&directory.path().join("tier")), &pool);
+    let judge = Arc::new(OneInTwenty::default());
+    tier.set_judge(Arc::clone(&judge) as Arc<dyn Judge>);
+    let block = |number| Block::new(number, &[12_000]);
+    for number in 0..1000 {
+        store(&tier, &mut pool, &block(number));
+        if number == 100 {
+            assert!(is_found(&tier, &mut pool, &block(90)));
+        }
+    }
+    let kept: Vec<u64> = (0..700).filter(|&number| tier.contains(&block(number).key)).collect();
+    assert!(kept.len() > 25 && kept.iter().all(|number| number.is_multiple_of(20)), "{kept:?}");
+    assert!(kept.iter().all(|&number| is_found(&tier, &mut pool, &block(number))));
+    let given_up = judge.given_up.lock();
+    assert!(judge.asked.load(Ordering::Relaxed) > 10 && given_up.len() > 10);
+    assert!(given_up.iter().all(|density| (0.009..0.02).contains(density)), "{given_up:?}");
+    close(tier);
+}
+
+/// Stores a block of which the pool's policy knows this.
+fn store_with(tier: &SsdTier, pool: &mut Pool, block: &Block, memo: Memo) {
+    pool.reset();
+    let record = Record { memo, ..pool.record(block) };
+    let (done, is_done) = channel();
+    tier.write(record, move |end| done.send(end).unwrap()).unwrap();
+    assert_eq!(is_done.recv_timeout(PATIENCE), Ok(WriteEnd::Stored));
+}
+
+#[test]
+fn what_the_policy_knew_of_a_block_stays_with_it_until_a_restart() {
+    let (directory, mut pool) = (directory(), Pool::new(MIB));
+    let path = directory.path().join("tier");
+    let tier = open(small(&path), &pool);
+    tier.set_judge(Arc::new(OneInTwenty::default()));
+    let [first, later] = memos();
+    let block = |number| Block::new(number, &[12_000]);
+    store_with(&tier, &mut pool, &block(20), first);
+    assert_eq!((tier.memo(&block(20).key), tier.memo(&block(21).key)), (Some(first), None));
+    tier.remember([(block(20).key, later), (block(21).key, first)]);
+    assert_eq!((tier.memo(&block(20).key), tier.memo(&block(21).key)), (Some(later), None));
+    // Also where it was written again.
+    for number in 1000..1500 {
+        store(&tier, &mut pool, &block(number));
+    }
+    assert!(tier.stats().blocks_kept > 0);
+    assert_eq!(tier.memo(&block(20).key), Some(later));
+    close(tier);
+    let tier = open(small(&path), &pool);
+    assert_eq!(tier.memo(&block(20).key), Some(Memo::NOTHING));
+    close(tier);
+}
+
+/// Two that differ, as a policy tells them.
+fn memos() -> [Memo; 2] {
+    let mut cache = CacheModel::new(PolicyKind::Learned, 10);
+    let mut memo = || {
+        cache.request(&[7], |_| ());
+        cache.memo(7).unwrap()
+    };
+    let memos = [memo(), memo()];
+    assert_ne!(memos[0], memos[1]);
+    memos
 }
 
 #[test]

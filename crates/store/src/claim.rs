@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use kvlane_block::BlockHash;
+use kvlane_policy::Memo;
 
 use crate::api::{Chain, ClaimOutcome, OwnerId, ShardClaim, ShardNumber, SpaceId, StoredBlock, WriterId};
 use crate::entries::{NONE, State};
@@ -293,6 +294,13 @@ impl Index {
         self.counters.fetched_bytes += space.block_bytes();
         self.watches.sealed((number, hash));
         self.note_change(Change::Visible, number, hash);
+    }
+
+    /// The tier below has kept this of a block that was claimed to come back from there.
+    pub(crate) fn remember(&mut self, block: StoredBlock, memo: Memo) {
+        if self.entries.current(block).is_some() {
+            self.policy.remember(block.slot, memo);
+        }
     }
 
     pub(crate) fn note_failed_fetch(&mut self) {

@@ -72,6 +72,7 @@ impl Index {
 
     fn evict(&mut self, slot: u32) {
         let space = self.entries.at(slot).space;
+        self.note_lost(slot);
         self.counters.evicted_blocks += 1;
         self.counters.evicted_bytes += self.spaces[space].block_bytes();
         self.drop_block(slot);

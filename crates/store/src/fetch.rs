@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvlane_block::BlockHash;
-use kvlane_policy::longest_hit;
+use kvlane_policy::{Memo, longest_hit};
 use parking_lot::Mutex;
 
 use crate::api::{Chain, ClaimOutcome, LookupGroup, OwnerId, ShardClaim, ShardNumber, SpaceId, WriterId};
@@ -236,7 +236,9 @@ impl Store {
                     wait_for(waiters);
                 }
             }
-            for (hash, claims) in self.claim_whole(space, chain, &hashes, now) {
+            let claimed = self.claim_whole(space, chain, &hashes, now);
+            self.remember(space, &claimed);
+            for (hash, claims) in claimed {
                 wait_for(coming.entry((space, hash)).or_default());
                 reads.push(Read { space, hash, claims });
             }
@@ -277,6 +279,22 @@ impl Store {
             }
         }
         whole
+    }
+
+    /// The policy hears what the tier has kept of its knowledge of blocks that come back.
+    fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
+        let Some(tier) = &self.tier else { return };
+        let (namespace, cut) = self.index.lock().names(space);
+        for part in claimed.chunks(BLOCKS_A_HOLD) {
+            let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { namespace, cut, hash: *hash });
+            let memos: Vec<Option<Memo>> = part.iter().map(memo).collect();
+            let mut index = self.index.lock();
+            for ((_, claims), memo) in part.iter().zip(memos) {
+                if let (Some(claim), Some(memo)) = (claims.first(), memo) {
+                    index.remember(claim.block, memo);
+                }
+            }
+        }
     }
 
     /// Hands reads to the tier, as many as it may have. A tier may end a read within the call that starts it: who comes here

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::ExtentAllocator;
-use kvlane_policy::ReplacementPolicy;
+use kvlane_policy::{Memo, ReplacementPolicy};
 
 use crate::api::{ShardNumber, SpaceId, StoreOptions, StoredBlock};
 use crate::claim::Claim;
@@ -16,6 +16,7 @@ use crate::not_saved::NotSaved;
 use crate::replacement::Refusals;
 use crate::space::{Row, Rows, Space, Spaces};
 use crate::stats::{Counters, SpaceStats, StoreStats};
+use crate::tier::BlockKey;
 use crate::watch::Watches;
 
 /// The cache without threads, clock and bytes; [`Store`](crate::Store) puts it under a lock and over a pool.
@@ -53,6 +54,10 @@ pub struct Index {
     pub(crate) spilling: BTreeSet<u64>,
     /// Their bytes.
     pub(crate) spilling_bytes: u64,
+    /// Blocks that were evicted, and what the policy knew of them, until the tier below is told.
+    pub(crate) lost: Vec<(BlockKey, Memo)>,
+    /// How dense is what the tier below gives up; None without one.
+    pub(crate) below: Option<f32>,
     journal: Journal,
     pub(crate) counters: Counters,
     /// Hears of every step in a block's life.
@@ -86,6 +91,8 @@ impl Index {
             spills_taken: 0,
             spilling: BTreeSet::new(),
             spilling_bytes: 0,
+            lost: Vec::new(),
+            below: None,
             journal: Journal::default(),
             counters: Counters::default(),
             watches: Watches::default(),

@@ -7,12 +7,15 @@ use std::collections::{BTreeSet, VecDeque};
 
 use kvlane_block::BlockHash;
 use kvlane_memory::PAGE_BYTES;
-use kvlane_policy::{Blocks, PolicyKind};
+use kvlane_policy::{Blocks, Memo, PolicyKind, ReplacementPolicy};
+use parking_lot::MutexGuard;
 
 use crate::api::{OwnerId, ShardNumber, SpaceId};
 use crate::claim::Caller;
 use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
+use crate::store::Store;
+use crate::tier::BlockKey;
 
 /// Refused runs that are remembered for the other workers of their engine.
 const REFUSALS_KEPT: usize = 64;
@@ -96,8 +99,54 @@ impl Index {
     /// Goes on with another policy, which takes over what is resident, in order.
     pub fn switch_policy(&mut self, kind: PolicyKind) {
         if kind != self.policy.kind() {
-            self.policy = kind.take_over(self.policy.as_ref(), self.capacity, &self.entries);
+            self.set_policy(kind.take_over(self.policy.as_ref(), self.capacity, &self.entries));
         }
+    }
+
+    fn set_policy(&mut self, policy: Box<dyn ReplacementPolicy>) {
+        self.policy = policy;
+        self.below.into_iter().for_each(|density| self.policy.set_below(density));
+    }
+
+    /// The tier below has given up blocks of this density lately; 0 before it had to.
+    pub(crate) fn set_below(&mut self, density: f32) {
+        self.below = Some(density);
+        self.policy.set_below(density);
+    }
+
+    /// A block is evicted: the tier below is to hear what is known of it.
+    pub(crate) fn note_lost(&mut self, slot: u32) {
+        if self.below.is_some()
+            && let Some(memo) = self.policy.memo(slot)
+        {
+            self.lost.push((self.tier_key(slot), memo));
+        }
+    }
+
+    /// What a block is called in the tier below.
+    fn tier_key(&self, slot: u32) -> BlockKey {
+        let entry = self.entries.at(slot);
+        let (namespace, cut) = self.names(entry.space);
+        BlockKey { namespace, cut, hash: entry.hash }
+    }
+
+    /// For each block of the tier below how dense it is: by what the policy knows of it, if the pool has it too, else by what it
+    /// knew. None if it does not tell.
+    fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
+        let mut last = None;
+        let mut density = |(key, memo): &(BlockKey, Memo)| {
+            let name = (key.namespace, key.cut);
+            if last.as_ref().is_none_or(|(known, _)| *known != name) {
+                let of_name = self.spaces.with_ids().filter(|(id, _)| self.names(*id) == name);
+                last = Some((name, of_name.map(|(id, _)| id).collect::<Vec<SpaceId>>()));
+            }
+            let spaces = last.iter().flat_map(|(_, spaces)| spaces);
+            let found = spaces.filter_map(|&space| self.entries.find(space, &key.hash));
+            let known =
+                found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| self.policy.memo(slot));
+            self.policy.density(known.unwrap_or(*memo))
+        };
+        blocks.iter().map(&mut density).collect()
     }
 
     /// Leased or being saved, at most.
@@ -110,7 +159,7 @@ impl Index {
         let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
         self.capacity =
             usize::try_from(self.extents.capacity_bytes() / block_bytes).unwrap_or(usize::MAX).max(1);
-        self.policy = self.policy.kind().build(self.capacity);
+        self.set_policy(self.policy.kind().build(self.capacity));
     }
 
     /// The pool is full: corrects what it was taken to hold, if that is off by more than a factor of two.
@@ -158,5 +207,28 @@ impl Index {
             self.refusals.insert(owner, space, shard, first);
         }
         is_worth
+    }
+}
+
+/// Blocks that are judged under one hold of the lock.
+const BLOCKS_A_HOLD: usize = 256;
+
+impl Store {
+    /// For each block that the tier below has, and what it keeps of the policy's knowledge of it, the hits that it is expected to
+    /// bring for each reference that it is kept. None if the policy does not tell. See [`Memo`].
+    pub fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
+        let mut densities = Vec::with_capacity(blocks.len());
+        for part in blocks.chunks(BLOCKS_A_HOLD) {
+            let index = self.index.lock();
+            let of_part = index.densities(part);
+            MutexGuard::unlock_fair(index);
+            densities.extend(of_part?);
+        }
+        Some(densities)
+    }
+
+    /// The tier below has given up blocks of this density lately: what is as dense is let into the pool, by which it gets there.
+    pub fn set_given_up_below(&self, density: f32) {
+        self.index.lock().set_below(density);
     }
 }

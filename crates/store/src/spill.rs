@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvlane_memory::PoolPage;
+use kvlane_policy::Memo;
 
 use crate::api::StoredBlock;
 use crate::entries::{Entry, State};
@@ -24,6 +25,8 @@ const IN_FLIGHT_BYTES: u64 = 64 << 20;
 pub struct Spill {
     /// What it is called there.
     pub key: BlockKey,
+    /// What the policy knows of it.
+    pub memo: Memo,
     check: Check,
     number: u64,
 }
@@ -69,7 +72,8 @@ impl Index {
             let space = &self.spaces[space];
             let key = BlockKey { namespace: space.namespace, cut: space.cut, hash };
             self.spilling.insert(number);
-            return Some(Spill { key, check: self.start_check(block.slot), number });
+            let memo = self.policy.memo(block.slot).unwrap_or_default();
+            return Some(Spill { key, memo, check: self.start_check(block.slot), number });
         }
         None
     }
@@ -145,8 +149,8 @@ impl Store {
                 store.end_spill(&spill, true);
                 continue;
             }
-            let (key, shards) = (spill.key, spill.shards());
-            tier.write(key, shards, Box::new(move |is_kept| store.end_spill(&spill, is_kept)));
+            let (key, memo, shards) = (spill.key, spill.memo, spill.shards());
+            tier.write(key, shards, memo, Box::new(move |is_kept| store.end_spill(&spill, is_kept)));
         }
     }
 

@@ -69,7 +69,10 @@ impl Store {
         let nodes: Vec<_> = arena.nodes().iter().map(|node| page(node.start)..page(node.end)).collect();
         let extents = ExtentAllocator::new(page(arena.bytes()), &nodes);
         let mut index = Index::new(extents, arena.bytes(), options);
-        index.set_spill_limit(if tier.is_some() { WAITING_BLOCKS_MAX } else { 0 });
+        if tier.is_some() {
+            index.set_spill_limit(WAITING_BLOCKS_MAX);
+            index.set_below(0.0);
+        }
         Arc::new(Self {
             arena,
             tier,
@@ -206,7 +209,11 @@ impl Store {
                 is_worth_victims = index.are_worth_victims(caller, run);
             }
             index.claim_part(caller, chain, part, is_worth_victims, out);
+            let lost = std::mem::take(&mut index.lost);
             MutexGuard::unlock_fair(index);
+            if let Some(tier) = self.tier.as_ref().filter(|_| !lost.is_empty()) {
+                tier.remember(&lost);
+            }
             if let (Chain::Start | Chain::After(_), Some(&last)) = (chain, part.last()) {
                 chain = Chain::After(last);
             }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Instant;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
+use kvlane_policy::Memo;
 
 /// A block's name below the pool: the same in every run of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,8 +48,15 @@ pub trait Tier: Send + Sync {
     /// Whether it has the block, as far as it knows.
     fn contains(&self, key: &BlockKey) -> bool;
 
-    /// Starts to keep a block.
-    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone);
+    /// Starts to keep a block, and with it what the pool's policy knows of it.
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone);
+
+    /// What the policy knew of a block when it was written, or when [`remember`](Self::remember) was called; None if it is not
+    /// kept.
+    fn memo(&self, key: &BlockKey) -> Option<Memo>;
+
+    /// The pool has lost these blocks, of which its policy knows this: what of them is kept is kept with that.
+    fn remember(&self, lost: &[(BlockKey, Memo)]);
 
     /// Starts to bring a block back, into one extent for each of its shards. After `deadline` nobody waits for it.
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, deadline: Instant, done: ReadDone);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa, PAGE_BYTES};
+use kvlane_policy::{Choice, Memo, PolicyKind, TieredModel};
 use kvlane_store::{
     BlockKey, Chain, ClaimOutcome, Hit, LookupGroup, NotForGood, OwnerId, PoolExtent, ReadDone, SealedShard,
     ShardClaim, ShardNumber, SpaceId, Store, StoreOptions, Tier, WriteDone, WriterId,
@@ -34,6 +35,7 @@ struct Shelf {
 struct State {
     arena: Option<Arc<Arena>>,
     kept: BTreeMap<BlockKey, Vec<Vec<u8>>>,
+    memos: BTreeMap<BlockKey, Memo>,
     is_held: bool,
     /// Notes of drops are held with the reads and writes.
     holds_notes: bool,
@@ -99,7 +101,7 @@ impl Tier for ShelfTier {
         self.0.state.lock().kept.contains_key(key)
     }
 
-    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, done: WriteDone) {
+    fn write(&self, key: BlockKey, shards: Vec<SealedShard>, memo: Memo, done: WriteDone) {
         self.0.state.lock().writes += 1;
         self.0.run(Box::new(move |shelf| {
             let arena = shelf.arena();
@@ -109,9 +111,26 @@ impl Tier for ShelfTier {
                 bytes
             };
             let bytes: Vec<Vec<u8>> = shards.iter().map(copy).collect();
-            shelf.state.lock().kept.insert(key, bytes);
+            {
+                let mut state = shelf.state.lock();
+                state.kept.insert(key, bytes);
+                state.memos.insert(key, memo);
+            }
             done(true);
         }));
+    }
+
+    fn memo(&self, key: &BlockKey) -> Option<Memo> {
+        self.0.state.lock().memos.get(key).copied()
+    }
+
+    fn remember(&self, lost: &[(BlockKey, Memo)]) {
+        let mut state = self.0.state.lock();
+        for (key, memo) in lost {
+            if let Some(kept) = state.memos.get_mut(key) {
+                *kept = *memo;
+            }
+        }
     }
 
     fn read(&self, key: BlockKey, shards: Vec<PoolExtent>, _: Instant, done: ReadDone) {
@@ -171,6 +190,10 @@ const SHARDS: [u64; 2] = [2, 1];
 impl Pool {
     /// A fresh pool over what a shelf keeps, as after a restart.
     fn over(shelf: &Arc<Shelf>, pages: u64) -> Self {
+        Self::with_policy(shelf, pages, PolicyKind::Lru)
+    }
+
+    fn with_policy(shelf: &Arc<Shelf>, pages: u64, policy: PolicyKind) -> Self {
         let options = ArenaOptions {
             bytes: pages * PAGE_BYTES,
             hugepages: HugePages::Off,
@@ -180,7 +203,8 @@ impl Pool {
         let arena = Arc::new(Arena::create(&options, &|_| {}).unwrap());
         shelf.state.lock().arena = Some(Arc::clone(&arena));
         let tier: Arc<dyn Tier> = Arc::new(ShelfTier(Arc::clone(shelf)));
-        let store = Store::with_tier(Arc::clone(&arena), StoreOptions::default(), Some(tier));
+        let options = StoreOptions { policy: Choice::Fixed(policy), ..StoreOptions::default() };
+        let store = Store::with_tier(Arc::clone(&arena), options, Some(tier));
         let space =
             store.space(MODEL, "a model", CutDigest([5; 16]), &SHARDS.map(|pages| pages * PAGE_BYTES));
         let _background = store.start_background(2, 0).unwrap();
@@ -528,4 +552,139 @@ proptest! {
         }
         drop(pool.shelf);
     }
+}
+
+/// Blocks of one page and shard.
+struct Engine {
+    pool: Pool,
+    space: SpaceId,
+}
+
+impl Engine {
+    fn new(policy: PolicyKind, blocks: u64) -> Self {
+        let pool = Pool::with_policy(&Arc::new(Shelf::default()), blocks, policy);
+        let space = pool.store.space(MODEL, "a model", CutDigest([6; 16]), &[PAGE_BYTES]);
+        Self { pool, space }
+    }
+
+    fn key(hash: BlockHash) -> BlockKey {
+        BlockKey { namespace: MODEL, cut: CutDigest([6; 16]), hash }
+    }
+
+    fn memo(&self, hash: BlockHash) -> Option<Memo> {
+        self.pool.shelf.state.lock().memos.get(&Self::key(hash)).copied()
+    }
+
+    /// Looks a prompt up, after what the tier below has of it came back; saves the rest while it has the lease. Answers the
+    /// blocks that the pool had before, and then.
+    fn serve(&self, prompt: &[BlockHash]) -> (usize, usize) {
+        let Pool { store, .. } = &self.pool;
+        let groups =
+            [LookupGroup { space: self.space, tokens_per_block: 1, window_blocks: 0, hashes: prompt }];
+        let now = Instant::now();
+        let fetched = || store.stats().counters.fetched_blocks as usize;
+        let fetched_before = fetched();
+        if let Some(plan) = store.plan_fetch(&groups, u64::MAX, now) {
+            let (done, is_done) = channel();
+            store.fetch(plan, now, now + PATIENCE, move || done.send(()).unwrap());
+            is_done.recv_timeout(PATIENCE).unwrap();
+        }
+        let hit = store.lookup(ENGINE, &groups, u64::MAX, now);
+        let known = hit.as_ref().map_or(0, |hit| hit.tokens as usize);
+        let chain = known.checked_sub(1).map_or(Chain::Start, |last| Chain::After(prompt[last]));
+        let mut outcomes = Vec::new();
+        store.claim(ENGINE, WORKER, self.space, ShardNumber(0), chain, &prompt[known..], now, &mut outcomes);
+        let claims: Vec<ShardClaim> = outcomes
+            .iter()
+            .filter_map(|outcome| match outcome {
+                ClaimOutcome::Claimed(claim) => Some(*claim),
+                _ => None,
+            })
+            .collect();
+        store.commit(&claims, now);
+        assert!(store.settle(PATIENCE));
+        if let Some(hit) = hit {
+            store.release(ENGINE, hit.lease);
+        }
+        self.pool.settle_spill();
+        (known - (fetched() - fetched_before), known)
+    }
+}
+
+/// Conversations that grow, beside prompts that never come back.
+fn prompts() -> Vec<Vec<BlockHash>> {
+    let mut random = 1u64;
+    let mut turns = [0u64; 12];
+    let prompt = |number: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let pick = random >> 33;
+        if pick.is_multiple_of(3) {
+            let mut once = hashes(0, 3 + (pick % 7) as u8);
+            once.iter_mut().for_each(|hash| hash.0[8..].copy_from_slice(&(number + 1).to_le_bytes()));
+            return once;
+        }
+        let talk = (pick / 3 % 12).min(pick / 64 % 12) as usize;
+        turns[talk] += 1;
+        hashes(talk as u8, 4 + 2 * (turns[talk] % 9) as u8)
+    };
+    (0..2500).map(prompt).collect()
+}
+
+#[test]
+fn pool_and_tier_hit_what_a_replay_says() {
+    const CAPACITY: u64 = 64;
+    for kind in [PolicyKind::Lru, PolicyKind::Learned, PolicyKind::TinyLfu] {
+        let engine = Engine::new(kind, CAPACITY);
+        let mut model = TieredModel::new(kind, CAPACITY as usize, 1 << 20);
+        let (mut hits, mut below) = (0, 0);
+        for (number, prompt) in prompts().iter().enumerate() {
+            let keys: Vec<u64> =
+                prompt.iter().map(|hash| kvlane_store::Index::fingerprint(engine.space, hash)).collect();
+            let expected = model.request(&keys);
+            let (before, known) = engine.serve(prompt);
+            let seen = (before, known - before);
+            assert_eq!(seen, (expected.prefix_hits, expected.ssd_prefix_hits), "{kind}, prompt {number}");
+            hits += seen.0;
+            below += seen.1;
+        }
+        assert!(hits > 1000 && below > 500, "{kind}: {hits} hits, {below} below");
+    }
+}
+
+#[test]
+fn the_tier_keeps_what_the_policy_knows_of_a_block_and_gives_it_back() {
+    let engine = Engine::new(PolicyKind::Learned, 40);
+    let (often, once) = (hashes(1, 6), hashes(2, 6));
+    let others = |numbers: std::ops::Range<u8>| {
+        for number in numbers {
+            engine.serve(&hashes(number, 30));
+        }
+    };
+    engine.serve(&often);
+    let new = engine.memo(often[5]).unwrap();
+    for _ in 0..5 {
+        engine.serve(&often);
+    }
+    assert_eq!(engine.memo(often[5]), Some(new), "the pool has it");
+    engine.serve(&once);
+    others(10..14);
+    let used = engine.memo(often[5]).unwrap();
+    assert_ne!(used, new);
+    // It comes back, is looked up and lost again: that is one use more, not the first.
+    assert_eq!(engine.serve(&often), (0, 6));
+    others(20..24);
+    let again = engine.memo(often[5]).unwrap();
+    assert!(again != used && again != new);
+    // Until something is learnt, nothing is said.
+    let all = [(Engine::key(often[5]), again), (Engine::key(once[5]), engine.memo(once[5]).unwrap())];
+    assert_eq!(engine.pool.store.densities(&all), None);
+    for number in 30..200 {
+        engine.serve(&hashes(number, 30));
+        engine.serve(&often);
+    }
+    let densities = engine.pool.store.densities(&all).unwrap();
+    assert!(densities[0] > 2.0 * densities[1], "{densities:?}: asked for all the time, and once");
+    // Of what the pool has it knows better than the tier.
+    let unknown = [(Engine::key(often[5]), Memo::NOTHING)];
+    assert_eq!(engine.pool.store.densities(&unknown).unwrap()[0], densities[0]);
 }

@@ -1,15 +1,17 @@
-//! Segments are emptied, and what was read goes to the log's end.
+//! Segments are emptied, and what deserves it goes to the log's end.
 
 use std::sync::atomic::Ordering;
 
+use kvlane_policy::{Cleaner, Memo, Worth};
+
 use super::Device;
-use crate::cleaning::{self, Worth};
 use crate::index::{Live, Location};
 use crate::job::What;
-use crate::layout::{PAGE_BYTES, RecordHeader, header_pages};
+use crate::layout::{PAGE_BYTES, RecordHeader, SegmentNumber, header_pages};
 use crate::log::For;
 use crate::pages::Pages;
 use crate::read::{identify, shards_are_right};
+use crate::request::Key;
 use crate::stats::Counters;
 
 impl Device {
@@ -18,22 +20,54 @@ impl Device {
             return;
         }
         if let Some(mut sealed) = self.log.to_clean() {
-            let mut stored = self.shared.index.lock();
-            let worth = |segment| Worth::of(&stored.index.live(self.number, segment));
-            let Some(segment) = cleaning::choose(&mut sealed, worth) else { return };
-            let live = stored.index.live(self.number, segment);
-            let (mut kept, mut dropped) = cleaning::split(live, self.superblock.segment_pages());
+            sealed.sort_unstable();
+            sealed.truncate(Cleaner::window(sealed.len()));
+            let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
+            let worths: Vec<Vec<Worth>> = live.iter().map(|live| self.worths(live)).collect();
+            let Some(chosen) = self.cleaner.choose(&worths) else { return };
+            let mut kept = self.cleaner.split(&worths[chosen], self.superblock.segment_pages());
+            if let (Some(judge), Some(density)) = (self.shared.judge.get(), self.cleaner.given_up()) {
+                judge.given_up(density);
+            }
             if !self.log.has_room_for_copies() || self.closing {
-                dropped.append(&mut kept);
+                kept.fill(false);
             }
-            for live in &dropped {
-                stored.index.remove(&live.key);
-            }
-            drop(stored);
-            Counters::add(&self.shared.counters.blocks_dropped, dropped.len() as u64);
-            self.log.clean(segment, kept);
+            self.empty(sealed[chosen].1, &live[chosen], &kept);
         }
         self.copy_next();
+    }
+
+    /// The records of a segment that count.
+    fn live(&self, segment: SegmentNumber) -> Vec<Live> {
+        self.shared.index.lock().index.live(self.number, segment)
+    }
+
+    /// What speaks for some records.
+    fn worths(&self, live: &[Live]) -> Vec<Worth> {
+        let known: Vec<(Key, Memo)> = live.iter().map(|live| (live.key, live.memo)).collect();
+        let densities = self.shared.judge.get().and_then(|judge| judge.densities(&known));
+        let density = |at: usize| densities.as_ref().and_then(|densities| densities.get(at).copied());
+        let worth =
+            |(at, &Live { pages, reads, .. }): (usize, &Live)| Worth { pages, reads, density: density(at) };
+        live.iter().enumerate().map(worth).collect()
+    }
+
+    /// Begins to empty a segment: of its records those that are not kept leave at once.
+    fn empty(&mut self, segment: SegmentNumber, live: &[Live], kept: &[bool]) {
+        let (mut left, mut dropped) = (Vec::new(), 0);
+        let mut stored = self.shared.index.lock();
+        for (live, &kept) in live.iter().zip(kept) {
+            if kept {
+                left.push(*live);
+            } else {
+                // Since they were looked at, one may have been removed and stored anew elsewhere.
+                let from = location(self.number, segment, live);
+                dropped += u64::from(stored.index.remove_at(&live.key, from));
+            }
+        }
+        drop(stored);
+        Counters::add(&self.shared.counters.blocks_dropped, dropped);
+        self.log.clean(segment, left);
     }
 
     /// Copies the next record of the segment being emptied, or ends its cleaning.
@@ -44,7 +78,7 @@ impl Device {
         }
         let segment = cleaning.segment;
         while let Some(live) = cleaning.left.pop_front() {
-            let from = Location { device: self.number, segment, page: live.page, pages: live.pages };
+            let from = location(self.number, segment, &live);
             if self.shared.index.lock().index.find(&live.key) != Some(from) {
                 continue;
             }
@@ -68,7 +102,7 @@ impl Device {
         }
     }
 
-    /// A record that was read for its second life goes to the log's end if it is whole and there is room.
+    /// A record that was read to be written again goes to the log's end if it is whole and there is room.
     pub(super) fn copy_out(&mut self, live: Live, from: Location, mut buffer: Pages, failed: bool) {
         let generation = self.log.generation(from.segment);
         let header = identify(&self.superblock, generation, &from, &live.key, buffer.bytes());
@@ -108,4 +142,8 @@ impl Device {
         drop(stored_now);
         self.copied();
     }
+}
+
+fn location(device: u8, segment: SegmentNumber, live: &Live) -> Location {
+    Location { device, segment, page: live.page, pages: live.pages }
 }

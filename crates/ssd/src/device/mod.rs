@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use kvlane_policy::Cleaner;
+
 use crate::headers::Headers;
 use crate::io::{Ended, Io};
 use crate::job::{ReadJob, Transfer, UnfinishedOp, WriteJob};
@@ -55,6 +57,7 @@ pub(crate) struct Device {
     number: u8,
     superblock: Superblock,
     log: Log,
+    cleaner: Cleaner,
     turns: Turns,
     rate: Option<RateLimit>,
     checkpoint_interval: Duration,
@@ -120,6 +123,7 @@ impl Device {
             number,
             superblock,
             log,
+            cleaner: Cleaner::default(),
             turns: Turns::default(),
             rate: write_rate.map(RateLimit::new),
             checkpoint_interval,

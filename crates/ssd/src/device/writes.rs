@@ -125,6 +125,7 @@ impl Device {
         let stored = stored && shared.drops_of(&key.space.namespace) == job.accepted.drops;
         if stored {
             shared.index.insert(&key, location);
+            shared.index.remember(&key, job.record.memo);
         }
         drop(shared);
         if stored {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use kvlane_block::{BlockHash, CutDigest, Namespace, PoolOffset};
 use kvlane_memory::{Arena, ArenaOptions, HugePages, Numa};
+use kvlane_policy::Memo;
 use kvlane_ssd::{
     DeviceOptions, Extent, Key, Options, Read, ReadEnd, Record, Refused, Shard, Space, SsdTier, WriteEnd,
 };
@@ -62,7 +63,7 @@ impl Pool {
             block.fill(shard, bytes);
             Shard { extent, crc: crc32c::crc32c(bytes) }
         });
-        Record { key: block.key, shards: shards.collect() }
+        Record { key: block.key, shards: shards.collect(), memo: Memo::NOTHING }
     }
 }
 
