@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from processes import Daemon, Engine, run_kvlane, until
@@ -70,6 +71,50 @@ def test_right_bytes_under_pressure(make_daemon: MakeDaemon, make_engine: MakeEn
 
 def status_shadows(daemon: Daemon) -> dict[str, float]:
     return json.loads(run_kvlane("status", "--addr", daemon.address, "--json").stdout)["shadow_hit_ratios"]
+
+
+def test_learned_says_what_it_has_learnt_and_the_ssd_goes_by_it(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """A pool of 64 blocks over an SSD of 800: one prompt comes back all the time, 41 come back too late for the SSD."""
+    daemon = make_daemon("--policy", "learned", "--ssd", f"{tmp_path}/blocks:16mib", pool="1mib")
+    engine = make_engine(daemon, "engine")
+    engine.wait_connected()
+    often = 0
+    for step in range(250):
+        # As many blocks as a cleaning of the SSD can write again.
+        prompt, count = ("often", 8) if step % 5 == 0 else (f"prompt-{step % 41}", BLOCKS)
+        end = engine.call("check", prompt=prompt, count=count)
+        assert end["ok"]
+        assert end["wrong"] == []
+        often += end["blocks"] == 8 and prompt == "often"
+        assert engine.call("save", prompt=prompt, count=count)["ok"]
+        daemon.settle()
+        if step == 20:
+            # The SSD has room for all that comes, so nothing is kept out of the pool, by which it gets there.
+            assert metric(daemon, "kvlane_save_not_admitted_blocks_total") == 0
+    # Of so few blocks little is learnt, so it may be given up at times.
+    assert often >= 40
+    assert metric(daemon, "kvlane_ssd_dropped_blocks_total") > 0, "the SSD was never full"
+    assert metric(daemon, "kvlane_ssd_kept_blocks_total") > 0
+    told = json.loads(run_kvlane("status", "--addr", daemon.address, "--json").stdout)
+    kinds = {kind["blocks"]: dict(map(tuple, kind["density_by_age"])) for kind in told["learnt"]}
+    used = [
+        densities[0] for blocks, densities in kinds.items() if blocks.startswith("asked for 9 to 16 times")
+    ]
+    once = [densities[0] for blocks, densities in kinds.items() if blocks.startswith("asked for once")]
+    assert max(used) > 2 * max(once), kinds
+    shown = run_kvlane("status", "--addr", daemon.address).stdout
+    assert re.search(r"^  asked for .* times, .* references apart +\d+ +\d", shown, re.MULTILINE), shown
+    densities = policy_kinds(daemon)
+    assert densities.keys() == kinds.keys()
+    engine.call("close")
+
+
+def policy_kinds(daemon: Daemon) -> dict[str, float]:
+    _, page = daemon.http("/metrics")
+    found = re.findall(r'^kvlane_policy_learned_hit_density{blocks="([^"]+)"} (\S+)$', page, re.MULTILINE)
+    return {blocks: float(value) for blocks, value in found}
 
 
 def test_a_policy_that_does_not_exist_is_named() -> None:

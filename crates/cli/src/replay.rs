@@ -44,7 +44,7 @@ pub(crate) struct ReplayArgs {
     /// Bytes of one block of the trace in the cache, such as 64mib for 512 tokens of a model with 128 KiB a token
     #[arg(long, value_name = "SIZE")]
     block_bytes: Option<Size>,
-    /// Capacity of a tier below: what RAM evicts goes there, and a hit there brings it back
+    /// Capacity of an SSD tier below: it gets what comes into RAM, and a hit there brings it back
     #[arg(long, value_name = "CAPACITY")]
     ssd: Option<Capacity>,
     /// After each request one of the same length whose blocks are never asked for again

@@ -8,7 +8,7 @@ use clap::Args;
 use kvlane_client::{DaemonUser, Tool, default_address};
 use kvlane_proto::{
     Address,
-    v1::{SessionStatus, ShadowHitRatio, Status},
+    v1::{LearntKind, SessionStatus, ShadowHitRatio, Status},
 };
 use serde_json::json;
 
@@ -129,6 +129,11 @@ fn to_json(status: &Status) -> serde_json::Value {
         "active_policy": status.active_policy,
         "shadow_hit_ratios": status.shadow_hit_ratios.iter().map(|s| (s.policy.clone(), s.hit_ratio.into()))
             .collect::<serde_json::Map<_, _>>(),
+        "not_admitted_blocks": status.not_admitted_blocks,
+        "learnt": status.learnt.iter().map(|kind| json!({
+            "blocks": kind.blocks, "seen": kind.seen,
+            "density_by_age": kind.ages.iter().zip(&kind.hit_densities).collect::<Vec<_>>(),
+        })).collect::<Vec<_>>(),
         "ssds": status.ssds.iter().map(|s| json!({
             "path": s.path, "capacity_bytes": s.capacity_bytes, "used_bytes": s.used_bytes, "method": s.method,
             "trouble": s.trouble,
@@ -169,6 +174,7 @@ fn to_text(status: &Status) -> String {
         });
         text.push_str(&table(&["file", "used", "by", "trouble"], rows));
     }
+    text.push_str(&learnt(status));
     if status.is_partial {
         text.push_str("\nSessions and namespaces are told over the Unix socket only.\n");
         return text;
@@ -234,16 +240,44 @@ fn layouts(status: &Status) -> String {
 
 /// "lru", or "auto, now arc (in their shadow caches: lru 12.0 %, arc 13.1 %, ...)"; empty from a daemon that does not say.
 fn policy(status: &Status) -> String {
-    if status.policy == status.active_policy {
-        return status.policy.clone();
+    let mut text = status.policy.clone();
+    if status.policy != status.active_policy {
+        text.push_str(&format!(", now {}", status.active_policy));
     }
-    let mut text = format!("{}, now {}", status.policy, status.active_policy);
     let hits = |shadow: &ShadowHitRatio| format!("{} {:.1} %", shadow.policy, 100.0 * shadow.hit_ratio);
     let shadows: Vec<String> = status.shadow_hit_ratios.iter().map(hits).collect();
     if !shadows.is_empty() {
         text.push_str(&format!(" (in their shadow caches: {})", shadows.join(", ")));
     }
+    if status.not_admitted_blocks > 0 {
+        text.push_str(&format!("; {} blocks were not let in", status.not_admitted_blocks));
+    }
     text
+}
+
+/// The kinds of blocks that are shown, and at which ages.
+const KINDS_SHOWN: usize = 8;
+const AGES_SHOWN: [u64; 3] = [0, 1024, 32_768];
+
+/// What the policy has learnt of the kinds of blocks that it has seen most; empty from one that does not learn.
+fn learnt(status: &Status) -> String {
+    if status.learnt.is_empty() {
+        return String::new();
+    }
+    let density = |kind: &LearntKind, age: u64| {
+        let next = kind.ages.partition_point(|first| *first <= age);
+        let density = kind.hit_densities.get(next.saturating_sub(1)).copied().unwrap_or(0.0);
+        format!("{:.3}", 1000.0 * density)
+    };
+    let rows = status.learnt.iter().take(KINDS_SHOWN).map(|kind| {
+        let [new, later, late] = AGES_SHOWN.map(|age| density(kind, age));
+        [kind.blocks.clone(), format!("{:.0}", kind.seen), new, later, late]
+    });
+    let head = ["blocks", "seen", "new", "1,024 old", "32,768 old"];
+    format!(
+        "\nlearnt: hits for 1,000 references that a block is kept, by its age in references\n{}",
+        table(&head, rows)
+    )
 }
 
 /// Columns as wide as their widest cell.
@@ -301,6 +335,13 @@ mod tests {
             policy: "auto".into(),
             active_policy: "arc".into(),
             shadow_hit_ratios: vec![ShadowHitRatio { policy: "lru".into(), hit_ratio: 0.125 }],
+            not_admitted_blocks: 77,
+            learnt: vec![LearntKind {
+                blocks: "asked for 2 times".into(),
+                seen: 12.0,
+                ages: vec![0, 1000, 2000],
+                hit_densities: vec![0.5, 0.25, 0.0],
+            }],
             ssds: vec![SsdStatus {
                 path: "/mnt/nvme0/blocks".into(),
                 capacity_bytes: 2_000_000_000_000,
@@ -325,7 +366,8 @@ mod tests {
             "abababab",
             "llama",
             "1234 blocks",
-            "auto, now arc (in their shadow caches: lru 12.5 %)",
+            "auto, now arc (in their shadow caches: lru 12.5 %); 77 blocks were not let in",
+            "asked for 2 times  12    500.000  250.000    0.000",
             "/mnt/nvme0/blocks",
             "of 2.0 TB",
             "io_uring, direct",

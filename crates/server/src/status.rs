@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use kvlane_policy::PolicyKind;
+use kvlane_policy::{LearntClass, PolicyKind};
 use kvlane_proto::v1;
 use kvlane_store::SpaceStats;
 
@@ -49,6 +49,8 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
         shadow_hit_ratios: policy.shadow_hit_rates.into_iter().map(shadow).collect(),
         namespaces: namespaces(shared),
         is_partial: false,
+        not_admitted_blocks: stats.counters.not_admitted,
+        learnt: learnt(policy.learnt),
     }
 }
 
@@ -74,6 +76,15 @@ fn namespaces(shared: &Shared) -> Vec<v1::NamespaceStatus> {
     });
     all.extend(only_there);
     all
+}
+
+fn learnt(mut classes: Vec<LearntClass>) -> Vec<v1::LearntKind> {
+    classes.sort_by(|a, b| b.seen.total_cmp(&a.seen));
+    let kind = |LearntClass { blocks, seen, densities }: LearntClass| {
+        let (ages, hit_densities) = densities.into_iter().unzip();
+        v1::LearntKind { blocks, seen, ages, hit_densities }
+    };
+    classes.into_iter().map(kind).collect()
 }
 
 fn shadow((kind, hit_ratio): (PolicyKind, f64)) -> v1::ShadowHitRatio {
