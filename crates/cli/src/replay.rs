@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Result, bail};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, estimate_ceiling, replay};
+use kvlane_policy::{Choice, PolicyKind, Replayed, Setup, Trace, clairvoyant, estimate_ceiling, replay};
 use serde_json::Value;
 
 use self::capacity::Capacity;
@@ -138,6 +138,8 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         }
     }
     let runs = replay_all(&trace, &setups);
+    let blocks = |(setup, _): &(Setup, f64)| setup.capacity + setup.ssd_capacity;
+    let bounds = setups.iter().map(blocks).map(|blocks| (blocks, clairvoyant(&trace, blocks))).collect();
     let report = report::Report {
         name: args.trace.file_name().unwrap_or_default().to_string_lossy().into_owned(),
         format: file.format,
@@ -148,6 +150,7 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         estimated: estimate_ceiling(&trace),
         trace: &trace,
         runs: &runs,
+        bounds: &bounds,
     };
     let json = report.to_json();
     if let Some(path) = &args.plot_learned {

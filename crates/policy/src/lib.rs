@@ -7,10 +7,11 @@
 //! - [`Cleaner`]: what a tier on SSDs below the store gives up, and what it writes again.
 //! - [`longest_hit`]: how many tokens of a prompt can be reused.
 //! - [`CacheModel`], [`SsdModel`], and both as a [`TieredModel`]: caches without bytes, for [replays](replay) of a [`Trace`] and for the shadow caches of [`Auto`].
-//! - [`Ceilings`]: what a cache without limit could have hit.
+//! - [`Ceilings`]: what a cache without limit could have hit; [`clairvoyant`]: one that knows the future.
 #![forbid(unsafe_code)]
 
 mod ceiling;
+mod clairvoyant;
 mod cleaning;
 mod ghost;
 mod hit;
@@ -30,6 +31,7 @@ mod tiers;
 mod trace;
 
 pub use ceiling::{Ceiling, Ceilings, Window, WindowCount};
+pub use clairvoyant::clairvoyant;
 pub use cleaning::{Cleaner, Worth};
 pub use hit::{PrefixGroup, longest_hit};
 pub use hyperloglog::{BadSketch, HyperLogLog};

@@ -105,6 +105,11 @@ impl Trace {
         self.requests.last().map_or(Duration::ZERO, |&(_, at)| at)
     }
 
+    /// The blocks of all requests, numbered from 0 as they were first asked for, and where each request ends in them.
+    pub(crate) fn numbered(&self) -> (&[u32], impl Iterator<Item = usize> + '_) {
+        (&self.references, self.requests.iter().map(|&(end, _)| end))
+    }
+
     /// Each request: when it came, and the keys of its blocks.
     pub fn requests(&self) -> impl Iterator<Item = (Duration, impl ExactSizeIterator<Item = u64> + Clone)> {
         let starts = std::iter::once(0).chain(self.requests.iter().map(|&(end, _)| end));

@@ -1,4 +1,4 @@
-//! Which blocks are stored, and where: about 60 bytes a block with everything. Pure.
+//! Which blocks are stored, and where: about 55 bytes a block with everything. Pure.
 
 use std::collections::HashMap;
 

@@ -30,16 +30,22 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
     scans = ", mixed 1:1 with one-time prompts" if report["with_scans"] else ""
     below = {result.get("ssd_capacity_blocks", 0) for result in report["results"]} - {0}
     ssd = f", {max(below):,} blocks in the tier below" if below else ""
+    bounds = {
+        100 * result["capacity_share"]: result["clairvoyant_prefix_hit_percent"]
+        for result in report["results"]
+        if "clairvoyant_prefix_hit_percent" in result
+    }
     shown = {
         "title": f"{Path(report['trace']).name}{scans}{ssd}",
         "lines": lines(report),
+        "clairvoyant": sorted(bounds.items()),
         "ceiling": report["ceiling_percent"],
     }
     return json.loads(json.dumps(shown))
 
 
 def picture(report: Mapping[str, Any]) -> Figure:
-    """Hit rate against capacity, a line for each policy and one for the ceiling."""
+    """Hit rate against capacity: a line for each policy, for a cache that knows the future, and for one without limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,6 +60,11 @@ def picture(report: Mapping[str, Any]) -> Figure:
             ("black", "--", "x") if policy == "auto" else (COLOURS[index % len(COLOURS)], "-", "o")
         )
         axes.plot(shares, hits, label=policy, color=colour, linestyle=line, marker=marker, markersize=4)
+    if shown["clairvoyant"]:
+        shares, hits = zip(*shown["clairvoyant"], strict=True)
+        axes.plot(
+            shares, hits, label="knows the future", color="#1f2328", linestyle="-.", marker="x", markersize=4
+        )
     axes.axhline(shown["ceiling"], color="#1f2328", linestyle=":", label="ceiling: no limit")
     axes.set_xscale("log")
     ticks = sorted({share for points in shown["lines"].values() for share, _ in points})

@@ -1,5 +1,7 @@
 //! What a replay found, for people and for programs.
 
+use std::collections::BTreeMap;
+
 use bytesize::ByteSize;
 use kvlane_policy::{EstimatedCeiling, Trace};
 use serde_json::{Value, json};
@@ -18,6 +20,8 @@ pub(super) struct Report<'a> {
     pub(super) estimated: EstimatedCeiling,
     pub(super) trace: &'a Trace,
     pub(super) runs: &'a [Run],
+    /// For each capacity in blocks, of all tiers, the prefix hits of a cache that knows the future.
+    pub(super) bounds: &'a BTreeMap<usize, usize>,
 }
 
 fn percent(part: usize, whole: usize) -> f64 {
@@ -42,6 +46,11 @@ impl Report<'_> {
         (estimated, percent(repeated, self.estimated.references))
     }
 
+    /// What a cache that knows the future hits, which is as large as all tiers of this run.
+    fn bound(&self, run: &Run) -> usize {
+        self.bounds.get(&(run.setup.capacity + run.setup.ssd_capacity)).copied().unwrap_or_default()
+    }
+
     pub(super) fn to_json(&self) -> Value {
         let (estimated, exact) = self.last_day();
         let results = self.runs.iter().map(|run| {
@@ -56,6 +65,8 @@ impl Report<'_> {
             if let Some(bytes) = self.block_bytes {
                 result["capacity_bytes"] = json!(run.setup.capacity as u64 * bytes);
             }
+            let bound = self.bound(run);
+            result["clairvoyant_prefix_hit_percent"] = json!(percent(bound, run.replayed.references));
             if self.ssd {
                 let tier = |hits| json!(percent(hits, run.replayed.references));
                 result["ram_prefix_hit_percent"] = tier(run.replayed.prefix_hits);
@@ -113,6 +124,7 @@ impl Report<'_> {
         policies.dedup();
         let width = if self.ssd { 15 } else { 10 };
         policies.iter().for_each(|policy| text.push_str(&format!("{policy:>width$}")));
+        text.push_str(&format!("{:>13}", "clairvoyant"));
         for capacity in capacities {
             let share = percent(capacity, self.trace.distinct());
             let size = match self.block_bytes {
@@ -132,8 +144,11 @@ impl Report<'_> {
                 });
                 text.push_str(&format!("{cell:>width$}"));
             }
+            let run = self.runs.iter().find(|run| run.setup.capacity == capacity);
+            let bound = run.map_or(0.0, |run| percent(self.bound(run), run.replayed.references));
+            text.push_str(&format!("{:>13}", format!("{bound:.2}")));
         }
-        text.push('\n');
+        text.push_str("\nclairvoyant: a cache as large as all of it that knows what will be asked for; no policy hits more\n");
         for run in self.runs.iter().filter(|run| !run.replayed.switches.is_empty()) {
             let switches = run.replayed.switches.iter();
             let switches: Vec<String> =

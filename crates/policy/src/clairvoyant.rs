@@ -1,0 +1,118 @@
+//! What no policy can surpass: a cache that knows the future.
+
+use std::collections::BinaryHeap;
+
+use crate::trace::Trace;
+
+/// Prefix hits of a trace in a cache of `capacity` blocks that always gives up the block that is asked for the furthest in the
+/// future, or not at all, and does not take in what is further still (Belady, "A study of replacement algorithms for a
+/// virtual-storage computer", IBM Systems Journal 1966). What continues a block is never asked for before it, so the end of a
+/// prompt goes before its beginning all the same.
+pub fn clairvoyant(trace: &Trace, capacity: usize) -> usize {
+    let (references, ends) = trace.numbered();
+    // For each reference the next one to the same block.
+    let mut next = vec![usize::MAX; references.len()];
+    let mut last = vec![usize::MAX; trace.distinct()];
+    for (at, &block) in references.iter().enumerate().rev() {
+        next[at] = std::mem::replace(&mut last[block as usize], at);
+    }
+    // When each block that is in will be asked for. The heap also has what was true before.
+    let mut wanted: Vec<Option<usize>> = vec![None; trace.distinct()];
+    let mut heap: BinaryHeap<(usize, u32)> = BinaryHeap::new();
+    let (mut hits, mut held, mut start) = (0, 0, 0);
+    for end in ends {
+        let blocks = &references[start..end];
+        hits += blocks.iter().take_while(|&&block| wanted[block as usize].is_some()).count();
+        for (at, &block) in (start..end).zip(blocks) {
+            let will_be = (next[at] != usize::MAX).then_some(next[at]);
+            let was = std::mem::replace(&mut wanted[block as usize], will_be);
+            held = held + usize::from(will_be.is_some()) - usize::from(was.is_some());
+            heap.extend(will_be.map(|at| (at, block)));
+        }
+        while held > capacity
+            && let Some((at, block)) = heap.pop()
+        {
+            if wanted[block as usize] == Some(at) {
+                wanted[block as usize] = None;
+                held -= 1;
+            }
+        }
+        start = end;
+    }
+    hits
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::replacement::{Choice, PolicyKind};
+    use crate::replay::{Setup, replay};
+    use proptest::prelude::*;
+
+    /// Paths in a tree of branching two, as numbers of blocks below 15.
+    fn path((leaf, depth): (u8, u8)) -> Vec<u64> {
+        (0..depth).map(|level| (1 << level) - 1 + u64::from(leaf & ((1 << level) - 1))).collect()
+    }
+
+    /// The most that can be hit, by trying everything: for each set of blocks that can be held, the most hits so far.
+    fn best(requests: &[Vec<u64>], capacity: u32) -> usize {
+        let mut reached = BTreeMap::from([(0u32, 0usize)]);
+        for blocks in requests {
+            let mut after: BTreeMap<u32, usize> = BTreeMap::new();
+            for (held, hits) in reached {
+                let hits = hits + blocks.iter().take_while(|&&block| held >> block & 1 == 1).count();
+                let all = blocks.iter().fold(held, |all, block| all | 1 << block);
+                // Every subset of it, the empty one last.
+                let mut kept = all;
+                loop {
+                    if kept.count_ones() <= capacity {
+                        let most = after.entry(kept).or_default();
+                        *most = hits.max(*most);
+                    }
+                    if kept == 0 {
+                        break;
+                    }
+                    kept = (kept - 1) & all;
+                }
+            }
+            reached = after;
+        }
+        reached.into_values().max().unwrap_or(0)
+    }
+
+    fn trace(requests: &[Vec<u64>]) -> Trace {
+        let mut trace = Trace::new();
+        requests.iter().for_each(|blocks| trace.push(Duration::ZERO, blocks));
+        trace
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100))]
+        #[test]
+        fn nobody_hits_more_and_it_hits_that(
+            requests in prop::collection::vec((0u8..8, 1u8..4), 1..9),
+            capacity in 1u32..6,
+        ) {
+            let requests: Vec<Vec<u64>> = requests.into_iter().map(path).collect();
+            prop_assert_eq!(clairvoyant(&trace(&requests), capacity as usize), best(&requests, capacity));
+        }
+
+        #[test]
+        fn no_policy_hits_more(
+            requests in prop::collection::vec((0u8..8, 1u8..5), 1..120),
+            capacity in 1usize..12,
+        ) {
+            let trace = trace(&requests.into_iter().map(path).collect::<Vec<_>>());
+            let most = clairvoyant(&trace, capacity);
+            for kind in PolicyKind::ALL {
+                let setup = Setup { policy: Choice::Fixed(kind), capacity, ssd_capacity: 0 };
+                prop_assert!(replay(&trace, setup, |_| ()).prefix_hits <= most, "{}", kind);
+            }
+            let all = clairvoyant(&trace, trace.distinct());
+            prop_assert_eq!(all as f64 / trace.references() as f64, trace.ceiling());
+        }
+    }
+}
