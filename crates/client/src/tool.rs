@@ -121,7 +121,7 @@ impl Tool {
     /// As all calls: refused, timed out or lost.
     pub fn status(&mut self) -> Result<v1::Status, ToolError> {
         match self.call(Ask::GetStatus(v1::GetStatus {}), self.timeout)? {
-            Answer::Status(status) => Ok(status),
+            Answer::Status(status) => Ok(*status),
             other => Err(unexpected(&other)),
         }
     }

@@ -45,7 +45,7 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture(report: Mapping[str, Any]) -> Figure:
-    """Hit rate against capacity: a line for each policy, for a cache that knows the future, and for one without limit."""
+    """Hit rate against capacity: a line for each policy, for a cache that knows the future, for one without limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

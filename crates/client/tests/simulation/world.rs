@@ -863,7 +863,7 @@ impl World {
                 (Some(Answer::ClaimResult(result)), _) if self.dice.one_in(2) => {
                     result.outcome.truncate(result.outcome.len() / 2);
                 }
-                _ => reply.body = Some(Answer::Status(v1::Status::default())),
+                _ => reply.body = Some(Answer::Status(Box::default())),
             },
         }
         reply

@@ -10,10 +10,11 @@ use crate::{peer::Peer, refusal::Refusal, status};
 
 /// What the daemon holds; over TCP without what tells of others.
 pub(crate) fn status(context: &Context<'_>) -> Result<Answer, Refusal> {
-    Ok(Answer::Status(match context.peer {
+    let status = match context.peer {
         Peer::Local { .. } => status::collect(context.shared),
         Peer::Remote => status::for_anybody(context.shared),
-    }))
+    };
+    Ok(Answer::Status(Box::new(status)))
 }
 
 /// The session's process holds nothing any more.

@@ -25,10 +25,6 @@ pub(crate) struct Context<'a> {
 }
 
 /// What became of a call that is not refused.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "one at a time, on the stack; a box would cost each call an allocation"
-)]
 pub(crate) enum Answered {
     /// The answer, and a descriptor that goes with it.
     Now(Answer, Option<OwnedFd>),

@@ -78,7 +78,6 @@ pub struct Seen {
 
 /// What has happened.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "handed over one at a time, and not kept")]
 pub enum WorkerEvent {
     /// The engine asks for a save or a load.
     Start(Job),
