@@ -1,4 +1,6 @@
 //! Every policy: what it may never do, against a plain model; and what it is chosen for.
+mod workloads;
+
 use std::collections::HashMap;
 
 use kvlane_policy::{Blocks, CacheModel, PolicyKind, spread};
@@ -87,6 +89,24 @@ fn a_block_in_a_small_queue_goes_where_all_of_the_main_queue_is_leased() {
         store.blocks.insert(20, Block { key: spread(20), parent: None, leased: false });
         policy.insert(&[20], None, &store);
         assert_eq!(policy.take_victim(1000, &store), Some(20), "{kind}");
+    }
+}
+
+/// S3-FIFO gave up before it had looked at all of a main queue whose blocks were all continued by blocks in the small one:
+/// in each search, so that nothing came in any more.
+#[test]
+fn long_prompts_that_end_in_a_small_queue_do_not_keep_everything_else_out() {
+    for kind in PolicyKind::ALL {
+        let trace = workloads::trace(&workloads::agents(workloads::AGENTS_SEED, 70_000));
+        let mut cache = CacheModel::new(kind, 338);
+        let mut short_in_a_row = 0;
+        for (_, keys) in trace.requests() {
+            let keys: Vec<u64> = keys.collect();
+            cache.request(&keys, |_| ());
+            let is_whole = keys.iter().all(|&key| cache.contains(key));
+            short_in_a_row = if is_whole || kind.build(1).has_gate() { 0 } else { short_in_a_row + 1 };
+            assert!(short_in_a_row < 10, "{kind}");
+        }
     }
 }
 

@@ -71,7 +71,8 @@ impl ReplacementPolicy for S3Fifo {
         let len = self.len();
         while refusals <= max_refusals.min(ROUNDS * len) {
             // Where nothing of the main queue may go, the small one gives what it has.
-            let main_is_stuck = refused_in_main >= self.main.len() && !self.small.is_empty();
+            let stuck_after = self.main.len().min(max_refusals / 4);
+            let main_is_stuck = refused_in_main >= stuck_after && !self.small.is_empty();
             let from_small = main_is_stuck || self.small.len() * SMALL_SHARE > len;
             let slot = if from_small { self.small.oldest() } else { self.main.oldest() }?;
             let uses = self.uses.get(slot);
