@@ -222,8 +222,9 @@ impl CacheModel {
         evicted: &mut impl FnMut(Evicted),
     ) -> usize {
         self.policy.missed(known, &mut keys.iter().copied());
+        let above = (parent != NONE).then_some(parent);
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
-        let refused = victims > 0 && !self.policy.admit(keys, victims, &self.resident);
+        let refused = victims > 0 && !self.policy.admit(keys, above, victims, &self.resident);
         let admitted = if refused { keys.len().saturating_sub(victims) } else { keys.len() };
         self.add_run(&keys[..admitted], parent, evicted);
         self.run.len()

@@ -52,10 +52,10 @@ pub trait ReplacementPolicy: Send {
         false
     }
 
-    /// Storing these missing blocks, given by key from the head, costs `victims` evictions, more than none. Says whether
-    /// they are worth that. What of them fits without a victim is stored at any rate.
-    fn admit(&self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> bool {
-        let _ = (run, victims, blocks);
+    /// Storing these missing blocks, given by key from the head, behind a block that is in, costs `victims` evictions, more than
+    /// none. Says whether they are worth that. What of them fits without a victim is stored at any rate.
+    fn admit(&self, run: &[u64], parent: Option<u32>, victims: usize, blocks: &dyn Blocks) -> bool {
+        let _ = (run, parent, victims, blocks);
         true
     }
 

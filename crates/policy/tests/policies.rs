@@ -134,7 +134,7 @@ proptest! {
                     }
                     let keys: Vec<u64> = run.iter().map(|&slot| store.key(slot)).collect();
                     policy.missed(0, &mut keys.iter().copied());
-                    prop_assert!(policy.has_gate() || policy.admit(&keys, 1, &store), "only a gate keeps out");
+                    prop_assert!(policy.has_gate() || policy.admit(&keys, parent, 1, &store), "only a gate keeps out");
                     policy.insert(&run, parent, &store);
                 }
                 Op::Touch(slot) if store.blocks.contains_key(&slot) => policy.touch(&store.prefix(slot), &store),

@@ -112,7 +112,7 @@ impl Index {
         out: &mut Vec<ClaimOutcome>,
     ) {
         let caller = Caller { owner, writer, space, shard, now };
-        let is_worth_victims = self.are_worth_victims(&caller, hashes);
+        let is_worth_victims = self.are_worth_victims(&caller, chain, hashes);
         self.claim_part(&caller, chain, hashes, is_worth_victims, out);
     }
 

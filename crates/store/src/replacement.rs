@@ -10,7 +10,7 @@ use kvlane_memory::PAGE_BYTES;
 use kvlane_policy::{Blocks, Memo, PolicyKind, ReplacementPolicy};
 use parking_lot::MutexGuard;
 
-use crate::api::{OwnerId, ShardNumber, SpaceId};
+use crate::api::{Chain, OwnerId, ShardNumber, SpaceId};
 use crate::claim::Caller;
 use crate::entries::{Entries, NONE, State, fingerprint};
 use crate::index::Index;
@@ -173,7 +173,7 @@ impl Index {
 
     /// Whether these consecutive blocks, which a worker claims, are worth the victims that they cost: those of them that are
     /// missing are judged as one.
-    pub(crate) fn are_worth_victims(&mut self, caller: &Caller, hashes: &[BlockHash]) -> bool {
+    pub(crate) fn are_worth_victims(&mut self, caller: &Caller, chain: Chain, hashes: &[BlockHash]) -> bool {
         let Caller { owner, space, shard, .. } = *caller;
         let Some(&first) = hashes.first() else { return true };
         if !self.policy.has_gate() {
@@ -192,6 +192,14 @@ impl Index {
         let is_missing = |hash: &&BlockHash| {
             self.entries.find(space, hash).is_none_or(|slot| self.entries.at(slot).state == State::Gap)
         };
+        let found = |hash: &BlockHash| self.entries.find(space, hash);
+        let before = match chain {
+            Chain::After(hash) => Some(hash),
+            Chain::Start | Chain::Unchained => None,
+        };
+        // Behind what of them is stored already.
+        let stored = hashes.iter().take_while(|hash| !is_missing(hash)).last().copied();
+        let parent = stored.or(before).and_then(|hash| found(&hash));
         let missing: Vec<u64> =
             hashes.iter().filter(is_missing).map(|hash| fingerprint(space, hash)).collect();
         let lacking = (missing.len() as u64 * block_bytes).saturating_sub(free_bytes);
@@ -201,8 +209,12 @@ impl Index {
         let mean_bytes =
             self.extents.used_bytes().checked_div(self.policy.len() as u64).unwrap_or(block_bytes);
         let victims = lacking.div_ceil(mean_bytes.max(1));
-        let is_worth =
-            self.policy.admit(&missing, usize::try_from(victims).unwrap_or(usize::MAX), &self.entries);
+        let is_worth = self.policy.admit(
+            &missing,
+            parent,
+            usize::try_from(victims).unwrap_or(usize::MAX),
+            &self.entries,
+        );
         if !is_worth && shards > 1 {
             self.refusals.insert(owner, space, shard, first);
         }

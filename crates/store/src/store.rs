@@ -206,7 +206,7 @@ impl Store {
             if is_judged && number % PARTS_A_JUDGEMENT == 0 {
                 let run = &hashes[number * BLOCKS_A_HOLD..];
                 let run = &run[..run.len().min(PARTS_A_JUDGEMENT * BLOCKS_A_HOLD)];
-                is_worth_victims = index.are_worth_victims(caller, run);
+                is_worth_victims = index.are_worth_victims(caller, chain, run);
             }
             index.claim_part(caller, chain, part, is_worth_victims, out);
             let lost = std::mem::take(&mut index.lost);

@@ -19,9 +19,11 @@ use crate::memo::Memo;
 use crate::replacement::{Blocks, PolicyKind, ReplacementPolicy};
 
 const NONE: u32 = u32::MAX;
-/// References after which densities are learnt, for the first time and again; as many as a quarter of the blocks, if that is
-/// more.
+/// References after which densities are learnt for the first time. They are learnt again when half as many more went by, but so
+/// many at least,
 const LEARN: u64 = 4096;
+/// and so many at most; or as many as a quarter of the blocks, if that is more.
+const LEARN_AGAIN: u64 = 16_384;
 /// A span of time is as many references as one in so many of the blocks, and at least so many.
 const SPANS: u64 = 16;
 const MIN_SPAN: u64 = 64;
@@ -145,7 +147,8 @@ impl Learned {
         self.now += references as u64;
         let learns = self.now >= self.learn_at;
         if learns {
-            self.learn_at = self.now + LEARN.max(self.len as u64 / 4);
+            let soon = (self.now / 2).clamp(LEARN, LEARN_AGAIN);
+            self.learn_at = self.now + soon.max(self.len as u64 / 4);
             self.history.learn(self.now, &mut self.densities);
             self.learnt = true;
         }
@@ -249,6 +252,16 @@ impl Learned {
         u64::from(memo.asked_at()) > self.now
     }
 
+    /// What the first of `new` blocks behind `parent` is taken for if nothing was noted of it. A prompt may be stored by and by:
+    /// what continues new blocks came with them.
+    fn known_behind(&self, parent: Option<u32>, new: usize) -> Known {
+        let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
+        match above {
+            Some(&Slot { class, uses: 1, .. }) => Known { class, uses: 1 },
+            _ => Known { class: Class::of_new(usize::from(parent.is_some()), new), uses: 1 },
+        }
+    }
+
     /// The mean density of the blocks that go if `victims` have to.
     fn displaced(&self, victims: usize, blocks: &dyn Blocks) -> f64 {
         let (mut sum, mut left) = (0.0, victims);
@@ -313,11 +326,11 @@ impl ReplacementPolicy for Learned {
         true
     }
 
-    fn admit(&self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> bool {
+    fn admit(&self, run: &[u64], parent: Option<u32>, victims: usize, blocks: &dyn Blocks) -> bool {
         if !self.learnt {
             return true;
         }
-        let mut known = Known::default();
+        let mut known = self.known_behind(parent, run.len());
         let mut sum = 0.0;
         for &key in run {
             known = self.noted(key).unwrap_or(known);
@@ -332,12 +345,7 @@ impl ReplacementPolicy for Learned {
     }
 
     fn insert(&mut self, run: &[u32], parent: Option<u32>, blocks: &dyn Blocks) {
-        // A prompt may be stored by and by: what continues new blocks came with them.
-        let above = parent.and_then(|parent| self.slots.get(parent as usize)).filter(|above| above.is_in);
-        let mut known = match above {
-            Some(&Slot { class, uses: 1, .. }) => Known { class, uses: 1 },
-            _ => Known { class: Class::of_new(usize::from(parent.is_some()), run.len()), uses: 1 },
-        };
+        let mut known = self.known_behind(parent, run.len());
         for &slot in run {
             let parent = blocks.parent(slot).unwrap_or(NONE);
             let key = blocks.key(slot);

@@ -43,7 +43,7 @@ impl ReplacementPolicy for TinyLfu {
         true
     }
 
-    fn admit(&self, run: &[u64], victims: usize, blocks: &dyn Blocks) -> bool {
+    fn admit(&self, run: &[u64], _parent: Option<u32>, victims: usize, blocks: &dyn Blocks) -> bool {
         let candidate = mean_uses(&self.uses, run.iter().copied());
         let displaced = self.order.iter().filter(|&slot| !blocks.in_use(slot)).take(victims);
         let displaced = mean_uses(&self.uses, displaced.map(|slot| blocks.key(slot)));

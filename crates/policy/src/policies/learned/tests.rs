@@ -349,3 +349,39 @@ fn what_is_not_worth_a_place_here_passes_through_if_it_is_worth_one_in_the_tier_
     println!("{alone}, {above_an_empty_tier}, {above_a_tier_of_what_is_dense} of 1000");
     assert!(alone < 100 && above_an_empty_tier == 1000 && above_a_tier_of_what_is_dense < 100);
 }
+
+/// An engine saves a long prompt in parts. Only the first block of the prompt is noted when it is missed: the later parts were
+/// judged as blocks of which nothing is known.
+#[test]
+fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
+    let mut policy = Learned::new(1000);
+    policy.learnt = true;
+    let mut store = Store::default();
+    let keys: Vec<u64> = (1000..1200).map(spread).collect();
+    policy.missed(0, &mut keys.iter().copied());
+    let mut parent = None;
+    for (slot, &key) in (0..64).zip(&keys) {
+        store.blocks.insert(slot, Block { key, parent, leased: true });
+        parent = Some(slot);
+    }
+    policy.insert(&(0..64).collect::<Vec<_>>(), None, &store);
+    let class = Class::of_new(0, 200);
+    assert_eq!(policy.slots[63].class, class);
+    // Of that class it is known that it never comes back, of all others that they do.
+    let mut fates = vec![density::Fates::NONE; classes::CLASSES];
+    fates[Class::of_used(2, 100).index()].asked[density::bucket(100)] = 1e6;
+    fates[class.index()].left[density::bucket(1 << 20)] = 1e6;
+    policy.densities.learn(&fates, 1.0);
+    store.blocks.insert(64, Block { key: 7, parent: None, leased: false });
+    policy.insert(&[64], None, &store);
+    policy.slots[64].class = Class::UNKNOWN;
+    policy.rank();
+    let judged = |parent: Option<u32>| {
+        let admitted =
+            (64..200).step_by(2).filter(|&at| policy.admit(&keys[at..], parent, 1, &store)).count();
+        println!("{admitted} of 68 behind {parent:?}");
+        admitted
+    };
+    assert!(judged(Some(63)) < 10, "but by chance");
+    assert!(judged(None) < 10, "a prompt of as many new blocks is of that class too");
+}
