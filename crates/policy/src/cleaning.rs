@@ -57,7 +57,8 @@ impl Cleaner {
             let sum = |of: fn(&Worth) -> f64| records.iter().map(of).sum::<f64>();
             let is_learnt = records.iter().any(|record| record.density.is_some());
             let of_all = match is_learnt {
-                true => sum(|record| f64::from(record.pages) * f64::from(record.density.unwrap_or(0.0))),
+                // The hits that are lost with it.
+                true => sum(|record| f64::from(record.density.unwrap_or(0.0))),
                 false => sum(|record| if record.reads > 0 { f64::from(record.pages) } else { 0.0 }),
             };
             (of_all, sum(|record| f64::from(record.pages)))
@@ -69,13 +70,16 @@ impl Cleaner {
         })
     }
 
-    /// For each record of the segment that is emptied, which has `segment_pages`, whether it is to be written again.
+    /// For each record of the segment that is emptied, which has `segment_pages`, whether it is to be written again: none if
+    /// there is no room for that, which 0 stands for.
     pub fn split(&mut self, records: &[Worth], segment_pages: u32) -> Vec<bool> {
         let known = |record: &Worth| record.density.unwrap_or(0.0);
         let is_learnt = records.iter().any(|record| record.density.is_some());
         let mut order: Vec<usize> = (0..records.len()).collect();
         if is_learnt {
-            order.sort_by(|&a, &b| known(&records[b]).total_cmp(&known(&records[a])));
+            // By the hits for the room that they take.
+            let dense = |at: usize| known(&records[at]) / records[at].pages.max(1) as f32;
+            order.sort_by(|&a, &b| dense(b).total_cmp(&dense(a)));
         } else {
             order.sort_by_key(|&at| Reverse(records[at].reads));
         }
@@ -94,7 +98,10 @@ impl Cleaner {
                 kept[at] = true;
             }
         }
-        if is_learnt {
+        if !is_learnt {
+            // What another policy made of densities is no measure for the next one.
+            self.given_up = None;
+        } else {
             let left = records.iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(record, _)| record);
             if let Some(now) = mean(&mut { left }) {
                 let before = self.given_up.unwrap_or(now);
@@ -145,6 +152,22 @@ mod tests {
         let mut cleaner = Cleaner::default();
         assert_eq!(cleaner.split(&records, 100), [false, false, true, true, true]);
         assert_eq!(cleaner.given_up(), None);
+    }
+
+    #[test]
+    fn what_a_policy_said_that_does_not_decide_any_more_is_forgotten() {
+        let mut cleaner = Cleaner::default();
+        cleaner.split(&[dense(1, 0.01); 8], 100);
+        cleaner.split(&[read(1, 0); 8], 100);
+        assert_eq!(cleaner.given_up(), None);
+        assert_eq!(cleaner.split(&[dense(1, 0.5), dense(1, 0.01), dense(1, 0.01)], 0), [false; 3], "no room");
+        assert!(cleaner.given_up().is_some_and(|density| density > 0.1), "it was given up, too");
+    }
+
+    #[test]
+    fn of_two_that_are_as_dense_the_smaller_one_is_kept() {
+        let records = [dense(20, 0.5), dense(10, 0.5), dense(10, 0.01), dense(10, 0.01), dense(10, 0.01)];
+        assert_eq!(Cleaner::default().split(&records, 100), [false, true, false, false, false]);
     }
 
     #[test]

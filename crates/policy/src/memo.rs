@@ -1,7 +1,8 @@
 //! What a policy knows of a block, for whoever keeps the block elsewhere.
 
 /// What a policy knows of a block, in a few bytes that only the policy can read. A tier below keeps it with the block when the
-/// pool has none of it any more, and hands it back with the block. The default stands for nothing known.
+/// pool has none of it any more, and hands it back with the block. The default stands for nothing known. Time is
+/// in 32 bits of references: what was not asked for in four thousand million looks younger than it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Memo([u8; 6]);
 

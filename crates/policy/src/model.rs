@@ -72,6 +72,8 @@ pub struct CacheModel {
     slots: KeyMap<u32>,
     policy: Box<dyn ReplacementPolicy>,
     capacity: usize,
+    /// So far, as the policy counts its time.
+    references: u64,
     /// How dense is what a tier below gives up.
     below: Option<f32>,
     hit: Vec<u32>,
@@ -93,6 +95,7 @@ impl CacheModel {
             slots: KeyMap::default(),
             policy,
             capacity,
+            references: 0,
             below: None,
             hit: Vec::new(),
             run: Vec::new(),
@@ -130,8 +133,10 @@ impl CacheModel {
     /// Goes on with another policy, which takes over what is resident.
     pub fn switch(&mut self, policy: PolicyKind) {
         if policy != self.policy.kind() {
-            self.policy = policy.take_over(self.policy.as_ref(), self.capacity, &self.resident);
-            self.below.into_iter().for_each(|density| self.policy.set_below(density));
+            let (capacity, references) = (self.capacity, self.references);
+            self.policy = policy.take_over(self.policy.as_ref(), capacity, references, &self.resident);
+            // How dense the tier below is, is for the new one to say.
+            self.set_below(self.below.map(|_| 0.0));
         }
     }
 
@@ -147,8 +152,8 @@ impl CacheModel {
     }
 
     /// See [`ReplacementPolicy::set_below`].
-    pub fn set_below(&mut self, density: f32) {
-        self.below = Some(density);
+    pub fn set_below(&mut self, density: Option<f32>) {
+        self.below = density;
         self.policy.set_below(density);
     }
 
@@ -204,6 +209,7 @@ impl CacheModel {
         // As a store does, which tells of a prompt's hits once, and not of none.
         if !self.hit.is_empty() {
             self.policy.touch(&self.hit, &self.resident);
+            self.references += self.hit.len() as u64;
             self.hit.clear();
         }
     }
@@ -222,6 +228,7 @@ impl CacheModel {
         evicted: &mut impl FnMut(Evicted),
     ) -> usize {
         self.policy.missed(known, &mut keys.iter().copied());
+        self.references += keys.len() as u64;
         let above = (parent != NONE).then_some(parent);
         let victims = (self.len() + keys.len()).saturating_sub(self.capacity);
         let refused = victims > 0 && !self.policy.admit(keys, above, victims, &self.resident);

@@ -79,13 +79,18 @@ pub trait ReplacementPolicy: Send {
     /// `max_refusals` that it did not agree to, or a quarter of that in one of several queues.
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32>;
 
+    /// So many references went by before this policy took over: its time goes on from there. Called while it is empty.
+    fn begin_at(&mut self, references: u64) {
+        let _ = references;
+    }
+
     /// The cache turned out to hold so many blocks.
     fn grow(&mut self, capacity: usize) {
         let _ = capacity;
     }
 
-    /// What it knows of a slot that is in, for a tier below that has the block too. None from policies that do not learn: they
-    /// have no use for it.
+    /// What it knows of a slot that is in, or was the last that it gave up, for a tier below that has the block too. None from
+    /// policies that do not learn: they have no use for it.
     fn memo(&self, slot: u32) -> Option<Memo> {
         let _ = slot;
         None
@@ -104,8 +109,8 @@ pub trait ReplacementPolicy: Send {
     }
 
     /// There is a tier below, which gets what comes in here and has given up blocks of this density lately; 0 before it had to
-    /// give up any. What is not worth a place here may be worth one there.
-    fn set_below(&mut self, density: f32) {
+    /// give up any. What is not worth a place here may be worth one there. None: there is none, or it takes nothing.
+    fn set_below(&mut self, density: Option<f32>) {
         let _ = density;
     }
 
@@ -183,15 +188,17 @@ impl PolicyKind {
         }
     }
 
-    /// A policy for a cache of about `capacity` blocks that takes over what `from` holds, in its order; how often blocks
-    /// were used and which were evicted is learned anew.
+    /// A policy for a cache of about `capacity` blocks that takes over what `from` holds, in its order, when `references` went by;
+    /// how often blocks were used and which were evicted is learned anew.
     pub fn take_over(
         self,
         from: &dyn ReplacementPolicy,
         capacity: usize,
+        references: u64,
         blocks: &dyn Blocks,
     ) -> Box<dyn ReplacementPolicy> {
         let mut policy = self.build(capacity);
+        policy.begin_at(references);
         for slot in from.slots() {
             policy.insert(&[slot], None, blocks);
         }

@@ -45,7 +45,9 @@ pub struct Replayed {
 pub fn replay(trace: &Trace, setup: Setup, mut progress: impl FnMut(usize)) -> Replayed {
     let first = setup.policy.first();
     let mut auto = (setup.policy == Choice::Auto).then(|| Auto::new(first, setup.capacity));
-    let mut cache = TieredModel::new(first, setup.capacity, setup.ssd_capacity);
+    // Twice what is ever written is without limit, and costs less memory than a petabyte.
+    let ssd_capacity = setup.ssd_capacity.min(2 * trace.distinct() + 1024);
+    let mut cache = TieredModel::new(first, setup.capacity, ssd_capacity);
     let mut replayed = Replayed::default();
     let mut keys: Vec<u64> = Vec::new();
     let mut told = 0;

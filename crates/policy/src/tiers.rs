@@ -29,7 +29,7 @@ impl TieredModel {
         let mut ram = CacheModel::new(policy, capacity);
         let ssd = (ssd_capacity > 0).then(|| SsdModel::new(ssd_capacity));
         if ssd.is_some() {
-            ram.set_below(0.0);
+            ram.set_below(Some(0.0));
         }
         Self { ram, ssd }
     }
@@ -64,7 +64,9 @@ impl TieredModel {
         for &key in keys.iter().skip(outcome.prefix_hits).filter(|&&key| ram.contains(key)) {
             ssd.write(key, ram.memo(key).unwrap_or_default(), |key, memo| ram.density(key, memo));
         }
-        ssd.given_up().into_iter().for_each(|density| ram.set_below(density));
+        if let Some(density) = ssd.given_up() {
+            ram.set_below(Some(density));
+        }
         let ssd_prefix_hits = outcome.prefix_hits.saturating_sub(known);
         TieredOutcome {
             prefix_hits: outcome.prefix_hits - ssd_prefix_hits,

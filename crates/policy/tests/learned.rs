@@ -36,7 +36,7 @@ fn hit_rate_of_both(trace: &Trace, kind: PolicyKind, capacity: usize, ssd_capaci
     (replayed.prefix_hits + replayed.ssd_prefix_hits) as f64 / trace.references() as f64
 }
 
-/// What it kept out of RAM never reached the tier below: together they hit a quarter less than with LRU.
+/// Before it knew of a tier below, what it kept out of RAM never got there: both hit a quarter less than with LRU.
 #[test]
 fn with_a_tier_below_it_is_near_the_best_or_better_too() {
     for requests in [chat(1, 60_000), shared_prompts(1, 60_000), agents(1, 60_000)] {

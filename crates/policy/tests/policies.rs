@@ -161,7 +161,7 @@ proptest! {
                     }
                 }
                 Op::Switch(kind) => {
-                    policy = PolicyKind::ALL[kind].take_over(policy.as_ref(), SLOTS as usize, &store);
+                    policy = PolicyKind::ALL[kind].take_over(policy.as_ref(), SLOTS as usize, 0, &store);
                 }
                 Op::Touch(_) => {}
             }

@@ -54,9 +54,11 @@ pub(crate) fn collect(shared: &Shared) -> v1::Status {
     }
 }
 
-/// The same without what tells of others: their sessions, processes and namespaces. For those who have proven nothing.
+/// The same without what tells of others: their sessions, processes and namespaces, and what was learnt of their blocks. For
+/// those who have proven nothing.
 pub(crate) fn for_anybody(shared: &Shared) -> v1::Status {
-    v1::Status { sessions: Vec::new(), namespaces: Vec::new(), is_partial: true, ..collect(shared) }
+    let all = collect(shared);
+    v1::Status { sessions: Vec::new(), namespaces: Vec::new(), learnt: Vec::new(), is_partial: true, ..all }
 }
 
 /// Those that the pool knows, then those of which only the SSD has blocks.

@@ -62,7 +62,8 @@ pub trait Judge: Send + Sync {
     /// reference that it is kept. None if the policy does not tell.
     fn densities(&self, blocks: &[(Key, Memo)]) -> Option<Vec<f32>>;
 
-    /// The mean density of what a device gave up lately.
+    /// The mean density of what the devices gave up lately, of that device of which it is the least: 0 as long as one had to give
+    /// up nothing, and where [`densities`](Self::densities) does not tell.
     fn given_up(&self, density: f32);
 }
 

@@ -22,6 +22,8 @@ pub(crate) struct Shared {
     pub(crate) counters: Counters,
     /// Says which blocks deserve to stay.
     pub(crate) judge: OnceLock<Arc<dyn Judge>>,
+    /// How dense is what each device has given up lately; None of one that had to give up nothing yet, or was not told.
+    pub(crate) given_up: Mutex<Vec<Option<f32>>>,
 }
 
 /// What is stored, and what is being stored.

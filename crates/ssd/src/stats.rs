@@ -55,7 +55,7 @@ counters! {
     writes_degraded,
     /// Segments emptied.
     segments_cleaned,
-    /// Blocks copied on because they had been read.
+    /// Blocks written again when their segment was emptied.
     blocks_kept,
     /// Blocks dropped to make room.
     blocks_dropped,

@@ -87,6 +87,7 @@ impl SsdTier {
             }),
             counters: Counters::default(),
             judge: OnceLock::new(),
+            given_up: Mutex::new(vec![None; files.len()]),
         });
         let mut tier = SsdTier {
             memory,

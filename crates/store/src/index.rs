@@ -1,5 +1,6 @@
 //! The core under the store's lock: which blocks there are, and what happens when one dies.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 use kvlane_block::{BlockHash, CutDigest, Namespace};
@@ -26,7 +27,8 @@ pub struct Index {
     pub(crate) extents: ExtentAllocator,
     pub(crate) entries: Entries,
     pub(crate) spaces: Spaces,
-    space_ids: HashMap<(Namespace, CutDigest, Box<[u64]>), SpaceId>,
+    /// Mostly one: others have shards of other sizes.
+    space_ids: HashMap<(Namespace, CutDigest), Vec<SpaceId>>,
     /// What goes next, and what comes in. Has all blocks, also those that are leased or being saved; no gaps.
     pub(crate) policy: Box<dyn ReplacementPolicy>,
     /// Blocks that the pool holds when it is full, about.
@@ -58,6 +60,10 @@ pub struct Index {
     pub(crate) lost: Vec<(BlockKey, Memo)>,
     /// How dense is what the tier below gives up; None without one.
     pub(crate) below: Option<f32>,
+    /// Blocks in a row that the tier below did not keep.
+    pub(crate) refused_spills: u32,
+    /// Block references so far, as the policy counts its time.
+    pub(crate) references: u64,
     journal: Journal,
     pub(crate) counters: Counters,
     /// Hears of every step in a block's life.
@@ -93,6 +99,8 @@ impl Index {
             spilling_bytes: 0,
             lost: Vec::new(),
             below: None,
+            refused_spills: 0,
+            references: 0,
             journal: Journal::default(),
             counters: Counters::default(),
             watches: Watches::default(),
@@ -110,8 +118,7 @@ impl Index {
         shard_bytes: &[u64],
     ) -> SpaceId {
         assert!(!shard_bytes.is_empty() && !shard_bytes.contains(&0), "shards of {shard_bytes:?} bytes");
-        let key = (namespace, cut, Box::from(shard_bytes));
-        if let Some(&space) = self.space_ids.get(&key) {
+        if let Some(space) = self.find_space(namespace, cut, shard_bytes) {
             return space;
         }
         let id = self.spaces.add(Space {
@@ -124,7 +131,7 @@ impl Index {
             hit_blocks: 0,
             missed_blocks: 0,
         });
-        self.space_ids.insert(key, id);
+        self.space_ids.entry((namespace, cut)).or_default().push(id);
         if self.capacity == 0 {
             self.set_first_capacity(shard_bytes);
         }
@@ -133,12 +140,25 @@ impl Index {
 
     /// Whether a space is alive.
     pub fn has_space(&self, namespace: Namespace, cut: CutDigest, shard_bytes: &[u64]) -> bool {
-        self.space_ids.contains_key(&(namespace, cut, Box::from(shard_bytes)))
+        self.find_space(namespace, cut, shard_bytes).is_some()
+    }
+
+    fn find_space(&self, namespace: Namespace, cut: CutDigest, shard_bytes: &[u64]) -> Option<SpaceId> {
+        self.spaces_of(namespace, cut).find(|&space| *self.spaces[space].shard_bytes == *shard_bytes)
+    }
+
+    /// All spaces of a namespace and cut that are alive.
+    pub(crate) fn spaces_of(
+        &self,
+        namespace: Namespace,
+        cut: CutDigest,
+    ) -> impl Iterator<Item = SpaceId> + '_ {
+        self.space_ids.get(&(namespace, cut)).into_iter().flatten().copied()
     }
 
     /// How many spaces are alive.
     pub fn count_spaces(&self) -> usize {
-        self.space_ids.len()
+        self.spaces.len()
     }
 
     /// The spaces that are in nobody's use, those that were made first before others.
@@ -153,8 +173,13 @@ impl Index {
         if !self.spaces[space].rows.is_empty() {
             return false;
         }
-        if let Some(Space { namespace, cut, shard_bytes, .. }) = self.spaces.remove(space) {
-            self.space_ids.remove(&(namespace, cut, shard_bytes));
+        if let Some(Space { namespace, cut, .. }) = self.spaces.remove(space)
+            && let Entry::Occupied(mut ids) = self.space_ids.entry((namespace, cut))
+        {
+            ids.get_mut().retain(|id| *id != space);
+            if ids.get().is_empty() {
+                ids.remove();
+            }
         }
         true
     }

@@ -60,6 +60,7 @@ impl Index {
                     beyond.iter().take_while(|hash| self.is_visible(group.space, hash)).count() as u64;
             }
             self.policy.touch(slots, &self.entries);
+            self.references += slots.len() as u64;
             let pages = self.lease_blocks(group.space, slots, &mut leased);
             hit_groups.push(HitGroup { first_block, stored_blocks, pages });
         }
@@ -73,6 +74,7 @@ impl Index {
         for (group, need) in groups.iter().zip(needs) {
             let end = (tokens / u64::from(need.tokens_per_block)) as usize;
             let beyond = group.hashes.get(end..).unwrap_or_default();
+            self.references += beyond.len() as u64;
             self.policy.missed(end, &mut beyond.iter().map(|hash| fingerprint(group.space, hash)));
         }
     }

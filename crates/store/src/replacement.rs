@@ -17,6 +17,8 @@ use crate::index::Index;
 use crate::store::Store;
 use crate::tier::BlockKey;
 
+/// Of so many blocks in a row the tier below has kept none: it does not work.
+const REFUSED_SPILLS: u32 = 64;
 /// Refused runs that are remembered for the other workers of their engine.
 const REFUSALS_KEPT: usize = 64;
 
@@ -99,19 +101,36 @@ impl Index {
     /// Goes on with another policy, which takes over what is resident, in order.
     pub fn switch_policy(&mut self, kind: PolicyKind) {
         if kind != self.policy.kind() {
-            self.set_policy(kind.take_over(self.policy.as_ref(), self.capacity, &self.entries));
+            let (capacity, references) = (self.capacity, self.references);
+            // How dense the tier below is, is for the new one to say.
+            self.below = self.below.map(|_| 0.0);
+            self.set_policy(kind.take_over(self.policy.as_ref(), capacity, references, &self.entries));
         }
     }
 
     fn set_policy(&mut self, policy: Box<dyn ReplacementPolicy>) {
         self.policy = policy;
-        self.below.into_iter().for_each(|density| self.policy.set_below(density));
+        self.policy.set_below(self.below.filter(|_| !self.is_spilling_in_vain()));
     }
 
     /// The tier below has given up blocks of this density lately; 0 before it had to.
     pub(crate) fn set_below(&mut self, density: f32) {
         self.below = Some(density);
-        self.policy.set_below(density);
+        self.policy.set_below(self.below.filter(|_| !self.is_spilling_in_vain()));
+    }
+
+    /// The tier below has kept a block, or refused it. One that keeps nothing is as good as none: what is let into the pool for
+    /// its sake would be lost.
+    pub(crate) fn spill_ended(&mut self, is_kept: bool) {
+        let was_in_vain = self.is_spilling_in_vain();
+        self.refused_spills = if is_kept { 0 } else { self.refused_spills.saturating_add(1) };
+        if self.is_spilling_in_vain() != was_in_vain {
+            self.policy.set_below(self.below.filter(|_| was_in_vain));
+        }
+    }
+
+    fn is_spilling_in_vain(&self) -> bool {
+        self.refused_spills >= REFUSED_SPILLS
     }
 
     /// A block is evicted: the tier below is to hear what is known of it.
@@ -133,20 +152,14 @@ impl Index {
     /// For each block of the tier below how dense it is: by what the policy knows of it, if the pool has it too, else by what it
     /// knew. None if it does not tell.
     fn densities(&self, blocks: &[(BlockKey, Memo)]) -> Option<Vec<f32>> {
-        let mut last = None;
-        let mut density = |(key, memo): &(BlockKey, Memo)| {
-            let name = (key.namespace, key.cut);
-            if last.as_ref().is_none_or(|(known, _)| *known != name) {
-                let of_name = self.spaces.with_ids().filter(|(id, _)| self.names(*id) == name);
-                last = Some((name, of_name.map(|(id, _)| id).collect::<Vec<SpaceId>>()));
-            }
-            let spaces = last.iter().flat_map(|(_, spaces)| spaces);
-            let found = spaces.filter_map(|&space| self.entries.find(space, &key.hash));
+        let density = |(key, memo): &(BlockKey, Memo)| {
+            let spaces = self.spaces_of(key.namespace, key.cut);
+            let found = spaces.filter_map(|space| self.entries.find(space, &key.hash));
             let known =
                 found.filter(|&slot| self.policy.contains(slot)).find_map(|slot| self.policy.memo(slot));
             self.policy.density(known.unwrap_or(*memo))
         };
-        blocks.iter().map(&mut density).collect()
+        blocks.iter().map(density).collect()
     }
 
     /// Leased or being saved, at most.
@@ -159,7 +172,9 @@ impl Index {
         let block_bytes: u64 = shard_bytes.iter().map(|bytes| bytes.next_multiple_of(PAGE_BYTES)).sum();
         self.capacity =
             usize::try_from(self.extents.capacity_bytes() / block_bytes).unwrap_or(usize::MAX).max(1);
-        self.set_policy(self.policy.kind().build(self.capacity));
+        let mut policy = self.policy.kind().build(self.capacity);
+        policy.begin_at(self.references);
+        self.set_policy(policy);
     }
 
     /// The pool is full: corrects what it was taken to hold, if that is off by more than a factor of two.

@@ -52,6 +52,11 @@ impl Spaces {
         self.living.remove(&id)
     }
 
+    /// How many are alive.
+    pub(crate) fn len(&self) -> usize {
+        self.living.len()
+    }
+
     /// In order of creation.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Space> {
         self.living.values()

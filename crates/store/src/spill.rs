@@ -150,7 +150,11 @@ impl Store {
                 continue;
             }
             let (key, memo, shards) = (spill.key, spill.memo, spill.shards());
-            tier.write(key, shards, memo, Box::new(move |is_kept| store.end_spill(&spill, is_kept)));
+            let done = move |is_kept| {
+                store.index.lock().spill_ended(is_kept);
+                store.end_spill(&spill, is_kept);
+            };
+            tier.write(key, shards, memo, Box::new(done));
         }
     }
 

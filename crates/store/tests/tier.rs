@@ -42,6 +42,8 @@ struct State {
     held: Vec<Work>,
     /// Reads of these fail.
     unreadable: BTreeSet<BlockKey>,
+    /// No block is kept, as by a device that fails.
+    refuses: bool,
     writes: u64,
     reads: u64,
 }
@@ -111,6 +113,9 @@ impl Tier for ShelfTier {
                 bytes
             };
             let bytes: Vec<Vec<u8>> = shards.iter().map(copy).collect();
+            if shelf.state.lock().refuses {
+                return done(false);
+            }
             {
                 let mut state = shelf.state.lock();
                 state.kept.insert(key, bytes);
@@ -687,4 +692,28 @@ fn the_tier_keeps_what_the_policy_knows_of_a_block_and_gives_it_back() {
     // Of what the pool has it knows better than the tier.
     let unknown = [(Engine::key(often[5]), Memo::NOTHING)];
     assert_eq!(engine.pool.store.densities(&unknown).unwrap()[0], densities[0]);
+}
+
+/// What is let into the pool for the tier's sake is lost if the tier keeps nothing.
+#[test]
+fn over_a_tier_that_keeps_nothing_the_pool_is_guarded_as_without_one() {
+    let engine = Engine::new(PolicyKind::Learned, 400);
+    let kept_out = |steps: std::ops::Range<u32>| {
+        let before = engine.pool.store.stats().counters.not_admitted;
+        for step in steps {
+            // More is asked for again and again than there is room for; the rest never is.
+            engine.serve(&hashes((step % 80) as u8, 6));
+            let mut once = hashes(100, 6);
+            once.iter_mut().for_each(|hash| hash.0[8..12].copy_from_slice(&step.to_le_bytes()));
+            engine.serve(&once);
+        }
+        engine.pool.store.stats().counters.not_admitted - before
+    };
+    assert_eq!(kept_out(0..600), 0, "the tier keeps all");
+    engine.pool.shelf.state.lock().refuses = true;
+    assert!(kept_out(600..1000) > 500);
+    // And when it works again.
+    engine.pool.shelf.state.lock().refuses = false;
+    kept_out(1000..1020);
+    assert_eq!(kept_out(1020..1100), 0);
 }

@@ -247,11 +247,6 @@ impl Learned {
         known_as[recognised..].fill(Known { class, uses: 1 });
     }
 
-    /// It tells of a time that has not come: another policy was at work since, and what this one learns began anew.
-    fn is_of_another_life(&self, memo: Memo) -> bool {
-        u64::from(memo.asked_at()) > self.now
-    }
-
     /// What the first of `new` blocks behind `parent` is taken for if nothing was noted of it. A prompt may be stored by and by:
     /// what continues new blocks came with them.
     fn known_behind(&self, parent: Option<u32>, new: usize) -> Known {
@@ -448,7 +443,7 @@ impl ReplacementPolicy for Learned {
     }
 
     fn remember(&mut self, slot: u32, memo: Memo) {
-        if !self.contains(slot) || memo.uses() == 0 || self.is_of_another_life(memo) {
+        if !self.contains(slot) || memo.uses() == 0 {
             return;
         }
         let at = &mut self.slots[slot as usize];
@@ -460,13 +455,23 @@ impl ReplacementPolicy for Learned {
     }
 
     fn density(&self, memo: Memo) -> Option<f32> {
-        let memo = if self.is_of_another_life(memo) { Memo::default() } else { memo };
         let age = (self.now as u32).wrapping_sub(memo.asked_at());
         self.learnt.then(|| self.densities.get(Class::from_memo(memo), age.into()))
     }
 
-    fn set_below(&mut self, density: f32) {
-        self.below = Some(density);
+    fn set_below(&mut self, density: Option<f32>) {
+        self.below = density;
+    }
+
+    fn begin_at(&mut self, references: u64) {
+        if references == self.now {
+            return;
+        }
+        self.learn_at += references - self.now;
+        self.now = references;
+        self.history.begin_at(references);
+        self.rings.begin_span(references);
+        self.ranked_at = references;
     }
 
     fn len(&self) -> usize {

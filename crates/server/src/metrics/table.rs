@@ -364,7 +364,7 @@ pub const METRICS: &[Metric] = &[
         "kvlane_ssd_kept_blocks_total",
         Counter,
         "",
-        "Blocks of the SSD tier copied on, since they had been read, when their place was needed.",
+        "Blocks of the SSD tier written again when their place was needed: what was read since it was written, or what --policy learned expects the most hits of.",
         Read(|s| of_ssd(s, |ssd| ssd.tier.blocks_kept)),
     ),
     metric(

@@ -25,16 +25,24 @@ impl Device {
             let live: Vec<Vec<Live>> = sealed.iter().map(|&(_, segment)| self.live(segment)).collect();
             let worths: Vec<Vec<Worth>> = live.iter().map(|live| self.worths(live)).collect();
             let Some(chosen) = self.cleaner.choose(&worths) else { return };
-            let mut kept = self.cleaner.split(&worths[chosen], self.superblock.segment_pages());
-            if let (Some(judge), Some(density)) = (self.shared.judge.get(), self.cleaner.given_up()) {
-                judge.given_up(density);
-            }
-            if !self.log.has_room_for_copies() || self.closing {
-                kept.fill(false);
-            }
+            let has_room = self.log.has_room_for_copies() && !self.closing;
+            let room_in = if has_room { self.superblock.segment_pages() } else { 0 };
+            let kept = self.cleaner.split(&worths[chosen], room_in);
+            self.tell_what_was_given_up();
             self.empty(sealed[chosen].1, &live[chosen], &kept);
         }
         self.copy_next();
+    }
+
+    /// A block comes to whichever device has room: what the least dense of them gives up is what the tier gives up.
+    fn tell_what_was_given_up(&self) {
+        let Some(judge) = self.shared.judge.get() else { return };
+        let least = {
+            let mut of_devices = self.shared.given_up.lock();
+            of_devices[usize::from(self.number)] = self.cleaner.given_up();
+            of_devices.iter().map(|density| density.unwrap_or(0.0)).fold(f32::MAX, f32::min)
+        };
+        judge.given_up(least);
     }
 
     /// The records of a segment that count.

@@ -80,6 +80,11 @@ impl History {
         }
     }
 
+    /// Nothing happened before this time.
+    pub(super) fn begin_at(&mut self, now: u64) {
+        self.learnt_at = now;
+    }
+
     /// The cache holds another number of blocks.
     pub(super) fn resize(&mut self, capacity: usize) {
         self.capacity = capacity;

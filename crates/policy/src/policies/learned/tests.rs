@@ -73,7 +73,7 @@ enum Op {
     Evict,
     /// So many references to other blocks.
     Pass(u64),
-    /// It came from a tier below, which says this of it.
+    /// It came from a tier below, which says this of it, and that it was asked for so long ago.
     Remember(usize, u8, u8, u32),
 }
 
@@ -84,8 +84,8 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0usize..40, any::<bool>()).prop_map(|(at, leased)| Op::Lease(at, leased)),
         4 => Just(Op::Evict),
         2 => (0u64..12).prop_map(|log| Op::Pass(1 << log)),
-        1 => (0usize..40, any::<u8>(), any::<u8>(), prop_oneof![0u32..4000, any::<u32>()])
-            .prop_map(|(at, class, uses, asked_at)| Op::Remember(at, class, uses, asked_at)),
+        1 => (0usize..40, any::<u8>(), any::<u8>(), 0u32..4000)
+            .prop_map(|(at, class, uses, age)| Op::Remember(at, class, uses, age)),
     ]
 }
 
@@ -137,8 +137,9 @@ proptest! {
                     }
                 }
                 Op::Pass(references) => policy.pass(references as usize),
-                Op::Remember(slot, class, uses, asked_at) => {
+                Op::Remember(slot, class, uses, age) => {
                     if let Some(slot) = at(slot) {
+                        let asked_at = policy.now.saturating_sub(age.into()) as u32;
                         policy.remember(slot, Memo::new(class, uses, asked_at));
                     }
                 }
@@ -342,9 +343,9 @@ fn what_is_not_worth_a_place_here_passes_through_if_it_is_worth_one_in_the_tier_
     };
     admitted(&mut cache, 0..2000);
     let alone = admitted(&mut cache, 2000..3000);
-    cache.set_below(0.0);
+    cache.set_below(Some(0.0));
     let above_an_empty_tier = admitted(&mut cache, 3000..4000);
-    cache.set_below(1.0);
+    cache.set_below(Some(1.0));
     let above_a_tier_of_what_is_dense = admitted(&mut cache, 4000..5000);
     println!("{alone}, {above_an_empty_tier}, {above_a_tier_of_what_is_dense} of 1000");
     assert!(alone < 100 && above_an_empty_tier == 1000 && above_a_tier_of_what_is_dense < 100);
@@ -384,4 +385,26 @@ fn the_later_parts_of_a_save_are_judged_as_what_the_first_part_was() {
     };
     assert!(judged(Some(63)) < 10, "but by chance");
     assert!(judged(None) < 10, "a prompt of as many new blocks is of that class too");
+}
+
+/// When another policy had decided for a while, time began anew: what was asked for long ago soon looked as if it had been just now.
+#[test]
+fn what_a_tier_below_keeps_from_before_another_policy_decided_is_as_old_as_it_is() {
+    let mut cache = CacheModel::new(PolicyKind::Learned, 400);
+    ask_for_two_kinds(&mut cache, 0..600);
+    let key = prompt(600 / 40 * 10 + spread(600) % 10, 3)[0];
+    ask_for_two_kinds(&mut cache, 600..601);
+    let memo = cache.memo(key).unwrap();
+    cache.switch(PolicyKind::Lru);
+    assert_eq!((cache.memo(key), cache.density(key, memo)), (None, None));
+    ask_for_two_kinds(&mut cache, 601..1400);
+    cache.switch(PolicyKind::Learned);
+    ask_for_two_kinds(&mut cache, 1400..2011);
+    assert!(!cache.contains(key));
+    let (old, unknown) = (cache.density(key, memo).unwrap(), cache.density(key, Memo::NOTHING).unwrap());
+    ask_for_two_kinds(&mut cache, 2011..2012);
+    let now = prompt(2011 / 40 * 10 + spread(2011) % 10, 3)[0];
+    let new = cache.density(now, Memo::NOTHING).unwrap();
+    println!("{old}, unknown {unknown}, just now {new}");
+    assert!(old < new / 10.0 && unknown < new / 10.0);
 }
