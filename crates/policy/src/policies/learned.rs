@@ -12,7 +12,7 @@ use self::classes::{Class, MAX_USES};
 use self::density::Densities;
 use self::history::History;
 use self::ranks::{Rank, Ranks};
-use self::rings::Rings;
+use self::rings::{Ring, Rings};
 use crate::key::spread;
 use crate::learnt::LearntClass;
 use crate::memo::Memo;
@@ -190,15 +190,33 @@ impl Learned {
         }
     }
 
-    /// `slot` does not continue its parent any more.
-    fn leave_parent(&mut self, slot: u32) {
+    /// `slot`, which was in this ring if that is known, does not continue its parent any more.
+    fn leave_parent(&mut self, slot: u32, ring: Option<Ring>) {
+        let Slot { class, asked_at, .. } = self.slots[slot as usize];
         let parent = std::mem::replace(&mut self.slots[slot as usize].parent, NONE);
-        if let Some(above) = self.slots.get_mut(parent as usize) {
-            above.children = above.children.saturating_sub(1);
-            if above.children == 0 {
-                self.enter(parent, false);
-            }
+        let Some(above) = self.slots.get_mut(parent as usize) else { return };
+        above.children = above.children.saturating_sub(1);
+        if above.children > 0 {
+            return;
         }
+        // Mostly it was asked for together with the slot, and so belongs where that was.
+        let is_alike = above.is_in && above.class == class && above.asked_at == asked_at;
+        match ring.filter(|_| is_alike && !self.rings.contains(parent)) {
+            Some(ring) => self.rings.add_as_oldest(parent, ring),
+            None => self.enter(parent, false),
+        }
+    }
+
+    /// `slot` is gone, which was in this ring if that is known; false if it was not in.
+    fn leave(&mut self, slot: u32, ring: Option<Ring>) -> bool {
+        if !self.contains(slot) {
+            return false;
+        }
+        self.rings.remove(slot);
+        self.slots[slot as usize].is_in = false;
+        self.len -= 1;
+        self.leave_parent(slot, ring);
+        true
     }
 
     fn slot(&mut self, slot: u32) -> &mut Slot {
@@ -394,14 +412,7 @@ impl ReplacementPolicy for Learned {
     }
 
     fn remove(&mut self, slot: u32) -> bool {
-        if !self.contains(slot) {
-            return false;
-        }
-        self.rings.remove(slot);
-        self.slots[slot as usize].is_in = false;
-        self.len -= 1;
-        self.leave_parent(slot);
-        true
+        self.leave(slot, None)
     }
 
     fn take_victim(&mut self, max_refusals: usize, blocks: &dyn Blocks) -> Option<u32> {
@@ -421,7 +432,7 @@ impl ReplacementPolicy for Learned {
                 continue;
             };
             if blocks.may_evict(slot) {
-                self.remove(slot);
+                self.leave(slot, Some(ring));
                 return Some(slot);
             }
             self.rings.remove(slot);

@@ -149,21 +149,31 @@ impl Rings {
 
     /// Adds `slot`, which is in no ring, at the new end of one or the old one; gives the ring if that was not marked.
     pub(super) fn add(&mut self, slot: u32, span: Span, class: Class, as_newest: bool) -> Option<Ring> {
-        let node = RINGS + slot as usize;
-        if self.nodes.len() <= node {
-            self.nodes.resize(node + 1, Node { older: OUT, newer: OUT });
-        }
         let ring = Ring::of(span, class);
         let Node { older: newest, newer: oldest } = self.nodes[ring.0 as usize];
         let (older, newer) = if as_newest { (newest, ring.node()) } else { (ring.node(), oldest) };
-        self.nodes[node] = Node { older, newer };
-        self.nodes[older as usize].newer = node as u32;
-        self.nodes[newer as usize].older = node as u32;
+        self.link(slot, older, newer);
         let (word, mark) = mark(class);
         let word = &mut self.marked[usize::from(span.row)][word];
         let is_new = *word & mark == 0;
         *word |= mark;
         is_new.then_some(ring)
+    }
+
+    /// Adds `slot`, which is in no ring, at the old end of a ring that is marked.
+    pub(super) fn add_as_oldest(&mut self, slot: u32, ring: Ring) {
+        let oldest = self.nodes[ring.0 as usize].newer;
+        self.link(slot, ring.node(), oldest);
+    }
+
+    fn link(&mut self, slot: u32, older: u32, newer: u32) {
+        let node = RINGS + slot as usize;
+        if self.nodes.len() <= node {
+            self.nodes.resize(node + 1, Node { older: OUT, newer: OUT });
+        }
+        self.nodes[node] = Node { older, newer };
+        self.nodes[older as usize].newer = node as u32;
+        self.nodes[newer as usize].older = node as u32;
     }
 
     /// Takes `slot` out; false if it was not in.
