@@ -283,8 +283,15 @@ impl Store {
 
     /// The policy hears what the tier has kept of its knowledge of blocks that come back.
     fn remember(&self, space: SpaceId, claimed: &[(BlockHash, Vec<ShardClaim>)]) {
-        let Some(tier) = &self.tier else { return };
-        let (namespace, cut) = self.index.lock().names(space);
+        let (Some(tier), Some((_, first))) = (&self.tier, claimed.first()) else { return };
+        let (namespace, cut) = {
+            let index = self.index.lock();
+            let learns = first.first().is_some_and(|claim| index.policy.memo(claim.block.slot).is_some());
+            if !learns {
+                return;
+            }
+            index.names(space)
+        };
         for part in claimed.chunks(BLOCKS_A_HOLD) {
             let memo = |(hash, _): &(BlockHash, _)| tier.memo(&BlockKey { namespace, cut, hash: *hash });
             let memos: Vec<Option<Memo>> = part.iter().map(memo).collect();
