@@ -105,11 +105,16 @@ def test_what_a_policy_has_learnt_is_told_and_drawn(tmp_path: Path) -> None:
     }
     once = at_400["asked for once, of a prompt of 4 to 15 new blocks"]
     # Each comes back after 400 references.
-    again = at_400["asked for 33 or more times, 256 to 1023 references apart"]
+    again = at_400["asked for 33 or more times, 256 to 1,023 references apart"]
     assert again > 10 * once
     assert (tmp_path / "learned.png").read_bytes().startswith(b"\x89PNG")
     nothing = _kvlane(tmp_path, str(_trace(tmp_path)), "--policy", "learned", "--plot-learned", "no.png")
     assert nothing.returncode == 1 and "more than 4,096 references" in nothing.stderr
+    assert "clairvoyant" in nothing.stdout, "the table comes all the same"
+    other = _kvlane(tmp_path, str(trace), "--policy", "lru", "--plot-learned", "no.png")
+    assert other.returncode == 1 and "needs --policy learned" in other.stderr
+    named = _kvlane(tmp_path, str(trace), "--plot", "all.pdf")
+    assert named.returncode == 1 and "name it all.png" in named.stderr
 
 
 def test_the_kinds_that_were_seen_most_are_drawn() -> None:
@@ -125,7 +130,7 @@ def test_the_kinds_that_were_seen_most_are_drawn() -> None:
     }
     facts = learned_picture.facts(report)
     assert list(facts["lines"]) == [f"kind {number}" for number in range(11, 3, -1)]
-    assert facts["lines"]["kind 11"] == [[64, 250.0]]
+    assert facts["lines"]["kind 11"] == [[64, 250_000.0]]
     assert "1,000 blocks" in facts["title"] and "folder" not in facts["title"]
 
 

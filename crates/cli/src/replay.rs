@@ -9,6 +9,7 @@ mod report;
 mod trace_file;
 
 use std::{
+    io::{ErrorKind, Write},
     num::NonZero,
     path::PathBuf,
     sync::atomic::{AtomicUsize, Ordering},
@@ -57,7 +58,8 @@ pub(crate) struct ReplayArgs {
     /// folder]
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// A second picture: what the policy learned has learnt, hit density by age of the kinds of blocks that it saw most: a PNG
+    /// A second picture: what the policy learned has learnt in the largest cache, hit density by age of the kinds of blocks that it
+    /// saw most: a PNG
     #[arg(long, value_name = "FILE", conflicts_with = "route")]
     plot_learned: Option<PathBuf>,
 }
@@ -75,7 +77,7 @@ fn parse_policy(text: &str) -> Result<Policies, String> {
         name => name
             .parse()
             .map(|kind| Policies::One(Choice::Fixed(kind)))
-            .map_err(|error: kvlane_policy::UnknownPolicy| format!("{error}, auto or all")),
+            .map_err(|error: kvlane_policy::UnknownPolicy| format!("{error}; or auto, or all")),
     }
 }
 
@@ -118,6 +120,16 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         let text = fleet::to_text(&report);
         return publish(args, &report, &text, "route_replay_picture");
     }
+    let pictures = args.plot.iter().chain(&args.plot_learned);
+    if let Some(path) =
+        pictures.clone().find(|path| path.extension().is_none_or(|extension| extension != "png"))
+    {
+        bail!("a picture is a PNG: name it {}", path.with_extension("png").display());
+    }
+    let learns = |choice: &Choice| choice.first() == PolicyKind::Learned;
+    if args.plot_learned.is_some() && !args.policies().iter().any(learns) {
+        bail!("--plot-learned draws what the policy learned has learnt: it needs --policy learned, or all");
+    }
     let trace = if args.with_scans { file.trace.with_scans() } else { file.trace };
     let blocks = |capacity: &Capacity| capacity.blocks(trace.distinct(), args.block_bytes);
     let ssd_capacity = args.ssd.as_ref().map(&blocks).transpose()?.unwrap_or(0);
@@ -153,34 +165,40 @@ pub(crate) fn run(args: &ReplayArgs) -> Result<()> {
         bounds: &bounds,
     };
     let json = report.to_json();
+    publish(args, &json, &report.to_text(), "replay_picture")?;
     if let Some(path) = &args.plot_learned {
         picture::draw(path, &json, "learned_picture")?;
+        if !args.json {
+            print(&format!("{}\n", path.display()))?;
+        }
     }
-    publish(args, &json, &report.to_text(), "replay_picture")
+    Ok(())
+}
+
+/// Prints, unless who reads has had enough.
+fn print(text: &str) -> Result<()> {
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
 }
 
 /// Prints what came out, and draws it.
 fn publish(args: &ReplayArgs, json: &Value, text: &str, module: &str) -> Result<()> {
-    if args.json {
-        println!("{json:#}");
-    } else {
-        print!("{text}");
-    }
+    print(&if args.json { format!("{json:#}\n") } else { text.to_owned() })?;
     match &args.plot {
         Some(path) => picture::draw(path, json, module)?,
         None if args.json => return Ok(()),
         None => {
             let path = picture::default_path(&args.trace);
             if let Err(error) = picture::draw(&path, json, module) {
-                println!("no picture: {error:#}");
-                return Ok(());
+                return print(&format!("no picture: {error:#}\n"));
             }
-            println!("{}", path.display());
-            return Ok(());
+            return print(&format!("{}\n", path.display()));
         }
     }
     if let Some(path) = args.plot.as_ref().filter(|_| !args.json) {
-        println!("{}", path.display());
+        print(&format!("{}\n", path.display()))?;
     }
     Ok(())
 }

@@ -76,8 +76,9 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "KVLANE_SEAL_THREADS", value_name = "N")]
     seal_threads: Option<NonZeroUsize>,
 
-    /// Which blocks make room for others in a full pool: lru, the least recently used; one of the other policies; or auto, the
-    /// one that shadow caches find to hit most of what is asked for. `kvlane replay` compares them on a trace [default: lru]
+    /// Which blocks make room for others in a full pool: lru, the least recently used; one of the other policies, of which tinylfu and
+    /// learned also say which come in, and learned what an SSD keeps; or auto, the one that shadow caches find to hit most of what is
+    /// asked for. `kvlane replay` compares them on a trace [default: lru]
     #[arg(long, env = "KVLANE_POLICY", value_enum, value_name = "NAME")]
     policy: Option<PolicyArg>,
 

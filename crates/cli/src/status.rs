@@ -176,7 +176,7 @@ fn to_text(status: &Status) -> String {
     }
     text.push_str(&learnt(status));
     if status.is_partial {
-        text.push_str("\nSessions and namespaces are told over the Unix socket only.\n");
+        text.push_str("\nSessions, namespaces and what was learnt are told over the Unix socket only.\n");
         return text;
     }
     text.push_str("\nsessions\n");
@@ -238,26 +238,28 @@ fn layouts(status: &Status) -> String {
     )
 }
 
-/// "lru", or "auto, now arc (in their shadow caches: lru 12.0 %, arc 13.1 %, ...)"; empty from a daemon that does not say.
+/// "lru", or "auto, now arc; 7 blocks were not let in" and a line with what the shadow caches hit; empty from a daemon that does
+/// not say.
 fn policy(status: &Status) -> String {
     let mut text = status.policy.clone();
     if status.policy != status.active_policy {
         text.push_str(&format!(", now {}", status.active_policy));
     }
     let hits = |shadow: &ShadowHitRatio| format!("{} {:.1} %", shadow.policy, 100.0 * shadow.hit_ratio);
-    let shadows: Vec<String> = status.shadow_hit_ratios.iter().map(hits).collect();
-    if !shadows.is_empty() {
-        text.push_str(&format!(" (in their shadow caches: {})", shadows.join(", ")));
-    }
     if status.not_admitted_blocks > 0 {
         text.push_str(&format!("; {} blocks were not let in", status.not_admitted_blocks));
+    }
+    let shadows: Vec<String> = status.shadow_hit_ratios.iter().map(hits).collect();
+    if !shadows.is_empty() {
+        text.push_str(&format!("\n            of the pool alone shadow caches hit: {}", shadows.join(", ")));
     }
     text
 }
 
-/// The kinds of blocks that are shown, and at which ages.
+/// The kinds of blocks that are shown.
 const KINDS_SHOWN: usize = 8;
-const AGES_SHOWN: [u64; 3] = [0, 1024, 32_768];
+/// So that the least of them is a number that can be read.
+const REFERENCES: f64 = 1e6;
 
 /// What the policy has learnt of the kinds of blocks that it has seen most; empty from one that does not learn.
 fn learnt(status: &Status) -> String {
@@ -267,17 +269,27 @@ fn learnt(status: &Status) -> String {
     let density = |kind: &LearntKind, age: u64| {
         let next = kind.ages.partition_point(|first| *first <= age);
         let density = kind.hit_densities.get(next.saturating_sub(1)).copied().unwrap_or(0.0);
-        format!("{:.3}", 1000.0 * density)
+        three_figures(REFERENCES * density)
     };
+    // A block that is not asked for leaves a pool under pressure after about as many references as the pool has blocks.
+    let blocks = status.blocks.max(10);
+    let ages = [0, blocks / 10, blocks];
     let rows = status.learnt.iter().take(KINDS_SHOWN).map(|kind| {
-        let [new, later, late] = AGES_SHOWN.map(|age| density(kind, age));
-        [kind.blocks.clone(), format!("{:.0}", kind.seen), new, later, late]
+        let [new, young, old] = ages.map(|age| density(kind, age));
+        [kind.blocks.clone(), format!("{:.0}", kind.seen), new, young, old]
     });
-    let head = ["blocks", "seen", "new", "1,024 old", "32,768 old"];
+    let heads = ages.map(|age| if age == 0 { "new".to_owned() } else { format!("{age} old") });
+    let head = ["blocks", "seen", &heads[0], &heads[1], &heads[2]];
     format!(
-        "\nlearnt: hits for 1,000 references that a block is kept, by its age in references\n{}",
+        "\nlearnt: hits that a block brings in a million block references, by its age in references\n{}",
         table(&head, rows)
     )
+}
+
+/// "1250", "12.5", "0.125", "0.00125".
+fn three_figures(number: f64) -> String {
+    let above_one = if number > 0.0 { number.log10().floor() as i32 } else { 2 };
+    format!("{number:.*}", (2 - above_one).clamp(0, 8) as usize)
 }
 
 /// Columns as wide as their widest cell.
@@ -335,6 +347,7 @@ mod tests {
             policy: "auto".into(),
             active_policy: "arc".into(),
             shadow_hit_ratios: vec![ShadowHitRatio { policy: "lru".into(), hit_ratio: 0.125 }],
+            blocks: 1500,
             not_admitted_blocks: 77,
             learnt: vec![LearntKind {
                 blocks: "asked for 2 times".into(),
@@ -366,8 +379,8 @@ mod tests {
             "abababab",
             "llama",
             "1234 blocks",
-            "auto, now arc (in their shadow caches: lru 12.5 %); 77 blocks were not let in",
-            "asked for 2 times  12    500.000  250.000    0.000",
+            "auto, now arc; 77 blocks were not let in\n            of the pool alone shadow caches hit: lru 12.5 %\n",
+            "asked for 2 times  12    500000  500000   250000\n",
             "/mnt/nvme0/blocks",
             "of 2.0 TB",
             "io_uring, direct",

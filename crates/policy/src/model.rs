@@ -24,6 +24,8 @@ struct Block {
 struct Resident {
     blocks: Vec<Block>,
     request: u32,
+    /// What is fetched continues this one.
+    continued: u32,
 }
 
 impl Blocks for Resident {
@@ -38,7 +40,7 @@ impl Blocks for Resident {
 
     fn may_evict(&self, slot: u32) -> bool {
         let block = &self.blocks[slot as usize];
-        block.children == 0 && block.request != self.request
+        block.children == 0 && block.request != self.request && slot != self.continued
     }
 
     fn in_use(&self, slot: u32) -> bool {
@@ -88,7 +90,7 @@ impl CacheModel {
 
     /// An empty cache that this policy, which is empty too, works for.
     pub fn with_policy(policy: Box<dyn ReplacementPolicy>, capacity: usize) -> Self {
-        let resident = Resident { blocks: Vec::new(), request: 0 };
+        let resident = Resident { blocks: Vec::new(), request: 0, continued: NONE };
         Self {
             resident,
             free: Vec::new(),
@@ -162,13 +164,12 @@ impl CacheModel {
     /// to `evicted`.
     pub fn fetch(&mut self, keys: &[u64], known: usize, memos: &[Memo], mut evicted: impl FnMut(Evicted)) {
         self.resident.request = self.resident.request.wrapping_add(1);
-        let mut parent = NONE;
-        for key in &keys[..known] {
-            let Some(&slot) = self.slots.get(key) else { return };
-            self.resident.blocks[slot as usize].request = self.resident.request;
-            parent = slot;
-        }
+        let parent =
+            known.checked_sub(1).and_then(|last| self.slots.get(&keys[last]).copied()).unwrap_or(NONE);
+        // As in a store, what is there of the prompt is not leased yet.
+        self.resident.continued = parent;
         self.add_run(&keys[known..known + memos.len()], parent, &mut evicted);
+        self.resident.continued = NONE;
         for (&slot, &memo) in self.run.iter().zip(memos) {
             self.policy.remember(slot, memo);
         }

@@ -128,7 +128,7 @@ pub trait ReplacementPolicy: Send {
     /// Bytes on the heap, about.
     fn heap_bytes(&self) -> usize;
 
-    /// What it has learnt of each kind of blocks that it has seen; nothing from policies that do not learn, or not yet.
+    /// What it has learnt of each kind of blocks that it has seen, the most seen first; nothing from policies that do not learn, or not yet.
     fn learnt(&self) -> Vec<LearntClass> {
         Vec::new()
     }

@@ -39,9 +39,9 @@ fn hit_rate_of_both(trace: &Trace, kind: PolicyKind, capacity: usize, ssd_capaci
 /// Before it knew of a tier below, what it kept out of RAM never got there: both hit a quarter less than with LRU.
 #[test]
 fn with_a_tier_below_it_is_near_the_best_or_better_too() {
-    for requests in [chat(1, 60_000), shared_prompts(1, 60_000), agents(1, 60_000)] {
+    for requests in [chat(1, 40_000), shared_prompts(1, 40_000), agents(1, 40_000)] {
         let trace = trace(&requests);
-        for (ram, ssd) in [(1, 10), (3, 10), (3, 30)] {
+        for (ram, ssd) in [(1, 10), (3, 30)] {
             let of = |percent: usize| trace.distinct() * percent / 100;
             let hits = |kind| hit_rate_of_both(&trace, kind, of(ram), of(ssd));
             let others = PolicyKind::ALL.into_iter().filter(|&kind| kind != PolicyKind::Learned);

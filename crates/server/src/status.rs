@@ -80,8 +80,7 @@ fn namespaces(shared: &Shared) -> Vec<v1::NamespaceStatus> {
     all
 }
 
-fn learnt(mut classes: Vec<LearntClass>) -> Vec<v1::LearntKind> {
-    classes.sort_by(|a, b| b.seen.total_cmp(&a.seen));
+fn learnt(classes: Vec<LearntClass>) -> Vec<v1::LearntKind> {
     let kind = |LearntClass { blocks, seen, densities }: LearntClass| {
         let (ages, hit_densities) = densities.into_iter().unzip();
         v1::LearntKind { blocks, seen, ages, hit_densities }

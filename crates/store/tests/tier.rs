@@ -638,7 +638,7 @@ fn prompts() -> Vec<Vec<BlockHash>> {
 #[test]
 fn pool_and_tier_hit_what_a_replay_says() {
     const CAPACITY: u64 = 64;
-    for kind in [PolicyKind::Lru, PolicyKind::Learned, PolicyKind::TinyLfu] {
+    for kind in PolicyKind::ALL {
         let engine = Engine::new(kind, CAPACITY);
         let mut model = TieredModel::new(kind, CAPACITY as usize, 1 << 20);
         let (mut hits, mut below) = (0, 0);

@@ -31,13 +31,16 @@ def facts(report: Mapping[str, Any]) -> dict[str, Any]:
         )
     result = max(results, key=lambda result: result["capacity_blocks"])
     classes = sorted(result["learnt"], key=lambda kind: -kind["seen"])[:MOST]
+    scans = ", mixed 1:1 with one-time prompts" if report.get("with_scans") else ""
+    below = result.get("ssd_capacity_blocks", 0)
+    ssd = f" over an SSD of {below:,}" if below else ""
     shown = {
-        "title": f"{Path(report['trace']).name}: what {result['policy']} has learnt in a cache of "
-        f"{result['capacity_blocks']:,} blocks",
-        # Hits for a thousand references: a block that is kept for as long brings so many.
+        "title": f"{Path(report['trace']).name}{scans}: what {result['policy']} has learnt in a cache of "
+        f"{result['capacity_blocks']:,} blocks{ssd}",
+        # Hits for a million references: a block that is kept for as long brings so many.
         "lines": {
             kind["blocks"]: [
-                (age, 1000 * density) for age, density in kind["density_by_age"] if 0 < age <= LAST_AGE
+                (age, 1_000_000 * density) for age, density in kind["density_by_age"] if 0 < age <= LAST_AGE
             ]
             for kind in classes
         },
@@ -60,7 +63,7 @@ def picture(report: Mapping[str, Any]) -> Figure:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("block references since the block was asked for")
-    axes.set_ylabel("hits for each 1,000 references that it is kept")
+    axes.set_ylabel("hits for a million references that it is kept")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
     figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")

@@ -63,14 +63,16 @@ def picture(report: Mapping[str, Any]) -> Figure:
     if shown["clairvoyant"]:
         shares, hits = zip(*shown["clairvoyant"], strict=True)
         axes.plot(
-            shares, hits, label="knows the future", color="#1f2328", linestyle="-.", marker="x", markersize=4
+            shares, hits, label="clairvoyant", color="#1f2328", linestyle="-.", marker="x", markersize=4
         )
     axes.axhline(shown["ceiling"], color="#1f2328", linestyle=":", label="ceiling: no limit")
     axes.set_xscale("log")
     ticks = sorted({share for points in shown["lines"].values() for share, _ in points})
     axes.set_xticks(ticks, [f"{share:.3g} %" for share in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    # Lines that lie close together far from 0 could not be told apart.
+    least = min(hits for points in shown["lines"].values() for _, hits in points)
+    axes.set_ylim(bottom=math.floor(0.9 * least) if 2 * least > shown["ceiling"] else 0)
     axes.set_xlabel("RAM, share of the different blocks")
     axes.set_ylabel("prefix hits, % of block references")
     figure.suptitle(textwrap.fill(shown["title"], 90), fontsize=11, x=0.02, ha="left", weight="bold")

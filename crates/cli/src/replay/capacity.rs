@@ -25,7 +25,7 @@ impl FromStr for Capacity {
                 number.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite());
             return percent
                 .map(Self::Percent)
-                .ok_or_else(|| "that is no share: write for example 10%".into());
+                .ok_or_else(|| "a share is above 0: write for example 10%".into());
         }
         let capacity = match text.parse::<usize>() {
             Ok(blocks) => Self::Blocks(blocks),
@@ -56,8 +56,10 @@ impl Capacity {
             Self::Percent(percent) => Ok(((distinct as f64 * percent / 100.0) as usize).max(1)),
             Self::Blocks(blocks) => Ok(blocks),
             Self::Bytes(bytes) => {
-                let Size(block) = block_bytes
-                    .with_context(|| format!("a capacity of {} needs --block-bytes", Size(bytes)))?;
+                let Size(block) = block_bytes.with_context(|| {
+                    let example = "such as 64mib for 512 tokens of a model with 128 KiB a token";
+                    format!("a capacity of {} needs --block-bytes, {example}", Size(bytes))
+                })?;
                 if block == 0 || block > bytes {
                     bail!("a capacity of {} holds no block of {}", Size(bytes), Size(block));
                 }

@@ -105,7 +105,8 @@ impl Report<'_> {
         let (estimated, exact) = self.last_day();
         let mut text = format!(
             "{} requests, {} block references, {} different blocks\na cache without limit hits {:.2} % as prefixes; \
-             last 24 h: {exact:.2} % of references repeat, {estimated:.2} % by the sketches\n\n",
+             in its last 24 h {exact:.2} %; as a daemon would \
+             estimate it, {estimated:.2} %\n\n",
             self.trace.len(),
             self.trace.references(),
             self.trace.distinct(),
@@ -117,7 +118,7 @@ impl Report<'_> {
         text.push_str("prefix hits, % of references");
         if self.ssd {
             let ssd = self.runs.first().map_or(0, |run| run.setup.ssd_capacity);
-            text.push_str(&format!(" (of those from a tier of {ssd} blocks below)"));
+            text.push_str(&format!("; in brackets, what of it came from an SSD of {ssd} blocks"));
         }
         text.push_str(&format!("\n{:<20}", "capacity"));
         let mut policies: Vec<String> = self.runs.iter().map(|run| run.setup.policy.to_string()).collect();
@@ -131,7 +132,7 @@ impl Report<'_> {
                 Some(bytes) => ByteSize::b(capacity as u64 * bytes).display().iec().to_string(),
                 None => capacity.to_string(),
             };
-            text.push_str(&format!("\n{:<20}", format!("{size} ({share:.3} %)")));
+            text.push_str(&format!("\n{:<20}", format!("{size} ({share:.2} %)")));
             for policy in &policies {
                 let run = self
                     .runs
@@ -148,7 +149,7 @@ impl Report<'_> {
             let bound = run.map_or(0.0, |run| percent(self.bound(run), run.replayed.references));
             text.push_str(&format!("{:>13}", format!("{bound:.2}")));
         }
-        text.push_str("\nclairvoyant: a cache as large as all of it that knows what will be asked for; no policy hits more\n");
+        text.push_str("\nclairvoyant: a cache as large as RAM and SSD together that knows what will be asked for; no policy hits more\n");
         for run in self.runs.iter().filter(|run| !run.replayed.switches.is_empty()) {
             let switches = run.replayed.switches.iter();
             let switches: Vec<String> =

@@ -511,7 +511,9 @@ impl ReplacementPolicy for Learned {
             seen: self.history.seen(class),
             densities: self.densities.by_age(class).map(|(age, density)| (age, density.into())).collect(),
         };
-        Class::all().map(of).filter(|class| class.seen > 0.0).collect()
+        let mut learnt: Vec<LearntClass> = Class::all().map(of).filter(|class| class.seen > 0.0).collect();
+        learnt.sort_by(|a, b| b.seen.total_cmp(&a.seen));
+        learnt
     }
 
     /// By when they were asked for, and each after all that continues it.

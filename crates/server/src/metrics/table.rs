@@ -187,7 +187,7 @@ pub const METRICS: &[Metric] = &[
         "kvlane_policy_learned_hit_density",
         Gauge,
         "blocks",
-        "With --policy learned, or auto while that one decides: hits that a block of this kind, just asked for, is expected to bring for each reference that it is kept.",
+        "With --policy learned, or auto while that one decides: hits that a block of this kind, just asked for, is expected to bring for each block reference that passes while it is kept.",
         Read(|s| each(s.policy.learnt.iter().map(|class| (class.blocks.as_str(), class.density(0))))),
     ),
     metric(

@@ -107,8 +107,16 @@ impl Class {
 
 /// The numbers of a power of four, as [`power_of_four`] counts them; the last has all above.
 fn powers(power: usize, last: usize) -> String {
-    let (first, end) = (1u64 << (2 * (power - 1)), (1u64 << (2 * power)) - 1);
+    let (first, end) = (thousands(1 << (2 * (power - 1))), thousands((1 << (2 * power)) - 1));
     if power >= last { format!("{first} or more") } else { format!("{first} to {end}") }
+}
+
+/// A number below a million, with a comma.
+fn thousands(number: u32) -> String {
+    match number {
+        0..1000 => number.to_string(),
+        _ => format!("{},{:03}", number / 1000, number % 1000),
+    }
 }
 
 /// 0, then 1 from 1 on, 2 from 4 on, 3 from 16 on.
@@ -141,7 +149,11 @@ mod tests {
         let name = Class::of_new(5, 20).name();
         assert_eq!(name, "asked for once, of 16 to 63 new blocks behind 4 to 15 known");
         assert_eq!(Class::of_new(0, 9000).name(), "asked for once, of a prompt of 256 or more new blocks");
-        assert_eq!(Class::of_used(6, 300).name(), "asked for 5 to 8 times, 256 to 1023 references apart");
+        assert_eq!(
+            Class::of_used(6, 5000).name(),
+            "asked for 5 to 8 times, 4,096 to 16,383 references apart"
+        );
+        assert_eq!(Class::of_used(6, 300).name(), "asked for 5 to 8 times, 256 to 1,023 references apart");
         assert_eq!(Class::of_used(2, 9).name(), "asked for 2 times, fewer than 64 references apart");
         assert_ne!(Class::of_used(2, 63), Class::of_used(2, 64));
         assert_eq!(Class::of_used(3, 64), Class::of_used(3, 255));
