@@ -28,8 +28,8 @@ pub struct Worth {
     pub pages: u32,
     /// Reads since it was written.
     pub reads: u8,
-    /// The hits that it is expected to bring for each reference that it is kept, 0 or above; None where the policy does not learn, or has
-    /// not yet.
+    /// The hits that it is expected to bring for each reference that it is kept, 0 or above; None where the policy does not
+    /// learn, or has not yet.
     pub density: Option<f32>,
 }
 

@@ -17,8 +17,8 @@ pub struct Setup {
     pub policy: Choice,
     /// Blocks that fit into RAM.
     pub capacity: usize,
-    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as [`SsdModel`](crate::SsdModel) does. A hit
-    /// there brings the block back to RAM and leaves the copy.
+    /// Blocks that fit into the tier below; 0 is none. It gets what comes into RAM, and keeps it as
+    /// [`SsdModel`](crate::SsdModel) does. A hit there brings the block back to RAM and leaves the copy.
     pub ssd_capacity: usize,
 }
 

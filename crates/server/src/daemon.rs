@@ -127,7 +127,7 @@ impl Daemon {
             },
             ssd.as_ref().map(Ssd::below),
         );
-        ssd.iter().for_each(|ssd| ssd.ask(&store));
+        ssd.iter().for_each(|ssd| ssd.ask_policy_of(&store));
         let background = store.start_background(options.seal_threads, options.scrub_bytes_per_s)?;
         let descriptors = getrlimit(Resource::Nofile).current;
         let shared = Arc::new(Shared {

@@ -83,7 +83,7 @@ impl Ssd {
     }
 
     /// From now on the policy of `store` says which blocks deserve to be written again.
-    pub(crate) fn ask(&self, store: &Arc<Store>) {
+    pub(crate) fn ask_policy_of(&self, store: &Arc<Store>) {
         self.tier.set_judge(Arc::new(StorePolicy(Arc::downgrade(store))));
     }
 

@@ -120,13 +120,15 @@ impl Index {
     }
 
     /// The tier below has kept a block, or refused it. One that keeps nothing is as good as none: what is let into the pool for
-    /// its sake would be lost.
-    pub(crate) fn spill_ended(&mut self, is_kept: bool) {
+    /// its sake would be lost. Says whether it is worth something, where that has changed.
+    pub(crate) fn spill_ended(&mut self, is_kept: bool) -> Option<bool> {
         let was_in_vain = self.is_spilling_in_vain();
         self.refused_spills = if is_kept { 0 } else { self.refused_spills.saturating_add(1) };
-        if self.is_spilling_in_vain() != was_in_vain {
+        let has_changed = self.is_spilling_in_vain() != was_in_vain;
+        if has_changed {
             self.policy.set_below(self.below.filter(|_| was_in_vain));
         }
+        has_changed.then_some(was_in_vain)
     }
 
     fn is_spilling_in_vain(&self) -> bool {

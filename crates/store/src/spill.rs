@@ -151,7 +151,16 @@ impl Store {
             }
             let (key, memo, shards) = (spill.key, spill.memo, spill.shards());
             let done = move |is_kept| {
-                store.index.lock().spill_ended(is_kept);
+                let keeps_again = store.index.lock().spill_ended(is_kept);
+                match keeps_again {
+                    Some(true) => tracing::info!(
+                        "the SSD keeps blocks again: the pool takes in what is worth a place there"
+                    ),
+                    Some(false) => tracing::warn!(
+                        "the SSD has kept none of the last blocks: the pool takes in what it would without an SSD"
+                    ),
+                    None => {}
+                }
                 store.end_spill(&spill, is_kept);
             };
             tier.write(key, shards, memo, Box::new(done));
