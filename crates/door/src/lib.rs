@@ -5,6 +5,7 @@
 //! - [`Names`]: under which names they may be asked for.
 //! - [`write_metric`]: metrics as Prometheus reads them.
 //! - [`Slots`]: how many connections are open.
+//! - [`Waiting`]: which of them gives up its slot when there is none left.
 #![forbid(unsafe_code)]
 
 mod host;
@@ -18,4 +19,5 @@ pub use self::{
     metrics::{MetricKind, escape_label, write_metric},
     pages::{CONNECTIONS_MAX, Pages},
     slots::{Slot, Slots},
+    waiting::{Place, Waiting},
 };

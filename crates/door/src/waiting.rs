@@ -8,46 +8,53 @@ use tokio::task::AbortHandle;
 
 use crate::slots::Slot;
 
-/// Those that wait, in the order in which they came.
-#[derive(Debug, Default)]
-pub(crate) struct Waiting(Mutex<Inner>);
+/// Those that wait, in the order in which they came. `S` is what a connection is counted by.
+#[derive(Debug)]
+pub struct Waiting<S = Slot>(Mutex<Inner<S>>);
 
-#[derive(Debug, Default)]
-struct Inner {
+#[derive(Debug)]
+struct Inner<S> {
     next: u64,
-    waiting: BTreeMap<u64, (Arc<Place>, AbortHandle)>,
+    waiting: BTreeMap<u64, (Arc<Place<S>>, AbortHandle)>,
 }
 
 /// Where a connection is counted, until this is dropped or the place is taken away.
 #[derive(Debug)]
-pub(crate) struct Place(Mutex<Option<Slot>>);
+pub struct Place<S = Slot>(Mutex<Option<S>>);
 
-impl Place {
-    pub(crate) fn new(slot: Slot) -> Arc<Self> {
+impl<S> Place<S> {
+    /// Counts a connection by this slot.
+    pub fn new(slot: S) -> Arc<Self> {
         Arc::new(Self(Mutex::new(Some(slot))))
     }
 }
 
-impl Waiting {
+impl<S> Default for Waiting<S> {
+    fn default() -> Self {
+        Self(Mutex::new(Inner { next: 0, waiting: BTreeMap::new() }))
+    }
+}
+
+impl<S> Waiting<S> {
     /// The number of a connection that is about to begin.
-    pub(crate) fn number(&self) -> u64 {
+    pub fn number(&self) -> u64 {
         let mut inner = self.0.lock();
         inner.next += 1;
         inner.next
     }
 
     /// A connection that has begun waits for its request from now on.
-    pub(crate) fn add(&self, number: u64, place: Arc<Place>, task: AbortHandle) {
+    pub fn add(&self, number: u64, place: Arc<Place<S>>, task: AbortHandle) {
         self.0.lock().waiting.insert(number, (place, task));
     }
 
     /// Its request has come, or it has ended.
-    pub(crate) fn remove(&self, number: u64) {
+    pub fn remove(&self, number: u64) {
         self.0.lock().waiting.remove(&number);
     }
 
     /// Closes the oldest, and answers the place that it had. None where none waits.
-    pub(crate) fn close_oldest(&self) -> Option<Slot> {
+    pub fn close_oldest(&self) -> Option<S> {
         let (_, (place, task)) = self.0.lock().waiting.pop_first()?;
         task.abort();
         place.0.lock().take()

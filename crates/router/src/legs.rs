@@ -1,7 +1,7 @@
 //! What each leg of a request says: the prefill leg computes the prompt and one token, the decode leg gets what the prefill node
 //! answered.
 
-use crate::body::{Change, Scan, edit};
+use crate::body::{Change, Edited, Scan, edit};
 
 /// The member in which engines say where a prompt's blocks are: vLLM's name for it.
 pub const TRANSFER: &str = "kv_transfer_params";
@@ -21,6 +21,9 @@ const OF_THE_ANSWER: [&str; 8] = [
     "top_logprobs",
     "max_completion_tokens",
 ];
+
+/// Space at the beginning of an array that is searched for its first element.
+const SPACE_BYTES_MAX: usize = 1 << 10;
 
 /// Why a request cannot be served by two nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,25 +54,28 @@ pub fn stays(scan: &Scan<'_>) -> Option<Stays> {
     }
 }
 
-/// Whether `prompt` is an array of prompts, and not of tokens.
+/// Whether `prompt` is an array of prompts, and not of tokens. An array that begins with a long stretch of space stays on one node
+/// too: no client writes one, and searching it takes time.
 fn has_many_prompts(scan: &Scan<'_>) -> bool {
     let Some([b'[', inside @ ..]) = scan.raw("prompt") else { return false };
-    inside.iter().find(|byte| !byte.is_ascii_whitespace()).is_some_and(|&first| matches!(first, b'"' | b'['))
+    let searched = &inside[..inside.len().min(SPACE_BYTES_MAX)];
+    let first = searched.iter().find(|byte| !byte.is_ascii_whitespace());
+    first.map_or(searched.len() < inside.len(), |&first| matches!(first, b'"' | b'['))
 }
 
 /// The body of the prefill leg of a pair whose prefill node answers where the blocks are.
-pub fn prefill(scan: &Scan<'_>) -> Vec<u8> {
+pub fn prefill<'b>(scan: &Scan<'b>) -> Edited<'b> {
     one_token(scan, Some(PREFILL_TRANSFER))
 }
 
 /// The body of the prefill leg of a P2P NCCL pair: all that concerns the transfer stands in the id.
-pub fn prefill_by_id(scan: &Scan<'_>) -> Vec<u8> {
+pub fn prefill_by_id<'b>(scan: &Scan<'b>) -> Edited<'b> {
     one_token(scan, None)
 }
 
 /// The bodies of both legs of a pair that work at the same time. `handoff`: the hand-off's name; `peer`: where the prefill node
 /// hands over. Neither has a character that JSON escapes.
-pub fn direct(scan: &Scan<'_>, handoff: &str, peer: &str) -> (Vec<u8>, Vec<u8>) {
+pub fn direct<'b>(scan: &Scan<'b>, handoff: &str, peer: &str) -> (Edited<'b>, Edited<'b>) {
     let prefill = format!(
         r#"{{"do_remote_decode": true, "do_remote_prefill": false, "kvlane": {{"handoff": "{handoff}"}}}}"#
     );
@@ -79,7 +85,7 @@ pub fn direct(scan: &Scan<'_>, handoff: &str, peer: &str) -> (Vec<u8>, Vec<u8>) 
     (one_token(scan, Some(&prefill)), decode(scan, &goes_on))
 }
 
-fn one_token(scan: &Scan<'_>, transfer: Option<&str>) -> Vec<u8> {
+fn one_token<'b>(scan: &Scan<'b>, transfer: Option<&str>) -> Edited<'b> {
     let mut changes: Vec<_> = OF_THE_ANSWER
         .into_iter()
         .map(|name| match (name, scan.member(name)) {
@@ -94,7 +100,7 @@ fn one_token(scan: &Scan<'_>, transfer: Option<&str>) -> Vec<u8> {
 
 /// The body of a request to `/v1/responses`, of which vLLM takes the id out of the body and not out of a header. It finds
 /// answers again only by ids that begin with `resp_`.
-pub fn response(scan: &Scan<'_>, id: &str) -> Vec<u8> {
+pub fn response<'b>(scan: &Scan<'b>, id: &str) -> Edited<'b> {
     edit(scan, &[Change::Set("request_id", &format!("\"resp_{id}\""))])
 }
 
@@ -104,6 +110,6 @@ pub fn handed_over<'b>(answer: &Scan<'b>) -> Option<&'b [u8]> {
 }
 
 /// The body of the decode leg. `transfer` is JSON.
-pub fn decode(scan: &Scan<'_>, transfer: &str) -> Vec<u8> {
+pub fn decode<'b>(scan: &Scan<'b>, transfer: &str) -> Edited<'b> {
     edit(scan, &[Change::Set(TRANSFER, transfer)])
 }

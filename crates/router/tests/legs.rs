@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 fn prefill_of(body: &Value) -> Value {
     let body = body.to_string().into_bytes();
-    serde_json::from_slice(&prefill(&scan(&body).unwrap())).unwrap()
+    serde_json::from_slice(&prefill(&scan(&body).unwrap()).to_vec()).unwrap()
 }
 
 /// Complaints 20 and 37: stream_options, min_tokens or max_completion_tokens that are left on the prefill leg make vLLM refuse it,
@@ -53,7 +53,7 @@ fn the_decode_leg_is_the_request_with_what_the_prefill_node_answered() {
     let answer = scan(answer).unwrap();
     let transfer = std::str::from_utf8(handed_over(&answer).unwrap()).unwrap();
     let body = br#"{"prompt":"p",  "stream":true}"#;
-    let leg = decode(&scan(body).unwrap(), transfer);
+    let leg = decode(&scan(body).unwrap(), transfer).to_vec();
     let expected =
         r#"{"prompt":"p",  "stream":true, "kv_transfer_params": {"remote_block_ids": [[1, 2]], "tp": 1.0}}"#;
     assert_eq!(String::from_utf8(leg).unwrap(), expected, "byte for byte");
@@ -113,7 +113,7 @@ fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
     for body in
         [r#"{"input": "hello"}"#, r#"{"request_id": "___prefill_addr_10.0.0.1:1___", "input": "hello"}"#]
     {
-        let named: Value = serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run)).unwrap();
+        let named: Value = serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run).to_vec()).unwrap();
         let id = format!("resp_{run}");
         assert!(id.len() <= ID_LENGTH_MAX);
         assert_eq!(named, json!({"input": "hello", "request_id": id}));

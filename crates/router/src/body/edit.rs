@@ -1,4 +1,6 @@
-//! Changes of a body's members. All other bytes stay as they came.
+//! Changes of a body's members. All other bytes stay as they came, and where they are.
+
+use std::{borrow::Cow, ops::Range};
 
 use super::scan::{Member, Scan};
 
@@ -19,15 +21,59 @@ impl Change<'_> {
     }
 }
 
+/// An edited body in pieces: slices of the body as it came, and between them what is new. A copy of a long body for each leg would
+/// multiply its memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Edited<'b> {
+    body: &'b [u8],
+    pieces: Vec<Cow<'b, [u8]>>,
+    /// What was kept last, and is no piece yet.
+    kept: Range<usize>,
+}
+
+impl<'b> Edited<'b> {
+    fn keep(&mut self, range: Range<usize>) {
+        if range.start != self.kept.end {
+            self.cut();
+            self.kept.start = range.start;
+        }
+        self.kept.end = range.end;
+    }
+
+    fn add(&mut self, new: &[u8]) {
+        self.cut();
+        match self.pieces.last_mut() {
+            Some(Cow::Owned(last)) => last.extend_from_slice(new),
+            _ => self.pieces.push(Cow::Owned(new.to_vec())),
+        }
+    }
+
+    fn cut(&mut self) {
+        if !self.kept.is_empty() {
+            self.pieces.push(Cow::Borrowed(&self.body[self.kept.clone()]));
+        }
+        self.kept.start = self.kept.end;
+    }
+
+    /// The pieces in their order; none is empty.
+    pub fn pieces(self) -> Vec<Cow<'b, [u8]>> {
+        self.pieces
+    }
+
+    /// All in one, as a copy.
+    pub fn to_vec(&self) -> Vec<u8> {
+        self.pieces.concat()
+    }
+}
+
 /// The body with these changes, at most one for each name. Names that are added need no escapes.
-pub fn edit(scan: &Scan<'_>, changes: &[Change<'_>]) -> Vec<u8> {
+pub fn edit<'b>(scan: &Scan<'b>, changes: &[Change<'_>]) -> Edited<'b> {
     let body = scan.body();
     let object = scan.object();
-    let added: usize = changes.iter().map(|change| change.name().len() + 8).sum();
-    let mut edited = Vec::with_capacity(body.len() + added + 64);
+    let mut edited = Edited { body, pieces: Vec::new(), kept: 0..0 };
     let change_of = |name: &str| changes.iter().find(|change| change.name() == name);
     let first_key = scan.all().next().map_or(object.start + 1, |(_, member)| member.key.start);
-    edited.extend_from_slice(&body[..=object.start]);
+    edited.keep(0..object.start + 1);
     let mut is_first = true;
     let mut end_before = object.start + 1;
     for (name, Member { key, value }) in scan.all() {
@@ -36,13 +82,13 @@ pub fn edit(scan: &Scan<'_>, changes: &[Change<'_>]) -> Vec<u8> {
             // The space behind the bracket, or the comma with the space around it.
             let from = if is_first { object.start + 1..first_key } else { end_before..key.start };
             is_first = false;
-            edited.extend_from_slice(&body[from]);
+            edited.keep(from);
             match change {
                 Some(Change::Set(_, new)) => {
-                    edited.extend_from_slice(&body[key.start..value.start]);
-                    edited.extend_from_slice(new.as_bytes());
+                    edited.keep(key.start..value.start);
+                    edited.add(new.as_bytes());
                 }
-                _ => edited.extend_from_slice(&body[key.start..value.end]),
+                _ => edited.keep(key.start..value.end),
             }
         }
         end_before = value.end;
@@ -51,12 +97,13 @@ pub fn edit(scan: &Scan<'_>, changes: &[Change<'_>]) -> Vec<u8> {
         let Change::Set(name, value) = change else { continue };
         if scan.member(name).is_none() {
             if !is_first {
-                edited.extend_from_slice(b", ");
+                edited.add(b", ");
             }
             is_first = false;
-            edited.extend_from_slice(format!("\"{name}\": {value}").as_bytes());
+            edited.add(format!("\"{name}\": {value}").as_bytes());
         }
     }
-    edited.extend_from_slice(&body[end_before..]);
+    edited.keep(end_before..body.len());
+    edited.cut();
     edited
 }

@@ -36,4 +36,22 @@ pub enum BodyError {
         /// Where the second one begins.
         at: usize,
     },
+    /// An array or object has more elements than the router keeps ranges of.
+    #[error("the body has more than {most} {what}, from byte {at} on")]
+    TooMany {
+        /// "members" or "messages".
+        what: &'static str,
+        /// The first one that is too many.
+        at: usize,
+        /// How many are taken.
+        most: usize,
+    },
+    /// No engine has a member whose name is that long.
+    #[error("the body has a member whose name is longer than {most} bytes, at byte {at}")]
+    LongName {
+        /// Where the name begins.
+        at: usize,
+        /// The longest name that is taken.
+        most: usize,
+    },
 }

@@ -12,6 +12,9 @@ use super::scan::Scan;
 
 /// Bytes between two marks, at most.
 pub const MARK_BYTES: usize = 256;
+/// Marks of one prompt: 4 MiB of text, about a million tokens, which is what the longest contexts hold. Text beyond the last mark
+/// is not known by its prefix. Each choice looks all marks up under the scheduler's lock, so more would make other requests wait.
+pub const MARKS_MAX: usize = 16 << 10;
 
 /// A place in a prompt, and a name for all text before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +46,8 @@ struct Marks {
 
 impl Marks {
     fn add(&mut self, body: &[u8], range: Range<usize>) {
-        for piece in body[range].chunks(MARK_BYTES) {
+        let room = MARKS_MAX - self.marks.len();
+        for piece in body[range].chunks(MARK_BYTES).take(room) {
             self.hash = xxh3_64_with_seed(piece, self.hash);
             self.bytes = self.bytes.saturating_add(piece.len() as u32);
             self.marks.push(Mark { hash: self.hash, bytes: self.bytes });

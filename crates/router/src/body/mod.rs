@@ -15,9 +15,9 @@ mod marks;
 mod scan;
 
 pub use self::{
-    edit::{Change, edit},
+    edit::{Change, Edited, edit},
     error::BodyError,
     json::DEPTH_MAX,
-    marks::{MARK_BYTES, Mark, marks},
-    scan::{Member, Scan, scan},
+    marks::{MARK_BYTES, MARKS_MAX, Mark, marks},
+    scan::{MEMBERS_MAX, MESSAGES_MAX, Member, NAME_BYTES_MAX, Outline, Scan, outline, scan},
 };

@@ -4,6 +4,12 @@ use std::{borrow::Cow, collections::HashSet, ops::Range};
 
 use super::{error::BodyError, json::Cursor};
 
+/// Members of a body. Requests have some tens; each costs the router more memory than its shortest form has bytes.
+pub const MEMBERS_MAX: usize = 1024;
+/// Messages of a chat.
+pub const MESSAGES_MAX: usize = 65_536;
+/// Longest name of a member, with its escapes.
+pub const NAME_BYTES_MAX: usize = 1024;
 /// So many members are compared with each new one; of more, a table of names is made.
 const MEMBERS_COMPARED: usize = 32;
 
@@ -16,52 +22,79 @@ pub struct Member {
     pub value: Range<usize>,
 }
 
-/// What stands where in a body, which is one valid JSON object.
-#[derive(Debug, Clone)]
-pub struct Scan<'b> {
-    body: &'b [u8],
-    members: Vec<(Cow<'b, str>, Member)>,
+/// What stands where in a body, without the body: so it can be found on another thread than that of the request.
+#[derive(Debug, Clone, Default)]
+pub struct Outline {
+    members: Vec<Named>,
     messages: Vec<Range<usize>>,
     /// The object, from its first to its last bracket.
     object: Range<usize>,
 }
 
+#[derive(Debug, Clone)]
+struct Named {
+    /// What the name says, where that is not what stands in the body.
+    unescaped: Option<Box<str>>,
+    member: Member,
+}
+
+/// A body, which is one valid JSON object, and what stands where in it.
+#[derive(Debug, Clone)]
+pub struct Scan<'b> {
+    body: &'b [u8],
+    outline: Outline,
+}
+
 /// Walks over a body once.
 ///
 /// # Errors
-/// It is not one JSON object, or names a member twice, or is nested too deep.
+/// It is not one JSON object, or names a member twice, or is nested too deep, or has too many members or messages.
 pub fn scan(body: &[u8]) -> Result<Scan<'_>, BodyError> {
+    Ok(Scan::new(body, outline(body)?))
+}
+
+/// The same, without the body.
+///
+/// # Errors
+/// As for [`scan`].
+pub fn outline(body: &[u8]) -> Result<Outline, BodyError> {
     std::str::from_utf8(body).map_err(|error| BodyError::NotUtf8 { at: error.valid_up_to() })?;
     let mut cursor = Cursor::new(body);
     cursor.skip_space();
     let start = cursor.at();
     let is_object = cursor.peek() == Some(b'{');
-    let mut scan = Scan { body, members: Vec::new(), messages: Vec::new(), object: start..start };
+    let mut outline = Outline { object: start..start, ..Outline::default() };
     if is_object {
-        scan.members(&mut cursor)?;
+        outline.members(body, &mut cursor)?;
     } else {
         cursor.value()?;
     }
-    scan.object.end = cursor.at();
+    outline.object.end = cursor.at();
     cursor.skip_space();
     if cursor.at() < body.len() {
         return cursor.wrong("the end of the body");
     }
-    if is_object { Ok(scan) } else { Err(BodyError::NotAnObject) }
+    if is_object { Ok(outline) } else { Err(BodyError::NotAnObject) }
 }
 
-impl<'b> Scan<'b> {
-    fn members(&mut self, cursor: &mut Cursor<'_>) -> Result<(), BodyError> {
+impl Outline {
+    fn members(&mut self, body: &[u8], cursor: &mut Cursor<'_>) -> Result<(), BodyError> {
         cursor.enter(true)?;
         let mut names = HashSet::new();
         while !self.members.is_empty() || cursor.peek() != Some(b'}') {
+            if self.members.len() == MEMBERS_MAX {
+                return Err(BodyError::TooMany { what: "members", at: cursor.at(), most: MEMBERS_MAX });
+            }
             let key = cursor.key()?;
-            let name = name(self.body, &key);
+            if key.len() > NAME_BYTES_MAX + 2 {
+                return Err(BodyError::LongName { at: key.start, most: NAME_BYTES_MAX });
+            }
+            let name = text(body, &key);
             let is_twice = if self.members.len() < MEMBERS_COMPARED {
-                self.member(&name).is_some()
+                self.member(body, &name).is_some()
             } else {
                 if names.is_empty() {
-                    names.extend(self.members.iter().map(|(name, _)| name.clone()));
+                    names.extend(self.members.iter().map(|named| text(body, &named.member.key)));
                 }
                 !names.insert(name.clone())
             };
@@ -73,7 +106,8 @@ impl<'b> Scan<'b> {
             } else {
                 cursor.value()?
             };
-            self.members.push((name, Member { key, value }));
+            let unescaped = if body[key.clone()].contains(&b'\\') { Some(name.into()) } else { None };
+            self.members.push(Named { unescaped, member: Member { key, value } });
             cursor.skip_space();
             if cursor.peek() == Some(b'}') {
                 break;
@@ -91,6 +125,9 @@ impl<'b> Scan<'b> {
         let start = cursor.at();
         cursor.enter(false)?;
         while !self.messages.is_empty() || cursor.peek() != Some(b']') {
+            if self.messages.len() == MESSAGES_MAX {
+                return Err(BodyError::TooMany { what: "messages", at: cursor.at(), most: MESSAGES_MAX });
+            }
             self.messages.push(cursor.value()?);
             cursor.skip_space();
             if cursor.peek() == Some(b']') {
@@ -105,6 +142,35 @@ impl<'b> Scan<'b> {
         Ok(start..cursor.at())
     }
 
+    fn member(&self, body: &[u8], name: &str) -> Option<&Member> {
+        let named = self.members.iter().find(|named| named.name(body) == name.as_bytes())?;
+        Some(&named.member)
+    }
+
+    /// Bytes of memory that it takes, the names that had escapes left out: they are fewer than the body's own.
+    pub fn bytes(&self) -> usize {
+        self.members.capacity() * size_of::<Named>() + self.messages.capacity() * size_of::<Range<usize>>()
+    }
+}
+
+impl Named {
+    fn name<'n>(&'n self, body: &'n [u8]) -> &'n [u8] {
+        let written = || &body[self.member.key.start + 1..self.member.key.end - 1];
+        self.unescaped.as_deref().map_or_else(written, str::as_bytes)
+    }
+}
+
+impl<'b> Scan<'b> {
+    /// A body, and its own outline.
+    pub(crate) fn new(body: &'b [u8], outline: Outline) -> Self {
+        Self { body, outline }
+    }
+
+    /// What stands where.
+    pub(crate) fn into_outline(self) -> Outline {
+        self.outline
+    }
+
     /// The bytes that were scanned.
     pub fn body(&self) -> &'b [u8] {
         self.body
@@ -112,12 +178,13 @@ impl<'b> Scan<'b> {
 
     /// The member of that name.
     pub fn member(&self, name: &str) -> Option<&Member> {
-        self.members.iter().find(|(of, _)| of == name).map(|(_, member)| member)
+        self.outline.member(self.body, name)
     }
 
     /// All members in their order, by name.
     pub fn all(&self) -> impl Iterator<Item = (&str, &Member)> {
-        self.members.iter().map(|(name, member)| (name.as_ref(), member))
+        let all = self.outline.members.iter().map(|named| (named.name(self.body), &named.member));
+        all.map(|(name, member)| (std::str::from_utf8(name).unwrap_or_default(), member))
     }
 
     /// The value of a member as it stands in the body.
@@ -128,7 +195,7 @@ impl<'b> Scan<'b> {
     /// The value of a member that is a string; `None` if there is none, or it is something else.
     pub fn string(&self, name: &str) -> Option<Cow<'b, str>> {
         let value = &self.member(name)?.value;
-        (self.body[value.start] == b'"').then(|| self::name(self.body, value))
+        (self.body[value.start] == b'"').then(|| text(self.body, value))
     }
 
     /// Whether a member is `true`.
@@ -138,17 +205,17 @@ impl<'b> Scan<'b> {
 
     /// Elements of `messages`; none where that is no array.
     pub fn messages_of_chat(&self) -> &[Range<usize>] {
-        &self.messages
+        &self.outline.messages
     }
 
     /// The object itself, without the space around it.
     pub(super) fn object(&self) -> Range<usize> {
-        self.object.clone()
+        self.outline.object.clone()
     }
 }
 
 /// What a string says. One with a lone surrogate, which is no text, stays as it was written.
-fn name<'b>(body: &'b [u8], quoted: &Range<usize>) -> Cow<'b, str> {
+fn text<'b>(body: &'b [u8], quoted: &Range<usize>) -> Cow<'b, str> {
     let inside = &body[quoted.start + 1..quoted.end - 1];
     let written = || String::from_utf8_lossy(inside);
     if inside.contains(&b'\\') {

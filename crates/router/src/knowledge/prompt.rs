@@ -13,6 +13,8 @@ use crate::body::Scan;
 
 /// Text whose tokens are found at once, on the thread that serves clients: some tens of microseconds.
 pub(super) const INLINE_BYTES_MAX: usize = 2 << 10;
+/// Bodies that are read on that thread. Rendering what is longer takes milliseconds, even if all its tokens are known.
+pub(super) const INLINE_BODY_BYTES_MAX: usize = 128 << 10;
 /// Text that is tokenized at all.
 pub(super) const TEXT_BYTES_MAX: usize = 1 << 20;
 /// How long a request waits for its tokens; a choice by its text is ready at once.

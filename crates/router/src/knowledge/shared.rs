@@ -9,6 +9,7 @@ use std::{
     time::Instant,
 };
 
+use bytes::Bytes;
 use kvlane_kv_events::{Batch, Event};
 use parking_lot::Mutex;
 use tokio::{sync::Semaphore, task::spawn_blocking, time::timeout};
@@ -19,12 +20,12 @@ use super::{
     chain::chain,
     grade::Reason,
     node::{KnownNode, Status, parent},
-    prompt::{INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids},
+    prompt::{INLINE_BODY_BYTES_MAX, INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids},
     settings::{EventSource, KnowledgeSettings},
     tokenizer::{Tokenizer, TokenizerError},
 };
 use crate::{
-    body::Scan,
+    body::{Scan, scan},
     schedule::{Cached, Known, NODES_A_TABLE, NodeId},
 };
 
@@ -128,8 +129,14 @@ impl Knowledge {
         self.note(&mut state, id);
     }
 
-    /// The prompt of a request, if its tokens can be known.
-    pub async fn prompt(&self, path: &str, scan: &Scan<'_>, model: Option<&str>) -> Option<Prompt> {
+    /// The prompt of a request, if its tokens can be known. `scan` is that of the body.
+    pub async fn prompt(
+        &self,
+        path: &str,
+        body: &Bytes,
+        scan: &Scan<'_>,
+        model: Option<&str>,
+    ) -> Option<Prompt> {
         let is_chat = match path {
             "/v1/chat/completions" => true,
             "/v1/completions" => false,
@@ -139,23 +146,23 @@ impl Knowledge {
         let base = self.state.lock().adapters.get(model).cloned();
         let adapter = base.is_some().then(|| model.to_owned());
         let salt = scan.string("cache_salt").map(|salt| salt.into_owned());
-        let is_too_long = scan.body().len() > 2 * TEXT_BYTES_MAX;
-        if !is_chat
-            && !is_too_long
-            && let Some(tokens) = token_ids(scan)
-        {
-            return Some(Prompt { tokens, adapter, salt });
-        }
-        let tokenizer = self.tokenizers.get(base.as_deref().unwrap_or(model))?;
-        let read = async {
-            if is_too_long {
-                return Err(Reason::TooLong);
+        let tokenizer = self.tokenizers.get(base.as_deref().unwrap_or(model));
+        let read = if body.len() > 2 * TEXT_BYTES_MAX {
+            tokenizer?;
+            Err(Reason::TooLong)
+        } else if body.len() > INLINE_BODY_BYTES_MAX {
+            self.read_beside(body, is_chat, tokenizer).await
+        } else if let Some(tokens) = token_ids(scan).filter(|_| !is_chat) {
+            Ok(Some(tokens))
+        } else {
+            let tokenizer = tokenizer?;
+            match text(scan, is_chat, tokenizer) {
+                Ok(Text { text, special }) => self.tokenize(tokenizer, text, special).await.map(Some),
+                Err(reason) => Err(reason),
             }
-            let Text { text, special } = text(scan, is_chat, tokenizer)?;
-            self.tokenize(tokenizer, text, special).await
         };
-        match read.await {
-            Ok(tokens) => Some(Prompt { tokens, adapter, salt }),
+        match read {
+            Ok(tokens) => Some(Prompt { tokens: tokens?, adapter, salt }),
             Err(reason) => {
                 if self.count(reason) {
                     tracing::warn!(
@@ -167,6 +174,30 @@ impl Knowledge {
                 None
             }
         }
+    }
+
+    /// Tokens of a long body, all of whose work is done beside the threads that serve clients. None where it needs a tokenizer, and
+    /// there is none.
+    async fn read_beside(
+        &self,
+        body: &Bytes,
+        is_chat: bool,
+        tokenizer: Option<&Arc<Tokenizer>>,
+    ) -> Result<Option<Vec<u32>>, Reason> {
+        let (body, tokenizer) = (body.clone(), tokenizer.cloned());
+        self.beside(move || {
+            let scan = scan(&body).map_err(|_| Reason::Form)?;
+            if let Some(tokens) = token_ids(&scan).filter(|_| !is_chat) {
+                return Ok(Some(tokens));
+            }
+            let Some(tokenizer) = tokenizer else { return Ok(None) };
+            let Text { text, special } = text(&scan, is_chat, &tokenizer)?;
+            if text.len() > TEXT_BYTES_MAX {
+                return Err(Reason::TooLong);
+            }
+            tokenizer.tokens(tokenizer.pieces(&text, special)).map(Some).ok_or(Reason::Form)
+        })
+        .await
     }
 
     async fn tokenize(
@@ -182,15 +213,22 @@ impl Knowledge {
         if pieces.unknown() <= INLINE_BYTES_MAX {
             return tokenizer.tokens(pieces).ok_or(Reason::Form);
         }
-        let permit = Arc::clone(&self.tokenizing).try_acquire_owned().map_err(|_| Reason::Busy)?;
         let tokenizer = Arc::clone(tokenizer);
-        // One that comes too late for this request fills the cache for the next.
+        self.beside(move || tokenizer.tokens(tokenizer.pieces(&text, special)).ok_or(Reason::Form)).await
+    }
+
+    /// Does this in a thread of its own, for at most 25 ms. One that comes too late for this request fills the cache for the next.
+    async fn beside<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, Reason> + Send + 'static,
+    ) -> Result<T, Reason> {
+        let permit = Arc::clone(&self.tokenizing).try_acquire_owned().map_err(|_| Reason::Busy)?;
         let task = spawn_blocking(move || {
             let _permit = permit;
-            tokenizer.tokens(tokenizer.pieces(&text, special))
+            work()
         });
         match timeout(PATIENCE, task).await {
-            Ok(Ok(tokens)) => tokens.ok_or(Reason::Form),
+            Ok(Ok(done)) => done,
             Ok(Err(_)) => Err(Reason::Form),
             Err(_) => Err(Reason::Late),
         }

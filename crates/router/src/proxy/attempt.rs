@@ -7,7 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::{
     Response, StatusCode,
     header::HeaderValue,
@@ -19,14 +19,17 @@ use super::{
     answer::{AnswerBody, EngineBody, Problem},
     exchange::Incoming,
     forward,
+    gathered::Gathered,
     hand_over::HandOver,
+    held::Held,
     idle::Upstreams,
     leg::LegGuard,
+    outgoing::Outgoing,
     shared::{Counters, Shared},
     upstream,
 };
 use crate::{
-    body::{Mark, Scan, scan},
+    body::{Edited, Mark, Scan},
     decisions::Decision,
     ids::RequestId,
     knowledge::{Looked, Prompt},
@@ -57,6 +60,8 @@ pub(super) struct Work<'a> {
     /// Its tokens, if they are known.
     pub(super) prompt: Option<&'a Prompt>,
     pub(super) id: RequestId,
+    /// The memory that it takes.
+    pub(super) held: &'a Held,
     /// What the client knows the request by.
     pub(super) client_id: &'a HeaderValue,
     /// It cannot be split.
@@ -193,7 +198,7 @@ impl Work<'_> {
     async fn whole(&self, whole: Reservation, attempt: u32) -> Result<Response<AnswerBody>, Failed> {
         let guard = LegGuard::new(self.shared, whole);
         let id = self.id.of_leg(Leg::Whole, attempt);
-        let begun = self.send(guard, Leg::Whole, self.body.clone(), &id).await?;
+        let begun = self.send(guard, Leg::Whole, self.body.clone().into(), &id).await?;
         self.pass_on(begun).await
     }
 
@@ -241,7 +246,7 @@ impl Work<'_> {
             Ok(None) => {
                 // It prefills by itself.
                 decode_guard.learn_nothing();
-                self.body.clone()
+                self.body.clone().into()
             }
             Err(unserved) => {
                 decode_guard.end(LegEnd::Left);
@@ -276,12 +281,12 @@ impl Work<'_> {
     /// pair begins anew.
     async fn by_id(&self, pair: Pair, scan: &Scan<'_>, id: &str) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { prefill, mut decode, .. } = pair;
-        let body = legs::prefill_by_id(scan).into();
+        let body = self.edited(legs::prefill_by_id(scan));
         if let Err(unserved) = self.prefill_answer(prefill, body, id).await {
             decode.end(LegEnd::Left);
             return Err(unserved);
         }
-        let begun = self.send(decode, Leg::Decode, self.body.clone(), id).await?;
+        let begun = self.send(decode, Leg::Decode, self.body.clone().into(), id).await?;
         Ok(self.pass_on(begun).await?)
     }
 
@@ -295,10 +300,10 @@ impl Work<'_> {
         let Pair { attempt, prefill, decode } = pair;
         let (prefill_body, decode_body) = legs::direct(scan, &self.id.of_leg(Leg::Whole, attempt), peer);
         let prefill_id = self.id.of_leg(Leg::Prefill, attempt);
-        let prefilling = self.prefill_answer(prefill, prefill_body.into(), &prefill_id);
+        let prefilling = self.prefill_answer(prefill, self.edited(prefill_body), &prefill_id);
         let decoding = async {
             let id = self.id.of_leg(Leg::Decode, attempt);
-            let begun = self.send(decode, Leg::Decode, decode_body.into(), &id).await?;
+            let begun = self.send(decode, Leg::Decode, self.edited(decode_body), &id).await?;
             self.pass_on(begun).await.map_err(Unserved::from)
         };
         let (_, answer) = tokio::try_join!(prefilling, decoding)?;
@@ -312,13 +317,14 @@ impl Work<'_> {
         prefill: LegGuard,
         body: &Scan<'_>,
         attempt: u32,
-    ) -> Result<Option<Bytes>, Unserved> {
+    ) -> Result<Option<Outgoing>, Unserved> {
         let id = self.id.of_leg(Leg::Prefill, attempt);
-        let answer = self.prefill_answer(prefill, legs::prefill(body).into(), &id).await?;
-        let handed_over = scan(&answer).ok();
+        let answer = self.prefill_answer(prefill, self.edited(legs::prefill(body)), &id).await?;
+        let outlined = self.shared.walkers.outline(&answer).await.ok();
+        let handed_over = outlined.map(|outlined| Scan::new(&answer, outlined.outline));
         let transfer = handed_over.as_ref().and_then(legs::handed_over);
         if let Some(transfer) = transfer.and_then(|transfer| std::str::from_utf8(transfer).ok()) {
-            return Ok(Some(legs::decode(body, transfer).into()));
+            return Ok(Some(self.edited(legs::decode(body, transfer))));
         }
         if Counters::count(&self.shared.counters.not_handed_over) {
             tracing::warn!(
@@ -331,12 +337,11 @@ impl Work<'_> {
     }
 
     /// A prefill leg, to the end of its answer.
-    async fn prefill_answer(&self, prefill: LegGuard, body: Bytes, id: &str) -> Result<Bytes, Unserved> {
+    async fn prefill_answer(&self, prefill: LegGuard, body: Outgoing, id: &str) -> Result<Bytes, Unserved> {
         let Begun { head, body, mut guard } = self.send(prefill, Leg::Prefill, body, id).await?;
         let node = guard.node();
-        let collected = Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await;
-        let answer = match collected {
-            Ok(collected) => collected.to_bytes(),
+        let answer = match self.short_answer(body).await {
+            Ok(answer) => answer,
             Err(error) => {
                 guard.end(LegEnd::Failed);
                 let sentence = format!("a prefill node ended its answer before its end: {error}");
@@ -354,7 +359,7 @@ impl Work<'_> {
     }
 
     /// Sends a leg and waits for the head of its answer. A node that says that it cannot is a failure, as one that says nothing.
-    async fn send(&self, mut guard: LegGuard, leg: Leg, body: Bytes, id: &str) -> Result<Begun, Failed> {
+    async fn send(&self, mut guard: LegGuard, leg: Leg, body: Outgoing, id: &str) -> Result<Begun, Failed> {
         let node = guard.node();
         let address = node.and_then(|node| self.shared.state.lock().addresses.get(&node).cloned());
         let Some(address) = address else {
@@ -362,7 +367,7 @@ impl Work<'_> {
             return Err(Failed::gone(node));
         };
         let body = match self.scan {
-            Some(scan) if self.head.uri.path() == RESPONSES => legs::response(scan, id).into(),
+            Some(scan) if self.head.uri.path() == RESPONSES => self.edited(legs::response(scan, id)),
             _ => body,
         };
         let settings = &self.shared.settings;
@@ -394,8 +399,8 @@ impl Work<'_> {
         let status = head.status;
         let is_busy = status == StatusCode::TOO_MANY_REQUESTS;
         guard.end(if is_busy { LegEnd::Left } else { LegEnd::Failed });
-        let answer = match Limited::new(body, SHORT_ANSWER_BYTES_MAX).collect().await {
-            Ok(collected) => self.own(head, collected.to_bytes()),
+        let answer = match self.short_answer(body).await {
+            Ok(answer) => self.own(head, answer),
             Err(error) => {
                 Problem::new(StatusCode::BAD_GATEWAY, format!("the node at {address} failed: {error}"))
                     .answer()
@@ -404,6 +409,21 @@ impl Work<'_> {
         let failed = Failed { node, answer: Box::new(answer), is_late: false };
         // vLLM answers so when its engine dies of a request, and ends.
         Err(if status == StatusCode::INTERNAL_SERVER_ERROR { self.taken(failed) } else { failed })
+    }
+
+    fn edited(&self, edited: Edited<'_>) -> Outgoing {
+        Outgoing::edited(self.body, edited)
+    }
+
+    /// An answer that the router reads itself. It counts as a part of the request.
+    async fn short_answer(&self, mut body: Incoming) -> Result<Bytes, String> {
+        let mut answer = Gathered::new(None, SHORT_ANSWER_BYTES_MAX);
+        while let Some(frame) = body.frame().await {
+            let Ok(piece) = frame.map_err(|error| error.to_string())?.into_data() else { continue };
+            self.held.take(piece.len()).map_err(|problem| problem.message)?;
+            answer.add(piece).map_err(|error| error.to_string())?;
+        }
+        Ok(answer.whole())
     }
 
     /// A node has failed after it took the request.

@@ -4,8 +4,10 @@
 //! more time than the request itself.
 //!
 //! ```text
-//!   Asks (for at most 75 s) --> Sends its body (each piece in time) --> Waits for us, and reads in time --> Asks ...
+//!   Idle (for at most 75 s) --> sends a Head (within 10 s) --> sends its Body (each piece in time, and not too slowly)
+//!     --> Waits for us, and reads in time --> Idle ...
 //! ```
+//! A connection is here once its [first head](super::first_head) has come.
 
 use std::{
     cell::{Cell, RefCell},
@@ -19,18 +21,24 @@ use std::{
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::time::sleep;
 
-/// A connection may be idle, or take for its next request's headers, as long as this.
+/// A connection may be idle for as long as this.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+/// A request's head has to come within this time.
+pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes of a body that have to come in a second, on average, beyond the time that one piece may take.
+pub(super) const BODY_RATE_MIN: u32 = 4096;
 /// How often all are looked at.
 const SWEEP_PERIOD: Duration = Duration::from_secs(1);
 
 /// What a connection waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// For the head of a request.
-    Asks,
+    /// For a request.
+    Idle,
+    /// For the rest of a request's head.
+    Head,
     /// For more of a request's body.
-    Sends,
+    Body,
     /// For its answer, or for the client to read it.
     Waits,
 }
@@ -50,6 +58,9 @@ pub(super) struct Client {
     phase: Cell<Phase>,
     /// Sweeps since something came of it.
     sweeps: Cell<u32>,
+    /// Sweeps since its body began, and the bytes that came of it.
+    body_sweeps: Cell<u32>,
+    body_bytes: Cell<usize>,
     is_late: Cell<bool>,
     /// The kernel takes no more of its answer until it reads.
     is_full: Cell<bool>,
@@ -64,8 +75,10 @@ impl Clients {
         self.next.set(number + 1);
         let client = Rc::new(Client {
             number,
-            phase: Cell::new(Phase::Asks),
+            phase: Cell::new(Phase::Head),
             sweeps: Cell::new(0),
+            body_sweeps: Cell::new(0),
+            body_bytes: Cell::new(0),
             is_late: Cell::new(false),
             is_full: Cell::new(false),
             is_stopping: self.is_stopping.clone(),
@@ -96,18 +109,39 @@ impl Clients {
             sleep(SWEEP_PERIOD).await;
             for client in self.all.borrow().values() {
                 let most = match client.phase.get() {
-                    Phase::Asks => IDLE_TIMEOUT,
-                    Phase::Sends => patience,
+                    Phase::Idle => IDLE_TIMEOUT,
+                    Phase::Head => HEAD_TIMEOUT,
+                    Phase::Body => patience,
                     Phase::Waits if client.is_full.get() => patience,
                     Phase::Waits => continue,
                 };
                 client.sweeps.set(client.sweeps.get() + 1);
-                if SWEEP_PERIOD * client.sweeps.get() > most {
+                if SWEEP_PERIOD * client.sweeps.get() > most || client.is_body_too_slow(patience) {
                     client.is_late.set(true);
                     client.wake();
                 }
             }
         }
+    }
+}
+
+impl Clients {
+    /// Closes the connection that sends no request for longest, because another one needs its slot. One that has begun a head goes
+    /// before idle ones. Answers whether there was one.
+    pub(super) fn close_idle(&self) -> bool {
+        let all = self.all.borrow();
+        let waiting = all.values().filter(|client| !client.is_late.get()).filter_map(|client| {
+            let rank = match client.phase.get() {
+                Phase::Head => 1,
+                Phase::Idle => 0,
+                Phase::Body | Phase::Waits => return None,
+            };
+            Some((rank, client.sweeps.get(), client))
+        });
+        let Some((.., client)) = waiting.max_by_key(|(rank, sweeps, _)| (*rank, *sweeps)) else { return false };
+        client.is_late.set(true);
+        client.wake();
+        true
     }
 }
 
@@ -132,9 +166,34 @@ impl Client {
         Busy(Rc::clone(self))
     }
 
-    /// From now on, the next piece of a body has to come in time.
+    /// Bytes of a head have come: the rest has to come in time.
+    pub(super) fn sends_head(&self) {
+        if self.phase.get() == Phase::Idle {
+            self.enter(Phase::Head);
+        }
+    }
+
+    /// From now on, the body has to come in time.
     pub(super) fn sends(&self) {
-        self.enter(Phase::Sends);
+        self.body_sweeps.set(0);
+        self.body_bytes.set(0);
+        self.enter(Phase::Body);
+    }
+
+    /// So many more bytes of the body have come.
+    pub(super) fn sent(&self, bytes: usize) {
+        self.body_bytes.set(self.body_bytes.get() + bytes);
+        self.sweeps.set(0);
+    }
+
+    /// One more sweep has passed. Whether the body has come more slowly than it has to.
+    fn is_body_too_slow(&self, patience: Duration) -> bool {
+        if self.phase.get() != Phase::Body {
+            return false;
+        }
+        self.body_sweeps.set(self.body_sweeps.get() + 1);
+        let since = (SWEEP_PERIOD * self.body_sweeps.get()).saturating_sub(patience);
+        self.body_bytes.get() as u64 <= u64::from(BODY_RATE_MIN) * since.as_secs() && !since.is_zero()
     }
 
     /// All of the body has come.
@@ -159,12 +218,12 @@ impl Client {
     /// Whether the next request does not come, or the client does not read its answer.
     pub(super) fn is_silent_too_long(&self) -> bool {
         let is_full = self.is_full.get();
-        self.is_late.get() && matches!((self.phase.get(), is_full), (Phase::Asks, _) | (Phase::Waits, true))
+        self.is_late.get() && matches!((self.phase.get(), is_full), (Phase::Idle | Phase::Head, _) | (Phase::Waits, true))
     }
 
     /// Whether the rest of a body does not come.
     pub(super) fn sends_too_slowly(&self) -> bool {
-        self.is_late.get() && self.phase.get() == Phase::Sends
+        self.is_late.get() && self.phase.get() == Phase::Body
     }
 
     /// Whether it shall take no further request.
@@ -179,7 +238,7 @@ pub(super) struct Busy(Rc<Client>);
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        self.0.enter(Phase::Asks);
+        self.0.enter(Phase::Idle);
     }
 }
 

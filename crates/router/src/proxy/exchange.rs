@@ -4,6 +4,7 @@
 //! connection, which reads it and writes it to the client, and a client that does not read keeps the node from sending.
 
 use std::{
+    collections::VecDeque,
     future::poll_fn,
     io::{self, IoSlice},
     pin::Pin,
@@ -23,11 +24,17 @@ use tokio::{
 
 use super::{
     idle::Upstreams,
+    outgoing::Outgoing,
     reading::{Early, HeadReading, data_of},
     shared::Address,
     upstream_error::UpstreamError,
 };
 use crate::answers::{Framing, Head};
+
+/// Pieces that are handed to the kernel at once.
+const SLICES_MAX: usize = 16;
+/// Bytes that are handed to it before others have their turn.
+const TURN_BYTES: usize = 256 << 10;
 
 /// A connection to a node.
 #[derive(Debug)]
@@ -35,8 +42,10 @@ pub(super) struct Connection {
     stream: TcpStream,
     upstreams: Upstreams,
     address: Arc<Address>,
-    /// What the node has not been sent yet: of the head, and of the body.
+    /// What the node has not been sent yet: of the head, and of the body's first piece.
     unsent: [Bytes; 2],
+    /// And the body's other pieces.
+    later: VecDeque<Bytes>,
     /// False after it has refused to take more of a request.
     takes_more: bool,
 }
@@ -55,12 +64,13 @@ pub(super) struct Incoming {
 
 impl Connection {
     pub(super) fn new(stream: TcpStream, upstreams: Upstreams, address: Arc<Address>) -> Self {
-        Self { stream, upstreams, address, unsent: Default::default(), takes_more: true }
+        Self { stream, upstreams, address, unsent: <[Bytes; 2]>::default(), later: VecDeque::new(), takes_more: true }
     }
 
     /// Sends a request and waits for the head of its answer.
-    pub(super) async fn ask(mut self, head: Bytes, body: Bytes) -> Result<Response<Incoming>, UpstreamError> {
-        self.unsent = [head, body];
+    pub(super) async fn ask(mut self, head: Bytes, body: Outgoing) -> Result<Response<Incoming>, UpstreamError> {
+        self.unsent = [head, body.first];
+        self.later = body.later.into();
         let mut reading = HeadReading::default();
         let (head, early) = poll_fn(|context| {
             self.poll_send(context);
@@ -78,25 +88,46 @@ impl Connection {
 
     /// Sends what the node takes now. A node that takes no more of a request may have answered it nevertheless.
     fn poll_send(&mut self, context: &mut Context<'_>) {
+        let mut turn = TURN_BYTES;
         while self.is_sending() {
-            let slices = [IoSlice::new(&self.unsent[0]), IoSlice::new(&self.unsent[1])];
-            match Pin::new(&mut self.stream).poll_write_vectored(context, &slices) {
+            if turn == 0 {
+                // Others have their turn: a node on this host may take all of a long body at once.
+                context.waker().wake_by_ref();
+                return;
+            }
+            let (mut slices, mut count, mut room) = ([IoSlice::new(&[]); SLICES_MAX], 0, turn);
+            for (slice, piece) in slices.iter_mut().zip(self.unsent.iter().chain(&self.later)) {
+                *slice = IoSlice::new(&piece[..piece.len().min(room)]);
+                (count, room) = (count + 1, room - slice.len());
+            }
+            match Pin::new(&mut self.stream).poll_write_vectored(context, &slices[..count]) {
                 Poll::Ready(Ok(sent @ 1..)) => {
-                    let of_head = sent.min(self.unsent[0].len());
-                    self.unsent[0].advance(of_head);
-                    self.unsent[1].advance(sent - of_head);
+                    turn -= sent;
+                    self.advance(sent);
                 }
                 Poll::Ready(_) => {
                     self.takes_more = false;
                     self.unsent = Default::default();
+                    self.later.clear();
                 }
                 Poll::Pending => return,
             }
         }
     }
 
+    fn advance(&mut self, mut sent: usize) {
+        for piece in self.unsent.iter_mut().chain(&mut self.later) {
+            let of_piece = sent.min(piece.len());
+            piece.advance(of_piece);
+            sent -= of_piece;
+        }
+        while self.later.front().is_some_and(Bytes::is_empty) {
+            self.later.pop_front();
+        }
+    }
+
     fn is_sending(&mut self) -> bool {
-        let is_sending = self.unsent.iter().any(|piece| !piece.is_empty());
+        let is_sending = !self.later.is_empty() || self.unsent.iter().any(|piece| !piece.is_empty());
         if !is_sending && self.takes_more {
             // An empty piece would still hold the memory of the whole body.
             self.unsent = Default::default();

@@ -115,7 +115,11 @@ impl AsyncRead for Watched {
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
-        self.watch.see(&buffer.filled()[before..]);
+        let came = &buffer.filled()[before..];
+        if !came.is_empty() && !self.watch.is_over.get() {
+            self.client.sends_head();
+        }
+        self.watch.see(came);
         read
     }
 }

@@ -15,11 +15,12 @@ use std::{
 
 use hyper::{Request, body::Incoming, header::TRANSFER_ENCODING, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
+use kvlane_door::Place;
 use thiserror::Error;
 use tokio::{
     net::TcpStream,
     runtime::{LocalOptions, LocalRuntime},
-    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    sync::{OwnedSemaphorePermit, watch},
     task::{JoinSet, spawn_local},
     time::{sleep, timeout},
 };
@@ -27,6 +28,7 @@ use tokio::{
 use super::{
     answer::Problem,
     clients::{Awaited, Clients},
+    first_head::has_first_head,
     head_watch::{HeadWatch, Watched},
     idle::Upstreams,
     joined::Joined,
@@ -36,6 +38,9 @@ use super::{
 
 /// Longest headers of a request.
 const HEADER_BYTES_MAX: usize = 64 << 10;
+/// Connections that the kernel completes before they are accepted. Its default of 128 is full within milliseconds when many come at
+/// once, and a client then tries again after a second.
+const BACKLOG: i32 = 4096;
 /// After the kernel could not give a connection.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
@@ -65,13 +70,13 @@ impl Proxy {
     /// The kernel gives no thread or no descriptor.
     pub fn start(listener: TcpListener, shared: &Arc<Shared>) -> Result<Self, StartError> {
         listener.set_nonblocking(true).map_err(StartError::Listener)?;
+        rustix::net::listen(&listener, BACKLOG).map_err(|error| StartError::Listener(error.into()))?;
         let address = listener.local_addr().map_err(StartError::Listener)?;
         let (stop, stopped) = watch::channel(None);
-        let places = Arc::clone(&shared.places);
         let mut threads = Vec::new();
         for number in 0..shared.settings.threads.max(1) {
             let listener = listener.try_clone().map_err(StartError::Listener)?;
-            let (shared, places, stopped) = (Arc::clone(shared), Arc::clone(&places), stopped.clone());
+            let (shared, stopped) = (Arc::clone(shared), stopped.clone());
             let (started, has_started) = mpsc::channel();
             let serve = move || {
                 let runtime = match runtime() {
@@ -79,7 +84,7 @@ impl Proxy {
                     Err(error) => return drop(started.send(Err(error))),
                 };
                 let _ = started.send(Ok(()));
-                if let Err(error) = runtime.block_on(serve(listener, shared, places, stopped)) {
+                if let Err(error) = runtime.block_on(serve(listener, shared, stopped)) {
                     tracing::error!(%error, "a thread of the proxy ended");
                 }
             };
@@ -113,7 +118,6 @@ fn runtime() -> io::Result<LocalRuntime> {
 async fn serve(
     listener: TcpListener,
     shared: Arc<Shared>,
-    places: Arc<Semaphore>,
     mut stopped: watch::Receiver<Option<Duration>>,
 ) -> io::Result<()> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
@@ -123,23 +127,31 @@ async fn serve(
         let (clients, patience) = (Rc::clone(&clients), shared.settings.client_timeout);
         async move { clients.sweep(patience).await }
     });
+    spawn_local({
+        let (shared, clients) = (Arc::clone(&shared), Rc::clone(&clients));
+        async move { shared.places.close_idle(&shared, &clients).await }
+    });
     let mut connections = JoinSet::new();
     loop {
-        let next = async {
-            let place = Arc::clone(&places).acquire_owned().await;
-            (place, listener.accept().await)
-        };
-        let (place, accepted) = tokio::select! {
-            next = next => next,
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
             Some(_) = connections.join_next() => continue,
             _ = stopped.changed() => break,
         };
-        let Ok(place) = place else { break };
         match accepted {
             Ok((stream, _)) => {
+                let slot = tokio::select! {
+                    slot = shared.places.take(&shared) => slot,
+                    _ = stopped.changed() => break,
+                };
+                let Some(slot) = slot else { break };
+                let headless = Headless::new(&shared, slot);
+                let (number, place) = (headless.number, Arc::clone(&headless.place));
                 let connection =
-                    connection(stream, place, Arc::clone(&shared), upstreams.clone(), Rc::clone(&clients));
-                connections.spawn_local(connection);
+                    connection(stream, headless, stopped.clone(), upstreams.clone(), Rc::clone(&clients));
+                let task = connections.spawn_local(connection);
+                // Tasks run in this thread: it has not begun yet.
+                shared.places.headless.add(number, place, task);
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a client's connection");
@@ -156,16 +168,21 @@ async fn serve(
 
 async fn connection(
     stream: TcpStream,
-    place: OwnedSemaphorePermit,
-    shared: Arc<Shared>,
+    headless: Headless,
+    mut stopped: watch::Receiver<Option<Duration>>,
     upstreams: Upstreams,
     clients: Rc<Clients>,
 ) {
+    let shared = Arc::clone(&headless.shared);
     let _counted = Counted::new(&shared);
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a client has left at once");
         return;
     }
+    if !has_first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await {
+        return;
+    }
+    let _place = headless.has_head();
     let client = clients.join();
     let asked = Cell::new(0u64);
     let watch = HeadWatch::new();
@@ -204,7 +221,31 @@ async fn connection(
     if let Err(error) = served {
         tracing::debug!(%error, requests = asked.get(), "a client's connection ended");
     }
-    drop(place);
+}
+
+/// A connection that has not sent a head: until this is dropped, another one may get its slot.
+struct Headless {
+    shared: Arc<Shared>,
+    number: u64,
+    place: Arc<Place<OwnedSemaphorePermit>>,
+}
+
+impl Headless {
+    fn new(shared: &Arc<Shared>, slot: OwnedSemaphorePermit) -> Self {
+        let number = shared.places.headless.number();
+        Self { shared: Arc::clone(shared), number, place: Place::new(slot) }
+    }
+
+    /// It keeps its slot as long as it has this.
+    fn has_head(self) -> Arc<Place<OwnedSemaphorePermit>> {
+        Arc::clone(&self.place)
+    }
+}
+
+impl Drop for Headless {
+    fn drop(&mut self) {
+        self.shared.places.headless.remove(self.number);
+    }
 }
 
 /// Counts an open connection.

@@ -1,33 +1,27 @@
 //! What becomes of a client's request before it is served: routes, limits, and what is wrong with it.
 
-use std::{
-    cell::Cell,
-    future::poll_fn,
-    pin::Pin,
-    sync::{Arc, atomic::Ordering},
-    task::Poll,
-    time::Duration,
-};
+use std::{cell::Cell, future::poll_fn, pin::Pin, sync::Arc, task::Poll};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use hyper::{
     HeaderMap, Method, Request, Response, StatusCode,
     body::{Body, Incoming},
-    header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue},
+    header::{AUTHORIZATION, CONNECTION, CONTENT_TYPE, HeaderValue},
     http::request::Parts,
 };
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{
     answer::{AnswerBody, Problem, json_answer},
     attempt::Work,
-    clients::Client,
+    clients::{BODY_RATE_MIN, Client},
     forward::REQUEST_ID,
+    gathered::Gathered,
+    held::Held,
     idle::Upstreams,
     shared::{Counters, Shared},
 };
 use crate::{
-    body::{Scan, marks, scan},
+    body::Scan,
     ids::RequestId,
     legs,
     schedule::NodeState,
@@ -37,6 +31,10 @@ use crate::{
 const REQUEST_CLASS: &str = "x-request-class";
 /// Longest id of a client that comes back to it.
 const CLIENT_ID_BYTES_MAX: usize = 256;
+/// Longest name of a model, with its escapes and quotes: the last decisions keep it.
+const MODEL_BYTES_MAX: usize = 1 << 10;
+/// Bytes of a body that are taken in before other requests have their turn.
+const TURN_BYTES: usize = 256 << 10;
 
 /// Answers one request.
 pub(super) async fn answer(
@@ -66,19 +64,27 @@ async fn route(
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
     let path = head.uri.path();
-    if path != "/health" && !is_allowed(&shared.settings.keys, &head.headers) {
+    let is_allowed = is_allowed(&shared.settings.keys, &head.headers);
+    if path != "/health" && !is_allowed {
         let problem =
             Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
         return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
     }
     match (&head.method, path) {
-        (&Method::GET, "/health") => Ok(health(shared)),
+        (&Method::GET, "/health") => {
+            let mut answer = health(shared);
+            // A connection that has shown no key serves no second request.
+            if !is_allowed {
+                answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
+            Ok(answer)
+        }
         (&Method::GET, "/v1/models") => Ok(models(shared)),
         (&Method::POST, _) if path.starts_with("/v1/") && is_plain(path) => {
             Counters::count(&shared.counters.requests);
-            let mut held = Held { shared, bytes: 0 };
-            let body = read(body, client, &mut held).await?;
-            post(shared, upstreams, head, &body, id, client_id).await
+            let held = Held::new(shared);
+            let body = read(shared, body, client, &held).await?;
+            post(shared, upstreams, head, &body, &held, id, client_id).await
         }
         (_, "/health" | "/v1/models") => Err(Problem::new(
             StatusCode::METHOD_NOT_ALLOWED,
@@ -106,7 +112,12 @@ fn is_plain(path: &str) -> bool {
 
 /// Whether a request may be served. How long this takes tells nothing of a key but its length.
 fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
-    let shown = headers.get(AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+    shows_key(keys, headers.get(AUTHORIZATION).map(HeaderValue::as_bytes))
+}
+
+/// The same, of the Authorization header alone.
+pub(super) fn shows_key(keys: &[String], authorization: Option<&[u8]>) -> bool {
+    let shown = authorization.and_then(|value| value.strip_prefix(b"Bearer "));
     let is = |key: &String, shown: &[u8]| {
         let differing =
             key.bytes().zip(shown).fold(0, |differing, (ours, theirs)| differing | (ours ^ theirs));
@@ -116,84 +127,50 @@ fn is_allowed(keys: &[String], headers: &HeaderMap) -> bool {
 }
 
 /// The whole body, unless it is too long or its client too slow.
-async fn read(mut body: Incoming, client: &Client, held: &mut Held<'_>) -> Result<Bytes, Problem> {
-    let (most, patience) = (held.shared.settings.body_bytes_max, held.shared.settings.client_timeout);
-    let too_large = || Problem {
-        closes: true,
-        ..Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {most} bytes"))
+async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held) -> Result<Bytes, Problem> {
+    let (most, patience) = (shared.settings.body_bytes_max, shared.settings.client_timeout);
+    let closing = |status, sentence: String| Problem { closes: true, ..Problem::new(status, sentence) };
+    let too_large = || closing(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {most} bytes"));
+    let too_slow = || {
+        let sentence = format!(
+            "the body comes too slowly: nothing for {} s, or fewer than {BODY_RATE_MIN} bytes a second",
+            patience.as_secs_f64()
+        );
+        closing(StatusCode::REQUEST_TIMEOUT, sentence)
     };
-    let too_slow = || Problem {
-        closes: true,
-        ..Problem::new(
-            StatusCode::REQUEST_TIMEOUT,
-            format!("nothing more of the body came for {} s", patience.as_secs_f64()),
-        )
-    };
-    let announced = body.size_hint().lower();
-    if announced > most as u64 {
+    let announced = body.size_hint();
+    if announced.lower() > most as u64 {
         return Err(too_large());
     }
     // What a client announces costs nothing yet: it has to send it first.
-    let mut whole = BytesMut::new();
-    let mut only: Option<Bytes> = None;
+    let mut gathered = Gathered::new(announced.exact().map(|bytes| bytes as usize), most);
+    let mut turn = 0;
+    client.sends();
     loop {
-        client.sends();
         let frame = poll_fn(|context| match Pin::new(&mut body).poll_frame(context) {
             Poll::Pending if client.sends_too_slowly() => Poll::Ready(Err(too_slow())),
             polled => polled.map(Ok),
         });
         let Some(frame) = frame.await? else { break };
-        let frame = frame.map_err(|error| Problem {
-            closes: true,
-            ..Problem::new(StatusCode::BAD_REQUEST, format!("the body cannot be read: {error}"))
-        })?;
-        let Ok(piece) = frame.into_data() else { continue };
-        let so_far = whole.len() + only.as_ref().map_or(0, Bytes::len);
-        if so_far + piece.len() > most {
+        let unreadable = |error: &dyn std::fmt::Display| {
+            closing(StatusCode::BAD_REQUEST, format!("the body cannot be read: {error}"))
+        };
+        let Ok(piece) = frame.map_err(|error| unreadable(&error))?.into_data() else { continue };
+        client.sent(piece.len());
+        if gathered.len() + piece.len() > most {
             return Err(too_large());
         }
         held.take(piece.len())?;
-        if so_far == 0 {
-            only = Some(piece);
-            continue;
+        turn += piece.len();
+        let no_room = |error| closing(StatusCode::SERVICE_UNAVAILABLE, format!("no memory for the body: {error}"));
+        gathered.add(piece).map_err(no_room)?;
+        if turn >= TURN_BYTES {
+            turn = 0;
+            tokio::task::yield_now().await;
         }
-        if let Some(only) = only.take() {
-            whole.reserve((announced as usize).min(1 << 20));
-            whole.extend_from_slice(&only);
-        }
-        whole.extend_from_slice(&piece);
     }
     client.has_sent();
-    Ok(only.unwrap_or_else(|| whole.freeze()))
-}
-
-/// What a request takes of the bytes that all bodies together may have, until it is dropped.
-struct Held<'s> {
-    shared: &'s Shared,
-    bytes: usize,
-}
-
-impl Held<'_> {
-    fn take(&mut self, bytes: usize) -> Result<(), Problem> {
-        self.bytes += bytes;
-        let before = self.shared.counters.body_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-        let most = self.shared.settings.bodies_bytes_max;
-        if before + bytes as u64 <= most as u64 {
-            return Ok(());
-        }
-        let sentence = format!("this router holds {most} bytes of requests already; ask again");
-        Err(Problem {
-            closes: true,
-            retry_after: Some(Duration::from_secs(1)),
-            ..Problem::new(StatusCode::SERVICE_UNAVAILABLE, sentence)
-        })
-    }
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.shared.counters.body_bytes.fetch_sub(self.bytes as u64, Ordering::Relaxed);
-    }
+    Ok(gathered.whole())
 }
 
 async fn post(
@@ -201,21 +178,27 @@ async fn post(
     upstreams: &Upstreams,
     head: &Parts,
     body: &Bytes,
+    held: &Held,
     id: RequestId,
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
     let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
-    let scanned = if can_split || is_json(&head.headers) {
-        let bad = |error: crate::body::BodyError| Problem::new(StatusCode::BAD_REQUEST, error.to_string());
-        Some(scan(body).map_err(bad)?)
+    let (scanned, marks) = if can_split || is_json(&head.headers) {
+        let outlined = shared.walkers.outline(body).await?;
+        held.take(outlined.bytes())?;
+        (Some(Scan::new(body, outlined.outline)), outlined.marks)
     } else {
-        None
+        (None, Vec::new())
     };
     if let Some(scan) = &scanned
         && scan.raw(legs::TRANSFER).is_some_and(|value| value != b"null")
     {
         let sentence = "kv_transfer_params are the router's to set: leave them out";
         return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param(legs::TRANSFER));
+    }
+    if scanned.as_ref().and_then(|scan| scan.raw("model")).is_some_and(|raw| raw.len() > MODEL_BYTES_MAX) {
+        let sentence = format!("model is longer than {MODEL_BYTES_MAX} bytes");
+        return Err(Problem::new(StatusCode::BAD_REQUEST, sentence).with_param("model"));
     }
     let model = scanned.as_ref().and_then(|scan| scan.string("model"));
     if model.is_none()
@@ -226,11 +209,11 @@ async fn post(
     if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
         return Err(problem);
     }
-    let marks = scanned.as_ref().map(|scan| marks(scan, seed(scan))).unwrap_or_default();
     let prompt = match &scanned {
-        Some(scan) => shared.knowledge.prompt(head.uri.path(), scan, model.as_deref()).await,
+        Some(scan) => shared.knowledge.prompt(head.uri.path(), body, scan, model.as_deref()).await,
         None => None,
     };
+    held.take(prompt.as_ref().map_or(0, |prompt| prompt.tokens.capacity() * size_of::<u32>()))?;
     let work = Work {
         shared,
         upstreams,
@@ -240,6 +223,7 @@ async fn post(
         model: model.as_deref(),
         marks: &marks,
         prompt: prompt.as_ref(),
+        held,
         id,
         client_id,
         streams: scanned.as_ref().is_some_and(is_one_stream),
@@ -255,13 +239,6 @@ fn is_one_stream(scan: &Scan<'_>) -> bool {
     let is_one = scan.raw("n").is_none_or(|count| matches!(count, b"1" | b"null"))
         && legs::stays(scan) != Some(legs::Stays::ManyPrompts);
     scan.raw("stream") == Some(b"true") && is_one
-}
-
-/// What decides, besides the text, which blocks a prompt has.
-fn seed(scan: &Scan<'_>) -> u64 {
-    ["model", "cache_salt", "tools"]
-        .into_iter()
-        .fold(0, |seed, name| xxh3_64_with_seed(scan.raw(name).unwrap_or_default(), seed))
 }
 
 fn is_json(headers: &HeaderMap) -> bool {

@@ -15,9 +15,8 @@ use std::{
 use hyper::Uri;
 use parking_lot::Mutex;
 use thiserror::Error;
-use tokio::sync::Semaphore;
 
-use super::settings::ProxySettings;
+use super::{outlined::Walkers, places::Places, settings::ProxySettings};
 use crate::{
     balance::{self, Balancers},
     beats_refused::BeatsRefused,
@@ -142,8 +141,10 @@ pub struct Counters {
     pub names_failed: AtomicU64,
     /// Whether operators can reach the router over its socket: 1, or 0.
     pub control: AtomicU64,
-    /// Bytes of bodies that are held.
+    /// Bytes of bodies that are held, and of what the router knows of them.
     pub body_bytes: AtomicU64,
+    /// Connections that were closed because another one needed their slot.
+    pub displaced: AtomicU64,
     /// Clients' connections that are open.
     pub connections: AtomicU64,
 }
@@ -160,7 +161,9 @@ impl Counters {
 pub struct Shared {
     pub(super) settings: ProxySettings,
     /// For clients' connections, over all listeners.
-    pub(super) places: Arc<Semaphore>,
+    pub(super) places: Places,
+    /// For bodies that are too long to be read at once.
+    pub(super) walkers: Walkers,
     /// Held for microseconds, never over an await.
     pub(super) state: Mutex<State>,
     /// What has happened.
@@ -204,10 +207,11 @@ impl Shared {
             balancers: None,
             records: Records::default(),
         };
-        let places = Arc::new(Semaphore::new(settings.connections_max));
+        let places = Places::new(settings.connections_max);
         Arc::new(Self {
             settings,
             places,
+            walkers: Walkers::default(),
             state: Mutex::new(state),
             counters: Counters::default(),
             knowledge,

@@ -12,6 +12,7 @@ use tokio::{net::TcpStream, time::timeout};
 use super::{
     exchange::{Connection, Incoming},
     idle::Upstreams,
+    outgoing::Outgoing,
     shared::Address,
     upstream_error::UpstreamError,
 };
@@ -25,7 +26,7 @@ pub(super) async fn send(
     upstreams: &Upstreams,
     address: &Arc<Address>,
     head: Bytes,
-    body: Bytes,
+    body: Outgoing,
     connect_timeout: Duration,
 ) -> Result<Response<Incoming>, UpstreamError> {
     let mut lost = None;

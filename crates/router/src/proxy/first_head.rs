@@ -1,0 +1,131 @@
+//! The head of a connection's first request. Until all of it is there it stays in the kernel's buffer, and the connection costs
+//! this process a socket and a task: strangers who send nothing, or half a head, take no memory that would have to be given back.
+
+use std::{io, time::Duration};
+
+use rustix::net::{RecvFlags, recv};
+use tokio::{io::Interest, net::TcpStream, sync::watch, time::timeout};
+
+use super::{clients::HEAD_TIMEOUT, idle::Upstreams, service::shows_key};
+
+/// Longest head on a connection that has not shown a key.
+const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
+/// What hyper answers where a head is too long.
+const TOO_LONG: &[u8] = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    /// All of it, or what HTTP's parser refuses at once, or as much as shows a key: the parser goes on.
+    Head,
+    /// It is longer than a stranger's may be.
+    TooLong,
+    /// The client sends no more.
+    End,
+}
+
+/// Whether a connection has sent the head of a request, or a key. Waits for it, unless the proxy stops.
+pub(super) async fn has_first_head(
+    stream: &TcpStream,
+    upstreams: &Upstreams,
+    keys: &[String],
+    stopped: &mut watch::Receiver<Option<Duration>>,
+) -> bool {
+    let found = tokio::select! {
+        biased;
+        found = timeout(HEAD_TIMEOUT, find(stream, upstreams, keys)) => found,
+        _ = stopped.changed() => return false,
+    };
+    if let Ok(Ok(Found::TooLong)) = found {
+        // The first bytes that are written fit into the kernel's buffer. Unread ones would have the kernel reset the connection
+        // before the client has seen the answer.
+        let _ = upstreams.with_buffer(|buffer| stream.try_read(buffer));
+        let _ = stream.try_write(TOO_LONG);
+    }
+    matches!(found, Ok(Ok(Found::Head)))
+}
+
+async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &[String]) -> io::Result<Found> {
+    let mut searched = 0;
+    loop {
+        let ready = stream.ready(Interest::READABLE).await?;
+        let peek = |buffer: &mut [u8]| {
+            stream.try_io(Interest::READABLE, || {
+                let (length, _) = recv(stream, &mut *buffer, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+                let found = judge(&buffer[..length], searched, keys);
+                searched = length;
+                // Clears the readiness: the next bytes wake this again.
+                found.ok_or_else(|| io::ErrorKind::WouldBlock.into())
+            })
+        };
+        match upstreams.with_buffer(peek) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
+            Err(_) if ready.is_read_closed() => return Ok(Found::End),
+            Err(_) => {}
+            found => return found,
+        }
+    }
+}
+
+/// Looks at what has come of a head, of which the first `searched` bytes have no end. None: more has to come.
+fn judge(bytes: &[u8], searched: usize, keys: &[String]) -> Option<Found> {
+    if bytes.is_empty() {
+        return Some(Found::End);
+    }
+    let is_too_long = bytes.len() >= STRANGERS_HEAD_BYTES_MAX;
+    let bytes = &bytes[..bytes.len().min(STRANGERS_HEAD_BYTES_MAX)];
+    // Empty lines may stand before a head.
+    let start = bytes.iter().position(|byte| !matches!(byte, b'\r' | b'\n'));
+    let is_no_method = start.is_some_and(|start| !bytes[start].is_ascii_graphic());
+    let from = start.unwrap_or(bytes.len()).max(searched.saturating_sub(2)).min(bytes.len());
+    let ends = |at: usize| matches!(&bytes[from + at + 1..], [b'\n', ..] | [b'\r', b'\n', ..]);
+    if is_no_method || memchr::memchr_iter(b'\n', &bytes[from..]).any(ends) {
+        return Some(Found::Head);
+    }
+    let has_key = || keys.is_empty() || shows_key(keys, authorization(bytes));
+    is_too_long.then(|| if has_key() { Found::Head } else { Found::TooLong })
+}
+
+/// The Authorization header among whole lines.
+fn authorization(bytes: &[u8]) -> Option<&[u8]> {
+    const NAME: &[u8] = b"authorization:";
+    let whole = &bytes[..memchr::memrchr(b'\n', bytes)?];
+    let of_name = |line: &&[u8]| line.get(..NAME.len()).is_some_and(|name| name.eq_ignore_ascii_case(NAME));
+    whole.split(|byte| *byte == b'\n').find(of_name).map(|line| line[NAME.len()..].trim_ascii())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(bytes: &[u8], keys: &[String]) -> Option<Found> {
+        judge(bytes, 0, keys)
+    }
+
+    #[test]
+    fn a_head_ends_with_an_empty_line_however_it_is_cut() {
+        let heads: [&[u8]; 3] =
+            [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n\r\nGET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\n\n"];
+        for head in heads {
+            for length in 1..head.len() {
+                assert_eq!(of(&head[..length], &[]), None, "{length}");
+                assert_eq!(judge(head, length, &[]), Some(Found::Head), "{length}");
+            }
+        }
+        assert_eq!(of(b"\x16\x03\x01", &[]), Some(Found::Head), "TLS is refused at once");
+        assert_eq!(of(b"", &[]), Some(Found::End));
+    }
+
+    #[test]
+    fn a_long_head_needs_a_key_where_there_are_keys() {
+        let keys = ["key".to_owned()];
+        let long = format!("X-Long: {}", "x".repeat(STRANGERS_HEAD_BYTES_MAX));
+        let with = |line: &str| format!("GET / HTTP/1.1\r\n{line}{long}").into_bytes();
+        assert_eq!(of(&with(""), &[]), Some(Found::Head));
+        assert_eq!(of(&with(""), &keys), Some(Found::TooLong));
+        assert_eq!(of(&with("aUthorization:  Bearer key\r\n"), &keys), Some(Found::Head));
+        assert_eq!(of(&with("Authorization: Bearer other\r\n"), &keys), Some(Found::TooLong));
+        let whole = format!("GET / HTTP/1.1\r\n{long}\r\n\r\n");
+        assert_eq!(of(whole.as_bytes(), &keys), Some(Found::TooLong), "though it came as a whole");
+        assert_eq!(of("\r\n".repeat(STRANGERS_HEAD_BYTES_MAX).as_bytes(), &keys), Some(Found::TooLong));
+    }
+}

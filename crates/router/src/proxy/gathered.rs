@@ -1,0 +1,125 @@
+//! A request's body while it comes, in one piece at the end.
+//!
+//! Long bodies lie in memory of their own, which the kernel gets back with them: an allocator keeps much of what it was given
+//! back, and copies what grows.
+
+use std::io;
+
+use bytes::{Bytes, BytesMut};
+use kvlane_memory::PrivateMemory;
+
+/// Bodies of fewer bytes lie in the allocator's memory.
+const LONG_BYTES: usize = 256 << 10;
+
+/// What has come of a body.
+#[derive(Debug)]
+pub(super) struct Gathered {
+    /// How long it is, if its client has said so; else how long it may be.
+    bytes_max: usize,
+    held: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    /// As it came, without a copy.
+    First(Bytes),
+    Short(BytesMut),
+    Long { memory: PrivateMemory, filled: usize },
+}
+
+impl Gathered {
+    /// `announced`: as the client said; a piece beyond that, or beyond `most`, is an error.
+    pub(super) fn new(announced: Option<usize>, most: usize) -> Self {
+        Self { bytes_max: announced.map_or(most, |announced| announced.min(most)), held: Memory::First(Bytes::new()) }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        match &self.held {
+            Memory::First(first) => first.len(),
+            Memory::Short(short) => short.len(),
+            Memory::Long { filled, .. } => *filled,
+        }
+    }
+
+    /// Adds a piece.
+    ///
+    /// # Errors
+    /// The kernel gives no memory, or there is more of the body than there may be.
+    pub(super) fn add(&mut self, piece: Bytes) -> io::Result<()> {
+        let (before, all) = (self.len(), self.len() + piece.len());
+        if all > self.bytes_max {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        if before == 0 {
+            self.held = Memory::First(piece);
+            return Ok(());
+        }
+        if all > LONG_BYTES && !matches!(self.held, Memory::Long { .. }) {
+            // Untouched pages cost nothing, so that there is room for all of it at once.
+            let mut memory = PrivateMemory::new(self.bytes_max)?;
+            memory.as_mut()[..before].copy_from_slice(self.bytes());
+            self.held = Memory::Long { memory, filled: before };
+        }
+        match &mut self.held {
+            Memory::First(first) => {
+                let mut short = BytesMut::with_capacity(self.bytes_max.min(LONG_BYTES).min(2 * all));
+                short.extend_from_slice(first);
+                short.extend_from_slice(&piece);
+                self.held = Memory::Short(short);
+            }
+            Memory::Short(short) => short.extend_from_slice(&piece),
+            Memory::Long { memory, filled } => {
+                memory.as_mut()[before..all].copy_from_slice(&piece);
+                *filled = all;
+            }
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &self.held {
+            Memory::First(first) => first,
+            Memory::Short(short) => short,
+            Memory::Long { memory, filled } => &memory.as_ref()[..*filled],
+        }
+    }
+
+    /// All that has come.
+    pub(super) fn whole(self) -> Bytes {
+        match self.held {
+            Memory::First(first) => first,
+            Memory::Short(short) => short.freeze(),
+            Memory::Long { memory, filled } => Bytes::from_owner(memory).slice(..filled),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_pieces_come_out_in_their_order_however_long_they_are() {
+        for (size, count) in [(1, 1), (7, 3), (1000, 200), (60_000, 20), (300_000, 3)] {
+            for announced in [None, Some(size * count)] {
+                let mut gathered = Gathered::new(announced, 2_000_000);
+                let pieces: Vec<Vec<u8>> = (0..count).map(|number| vec![number as u8; size]).collect();
+                for piece in &pieces {
+                    gathered.add(piece.clone().into()).unwrap();
+                }
+                assert_eq!(gathered.len(), size * count);
+                assert_eq!(gathered.whole(), pieces.concat());
+            }
+        }
+    }
+
+    #[test]
+    fn more_than_was_announced_or_may_be_is_an_error() {
+        for (announced, most) in [(Some(10), 100), (None, 10)] {
+            let mut gathered = Gathered::new(announced, most);
+            gathered.add(vec![1; 6].into()).unwrap();
+            assert!(gathered.add(vec![2; 5].into()).is_err());
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Bodies are walked over: short ones at once, long ones beside the threads that serve clients.
+//!
+//! ```text
+//!   up to 128 KiB    on the thread of the request, within half a millisecond
+//!   up to 4 MiB      on one of two threads beside, within some tens of milliseconds
+//!   longer           on one thread beside
+//! ```
+//! A long body waits only for bodies of its own class, and never keeps a thread that serves clients busy.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use hyper::StatusCode;
+use tokio::{sync::Semaphore, task::spawn_blocking};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::answer::Problem;
+use crate::body::{BodyError, Mark, Outline, Scan, marks, outline};
+
+/// Bodies up to this are walked over at once.
+pub(super) const INLINE_BYTES_MAX: usize = 128 << 10;
+/// Bodies up to this do not wait for longer ones.
+const MEDIUM_BYTES_MAX: usize = 4 << 20;
+/// Of each class, bodies that are walked over at a time.
+const MEDIUM_AT_ONCE: usize = 2;
+const LONG_AT_ONCE: usize = 1;
+
+/// What a router has to know of a body.
+#[derive(Debug)]
+pub(super) struct Outlined {
+    pub(super) outline: Outline,
+    pub(super) marks: Vec<Mark>,
+}
+
+impl Outlined {
+    /// Bytes of memory that it takes.
+    pub(super) fn bytes(&self) -> usize {
+        self.outline.bytes() + self.marks.capacity() * size_of::<Mark>()
+    }
+}
+
+/// Who may walk over long bodies now.
+#[derive(Debug)]
+pub(super) struct Walkers {
+    medium: Arc<Semaphore>,
+    long: Arc<Semaphore>,
+}
+
+impl Default for Walkers {
+    fn default() -> Self {
+        let of = |permits| Arc::new(Semaphore::new(permits));
+        Self { medium: of(MEDIUM_AT_ONCE), long: of(LONG_AT_ONCE) }
+    }
+}
+
+impl Walkers {
+    /// Finds what stands in a body, and the marks of its prompt.
+    ///
+    /// # Errors
+    /// 400 where the body cannot be taken.
+    pub(super) async fn outline(&self, body: &Bytes) -> Result<Outlined, Problem> {
+        let bad = |error: BodyError| Problem::new(StatusCode::BAD_REQUEST, error.to_string());
+        if body.len() <= INLINE_BYTES_MAX {
+            return outlined(body).map_err(bad);
+        }
+        let class = if body.len() <= MEDIUM_BYTES_MAX { &self.medium } else { &self.long };
+        let ended = |_| Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "the body could not be read");
+        let permit = Arc::clone(class).acquire_owned().await.map_err(|_| ended(()))?;
+        let body = body.clone();
+        // It goes on when its client leaves, and keeps its permit until then.
+        let walk = move || {
+            let _permit = permit;
+            outlined(&body)
+        };
+        spawn_blocking(walk).await.map_err(|_| ended(()))?.map_err(bad)
+    }
+}
+
+fn outlined(body: &[u8]) -> Result<Outlined, BodyError> {
+    let scan = Scan::new(body, outline(body)?);
+    let marks = marks(&scan, seed(&scan));
+    Ok(Outlined { outline: scan.into_outline(), marks })
+}
+
+/// What decides, besides the text, which blocks a prompt has.
+fn seed(scan: &Scan<'_>) -> u64 {
+    ["model", "cache_salt", "tools"]
+        .into_iter()
+        .fold(0, |seed, name| xxh3_64_with_seed(scan.raw(name).unwrap_or_default(), seed))
+}

@@ -1,0 +1,79 @@
+//! How many clients are connected at a time, and which connection is closed when a further one comes.
+//!
+//! ```text
+//!   a slot is free                                    --> it gets that
+//!   none is, but a connection has sent no whole head  --> the oldest of these gives up its own, at once
+//!   none is, but one is idle or amid a head           --> each thread closes the one that asks nothing for longest
+//!   all are being served                              --> it waits
+//! ```
+//! Strangers show no key before their first head is there, and are disconnected after it: so they wait in the second line only,
+//! and clients whose key was seen are the last to be closed.
+
+use std::{sync::Arc, time::Duration};
+
+use kvlane_door::Waiting;
+use tokio::{
+    sync::{Notify, OwnedSemaphorePermit, Semaphore},
+    task::yield_now,
+    time::timeout,
+};
+
+use super::{clients::Clients, shared::Shared};
+
+/// How often a connection that waits for a slot looks whether another one can be closed.
+const CROWDED_RETRY: Duration = Duration::from_millis(100);
+
+/// Slots for clients' connections, over all threads and listeners.
+#[derive(Debug)]
+pub(super) struct Places {
+    slots: Arc<Semaphore>,
+    /// Connections whose first head has not come.
+    pub(super) headless: Waiting<OwnedSemaphorePermit>,
+    /// Somebody waits for a slot, and all that have one have sent a head.
+    crowded: Notify,
+}
+
+impl Places {
+    pub(super) fn new(most: usize) -> Self {
+        let slots = Arc::new(Semaphore::new(most));
+        Self { slots, headless: Waiting::default(), crowded: Notify::new() }
+    }
+
+    /// A slot for a connection that has come.
+    pub(super) async fn take(&self, shared: &Shared) -> Option<OwnedSemaphorePermit> {
+        loop {
+            if let Ok(slot) = Arc::clone(&self.slots).try_acquire_owned() {
+                return Some(slot);
+            }
+            // Those that came just now may have sent their heads already.
+            yield_now().await;
+            if let Some(slot) = self.headless.close_oldest() {
+                Self::tell(shared);
+                return Some(slot);
+            }
+            self.crowded.notify_waiters();
+            if let Ok(slot) = timeout(CROWDED_RETRY, Arc::clone(&self.slots).acquire_owned()).await {
+                return slot.ok();
+            }
+        }
+    }
+
+    /// Closes idle connections of this thread when slots are wanted. For ever.
+    pub(super) async fn close_idle(&self, shared: &Shared, clients: &Clients) {
+        loop {
+            self.crowded.notified().await;
+            if clients.close_idle() {
+                Self::tell(shared);
+            }
+        }
+    }
+
+    fn tell(shared: &Shared) {
+        if super::shared::Counters::count(&shared.counters.displaced) {
+            tracing::warn!(
+                connections = shared.settings.connections_max,
+                "all connections are taken: the oldest without a request is closed for each new one. Further cases are only counted"
+            );
+        }
+    }
+}
