@@ -117,12 +117,18 @@ pub const METRICS: &[Metric] = &[
     total(
         "kvlane_route_body_bytes",
         MetricKind::Gauge,
-        "Bytes of requests' bodies that are held.",
+        "Bytes of requests that are held: bodies, what the router knows of them, and answers of prefill engines.",
         |shared| shared.counters.body_bytes.load(Ordering::Relaxed),
     ),
     total("kvlane_route_connections", MetricKind::Gauge, "Clients' connections that are open.", |shared| {
         shared.counters.connections.load(Ordering::Relaxed)
     }),
+    total(
+        "kvlane_route_connections_displaced_total",
+        MetricKind::Counter,
+        "Connections without a request that were closed because a new one needed their slot.",
+        |shared| shared.counters.displaced.load(Ordering::Relaxed),
+    ),
     total("kvlane_route_index_bytes", MetricKind::Gauge, "Memory of the index of prefixes.", |shared| {
         shared.with_scheduler(|scheduler| scheduler.index_bytes() as u64)
     }),

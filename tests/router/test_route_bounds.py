@@ -1,0 +1,358 @@
+"""What clients and strangers can cost a router: memory, others' time, and connections."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+from processes import PATIENCE, until
+from routed import CHAT, COMPLETIONS, Router, ask, chat, routed, wanted
+
+MB = 1 << 20
+MODELS = b'{"object": "list", "data": [{"id": "fake"}]}'
+ANSWER = b'{"choices": []}'
+KEY = {"Authorization": "Bearer secret"}
+
+
+class Engine:
+    """Reads requests without keeping them. Answers at once, or not before it is told to."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.taken = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self.answers.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rb", buffering=65536) as stream:
+            try:
+                while request := stream.readline():
+                    left = 0
+                    while (line := stream.readline().lower()) not in (b"\r\n", b""):
+                        if line.startswith(b"content-length:"):
+                            left = int(line.partition(b":")[2])
+                    while left > 0 and (piece := stream.read1(min(left, 65536))):
+                        left -= len(piece)
+                    is_post = request.startswith(b"POST")
+                    if is_post:
+                        self.taken += 1
+                        self.answers.wait()
+                    body = ANSWER if is_post else MODELS
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            except OSError:
+                return
+
+
+@contextmanager
+def before(*flags: str) -> Iterator[tuple[Router, Engine]]:
+    with closing(Engine()) as engine, Router("--worker", engine.url, *flags, nodes=1) as router:
+        yield router, engine
+
+
+def memory(router: Router, name: str) -> int:
+    """VmRSS or VmHWM of the router, in bytes."""
+    text = Path(f"/proc/{router.process.pid}/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def filled(head: bytes, piece: bytes, tail: bytes, size: int = 58 * MB) -> bytes:
+    return head + piece * ((size - len(head) - len(tail)) // len(piece)) + tail
+
+
+def members(count: int) -> bytes:
+    named = b",".join(b'"%d":0' % number for number in range(count))
+    return b'{"model":"fake",' + named + b"}"
+
+
+def big(kind: str, size: int = 58 * MB) -> tuple[str, bytes]:
+    """A path and a body of that kind, each of whose bytes is work for somebody who reads it."""
+    begin = b'{"model":"fake",'
+    return {
+        "messages": (CHAT, filled(begin + b'"messages":[', b"0,", b"0]}", size)),
+        "members": (COMPLETIONS, members(size // 11)),
+        "nested": (COMPLETIONS, filled(begin + b'"prompt":"x","a":[', b"[],", b"[]]}", size)),
+        "token ids": (COMPLETIONS, filled(begin + b'"prompt":[', b"1,", b"1]}", size)),
+        "text": (COMPLETIONS, filled(begin + b'"prompt":"', "é".encode(), b'"}', size)),
+        "escapes": (COMPLETIONS, filled(begin + b'"prompt":"', b"\\n", b'"}', size)),
+        "space": (COMPLETIONS, filled(begin + b'"prompt":[', b" ", b"1]}", size)),
+        "tools": (CHAT, filled(begin + b'"messages":[{}],"tools":[', b"{},", b"{}]}", size)),
+        "model": (COMPLETIONS, filled(b'{"prompt":"x","model":"', b"m", b'"}', size)),
+        "name": (COMPLETIONS, filled(begin + b'"prompt":"x","\\n', b"n", b'":1}', size)),
+    }[kind]
+
+
+def test_a_chat_of_more_messages_than_any_engine_takes_is_refused() -> None:
+    with routed([]) as (router, (engine,)):
+        for count, status in [(65_536, 200), (65_537, 400)]:
+            body = {**chat(), "messages": [{"role": "user", "content": "x"}, *[0] * (count - 1)]}
+            found, answer, _ = ask(router.address, CHAT, body)
+            # The engine itself takes no numbers for messages.
+            assert ("more than 65536 messages" in str(answer)) == (status == 400), (found, answer)
+        assert len(engine.log()) == 1
+
+
+def test_a_body_of_more_members_than_any_engine_takes_is_refused() -> None:
+    with routed([]) as (router, (engine,)):
+        for count, status in [(1022, 200), (1023, 400)]:
+            found, answer, _ = ask(router.address, COMPLETIONS, members(count)[:-1] + b',"prompt":"x"}')
+            assert (found, "more than 1024 members" in str(answer)) == (status, status == 400), answer
+        found, answer, _ = ask(router.address, COMPLETIONS, {"m" * 1025: 0, **wanted("x")})
+        assert found == 400 and "longer than 1024 bytes" in answer["error"]["message"]
+        found, answer, _ = ask(router.address, COMPLETIONS, {**wanted("x"), "model": "m" * 1100})
+        assert (found, answer["error"]["param"]) == (400, "model")
+        assert len(engine.log()) == 1
+
+
+@pytest.mark.parametrize("kind", ["messages", "members"])
+def test_three_bodies_of_60_mb_cost_the_memory_of_three_bodies(kind: str) -> None:
+    """Three of zeros for messages cost 3.1 GB, as long as their answers did not begin; four of small members 1.85 GB."""
+    path, body = big(kind, 60 * MB)
+    with before() as (router, engine):
+        engine.answers.clear()
+        with ExitStack() as stack:
+            for _ in range(3):
+                connection = stack.enter_context(closing(connect(router)))
+                post(connection, path, body)
+                assert connection.getresponse().status == 400
+        assert memory(router, "VmHWM") < 250 * MB
+
+
+def connect(router: Router) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(router.address, timeout=120)
+
+
+def post(connection: http.client.HTTPConnection, path: str, body: bytes) -> None:
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+
+
+def test_the_most_memory_that_a_default_router_can_be_made_to_hold() -> None:
+    """docs/security.md states this number. Bodies whose answers do not begin fill --max-bodies, with what costs most beside them."""
+    many = big("messages", 2 * 65_530)[1]
+    lengths = [("tools", 60 * MB, 17), ("token ids", 60 * MB, 4)]
+    with before() as (router, engine):
+        at_rest = memory(router, "VmRSS")
+        engine.answers.clear()
+        statuses: list[int] = []
+
+        def send(path: str, body: bytes) -> None:
+            with closing(connect(router)) as connection:
+                try:
+                    post(connection, path, body)
+                    statuses.append(connection.getresponse().status)
+                except OSError:
+                    # It is refused before all of it was sent.
+                    statuses.append(503)
+
+        sent = [(big(kind, size), count) for kind, size, count in lengths] + [((CHAT, many), 600)]
+        senders = [
+            threading.Thread(target=send, args=request) for request, count in sent for _ in range(count)
+        ]
+        for each in senders:
+            each.start()
+            # One after the other fills the memory: together all would be refused.
+            if len(statuses) == 0 and each is senders[0]:
+                until("the first is there", lambda: engine.taken == 1)
+        held = until(
+            "all are refused or held",
+            lambda: engine.taken + len(statuses) >= len(senders) - 5 and metric(router, "kvlane_route_body_bytes"),
+        )
+        most = memory(router, "VmHWM")
+        engine.answers.set()
+        [each.join(PATIENCE) for each in senders]
+        until("all memory is given back", lambda: metric(router, "kvlane_route_body_bytes") == 0)
+        print(f"at rest {at_rest / MB:.0f} MiB, held {held / MB:.0f}, most {most / MB:.0f}", end=" ")
+        print(f"afterwards {memory(router, 'VmRSS') / MB:.0f} MiB, {statuses.count(503)} refused")
+        assert held > 900 * MB, "the attack fills the budget"
+        assert most < 1.35 * 1024 * MB
+        assert memory(router, "VmRSS") < at_rest + 200 * MB
+
+
+def metric(router: Router, name: str) -> int:
+    _, page, _ = ask(router.admin, "/metrics")
+    return int(next(line for line in page.splitlines() if line.startswith(name + " ")).split()[1])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["messages", "members", "nested", "token ids", "text", "escapes", "space", "tools", "model", "name"],
+)
+def test_beside_58_mb_of_anything_other_clients_do_not_wait(kind: str) -> None:
+    """The router read such a body in one go: others waited for 10.9 and 14.3 s."""
+    path, body = big(kind)
+    with before() as (router, _):
+
+        def send() -> None:
+            with closing(connect(router)) as connection:
+                post(connection, path, body)
+                connection.getresponse().read()
+
+        senders = [threading.Thread(target=send) for _ in range(2)]
+        [each.start() for each in senders]
+        waited = []
+        while any(each.is_alive() for each in senders):
+            begun = time.monotonic()
+            assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200
+            waited.append(time.monotonic() - begun)
+        waited.sort()
+        print(f"{kind}: {len(waited)} requests, most {waited[-1] * 1e3:.0f} ms")
+        assert waited[-1] < 1, "another client waited"
+
+
+def open_files(wanted_files: int) -> int:
+    """Connections that this process and the router may have each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return min(wanted_files, most - 1000)
+
+
+@contextmanager
+def strangers(address: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
+    host, port = address.split(":")
+    opened: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            peer = socket.create_connection((host, int(port)), timeout=PATIENCE)
+            # Closed by a reset: thousands of ports that rest for a minute would be missed by other tests.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            opened.append(peer)
+            try:
+                peer.sendall(sent)
+            except OSError:
+                continue  # the router has closed it
+        yield opened
+    finally:
+        for peer in opened:
+            peer.close()
+
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Half: "
+STRANGERS = {
+    "nothing": b"",
+    "half a head": HALF,
+    "62 KB of head": HALF + b"x" * 62_000,
+    "a head and half a body": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n\r\n{",
+    "a wrong key": HALF + b"x\r\nAuthorization: Bearer wrong\r\nContent-Length: 9999\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_10000_strangers_do_not_keep_out_a_client_with_a_key(kind: str, tmp_path: Path) -> None:
+    """They held all connections for 75 s each: of 7 clients with a key none was served. 861 MB of their heads stayed."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    count = open_files(10_000)
+    flags = ("--api-key-file", str(keys), "--max-connections", str(count))
+    with before(*flags) as (router, _):
+        assert ask(router.address, COMPLETIONS, wanted("short"), KEY)[0] == 200
+        at_rest = memory(router, "VmRSS")
+        with strangers(router.address, count, STRANGERS[kind]):
+            # Connections are accepted in their order: all strangers have been, once this is answered.
+            begun = time.monotonic()
+            assert ask(router.address, "/health")[0] == 200
+            print(f"{kind}: all are accepted {time.monotonic() - begun:.2f} s after the last came; ", end="")
+            waited = []
+            for _ in range(7):
+                begun = time.monotonic()
+                status, answer, _ = ask(router.address, COMPLETIONS, wanted("short"), KEY)
+                assert status == 200, answer
+                waited.append(time.monotonic() - begun)
+        most = memory(router, "VmHWM")
+        until("they are gone", lambda: metric(router, "kvlane_route_connections") == 0)
+        stayed = memory(router, "VmRSS") - at_rest
+        print(f"{count} strangers, at most {max(waited) * 1e3:.0f} ms, ", end="")
+        print(f"memory at most {(most - at_rest) / MB:.0f} MiB more, {stayed / MB:.0f} MiB stayed")
+        assert max(waited) < 1
+        assert most < at_rest + 200 * MB
+        assert stayed < 100 * MB
+
+
+def test_clients_with_a_key_that_ask_nothing_make_room_for_one_that_does(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    flags = ("--api-key-file", str(keys), "--max-connections", "20")
+    with before(*flags) as (router, _), ExitStack() as stack:
+        idle = [stack.enter_context(closing(connect(router))) for _ in range(20)]
+        for each in idle:
+            each.request("POST", COMPLETIONS, json.dumps(wanted("short")), KEY)
+            assert each.getresponse().read() == ANSWER
+        begun = time.monotonic()
+        with strangers(router.address, 5, b""):
+            assert ask(router.address, COMPLETIONS, wanted("short"), KEY)[0] == 200
+        assert time.monotonic() - begun < 1
+        assert metric(router, "kvlane_route_connections_displaced_total") >= 5
+
+
+def test_a_head_has_to_come_within_ten_seconds() -> None:
+    """A byte now and then held a connection for 75 s, and each request anew."""
+    with before() as (router, _):
+        host, port = router.address.split(":")
+        with closing(connect(router)) as kept:
+            kept.request("POST", COMPLETIONS, json.dumps(wanted("short")))
+            assert kept.getresponse().read() == ANSWER
+            first = socket.create_connection((host, int(port)))
+            begun = time.monotonic()
+            with first:
+                ended: dict[str, float] = {}
+                peers = {"first": first, "second": kept.sock}
+                for byte in HALF:
+                    for name, peer in peers.items():
+                        if name not in ended:
+                            peer.settimeout(0.5)
+                            try:
+                                peer.send(bytes([byte]))
+                                if peer.recv(1) == b"":
+                                    ended[name] = time.monotonic() - begun
+                            except TimeoutError:
+                                pass
+                            except OSError:
+                                ended[name] = time.monotonic() - begun
+                    if len(ended) == 2 or time.monotonic() - begun > 15:
+                        break
+        assert set(ended) == {"first", "second"}, ended
+        assert all(9 < after < 14 for after in ended.values()), ended
+        assert ask(router.address, COMPLETIONS, wanted("short"))[0] == 200
+
+
+def test_a_stranger_s_long_head_is_refused_and_a_client_s_is_not(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    long = {"X-Long": "x" * 30_000}
+    with before("--api-key-file", str(keys)) as (router, _):
+        assert ask(router.address, "/health", None, long)[0] == 431
+        assert ask(router.address, "/v1/models", None, {**KEY, **long})[0] == 200
+        assert ask(router.address, "/v1/models", None, {**long, **KEY})[0] == 431, "the key has to come first"
+        with closing(connect(router)) as connection:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            assert (answer.status, answer.getheader("connection")) == (200, "close")
+    with before() as (router, _):
+        assert ask(router.address, "/v1/models", None, long)[0] == 200, "without keys all are clients"
