@@ -94,7 +94,7 @@ def big(kind: str, size: int = 58 * MB) -> tuple[str, bytes]:
     begin = b'{"model":"fake",'
     return {
         "messages": (CHAT, filled(begin + b'"messages":[', b"0,", b"0]}", size)),
-        "members": (COMPLETIONS, members(size // 11)),
+        "members": (COMPLETIONS, members(size // 12)),
         "nested": (COMPLETIONS, filled(begin + b'"prompt":"x","a":[', b"[],", b"[]]}", size)),
         "token ids": (COMPLETIONS, filled(begin + b'"prompt":[', b"1,", b"1]}", size)),
         "text": (COMPLETIONS, filled(begin + b'"prompt":"', "é".encode(), b'"}', size)),

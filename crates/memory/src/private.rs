@@ -32,7 +32,7 @@ impl PrivateMemory {
     }
 
     /// All of it, to write to.
-    pub fn as_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: The mapping has these bytes, which the kernel has zeroed, and `self` is borrowed alone.
         unsafe { slice::from_raw_parts_mut(self.base.as_ptr().cast(), self.bytes) }
     }
@@ -62,7 +62,7 @@ mod tests {
     fn it_is_zeroed_and_keeps_what_is_written() {
         let mut memory = PrivateMemory::new(5000).unwrap();
         assert!(memory.as_ref().iter().all(|byte| *byte == 0));
-        memory.as_mut()[4999] = 7;
+        memory.bytes_mut()[4999] = 7;
         assert_eq!((memory.as_ref().len(), memory.as_ref()[4999]), (5000, 7));
         assert!(PrivateMemory::new(0).is_err());
     }

@@ -113,7 +113,8 @@ fn the_id_of_a_response_is_the_routers_also_where_its_client_names_one() {
     for body in
         [r#"{"input": "hello"}"#, r#"{"request_id": "___prefill_addr_10.0.0.1:1___", "input": "hello"}"#]
     {
-        let named: Value = serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run).to_vec()).unwrap();
+        let named: Value =
+            serde_json::from_slice(&response(&scan(body.as_bytes()).unwrap(), &run).to_vec()).unwrap();
         let id = format!("resp_{run}");
         assert!(id.len() <= ID_LENGTH_MAX);
         assert_eq!(named, json!({"input": "hello", "request_id": id}));

@@ -20,7 +20,9 @@ use super::{
     chain::chain,
     grade::Reason,
     node::{KnownNode, Status, parent},
-    prompt::{INLINE_BODY_BYTES_MAX, INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids},
+    prompt::{
+        INLINE_BODY_BYTES_MAX, INLINE_BYTES_MAX, PATIENCE, Prompt, TEXT_BYTES_MAX, Text, text, token_ids,
+    },
     settings::{EventSource, KnowledgeSettings},
     tokenizer::{Tokenizer, TokenizerError},
 };

@@ -138,7 +138,9 @@ impl Clients {
             };
             Some((rank, client.sweeps.get(), client))
         });
-        let Some((.., client)) = waiting.max_by_key(|(rank, sweeps, _)| (*rank, *sweeps)) else { return false };
+        let Some((.., client)) = waiting.max_by_key(|(rank, sweeps, _)| (*rank, *sweeps)) else {
+            return false;
+        };
         client.is_late.set(true);
         client.wake();
         true
@@ -218,7 +220,8 @@ impl Client {
     /// Whether the next request does not come, or the client does not read its answer.
     pub(super) fn is_silent_too_long(&self) -> bool {
         let is_full = self.is_full.get();
-        self.is_late.get() && matches!((self.phase.get(), is_full), (Phase::Idle | Phase::Head, _) | (Phase::Waits, true))
+        self.is_late.get()
+            && matches!((self.phase.get(), is_full), (Phase::Idle | Phase::Head, _) | (Phase::Waits, true))
     }
 
     /// Whether the rest of a body does not come.

@@ -64,11 +64,22 @@ pub(super) struct Incoming {
 
 impl Connection {
     pub(super) fn new(stream: TcpStream, upstreams: Upstreams, address: Arc<Address>) -> Self {
-        Self { stream, upstreams, address, unsent: <[Bytes; 2]>::default(), later: VecDeque::new(), takes_more: true }
+        Self {
+            stream,
+            upstreams,
+            address,
+            unsent: <[Bytes; 2]>::default(),
+            later: VecDeque::new(),
+            takes_more: true,
+        }
     }
 
     /// Sends a request and waits for the head of its answer.
-    pub(super) async fn ask(mut self, head: Bytes, body: Outgoing) -> Result<Response<Incoming>, UpstreamError> {
+    pub(super) async fn ask(
+        mut self,
+        head: Bytes,
+        body: Outgoing,
+    ) -> Result<Response<Incoming>, UpstreamError> {
         self.unsent = [head, body.first];
         self.later = body.later.into();
         let mut reading = HeadReading::default();

@@ -11,37 +11,51 @@ use super::{clients::HEAD_TIMEOUT, idle::Upstreams, service::shows_key};
 /// Longest head on a connection that has not shown a key.
 const STRANGERS_HEAD_BYTES_MAX: usize = 16 << 10;
 /// What hyper answers where a head is too long.
-const TOO_LONG: &[u8] = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+const TOO_LONG: &[u8] =
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+
+/// Whose first head has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum First {
+    /// It shows a key, or needs none.
+    OfClient,
+    /// It shows no key: it is refused, or asks for the router's health.
+    OfStranger,
+}
 
 #[derive(Debug, PartialEq, Eq)]
 enum Found {
     /// All of it, or what HTTP's parser refuses at once, or as much as shows a key: the parser goes on.
-    Head,
+    Head(First),
     /// It is longer than a stranger's may be.
     TooLong,
     /// The client sends no more.
     End,
 }
 
-/// Whether a connection has sent the head of a request, or a key. Waits for it, unless the proxy stops.
-pub(super) async fn has_first_head(
+/// Waits until a connection has sent the head of a request, or a key. None: it sends none in time, or the proxy stops.
+pub(super) async fn first_head(
     stream: &TcpStream,
     upstreams: &Upstreams,
     keys: &[String],
     stopped: &mut watch::Receiver<Option<Duration>>,
-) -> bool {
+) -> Option<First> {
     let found = tokio::select! {
         biased;
         found = timeout(HEAD_TIMEOUT, find(stream, upstreams, keys)) => found,
-        _ = stopped.changed() => return false,
+        _ = stopped.changed() => return None,
     };
-    if let Ok(Ok(Found::TooLong)) = found {
+    let Ok(Ok(found)) = found else { return None };
+    if found == Found::TooLong {
         // The first bytes that are written fit into the kernel's buffer. Unread ones would have the kernel reset the connection
         // before the client has seen the answer.
         let _ = upstreams.with_buffer(|buffer| stream.try_read(buffer));
         let _ = stream.try_write(TOO_LONG);
     }
-    matches!(found, Ok(Ok(Found::Head)))
+    match found {
+        Found::Head(first) => Some(first),
+        Found::TooLong | Found::End => None,
+    }
 }
 
 async fn find(stream: &TcpStream, upstreams: &Upstreams, keys: &[String]) -> io::Result<Found> {
@@ -78,11 +92,16 @@ fn judge(bytes: &[u8], searched: usize, keys: &[String]) -> Option<Found> {
     let is_no_method = start.is_some_and(|start| !bytes[start].is_ascii_graphic());
     let from = start.unwrap_or(bytes.len()).max(searched.saturating_sub(2)).min(bytes.len());
     let ends = |at: usize| matches!(&bytes[from + at + 1..], [b'\n', ..] | [b'\r', b'\n', ..]);
-    if is_no_method || memchr::memchr_iter(b'\n', &bytes[from..]).any(ends) {
-        return Some(Found::Head);
+    let has_ended = is_no_method || memchr::memchr_iter(b'\n', &bytes[from..]).any(ends);
+    if !has_ended && !is_too_long {
+        return None;
     }
-    let has_key = || keys.is_empty() || shows_key(keys, authorization(bytes));
-    is_too_long.then(|| if has_key() { Found::Head } else { Found::TooLong })
+    let is_client = keys.is_empty() || shows_key(keys, authorization(bytes));
+    Some(match (is_client, has_ended) {
+        (true, _) => Found::Head(First::OfClient),
+        (false, true) => Found::Head(First::OfStranger),
+        (false, false) => Found::TooLong,
+    })
 }
 
 /// The Authorization header among whole lines.
@@ -108,10 +127,10 @@ mod tests {
         for head in heads {
             for length in 1..head.len() {
                 assert_eq!(of(&head[..length], &[]), None, "{length}");
-                assert_eq!(judge(head, length, &[]), Some(Found::Head), "{length}");
+                assert_eq!(judge(head, length, &[]), Some(Found::Head(First::OfClient)), "{length}");
             }
         }
-        assert_eq!(of(b"\x16\x03\x01", &[]), Some(Found::Head), "TLS is refused at once");
+        assert_eq!(of(b"\x16\x03\x01", &[]), Some(Found::Head(First::OfClient)), "TLS is refused at once");
         assert_eq!(of(b"", &[]), Some(Found::End));
     }
 
@@ -120,10 +139,13 @@ mod tests {
         let keys = ["key".to_owned()];
         let long = format!("X-Long: {}", "x".repeat(STRANGERS_HEAD_BYTES_MAX));
         let with = |line: &str| format!("GET / HTTP/1.1\r\n{line}{long}").into_bytes();
-        assert_eq!(of(&with(""), &[]), Some(Found::Head));
+        assert_eq!(of(&with(""), &[]), Some(Found::Head(First::OfClient)));
         assert_eq!(of(&with(""), &keys), Some(Found::TooLong));
-        assert_eq!(of(&with("aUthorization:  Bearer key\r\n"), &keys), Some(Found::Head));
+        assert_eq!(of(&with("aUthorization:  Bearer key\r\n"), &keys), Some(Found::Head(First::OfClient)));
         assert_eq!(of(&with("Authorization: Bearer other\r\n"), &keys), Some(Found::TooLong));
+        let short = |key: &str| format!("GET / HTTP/1.1\r\nAuthorization: Bearer {key}\r\n\r\n");
+        assert_eq!(of(short("key").as_bytes(), &keys), Some(Found::Head(First::OfClient)));
+        assert_eq!(of(short("other").as_bytes(), &keys), Some(Found::Head(First::OfStranger)));
         let whole = format!("GET / HTTP/1.1\r\n{long}\r\n\r\n");
         assert_eq!(of(whole.as_bytes(), &keys), Some(Found::TooLong), "though it came as a whole");
         assert_eq!(of("\r\n".repeat(STRANGERS_HEAD_BYTES_MAX).as_bytes(), &keys), Some(Found::TooLong));

@@ -24,13 +24,19 @@ enum Memory {
     /// As it came, without a copy.
     First(Bytes),
     Short(BytesMut),
-    Long { memory: PrivateMemory, filled: usize },
+    Long {
+        memory: PrivateMemory,
+        filled: usize,
+    },
 }
 
 impl Gathered {
     /// `announced`: as the client said; a piece beyond that, or beyond `most`, is an error.
     pub(super) fn new(announced: Option<usize>, most: usize) -> Self {
-        Self { bytes_max: announced.map_or(most, |announced| announced.min(most)), held: Memory::First(Bytes::new()) }
+        Self {
+            bytes_max: announced.map_or(most, |announced| announced.min(most)),
+            held: Memory::First(Bytes::new()),
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -57,7 +63,7 @@ impl Gathered {
         if all > LONG_BYTES && !matches!(self.held, Memory::Long { .. }) {
             // Untouched pages cost nothing, so that there is room for all of it at once.
             let mut memory = PrivateMemory::new(self.bytes_max)?;
-            memory.as_mut()[..before].copy_from_slice(self.bytes());
+            memory.bytes_mut()[..before].copy_from_slice(self.bytes());
             self.held = Memory::Long { memory, filled: before };
         }
         match &mut self.held {
@@ -69,7 +75,7 @@ impl Gathered {
             }
             Memory::Short(short) => short.extend_from_slice(&piece),
             Memory::Long { memory, filled } => {
-                memory.as_mut()[before..all].copy_from_slice(&piece);
+                memory.bytes_mut()[before..all].copy_from_slice(&piece);
                 *filled = all;
             }
         }

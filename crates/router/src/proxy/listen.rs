@@ -28,7 +28,7 @@ use tokio::{
 use super::{
     answer::Problem,
     clients::{Awaited, Clients},
-    first_head::has_first_head,
+    first_head::{First, first_head},
     head_watch::{HeadWatch, Watched},
     idle::Upstreams,
     joined::Joined,
@@ -179,9 +179,12 @@ async fn connection(
         tracing::debug!(%error, "a client has left at once");
         return;
     }
-    if !has_first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await {
-        return;
-    }
+    let first = first_head(&stream, &upstreams, &shared.settings.keys, &mut stopped).await;
+    let Some(first) = first else { return };
+    let _turn = match first {
+        First::OfClient => None,
+        First::OfStranger => shared.places.strangers.acquire().await.ok(),
+    };
     let _place = headless.has_head();
     let client = clients.join();
     let asked = Cell::new(0u64);

@@ -23,12 +23,17 @@ use super::{clients::Clients, shared::Shared};
 /// How often a connection that waits for a slot looks whether another one can be closed.
 const CROWDED_RETRY: Duration = Duration::from_millis(100);
 
+/// Requests without a key that are answered at a time. Each gets its answer at once, and then its connection is closed.
+const STRANGERS_AT_ONCE: usize = 64;
+
 /// Slots for clients' connections, over all threads and listeners.
 #[derive(Debug)]
 pub(super) struct Places {
     slots: Arc<Semaphore>,
     /// Connections whose first head has not come.
     pub(super) headless: Waiting<OwnedSemaphorePermit>,
+    /// For requests that show no key: thousands at once would take memory which the allocator keeps.
+    pub(super) strangers: Semaphore,
     /// Somebody waits for a slot, and all that have one have sent a head.
     crowded: Notify,
 }
@@ -36,7 +41,12 @@ pub(super) struct Places {
 impl Places {
     pub(super) fn new(most: usize) -> Self {
         let slots = Arc::new(Semaphore::new(most));
-        Self { slots, headless: Waiting::default(), crowded: Notify::new() }
+        Self {
+            slots,
+            headless: Waiting::default(),
+            strangers: Semaphore::new(STRANGERS_AT_ONCE),
+            crowded: Notify::new(),
+        }
     }
 
     /// A slot for a connection that has come.

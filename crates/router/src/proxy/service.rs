@@ -20,12 +20,7 @@ use super::{
     idle::Upstreams,
     shared::{Counters, Shared},
 };
-use crate::{
-    body::Scan,
-    ids::RequestId,
-    legs,
-    schedule::NodeState,
-};
+use crate::{body::Scan, ids::RequestId, legs, schedule::NodeState};
 
 /// Says of which class a request is, for those that are refused in an overload.
 const REQUEST_CLASS: &str = "x-request-class";
@@ -162,7 +157,8 @@ async fn read(shared: &Shared, mut body: Incoming, client: &Client, held: &Held)
         }
         held.take(piece.len())?;
         turn += piece.len();
-        let no_room = |error| closing(StatusCode::SERVICE_UNAVAILABLE, format!("no memory for the body: {error}"));
+        let no_room =
+            |error| closing(StatusCode::SERVICE_UNAVAILABLE, format!("no memory for the body: {error}"));
         gathered.add(piece).map_err(no_room)?;
         if turn >= TURN_BYTES {
             turn = 0;
