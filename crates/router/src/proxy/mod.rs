@@ -26,6 +26,7 @@ mod idle;
 mod joined;
 mod leg;
 mod listen;
+mod paths;
 mod reading;
 mod service;
 mod settings;

@@ -24,6 +24,7 @@ use super::{
     clients::Client,
     forward::REQUEST_ID,
     idle::Upstreams,
+    paths::{Route, route as route_of},
     shared::{Counters, Shared},
 };
 use crate::{
@@ -66,25 +67,34 @@ async fn route(
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
     let path = head.uri.path();
-    if path != "/health" && !is_allowed(&shared.settings.keys, &head.headers) {
+    if let Some(names) = &shared.settings.names {
+        let checked = names.check(head.version, &head.uri, &head.headers);
+        checked.map_err(|(status, sentence)| Problem {
+            closes: true,
+            ..Problem::new(status, sentence).with_param("Host")
+        })?;
+    }
+    let route = route_of(&head.method, path, &head.headers, shared.settings.allow_admin_paths);
+    let needs_no_key = path == "/health" || matches!(route, Ok(Route::Preflight));
+    if !needs_no_key && !is_allowed(&shared.settings.keys, &head.headers) {
         let problem =
             Problem::new(StatusCode::UNAUTHORIZED, "the request shows no key that this router knows");
         return Err(Problem { closes: true, ..problem }.with_param("Authorization"));
     }
-    match (&head.method, path) {
-        (&Method::GET, "/health") => Ok(health(shared)),
-        (&Method::GET, "/v1/models") => Ok(models(shared)),
-        (&Method::POST, _) if path.starts_with("/v1/") && is_plain(path) => {
+    match route? {
+        Route::Health => Ok(health(shared)),
+        Route::Models => Ok(models(shared)),
+        route @ Route::Preflight => {
+            Counters::count(&shared.counters.requests);
+            // A preflight has no body: what comes in its place is not read.
+            pass(shared, upstreams, head, &Bytes::new(), route, id, client_id).await
+        }
+        route => {
             Counters::count(&shared.counters.requests);
             let mut held = Held { shared, bytes: 0 };
             let body = read(body, client, &mut held).await?;
-            post(shared, upstreams, head, &body, id, client_id).await
+            pass(shared, upstreams, head, &body, route, id, client_id).await
         }
-        (_, "/health" | "/v1/models") => Err(Problem::new(
-            StatusCode::METHOD_NOT_ALLOWED,
-            format!("{path} is asked with GET, not with {}", head.method),
-        )),
-        _ => Err(Problem::new(StatusCode::NOT_FOUND, format!("{} {path} is not served here", head.method))),
     }
 }
 
@@ -97,11 +107,6 @@ fn refused(shared: &Shared, headers: &HeaderMap, model: Option<&str>) -> Option<
         "all engines are overloaded, and requests of the class {class} are refused until they are not"
     );
     Some(Problem { retry_after: Some(wait), ..Problem::new(StatusCode::TOO_MANY_REQUESTS, sentence) })
-}
-
-/// Whether a path means to an engine what it means here: engines decode what is escaped in it.
-fn is_plain(path: &str) -> bool {
-    !path.contains('%') && path.split('/').skip(1).all(|part| !matches!(part, "" | "." | ".."))
 }
 
 /// Whether a request may be served. How long this takes tells nothing of a key but its length.
@@ -196,16 +201,19 @@ impl Drop for Held<'_> {
     }
 }
 
-async fn post(
+/// Has nodes serve a request whose body has come.
+async fn pass(
     shared: &Arc<Shared>,
     upstreams: &Upstreams,
     head: &Parts,
     body: &Bytes,
+    route: Route,
     id: RequestId,
     client_id: &HeaderValue,
 ) -> Result<Response<AnswerBody>, Problem> {
-    let can_split = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
-    let scanned = if can_split || is_json(&head.headers) {
+    let api = if let Route::Generates(api) = route { api } else { None };
+    let is_post = head.method == Method::POST;
+    let scanned = if is_post && (api.is_some() || is_json(&head.headers)) {
         let bad = |error: crate::body::BodyError| Problem::new(StatusCode::BAD_REQUEST, error.to_string());
         Some(scan(body).map_err(bad)?)
     } else {
@@ -226,8 +234,10 @@ async fn post(
     if let Some(problem) = refused(shared, &head.headers, model.as_deref()) {
         return Err(problem);
     }
-    let marks = scanned.as_ref().map(|scan| marks(scan, seed(scan))).unwrap_or_default();
-    let prompt = match &scanned {
+    // A node that only reads a text has nothing of it afterwards.
+    let computed = scanned.as_ref().filter(|_| matches!(route, Route::Generates(_)));
+    let marks = computed.map(|scan| marks(scan, seed(scan))).unwrap_or_default();
+    let prompt = match computed {
         Some(scan) => shared.knowledge.prompt(head.uri.path(), scan, model.as_deref()).await,
         None => None,
     };
@@ -243,7 +253,8 @@ async fn post(
         id,
         client_id,
         streams: scanned.as_ref().is_some_and(is_one_stream),
-        one_node: !can_split || scanned.as_ref().is_none_or(|scan| legs::stays(scan).is_some()),
+        one_node: api.zip(scanned.as_ref()).is_none_or(|(api, scan)| legs::stays_at(api, scan).is_some()),
+        api,
         taken: Cell::new(0),
         attempts: Cell::new(0),
     };
