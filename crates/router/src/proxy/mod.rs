@@ -18,9 +18,11 @@
 mod answer;
 mod attempt;
 mod clients;
+mod departure;
 mod exchange;
 mod forward;
 mod hand_over;
+mod head_rules;
 mod head_watch;
 mod idle;
 mod joined;
