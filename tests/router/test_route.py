@@ -202,7 +202,9 @@ def test_what_is_no_http_is_refused_and_no_second_request_hides_in_a_first() -> 
         hidden = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
         two_lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (5 + len(hidden))
         # The body ends where its chunks end, and the connection with it: servers differ in what they would read on.
-        answer = raw(router.address, b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + two_lengths + hidden)
+        answer = raw(
+            router.address, b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n" + two_lengths + hidden
+        )
         assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
         for order in (1, -1):
             body = json.dumps(wanted("short")).encode()

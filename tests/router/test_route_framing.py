@@ -1,5 +1,7 @@
-"""Where a client's request ends, and whether its client is still there: bytes that two readers could read in two ways are
-refused, a client that closes its sending side gets its answer, and one that leaves ends its request."""
+"""Where a client's request ends, and whether its client is still there.
+
+Bytes that could be read in two ways are refused. A client that closes its sending side gets its answer, and one that leaves ends
+its request."""
 
 from __future__ import annotations
 
@@ -54,11 +56,15 @@ HOST = b"Host: 127.0.0.1"
         pytest.param(post(HOST, b"Transfer-Encoding: gzip, chunked", body=CHUNKED), id="gzip-and-chunked"),
         pytest.param(post(HOST, b"Transfer-Encoding: chunked, chunked", body=CHUNKED), id="chunked-twice"),
         pytest.param(
-            post(HOST, b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked", body=CHUNKED), id="two-encodings"
+            post(HOST, b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked", body=CHUNKED),
+            id="two-encodings",
         ),
-        pytest.param(post(HOST, LENGTH, b"Transfer-Encoding: chunked", body=CHUNKED), id="length-and-chunked"),
         pytest.param(
-            post(HOST, b"Transfer-Encoding: chunked", body=CHUNKED.replace(b"\r\n", b"\n", 1)), id="chunk-without-cr"
+            post(HOST, LENGTH, b"Transfer-Encoding: chunked", body=CHUNKED), id="length-and-chunked"
+        ),
+        pytest.param(
+            post(HOST, b"Transfer-Encoding: chunked", body=CHUNKED.replace(b"\r\n", b"\n", 1)),
+            id="chunk-without-cr",
         ),
         pytest.param(post(HOST, b"Transfer-Encoding: chunked", body=b" " + CHUNKED), id="space-before-chunk"),
     ],

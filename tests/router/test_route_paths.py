@@ -1,4 +1,4 @@
-"""Which requests reach engines: inference by its path, asked by the router's own name, with a key that nobody else can read."""
+"""Which requests reach engines: inference by its path, under the router's own name, with a key that nobody else can read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_OPTIONS = do_DELETE = _answer  # noqa: N815 - the names that http.server calls
+    do_GET = do_POST = do_OPTIONS = do_DELETE = _answer
 
     def log_message(self, format: str, *args: object) -> None:
         """Says nothing."""
@@ -72,9 +72,7 @@ class _Answers(BaseHTTPRequestHandler):
 def recorders(roles: str, *flags: str) -> Iterator[tuple[Router, list[Recorder]]]:
     servers = [Recorder() for _ in roles]
     names = {"w": "--worker", "p": "--prefill", "d": "--decode"}
-    words = [
-        word for role, server in zip(roles, servers, strict=True) for word in (names[role], server.url)
-    ]
+    words = [word for role, server in zip(roles, servers, strict=True) for word in (names[role], server.url)]
     try:
         for server in servers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -206,13 +204,22 @@ def test_text_that_was_only_tokenized_is_in_no_cache() -> None:
 
 
 RESPONSE = {"model": "fake", "instructions": LONG, "input": [{"role": "user", "content": "hello"}]}
-MESSAGE = {"model": "fake", "system": LONG, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
+MESSAGE = {
+    "model": "fake",
+    "system": LONG,
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 9,
+}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "one_token"),
     [
-        ("/v1/responses", {**RESPONSE, "max_output_tokens": 9, "stream": True}, {"max_output_tokens": 1, "store": False}),
+        (
+            "/v1/responses",
+            {**RESPONSE, "max_output_tokens": 9, "stream": True},
+            {"max_output_tokens": 1, "store": False},
+        ),
         ("/v1/messages", {**MESSAGE, "stream": True}, {"max_tokens": 1}),
     ],
 )
@@ -266,7 +273,10 @@ def test_a_web_page_under_a_name_of_its_own_reaches_no_engine() -> None:
     with routed([], flags=("--listen-host", "router.svc")) as (router, (engine,)):
         for path in (COMPLETIONS, "/v1/models", "/health"):
             status, answer, _ = ask(
-                router.address, path, wanted("short") if path == COMPLETIONS else None, {"Host": "evil.example"}
+                router.address,
+                path,
+                wanted("short") if path == COMPLETIONS else None,
+                {"Host": "evil.example"},
             )
             assert status == 421, answer
             assert "--listen-host evil.example" in answer["error"]["message"]
@@ -316,7 +326,10 @@ def test_another_users_keys_are_refused_and_a_mounted_secret_is_taken(tmp_path: 
     keys.chmod(0o440)
     link = tmp_path / "link"
     link.symlink_to(keys)
-    with FakeEngine() as engine, Router("--worker", engine.url, "--api-key-file", str(link), nodes=1) as router:
+    with (
+        FakeEngine() as engine,
+        Router("--worker", engine.url, "--api-key-file", str(link), nodes=1) as router,
+    ):
         assert ask(router.address, "/v1/models")[0] == 401
 
 

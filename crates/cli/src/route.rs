@@ -8,7 +8,7 @@ mod nodes;
 
 use std::{
     net::{SocketAddr, TcpListener},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
     thread,
@@ -368,7 +368,7 @@ fn threads_of(cores: usize) -> usize {
     (cores / 4).clamp(1, 8)
 }
 
-fn keys(file: &PathBuf) -> Result<Vec<String>> {
+fn keys(file: &Path) -> Result<Vec<String>> {
     let text = key_file::read(file).with_context(|| format!("--api-key-file {}", file.display()))?;
     let keys: Vec<String> =
         text.lines().map(str::trim).filter(|key| !key.is_empty()).map(str::to_owned).collect();

@@ -188,7 +188,10 @@ fn what_stands_before_an_agents_messages_is_the_beginning_of_its_prompt() {
         let same = first.iter().zip(&second).take_while(|(one, two)| one == two).count();
         assert_eq!((same, first.len(), second.len()), (3, 4, 4));
         let other = marks_of("y", "a");
-        assert!(first.iter().all(|one| other.iter().all(|two| one != two)), "the input alone is no beginning");
+        assert!(
+            first.iter().all(|one| other.iter().all(|two| one != two)),
+            "the input alone is no beginning"
+        );
     }
 }
 

@@ -73,7 +73,10 @@ fn a_message_is_prefilled_as_one_token_whatever_it_may_think() {
 fn a_response_that_one_engine_stores_or_works_at_alone_stays_there() {
     let cases = [
         (json!({"input": "p", "store": true, "background": false, "tools": null}), None),
-        (json!({"input": "p", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]}), None),
+        (
+            json!({"input": "p", "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]}),
+            None,
+        ),
         (json!({"input": "p", "previous_response_id": "resp_1"}), Some(Stays::StoredAnswer)),
         (json!({"input": "p", "background": true}), Some(Stays::Background)),
         (json!({"input": "p", "tools": [{"type": "web_search_preview"}]}), Some(Stays::EngineTools)),

@@ -16,9 +16,8 @@ pub(super) fn read(file: &Path) -> Result<String> {
     // The file that is read, and not one that took its name since.
     let found = opened.metadata().context("cannot be read")?;
     let groups = getgroups().context("the kernel does not tell this process's groups")?;
-    let is_own_group = |group: u32| {
-        getegid().as_raw() == group || groups.iter().any(|own| own.as_raw() == group)
-    };
+    let is_own_group =
+        |group: u32| getegid().as_raw() == group || groups.iter().any(|own| own.as_raw() == group);
     if let Some(why) = exposed(&found, geteuid().as_raw(), is_own_group) {
         bail!("{why}; keys are for the router's user alone: chmod 600 {}", file.display());
     }

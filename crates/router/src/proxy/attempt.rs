@@ -226,11 +226,7 @@ impl Work<'_> {
     }
 
     /// The decode leg gets what the prefill node answered.
-    async fn by_answer(
-        &self,
-        pair: Pair,
-        tried: &mut Vec<NodeId>,
-    ) -> Result<Response<AnswerBody>, Unserved> {
+    async fn by_answer(&self, pair: Pair, tried: &mut Vec<NodeId>) -> Result<Response<AnswerBody>, Unserved> {
         let Pair { mut attempt, prefill, decode: mut decode_guard } = pair;
         let Some(prefill_node) = prefill.node() else { return Err(Failed::gone(None).into()) };
         let ask = match self.prefill(prefill, attempt).await {

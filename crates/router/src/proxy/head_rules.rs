@@ -213,12 +213,18 @@ mod tests {
             (b"POST / HTTP/1.1\r\nHost: a\n\r\n", Some(BareLineFeed)),
             (b"POST / HTTP/1.1\r\nHost: a\r\n\n", Some(BareLineFeed)),
             (b"\nPOST / HTTP/1.1\r\nHost: a\r\n\r\n", Some(BareLineFeed)),
-            (b"POST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", Some(LengthAndEncoding)),
+            (
+                b"POST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+                Some(LengthAndEncoding),
+            ),
             (b"POST / HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 5\r\n\r\n", Some(ManyLengths)),
             (b"POST / HTTP/1.1\r\nContent-Length: 5, 5\r\n\r\n", Some(BadLength)),
             (b"POST / HTTP/1.1\r\nContent-Length: +5\r\n\r\n", Some(BadLength)),
             (b"POST / HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", Some(BadEncoding)),
-            (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n", Some(BadEncoding)),
+            (
+                b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
+                Some(BadEncoding),
+            ),
             (b"POST / HTTP/1.1\r\nTransfer-Encoding:\x0bchunked\r\n\r\n", Some(BadEncoding)),
             (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n", Some(BadChunk)),
         ];

@@ -51,9 +51,9 @@ impl AsyncRead for Joined {
                 Ok(read) => {
                     if 0 < read && read < room {
                         // All that had come: what comes next wakes us. Saves the call that would say so.
-                        let _ = self.0.try_io(Interest::READABLE, || {
-                            Err::<(), _>(io::ErrorKind::WouldBlock.into())
-                        });
+                        let _ = self
+                            .0
+                            .try_io(Interest::READABLE, || Err::<(), _>(io::ErrorKind::WouldBlock.into()));
                     }
                     return Poll::Ready(Ok(()));
                 }
@@ -63,11 +63,7 @@ impl AsyncRead for Joined {
 }
 
 impl AsyncWrite for Joined {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         self.poll_send(context, |stream| stream.try_write(bytes))
     }
 

@@ -126,7 +126,9 @@ mod tests {
 
     #[test]
     fn only_an_operator_lets_clients_change_engines() {
-        for path in ["/v1/load_lora_adapter", "/sleep", "/update_weights", "/reset_prefix_cache", "/v1/anything"] {
+        for path in
+            ["/v1/load_lora_adapter", "/sleep", "/update_weights", "/reset_prefix_cache", "/v1/anything"]
+        {
             assert_eq!(status(&Method::POST, path, false), 403, "{path}");
             assert_eq!(status(&Method::POST, path, true), 200, "{path}");
             assert_eq!(status(&Method::GET, path, true), 404, "{path}");
