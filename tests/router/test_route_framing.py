@@ -1,7 +1,7 @@
 """Where a client's request ends, and whether its client is still there.
 
-Bytes that could be read in two ways are refused. A client that closes its sending side gets its answer, and one that leaves ends
-its request."""
+Bytes that could be read in two ways are refused. A client that closes its sending side gets its answer. One that leaves
+ends its request."""
 
 from __future__ import annotations
 
