@@ -1,4 +1,4 @@
-"""Which requests reach engines: inference by its path, under the router's own name, with a key that only it can read."""
+"""Which requests reach engines: inference by its path, under the router's own name, with a private key file."""
 
 from __future__ import annotations
 
